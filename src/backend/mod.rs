@@ -1,0 +1,178 @@
+//! What a volume is stored in, behind two traits: [`Image`], the control half, one a volume; and
+//! [`ImageQueue`], the data half, one a connection thread.
+//!
+//! Comes in: a [`Request`] with its buffer. Goes out: its end, and the buffer back. A backend may
+//! finish at once (memory), on the caller's ring (files), or on foreign threads (librbd, an async
+//! runtime), which wake the loop through a [`Waker`].
+//!
+//! The contract, which `tests/conformance.rs` checks for every backend:
+//! - A completed write is visible to every later read on any queue of the volume. A FLUSH completes
+//!   when every write *completed* before it was started is durable. FUA is durable at completion.
+//! - TRIM may do nothing, or make the range (or parts of it) read as zero; zero never turns back.
+//!   WRITE_ZEROES always reads zeroes; `fast_zero` fails with `Unsupported` rather than be slow;
+//!   `no_hole` keeps the range allocated.
+//! - Once `Fenced`, always `Fenced`: nothing more is written until the volume is opened anew.
+//! - Every request that was started completes exactly once, with its buffer.
+//!
+//! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
+//! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::request::{IoError, Request};
+use crate::sys::buffer::Buffer;
+use crate::sys::ring::{Completion, Ring};
+
+/// A request's number on its connection: an index below the connection's in-flight limit.
+pub type RequestId = u32;
+
+/// How one request ended. The buffer comes back whatever happened.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Success, or why not.
+    pub result: Result<(), IoError>,
+    /// The buffer that the request was started with; filled, for a successful read.
+    pub buffer: Option<Buffer>,
+}
+
+/// What starting a request led to.
+#[derive(Debug)]
+pub enum Started {
+    /// It has ended already.
+    Done(Outcome),
+    /// It will end through [`ImageQueue::on_ring`] or [`ImageQueue::on_wake`].
+    Pending,
+}
+
+/// Sizes of access, in bytes; each a power of two except `maximum`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockSizes {
+    /// Offsets and lengths must be multiples of this.
+    pub minimum: u32,
+    /// Multiples of this are served best.
+    pub preferred: u32,
+    /// The longest payload of one request.
+    pub maximum: u32,
+}
+
+/// What a volume can do beyond reading.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Features {
+    /// Refuses every request that modifies.
+    pub read_only: bool,
+    /// FLUSH means something.
+    pub flush: bool,
+    /// Writes can be made durable one by one.
+    pub fua: bool,
+    /// TRIM may free space.
+    pub trim: bool,
+    /// WRITE_ZEROES is served.
+    pub write_zeroes: bool,
+    /// `fast_zero` is understood.
+    pub fast_zero: bool,
+    /// The contract holds across queues, so several connections may be used.
+    pub multi_connection: bool,
+    /// The content outlives this process, so that a new worker may take over after a crash.
+    pub outlives_worker: bool,
+}
+
+/// The control half: one a volume, shared by its threads. Calls may block; none is made on a
+/// connection thread except [`Image::queue`], once, before the first request.
+pub trait Image: Send + Sync {
+    /// The size in bytes, as last known; a multiple of `block_sizes().minimum`. Never blocks.
+    fn size(&self) -> u64;
+
+    /// The sizes of access. Fixed while the volume is open.
+    fn block_sizes(&self) -> BlockSizes;
+
+    /// What the volume can do. Fixed while the volume is open.
+    fn features(&self) -> Features;
+
+    /// Makes the data half for the calling thread, whose ring and waker it may keep using.
+    ///
+    /// # Errors
+    /// When the ring cannot take the backend's files, or a bound is reached.
+    fn queue(&self, ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>>;
+
+    /// Asks the backend for its size again and returns it.
+    ///
+    /// # Errors
+    /// When the backend cannot be asked.
+    fn refresh_size(&self) -> Result<u64>;
+
+    /// Changes the size at the backend.
+    ///
+    /// # Errors
+    /// `Unsupported` where the backend cannot; what the backend gives otherwise.
+    fn resize(&self, size: u64) -> Result<()>;
+
+    /// Replaces the faults that are injected; only the `fault:` backend can.
+    ///
+    /// # Errors
+    /// `Unsupported` everywhere else; `InvalidArgument` where the text is not a fault plan.
+    fn set_fault(&self, plan: &str) -> Result<()> {
+        let _ = plan;
+        Err(crate::error::Error::new(
+            crate::error::ErrorKind::Unsupported,
+            "this volume injects no faults",
+        )
+        .with_repair("map it as fault:<uri>, with a binary built with the feature `fault`"))
+    }
+}
+
+/// The data half: used by one connection thread. No call blocks, allocates without bound or logs.
+pub trait ImageQueue {
+    /// Starts `request` under the number `id`, which is not in use. `buffer` holds the payload of a
+    /// write, or is filled by a read (its length is the request's); `None` for the rest.
+    fn start(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        ring: &mut Ring,
+    ) -> Started;
+
+    /// Takes a completion of an operation that this queue submitted to the ring. Returns a request
+    /// that has ended by it; `None` when there is more to do first (a short read goes on).
+    fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)>;
+
+    /// Called after the waker was woken: appends the requests that foreign threads have finished.
+    fn on_wake(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        let _ = (ring, done);
+    }
+}
+
+/// Wakes a connection thread from any other thread: an eventfd that its ring polls. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Waker(Arc<nix::sys::eventfd::EventFd>);
+
+impl Waker {
+    /// A new waker.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    pub fn new() -> std::io::Result<Self> {
+        use nix::sys::eventfd::{EfdFlags, EventFd};
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Self(Arc::new(EventFd::from_flags(flags)?)))
+    }
+
+    /// Makes the loop call [`ImageQueue::on_wake`]. Never blocks; may be called from any thread.
+    pub fn wake(&self) {
+        // The counter can only overflow after 2^64 - 1 wakes that nobody took.
+        let _ = self.0.write(1);
+    }
+
+    /// The descriptor that becomes readable.
+    pub fn descriptor(&self) -> std::os::fd::BorrowedFd<'_> {
+        use std::os::fd::AsFd;
+        self.0.as_fd()
+    }
+
+    /// Takes the pending wakes.
+    pub fn take(&self) {
+        // EAGAIN when there were none.
+        let _ = self.0.read();
+    }
+}

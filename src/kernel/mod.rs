@@ -1,0 +1,206 @@
+//! The kernel's side of a mapping, behind one trait: nbd over generic netlink, udev, sysfs, mounts.
+//!
+//! Comes in: what a device should be. Goes out: what is. Every call may block, up to the deadline
+//! it is given where it takes one; callers run them off their event loops. What may never happen
+//! here: a decision. Which device to take, keep or drop is `control::mapping`'s to say; no backend
+//! is known by name.
+//!
+//! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
+//! runs on both.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::error::Result;
+
+/// The number in `/dev/nbdN`.
+pub type DeviceIndex = u32;
+
+/// What CONNECT sets up.
+#[derive(Debug)]
+pub struct ConnectSpec {
+    /// The kernel's ends, connected AF_UNIX or TCP stream sockets; one per connection.
+    pub sockets: Vec<OwnedFd>,
+    /// In bytes.
+    pub size: u64,
+    /// 512, 1024, 2048 or 4096.
+    pub block_size: u32,
+    /// NBD transmission flags (`data::nbd::wire`), as the handshake would have given them.
+    pub transmission_flags: u16,
+    /// Goes into sysfs `backend`; RECONFIGURE must give the same. See [`Identity`].
+    pub identity: Identity,
+    /// How long new requests wait once every connection is dead, before they fail.
+    pub dead_connection_timeout: Duration,
+    /// NBD_ATTR_TIMEOUT: how long a request may take before its socket is given up. Zero: the
+    /// kernel's 30 s tick, see DESIGN and `facts` of the driver.
+    pub request_timeout: Duration,
+    /// `/sys/block/nbdN/queue/io_timeout`, set before the first request where given.
+    pub replay_delay: Option<Duration>,
+}
+
+/// Who a device belongs to: `cleat.<mapping id>.<name>`, kept by the kernel as the nbd backend
+/// identifier, so that a device is never adopted by its number.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Identity(String);
+
+impl Identity {
+    /// The prefix of every identity of ours.
+    pub const PREFIX: &'static str = "cleat.";
+
+    /// The identity of the mapping `mapping_id` (lower-case hexadecimal) called `name`.
+    pub fn new(mapping_id: &str, name: &str) -> Self {
+        Self(format!("{}{mapping_id}.{name}", Self::PREFIX))
+    }
+
+    /// Reads back what sysfs shows; `None` when the device is not one of ours.
+    pub fn parse(backend: &str) -> Option<Self> {
+        let rest = backend.strip_prefix(Self::PREFIX)?;
+        let (id, name) = rest.split_once('.')?;
+        let plausible =
+            !id.is_empty() && id.bytes().all(|b| b.is_ascii_hexdigit()) && !name.is_empty();
+        plausible.then(|| Self(backend.to_owned()))
+    }
+
+    /// The identity as the kernel keeps it.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The mapping's id.
+    pub fn mapping_id(&self) -> &str {
+        self.0[Self::PREFIX.len()..].split('.').next().unwrap_or_default()
+    }
+
+    /// The mapping's name.
+    pub fn name(&self) -> &str {
+        self.0[Self::PREFIX.len()..].split_once('.').map_or("", |(_, name)| name)
+    }
+}
+
+/// An nbd device as sysfs shows it now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// N of `/dev/nbdN`.
+    pub index: DeviceIndex,
+    /// Whether it is configured (sysfs `pid` exists). Does not say that a socket is alive.
+    pub connected: bool,
+    /// The process that configured it, as the kernel remembers it.
+    pub pid: Option<u32>,
+    /// The backend identifier, ours or anybody's.
+    pub backend: Option<String>,
+    /// In bytes.
+    pub size: u64,
+}
+
+impl Device {
+    /// The identity, if the device is one of ours.
+    pub fn identity(&self) -> Option<Identity> {
+        self.backend.as_deref().and_then(Identity::parse)
+    }
+}
+
+/// Who uses a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Holder {
+    /// Mounted at `path`, in the mount namespace of `namespace_pid` (`None`: our own).
+    Mount { path: PathBuf, filesystem: String, namespace_pid: Option<u32> },
+    /// Open in a process (the device node itself).
+    Process { pid: u32, command: String },
+    /// A block device on top of it (`dm-0`, `loop3`), or swap (`swap`).
+    Device { name: String },
+}
+
+/// Something that the kernel told by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KernelEvent {
+    /// A connection of the device died (NBD_CMD_LINK_DEAD); which one, the kernel does not say.
+    LinkDead(DeviceIndex),
+    /// The device changed, appeared or vanished (udev).
+    Changed(DeviceIndex),
+}
+
+/// The kernel. Implemented by `real` and `sim`.
+pub trait Kernel: Send + Sync {
+    /// Connects a device of the kernel's choice and returns its number. The identity's udev
+    /// properties are in place before the device appears.
+    ///
+    /// # Errors
+    /// `Unsupported` without the nbd module (with the repair), `PermissionDenied` without
+    /// CAP_SYS_ADMIN; on any error nothing is left connected.
+    fn connect(&self, spec: ConnectSpec) -> Result<DeviceIndex>;
+
+    /// Gives dead connections new sockets. The kernel drops sockets silently when no connection is
+    /// dead: the caller verifies through its own ends.
+    ///
+    /// # Errors
+    /// `NotFound` when the device is not connected or has another identity.
+    fn reconfigure(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        sockets: Vec<OwnedFd>,
+    ) -> Result<()>;
+
+    /// Sets a new size, in bytes.
+    ///
+    /// # Errors
+    /// As `reconfigure`.
+    fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()>;
+
+    /// Disconnects, and returns when the device is free (sysfs `pid` gone) and its udev properties
+    /// are withdrawn. A device that is not connected, or no longer has this identity, is success.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline; the command may still take effect later.
+    fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()>;
+
+    /// Every nbd device that exists.
+    ///
+    /// # Errors
+    /// When sysfs cannot be read.
+    fn devices(&self) -> Result<Vec<Device>>;
+
+    /// Who uses the device now: mounts in every mount namespace that can be seen, openers, stacked
+    /// devices, swap. Advisory: it may change at any time.
+    ///
+    /// # Errors
+    /// When /proc or sysfs cannot be read.
+    fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>>;
+
+    /// Waits until the device node and the symlink of `identity` exist and the size is right.
+    /// Returns both paths.
+    ///
+    /// # Errors
+    /// `TimedOut`, saying which of them is missing and what that hints at (udevd not running, rules
+    /// not installed).
+    fn wait_ready(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        size: u64,
+        deadline: Instant,
+    ) -> Result<DevicePaths>;
+
+    /// Flushes the device's page cache to it (`fsync` of the node).
+    ///
+    /// # Errors
+    /// When the device cannot be opened or written.
+    fn flush(&self, index: DeviceIndex) -> Result<()>;
+
+    /// Delivers events until the receiver is dropped. Events may be lost (a socket overflow): they
+    /// are hints to look, never the only way to learn something.
+    ///
+    /// # Errors
+    /// When the kernel refuses the subscription.
+    fn events(&self) -> Result<crossbeam_channel::Receiver<KernelEvent>>;
+}
+
+/// Where a device is found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DevicePaths {
+    /// `/dev/nbdN`.
+    pub node: PathBuf,
+    /// `/dev/disk/by-id/cleat-<name>`.
+    pub symlink: PathBuf,
+}

@@ -1,0 +1,9 @@
+//! cleat makes volumes fast to a Linux node as block devices. `ARCHITECTURE.md`, beside this file,
+//! tells how the parts work together and in which order to read them.
+
+pub mod backend;
+pub mod error;
+pub mod kernel;
+pub mod request;
+pub mod sys;
+pub mod worker;

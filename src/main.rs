@@ -1,0 +1,3 @@
+//! The `cleat` binary.
+
+fn main() {}

@@ -1,0 +1,143 @@
+//! Page-aligned buffers that the kernel may read and write while a request is in flight.
+//!
+//! A buffer has one owner at any time: the code that fills it, the ring, or a backend. Directly
+//! before the payload there is room for a header, so that a reply leaves as one piece.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::NonNull;
+
+/// Alignment of every payload, in bytes: enough for direct I/O on any block device.
+pub const ALIGNMENT: usize = 4096;
+
+/// Room before the payload, in bytes. One alignment unit, so that the payload stays aligned.
+pub const HEADROOM: usize = ALIGNMENT;
+
+/// A payload of fixed capacity with headroom. Freed when dropped.
+#[derive(Debug)]
+pub struct Buffer {
+    base: NonNull<u8>,
+    capacity: usize,
+    header_len: usize,
+    len: usize,
+}
+
+// SAFETY: the memory belongs to this value alone; nothing about it is tied to a thread.
+unsafe impl Send for Buffer {}
+
+impl Buffer {
+    /// A buffer whose payload is `len` bytes of zero. Aborts when memory is exhausted, as `Vec`.
+    pub fn zeroed(len: usize) -> Self {
+        let capacity = len.next_multiple_of(ALIGNMENT).max(ALIGNMENT);
+        let layout = Self::layout(capacity);
+        // SAFETY: the layout's size is at least HEADROOM, so it is not zero.
+        let base = unsafe { alloc_zeroed(layout) };
+        let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
+        Self { base, capacity, header_len: 0, len }
+    }
+
+    /// The most that the payload can hold, in bytes; a multiple of [`ALIGNMENT`].
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// The payload's length, in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the payload is empty.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Makes the payload `len` bytes long; what it holds is whatever was there.
+    ///
+    /// # Panics
+    /// When `len` exceeds the capacity.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.capacity, "{len} bytes in a buffer of {}", self.capacity);
+        self.len = len;
+    }
+
+    /// The payload.
+    pub fn payload(&self) -> &[u8] {
+        // SAFETY: the payload's `len` <= capacity bytes lie inside the allocation and were
+        // initialised (to zero at the least) when it was made.
+        unsafe { std::slice::from_raw_parts(self.payload_ptr(), self.len) }
+    }
+
+    /// The payload, to be filled.
+    pub fn payload_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `payload`; `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.payload_ptr(), self.len) }
+    }
+
+    /// Puts `header` directly before the payload; [`Buffer::wire`] then begins with it.
+    ///
+    /// # Panics
+    /// When the header is longer than [`HEADROOM`].
+    pub fn set_header(&mut self, header: &[u8]) {
+        assert!(header.len() <= HEADROOM, "a header of {} bytes", header.len());
+        self.header_len = header.len();
+        let start = HEADROOM - header.len();
+        // SAFETY: `start..HEADROOM` lies inside the allocation, is initialised, and `&mut self`
+        // makes the access exclusive.
+        let room =
+            unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(start), header.len()) };
+        room.copy_from_slice(header);
+    }
+
+    /// Header and payload, as they leave.
+    pub fn wire(&self) -> &[u8] {
+        let start = HEADROOM - self.header_len;
+        // SAFETY: header and payload are adjacent, initialised and inside the allocation.
+        unsafe {
+            std::slice::from_raw_parts(self.base.as_ptr().add(start), self.header_len + self.len)
+        }
+    }
+
+    /// Forgets the header; done when a buffer is used again.
+    pub fn clear_header(&mut self) {
+        self.header_len = 0;
+    }
+
+    /// Where the payload begins; valid for `capacity` bytes as long as the buffer lives.
+    pub fn payload_ptr(&self) -> *mut u8 {
+        // SAFETY: HEADROOM bytes precede the payload in the same allocation.
+        unsafe { self.base.as_ptr().add(HEADROOM) }
+    }
+
+    fn layout(capacity: usize) -> Layout {
+        Layout::from_size_align(HEADROOM + capacity, ALIGNMENT)
+            .expect("payloads are bounded far below isize::MAX")
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with the same layout, and freed only here.
+        unsafe { dealloc(self.base.as_ptr(), Self::layout(self.capacity)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_and_payload_leave_as_one_piece() {
+        let mut buffer = Buffer::zeroed(5);
+        buffer.payload_mut().copy_from_slice(b"world");
+        buffer.set_header(b"hello ");
+        assert_eq!(buffer.wire(), b"hello world");
+        assert_eq!(buffer.payload_ptr() as usize % ALIGNMENT, 0);
+        buffer.clear_header();
+        assert_eq!(buffer.wire(), b"world");
+    }
+
+    #[test]
+    #[should_panic(expected = "in a buffer of")]
+    fn a_payload_never_outgrows_its_capacity() {
+        Buffer::zeroed(10).set_len(ALIGNMENT + 1);
+    }
+}

@@ -1,0 +1,10 @@
+//! The only room of this crate where `unsafe` is allowed: the ring, its buffers, shared memory,
+//! and the ioctls and prctls that no crate wraps.
+//!
+//! Comes in: safe Rust values, owned. Goes out: safe Rust values, owned. What may never happen
+//! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
+#![allow(unsafe_code)]
+
+pub mod buffer;
+pub mod ring;
+pub mod shared;

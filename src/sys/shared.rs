@@ -1,0 +1,1 @@
+//! Memory shared between connection threads, or between processes, as files in memory.

@@ -1,0 +1,4 @@
+//! The worker process: one a volume. It receives its volume and sockets over an inherited
+//! descriptor, opens the backend, gives up every privilege, and runs the data path.
+
+pub mod protocol;

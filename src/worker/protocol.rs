@@ -1,0 +1,131 @@
+//! What supervisor and worker say to each other, over a SOCK_SEQPACKET unix socket: one JSON message
+//! a packet (at most [`MAX_PACKET`] bytes), descriptors beside it as SCM_RIGHTS.
+//!
+//! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the
+//! channel as the descriptor [`CHANNEL_FD`]; a supervisor that comes later connects to the worker's
+//! `control_socket`. The newest connection is the one in charge.
+
+use serde::{Deserialize, Serialize};
+
+use crate::request::Op;
+
+/// Raised when a message changes its meaning. Both sides say theirs in the first message.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The descriptor under which a worker inherits its end of the channel.
+pub const CHANNEL_FD: i32 = 3;
+
+/// The longest message, in bytes.
+pub const MAX_PACKET: usize = 64 * 1024;
+
+/// The most descriptors that one message carries (the kernel's SCM_MAX_FD is 253).
+pub const MAX_DESCRIPTORS: usize = 64;
+
+/// To the worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ToWorker {
+    /// The first message on an inherited channel. Descriptors: one listening SOCK_SEQPACKET socket
+    /// (the control socket, for supervisors to come), one memory file for the statistics page.
+    /// Answered by `Ready` or `Failed`.
+    Start(Start),
+    /// The first message on a connection to the control socket. Answered by `Ready`, with the
+    /// statistics page as descriptor.
+    Adopt { version: u32, mapping_id: String },
+    /// Serve these kernel connections. Descriptors: one connected stream socket each.
+    /// Answered by `Serving`.
+    Serve,
+    /// Close every connection after its running requests and exit. Answered by the end of the
+    /// channel.
+    Stop,
+    /// Ask for the backend's size again. Answered by `Size`.
+    RefreshSize,
+    /// Change the size at the backend. Answered by `Size`.
+    Resize { size: u64 },
+    /// Replace the injected faults. Answered by `Done`.
+    SetFault { plan: String },
+    /// Answered by `Done`: the worker's control thread is alive.
+    Ping,
+}
+
+/// What a new worker needs to know.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Start {
+    /// [`PROTOCOL_VERSION`] of the supervisor.
+    pub version: u32,
+    /// The mapping that this worker serves.
+    pub mapping_id: String,
+    /// The mapping's name, for logs and the process title.
+    pub name: String,
+    /// Raised with every new worker of the mapping.
+    pub generation: u64,
+    /// The volume.
+    pub uri: String,
+    /// Open it so that nothing is ever written.
+    pub read_only: bool,
+    /// Where logs go: the supervisor's choice, see `telemetry`.
+    pub log: String,
+}
+
+/// From the worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case", deny_unknown_fields)]
+pub enum FromWorker {
+    /// The volume is open, the worker confined.
+    Ready(Ready),
+    /// The last command failed; after `Start`, the worker exits.
+    Failed(Failure),
+    /// The connections are being served.
+    Serving,
+    /// The volume's size in bytes.
+    Size { size: u64 },
+    /// The last command was carried out.
+    Done,
+    /// By itself: every kernel connection has ended in order (the device was disconnected), and the
+    /// worker is about to exit.
+    Disconnected,
+    /// By itself: the volume was lost to somebody else.
+    Fenced,
+}
+
+/// What the device needs to know of the volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ready {
+    /// [`PROTOCOL_VERSION`] of the worker.
+    pub version: u32,
+    /// As in `Start`.
+    pub mapping_id: String,
+    /// As in `Start`.
+    pub generation: u64,
+    /// Of the worker.
+    pub pid: u32,
+    /// In bytes.
+    pub size: u64,
+    /// See `backend::BlockSizes`.
+    pub minimum_block: u32,
+    /// See `backend::BlockSizes`.
+    pub preferred_block: u32,
+    /// NBD transmission flags that the volume's features lead to.
+    pub transmission_flags: u16,
+    /// See `backend::Features`.
+    pub outlives_worker: bool,
+    /// Kernel connections that are being served.
+    pub connections: u32,
+}
+
+/// An [`crate::error::Error`] on its way between processes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Failure {
+    /// See `error::ErrorKind`.
+    pub kind: crate::error::ErrorKind,
+    /// The message and its sources.
+    pub message: String,
+    /// What the reader can do about it.
+    pub repair: Option<String>,
+}
+
+/// The statistics page's number of operations, fixed by the protocol's version.
+pub const STATISTICS_OPS: usize = Op::ALL.len();
