@@ -5,5 +5,6 @@ pub mod backend;
 pub mod error;
 pub mod kernel;
 pub mod request;
+pub mod statistics;
 pub mod sys;
 pub mod worker;

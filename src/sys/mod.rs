@@ -6,5 +6,6 @@
 #![allow(unsafe_code)]
 
 pub mod buffer;
+pub mod gather;
 pub mod ring;
 pub mod shared;
