@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 pub mod buffer;
+pub mod gather;
 pub mod process;
 pub mod ring;
 pub mod shared;
