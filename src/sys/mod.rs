@@ -8,5 +8,6 @@
 pub mod block;
 pub mod buffer;
 pub mod gather;
+pub mod process;
 pub mod ring;
 pub mod shared;
