@@ -7,5 +7,6 @@ pub mod error;
 pub mod kernel;
 pub mod proto;
 pub mod request;
+pub mod statistics;
 pub mod sys;
 pub mod worker;
