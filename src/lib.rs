@@ -3,8 +3,11 @@
 
 pub mod backend;
 pub mod data;
+pub mod cli;
+pub mod control;
 pub mod error;
 pub mod kernel;
+pub mod proto;
 pub mod request;
 pub mod statistics;
 pub mod sys;
