@@ -7,5 +7,6 @@
 
 pub mod block;
 pub mod buffer;
+pub mod gather;
 pub mod ring;
 pub mod shared;
