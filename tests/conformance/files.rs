@@ -122,7 +122,7 @@ fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
     let volume = Local::open(&uri, OpenOptions::default());
     let mut lane = volume.lane();
-    let mut allocated = |lane: &mut dyn Lane| {
+    let allocated = |lane: &mut dyn Lane| {
         lane.one(job(Op::Flush, 0, 0));
         fs::metadata(&path).unwrap().blocks() * 512
     };
