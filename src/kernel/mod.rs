@@ -194,8 +194,9 @@ pub trait Kernel: Send + Sync {
     /// Flushes the device's page cache to it (`fsync` of the node).
     ///
     /// # Errors
-    /// When the device cannot be opened or written.
-    fn flush(&self, index: DeviceIndex) -> Result<()>;
+    /// When the device cannot be opened or written; `TimedOut` at the deadline, when the backend
+    /// hangs: the flush goes on behind the scenes.
+    fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()>;
 
     /// Delivers events until the receiver is dropped. Events may be lost (a socket overflow): they
     /// are hints to look, never the only way to learn something.

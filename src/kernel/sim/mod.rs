@@ -252,10 +252,10 @@ impl Kernel for SimKernel {
         Ok(DevicePaths { node: PathBuf::from(format!("/dev/nbd{index}")), symlink })
     }
 
-    fn flush(&self, index: DeviceIndex) -> Result<()> {
-        drop(self.enter(Call::Flush, None)?);
+    fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        drop(self.enter(Call::Flush, Some(deadline))?);
         let message = || format!("cannot flush /dev/nbd{index}");
-        self.flush_device(index).map_err(|error| Error::from_io(message(), error))
+        self.flush_device(index, deadline).map_err(|error| Error::from_io(message(), error))
     }
 
     fn events(&self) -> Result<Receiver<KernelEvent>> {
