@@ -3,12 +3,17 @@
 
 mod common;
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cleat::error::ErrorKind;
+use cleat::kernel::real::RealKernel;
 use cleat::kernel::sim::{Call, Fault, Script, SimKernel};
+use cleat::kernel::udev::RUN_DIRECTORY;
 use cleat::kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
 use common::nbd_server::{FLAGS, Server, hangs_up};
 
@@ -206,6 +211,60 @@ fn the_impossible_is_refused(kernel: &dyn Kernel) {
 #[test]
 fn simulated_kernel() {
     suite(&SimKernel::new(Script::default()));
+}
+
+/// As root, with nbd; refuses to pass where it was to run and cannot.
+#[test]
+fn real_kernel() {
+    match std::env::var("CLEAT_TEST_REAL_KERNEL").as_deref() {
+        Ok("1") => {}
+        _ => return,
+    }
+    let kernel = RealKernel::new(Path::new(RUN_DIRECTORY));
+    suite(&kernel);
+    real_io(&kernel);
+    real_holders(&kernel);
+    let connected = kernel.status().unwrap().into_iter().filter(|(_, connected)| *connected);
+    assert_eq!(connected.count(), 0, "devices are left behind");
+}
+
+/// What was written is there, before and after a crash of the server.
+fn real_io(kernel: &RealKernel) {
+    let mapped = connect(kernel, "io", 1);
+    let node = mapped.ready().node;
+    let file = File::options().read(true).write(true).open(&node).unwrap();
+    file.write_all_at(&[7; 8192], 4096).unwrap();
+    kernel.flush(mapped.index, soon()).unwrap();
+    assert_eq!(mapped.server.bytes(4096, 8192), [7; 8192], "flushed to the server");
+    mapped.server.cut();
+    let writer = std::thread::spawn(move || {
+        file.write_all_at(&[8; 4096], 0).unwrap();
+        file.sync_all().unwrap();
+    });
+    kernel
+        .reconfigure(mapped.index, &mapped.identity, vec![mapped.server.connection()])
+        .unwrap();
+    writer.join().unwrap();
+    assert_eq!(mapped.server.bytes(0, 4096), [8; 4096]);
+    mapped.disconnect();
+}
+
+/// Whoever holds a device is named, keeps it, and lets it go.
+fn real_holders(kernel: &RealKernel) {
+    let mapped = connect(kernel, "held", 1);
+    let node = mapped.ready().node;
+    settled_holders(kernel, mapped.index);
+    let file = File::open(&node).unwrap();
+    let holders = kernel.holders(mapped.index).unwrap();
+    let pid = std::process::id();
+    let ours = |h: &Holder| matches!(h, Holder::Process { pid: found, .. } if *found == pid);
+    assert!(holders.iter().any(ours), "{holders:?}");
+    let deadline = Instant::now() + Duration::from_millis(300);
+    let held = kernel.disconnect(mapped.index, &mapped.identity, deadline).unwrap_err();
+    assert_eq!(held.kind(), ErrorKind::TimedOut, "{}", held.report());
+    assert!(Instant::now() < deadline + Duration::from_secs(5), "long after its deadline");
+    drop(file);
+    mapped.disconnect();
 }
 
 #[test]

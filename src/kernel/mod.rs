@@ -8,8 +8,15 @@
 //! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
 //! runs on both.
 
+mod disposable;
+mod events;
+mod mounts;
+mod netlink;
+pub mod real;
 #[cfg(any(test, feature = "fault"))]
 pub mod sim;
+mod sysfs;
+pub mod udev;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -182,7 +189,7 @@ pub trait Kernel: Send + Sync {
     ///
     /// # Errors
     /// `TimedOut`, saying which of them is missing and what that hints at (udevd not running, rules
-    /// not installed).
+    /// not installed); `NotFound` as soon as the device is not connected as `identity` any more.
     fn wait_ready(
         &self,
         index: DeviceIndex,

@@ -6,5 +6,6 @@
 #![allow(unsafe_code)]
 
 pub mod buffer;
+pub mod descriptor;
 pub mod ring;
 pub mod shared;

@@ -66,6 +66,11 @@ impl Server {
         self.0.state.lock().unwrap().data.resize(usize::try_from(size).unwrap(), 0);
     }
 
+    /// What the volume holds there.
+    pub fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
+        self.0.state.lock().unwrap().data[offset..offset + length].to_vec()
+    }
+
     /// Waits until that many connections have ended by NBD_CMD_DISC.
     pub fn ended_in_order(&self, connections: usize) -> bool {
         self.wait(|state| state.ended_in_order == connections)

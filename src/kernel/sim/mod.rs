@@ -241,13 +241,16 @@ impl Kernel for SimKernel {
     ) -> Result<DevicePaths> {
         drop(self.enter(Call::WaitReady, Some(deadline))?);
         self.wait(Call::WaitReady, deadline, |state| {
-            let Ok(config) = state.config(index, identity) else { return Err("it vanished") };
+            let config = match state.config(index, identity) {
+                Ok(config) => config,
+                Err(error) => return Ok(Err(error)),
+            };
             if config.size != size {
                 return Err("its size is another");
             }
             let ready = config.link_at.is_some_and(|at| at <= Instant::now());
-            if ready { Ok(()) } else { Err("udev made no symlink") }
-        })?;
+            if ready { Ok(Ok(())) } else { Err("udev made no symlink") }
+        })??;
         let symlink = PathBuf::from(format!("/dev/disk/by-id/cleat-{}", identity.name()));
         Ok(DevicePaths { node: PathBuf::from(format!("/dev/nbd{index}")), symlink })
     }
