@@ -5,7 +5,10 @@
 //! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
 #![allow(unsafe_code)]
 
+pub mod block;
 pub mod buffer;
 pub mod descriptor;
+pub mod gather;
+pub mod process;
 pub mod ring;
 pub mod shared;

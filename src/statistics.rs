@@ -1,0 +1,360 @@
+//! The statistics page: counters that connection threads write and anybody with the memory file
+//! reads, the supervisor first of all.
+//!
+//! Comes in: how requests ended. Goes out: a [`Snapshot`]. Each connection has a slot of its own
+//! with a single writer, so a count is a load and a store, without lock prefix or system call.
+//! Slots keep their counts when a connection ends and the next one goes on from there. What may
+//! never happen here: a wait. A snapshot may be a few requests out of step with itself.
+//!
+//! Layout, in 64-bit words, little-endian as the machine: a header of [`HEADER_WORDS`] (magic,
+//! version, operations, error kinds, buckets, slots), then [`SLOTS`] slots of [`SLOT_WORDS`].
+//! The version is raised with every change of it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::request::{IoError, Op};
+use crate::sys::shared::SharedMemory;
+
+/// Connections that can be counted apart at one time.
+pub const SLOTS: usize = 64;
+
+/// Latency buckets per operation. Bucket 0 counts what took less than [`FIRST_BUCKET_NS`]; bucket
+/// `i` what took less than `FIRST_BUCKET_NS << i`; the last one the rest, too.
+pub const BUCKETS: usize = 32;
+
+/// The upper bound of the first latency bucket, in nanoseconds.
+pub const FIRST_BUCKET_NS: u64 = 1024;
+
+/// A page, made by [`Page::create`] or received from the process that made it.
+#[derive(Debug, Clone)]
+pub struct Page {
+    memory: Arc<SharedMemory>,
+    /// Slots that have a recorder in this process, one bit each.
+    taken: Arc<AtomicU64>,
+}
+
+/// The single writer of one slot. Dropping it frees the slot; its counts stay.
+#[derive(Debug)]
+pub struct Recorder {
+    memory: Arc<SharedMemory>,
+    taken: Arc<AtomicU64>,
+    slot: usize,
+}
+
+/// What a page says at one moment, summed over its connections.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Per operation, in the order of [`Op::ALL`].
+    pub ops: [OpSnapshot; Op::ALL.len()],
+    /// Failed requests by kind, in the order of [`IoError::ALL`].
+    pub errors: [u64; IoError::ALL.len()],
+    /// Requests that are running now.
+    pub in_flight: u64,
+    /// Connections that are being served now.
+    pub connections: u64,
+}
+
+/// One operation's counts since the page was made.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OpSnapshot {
+    /// Requests that ended, failed ones included.
+    pub count: u64,
+    /// Bytes of those that succeeded.
+    pub bytes: u64,
+    /// Requests that failed.
+    pub errors: u64,
+    /// Time from receipt to completion, summed up, in nanoseconds.
+    pub total_ns: u64,
+    /// Requests by latency, see [`BUCKETS`].
+    pub latency: [u64; BUCKETS],
+}
+
+impl Page {
+    /// Makes an empty page, and a descriptor of it for another process.
+    ///
+    /// # Errors
+    /// When the process has no memory or descriptor left.
+    pub fn create() -> Result<(Self, OwnedFd)> {
+        let failed = |error| Error::from_io("cannot create the statistics page", error);
+        let memory = SharedMemory::create("cleat-statistics", PAGE_BYTES).map_err(failed)?;
+        for (word, value) in memory.words().iter().zip(HEADER) {
+            word.store(value, Relaxed);
+        }
+        let file = memory.file().try_clone_to_owned().map_err(failed)?;
+        Ok((Self::new(memory), file))
+    }
+
+    /// Maps a page that another process made.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it is not a page, or one of another version.
+    pub fn from_fd(file: OwnedFd) -> Result<Self> {
+        let memory = SharedMemory::from_fd(file, PAGE_BYTES).map_err(|error| {
+            Error::new(ErrorKind::InvalidArgument, "not a statistics page").with_source(error)
+        })?;
+        let differs =
+            memory.words().iter().zip(HEADER).any(|(word, value)| word.load(Relaxed) != value);
+        if differs {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("the statistics page is not one of version {VERSION}"),
+            ));
+        }
+        Ok(Self::new(memory))
+    }
+
+    /// A descriptor of the page, for another process.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    pub fn file(&self) -> io::Result<OwnedFd> {
+        self.memory.file().as_fd().try_clone_to_owned()
+    }
+
+    /// The writer of `slot`; `None` when there is no such slot, or it has one in this process.
+    pub fn recorder(&self, slot: usize) -> Option<Recorder> {
+        if slot >= SLOTS || self.taken.fetch_or(1 << slot, Relaxed) & 1 << slot != 0 {
+            return None;
+        }
+        self.memory.words()[USED].fetch_max(slot as u64 + 1, Relaxed);
+        let (memory, taken) = (Arc::clone(&self.memory), Arc::clone(&self.taken));
+        let recorder = Recorder { memory, taken, slot };
+        recorder.word(CONNECTED).store(1, Relaxed);
+        recorder.word(IN_FLIGHT).store(0, Relaxed);
+        Some(recorder)
+    }
+
+    /// The writer of some free slot; `None` when every slot has one.
+    pub fn any_recorder(&self) -> Option<Recorder> {
+        (0..SLOTS).find_map(|slot| self.recorder(slot))
+    }
+
+    /// Forgets the connections and running requests of a process that died with them. For the one
+    /// that takes its place, before it serves.
+    pub fn take_over(&self) {
+        for slot in 0..self.used() {
+            let words = slot_words(&self.memory, slot);
+            words[CONNECTED].store(0, Relaxed);
+            words[IN_FLIGHT].store(0, Relaxed);
+        }
+    }
+
+    /// What the page says now.
+    pub fn snapshot(&self) -> Snapshot {
+        let mut sum = Snapshot::default();
+        for slot in 0..self.used() {
+            sum.add(slot_words(&self.memory, slot));
+        }
+        sum
+    }
+
+    /// Slots that may have been written. Reading the others would only fill them with memory.
+    fn used(&self) -> usize {
+        // At most SLOTS, so the minimum fits.
+        self.memory.words()[USED].load(Relaxed).min(SLOTS as u64) as usize
+    }
+
+    fn new(memory: SharedMemory) -> Self {
+        Self { memory: Arc::new(memory), taken: Arc::new(AtomicU64::new(0)) }
+    }
+}
+
+impl Recorder {
+    /// Counts a request that ended: `bytes` is its length, of which nothing counts on failure.
+    pub fn ended(&self, op: Op, bytes: u64, latency_ns: u64, result: Result<(), IoError>) {
+        let words = slot_words(&self.memory, self.slot);
+        let op = &words[OPS + op as usize * OP_WORDS..][..OP_WORDS];
+        add(&op[COUNT], 1);
+        add(&op[TOTAL_NS], latency_ns);
+        add(&op[LATENCY + bucket(latency_ns)], 1);
+        match result {
+            Ok(()) => add(&op[BYTES], bytes),
+            Err(error) => {
+                add(&op[ERRORS], 1);
+                add(&words[KINDS + error as usize], 1);
+            }
+        }
+    }
+
+    /// Says how many requests are running now.
+    pub fn set_in_flight(&self, requests: u64) {
+        self.word(IN_FLIGHT).store(requests, Relaxed);
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        &slot_words(&self.memory, self.slot)[index]
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.word(CONNECTED).store(0, Relaxed);
+        self.word(IN_FLIGHT).store(0, Relaxed);
+        self.taken.fetch_and(!(1 << self.slot), Relaxed);
+    }
+}
+
+impl Snapshot {
+    /// The counts of one operation.
+    pub fn op(&self, op: Op) -> &OpSnapshot {
+        &self.ops[op as usize]
+    }
+
+    /// How often requests failed in this way.
+    pub fn errors_of(&self, kind: IoError) -> u64 {
+        self.errors[kind as usize]
+    }
+
+    fn add(&mut self, words: &[AtomicU64]) {
+        let value = |index: usize| words[index].load(Relaxed);
+        self.connections += value(CONNECTED);
+        self.in_flight += value(IN_FLIGHT);
+        for (kind, errors) in self.errors.iter_mut().enumerate() {
+            *errors += value(KINDS + kind);
+        }
+        for (index, op) in self.ops.iter_mut().enumerate() {
+            let at = OPS + index * OP_WORDS;
+            op.count += value(at + COUNT);
+            op.bytes += value(at + BYTES);
+            op.errors += value(at + ERRORS);
+            op.total_ns += value(at + TOTAL_NS);
+            for (index, bucket) in op.latency.iter_mut().enumerate() {
+                *bucket += value(at + LATENCY + index);
+            }
+        }
+    }
+}
+
+impl OpSnapshot {
+    /// The latency, in nanoseconds, that `share` (0 to 1) of the requests stayed below: the upper
+    /// bound of its bucket. `None` when nothing was counted.
+    pub fn quantile_ns(&self, share: f64) -> Option<u64> {
+        let total: u64 = self.latency.iter().sum();
+        let wanted = (total as f64 * share).ceil().max(1.0);
+        let mut seen = 0;
+        self.latency.iter().enumerate().find_map(|(index, count)| {
+            seen += count;
+            (total > 0 && seen as f64 >= wanted).then(|| FIRST_BUCKET_NS << index)
+        })
+    }
+}
+
+const MAGIC: u64 = u64::from_le_bytes(*b"cleatst\0");
+const VERSION: u64 = 1;
+const HEADER: [u64; 6] =
+    [MAGIC, VERSION, Op::ALL.len() as u64, IoError::ALL.len() as u64, BUCKETS as u64, SLOTS as u64];
+/// In the header: one more than the highest slot that ever had a writer.
+const USED: usize = HEADER.len();
+/// Words before the first slot; the unused ones are zero.
+const HEADER_WORDS: usize = 512;
+/// Words of one slot: a whole number of cache lines, with room for more counters.
+const SLOT_WORDS: usize = 512;
+const PAGE_BYTES: u64 = ((HEADER_WORDS + SLOTS * SLOT_WORDS) * 8) as u64;
+
+// Inside a slot.
+const CONNECTED: usize = 0;
+const IN_FLIGHT: usize = 1;
+const KINDS: usize = 16;
+const OPS: usize = 64;
+const OP_WORDS: usize = 64;
+// Inside an operation.
+const COUNT: usize = 0;
+const BYTES: usize = 1;
+const ERRORS: usize = 2;
+const TOTAL_NS: usize = 3;
+const LATENCY: usize = 16;
+
+const _: () = assert!(KINDS + IoError::ALL.len() <= OPS);
+const _: () = assert!(LATENCY + BUCKETS <= OP_WORDS);
+const _: () = assert!(OPS + Op::ALL.len() * OP_WORDS <= SLOT_WORDS);
+const _: () = assert!(SLOTS <= 64, "a bit each in `taken`");
+
+fn slot_words(memory: &SharedMemory, slot: usize) -> &[AtomicU64] {
+    &memory.words()[HEADER_WORDS + slot * SLOT_WORDS..][..SLOT_WORDS]
+}
+
+/// Adds to a word that only the caller writes.
+fn add(word: &AtomicU64, value: u64) {
+    word.store(word.load(Relaxed).wrapping_add(value), Relaxed);
+}
+
+fn bucket(latency_ns: u64) -> usize {
+    let significant_bits = u64::BITS - (latency_ns / FIRST_BUCKET_NS).leading_zeros();
+    (significant_bits as usize).min(BUCKETS - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_recorded_shows_in_the_reader_of_the_file() {
+        let (page, file) = Page::create().unwrap();
+        let reader = Page::from_fd(file).unwrap();
+        let (first, second) = (page.recorder(0).unwrap(), page.recorder(5).unwrap());
+        first.ended(Op::Read, 4096, 500, Ok(()));
+        second.ended(Op::Read, 512, 5000, Ok(()));
+        second.ended(Op::Write, 8192, 2_000_000, Err(IoError::NoSpace));
+        second.set_in_flight(3);
+        let seen = reader.snapshot();
+        assert_eq!((seen.connections, seen.in_flight), (2, 3));
+        let read = seen.op(Op::Read);
+        assert_eq!((read.count, read.bytes, read.errors, read.total_ns), (2, 4608, 0, 5500));
+        assert_eq!((read.latency[0], read.latency[3]), (1, 1));
+        let write = seen.op(Op::Write);
+        assert_eq!((write.count, write.bytes, write.errors), (1, 0, 1));
+        assert_eq!(seen.errors_of(IoError::NoSpace), 1);
+        drop(second);
+        let later = reader.snapshot();
+        assert_eq!((later.connections, later.in_flight), (1, 0));
+        assert_eq!(later.op(Op::Write).count, 1);
+    }
+
+    #[test]
+    fn a_slot_has_one_writer_at_a_time() {
+        let (page, _file) = Page::create().unwrap();
+        let writer = page.recorder(SLOTS - 1).unwrap();
+        assert!(page.recorder(SLOTS - 1).is_none());
+        assert!(page.recorder(SLOTS).is_none());
+        drop(writer);
+        assert!(page.recorder(SLOTS - 1).is_some());
+        let all: Vec<_> = std::iter::from_fn(|| page.any_recorder()).collect();
+        assert_eq!(all.len(), SLOTS);
+    }
+
+    #[test]
+    fn a_successor_forgets_what_died_with_its_predecessor() {
+        let (page, file) = Page::create().unwrap();
+        let dead = page.recorder(2).unwrap();
+        dead.ended(Op::Flush, 0, 9, Ok(()));
+        dead.set_in_flight(7);
+        let successor = Page::from_fd(file).unwrap();
+        successor.take_over();
+        let seen = successor.snapshot();
+        assert_eq!((seen.connections, seen.in_flight, seen.op(Op::Flush).count), (0, 0, 1));
+    }
+
+    #[test]
+    fn a_foreign_file_is_refused() {
+        let other = SharedMemory::create("other", PAGE_BYTES).unwrap();
+        let error = Page::from_fd(other.file().try_clone_to_owned().unwrap()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        let short = SharedMemory::create("other", 4096).unwrap();
+        assert!(Page::from_fd(short.file().try_clone_to_owned().unwrap()).is_err());
+    }
+
+    #[test]
+    fn buckets_double_and_quantiles_name_their_bound() {
+        assert_eq!([0, 1023, 1024, 2047, 2048].map(bucket), [0, 0, 1, 1, 2]);
+        assert_eq!(bucket(u64::MAX), BUCKETS - 1);
+        let mut op = OpSnapshot::default();
+        assert_eq!(op.quantile_ns(0.5), None);
+        (op.latency[0], op.latency[4]) = (99, 1);
+        assert_eq!(op.quantile_ns(0.5), Some(1024));
+        assert_eq!(op.quantile_ns(0.999), Some(1024 << 4));
+    }
+}
