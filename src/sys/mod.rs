@@ -7,6 +7,7 @@
 
 pub mod buffer;
 pub mod gather;
+pub mod packet;
 pub mod process;
 pub mod ring;
 pub mod shared;
