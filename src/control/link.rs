@@ -22,7 +22,7 @@ impl Link {
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
         fcntl(&socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-        Ok(Self(AsyncFd::with_interest(socket, Interest::READABLE | Interest::WRITABLE)?))
+        Ok(Self(watched(socket, Interest::READABLE | Interest::WRITABLE)?))
     }
 
     /// Sends a command with its descriptors.
@@ -67,6 +67,18 @@ impl Link {
         let credentials = nix::sys::socket::sockopt::PeerCredentials;
         Ok(nix::sys::socket::getsockopt(self.0.get_ref(), credentials)?.uid())
     }
+}
+
+/// A descriptor on the event loop.
+///
+/// # Errors
+/// When the event loop cannot take it.
+#[expect(
+    deprecated,
+    reason = "the successor is unsafe for types whose descriptor may change; an OwnedFd's does not"
+)]
+pub fn watched(descriptor: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    AsyncFd::with_interest(descriptor, interest)
 }
 
 impl AsRawFd for Link {

@@ -15,7 +15,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::{Mutex, mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
-use super::link::Link;
+use super::link::{Link, watched};
 use super::mapping::WorkerId;
 use super::process::{Launcher, Process};
 use crate::error::{Error, ErrorKind, Result};
@@ -260,7 +260,7 @@ impl Workers {
         statistics: Page,
     ) -> Result<Worker> {
         let failed = |error| Error::from_io("cannot watch a worker", error);
-        let exit = process.exit.try_clone().and_then(AsyncFd::new).map_err(failed)?;
+        let exit = exit_descriptor(&process).map_err(failed)?;
         let link = Arc::new(link);
         let flags = Arc::new(Flags::default());
         let (reply_sender, replies) = mpsc::channel(1);
@@ -458,9 +458,13 @@ impl Reader {
     }
 }
 
+fn exit_descriptor(process: &Process) -> std::io::Result<AsyncFd<OwnedFd>> {
+    watched(process.exit.try_clone()?, tokio::io::Interest::READABLE)
+}
+
 async fn exit_of(process: &Process) -> Result<()> {
     let failed = |error| Error::from_io("cannot watch a worker", error);
-    let exit = process.exit.try_clone().and_then(AsyncFd::new).map_err(failed)?;
+    let exit = exit_descriptor(process).map_err(failed)?;
     exit.readable().await.map_err(failed).map(|_| ())
 }
 
