@@ -2,6 +2,7 @@
 //! tells how the parts work together and in which order to read them.
 
 pub mod backend;
+pub mod cli;
 pub mod control;
 pub mod error;
 pub mod kernel;

@@ -17,6 +17,15 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+mod factory;
+#[cfg(feature = "fault")]
+pub mod fault;
+mod file;
+mod mem;
+pub mod uri;
+
+pub use factory::{Confinement, OpenOptions, confinement, open};
+
 use std::sync::Arc;
 
 use crate::error::Result;

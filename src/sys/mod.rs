@@ -5,6 +5,7 @@
 //! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
 #![allow(unsafe_code)]
 
+pub mod block;
 pub mod buffer;
 pub mod gather;
 pub mod packet;

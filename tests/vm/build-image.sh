@@ -62,6 +62,7 @@ build_base() { # DIRECTORY
     done
     # Names of PCI and USB vendors; udev rules for block devices do not use them.
     options+=("--dpkgopt=path-exclude=/usr/lib/udev/hwdb.d/*")
+    # shellcheck disable=SC2016 # "$1" is for mmdebstrap's shell
     mmdebstrap --quiet --variant=essential --include="$(packages)" "${options[@]}" \
         --aptopt='APT::Install-Recommends "false"' \
         --customize-hook="$here/customize-root"' "$1"' \
@@ -136,7 +137,7 @@ flock 9
 case ${REFRESH:-0} in 0) ;; *) rm -rf "$cache"/{base,image,boot}-* ;; esac
 
 base=$cache/base-$({ packages; cat "${BASH_SOURCE[0]}" "$here/customize-root"; } | hash_of)
-image=$cache/image-$series-$({ echo "$base" | sed 's|.*/||'; } | hash_of)
+image=$cache/image-$series-$(echo "${base##*/}" | hash_of)
 boot=$cache/boot-$series-$({ echo "${image##*/}"; find "$here/guest" -type f | LC_ALL=C sort | xargs cat; } | hash_of)
 
 if [ ! -d "$boot" ]; then

@@ -1,0 +1,58 @@
+//! From a URI to an open volume: the only place that names concrete backends.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::Image;
+#[cfg(feature = "fault")]
+use super::fault;
+use super::file::FileImage;
+use super::mem::MemImage;
+use super::uri::{Spec, VolumeUri};
+use crate::error::Result;
+
+/// How a volume is opened, beyond what its URI says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OpenOptions {
+    /// Nothing is ever written, and no claim is made.
+    pub read_only: bool,
+}
+
+/// When a process that serves a volume can give up its access to the system, and what must stay.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Confinement {
+    /// After [`open`], which starts no thread: everything that will ever be used is open.
+    AfterOpen,
+    /// Before [`open`], because it starts threads, which can only be confined from birth on.
+    BeforeOpen {
+        /// Files and directories that will be read.
+        paths: Vec<PathBuf>,
+        /// Whether AF_INET, AF_INET6 and AF_UNIX stream sockets will be needed.
+        network: bool,
+    },
+}
+
+/// Opens a volume. Blocks; starts no thread where [`confinement`] says `AfterOpen`.
+///
+/// # Errors
+/// `NotFound`, `InUse`, `PermissionDenied`, `Unsupported`, or what the backend gives.
+pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
+    Ok(match uri.spec() {
+        Spec::Mem(spec) => Arc::new(MemImage::create(spec, options.read_only)?),
+        Spec::File(spec) => Arc::new(FileImage::open(spec, options.read_only)?),
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => {
+            Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
+        }
+    })
+}
+
+/// When a process can be confined that is about to open `uri`.
+pub fn confinement(uri: &VolumeUri) -> Confinement {
+    match uri.spec() {
+        Spec::Mem(_) | Spec::File(_) => Confinement::AfterOpen,
+        // Its timer thread starts with the first queue, after the opening.
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => confinement(&spec.inner),
+    }
+}

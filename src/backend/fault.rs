@@ -1,0 +1,105 @@
+//! Any volume, with injected faults: latency, hangs and errors, by operation, range and rate. For
+//! tests; not part of release packages.
+//!
+//! What happens to the n-th request of the volume follows from the plan's seed and n alone. The plan
+//! can be replaced while the volume is in use ([`Image::set_fault`]): that releases every request
+//! that hangs. What is held back lives in the thread's own queue, so that a shutdown frees it
+//! without waiting. Once an injected error was `fenced`, the volume stays fenced, as the contract
+//! demands of every backend.
+
+mod plan;
+mod queue;
+mod timer;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{BlockSizes, Features, Image, ImageQueue, Waker};
+use crate::error::Result;
+use crate::sys::ring::Ring;
+pub use plan::{PREFIX, Plan};
+use queue::FaultQueue;
+use timer::Timer;
+
+/// A volume that misbehaves on demand.
+pub(super) struct FaultImage {
+    inner: Arc<dyn Image>,
+    shared: Arc<Shared>,
+}
+
+/// What the queues of a volume share.
+struct Shared {
+    plan: Mutex<Arc<Plan>>,
+    /// Raised with every new plan.
+    plan_number: AtomicU64,
+    /// Requests so far, over all queues.
+    requests: AtomicU64,
+    fenced: AtomicBool,
+    wakers: Mutex<Vec<Waker>>,
+    timer: Mutex<Option<Arc<Timer>>>,
+}
+
+impl FaultImage {
+    /// `inner`, behind the faults of `plan`.
+    pub(super) fn wrap(inner: Arc<dyn Image>, plan: Plan) -> Self {
+        let shared = Shared {
+            plan: Mutex::new(Arc::new(plan)),
+            plan_number: AtomicU64::new(0),
+            requests: AtomicU64::new(0),
+            fenced: AtomicBool::new(false),
+            wakers: Mutex::default(),
+            timer: Mutex::default(),
+        };
+        Self { inner, shared: Arc::new(shared) }
+    }
+}
+
+impl Image for FaultImage {
+    fn size(&self) -> u64 {
+        self.inner.size()
+    }
+
+    fn block_sizes(&self) -> BlockSizes {
+        self.inner.block_sizes()
+    }
+
+    fn features(&self) -> Features {
+        self.inner.features()
+    }
+
+    fn queue(&self, ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+        let inner = self.inner.queue(ring, waker)?;
+        let timer = {
+            let mut timer = lock(&self.shared.timer);
+            match timer.as_ref() {
+                Some(timer) => Arc::clone(timer),
+                None => Arc::clone(timer.insert(Arc::new(Timer::start()?))),
+            }
+        };
+        lock(&self.shared.wakers).push(waker.clone());
+        Ok(Box::new(FaultQueue::new(inner, Arc::clone(&self.shared), timer, waker.clone())))
+    }
+
+    fn refresh_size(&self) -> Result<u64> {
+        self.inner.refresh_size()
+    }
+
+    fn resize(&self, size: u64) -> Result<()> {
+        self.inner.resize(size)
+    }
+
+    fn set_fault(&self, plan: &str) -> Result<()> {
+        let plan: Plan = plan.parse()?;
+        tracing::info!(%plan, "the injected faults were replaced");
+        *lock(&self.shared.plan) = Arc::new(plan);
+        self.shared.plan_number.fetch_add(1, Ordering::Release);
+        for waker in lock(&self.shared.wakers).iter() {
+            waker.wake();
+        }
+        Ok(())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

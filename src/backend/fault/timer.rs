@@ -1,0 +1,97 @@
+//! One thread that wakes queues at given times.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use super::super::Waker;
+use super::lock;
+use crate::error::{Error, Result};
+
+/// Ends, and joins its thread, when dropped.
+pub(super) struct Timer {
+    state: Arc<(Mutex<State>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Bounded by the requests in flight: each is waited for at most once.
+    due: BinaryHeap<Reverse<Alarm>>,
+    ended: bool,
+}
+
+struct Alarm {
+    at: Instant,
+    waker: Waker,
+}
+
+impl Timer {
+    pub(super) fn start() -> Result<Self> {
+        let state = Arc::<(Mutex<State>, Condvar)>::default();
+        let shared = Arc::clone(&state);
+        let thread = std::thread::Builder::new()
+            .name("fault-timer".to_owned())
+            .spawn(move || run(&shared.0, &shared.1))
+            .map_err(|e| Error::from_io("cannot start the thread that times faults", e))?;
+        Ok(Self { state, thread: Some(thread) })
+    }
+
+    /// Wakes `waker` at `at`, or a little later.
+    pub(super) fn wake_at(&self, at: Instant, waker: &Waker) {
+        lock(&self.state.0).due.push(Reverse(Alarm { at, waker: waker.clone() }));
+        self.state.1.notify_one();
+    }
+}
+
+fn run(state: &Mutex<State>, changed: &Condvar) {
+    let mut guard = lock(state);
+    while !guard.ended {
+        let now = Instant::now();
+        while guard.due.peek().is_some_and(|Reverse(alarm)| alarm.at <= now) {
+            if let Some(Reverse(alarm)) = guard.due.pop() {
+                alarm.waker.wake();
+            }
+        }
+        let next = guard.due.peek().map(|Reverse(alarm)| alarm.at - now);
+        guard = match next {
+            Some(pause) => {
+                changed.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0
+            }
+            None => changed.wait(guard).unwrap_or_else(PoisonError::into_inner),
+        };
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        lock(&self.state.0).ended = true;
+        self.state.1.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // It panics nowhere; and if it did, its end is all that matters here.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Ord for Alarm {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.at.cmp(&other.at)
+    }
+}
+
+impl PartialOrd for Alarm {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Alarm {
+    fn eq(&self, other: &Self) -> bool {
+        self.at == other.at
+    }
+}
+
+impl Eq for Alarm {}

@@ -1,0 +1,337 @@
+//! The data half of a file: a small state machine for each request, on the thread's own ring.
+//!
+//! Each request has at most one operation in the ring. What finds the ring full waits here, in
+//! order, for the next completion; the connection's in-flight limit bounds how many can wait.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::super::{ImageQueue, Outcome, RequestId, Started, Waker};
+use crate::request::{IoError, Op, Request};
+use crate::sys::buffer::Buffer;
+use crate::sys::ring::{Completion, FileSlot, Ring, Token};
+
+/// One write of zeroes, in bytes, where they have to be written.
+const ZEROES: usize = 256 << 10;
+
+/// One `fallocate` that may turn into writing, in bytes: it occupies a kernel thread and cannot be
+/// cancelled, so it must not take long.
+const SLOW_ALLOCATION: u64 = 32 << 20;
+
+const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// What all queues of a file have learnt about it.
+#[derive(Debug)]
+pub(super) struct Abilities {
+    device: bool,
+    punch: AtomicBool,
+    zero_range: AtomicBool,
+    /// An `fdatasync` has failed. The kernel reports lost pages once for each open description,
+    /// which all queues share, and then calls them clean: a later success would be a lie.
+    sync_failed: AtomicBool,
+}
+
+impl Abilities {
+    /// Everything is possible until an attempt shows that it is not.
+    pub(super) fn new(device: bool) -> Self {
+        Self {
+            device,
+            punch: AtomicBool::new(true),
+            zero_range: AtomicBool::new(true),
+            sync_failed: AtomicBool::new(false),
+        }
+    }
+}
+
+/// What a request does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Transfer,
+    Punch,
+    ZeroRange,
+    WriteZeroes,
+    Sync,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    request: Request,
+    step: Step,
+    /// Bytes that are done.
+    progress: u64,
+    /// Bytes that the operation in the ring covers.
+    attempted: u64,
+}
+
+/// Either the request goes on, or it has ended.
+type Next = Result<Option<Step>, IoError>;
+
+/// A file's queue on one thread.
+pub(super) struct FileQueue {
+    file: FileSlot,
+    block: u32,
+    abilities: Arc<Abilities>,
+    waker: Waker,
+    tasks: Vec<Option<Task>>,
+    /// Found the ring full.
+    waiting: VecDeque<(RequestId, Option<Buffer>)>,
+    /// Wait for the zeroes to come back.
+    waiting_for_zeroes: VecDeque<RequestId>,
+    zeroes: Zeroes,
+}
+
+/// The one buffer of zeroes of a queue, made when it is first needed.
+enum Zeroes {
+    Unmade,
+    Here(Buffer),
+    InUse,
+}
+
+impl FileQueue {
+    pub(super) fn new(file: FileSlot, block: u32, abilities: Arc<Abilities>, waker: Waker) -> Self {
+        Self {
+            file,
+            block,
+            abilities,
+            waker,
+            tasks: Vec::new(),
+            waiting: VecDeque::new(),
+            waiting_for_zeroes: VecDeque::new(),
+            zeroes: Zeroes::Unmade,
+        }
+    }
+
+    /// The first step of a request, or its end.
+    fn first(&self, request: &Request) -> Next {
+        match request.op {
+            Op::Read | Op::Write => Ok(Some(Step::Transfer)),
+            Op::Flush if self.abilities.sync_failed.load(Ordering::Relaxed) => Err(IoError::Broken),
+            Op::Flush => Ok(Some(Step::Sync)),
+            Op::Trim if self.abilities.punch.load(Ordering::Relaxed) => Ok(Some(Step::Punch)),
+            Op::Trim => Ok(None),
+            Op::WriteZeroes => self.zeroing(request),
+            Op::Cache => Ok(None),
+        }
+    }
+
+    /// The best way to zero that is still believed to work.
+    fn zeroing(&self, request: &Request) -> Next {
+        let Request { flags, .. } = request;
+        // Whether a device zeroes fast while keeping the range, only the punching way would tell.
+        let zero_range_is_fast = !self.abilities.device;
+        if !flags.no_hole && self.abilities.punch.load(Ordering::Relaxed) {
+            return Ok(Some(Step::Punch));
+        }
+        let may = zero_range_is_fast || !flags.fast_zero;
+        if may && self.abilities.zero_range.load(Ordering::Relaxed) {
+            return Ok(Some(Step::ZeroRange));
+        }
+        if flags.fast_zero { Err(IoError::Unsupported) } else { Ok(Some(Step::WriteZeroes)) }
+    }
+
+    /// Puts the task's next operation into the ring, or into line.
+    fn submit(&mut self, id: RequestId, buffer: Option<Buffer>, ring: &mut Ring) {
+        let Some(task) = self.tasks[id as usize].as_mut() else { return };
+        let token = Token::backend(0, id);
+        let offset = task.request.offset + task.progress;
+        let left = task.request.length - task.progress;
+        task.attempted = left;
+        let mut returned = None;
+        let started = match task.step {
+            Step::Transfer => {
+                let Some(buffer) = buffer else { return };
+                let from = task.progress as usize;
+                let submitted = if task.request.op == Op::Read {
+                    ring.read(self.file, buffer, from, offset, token)
+                } else {
+                    let durable = task.request.flags.fua;
+                    ring.write(self.file, buffer, from, offset, durable, token)
+                };
+                submitted.map_err(|buffer| returned = Some(buffer)).is_ok()
+            }
+            Step::Punch => ring.fallocate(self.file, PUNCH_HOLE, offset, left, token),
+            Step::ZeroRange => {
+                if self.abilities.device {
+                    task.attempted = left.min(SLOW_ALLOCATION);
+                }
+                ring.fallocate(self.file, ZERO_RANGE, offset, task.attempted, token)
+            }
+            Step::WriteZeroes => {
+                let Some(mut zeroes) = self.zeroes.take() else {
+                    self.waiting_for_zeroes.push_back(id);
+                    return;
+                };
+                task.attempted = left.min(ZEROES as u64);
+                zeroes.set_len(task.attempted as usize);
+                match ring.write(self.file, zeroes, 0, offset, false, token) {
+                    Ok(()) => true,
+                    Err(zeroes) => {
+                        self.zeroes = Zeroes::Here(zeroes);
+                        false
+                    }
+                }
+            }
+            Step::Sync => ring.fdatasync(self.file, token),
+        };
+        if !started {
+            self.waiting.push_back((id, returned));
+            // The ring may hold nothing of ours whose completion would bring us back.
+            self.waker.wake();
+        }
+    }
+
+    /// Gives whoever waits another try.
+    fn resume(&mut self, ring: &mut Ring) {
+        for _ in 0..self.waiting.len() {
+            if ring.room() == 0 {
+                return;
+            }
+            if let Some((id, buffer)) = self.waiting.pop_front() {
+                self.submit(id, buffer, ring);
+            }
+        }
+        if !matches!(self.zeroes, Zeroes::InUse) && ring.room() > 0 {
+            if let Some(id) = self.waiting_for_zeroes.pop_front() {
+                self.submit(id, None, ring);
+            }
+        }
+    }
+
+    /// What an operation's result means for its task.
+    fn advance(&self, task: &mut Task, result: i32) -> Next {
+        if result < 0 {
+            return self.failed(task, -result);
+        }
+        match task.step {
+            Step::Transfer | Step::WriteZeroes => {
+                let moved = u64::from(result.unsigned_abs());
+                task.progress += moved;
+                if task.progress < task.request.length {
+                    if moved == task.attempted {
+                        return Ok(Some(task.step));
+                    }
+                    // Direct I/O goes on at a block's boundary. No step forward means that there
+                    // is nothing more: the file was cut off underneath, and its missing part must
+                    // not read as zeroes.
+                    let cut = task.progress % u64::from(self.block);
+                    if moved <= cut {
+                        return Err(IoError::Broken);
+                    }
+                    task.progress -= cut;
+                    return Ok(Some(task.step));
+                }
+            }
+            Step::Punch | Step::ZeroRange => {
+                task.progress += task.attempted;
+                if task.progress < task.request.length {
+                    return Ok(Some(task.step));
+                }
+            }
+            Step::Sync => return Ok(None),
+        }
+        let durable = task.request.flags.fua && task.step != Step::Transfer;
+        Ok(durable.then_some(Step::Sync))
+    }
+
+    fn failed(&self, task: &mut Task, errno: i32) -> Next {
+        let error = IoError::from_errno(errno);
+        match task.step {
+            _ if errno == libc::EINTR => return Ok(Some(task.step)),
+            Step::Punch | Step::ZeroRange if error == IoError::Unsupported => {
+                let ability = if task.step == Step::Punch {
+                    &self.abilities.punch
+                } else {
+                    &self.abilities.zero_range
+                };
+                ability.store(false, Ordering::Relaxed);
+                return if task.request.op == Op::Trim {
+                    Ok(None)
+                } else {
+                    self.zeroing(&task.request)
+                };
+            }
+            Step::Transfer if task.request.flags.fua && error == IoError::Broken => {
+                self.abilities.sync_failed.store(true, Ordering::Relaxed);
+            }
+            Step::Sync => {
+                self.abilities.sync_failed.store(true, Ordering::Relaxed);
+                // Whatever it was, the data is not durable and will not be.
+                return Err(if error == IoError::NoSpace { error } else { IoError::Broken });
+            }
+            _ => {}
+        }
+        Err(error)
+    }
+}
+
+impl ImageQueue for FileQueue {
+    fn start(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        ring: &mut Ring,
+    ) -> Started {
+        let step = match self.first(&request) {
+            Ok(Some(step)) => step,
+            Ok(None) => return Started::Done(Outcome { result: Ok(()), buffer }),
+            Err(error) => return Started::Done(Outcome { result: Err(error), buffer }),
+        };
+        let index = id as usize;
+        if self.tasks.len() <= index {
+            self.tasks.resize(index + 1, None);
+        }
+        self.tasks[index] = Some(Task { request, step, progress: 0, attempted: 0 });
+        self.submit(id, buffer, ring);
+        Started::Pending
+    }
+
+    fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)> {
+        let id = completion.token.value();
+        let mut task = self.tasks.get(id as usize).copied().flatten()?;
+        let mut buffer = completion.buffer;
+        if task.step == Step::WriteZeroes
+            && let Some(zeroes) = buffer.take()
+        {
+            self.zeroes = Zeroes::Here(zeroes);
+        }
+        let next = self.advance(&mut task, completion.result);
+        let ended = match next {
+            Ok(Some(step)) => {
+                task.step = step;
+                self.tasks[id as usize] = Some(task);
+                if step == Step::WriteZeroes {
+                    // Behind the others that wait: no long range keeps them from the zeroes.
+                    self.waiting_for_zeroes.push_back(id);
+                } else {
+                    self.submit(id, buffer, ring);
+                }
+                None
+            }
+            Ok(None) => Some((id, Outcome { result: Ok(()), buffer })),
+            Err(error) => Some((id, Outcome { result: Err(error), buffer })),
+        };
+        if ended.is_some() {
+            self.tasks[id as usize] = None;
+        }
+        self.resume(ring);
+        ended
+    }
+
+    fn on_wake(&mut self, ring: &mut Ring, _done: &mut Vec<(RequestId, Outcome)>) {
+        self.resume(ring);
+    }
+}
+
+impl Zeroes {
+    /// The buffer, unless it is in use.
+    fn take(&mut self) -> Option<Buffer> {
+        match std::mem::replace(self, Self::InUse) {
+            Self::Unmade => Some(Buffer::zeroed(ZEROES)),
+            Self::Here(buffer) => Some(buffer),
+            Self::InUse => None,
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Volumes in memory: for tests, scratch space and measurements. Every request ends at once.
+//!
+//! The memory takes room only where it was written. It is gone with the worker.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use super::uri::{MemSpec, Size, invalid};
+use super::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use crate::error::{Error, ErrorKind, Result};
+use crate::request::{IoError, Op, Request};
+use crate::sys::buffer::Buffer;
+use crate::sys::ring::{Completion, Ring};
+use crate::sys::shared::SharedMemory;
+
+/// How often a volume can grow. A memory file's size is sealed, so that no access can fault; a
+/// volume that grows gets a further one.
+const SEGMENTS: usize = 64;
+
+/// Below this many bytes, zeroing in place is cheaper than giving pages back and faulting new ones.
+const PUNCH_FROM: u64 = 64 << 10;
+
+/// A volume in memory.
+pub(super) struct MemImage {
+    memory: Arc<Memory>,
+    read_only: bool,
+}
+
+/// Segments in order, without gaps; only ever added to, so readers need no lock.
+struct Memory {
+    segments: [OnceLock<Segment>; SEGMENTS],
+    size: AtomicU64,
+    growing: Mutex<usize>,
+}
+
+struct Segment {
+    start: u64,
+    memory: SharedMemory,
+}
+
+impl MemImage {
+    /// Makes an empty volume.
+    pub(super) fn create(spec: &MemSpec, read_only: bool) -> Result<Self> {
+        let memory = Memory {
+            segments: [const { OnceLock::new() }; SEGMENTS],
+            size: AtomicU64::new(0),
+            growing: Mutex::new(0),
+        };
+        memory.grow(spec.size)?;
+        Ok(Self { memory: Arc::new(memory), read_only })
+    }
+}
+
+impl Image for MemImage {
+    fn size(&self) -> u64 {
+        self.memory.size.load(Ordering::Acquire)
+    }
+
+    fn block_sizes(&self) -> BlockSizes {
+        BlockSizes { minimum: 1, preferred: 4096, maximum: 32 << 20 }
+    }
+
+    fn features(&self) -> Features {
+        Features {
+            read_only: self.read_only,
+            // Every completed write is as durable as this volume ever gets.
+            flush: true,
+            fua: true,
+            trim: true,
+            write_zeroes: true,
+            fast_zero: true,
+            multi_connection: true,
+            outlives_worker: false,
+        }
+    }
+
+    fn queue(&self, _ring: &mut Ring, _waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+        Ok(Box::new(MemQueue { memory: Arc::clone(&self.memory) }))
+    }
+
+    fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size())
+    }
+
+    fn resize(&self, size: u64) -> Result<()> {
+        if self.read_only {
+            return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
+        }
+        self.memory.grow(size)
+    }
+}
+
+impl Memory {
+    fn grow(&self, size: u64) -> Result<()> {
+        let mut count = self.growing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let start = self.size.load(Ordering::Acquire);
+        if size < start {
+            let (size, now) = (Size(size), Size(start));
+            return Err(invalid(format!("the volume holds {now}; {size} would cut it off")));
+        }
+        if size == start {
+            return Ok(());
+        }
+        let Some(segment) = self.segments.get(*count) else {
+            let message = format!("a volume in memory can grow {} times, no more", SEGMENTS - 1);
+            return Err(Error::new(ErrorKind::NoSpace, message));
+        };
+        let memory = SharedMemory::create("cleat-mem", size - start).map_err(|e| {
+            Error::new(ErrorKind::NoSpace, format!("no memory for {} more", Size(size - start)))
+                .with_source(e)
+        })?;
+        if segment.set(Segment { start, memory }).is_err() {
+            return Err(Error::new(ErrorKind::Internal, "a memory segment was set twice"));
+        }
+        *count += 1;
+        self.size.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    /// Calls `act` with each piece of the range: its segment, the offset in it, and the position in
+    /// the range.
+    fn pieces(
+        &self,
+        offset: u64,
+        length: u64,
+        mut act: impl FnMut(&SharedMemory, u64, std::ops::Range<u64>) -> Result<(), IoError>,
+    ) -> Result<(), IoError> {
+        let mut done = 0;
+        for segment in self.segments.iter().map_while(OnceLock::get) {
+            let at = offset + done;
+            let end = segment.start + segment.memory.len() as u64;
+            if at >= end {
+                continue;
+            }
+            let len = (end - at).min(length - done);
+            act(&segment.memory, at - segment.start, done..done + len)?;
+            done += len;
+            if done == length {
+                return Ok(());
+            }
+        }
+        // Requests come checked against the size, which only grows.
+        Err(IoError::Invalid)
+    }
+
+    fn zero(&self, request: &Request, keep: bool) -> Result<(), IoError> {
+        self.pieces(request.offset, request.length, |memory, offset, range| {
+            let length = range.end - range.start;
+            if keep || length < PUNCH_FROM {
+                memory.fill_zero(offset, length);
+                return Ok(());
+            }
+            memory
+                .punch_hole(offset, length)
+                .map_err(|e| e.raw_os_error().map_or(IoError::Broken, IoError::from_errno))
+        })
+    }
+}
+
+struct MemQueue {
+    memory: Arc<Memory>,
+}
+
+impl MemQueue {
+    fn run(&self, request: &Request, buffer: Option<&mut Buffer>) -> Result<(), IoError> {
+        let Request { op, flags, offset, length } = *request;
+        match (op, buffer) {
+            (Op::Read, Some(buffer)) => self.memory.pieces(offset, length, |memory, at, range| {
+                memory.read_at(at, &mut buffer.payload_mut()[as_indices(range)]);
+                Ok(())
+            }),
+            (Op::Write, Some(buffer)) => self.memory.pieces(offset, length, |memory, at, range| {
+                memory.write_at(at, &buffer.payload()[as_indices(range)]);
+                Ok(())
+            }),
+            (Op::Read | Op::Write, None) => Err(IoError::Invalid),
+            (Op::Trim, _) => self.memory.zero(request, false),
+            // Keeping a large range means touching every page of it, which is not fast.
+            (Op::WriteZeroes, _) if flags.fast_zero && flags.no_hole && length >= PUNCH_FROM => {
+                Err(IoError::Unsupported)
+            }
+            (Op::WriteZeroes, _) => self.memory.zero(request, flags.no_hole),
+            (Op::Flush | Op::Cache, _) => Ok(()),
+        }
+    }
+}
+
+impl ImageQueue for MemQueue {
+    fn start(
+        &mut self,
+        _id: RequestId,
+        request: Request,
+        mut buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        let result = self.run(&request, buffer.as_mut());
+        Started::Done(Outcome { result, buffer })
+    }
+
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        None
+    }
+}
+
+/// Positions in a payload, which is below 4 GiB.
+fn as_indices(range: std::ops::Range<u64>) -> std::ops::Range<usize> {
+    range.start as usize..range.end as usize
+}
