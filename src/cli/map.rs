@@ -6,7 +6,7 @@ use super::client::{self, GRACE, milliseconds};
 use super::output::{self, Format};
 use super::{Globals, size, view};
 use crate::backend::uri::VolumeUri;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::proto::v1::{MapOptions, MapRequest};
 
 pub(super) const EXAMPLES: &str = "\
@@ -71,7 +71,7 @@ pub(super) struct Map {
 pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
     // Checked here, too, so that a slip of the pen is told without a daemon; what is sent is what was
     // typed.
-    args.uri.parse::<VolumeUri>()?;
+    args.uri.parse::<VolumeUri>().map_err(teach)?;
     let options = MapOptions {
         read_only: args.read_only,
         connections: args.connections.unwrap_or(0),
@@ -96,6 +96,13 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         None => output::text(&format!("{}\n", mapping.device.as_deref().unwrap_or_default())),
         Some(Format::Json) => output::json(&mapping),
         Some(format) => output::text(&view::mappings(&[mapping], format == Format::Wide)),
+    }
+}
+
+fn teach(error: Error) -> Error {
+    match error.repair() {
+        Some(_) => error,
+        None => error.with_repair("see what volumes there are: cleat map --help"),
     }
 }
 
