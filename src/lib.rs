@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod cli;
+pub mod control;
 pub mod error;
 pub mod kernel;
 pub mod proto;

@@ -4,13 +4,20 @@
 //! before the payload there is room for a header, so that a reply leaves as one piece.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::num::NonZeroUsize;
 use std::ptr::NonNull;
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// Alignment of every payload, in bytes: enough for direct I/O on any block device.
 pub const ALIGNMENT: usize = 4096;
 
 /// Room before the payload, in bytes. One alignment unit, so that the payload stays aligned.
 pub const HEADROOM: usize = ALIGNMENT;
+
+/// From this capacity on, a buffer has pages of its own, which go back to the system at once when
+/// it is freed. (The allocator would keep them: it raises its threshold with every large block.)
+const OWN_PAGES: usize = 128 << 10;
 
 /// A payload of fixed capacity with headroom. Freed when dropped.
 #[derive(Debug)]
@@ -29,9 +36,8 @@ impl Buffer {
     pub fn zeroed(len: usize) -> Self {
         let capacity = len.next_multiple_of(ALIGNMENT).max(ALIGNMENT);
         let layout = Self::layout(capacity);
-        // SAFETY: the layout's size is at least HEADROOM, so it is not zero.
-        let base = unsafe { alloc_zeroed(layout) };
-        let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
+        let base = if capacity < OWN_PAGES { allocate(layout) } else { map_pages(layout) };
+        let Some(base) = base else { handle_alloc_error(layout) };
         Self { base, capacity, header_len: 0, len }
     }
 
@@ -115,9 +121,30 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed` with the same layout, and freed only here.
-        unsafe { dealloc(self.base.as_ptr(), Self::layout(self.capacity)) };
+        let layout = Self::layout(self.capacity);
+        if self.capacity < OWN_PAGES {
+            // SAFETY: allocated in `zeroed` with the same layout, and freed only here.
+            unsafe { dealloc(self.base.as_ptr(), layout) };
+        } else {
+            // SAFETY: mapped in `zeroed` with the same size, and unmapped only here.
+            let unmapped = unsafe { munmap(self.base.cast(), layout.size()) };
+            debug_assert!(unmapped.is_ok(), "the arguments are those of the mapping");
+        }
     }
+}
+
+fn allocate(layout: Layout) -> Option<NonNull<u8>> {
+    // SAFETY: the layout's size is at least HEADROOM, so it is not zero.
+    NonNull::new(unsafe { alloc_zeroed(layout) })
+}
+
+/// Fresh pages of their own, page-aligned and zero.
+fn map_pages(layout: Layout) -> Option<NonNull<u8>> {
+    let size = NonZeroUsize::new(layout.size())?;
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+    let base = unsafe { mmap_anonymous(None, size, protection, MapFlags::MAP_PRIVATE) };
+    base.ok().map(NonNull::cast)
 }
 
 #[cfg(test)]
@@ -133,6 +160,18 @@ mod tests {
         assert_eq!(buffer.payload_ptr() as usize % ALIGNMENT, 0);
         buffer.clear_header();
         assert_eq!(buffer.wire(), b"world");
+    }
+
+    #[test]
+    fn large_buffers_are_like_small_ones() {
+        for len in [OWN_PAGES - ALIGNMENT, OWN_PAGES, OWN_PAGES + 1, 32 << 20] {
+            let mut buffer = Buffer::zeroed(len);
+            assert_eq!(buffer.payload_ptr() as usize % ALIGNMENT, 0);
+            assert!(buffer.payload().iter().all(|&byte| byte == 0));
+            buffer.payload_mut()[len - 1] = 1;
+            buffer.set_header(b"head");
+            assert_eq!(buffer.wire().len(), len + 4);
+        }
     }
 
     #[test]

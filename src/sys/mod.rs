@@ -7,5 +7,7 @@
 
 pub mod block;
 pub mod buffer;
+pub mod gather;
+pub mod process;
 pub mod ring;
 pub mod shared;

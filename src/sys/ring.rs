@@ -3,13 +3,19 @@
 //! Comes in: an operation with the buffer it needs. Goes out: a [`Completion`] with the same
 //! buffer. Between the two nobody else can touch the buffer, and dropping the ring cancels and
 //! waits for what is in flight before it frees anything.
+//!
+//! The ring permits only the operations below: io_uring executes them without the checks that
+//! seccomp makes, so a ring that could open files or sockets would be a way around it.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
+use io_uring::register::Restriction;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 
 use super::buffer::Buffer;
+use super::gather::Gather;
 
 /// What a submitter gets back with the completion. The upper half tells owners apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,10 +55,12 @@ pub struct Completion {
     pub result: i32,
     /// The operation's buffer, if it had one.
     pub buffer: Option<Buffer>,
+    /// What [`Ring::send`] was given.
+    pub gather: Option<Box<Gather>>,
 }
 
-/// A file in the ring's table. The kernel holds its own reference: closing the descriptor elsewhere
-/// does not pull it from under an operation.
+/// A file or socket in the ring's table. The kernel holds its own reference: closing the descriptor
+/// elsewhere does not pull it from under an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileSlot(u32);
 
@@ -65,12 +73,26 @@ pub struct Ring {
     in_flight: Vec<InFlight>,
     free: Vec<u32>,
     files: u32,
+    restricted: bool,
 }
 
 #[derive(Default)]
 struct InFlight {
     token: Option<Token>,
-    buffer: Option<Buffer>,
+    owned: Owned,
+}
+
+/// Memory that the kernel may use until the operation completes.
+#[derive(Default)]
+enum Owned {
+    #[default]
+    Nothing,
+    Buffer(Buffer),
+    Gather(Box<Gather>),
+    /// Held for the kernel, which reads it when the operation is submitted.
+    Time {
+        _time: Box<types::Timespec>,
+    },
 }
 
 impl Ring {
@@ -79,21 +101,29 @@ impl Ring {
     /// # Errors
     /// `EPERM`/`ENOSYS` where a seccomp profile or `kernel.io_uring_disabled` forbids io_uring.
     pub fn new(entries: u32) -> io::Result<Self> {
-        let uring = IoUring::builder()
-            .setup_single_issuer()
-            .setup_defer_taskrun()
-            .build(entries)
-            .or_else(|_| IoUring::builder().build(entries))?;
+        let (uring, restricted) = build(entries)?;
         uring.submitter().register_files_sparse(FILE_SLOTS)?;
+        // Saves a descriptor look-up with every enter; not essential.
+        let _ = uring.submitter().register_ring_fd();
+        if restricted {
+            uring.submitter().register_restrictions(&mut restrictions())?;
+            uring.submitter().register_enable_rings()?;
+        }
         Ok(Self {
             uring,
             in_flight: (0..entries).map(|_| InFlight::default()).collect(),
             free: (0..entries).rev().collect(),
             files: 0,
+            restricted,
         })
     }
 
-    /// Puts a file into the ring's table.
+    /// Whether the kernel refuses every operation that this type does not offer.
+    pub fn is_restricted(&self) -> bool {
+        self.restricted
+    }
+
+    /// Puts a file or socket into the ring's table.
     ///
     /// # Errors
     /// `ENOSPC` when the table is full.
@@ -126,7 +156,7 @@ impl Ring {
     ) -> Result<(), Buffer> {
         let (start, len) = part(&buffer, from);
         let entry = opcode::Read::new(types::Fixed(file.0), start, len).offset(offset).build();
-        self.push(entry, Some(buffer), token).map_err(give_back)
+        self.push_buffer(entry, buffer, token)
     }
 
     /// Writes `buffer[from..]` of the payload at `offset`; with `durable`, as by `O_DSYNC`.
@@ -148,7 +178,7 @@ impl Ring {
             .offset(offset)
             .rw_flags(flags)
             .build();
-        self.push(entry, Some(buffer), token).map_err(give_back)
+        self.push_buffer(entry, buffer, token)
     }
 
     /// Makes the file's data durable (`fdatasync`). Returns whether there was room.
@@ -156,7 +186,7 @@ impl Ring {
     pub fn fdatasync(&mut self, file: FileSlot, token: Token) -> bool {
         let entry =
             opcode::Fsync::new(types::Fixed(file.0)).flags(types::FsyncFlags::DATASYNC).build();
-        self.push(entry, None, token).is_ok()
+        self.push(entry, Owned::Nothing, token).is_ok()
     }
 
     /// `fallocate(mode)` on a range. Returns whether there was room.
@@ -171,19 +201,93 @@ impl Ring {
     ) -> bool {
         let entry =
             opcode::Fallocate::new(types::Fixed(file.0), len).offset(offset).mode(mode).build();
-        self.push(entry, None, token).is_ok()
+        self.push(entry, Owned::Nothing, token).is_ok()
+    }
+
+    /// Receives from a stream socket into `buffer[from..]`: what is there, at least one byte (zero
+    /// at its end); with `whole`, all of it unless the stream ends.
+    ///
+    /// # Errors
+    /// Gives the buffer back when the ring is full.
+    pub fn receive(
+        &mut self,
+        socket: FileSlot,
+        buffer: Buffer,
+        from: usize,
+        whole: bool,
+        token: Token,
+    ) -> Result<(), Buffer> {
+        let (start, len) = part(&buffer, from);
+        let flags = if whole { libc::MSG_WAITALL } else { 0 };
+        let entry = opcode::Recv::new(types::Fixed(socket.0), start, len).flags(flags).build();
+        self.push_buffer(entry, buffer, token)
+    }
+
+    /// Sends what is left of `gather` to a stream socket. May end short.
+    ///
+    /// # Errors
+    /// Gives the pieces back when the ring is full.
+    pub fn send(
+        &mut self,
+        socket: FileSlot,
+        mut gather: Box<Gather>,
+        token: Token,
+    ) -> Result<(), Box<Gather>> {
+        // On a stream, MSG_WAITALL makes io_uring go on after a partial send by itself.
+        let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL).cast_unsigned();
+        let message = gather.message();
+        let entry = opcode::SendMsg::new(types::Fixed(socket.0), message).flags(flags).build();
+        self.push(entry, Owned::Gather(gather), token).map_err(|owned| match owned {
+            Owned::Gather(gather) => gather,
+            _ => unreachable!("what was pushed comes back"),
+        })
+    }
+
+    /// Completes once when `file` is readable. Returns whether there was room.
+    #[must_use]
+    pub fn poll_readable(&mut self, file: FileSlot, token: Token) -> bool {
+        let events = libc::POLLIN.cast_unsigned();
+        let entry = opcode::PollAdd::new(types::Fixed(file.0), u32::from(events)).build();
+        self.push(entry, Owned::Nothing, token).is_ok()
+    }
+
+    /// Completes with `-ETIME` after `time`. Returns whether there was room.
+    #[must_use]
+    pub fn timeout(&mut self, time: Duration, token: Token) -> bool {
+        let time = Box::new(types::Timespec::from(time));
+        let entry = opcode::Timeout::new(&raw const *time).build();
+        self.push(entry, Owned::Time { _time: time }, token).is_ok()
+    }
+
+    /// Asks the kernel to end the operation with token `target`, which then completes with
+    /// `-ECANCELED` unless it was faster. The request itself completes under `token`. Returns
+    /// whether there was such an operation, and room.
+    #[must_use]
+    pub fn cancel(&mut self, target: Token, token: Token) -> bool {
+        let index = self.in_flight.iter().position(|slot| slot.token == Some(target));
+        let Some(index) = index else { return false };
+        let entry = opcode::AsyncCancel::new(index as u64).build();
+        self.push(entry, Owned::Nothing, token).is_ok()
     }
 
     /// Hands over what was pushed and waits until at least one operation has completed.
     ///
     /// # Errors
-    /// What `io_uring_enter` gives, except an interruption by a signal, which is no error.
+    /// What `io_uring_enter` gives, except for an interruption by a signal and a moment's lack of
+    /// memory: then it returns early, with or without a completion.
     pub fn submit_and_wait(&mut self) -> io::Result<()> {
         match self.uring.submit_and_wait(1) {
             Ok(_) => Ok(()),
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => Ok(()),
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(()),
-            Err(error) => Err(error),
+            Err(error) => match error.raw_os_error() {
+                // EBUSY: completions have to be taken first.
+                Some(libc::EINTR | libc::EBUSY) => Ok(()),
+                Some(libc::EAGAIN) => {
+                    // No memory for a request just now: let others run before the next attempt.
+                    std::thread::yield_now();
+                    Ok(())
+                }
+                _ => Err(error),
+            },
         }
     }
 
@@ -193,29 +297,100 @@ impl Ring {
         let index = entry.user_data() as usize;
         let slot = &mut self.in_flight[index];
         let token = slot.token.take().expect("each slot completes once");
-        let buffer = slot.buffer.take();
+        let (buffer, gather) = match std::mem::take(&mut slot.owned) {
+            Owned::Buffer(buffer) => (Some(buffer), None),
+            Owned::Gather(gather) => (None, Some(gather)),
+            Owned::Nothing | Owned::Time { .. } => (None, None),
+        };
         self.free.push(index as u32);
-        Some(Completion { token, result: entry.result(), buffer })
+        Some(Completion { token, result: entry.result(), buffer, gather })
     }
 
-    fn push(
+    fn push_buffer(
         &mut self,
         entry: squeue::Entry,
-        buffer: Option<Buffer>,
+        buffer: Buffer,
         token: Token,
-    ) -> Result<(), Option<Buffer>> {
-        let Some(index) = self.free.pop() else { return Err(buffer) };
+    ) -> Result<(), Buffer> {
+        self.push(entry, Owned::Buffer(buffer), token).map_err(|owned| match owned {
+            Owned::Buffer(buffer) => buffer,
+            _ => unreachable!("what was pushed comes back"),
+        })
+    }
+
+    /// The submission queue has at least as many entries as there are slots, and an entry holds its
+    /// slot from here to its completion, so where a slot is free there is room in the queue; the
+    /// completion queue has twice as many and cannot overflow.
+    fn push(&mut self, entry: squeue::Entry, owned: Owned, token: Token) -> Result<(), Owned> {
+        let Some(index) = self.free.pop() else { return Err(owned) };
         let entry = entry.user_data(u64::from(index));
-        // SAFETY: the memory that the entry names belongs to `buffer`, which stays in
+        // SAFETY: the memory that the entry names belongs to `owned`, which stays in
         // `in_flight[index]` until its completion is reaped, or until Drop has drained the ring.
         let pushed = unsafe { self.uring.submission().push(&entry) };
         if pushed.is_err() {
             self.free.push(index);
-            return Err(buffer);
+            return Err(owned);
         }
-        self.in_flight[index as usize] = InFlight { token: Some(token), buffer };
+        self.in_flight[index as usize] = InFlight { token: Some(token), owned };
         Ok(())
     }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // What was only pushed must be submitted before it can be cancelled.
+        let _ = self.uring.submit();
+        // Where cancelling is not possible, waiting below still ends each operation.
+        let _ = self.uring.submitter().register_sync_cancel(None, types::CancelBuilder::any());
+        while self.next().is_some() {}
+        while self.free.len() < self.in_flight.len() {
+            if self.submit_and_wait().is_err() {
+                // The kernel may still write to these buffers: leak them rather than free them.
+                std::mem::forget(std::mem::take(&mut self.in_flight));
+                return;
+            }
+            while self.next().is_some() {}
+        }
+    }
+}
+
+/// The best kind of ring that this kernel has, and whether it waits for its restrictions.
+/// DEFER_TASKRUN and SINGLE_ISSUER are in 6.1, but a kernel may be older, or patched.
+fn build(entries: u32) -> io::Result<(IoUring, bool)> {
+    let mut best = IoUring::builder();
+    best.setup_submit_all().setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
+    let mut plainer = IoUring::builder();
+    plainer.setup_submit_all().setup_r_disabled();
+    for builder in [best, plainer] {
+        match builder.build(entries) {
+            Ok(uring) => return Ok((uring, true)),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((IoUring::new(entries)?, false))
+}
+
+fn restrictions() -> [Restriction; 13] {
+    // From <linux/io_uring.h>; the io-uring crate keeps them to itself.
+    const REGISTER_FILES_UPDATE: u8 = 6;
+    const UNREGISTER_RING_FDS: u8 = 21;
+    const REGISTER_SYNC_CANCEL: u8 = 24;
+    [
+        Restriction::register_op(REGISTER_FILES_UPDATE),
+        Restriction::register_op(UNREGISTER_RING_FDS),
+        Restriction::register_op(REGISTER_SYNC_CANCEL),
+        Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()),
+        Restriction::sqe_op(opcode::Read::CODE),
+        Restriction::sqe_op(opcode::Write::CODE),
+        Restriction::sqe_op(opcode::Fsync::CODE),
+        Restriction::sqe_op(opcode::Fallocate::CODE),
+        Restriction::sqe_op(opcode::Recv::CODE),
+        Restriction::sqe_op(opcode::SendMsg::CODE),
+        Restriction::sqe_op(opcode::PollAdd::CODE),
+        Restriction::sqe_op(opcode::Timeout::CODE),
+        Restriction::sqe_op(opcode::AsyncCancel::CODE),
+    ]
 }
 
 /// Where an operation on `buffer[from..]` begins, and how long it is.
@@ -226,22 +401,174 @@ fn part(buffer: &Buffer, from: usize) -> (*mut u8, u32) {
     (unsafe { buffer.payload_ptr().add(from) }, len)
 }
 
-fn give_back(buffer: Option<Buffer>) -> Buffer {
-    buffer.expect("the operation was pushed with a buffer")
-}
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
 
-impl Drop for Ring {
-    fn drop(&mut self) {
-        let all = types::CancelBuilder::any();
-        // Where cancelling is not possible, waiting below still ends each operation.
-        let _ = self.uring.submitter().register_sync_cancel(None, all);
-        while self.free.len() < self.in_flight.len() {
-            if self.submit_and_wait().is_err() {
-                // The kernel may still write to these buffers: leak them rather than free them.
-                std::mem::forget(std::mem::take(&mut self.in_flight));
-                return;
+    use super::*;
+
+    #[test]
+    fn file_operations_carry_their_buffers_and_tokens() {
+        let file = tempfile::tempfile().unwrap();
+        let mut ring = Ring::new(8).unwrap();
+        let slot = ring.register(file.as_fd()).unwrap();
+        let mut buffer = Buffer::zeroed(5);
+        buffer.payload_mut().copy_from_slice(b"abcde");
+        ring.write(slot, buffer, 1, 100, true, Token(1)).unwrap();
+        let done = wait(&mut ring);
+        assert_eq!((done.token, done.result), (Token(1), 4));
+        ring.read(slot, done.buffer.unwrap(), 0, 99, Token(2)).unwrap();
+        let done = wait(&mut ring);
+        assert_eq!(done.result, 5);
+        assert_eq!(done.buffer.unwrap().payload(), b"\0bcde");
+        assert!(ring.fdatasync(slot, Token(3)));
+        assert_eq!(wait(&mut ring).result, 0);
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        assert!(ring.fallocate(slot, mode, 0, 102, Token(4)));
+        assert_eq!(wait(&mut ring).result, 0);
+        assert_eq!(ring.room(), 8);
+    }
+
+    #[test]
+    fn sockets_receive_what_is_there_or_the_whole() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(4).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        ring.receive(socket, Buffer::zeroed(100), 10, false, Token(1)).unwrap();
+        theirs.write_all(b"some").unwrap();
+        let done = wait(&mut ring);
+        assert_eq!(done.result, 4);
+        assert_eq!(&done.buffer.as_ref().unwrap().payload()[10..14], b"some");
+        ring.receive(socket, Buffer::zeroed(6), 0, true, Token(2)).unwrap();
+        theirs.write_all(b"who").unwrap();
+        let writer = std::thread::spawn(move || {
+            theirs.write_all(b"le.").unwrap();
+            theirs
+        });
+        let done = wait(&mut ring);
+        assert_eq!((done.result, done.buffer.unwrap().payload()), (6, &b"whole."[..]));
+        drop(writer.join().unwrap());
+        ring.receive(socket, Buffer::zeroed(6), 0, false, Token(3)).unwrap();
+        assert_eq!(wait(&mut ring).result, 0, "the end of the stream");
+    }
+
+    #[test]
+    fn pieces_leave_in_order_and_in_full() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(4).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        let mut gather = Box::new(Gather::new(8));
+        gather.push_small(b"first ");
+        gather.push_small(b"second ");
+        let mut large = Buffer::zeroed(1 << 20);
+        large.payload_mut().fill(7);
+        large.set_header(b"third ");
+        gather.push_buffer(large);
+        gather.push_small(b"end");
+        let total = gather.unsent();
+        let reader = std::thread::spawn(move || {
+            let mut all = vec![0; total];
+            theirs.read_exact(&mut all).unwrap();
+            all
+        });
+        while gather.unsent() > 0 {
+            ring.send(socket, gather, Token(9)).unwrap();
+            let done = wait(&mut ring);
+            gather = done.gather.unwrap();
+            gather.advance(usize::try_from(done.result).unwrap());
+        }
+        let all = reader.join().unwrap();
+        assert!(all.starts_with(b"first second third \x07"));
+        assert!(all.ends_with(b"\x07end"));
+        assert_eq!(gather.take_buffers().count(), 1);
+    }
+
+    #[test]
+    fn a_full_ring_gives_the_buffer_back() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(2).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        for token in 0..2 {
+            ring.receive(socket, Buffer::zeroed(9), 0, false, Token(token)).unwrap();
+        }
+        let back = ring.receive(socket, Buffer::zeroed(9), 0, false, Token(2)).unwrap_err();
+        assert_eq!((back.len(), ring.room()), (9, 0));
+        assert!(!ring.poll_readable(socket, Token(3)));
+    }
+
+    #[test]
+    fn dropping_the_ring_ends_what_would_never_end_by_itself() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(8).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        for token in 0..3 {
+            ring.receive(socket, Buffer::zeroed(64), 0, false, Token(token)).unwrap();
+        }
+        assert!(ring.poll_readable(socket, Token(3)));
+        assert!(ring.timeout(Duration::from_millis(1), Token(4)));
+        assert_eq!(wait(&mut ring).token, Token(4));
+        ring.receive(socket, Buffer::zeroed(64), 0, false, Token(5)).unwrap();
+        drop(ring);
+    }
+
+    #[test]
+    fn timeouts_and_cancellation_complete_as_said() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(8).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        assert!(ring.timeout(Duration::from_millis(5), Token(1)));
+        let done = wait(&mut ring);
+        assert_eq!((done.token, done.result), (Token(1), -libc::ETIME));
+        ring.receive(socket, Buffer::zeroed(64), 0, false, Token(2)).unwrap();
+        assert!(ring.cancel(Token(2), Token(3)));
+        assert!(!ring.cancel(Token(77), Token(3)));
+        let mut done = [wait(&mut ring), wait(&mut ring)];
+        done.sort_by_key(|done| done.token.0);
+        assert_eq!((done[0].token, done[0].result), (Token(2), -libc::ECANCELED));
+        assert!(done[0].buffer.is_some());
+        assert_eq!((done[1].token, done[1].result), (Token(3), 0));
+    }
+
+    #[test]
+    fn the_kernel_refuses_what_this_type_does_not_offer() {
+        let mut ring = Ring::new(4).unwrap();
+        if !ring.is_restricted() {
+            return;
+        }
+        let entry = opcode::Nop::new().build();
+        ring.push(entry, Owned::Nothing, Token(1)).ok().unwrap();
+        assert_eq!(wait(&mut ring).result, -libc::EACCES);
+    }
+
+    #[test]
+    fn more_operations_than_the_ring_holds_pass_through_it() {
+        let file = tempfile::tempfile().unwrap();
+        let mut ring = Ring::new(3).unwrap();
+        let slot = ring.register(file.as_fd()).unwrap();
+        let (mut started, mut ended) = (0, 0);
+        while ended < 1000 {
+            while started < 1000 && ring.room() > 0 {
+                let buffer = Buffer::zeroed(8);
+                ring.write(slot, buffer, 0, started * 8, false, Token(started)).unwrap();
+                started += 1;
             }
-            while self.next().is_some() {}
+            ring.submit_and_wait().unwrap();
+            while let Some(done) = ring.next() {
+                assert_eq!(done.result, 8);
+                ended += 1;
+            }
+        }
+        assert_eq!(file.metadata().unwrap().len(), 8000);
+    }
+
+    fn wait(ring: &mut Ring) -> Completion {
+        loop {
+            if let Some(done) = ring.next() {
+                return done;
+            }
+            ring.submit_and_wait().unwrap();
         }
     }
 }
