@@ -2,9 +2,9 @@
 //! tells how the parts work together and in which order to read them.
 
 pub mod backend;
-pub mod data;
 pub mod cli;
 pub mod control;
+pub mod data;
 pub mod error;
 pub mod kernel;
 pub mod proto;

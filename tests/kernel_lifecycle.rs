@@ -241,9 +241,7 @@ fn real_io(kernel: &RealKernel) {
         file.write_all_at(&[8; 4096], 0).unwrap();
         file.sync_all().unwrap();
     });
-    kernel
-        .reconfigure(mapped.index, &mapped.identity, vec![mapped.server.connection()])
-        .unwrap();
+    kernel.reconfigure(mapped.index, &mapped.identity, vec![mapped.server.connection()]).unwrap();
     writer.join().unwrap();
     assert_eq!(mapped.server.bytes(0, 4096), [8; 4096]);
     mapped.disconnect();
