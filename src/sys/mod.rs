@@ -8,5 +8,7 @@
 pub mod block;
 pub mod buffer;
 pub mod gather;
+pub mod packet;
+pub mod prctl;
 pub mod ring;
 pub mod shared;
