@@ -2,8 +2,12 @@
 //! tells how the parts work together and in which order to read them.
 
 pub mod backend;
+pub mod data;
+pub mod cli;
+pub mod control;
 pub mod error;
 pub mod kernel;
+pub mod proto;
 pub mod request;
 pub mod statistics;
 pub mod sys;

@@ -1,3 +1,7 @@
 //! The `cleat` binary.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cleat::cli::main()
+}

@@ -8,11 +8,14 @@
 //! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
 //! runs on both.
 
+#[cfg(any(test, feature = "fault"))]
+pub mod sim;
+
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
 /// The number in `/dev/nbdN`.
 pub type DeviceIndex = u32;
@@ -57,8 +60,14 @@ impl Identity {
     pub fn parse(backend: &str) -> Option<Self> {
         let rest = backend.strip_prefix(Self::PREFIX)?;
         let (id, name) = rest.split_once('.')?;
-        let plausible =
-            !id.is_empty() && id.bytes().all(|b| b.is_ascii_hexdigit()) && !name.is_empty();
+        // The identity becomes a file name and a udev property: nothing else may come in.
+        let hexadecimal = |b: u8| b.is_ascii_hexdigit();
+        let word = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+        let plausible = (1..=64).contains(&id.len())
+            && id.bytes().all(hexadecimal)
+            && (1..=128).contains(&name.len())
+            && name.bytes().all(word)
+            && name.as_bytes()[0].is_ascii_alphanumeric();
         plausible.then(|| Self(backend.to_owned()))
     }
 
@@ -203,4 +212,62 @@ pub struct DevicePaths {
     pub node: PathBuf,
     /// `/dev/disk/by-id/cleat-<name>`.
     pub symlink: PathBuf,
+}
+
+/// Events that wait for a slow reader; more are lost.
+const EVENT_QUEUE: usize = 1024;
+
+fn module_missing() -> Error {
+    Error::new(ErrorKind::Unsupported, "the kernel has no nbd driver loaded").with_repair(
+        "run `modprobe nbd` (in a container: on the host); where that fails, install a kernel \
+         package with the module nbd",
+    )
+}
+
+fn permission_missing() -> Error {
+    let message = "the kernel refuses to configure nbd devices";
+    Error::new(ErrorKind::PermissionDenied, message).with_repair(
+        "run cleat node as root, with CAP_SYS_ADMIN in the initial user namespace (in a container: \
+         privileged)",
+    )
+}
+
+fn not_ours(index: DeviceIndex, identity: &Identity) -> Error {
+    let message = format!("/dev/nbd{index} is not connected as {}", identity.as_str());
+    Error::new(ErrorKind::NotFound, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_identity_is_read_back_as_it_was_written() {
+        let identity = Identity::new("00ff", "data.1");
+        assert_eq!(Identity::parse(identity.as_str()), Some(identity.clone()));
+        assert_eq!((identity.mapping_id(), identity.name()), ("00ff", "data.1"));
+    }
+
+    #[test]
+    fn nothing_else_is_taken_for_an_identity() {
+        let long = format!("cleat.00.{}", "a".repeat(129));
+        let others = [
+            "",
+            "cleat.",
+            "cleat.00",
+            "cleat.00.",
+            "cleat..a",
+            "cleat.zz.a",
+            "cleat.00.a/b",
+            "cleat.00.../x",
+            "cleat.00.a\nb",
+            "cleat.00.-a",
+            "rbd",
+            "Cleat.00.a",
+            &long,
+        ];
+        for other in others {
+            assert_eq!(Identity::parse(other), None, "{other:?}");
+        }
+    }
 }

@@ -10,5 +10,6 @@ pub mod buffer;
 pub mod gather;
 pub mod packet;
 pub mod prctl;
+pub mod process;
 pub mod ring;
 pub mod shared;

@@ -1,0 +1,166 @@
+#!/usr/bin/env bash
+# Installs what building and testing cleat needs on Debian 12, and nothing that is
+# there already.
+#
+#   scripts/install-deps.sh [--dry-run] GROUP...
+#
+#   build  compiler, linker, headers
+#   test   NBD peers and tools of the native tests
+#   vm     what builds and boots the virtual machine of tests/vm
+#
+# Needs root, or sudo. A run that finds all installed changes nothing.
+
+set -euo pipefail
+
+# One package a line: group, name, what it is for.
+table() {
+    cat <<'TABLE'
+build gcc                     links Rust programs
+build libc6-dev               headers of the C library
+build make                    runs the Makefile
+build pkg-config              finds libraries
+build libudev-dev             headers of libudev
+test  e2fsprogs               file systems on test devices
+test  fio                     load generator
+test  libnbd-bin              nbdinfo, nbdcopy, nbdsh: a peer
+test  mandoc                  checks the manual pages
+test  nbd-client              a peer, and the oldest client of the kernel driver
+test  nbdkit                  a peer
+test  python3                 test scripts
+test  python3-libnbd          nbdsh's library
+test  qemu-block-extra        qemu's rbd driver
+test  qemu-utils              qemu-nbd, qemu-io, qemu-img: peers
+test  shellcheck              checks the shell scripts
+test  udev                    udevadm verify
+vm    busybox-static          programs of the initramfs
+vm    cpio                    packs the initramfs
+vm    debian-archive-keyring  verifies the image's packages
+vm    e2fsprogs               mke2fs and debugfs: disks without mounting
+vm    fakeroot                builds the image without being root
+vm    kmod                    finds the drivers of the initramfs
+vm    mmdebstrap              builds the root file system
+vm    procps                  the harness's own test
+vm    python3                 tests/vm/run
+vm    qemu-system-x86         the virtual machine
+vm    uidmap                  builds the image without being root
+vm    util-linux              flock
+vm    xz-utils                unpacks kernel modules
+TABLE
+}
+
+say() { echo "install-deps: $*"; }
+
+usage() {
+    sed -n '2,/^$/ s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+}
+
+privileged() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+apt_get() {
+    privileged env DEBIAN_FRONTEND=noninteractive apt-get -q -q -o Dpkg::Use-Pty=0 "$@"
+}
+
+install() { # OPTIONS AND PACKAGES: dpkg's chatter is of no interest, its errors are
+    local output=/dev/null
+    [ -z "$dry_run" ] || output=/dev/stdout
+    apt_get -y $dry_run --no-install-recommends install "$@" >"$output"
+}
+
+installed_version() { # PACKAGE: empty when it is not installed
+    dpkg-query -W -f '${db:Status-Status} ${Version}\n' "$1" 2>/dev/null | sed -n 's/^installed //p'
+}
+
+check_rust() {
+    command -v cargo >/dev/null && return
+    cat <<'TEXT'
+install-deps: cargo is missing, and Debian's is too old. Install Rust with rustup:
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh
+TEXT
+    return 1
+}
+
+# QEMU's packages must be of one version. Where one of them came from backports, the
+# stock version of another does not go with it, and must come from there too.
+from_backports() {
+    local package
+    for package in qemu-utils qemu-system-x86 qemu-system-common qemu-block-extra; do
+        case $(installed_version "$package") in *~bpo*) return 0 ;; esac
+    done
+    return 1
+}
+
+# Sets backports_options: apt options under which the backports suite is known. Where
+# it is not yet, a copy of apt's sources has it, for this run only.
+backports_options=()
+temporary=
+trap '[ -z "$temporary" ] || rm -rf "$temporary"' EXIT
+know_backports() {
+    local codename mirror
+    # shellcheck source=/dev/null
+    codename=$(. /etc/os-release && echo "$VERSION_CODENAME")
+    backports_options=(-t "$codename-backports")
+    # shellcheck disable=SC2016 # $(...) is apt's own syntax
+    if apt-get indextargets --format '$(RELEASE)' 'Created-By: Packages' | grep -qx "$codename-backports"; then
+        return
+    fi
+    # shellcheck disable=SC2016
+    mirror=$(apt-get indextargets --format '$(RELEASE) $(COMPONENT) $(REPO_URI)' 'Created-By: Packages' |
+        sed -n "s/^$codename main //p" | head -n 1)
+    [ -n "$mirror" ] || mirror=http://deb.debian.org/debian
+    temporary=$(mktemp -d)
+    chmod 755 "$temporary"
+    [ ! -d /etc/apt/sources.list.d ] || cp /etc/apt/sources.list.d/* "$temporary/" 2>/dev/null || true
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $codename-backports main" \
+        >"$temporary/cleat-backports.list"
+    backports_options+=(-o "Dir::Etc::sourceparts=$temporary")
+    say "apt gets $codename-backports for this run: QEMU is installed from there"
+    apt_get update "${backports_options[@]:2}"
+}
+
+dry_run=
+groups=()
+for argument in "$@"; do
+    case $argument in
+        --dry-run) dry_run=--simulate ;;
+        build | test | vm) groups+=("$argument") ;;
+        *) usage ;;
+    esac
+done
+[ "${#groups[@]}" -gt 0 ] || usage
+
+wanted=$(table | grep -E "^($(IFS='|' && echo "${groups[*]}")) ")
+# shellcheck disable=SC2016 # ${...} is dpkg-query's own syntax
+present=$(awk '{ print $2 }' <<<"$wanted" |
+    xargs dpkg-query -W -f '${db:Status-Status} ${Package}\n' 2>/dev/null | sed -n 's/^installed //p' || true)
+
+stock=() qemu=()
+while read -r group package reason; do
+    grep -qx "$package" <<<"$present" && continue
+    case " ${stock[*]} ${qemu[*]} " in *" $package "*) continue ;; esac # of two groups
+    say "$group needs $package: $reason"
+    case $package in
+        qemu-*) qemu+=("$package") ;;
+        *) stock+=("$package") ;;
+    esac
+done <<<"$wanted"
+
+if [ "${#stock[@]}" -gt 0 ] || [ "${#qemu[@]}" -gt 0 ]; then
+    [ "$(id -u)" = 0 ] || command -v sudo >/dev/null || { say "run this as root, or install sudo" >&2; exit 1; }
+    apt_get update
+    if [ "${#qemu[@]}" -gt 0 ] && from_backports; then
+        know_backports
+        install "${backports_options[@]}" "${qemu[@]}"
+        qemu=()
+    fi
+    if [ "${#stock[@]}" -gt 0 ] || [ "${#qemu[@]}" -gt 0 ]; then
+        install "${stock[@]}" "${qemu[@]}"
+    fi
+    say "${groups[*]}: installed"
+else
+    say "${groups[*]}: all installed"
+fi
+
+case " ${groups[*]} " in *" build "*) check_rust ;; esac

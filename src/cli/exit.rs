@@ -1,0 +1,77 @@
+//! Exit codes: one per kind of error, so that a script can react without reading text.
+
+use crate::error::ErrorKind;
+
+/// Everything went well.
+pub const OK: u8 = 0;
+/// `doctor`: the worst finding is a warning.
+pub const DOCTOR_WARNING: u8 = 20;
+/// `doctor`: at least one finding is an error.
+pub const DOCTOR_ERROR: u8 = 21;
+
+/// The exit code that stands for `kind`. Part of the interface: a code never changes its meaning.
+pub fn code(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::Internal => 1,
+        ErrorKind::InvalidArgument => 2,
+        ErrorKind::NotFound => 3,
+        ErrorKind::AlreadyExists => 4,
+        ErrorKind::InUse => 5,
+        ErrorKind::Aborted => 6,
+        ErrorKind::PermissionDenied => 7,
+        ErrorKind::Unsupported => 8,
+        ErrorKind::Unavailable => 9,
+        ErrorKind::TimedOut => 10,
+        ErrorKind::NoSpace => 11,
+        ErrorKind::Fenced => 12,
+    }
+}
+
+/// Every exit code with its meaning, for the manual and the help.
+pub const TABLE: [(u8, &str); 15] = [
+    (OK, "done"),
+    (1, "something failed that should not have: I/O, an answer of the kernel, a defect"),
+    (2, "wrong usage or argument: option, URI, option key, size"),
+    (3, "no such mapping, volume, device or file"),
+    (4, "a mapping of that name exists with other properties"),
+    (5, "the device or the volume is in use; the message names the holders"),
+    (6, "another operation on the same volume is under way; try again"),
+    (7, "a permission or a capability is missing"),
+    (8, "a part of the system is missing: kernel module, library, feature"),
+    (9, "the daemon or the backend cannot be reached"),
+    (10, "a time limit ended the call"),
+    (11, "no room: disk, memory, devices"),
+    (12, "fenced: somebody else owns the volume now"),
+    (DOCTOR_WARNING, "doctor: the worst finding is a warning"),
+    (DOCTOR_ERROR, "doctor: at least one finding is an error"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KINDS: [ErrorKind; 12] = [
+        ErrorKind::Internal,
+        ErrorKind::InvalidArgument,
+        ErrorKind::NotFound,
+        ErrorKind::AlreadyExists,
+        ErrorKind::InUse,
+        ErrorKind::Aborted,
+        ErrorKind::PermissionDenied,
+        ErrorKind::Unsupported,
+        ErrorKind::Unavailable,
+        ErrorKind::TimedOut,
+        ErrorKind::NoSpace,
+        ErrorKind::Fenced,
+    ];
+
+    #[test]
+    fn every_kind_has_a_code_of_its_own_and_an_entry_in_the_table() {
+        let mut codes: Vec<u8> = KINDS.map(code).to_vec();
+        assert!(codes.iter().all(|code| TABLE.iter().any(|(entry, _)| entry == code)));
+        codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR]);
+        codes.sort_unstable();
+        codes.dedup();
+        assert_eq!(codes.len(), TABLE.len());
+    }
+}

@@ -1,0 +1,38 @@
+//! `cleat fault`: makes a `fault:` volume misbehave. For tests; release packages leave it out.
+
+use super::Globals;
+use super::client::{self, QUERY_TIMEOUT};
+use crate::error::Result;
+use crate::proto::v1::SetFaultRequest;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  Let every tenth request fail, and all of them be slow:
+    $ cleat map 'fault:mem:1G' --name bad
+    $ cleat fault bad 'latency=10ms&error-rate=0.1'
+
+  And let it be well again:
+    $ cleat fault bad ''
+";
+
+/// Replace the faults that a `fault:` volume injects (for tests)
+#[derive(Debug, clap::Args)]
+#[command(hide = !cfg!(feature = "fault"), after_long_help = EXAMPLES)]
+pub(super) struct Fault {
+    /// The mapping's name, its device or its URI
+    target: String,
+    /// The faults, as the options of a fault: URI; empty for none
+    plan: String,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// What the daemon answers.
+pub(super) fn run(globals: &Globals, args: Fault) -> Result<()> {
+    let request = SetFaultRequest { target: args.target, plan: args.plan };
+    client::run(globals, async |client| {
+        client.call(QUERY_TIMEOUT, async |mut node| node.set_fault(request).await).await
+    })?;
+    Ok(())
+}

@@ -1,0 +1,46 @@
+//! `cleat ls`: all mappings.
+
+use serde::Serialize;
+
+use super::client::{self, QUERY_TIMEOUT};
+use super::output::{self, Format};
+use super::{Globals, view};
+use crate::error::Result;
+use crate::proto::v1::ListRequest;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+    $ cleat ls
+    $ cleat ls -o wide
+    $ cleat ls -o json | jq -r '.mappings[] | select(.state != \"mapped\") | .name'
+";
+
+/// List the mappings of this node
+///
+/// Devices that carry cleat's identity but that the daemon has no record of are listed in the state
+/// `orphan`.
+#[derive(Debug, clap::Args)]
+#[command(visible_alias = "list", after_long_help = EXAMPLES)]
+pub(super) struct Ls {}
+
+/// The result in JSON.
+#[derive(Debug, Serialize)]
+struct Listing<'a> {
+    mappings: &'a [view::Mapping],
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// What the daemon answers.
+pub(super) fn run(globals: &Globals, _args: &Ls) -> Result<()> {
+    let response = client::run(globals, async |client| {
+        client.call(QUERY_TIMEOUT, async |mut node| node.list(ListRequest {}).await).await
+    })?;
+    let mut mappings: Vec<view::Mapping> = response.mappings.into_iter().map(Into::into).collect();
+    mappings.sort_by(|a, b| a.name.cmp(&b.name));
+    match globals.output.unwrap_or(Format::Table) {
+        Format::Json => output::json(&Listing { mappings: &mappings }),
+        format => output::text(&view::mappings(&mappings, format == Format::Wide)),
+    }
+}

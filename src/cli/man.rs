@@ -1,0 +1,154 @@
+//! `cleat man`: the manual, made from the same definitions as `--help`, one page a command.
+
+use std::fmt::Write as _;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use clap::{Command, CommandFactory};
+use clap_mangen::Man as Page;
+use clap_mangen::roff::{Roff, roman};
+
+use super::{Cli, exit, output};
+use crate::error::{Error, Result};
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  Read it:
+    $ cleat man | man -l -
+
+  One page a command, as packages want them:
+    $ cleat man --directory /usr/share/man/man1
+    $ man cleat-map
+";
+
+/// Print the manual page, or write the page of every command to a directory
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Man {
+    /// Write cleat.1, cleat-map.1 and so on into this directory, which is made if needed
+    #[arg(long, value_name = "DIR")]
+    directory: Option<PathBuf>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the pages cannot be written.
+pub(super) fn run(args: &Man) -> Result<()> {
+    let mut root = Cli::command().disable_help_subcommand(true);
+    root.build();
+    let Some(directory) = &args.directory else {
+        return output::bytes(&page(&root).map_err(not_rendered)?);
+    };
+    std::fs::create_dir_all(directory).map_err(|error| cannot_write(directory, error))?;
+    write_page(directory, &root)?;
+    for command in root.get_subcommands().filter(|command| !command.is_hide_set()) {
+        write_page(directory, command)?;
+    }
+    Ok(())
+}
+
+fn write_page(directory: &Path, command: &Command) -> Result<()> {
+    let name = command.get_display_name().unwrap_or_else(|| command.get_name());
+    let path = directory.join(format!("{name}.1"));
+    let content = page(command).map_err(not_rendered)?;
+    std::fs::write(&path, content).map_err(|error| cannot_write(&path, error))
+}
+
+fn page(command: &Command) -> io::Result<Vec<u8>> {
+    let is_root = command.get_name() == "cleat";
+    let source = concat!("cleat ", env!("CARGO_PKG_VERSION"));
+    // The examples get a section of their own instead of the generated EXTRA.
+    let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+    let page = Page::new(command.clone()).section("1").source(source).manual("cleat manual");
+    let mut out = Vec::new();
+    page.render_title(&mut out)?;
+    page.render_name_section(&mut out)?;
+    page.render_synopsis_section(&mut out)?;
+    page.render_description_section(&mut out)?;
+    page.render_options_section(&mut out)?;
+    if is_root {
+        page.render_subcommands_section(&mut out)?;
+    }
+    let examples = examples.strip_prefix("Examples:\n").unwrap_or(&examples);
+    if !examples.is_empty() {
+        verbatim(&mut out, "EXAMPLES", examples)?;
+    }
+    verbatim(&mut out, "EXIT STATUS", &exit_codes())?;
+    if is_root {
+        verbatim(&mut out, "JSON", JSON)?;
+    }
+    verbatim(&mut out, "ENVIRONMENT", ENVIRONMENT)?;
+    verbatim(&mut out, "FILES", FILES)?;
+    see_also(&mut out, command.get_name())?;
+    Ok(out)
+}
+
+/// A section whose lines stay as they are.
+fn verbatim(out: &mut Vec<u8>, heading: &str, text: &str) -> io::Result<()> {
+    let mut roff = Roff::new();
+    roff.control("SH", [heading]);
+    roff.control("nf", []);
+    for line in text.trim_end().lines() {
+        roff.text([roman(line)]);
+    }
+    roff.control("fi", []);
+    roff.to_writer(out)
+}
+
+fn see_also(out: &mut Vec<u8>, this: &str) -> io::Result<()> {
+    let root = Cli::command();
+    let visible = root.get_subcommands().filter(|command| !command.is_hide_set());
+    let mut pages: Vec<String> = if this == "cleat" { Vec::new() } else { vec!["cleat(1)".into()] };
+    let others = visible.map(Command::get_name).filter(|name| *name != this);
+    pages.extend(others.map(|name| format!("cleat-{name}(1)")));
+    let mut roff = Roff::new();
+    roff.control("SH", ["SEE ALSO"]);
+    roff.text([roman(pages.join(", "))]);
+    roff.to_writer(out)
+}
+
+/// The table of exit codes, as text.
+pub(super) fn exit_codes() -> String {
+    exit::TABLE.iter().fold(String::new(), |mut text, (code, meaning)| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{code:>4}  {meaning}");
+        text
+    })
+}
+
+const ENVIRONMENT: &str = "\
+CLEAT_SOCKET  the daemon's socket, where --socket is not given
+NO_COLOR      when set, help and usage are printed without colours";
+
+const FILES: &str = "\
+/etc/cleat/cleat.toml            the daemon's configuration
+/run/cleat/cleat.sock            the control socket of the daemon
+/var/lib/cleat/                  what is mapped, so that it survives a restart
+/dev/nbdX                        the devices
+/dev/disk/by-id/cleat-NAME       their stable names";
+
+const JSON: &str = "\
+With -o json each command prints one document (stats: one a line). Fields are only ever added.
+A field without a value is null. Sizes are in bytes, times in seconds since the epoch.
+
+map, resize, status TARGET: a mapping
+  name uri state message device symlink size_bytes block_size read_only connections
+  dead_connection_timeout_s worker_pid mapping_id generation mapped_at_s holders
+  state    mapping, mapped, recovering, failed, unmapping, orphan
+  holders  {kind: mount, path, filesystem, namespace_pid} | {kind: process, pid, command}
+           | {kind: device, name}
+ls         {mappings: [mapping]}
+unmap      {target, was_mapped, remaining_holders}
+status     {version, pid, started_at_s, checks, mappings}
+doctor     {worst, checks: [{name, verdict, finding, repair}]}
+stats      {at_ms, volumes: [{name, device, connections, in_flight, counters, errors, rates}]}
+errors     {error: {kind, message, repair, exit_code}}, on stderr";
+
+fn cannot_write(path: &Path, error: io::Error) -> Error {
+    Error::from_io(format!("{} cannot be written", path.display()), error)
+}
+
+fn not_rendered(error: io::Error) -> Error {
+    Error::from_io("the manual cannot be rendered", error)
+}

@@ -1,0 +1,99 @@
+//! `cleat map`: a volume becomes a block device.
+
+use std::time::Duration;
+
+use super::client::{self, GRACE, milliseconds};
+use super::output::{self, Format};
+use super::{Globals, size, view};
+use crate::error::Result;
+use crate::proto::v1::{MapOptions, MapRequest};
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  Map a raw image and use it:
+    $ dev=$(cleat map file:/var/lib/images/a.img)
+    $ mkfs.ext4 \"$dev\" && mount \"$dev\" /mnt
+
+  Under a name of your own, around the page cache, with four connections:
+    $ cleat map 'file:/var/lib/images/a.img?direct=true' --name data --connections 4
+    /dev/nbd1
+    $ ls -l /dev/disk/by-id/cleat-data
+
+  A volume in memory, gone when it is unmapped:
+    $ cleat map mem:1G --name scratch
+
+  For a script that wants more than the device:
+    $ cleat map mem:1G -o json | jq -r .symlink
+";
+
+/// Make a volume a block device
+///
+/// Prints the device's path, alone, on stdout, once the device node and its symlink
+/// /dev/disk/by-id/cleat-NAME exist and the size is right. On failure nothing is left behind.
+/// Mapping the same volume again with the same name and options gives the same device.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Map {
+    /// The volume: file:/path, mem:SIZE; options after `?` as key=value&key=value
+    uri: String,
+    /// The mapping's name, unique on this node [default: derived from the URI]
+    #[arg(long)]
+    name: Option<String>,
+    /// Refuse every write
+    #[arg(long)]
+    read_only: bool,
+    /// Connections to the kernel, each with its thread [default: the daemon's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    connections: Option<u32>,
+    /// The device's block size in bytes [default: the volume's smallest]
+    #[arg(long, value_name = "BYTES", value_parser = block_size)]
+    block_size: Option<u32>,
+    /// How long I/O waits while no worker serves the device before it fails [default: the daemon's]
+    #[arg(long, value_name = "DURATION", value_parser = size::duration)]
+    dead_connection_timeout: Option<Duration>,
+    /// Give up after this long
+    #[arg(long, value_name = "DURATION", value_parser = size::duration, default_value = "30s")]
+    timeout: Duration,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// What the daemon answers.
+pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
+    let options = MapOptions {
+        read_only: args.read_only,
+        connections: args.connections.unwrap_or(0),
+        block_size: args.block_size.unwrap_or(0),
+        // In whole seconds, rounded up: a shorter wait than asked for would be a surprise.
+        dead_connection_timeout_s: args
+            .dead_connection_timeout
+            .map_or(0, |duration| milliseconds(duration).div_ceil(1000)),
+    };
+    let request = MapRequest {
+        uri: args.uri,
+        name: args.name.unwrap_or_default(),
+        options: Some(options),
+        timeout_ms: milliseconds(args.timeout),
+    };
+    let mapping: view::Mapping = client::run(globals, async |client| {
+        let limit = args.timeout + GRACE;
+        client.call(limit, async |mut node| node.map(request).await).await
+    })?
+    .into();
+    match globals.output {
+        None => output::text(&format!("{}\n", mapping.device.as_deref().unwrap_or_default())),
+        Some(Format::Json) => output::json(&mapping),
+        Some(format) => output::text(&view::mappings(&[mapping], format == Format::Wide)),
+    }
+}
+
+fn block_size(text: &str) -> Result<u32, String> {
+    match text {
+        "512" => Ok(512),
+        "1024" | "1K" => Ok(1024),
+        "2048" | "2K" => Ok(2048),
+        "4096" | "4K" => Ok(4096),
+        _ => Err("a device's block size is 512, 1024, 2048 or 4096".to_owned()),
+    }
+}

@@ -1,0 +1,226 @@
+//! The command line: what the user types becomes one call, its result becomes text or JSON.
+//!
+//! Comes in: arguments and environment. Goes out: stdout for results, stderr for errors and notes,
+//! an exit code ([`exit`]). One file per subcommand holds its clap types, its examples (shown by
+//! `--help` and in the manual alike) and its printing. What may never happen here: a decision about
+//! a device. Clients know the daemon only through its API ([`client`]); `node`, `worker` and `serve`
+//! hand over to `control`, `worker` and `data`. Nothing prints but [`output`].
+
+mod client;
+mod completions;
+pub mod exit;
+mod fault;
+mod ls;
+mod man;
+mod map;
+pub mod output;
+mod resize;
+mod size;
+mod stats;
+mod status;
+mod unmap;
+mod version;
+mod view;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use clap::error::ErrorKind as Usage;
+
+use crate::error::{Error, ErrorKind, Result};
+use output::Format;
+
+/// Where the daemon listens, unless told otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/cleat/cleat.sock";
+
+const EXAMPLES: &str = "\
+Examples:
+  Is this machine ready?
+    $ cleat doctor
+
+  Start the daemon:
+    $ sudo systemctl start cleat
+
+  Make a volume a device, put a filesystem on it, take it away again:
+    $ dev=$(cleat map file:/var/lib/images/a.img)
+    $ mkfs.ext4 \"$dev\" && mount \"$dev\" /mnt
+    $ umount /mnt && cleat unmap \"$dev\"
+
+Each command has examples of its own: cleat map --help
+";
+
+/// Make volumes fast to this node as block devices
+///
+/// The daemon (`cleat node`) turns volumes - raw files, block devices, memory - into block devices
+/// /dev/nbdX and holds them: one process a volume, which outlives the daemon. The other commands
+/// talk to it over its socket.
+#[derive(Debug, clap::Parser)]
+#[command(
+    name = "cleat",
+    version,
+    long_version = version::LONG,
+    after_long_help = EXAMPLES,
+    max_term_width = 100,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
+pub struct Cli {
+    #[command(flatten)]
+    globals: Globals,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Options of every command.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Global options")]
+pub struct Globals {
+    /// The daemon's socket
+    #[arg(long, global = true, env = "CLEAT_SOCKET", value_name = "PATH",
+          default_value = DEFAULT_SOCKET)]
+    pub socket: PathBuf,
+    /// How results are shown [default: what suits the command]
+    #[arg(short, long, global = true, value_name = "FORMAT")]
+    pub output: Option<Format>,
+    /// Say more on stderr; twice: more still
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    Map(map::Map),
+    Unmap(unmap::Unmap),
+    Ls(ls::Ls),
+    Status(status::Status),
+    Stats(stats::Stats),
+    Resize(resize::Resize),
+    Fault(fault::Fault),
+    Completions(completions::Completions),
+    Man(man::Man),
+}
+
+/// Runs the command line of this process and returns its exit code.
+pub fn main() -> ExitCode {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let code = match Cli::try_parse_from(&arguments) {
+        Ok(cli) => {
+            let format = cli.globals.output;
+            run(cli).unwrap_or_else(|error| output::error(&error, format))
+        }
+        Err(error) => not_parsed(&error, &arguments),
+    };
+    ExitCode::from(code)
+}
+
+fn run(cli: Cli) -> Result<u8> {
+    let globals = &cli.globals;
+    match cli.command {
+        Command::Map(args) => map::run(globals, args),
+        Command::Unmap(args) => unmap::run(globals, args),
+        Command::Ls(args) => ls::run(globals, &args),
+        Command::Status(args) => status::run(globals, args),
+        Command::Stats(args) => stats::run(globals, args),
+        Command::Resize(args) => resize::run(globals, args),
+        Command::Fault(args) => fault::run(globals, args),
+        Command::Completions(args) => completions::run(&args),
+        Command::Man(args) => man::run(&args),
+    }
+    .map(|()| exit::OK)
+}
+
+/// Help and version are results; everything else that clap says is an error of usage, and looks as
+/// every other error.
+fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
+    let rendered = error.render();
+    match error.kind() {
+        Usage::DisplayHelp | Usage::DisplayVersion => {
+            let styled = if output::is_terminal() && std::env::var_os("NO_COLOR").is_none() {
+                rendered.ansi().to_string()
+            } else {
+                rendered.to_string()
+            };
+            return match output::text(&styled) {
+                Ok(()) => exit::OK,
+                Err(error) => output::error(&error, None),
+            };
+        }
+        _ => {}
+    }
+    output::error(&usage_error(error.kind(), &rendered.to_string()), wanted_format(arguments))
+}
+
+fn usage_error(kind: Usage, rendered: &str) -> Error {
+    let error = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
+    if kind == Usage::DisplayHelpOnMissingArgumentOrSubcommand {
+        return error("no command was given").with_repair("see what there is: cleat --help");
+    }
+    // clap's text: "error: " and the cause, then paragraphs of tips and the usage.
+    let text = rendered.strip_prefix("error: ").unwrap_or(rendered).trim();
+    let (cause, rest) = text.split_once("\n\n").unwrap_or((text, ""));
+    let cause = cause.split_whitespace().collect::<Vec<_>>().join(" ");
+    let usage = rest.lines().find_map(|line| line.trim().strip_prefix("Usage: "));
+    let tip = rest.lines().find_map(|line| line.trim().strip_prefix("tip: "));
+    let repair: Vec<String> = [
+        tip.map(str::to_owned),
+        usage.map(|usage| format!("usage: {usage}")),
+        Some("see --help for what is possible, with examples".to_owned()),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    error(&cause).with_repair(repair.join("\n"))
+}
+
+/// The format asked for, as far as it can be told from arguments that were not understood.
+fn wanted_format(arguments: &[OsString]) -> Option<Format> {
+    let words: Vec<&str> = arguments.iter().filter_map(|word| word.to_str()).collect();
+    let apart = words.windows(2).any(|pair| matches!(pair, ["-o" | "--output", "json"]));
+    let joined = words.iter().any(|word| matches!(*word, "-ojson" | "-o=json" | "--output=json"));
+    (apart || joined).then_some(Format::Json)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_visible_command_teaches_with_examples() {
+        for command in Cli::command().get_subcommands() {
+            let help = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.starts_with("Examples:\n"), "{} has no examples", command.get_name());
+        }
+    }
+
+    #[test]
+    fn an_error_of_usage_names_cause_and_repair() {
+        let error = Cli::try_parse_from(["cleat", "map", "mem:1G", "--conections", "2"])
+            .expect_err("the option is misspelt");
+        let error = usage_error(error.kind(), &error.render().to_string());
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(error.message(), "unexpected argument '--conections' found");
+        let repair = error.repair().expect("there is one");
+        assert!(repair.contains("'--connections'"), "{repair}");
+        assert!(repair.contains("usage: cleat map"), "{repair}");
+    }
+
+    #[test]
+    fn json_is_wanted_even_where_the_rest_is_not_understood() {
+        let wanted = |line: &str| {
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            wanted_format(&words)
+        };
+        assert_eq!(wanted("cleat frob -o json"), Some(Format::Json));
+        assert_eq!(wanted("cleat --output=json map"), Some(Format::Json));
+        assert_eq!(wanted("cleat frob -o table"), None);
+    }
+}

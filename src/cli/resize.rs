@@ -1,0 +1,56 @@
+//! `cleat resize`: another size, online.
+
+use super::client::{self, GRACE, OPERATION_TIMEOUT};
+use super::output::{self, Format};
+use super::{Globals, size, view};
+use crate::error::Result;
+use crate::proto::v1::ResizeRequest;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  Grow the volume and its device, then the filesystem on it, all mounted:
+    $ cleat resize data 20G
+    $ resize2fs /dev/disk/by-id/cleat-data
+
+  The file grew by other means; let the device follow:
+    $ truncate -s 20G /var/lib/images/a.img
+    $ cleat resize data
+";
+
+/// Change a volume's size, online
+///
+/// Without SIZE the device takes over the size that the volume has now. Shrinking is refused.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Resize {
+    /// The mapping's name, its device or its URI
+    target: String,
+    /// The new size in bytes, or with K, M, G, T or P (powers of 1024)
+    #[arg(value_parser = new_size)]
+    size: Option<u64>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// What the daemon answers.
+pub(super) fn run(globals: &Globals, args: Resize) -> Result<()> {
+    let request = ResizeRequest { target: args.target, size_bytes: args.size.unwrap_or(0) };
+    let mapping: view::Mapping = client::run(globals, async |client| {
+        let limit = OPERATION_TIMEOUT + GRACE;
+        client.call(limit, async |mut node| node.resize(request).await).await
+    })?
+    .into();
+    match globals.output {
+        Some(Format::Json) => output::json(&mapping),
+        Some(format) => output::text(&view::mappings(&[mapping], format == Format::Wide)),
+        None => output::text(&format!("{}\n", mapping.size_bytes)),
+    }
+}
+
+fn new_size(text: &str) -> Result<u64, String> {
+    match size::parse(text)? {
+        0 => Err("a volume of no size cannot be mapped".to_owned()),
+        bytes => Ok(bytes),
+    }
+}

@@ -1,0 +1,276 @@
+//! What the commands show: the documented JSON schema, mirrored from the control API, and the same
+//! things as text.
+//!
+//! Fields are only added, never renamed or given another meaning. A field that has no value is
+//! null, not missing. Sizes are in bytes, times in seconds since the epoch.
+
+use std::time::{Duration, SystemTime};
+
+use serde::Serialize;
+
+use super::output::Table;
+use super::size;
+use crate::proto::v1;
+
+/// One mapping.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Mapping {
+    pub name: String,
+    pub uri: String,
+    /// mapping, mapped, recovering, failed, unmapping, orphan
+    pub state: &'static str,
+    /// Why the state is what it is.
+    pub message: Option<String>,
+    /// `/dev/nbdX`
+    pub device: Option<String>,
+    /// `/dev/disk/by-id/cleat-<name>`
+    pub symlink: Option<String>,
+    pub size_bytes: u64,
+    pub block_size: u32,
+    pub read_only: bool,
+    /// As asked for; 0 is the daemon's default.
+    pub connections: u32,
+    /// As asked for; 0 is the daemon's default.
+    pub dead_connection_timeout_s: u32,
+    pub worker_pid: Option<u32>,
+    pub mapping_id: Option<String>,
+    pub generation: u64,
+    pub mapped_at_s: Option<u64>,
+    /// Filled by `status TARGET` only.
+    pub holders: Vec<Holder>,
+}
+
+/// Who uses a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub(super) enum Holder {
+    Mount { path: String, filesystem: String, namespace_pid: Option<u32> },
+    Process { pid: u32, command: String },
+    Device { name: String },
+    Unknown,
+}
+
+/// One finding of `doctor` or of the daemon's own checks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Check {
+    pub name: String,
+    pub verdict: Verdict,
+    pub finding: String,
+    pub repair: Option<String>,
+}
+
+/// How bad a finding is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Verdict {
+    Ok,
+    Warning,
+    Error,
+}
+
+impl From<v1::Mapping> for Mapping {
+    fn from(mapping: v1::Mapping) -> Self {
+        let state = state_name(mapping.state());
+        let options = mapping.options.unwrap_or_default();
+        Self {
+            name: mapping.name,
+            uri: mapping.uri,
+            state,
+            message: text(mapping.message),
+            device: text(mapping.device),
+            symlink: text(mapping.symlink),
+            size_bytes: mapping.size_bytes,
+            block_size: mapping.block_size,
+            read_only: options.read_only,
+            connections: options.connections,
+            dead_connection_timeout_s: options.dead_connection_timeout_s,
+            worker_pid: number(mapping.worker_pid),
+            mapping_id: text(mapping.mapping_id),
+            generation: mapping.generation,
+            mapped_at_s: Some(mapping.mapped_at_s).filter(|&at| at > 0),
+            holders: mapping.holders.into_iter().map(Holder::from).collect(),
+        }
+    }
+}
+
+impl From<v1::Holder> for Holder {
+    fn from(holder: v1::Holder) -> Self {
+        match holder.kind {
+            Some(v1::holder::Kind::Mount(mount)) => Self::Mount {
+                path: mount.path,
+                filesystem: mount.filesystem,
+                namespace_pid: number(mount.namespace_pid),
+            },
+            Some(v1::holder::Kind::Process(process)) => {
+                Self::Process { pid: process.pid, command: process.command }
+            }
+            Some(v1::holder::Kind::Device(name)) => Self::Device { name },
+            // A newer daemon may know kinds that this client does not.
+            None => Self::Unknown,
+        }
+    }
+}
+
+impl From<v1::Check> for Check {
+    fn from(check: v1::Check) -> Self {
+        let verdict = match check.verdict() {
+            v1::check::Verdict::Ok => Verdict::Ok,
+            v1::check::Verdict::Warning => Verdict::Warning,
+            // What cannot be told is no good news.
+            v1::check::Verdict::Error | v1::check::Verdict::Unspecified => Verdict::Error,
+        };
+        Self { name: check.name, verdict, finding: check.finding, repair: text(check.repair) }
+    }
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Mount { path, filesystem, namespace_pid } => {
+                write!(f, "mounted at {path}")?;
+                if !filesystem.is_empty() {
+                    write!(f, " ({filesystem})")?;
+                }
+                if let Some(pid) = namespace_pid {
+                    write!(f, " in the mount namespace of process {pid}")?;
+                }
+                Ok(())
+            }
+            Self::Process { pid, command } => write!(f, "open in process {pid} ({command})"),
+            Self::Device { name } => write!(f, "under the block device {name}"),
+            Self::Unknown => f.write_str("held in a way that this version does not know"),
+        }
+    }
+}
+
+impl Verdict {
+    /// The verdict as a word.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
+/// Mappings as columns.
+pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
+    let mut headings = vec!["NAME", "DEVICE", "SIZE", "STATE", "URI"];
+    if wide {
+        headings.extend([
+            "SYMLINK",
+            "MODE",
+            "BLOCK",
+            "CONNECTIONS",
+            "WORKER",
+            "GENERATION",
+            "AGE",
+            "MESSAGE",
+        ]);
+    }
+    let mut table = Table::new(&headings).align_right([2]);
+    for mapping in mappings {
+        let mut cells = vec![
+            mapping.name.clone(),
+            or_empty(mapping.device.as_deref()),
+            size::human(mapping.size_bytes),
+            mapping.state.to_owned(),
+            mapping.uri.clone(),
+        ];
+        if wide {
+            cells.extend([
+                or_empty(mapping.symlink.as_deref()),
+                mode(mapping).to_owned(),
+                mapping.block_size.to_string(),
+                connections(mapping),
+                mapping.worker_pid.map(|pid| pid.to_string()).unwrap_or_default(),
+                mapping.generation.to_string(),
+                mapping.mapped_at_s.map(age).unwrap_or_default(),
+                or_empty(mapping.message.as_deref()),
+            ]);
+        }
+        table.row(cells);
+    }
+    table.render()
+}
+
+/// One mapping, a property a line.
+pub(super) fn details(mapping: &Mapping) -> String {
+    let mut table = Table::new(&["NAME", &super::output::printable(&mapping.name)]);
+    let mut line = |label: &str, value: String| table.row(vec![label.to_owned(), value]);
+    line("uri", mapping.uri.clone());
+    line("state", mapping.state.to_owned());
+    if let Some(message) = &mapping.message {
+        line("message", message.clone());
+    }
+    line("device", or_empty(mapping.device.as_deref()));
+    line("symlink", or_empty(mapping.symlink.as_deref()));
+    line("size", format!("{} ({} bytes)", size::human(mapping.size_bytes), mapping.size_bytes));
+    line("block size", format!("{} bytes", mapping.block_size));
+    line("mode", mode(mapping).to_owned());
+    line("connections", connections(mapping));
+    line("worker", mapping.worker_pid.map_or(String::new(), |pid| format!("process {pid}")));
+    line("generation", mapping.generation.to_string());
+    line("mapping id", or_empty(mapping.mapping_id.as_deref()));
+    line("mapped", mapping.mapped_at_s.map_or(String::new(), |at| format!("{} ago", age(at))));
+    if mapping.holders.is_empty() {
+        line("held by", "nobody".to_owned());
+    }
+    for holder in &mapping.holders {
+        line("held by", holder.to_string());
+    }
+    table.render()
+}
+
+/// Checks, each with its repair underneath.
+pub(super) fn checks(checks: &[Check]) -> String {
+    let width = checks.iter().map(|check| check.name.chars().count()).max().unwrap_or(0);
+    let mut text = String::new();
+    for check in checks {
+        let name = super::output::printable(&check.name);
+        let finding = super::output::printable(&check.finding);
+        text.push_str(&format!("{:<7}  {name:<width$}  {finding}\n", check.verdict.name()));
+        for line in check.repair.iter().flat_map(|repair| repair.lines()) {
+            text.push_str(&format!("         repair: {}\n", super::output::printable(line)));
+        }
+    }
+    text
+}
+
+fn state_name(state: v1::MappingState) -> &'static str {
+    match state {
+        v1::MappingState::Unspecified => "unknown",
+        v1::MappingState::Mapping => "mapping",
+        v1::MappingState::Mapped => "mapped",
+        v1::MappingState::Recovering => "recovering",
+        v1::MappingState::Failed => "failed",
+        v1::MappingState::Unmapping => "unmapping",
+        v1::MappingState::Orphan => "orphan",
+    }
+}
+
+fn mode(mapping: &Mapping) -> &'static str {
+    if mapping.read_only { "read-only" } else { "read-write" }
+}
+
+fn connections(mapping: &Mapping) -> String {
+    if mapping.connections == 0 { "default".to_owned() } else { mapping.connections.to_string() }
+}
+
+fn age(since_s: u64) -> String {
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
+    humantime::format_duration(Duration::from_secs(now.saturating_sub(since_s))).to_string()
+}
+
+fn text(value: String) -> Option<String> {
+    Some(value).filter(|value| !value.is_empty())
+}
+
+fn number(value: u32) -> Option<u32> {
+    Some(value).filter(|&value| value != 0)
+}
+
+fn or_empty(value: Option<&str>) -> String {
+    value.unwrap_or_default().to_owned()
+}

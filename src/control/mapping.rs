@@ -1,0 +1,409 @@
+//! The planner: what is wanted and what is seen → what to do next. No I/O, no clock, no memory.
+//!
+//! A plan's actions are carried out in order until one fails; then the world is looked at again
+//! and planned anew. So every action is safe to repeat, and a plan may be cut anywhere.
+//!
+//! Rules, which the property tests below hold it to:
+//! - a device is touched only when it carries the mapping's identity;
+//! - a worker is started only when no earlier one can still write (proved: its process has ended);
+//! - a device that somebody holds is not disconnected;
+//! - a volume whose content died with its worker is reported lost, never replaced by zeroes.
+//!
+//! Places kept for what comes: a forced unmap is a third [`Intent`] with an action that fails I/O
+//! before `Disconnect`; a planned hand-over is an action beside `StartWorker`; a fenced claim is
+//! one more [`SeenWorker`].
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind};
+use crate::kernel::{DeviceIndex, Holder, Identity};
+
+/// What is remembered of a mapping, durably. See `journal`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Record {
+    /// [`Record::VERSION`].
+    pub version: u32,
+    /// Lower-case hexadecimal, unique.
+    pub mapping_id: String,
+    /// Unique on the node.
+    pub name: String,
+    /// The volume.
+    pub uri: String,
+    /// As asked for, with defaults filled in.
+    pub options: Options,
+    /// What the user wants.
+    pub intent: Intent,
+    /// Raised with every new worker, before it is told anything.
+    pub generation: u64,
+    /// The newest worker; written before it is told anything, so that it can always be found.
+    pub worker: Option<WorkerId>,
+    /// What the device was made from; written before it is connected.
+    pub volume: Option<Volume>,
+    /// Whether `map` has succeeded: from here on a missing device is a fault, not work to do.
+    pub established: bool,
+    /// Seconds since the epoch.
+    pub created_at_s: u64,
+    /// The kernel's boot: devices do not survive it.
+    pub boot_id: String,
+}
+
+impl Record {
+    /// Raised when a field changes its meaning.
+    pub const VERSION: u32 = 1;
+
+    /// What its device carries in the kernel.
+    pub fn identity(&self) -> Identity {
+        Identity::new(&self.mapping_id, &self.name)
+    }
+}
+
+/// How a volume is mapped.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Options {
+    /// Nothing is ever written.
+    pub read_only: bool,
+    /// Connections to the kernel; at least 1.
+    pub connections: u32,
+    /// 0: the backend's minimum.
+    pub block_size: u32,
+    /// How long new I/O waits for a worker before it fails.
+    pub dead_connection_timeout_s: u32,
+    /// How soon after a repair the kernel repeats what the dead worker left; 0: the kernel's 30 s.
+    pub replay_delay_ms: u32,
+}
+
+/// What the user wants of a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Intent {
+    /// A working device.
+    Mapped,
+    /// Nothing left.
+    Unmapped,
+}
+
+/// A process that cannot be mistaken for a later one of the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerId {
+    /// Its number.
+    pub pid: u32,
+    /// Field 22 of /proc/pid/stat: clock ticks since boot.
+    pub started_ticks: u64,
+}
+
+/// What a device is made from, as the worker said it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Volume {
+    /// In bytes.
+    pub size: u64,
+    /// Of the device, in bytes.
+    pub block_size: u32,
+    /// NBD transmission flags.
+    pub transmission_flags: u16,
+    /// Whether a new worker finds the content again.
+    pub outlives_worker: bool,
+}
+
+/// What is, as far as this mapping is concerned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Observed {
+    /// Connected devices that carry the mapping's identity.
+    pub devices: Vec<SeenDevice>,
+    /// Its worker.
+    pub worker: SeenWorker,
+    /// Who holds the devices. Looked for whenever the intent is to unmap, as looking takes long.
+    pub holders: Vec<Holder>,
+    /// Whether the device's paths have been seen since the supervisor started.
+    pub announced: bool,
+    /// Repairs that did not last, in a row.
+    pub failures: u32,
+}
+
+/// A device with our identity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SeenDevice {
+    /// N of `/dev/nbdN`.
+    pub index: DeviceIndex,
+    /// In bytes.
+    pub size: u64,
+}
+
+/// A mapping's worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SeenWorker {
+    /// No process of this mapping exists: none was started, or its end is proved.
+    Gone,
+    /// It answers.
+    Alive {
+        /// Kernel connections that it serves.
+        connections: u32,
+        /// Of the volume, in bytes.
+        size: u64,
+    },
+    /// Its process exists and does not answer, or not in our language.
+    Unreachable {
+        /// Of the process.
+        pid: u32,
+        /// Why, for the reader.
+        reason: String,
+    },
+    /// The volume belongs to somebody else now; the worker fails every request.
+    Fenced,
+}
+
+/// One thing to do. Each is bounded in time and safe to repeat.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Start a worker of the next generation and open the volume in it.
+    StartWorker,
+    /// Connect a new device to the worker.
+    Connect,
+    /// Wait for the device's node, symlink and size.
+    WaitReady,
+    /// Remember that the mapping has been made.
+    Establish,
+    /// Give the device's dead connections new sockets to the worker: so many are missing.
+    Reconnect {
+        /// The device.
+        index: DeviceIndex,
+        /// Connections to replace.
+        missing: u32,
+    },
+    /// Remember that the mapping is being taken down.
+    Renounce,
+    /// Write back what the device's page cache holds.
+    Flush(DeviceIndex),
+    /// Look for holders once more, then disconnect.
+    Disconnect(DeviceIndex),
+    /// End the worker; by SIGKILL when it does not go. Proved before this succeeds.
+    StopWorker,
+    /// Forget the mapping.
+    WithdrawRecord,
+}
+
+/// How a mapping is doing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// On its way to `Mapped`.
+    Mapping,
+    /// Works.
+    Mapped,
+    /// The device exists, its worker is being replaced.
+    Recovering,
+    /// Nothing more will be done without a hand.
+    Failed(Trouble),
+    /// On its way to `Unmapped`.
+    Unmapping,
+    /// To be taken down, and held; nothing is done.
+    Held(Vec<Holder>),
+    /// Nothing is left.
+    Unmapped,
+}
+
+/// Why a mapping failed, and what its owner can do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trouble {
+    /// For the caller's reaction.
+    pub kind: ErrorKind,
+    /// What is the matter.
+    pub message: String,
+    /// What to do.
+    pub repair: String,
+}
+
+impl Trouble {
+    fn new(kind: ErrorKind, message: impl Into<String>, repair: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), repair: repair.into() }
+    }
+
+    /// As an error, for who asked.
+    pub fn into_error(self) -> Error {
+        Error::new(self.kind, self.message).with_repair(self.repair)
+    }
+}
+
+/// What to do, and what the mapping is called meanwhile.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// The state while the actions run; the final one when there are none.
+    pub state: State,
+    /// In order.
+    pub actions: Vec<Action>,
+}
+
+impl Plan {
+    fn rest(state: State) -> Self {
+        Self { state, actions: Vec::new() }
+    }
+
+    fn fail(trouble: Trouble) -> Self {
+        Self::rest(State::Failed(trouble))
+    }
+}
+
+/// Repairs in a row that may fail before a mapping is given up.
+pub const MAX_FAILURES: u32 = 8;
+
+/// Decides.
+pub fn plan(record: &Record, observed: &Observed) -> Plan {
+    match record.intent {
+        Intent::Mapped => plan_mapped(record, observed),
+        Intent::Unmapped => plan_unmapped(observed),
+    }
+}
+
+fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
+    let name = &record.name;
+    match observed.devices.as_slice() {
+        [] if record.established => Plan::fail(Trouble::new(
+            ErrorKind::NotFound,
+            format!("the device of {name} was disconnected by somebody else"),
+            format!("cleat unmap {name}, then map it again"),
+        )),
+        [] => plan_new(record, observed),
+        [device] => plan_device(record, observed, *device),
+        several => Plan::fail(Trouble::new(
+            ErrorKind::Internal,
+            format!("{} devices carry the identity of {name}: {}", several.len(), list(several)),
+            format!("cleat unmap {name} takes all of them down"),
+        )),
+    }
+}
+
+/// No device yet.
+fn plan_new(record: &Record, observed: &Observed) -> Plan {
+    let rest = [Action::Connect, Action::WaitReady, Action::Establish];
+    match &observed.worker {
+        SeenWorker::Gone => {
+            let mut actions = vec![Action::StartWorker];
+            actions.extend(rest);
+            Plan { state: State::Mapping, actions }
+        }
+        SeenWorker::Alive { .. } => Plan { state: State::Mapping, actions: rest.to_vec() },
+        SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
+        SeenWorker::Fenced => fenced(record),
+    }
+}
+
+/// The one device of the mapping exists.
+fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan {
+    let wanted = record.options.connections;
+    let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
+    let mut after = Vec::new();
+    if !observed.announced || !record.established {
+        after.push(Action::WaitReady);
+    }
+    if !record.established {
+        after.push(Action::Establish);
+    }
+    match &observed.worker {
+        SeenWorker::Alive { size, .. } if *size < device.size => shrunk(record, *size, device),
+        SeenWorker::Alive { connections, .. } if *connections >= wanted => {
+            let state = match (after.is_empty(), record.established) {
+                (true, _) => State::Mapped,
+                (false, true) => State::Recovering,
+                (false, false) => State::Mapping,
+            };
+            if !after.is_empty() && observed.failures >= MAX_FAILURES {
+                return given_up(record);
+            }
+            Plan { state, actions: after }
+        }
+        SeenWorker::Alive { .. } | SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
+            given_up(record)
+        }
+        SeenWorker::Alive { connections, .. } => {
+            let missing = wanted - connections;
+            let mut actions = vec![Action::Reconnect { index: device.index, missing }];
+            actions.extend(after);
+            Plan { state: State::Recovering, actions }
+        }
+        SeenWorker::Gone if !outlives => lost(record),
+        SeenWorker::Gone => {
+            let index = device.index;
+            let mut actions =
+                vec![Action::StartWorker, Action::Reconnect { index, missing: wanted }];
+            actions.extend(after);
+            Plan { state: State::Recovering, actions }
+        }
+        SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
+        SeenWorker::Fenced => fenced(record),
+    }
+}
+
+fn plan_unmapped(observed: &Observed) -> Plan {
+    if observed.devices.is_empty() && observed.worker == SeenWorker::Gone {
+        // The record goes last; who calls this with a record that is withdrawn is done.
+        return Plan { state: State::Unmapping, actions: vec![Action::WithdrawRecord] };
+    }
+    if !observed.holders.is_empty() && !observed.devices.is_empty() {
+        return Plan::rest(State::Held(observed.holders.clone()));
+    }
+    let mut actions = vec![Action::Renounce];
+    // Without a worker a flush would only wait for the dead connection's timeout.
+    if matches!(observed.worker, SeenWorker::Alive { connections, .. } if connections > 0) {
+        actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
+    }
+    actions.extend(observed.devices.iter().map(|device| Action::Disconnect(device.index)));
+    if observed.worker != SeenWorker::Gone {
+        actions.push(Action::StopWorker);
+    }
+    actions.push(Action::WithdrawRecord);
+    Plan { state: State::Unmapping, actions }
+}
+
+fn shrunk(record: &Record, size: u64, device: SeenDevice) -> Plan {
+    Plan::fail(Trouble::new(
+        ErrorKind::Internal,
+        format!(
+            "the volume of {} has shrunk to {size} bytes under its device of {} bytes",
+            record.name, device.size
+        ),
+        "grow the volume back to its size, or unmap it".to_owned(),
+    ))
+}
+
+fn lost(record: &Record) -> Plan {
+    Plan::fail(Trouble::new(
+        ErrorKind::Internal,
+        format!("the worker of {} died and its content with it: it lived in memory", record.name),
+        format!("cleat unmap {}, then map it again, empty", record.name),
+    ))
+}
+
+fn given_up(record: &Record) -> Plan {
+    Plan::fail(Trouble::new(
+        ErrorKind::Unavailable,
+        format!("{} could not be repaired in {MAX_FAILURES} attempts", record.name),
+        format!("see the daemon's log for the cause; cleat unmap {} gives it up", record.name),
+    ))
+}
+
+fn fenced(record: &Record) -> Plan {
+    Plan::fail(Trouble::new(
+        ErrorKind::Fenced,
+        format!("somebody else owns the volume of {} now", record.name),
+        format!("cleat unmap {}; nothing more is written from here", record.name),
+    ))
+}
+
+fn unreachable_worker(record: &Record, pid: u32, reason: &str) -> Plan {
+    Plan::fail(Trouble::new(
+        ErrorKind::Unavailable,
+        format!("the worker of {} (process {pid}) is alive but {reason}", record.name),
+        format!("kill -9 {pid}: it is replaced once it has ended"),
+    ))
+}
+
+fn list(devices: &[SeenDevice]) -> String {
+    let names: Vec<String> =
+        devices.iter().map(|device| format!("/dev/nbd{}", device.index)).collect();
+    names.join(", ")
+}
+
+#[cfg(test)]
+mod tests;

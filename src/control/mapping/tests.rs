@@ -1,0 +1,373 @@
+//! The planner against a model of the world that fails, loses and is meddled with at every step.
+
+use proptest::prelude::*;
+
+use super::*;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ModelWorker {
+    None,
+    /// Serves this many connections of the device of its mapping.
+    Alive(u32),
+    Hung,
+    Dead,
+}
+
+#[derive(Debug, Clone)]
+struct World {
+    record: Option<Record>,
+    /// (carries our identity, sockets that somebody serves)
+    devices: Vec<(bool, u32)>,
+    worker: ModelWorker,
+    fenced: bool,
+    held: bool,
+    announced: bool,
+    failures: u32,
+    /// Content that a dead worker took with it.
+    lost: bool,
+    /// Set when the device works on content that is not the one it had.
+    replaced_by_zeroes: bool,
+}
+
+fn record(connections: u32, outlives_worker: bool) -> Record {
+    Record {
+        version: Record::VERSION,
+        mapping_id: "00c1ea70".into(),
+        name: "v".into(),
+        uri: "file:/v".into(),
+        options: Options {
+            read_only: false,
+            connections,
+            block_size: 0,
+            dead_connection_timeout_s: 60,
+            replay_delay_ms: 1000,
+        },
+        intent: Intent::Mapped,
+        generation: 0,
+        worker: None,
+        volume: Some(Volume {
+            size: 1 << 20,
+            block_size: 512,
+            transmission_flags: 1,
+            outlives_worker,
+        }),
+        established: false,
+        created_at_s: 0,
+        boot_id: "boot".into(),
+    }
+}
+
+impl World {
+    fn observe(&self) -> Observed {
+        let ours = self.devices.iter().enumerate().filter(|(_, device)| device.0);
+        Observed {
+            devices: ours
+                .map(|(index, _)| SeenDevice { index: index as u32, size: 1 << 20 })
+                .collect(),
+            worker: match self.worker {
+                ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
+                ModelWorker::Alive(_) if self.fenced => SeenWorker::Fenced,
+                ModelWorker::Alive(connections) => SeenWorker::Alive { connections, size: 1 << 20 },
+                ModelWorker::Hung => {
+                    SeenWorker::Unreachable { pid: 7, reason: "does not answer".into() }
+                }
+            },
+            holders: if self.held {
+                vec![Holder::Process { pid: 1, command: "fio".into() }]
+            } else {
+                Vec::new()
+            },
+            announced: self.announced,
+            failures: self.failures,
+        }
+    }
+
+    /// Carries out one action; `fail` makes it fail half way, as far as it can be half done.
+    fn apply(&mut self, action: Action, fail: bool) -> Result<(), ()> {
+        let ours_count = self.devices.iter().filter(|device| device.0).count();
+        let record = self.record.as_mut().expect("no action without a record");
+        match action {
+            Action::StartWorker => {
+                assert!(
+                    matches!(self.worker, ModelWorker::None | ModelWorker::Dead),
+                    "a second worker beside {:?}",
+                    self.worker
+                );
+                record.generation += 1;
+                if fail {
+                    self.worker = ModelWorker::Dead;
+                    return Err(());
+                }
+                if !record.volume.expect("set").outlives_worker && ours_count > 0 {
+                    self.replaced_by_zeroes = true;
+                }
+                self.worker = ModelWorker::Alive(0);
+            }
+            Action::Connect => {
+                assert_eq!(ours_count, 0, "a second device");
+                if fail {
+                    return Err(());
+                }
+                let ModelWorker::Alive(connections) = &mut self.worker else { return Err(()) };
+                *connections = record.options.connections;
+                self.devices.push((true, record.options.connections));
+            }
+            Action::WaitReady if fail => return Err(()),
+            Action::WaitReady => self.announced = true,
+            Action::Establish if fail => return Err(()),
+            Action::Establish => record.established = true,
+            Action::Reconnect { index, missing } => {
+                let device = &mut self.devices[index as usize];
+                assert!(device.0, "sockets for a device of another identity");
+                // The kernel takes what is dead and drops the rest.
+                let taken = if fail { missing / 2 } else { missing };
+                let ModelWorker::Alive(connections) = &mut self.worker else { return Err(()) };
+                *connections += taken;
+                device.1 = *connections;
+                if taken < missing {
+                    return Err(());
+                }
+            }
+            Action::Renounce if fail => return Err(()),
+            Action::Renounce => record.intent = Intent::Unmapped,
+            Action::Flush(index) => {
+                assert!(self.devices[index as usize].0);
+                if fail || !matches!(self.worker, ModelWorker::Alive(1..)) {
+                    return Err(());
+                }
+            }
+            Action::Disconnect(index) => {
+                assert!(self.devices[index as usize].0, "disconnects another's device");
+                if fail || self.held {
+                    return Err(());
+                }
+                self.devices[index as usize] = (false, 0);
+            }
+            Action::StopWorker if fail => return Err(()),
+            Action::StopWorker => self.worker = ModelWorker::Dead,
+            Action::WithdrawRecord => {
+                assert_eq!(ours_count, 0, "a device without a record");
+                assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
+                if fail {
+                    return Err(());
+                }
+                self.record = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Plans and applies until the planner rests; `meddle` gives, per action, what goes wrong.
+    fn run(&mut self, meddle: &mut dyn Iterator<Item = u8>, rounds: u32) -> Option<State> {
+        for _ in 0..rounds {
+            let Some(record) = &self.record else { return Some(State::Unmapped) };
+            let plan = plan(record, &self.observe());
+            assert_eq!(plan, super::plan(record, &self.observe()), "the planner is a function");
+            if plan.actions.is_empty() {
+                return Some(plan.state);
+            }
+            for action in plan.actions {
+                let trouble = meddle.next().unwrap_or(0);
+                self.meddle(trouble);
+                if self.apply_if_possible(action, trouble == 1).is_err() {
+                    self.failures += 1;
+                    break;
+                }
+            }
+        }
+        None
+    }
+
+    /// Meddling may have taken away what the action was planned for; the executor checks the same.
+    fn apply_if_possible(&mut self, action: Action, fail: bool) -> Result<(), ()> {
+        let index = match action {
+            Action::Reconnect { index, .. } | Action::Flush(index) | Action::Disconnect(index) => {
+                Some(index)
+            }
+            _ => None,
+        };
+        if index.is_some_and(|index| !self.devices[index as usize].0) {
+            return Err(());
+        }
+        self.apply(action, fail)
+    }
+
+    fn meddle(&mut self, trouble: u8) {
+        match trouble {
+            2 if self.worker != ModelWorker::None => {
+                self.worker = ModelWorker::Dead;
+                self.devices.iter_mut().for_each(|device| device.1 = 0);
+                self.lost |= !self.record.as_ref().is_some_and(|record| {
+                    record.volume.is_some_and(|volume| volume.outlives_worker)
+                });
+            }
+            3 if matches!(self.worker, ModelWorker::Alive(_)) => self.worker = ModelWorker::Hung,
+            4 => self.held = !self.held,
+            5 => {
+                for device in self.devices.iter_mut().filter(|device| device.0) {
+                    *device = (false, 0);
+                }
+                if let ModelWorker::Alive(connections) = &mut self.worker {
+                    *connections = 0;
+                }
+            }
+            6 => {
+                if let ModelWorker::Alive(connections) = &mut self.worker {
+                    *connections = connections.saturating_sub(1);
+                }
+            }
+            7 => self.announced = false,
+            8 => self.fenced = true,
+            _ => {}
+        }
+    }
+}
+
+fn worlds() -> impl Strategy<Value = World> {
+    let worker = prop_oneof![
+        Just(ModelWorker::None),
+        (0u32..5).prop_map(ModelWorker::Alive),
+        Just(ModelWorker::Hung),
+        Just(ModelWorker::Dead),
+    ];
+    let devices = proptest::collection::vec((any::<bool>(), 0u32..5), 0..4);
+    let bits = proptest::array::uniform5(any::<bool>());
+    (worker, devices, bits, 1u32..5, 0..MAX_FAILURES + 2).prop_map(
+        |(worker, devices, [outlives, established, unmapped, held, announced], n, failures)| {
+            let mut record = record(n, outlives);
+            record.established = established;
+            record.intent = if unmapped { Intent::Unmapped } else { Intent::Mapped };
+            let worker = match worker {
+                ModelWorker::Alive(connections) => ModelWorker::Alive(connections.min(n)),
+                other => other,
+            };
+            let record = Some(record);
+            let (fenced, lost, replaced_by_zeroes) = (false, false, false);
+            World {
+                record,
+                devices,
+                worker,
+                fenced,
+                held,
+                announced,
+                failures,
+                lost,
+                replaced_by_zeroes,
+            }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// From every state, after any meddling, the planner comes to rest in a state that it keeps,
+    /// and that says the truth.
+    #[test]
+    fn comes_to_rest_and_tells_the_truth(
+        mut world in worlds(),
+        troubles in proptest::collection::vec(0u8..9, 0..24),
+        then_unmap in any::<bool>(),
+    ) {
+        let others: Vec<_> = world.devices.iter().map(|device| !device.0).collect();
+        world.run(&mut troubles.into_iter(), 40);
+        if let Some(record) = world.record.as_mut().filter(|_| then_unmap) {
+            record.intent = Intent::Unmapped;
+        }
+        let rest = world.run(&mut std::iter::empty(), 20).expect("comes to rest");
+        let again = world.clone().run(&mut std::iter::empty(), 1).expect("stays at rest");
+        prop_assert_eq!(&rest, &again);
+        match rest {
+            State::Mapped => {
+                let ours: Vec<_> = world.devices.iter().filter(|device| device.0).collect();
+                prop_assert_eq!(ours.len(), 1);
+                let wanted = world.record.as_ref().expect("kept").options.connections;
+                prop_assert!(matches!(world.worker, ModelWorker::Alive(n) if n >= wanted));
+                prop_assert!(world.record.expect("kept").established);
+            }
+            State::Unmapped => {
+                prop_assert!(!world.devices.iter().any(|device| device.0));
+                prop_assert!(matches!(world.worker, ModelWorker::None | ModelWorker::Dead));
+            }
+            State::Held(holders) => prop_assert!(world.held && !holders.is_empty()),
+            State::Failed(trouble) => {
+                prop_assert!(!trouble.message.is_empty() && !trouble.repair.is_empty());
+                prop_assert!(!then_unmap, "an unmap ends unmapped or held: {:?}", trouble);
+            }
+            other => prop_assert!(false, "rests in {:?}", other),
+        }
+        prop_assert!(!world.replaced_by_zeroes);
+        for (index, other) in others.iter().enumerate() {
+            // Devices of others were not in the way: each is as it was.
+            prop_assert!(!other || !world.devices[index].0);
+        }
+    }
+
+    /// Without trouble, a new mapping works after one plan and is gone after another.
+    #[test]
+    fn maps_and_unmaps_in_one_plan_each(connections in 1u32..16, outlives in any::<bool>()) {
+        let mut world = World {
+            record: Some(record(connections, outlives)),
+            devices: vec![(false, 3)],
+            worker: ModelWorker::None,
+            fenced: false,
+            held: false,
+            announced: false,
+            failures: 0,
+            lost: false,
+            replaced_by_zeroes: false,
+        };
+        prop_assert_eq!(world.run(&mut std::iter::empty(), 2), Some(State::Mapped));
+        world.record.as_mut().expect("kept").intent = Intent::Unmapped;
+        prop_assert_eq!(world.run(&mut std::iter::empty(), 2), Some(State::Unmapped));
+        prop_assert_eq!(world.devices[0], (false, 3));
+    }
+}
+
+#[test]
+fn a_dead_worker_is_replaced_and_its_generation_raised() {
+    let mut record = record(2, true);
+    record.established = true;
+    let mut world = World {
+        record: Some(record),
+        devices: vec![(true, 0)],
+        worker: ModelWorker::Dead,
+        fenced: false,
+        held: true,
+        announced: true,
+        failures: 0,
+        lost: false,
+        replaced_by_zeroes: false,
+    };
+    let plan = plan(world.record.as_ref().unwrap(), &world.observe());
+    assert_eq!(plan.state, State::Recovering);
+    assert_eq!(plan.actions, [Action::StartWorker, Action::Reconnect { index: 0, missing: 2 }]);
+    assert_eq!(world.run(&mut std::iter::empty(), 3), Some(State::Mapped));
+    assert_eq!(world.record.unwrap().generation, 1);
+}
+
+#[test]
+fn memory_that_died_is_lost_and_said_so() {
+    let mut record = record(1, false);
+    record.established = true;
+    let mut world = World {
+        record: Some(record),
+        devices: vec![(true, 0)],
+        worker: ModelWorker::Dead,
+        fenced: false,
+        held: true,
+        announced: true,
+        failures: 0,
+        lost: true,
+        replaced_by_zeroes: false,
+    };
+    let Some(State::Failed(trouble)) = world.run(&mut std::iter::empty(), 3) else {
+        panic!("not failed")
+    };
+    assert!(trouble.message.contains("content"), "{}", trouble.message);
+    // While it is held it stays; then it goes.
+    world.record.as_mut().unwrap().intent = Intent::Unmapped;
+    assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Held(_))));
+    world.held = false;
+    assert_eq!(world.run(&mut std::iter::empty(), 3), Some(State::Unmapped));
+}

@@ -1,0 +1,17 @@
+//! The supervisor: it makes volumes fast to the node and lets them go.
+//!
+//! Comes in: calls of the control API (`admin`), events of the kernel and of workers (`node`).
+//! Goes out: workers (`workers`), commands to the kernel, durable records (`journal`).
+//!
+//! `mapping` decides, and only it: a pure function from what is wanted and what is seen to what
+//! is done next. `executor` carries it out under a guard per volume; `recover` does so for
+//! everything that an earlier supervisor left.
+//!
+//! What may never happen here: a decision from memory where the kernel can be asked; a device taken
+//! by its number; a second worker while the first is not proved dead; a wait without a bound.
+//!
+//! Reading order: `mapping`, `journal`, `executor`, `steps`, `workers`, `recover`, `admin`, `node`.
+
+pub mod journal;
+pub mod mapping;
+pub mod validate;

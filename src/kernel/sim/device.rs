@@ -1,0 +1,168 @@
+//! The devices of a simulated kernel and their connections.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{Shutdown, shutdown};
+
+use crate::kernel::{ConnectSpec, Holder};
+
+/// The peer has closed, or shut down its writing half: the driver's receiver sees the end then.
+pub(super) const PEER_CLOSED: PollFlags = PollFlags::from_bits_retain(libc::POLLRDHUP);
+
+/// `/dev/nbdN`, configured or not.
+#[derive(Debug, Default)]
+pub(super) struct SimDevice {
+    pub(super) config: Option<Config>,
+    pub(super) holders: Vec<Holder>,
+}
+
+/// A configured device: what the kernel's `nbd_config` holds.
+#[derive(Debug)]
+pub(super) struct Config {
+    pub(super) links: Vec<Arc<Link>>,
+    pub(super) size: u64,
+    pub(super) transmission_flags: u16,
+    pub(super) backend: Option<String>,
+    pub(super) pid: u32,
+    /// When the symlink appears; `None`: never.
+    pub(super) link_at: Option<Instant>,
+    pub(super) dead_connection_timeout: Duration,
+    /// Since when every connection is dead.
+    pub(super) dead_since: Option<Instant>,
+    /// DISCONNECT was carried out; the configuration lives on while the device is held.
+    pub(super) disconnected: bool,
+    /// The next request's cookie.
+    pub(super) cookies: u64,
+}
+
+/// A connection: the kernel's end of a socket.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) socket: OwnedFd,
+    pub(super) state: Mutex<LinkState>,
+    /// Held while one message is sent.
+    pub(super) sending: Mutex<()>,
+    /// Held from a request to its reply: a simulated kernel has one request in flight a link.
+    pub(super) round_trip: Mutex<()>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LinkState {
+    Alive,
+    Dead,
+}
+
+impl Config {
+    pub(super) fn new(spec: ConnectSpec, link_at: Option<Instant>) -> Self {
+        Self {
+            links: spec.sockets.into_iter().map(Link::new).collect(),
+            size: spec.size,
+            transmission_flags: spec.transmission_flags,
+            backend: Some(spec.identity.as_str().to_owned()),
+            pid: std::process::id(),
+            link_at,
+            dead_connection_timeout: spec.dead_connection_timeout,
+            dead_since: None,
+            disconnected: false,
+            cookies: 0,
+        }
+    }
+
+    /// A device that somebody else configured, without sockets that we know of.
+    pub(super) fn foreign(size: u64, backend: Option<String>) -> Self {
+        Self {
+            links: Vec::new(),
+            size,
+            transmission_flags: 0,
+            backend,
+            pid: 1,
+            link_at: None,
+            dead_connection_timeout: Duration::ZERO,
+            dead_since: None,
+            disconnected: false,
+            cookies: 0,
+        }
+    }
+
+    /// A live connection for the next request, taking turns.
+    pub(super) fn live_link(&mut self) -> Option<(Arc<Link>, u64)> {
+        self.cookies += 1;
+        let mut live: VecDeque<_> = self.links.iter().filter(|link| link.is_alive()).collect();
+        let turn = usize::try_from(self.cookies).unwrap_or(0) % live.len().max(1);
+        live.rotate_left(turn);
+        Some((Arc::clone(live.front()?), self.cookies))
+    }
+
+    /// Marks connections whose peer is gone as dead. Returns how many died.
+    pub(super) fn bury(&mut self) -> usize {
+        let died =
+            self.links.iter().filter(|link| link.is_alive() && link.hung_up() && link.kill());
+        let died = died.count();
+        if !self.links.is_empty() && self.links.iter().all(|link| !link.is_alive()) {
+            self.dead_since.get_or_insert_with(Instant::now);
+        } else {
+            self.dead_since = None;
+        }
+        died
+    }
+
+    /// Puts new sockets in the place of dead ones, as `nbd_reconnect_socket`; drops the rest.
+    pub(super) fn replace_dead(&mut self, sockets: Vec<OwnedFd>) {
+        let mut sockets = sockets.into_iter();
+        for link in self.links.iter_mut().filter(|link| !link.is_alive()) {
+            let Some(socket) = sockets.next() else { break };
+            *link = Link::new(socket);
+        }
+        self.dead_since = None;
+    }
+
+    /// Shuts every connection down.
+    pub(super) fn shut_down(&mut self) {
+        for link in &self.links {
+            link.kill();
+        }
+    }
+}
+
+impl Link {
+    fn new(socket: OwnedFd) -> Arc<Self> {
+        Arc::new(Self {
+            socket,
+            state: Mutex::new(LinkState::Alive),
+            sending: Mutex::new(()),
+            round_trip: Mutex::new(()),
+        })
+    }
+
+    pub(super) fn is_alive(&self) -> bool {
+        *super::lock(&self.state) == LinkState::Alive
+    }
+
+    /// Marks it dead and shuts it down. Returns whether it was alive.
+    pub(super) fn kill(&self) -> bool {
+        let before = std::mem::replace(&mut *super::lock(&self.state), LinkState::Dead);
+        // The peer may have closed it already: ENOTCONN is as good.
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
+        before == LinkState::Alive
+    }
+
+    /// Whether the peer has closed or shut down its end.
+    fn hung_up(&self) -> bool {
+        let hang_up = PollFlags::POLLHUP | PEER_CLOSED | PollFlags::POLLERR;
+        let mut fds = [PollFd::new(self.socket.as_fd(), PEER_CLOSED)];
+        match poll(&mut fds, PollTimeout::ZERO) {
+            Ok(_) => fds[0].revents().is_some_and(|events| events.intersects(hang_up)),
+            Err(_) => false,
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
+    }
+}

@@ -1,0 +1,190 @@
+//! Requests on a simulated device, sent to whoever serves the other ends, as the block layer would.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{MsgFlags, recv, send};
+
+use super::device::Link;
+use super::{SimKernel, lock};
+use crate::kernel::DeviceIndex;
+
+/// NBD protocol, "request message" and "simple reply message".
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const REPLY_MAGIC: u32 = 0x6744_6698;
+const CMD_READ: u16 = 0;
+const CMD_WRITE: u16 = 1;
+const CMD_DISC: u16 = 2;
+const CMD_FLUSH: u16 = 3;
+const REPLY_BYTES: usize = 16;
+/// NBD_FLAG_SEND_FLUSH.
+const SEND_FLUSH: u16 = 1 << 2;
+/// How long the server may take before its connection is given up.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Reading and writing the device. A request waits while every connection is dead, for the device's
+/// dead-connection timeout, and is sent again on a new connection.
+impl SimKernel {
+    /// Reads `length` bytes at `offset`.
+    ///
+    /// # Errors
+    /// When the server refuses, or no connection comes back in time.
+    pub fn read(&self, index: DeviceIndex, offset: u64, length: u32) -> io::Result<Vec<u8>> {
+        let mut data = vec![0; length as usize];
+        self.request(index, CMD_READ, offset, length, &[], &mut data)?;
+        Ok(data)
+    }
+
+    /// Writes `data` at `offset`.
+    ///
+    /// # Errors
+    /// As `read`.
+    pub fn write(&self, index: DeviceIndex, offset: u64, data: &[u8]) -> io::Result<()> {
+        let length = u32::try_from(data.len()).map_err(io::Error::other)?;
+        self.request(index, CMD_WRITE, offset, length, data, &mut [])
+    }
+
+    /// What `fsync` of the node leads to.
+    pub(super) fn flush_device(&self, index: DeviceIndex) -> io::Result<()> {
+        let flags = {
+            let state = self.state();
+            let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
+            config.ok_or(Errno::ENXIO)?.transmission_flags
+        };
+        if flags & SEND_FLUSH == 0 {
+            return Ok(());
+        }
+        self.request(index, CMD_FLUSH, 0, 0, &[], &mut [])
+    }
+
+    fn request(
+        &self,
+        index: DeviceIndex,
+        command: u16,
+        offset: u64,
+        length: u32,
+        payload: &[u8],
+        into: &mut [u8],
+    ) -> io::Result<()> {
+        loop {
+            let (link, cookie) = self.wait_for_link(index)?;
+            let mut message = Vec::with_capacity(28 + payload.len());
+            message.extend_from_slice(&REQUEST_MAGIC.to_be_bytes());
+            message.extend_from_slice(&0u16.to_be_bytes());
+            message.extend_from_slice(&command.to_be_bytes());
+            message.extend_from_slice(&cookie.to_be_bytes());
+            message.extend_from_slice(&offset.to_be_bytes());
+            message.extend_from_slice(&length.to_be_bytes());
+            message.extend_from_slice(payload);
+            match round_trip(&link, &message, cookie, into) {
+                Ok(0) => return Ok(()),
+                Ok(code) => return Err(io::Error::other(format!("NBD error {code}"))),
+                // The connection died under the request: it is sent again on another one.
+                Err(_) => {
+                    link.kill();
+                    self.check_links();
+                }
+            }
+        }
+    }
+
+    /// A live connection, waiting for one as long as the device lets requests wait.
+    fn wait_for_link(&self, index: DeviceIndex) -> io::Result<(Arc<Link>, u64)> {
+        let mut state = self.state();
+        loop {
+            state.check_links();
+            let config = state.devices.get_mut(&index).and_then(|device| device.config.as_mut());
+            let config = config.filter(|config| !config.disconnected).ok_or(Errno::EIO)?;
+            if let Some(found) = config.live_link() {
+                return Ok(found);
+            }
+            let since = config.dead_since.unwrap_or_else(Instant::now);
+            let left = config.dead_connection_timeout.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                return Err(Errno::EIO.into());
+            }
+            let waited = self.0.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// Sends NBD_CMD_DISC as the driver does: under the connection's lock and blocking, here up to a
+/// deadline. Returns whether it is sent, or need not be.
+pub(super) fn send_disconnect(link: &Link, deadline: Instant) -> bool {
+    if !link.is_alive() {
+        return true;
+    }
+    let mut message = [0; 28];
+    message[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+    message[6..8].copy_from_slice(&CMD_DISC.to_be_bytes());
+    let _sending = lock(&link.sending);
+    match send_all(link, &message, deadline) {
+        Ok(()) => true,
+        Err(error) => error.kind() != io::ErrorKind::TimedOut,
+    }
+}
+
+/// Sends a request and takes its reply. Returns the reply's error number.
+fn round_trip(link: &Link, message: &[u8], cookie: u64, into: &mut [u8]) -> io::Result<u32> {
+    let _alone = lock(&link.round_trip);
+    let deadline = Instant::now() + REPLY_TIMEOUT;
+    {
+        let _sending = lock(&link.sending);
+        send_all(link, message, deadline)?;
+    }
+    let mut reply = [0; REPLY_BYTES];
+    receive_exact(link, &mut reply, deadline)?;
+    let word =
+        |at: usize| u32::from_be_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
+    if word(0) != REPLY_MAGIC || reply[8..] != cookie.to_be_bytes() {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    if word(4) == 0 {
+        receive_exact(link, into, deadline)?;
+    }
+    Ok(word(4))
+}
+
+fn send_all(link: &Link, mut message: &[u8], deadline: Instant) -> io::Result<()> {
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+    while !message.is_empty() {
+        match send(link.socket.as_raw_fd(), message, flags) {
+            Ok(sent) => message = &message[sent..],
+            Err(Errno::EAGAIN) => await_socket(link, PollFlags::POLLOUT, deadline)?,
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+fn receive_exact(link: &Link, mut into: &mut [u8], deadline: Instant) -> io::Result<()> {
+    while !into.is_empty() {
+        match recv(link.socket.as_raw_fd(), into, MsgFlags::MSG_DONTWAIT) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(received) => into = &mut into[received..],
+            Err(Errno::EAGAIN) => await_socket(link, PollFlags::POLLIN, deadline)?,
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+fn await_socket(link: &Link, event: PollFlags, deadline: Instant) -> io::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    let mut fds = [PollFd::new(link.socket.as_fd(), event)];
+    let left_ms = u16::try_from(left.as_millis()).unwrap_or(u16::MAX).max(1);
+    match poll(&mut fds, PollTimeout::from(left_ms)) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,151 @@
+//! What goes wrong on a simulated kernel: faults put on single calls, and seeded random ones.
+
+use std::time::Duration;
+
+use crate::error::{Error, ErrorKind};
+
+/// A call that can be made to misbehave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Call {
+    /// [`Kernel::connect`](crate::kernel::Kernel::connect)
+    Connect,
+    /// [`Kernel::reconfigure`](crate::kernel::Kernel::reconfigure)
+    Reconfigure,
+    /// [`Kernel::resize`](crate::kernel::Kernel::resize)
+    Resize,
+    /// [`Kernel::disconnect`](crate::kernel::Kernel::disconnect)
+    Disconnect,
+    /// [`Kernel::devices`](crate::kernel::Kernel::devices)
+    Devices,
+    /// [`Kernel::holders`](crate::kernel::Kernel::holders)
+    Holders,
+    /// [`Kernel::wait_ready`](crate::kernel::Kernel::wait_ready)
+    WaitReady,
+    /// [`Kernel::flush`](crate::kernel::Kernel::flush)
+    Flush,
+    /// [`Kernel::events`](crate::kernel::Kernel::events)
+    Events,
+}
+
+/// How one call misbehaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// It fails at once with this kind and does nothing.
+    Fail(ErrorKind),
+    /// It hangs until its deadline (at once with [`Script::hurry`]) and does nothing.
+    Hang,
+    /// As `Hang`, but the kernel carries it out nevertheless. On `Connect` this stands for a
+    /// caller that died in the call: a device is left behind.
+    LateEffect,
+    /// On `Connect`: works, but udev never makes the symlink.
+    LoseLink,
+    /// On `Connect`: works, and then somebody else disconnects the device.
+    Vanish,
+    /// On `Reconfigure`: the sockets are dropped in silence, although a connection is dead.
+    DropSockets,
+}
+
+/// The character of a simulated kernel.
+#[derive(Debug, Clone)]
+pub struct Script {
+    /// Of every random choice.
+    pub seed: u64,
+    /// Calls in a thousand that misbehave at random.
+    pub faults_per_mille: u32,
+    /// nbd devices that exist from the start (`nbds_max`); more are made on demand.
+    pub devices: u32,
+    /// The most devices there can be; CONNECT gives `NoSpace` beyond.
+    pub devices_max: u32,
+    /// From CONNECT to the symlink.
+    pub link_delay: Duration,
+    /// Bound on calls that are given no deadline.
+    pub command_timeout: Duration,
+    /// Waits that only their deadline would end, end at once with the same error: a simulation
+    /// needs no real time.
+    pub hurry: bool,
+    /// Whether a thread watches the connections, as the kernel does. Without it a dead connection
+    /// is noticed in the next call, or by `SimKernel::check_links`: deterministic.
+    pub watch_links: bool,
+}
+
+impl Default for Script {
+    fn default() -> Self {
+        Self {
+            seed: 0,
+            faults_per_mille: 0,
+            devices: 4,
+            devices_max: 1024,
+            link_delay: Duration::ZERO,
+            command_timeout: Duration::from_secs(10),
+            hurry: false,
+            watch_links: true,
+        }
+    }
+}
+
+impl Script {
+    /// A deterministic kernel for seeded runs: no thread, no real waiting, faults at random.
+    pub fn seeded(seed: u64, faults_per_mille: u32) -> Self {
+        Self { seed, faults_per_mille, hurry: true, watch_links: false, ..Self::default() }
+    }
+}
+
+/// The one source of randomness of a simulated kernel (splitmix64).
+#[derive(Debug)]
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    /// A fault that makes sense on `call`, with the given probability.
+    pub(super) fn fault(&mut self, call: Call, per_mille: u32) -> Option<Fault> {
+        if per_mille == 0 || self.below(1000) >= u64::from(per_mille) {
+            return None;
+        }
+        use ErrorKind::{InUse, Internal, NotFound, Unavailable};
+        let choices: &[Fault] = match call {
+            Call::Connect => &[
+                Fault::Fail(InUse),
+                Fault::Fail(Internal),
+                Fault::Hang,
+                Fault::LateEffect,
+                Fault::LoseLink,
+                Fault::Vanish,
+            ],
+            Call::Reconfigure => {
+                &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
+            }
+            Call::Resize | Call::Disconnect => {
+                &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
+            }
+            Call::WaitReady | Call::Flush => &[Fault::Fail(Internal), Fault::Hang],
+            Call::Devices | Call::Holders | Call::Events => &[Fault::Fail(Unavailable)],
+        };
+        let index = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);
+        choices.get(index).copied()
+    }
+}
+
+/// The error of `fault`'s kind, as a simulated kernel words it.
+pub(super) fn failure(call: Call, kind: ErrorKind) -> Error {
+    Error::new(kind, format!("the simulated kernel failed {call:?}"))
+}
+
+/// The error of a call that met its deadline.
+pub(super) fn timed_out(call: Call) -> Error {
+    Error::new(ErrorKind::TimedOut, format!("the simulated kernel did not finish {call:?} in time"))
+}

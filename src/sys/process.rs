@@ -1,0 +1,164 @@
+//! Processes by descriptor: a pidfd cannot come to mean another process, a number can.
+//!
+//! Invariants: a [`PidFd`] always names the one process that it was opened for; a child is started
+//! with exactly the descriptors 0–2 and [`crate::worker::protocol::CHANNEL_FD`].
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+
+/// A process, held by descriptor.
+#[derive(Debug)]
+pub struct PidFd(OwnedFd);
+
+impl PidFd {
+    /// Opens the process that has this number now.
+    ///
+    /// # Errors
+    /// ESRCH when there is none.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let pid =
+            libc::pid_t::try_from(pid).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
+        // SAFETY: pidfd_open takes two integers and touches no memory of ours.
+        let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+        if descriptor < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let descriptor = RawFd::try_from(descriptor)
+            .map_err(|_| io::Error::other("the kernel gave a descriptor out of range"))?;
+        // SAFETY: the kernel has just given us this descriptor (close-on-exec, pidfd_open(2)), and
+        // nobody else knows of it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(descriptor) }))
+    }
+
+    /// Ends the process with SIGKILL. A process that has ended already is success.
+    ///
+    /// # Errors
+    /// EPERM when it is not ours to end.
+    pub fn kill(&self) -> io::Result<()> {
+        // SAFETY: the descriptor is open as long as `self`; a null siginfo is what
+        // pidfd_send_signal(2) documents for the behaviour of kill(2).
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.0.as_raw_fd(),
+                libc::SIGKILL,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        };
+        match result {
+            0 => Ok(()),
+            _ => match io::Error::last_os_error() {
+                error if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+                error => Err(error),
+            },
+        }
+    }
+
+    /// The descriptor; readable once every thread of the process has ended.
+    pub fn into_descriptor(self) -> OwnedFd {
+        self.0
+    }
+
+    /// Another descriptor of the same process.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.try_clone()?))
+    }
+}
+
+impl AsFd for PidFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Starts `command` in a session of its own, with `channel` as the descriptor `number` and none
+/// other above it.
+///
+/// # Errors
+/// When the process cannot be started.
+pub fn spawn_with_channel(
+    command: &mut Command,
+    channel: &OwnedFd,
+    number: RawFd,
+) -> io::Result<Child> {
+    let source = channel.as_raw_fd();
+    let prepare = move || {
+        if source == number {
+            // SAFETY: fcntl on an integer; async-signal-safe, as the child of a fork demands.
+            if unsafe { libc::fcntl(source, libc::F_SETFD, 0) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        // SAFETY: dup2 on two integers; async-signal-safe.
+        } else if unsafe { libc::dup2(source, number) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: setsid takes nothing and is async-signal-safe. It fails only for a group leader,
+        // which a process fresh from fork is not.
+        if unsafe { libc::setsid() } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // Everything above must not leak into the worker, whoever forgot O_CLOEXEC. Marked rather
+        // than closed: the standard library's own pipe must live until exec.
+        // SAFETY: close_range takes integers. ENOSYS before Linux 5.9 is harmless.
+        unsafe {
+            libc::syscall(
+                libc::SYS_close_range,
+                number + 1,
+                libc::c_uint::MAX,
+                libc::CLOSE_RANGE_CLOEXEC,
+            )
+        };
+        Ok(())
+    };
+    // SAFETY: `prepare` makes only async-signal-safe system calls, allocates nothing and takes no
+    // lock, so that it may run between fork and exec of a process with threads.
+    unsafe { command.pre_exec(prepare) };
+    command.spawn()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+    fn ended(pidfd: &PidFd, timeout_ms: u16) -> bool {
+        let mut set = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+        poll(&mut set, PollTimeout::from(timeout_ms)).unwrap() == 1
+    }
+
+    #[test]
+    fn a_killed_process_shows_on_its_descriptor() {
+        let (_ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut command = Command::new("/bin/sleep");
+        command.arg("60");
+        let mut child = spawn_with_channel(&mut command, &theirs.into(), 3).unwrap();
+        let pidfd = PidFd::open(child.id()).unwrap();
+        assert!(!ended(&pidfd, 0));
+        pidfd.kill().unwrap();
+        assert!(ended(&pidfd, 5000));
+        child.wait().unwrap();
+        pidfd.kill().unwrap();
+        assert!(PidFd::open(u32::MAX).is_err());
+    }
+
+    #[test]
+    fn the_child_sees_its_channel_as_the_number_and_nothing_above() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let theirs: OwnedFd = theirs.into();
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "ls -1 /proc/$$/fd | tr '\\n' ' ' >&3"]);
+        let mut child = spawn_with_channel(&mut command, &theirs, 3).unwrap();
+        drop(theirs);
+        child.wait().unwrap();
+        let mut seen = String::new();
+        io::Read::read_to_string(&mut { ours }, &mut seen).unwrap();
+        // dash keeps its script, if any, from 10 on; with -c there is none.
+        assert_eq!(seen.trim(), "0 1 2 3");
+    }
+}

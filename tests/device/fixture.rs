@@ -1,0 +1,212 @@
+//! A daemon of our own for each test, and what a user does with it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long anything may take before a test gives up; tcg is slow.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+const LOG: &str = "/out/node.log";
+
+/// A running `cleat node`. Dropped, it is killed with its workers, and the devices are taken down.
+pub(crate) struct Node {
+    child: Child,
+}
+
+impl Node {
+    /// Starts a daemon with nothing mapped.
+    pub(crate) fn start() -> Self {
+        install_rules();
+        clean_up();
+        Self { child: spawn() }
+    }
+
+    /// Starts it again after [`Node::kill`] or [`Node::terminate`], with the same state.
+    pub(crate) fn restart(&mut self) {
+        self.child = spawn();
+    }
+
+    /// As `kill -9` does.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("killing the daemon");
+        self.child.wait().expect("waiting for the daemon");
+    }
+
+    /// As `systemctl stop` does.
+    pub(crate) fn terminate(&mut self) {
+        signal("TERM", self.child.id());
+        let done = Instant::now() + PATIENCE;
+        while self.child.try_wait().expect("waiting for the daemon").is_none() {
+            assert!(Instant::now() < done, "the daemon ignores SIGTERM; see {LOG}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // Gone already, where the test killed it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        clean_up();
+    }
+}
+
+fn spawn() -> Child {
+    let log = std::fs::File::options().create(true).append(true).open(LOG).expect("the log opens");
+    let child = cleat_command(&["node"])
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().expect("the log's descriptor"))
+        .stderr(log)
+        .spawn()
+        .expect("cleat node starts");
+    let done = Instant::now() + PATIENCE;
+    while !cleat(&["ls"]).status.success() {
+        assert!(Instant::now() < done, "the daemon does not answer; see {LOG}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    child
+}
+
+/// Ends every worker, disconnects every device, and forgets every record.
+fn clean_up() {
+    for line in shell("pgrep -f '[c]leat worker' || true").lines() {
+        signal("KILL", line.parse().expect("pgrep prints numbers"));
+    }
+    for index in 0..200 {
+        if Path::new(&format!("/sys/block/nbd{index}/pid")).exists() {
+            shell(&format!(
+                "umount -l /dev/nbd{index} 2>/dev/null; nbd-client -d /dev/nbd{index} || true"
+            ));
+        }
+    }
+    shell("rm -rf /run/cleat /var/lib/cleat");
+}
+
+fn install_rules() {
+    let target = Path::new("/etc/udev/rules.d/60-cleat.rules");
+    if !target.exists() {
+        std::fs::copy("60-cleat.rules", target).expect("the udev rules are in the payload");
+        shell("udevadm control --reload");
+    }
+}
+
+/// Sends a signal; that the process is gone already is no error.
+pub(crate) fn signal(name: &str, pid: u32) {
+    shell(&format!("kill -{name} {pid} || true"));
+}
+
+fn cleat_command(arguments: &[&str]) -> Command {
+    let mut command = Command::new("./cleat");
+    command.args(arguments);
+    command
+}
+
+/// Runs the command line.
+pub(crate) fn cleat(arguments: &[&str]) -> Output {
+    cleat_command(arguments).output().expect("cleat runs")
+}
+
+/// Runs the command line, which must succeed; returns its trimmed stdout.
+pub(crate) fn cleat_ok(arguments: &[&str]) -> String {
+    let output = cleat(arguments);
+    assert!(
+        output.status.success(),
+        "cleat {arguments:?}: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).expect("output is UTF-8").trim_end().to_owned()
+}
+
+/// What `cleat status NAME -o json` says.
+pub(crate) fn status(target: &str) -> serde_json::Value {
+    let text = cleat_ok(&["status", target, "-o", "json"]);
+    let value: serde_json::Value = serde_json::from_str(&text).expect("status prints JSON");
+    match value {
+        serde_json::Value::Array(mut list) => list.remove(0),
+        other => other,
+    }
+}
+
+/// Waits until `status` shows `state`.
+pub(crate) fn wait_for_state(target: &str, state: &str) {
+    let done = Instant::now() + PATIENCE;
+    loop {
+        let status = status(target);
+        if status["state"] == state {
+            return;
+        }
+        assert!(Instant::now() < done, "{target} is not {state}: {status}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Runs a shell script, which must succeed; returns its trimmed stdout.
+pub(crate) fn shell(script: &str) -> String {
+    let output = Command::new("bash").args(["-euo", "pipefail", "-c", script]).output();
+    let output = output.expect("bash runs");
+    assert!(
+        output.status.success(),
+        "{script}: {}\n{}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
+}
+
+/// A sparse file under /tmp, removed when dropped.
+pub(crate) struct Image(PathBuf);
+
+impl Image {
+    pub(crate) fn new(name: &str, size: &str) -> Self {
+        let path = PathBuf::from(format!("/tmp/{name}.img"));
+        shell(&format!("rm -f {0}; truncate -s {size} {0}", path.display()));
+        Self(path)
+    }
+
+    pub(crate) fn uri(&self) -> String {
+        format!("file:{}", self.0.display())
+    }
+
+    pub(crate) fn path(&self) -> &str {
+        self.0.to_str().expect("the path is ASCII")
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // Left behind only where a worker was.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// A loop device on a sparse file, detached when dropped.
+pub(crate) struct Loop {
+    device: String,
+    _image: Image,
+}
+
+impl Loop {
+    pub(crate) fn new(name: &str, size: &str) -> Self {
+        let image = Image::new(&format!("{name}-loop"), size);
+        let device = shell(&format!("losetup --find --show {}", image.path()));
+        Self { device, _image: image }
+    }
+
+    pub(crate) fn uri(&self) -> String {
+        format!("file:{}", self.device)
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        shell(&format!("losetup -d {} || true", self.device));
+    }
+}

@@ -1,0 +1,210 @@
+//! Mapping and unmapping: what the user sees, refusals, many at once, restarts, leftovers.
+
+use std::path::Path;
+
+use libtest_mimic::Trial;
+
+use crate::fixture::{Image, Node, cleat, cleat_ok, shell, status, wait_for_state};
+use crate::trial;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("kernel_trait_suite_on_the_real_kernel", kernel_suite),
+        trial("map_prints_the_device_and_unmap_frees_it", map_and_unmap),
+        trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
+        trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
+        trial("a_hundred_volumes_mapped_and_unmapped_in_parallel", parallel),
+        trial("a_restarted_supervisor_still_has_its_mappings", restart),
+        trial("leftovers_are_reconciled_and_reported", leftovers),
+        trial("a_missing_module_is_named_with_its_repair", missing_module),
+        trial("resize_grows_the_device_online", resize),
+        trial("figures_map_latency_and_memory", figures),
+    ]
+}
+
+fn kernel_suite() {
+    let output = shell("./kernel_lifecycle --test-threads=1 2>&1");
+    assert!(output.contains("test result: ok"), "{output}");
+}
+
+fn map_and_unmap() {
+    let _node = Node::start();
+    let device = cleat_ok(&["map", "mem:64M", "--name", "scratch"]);
+    assert!(device.starts_with("/dev/nbd") && !device.contains('\n'), "{device}");
+    assert_eq!(shell(&format!("blockdev --getsize64 {device}")), "67108864");
+    assert_eq!(shell("readlink -f /dev/disk/by-id/cleat-scratch"), device);
+    shell(&format!(
+        "head -c 1M /dev/urandom > /tmp/data; dd if=/tmp/data of={device} bs=64k oflag=direct status=none;
+         dd if={device} bs=1M count=1 iflag=direct status=none | cmp - /tmp/data"
+    ));
+    let shown = status("scratch");
+    assert_eq!(shown["state"], "mapped", "{shown}");
+    assert_eq!(shown["device"], device.as_str(), "{shown}");
+    cleat_ok(&["unmap", "scratch"]);
+    let index = device.trim_start_matches("/dev/nbd");
+    assert!(!Path::new(&format!("/sys/block/nbd{index}/pid")).exists(), "still connected");
+    assert!(!Path::new("/dev/disk/by-id/cleat-scratch").is_symlink(), "the symlink is still there");
+    assert_eq!(shell("pgrep -cf '[c]leat worker' || true"), "0", "a worker was left behind");
+    cleat_ok(&["unmap", "scratch"]);
+}
+
+fn idempotence() {
+    let _node = Node::start();
+    let image = Image::new("same", "16M");
+    let first = cleat_ok(&["map", &image.uri()]);
+    assert_eq!(cleat_ok(&["map", &image.uri()]), first);
+    let other = cleat(&["map", &image.uri(), "--name", "other"]);
+    assert_eq!(other.status.code(), Some(5), "a second writer was admitted: {other:?}");
+    let conflict = cleat(&["map", &image.uri(), "--read-only"]);
+    assert_eq!(conflict.status.code(), Some(4), "{conflict:?}");
+    cleat_ok(&["unmap", &first]);
+    let read_only = cleat_ok(&["map", &image.uri(), "--read-only"]);
+    assert_eq!(shell(&format!("blockdev --getro {read_only}")), "1");
+    cleat_ok(&["unmap", &image.uri()]);
+}
+
+fn refused_while_held() {
+    let _node = Node::start();
+    let device = cleat_ok(&["map", "mem:64M", "--name", "held"]);
+    shell(&format!("mkfs.ext4 -q {device}; mkdir -p /mnt/held; mount {device} /mnt/held"));
+    refused("held", "/mnt/held");
+    shell("umount /mnt/held");
+    let mut opener = std::process::Command::new("sleep")
+        .arg("300")
+        .stdin(std::fs::File::open(&device).expect("the device opens"))
+        .spawn()
+        .expect("sleep starts");
+    refused("held", &opener.id().to_string());
+    opener.kill().expect("killing the opener");
+    opener.wait().expect("waiting for the opener");
+    cleat_ok(&["unmap", "held"]);
+}
+
+fn refused(target: &str, holder: &str) {
+    let output = cleat(&["unmap", target]);
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(5), "{message}");
+    assert!(message.contains(holder), "{holder} is not named: {message}");
+    assert_eq!(status(target)["state"], "mapped");
+}
+
+fn parallel() {
+    let _node = Node::start();
+    let devices = shell(
+        "for i in $(seq 100); do ./cleat map mem:4M --name v$i --timeout 300s & done > /tmp/devices
+         wait; sort -u /tmp/devices | wc -l",
+    );
+    assert_eq!(devices, "100");
+    assert_eq!(shell("./cleat ls -o json | grep -c '\"state\": *\"mapped\"'"), "100");
+    assert_eq!(shell("ls /dev/disk/by-id | grep -c '^cleat-v'"), "100");
+    shell(
+        "pids=(); for i in $(seq 100); do ./cleat unmap v$i --timeout 300s & pids+=($!); done
+           for pid in ${pids[@]}; do wait $pid; done",
+    );
+    assert_eq!(shell("ls -d /sys/block/nbd*/pid 2>/dev/null | wc -l || true"), "0");
+    assert_eq!(shell("pgrep -cf '[c]leat worker' || true"), "0");
+    assert_eq!(shell("ls /var/lib/cleat/ -R | grep -c '\\.json$' || true"), "0");
+}
+
+fn restart() {
+    let mut node = Node::start();
+    let image = Image::new("restart", "128M");
+    let device = cleat_ok(&["map", &image.uri(), "--name", "kept"]);
+    shell(&format!("mkfs.ext4 -q {device}; mkdir -p /mnt/kept; mount {device} /mnt/kept"));
+    let worker = status("kept")["worker_pid"].clone();
+    for round in 0..2 {
+        if round == 0 {
+            node.kill()
+        } else {
+            node.terminate()
+        }
+        shell(&format!("echo round {round} > /mnt/kept/file{round}; sync -f /mnt/kept"));
+        node.restart();
+        wait_for_state("kept", "mapped");
+        let shown = status("kept");
+        assert_eq!(shown["device"], device.as_str(), "{shown}");
+        assert_eq!(shown["worker_pid"], worker, "the worker was replaced: {shown}");
+        assert_eq!(shell(&format!("cat /mnt/kept/file{round}")), format!("round {round}"));
+    }
+    shell("umount /mnt/kept");
+    cleat_ok(&["unmap", "kept"]);
+    shell(&format!("e2fsck -fn {}", image.path()));
+}
+
+fn leftovers() {
+    let mut node = Node::start();
+    cleat_ok(&["map", "mem:16M", "--name", "no-record"]);
+    cleat_ok(&["map", "mem:16M", "--name", "no-device"]);
+    let device = status("no-device")["device"].as_str().expect("a device").to_owned();
+    node.kill();
+    shell(
+        "find /var/lib/cleat -type f -name '*no-record*' | xargs -r rm; test -n \"$(ls -A /var/lib/cleat)\"",
+    );
+    shell(&format!("nbd-client -d {device}"));
+    node.restart();
+    let listed = cleat_ok(&["ls", "-o", "json"]);
+    assert!(listed.contains("orphan"), "the device without a record is not reported: {listed}");
+    let shown = status("no-device");
+    assert_ne!(shown["state"], "mapped", "its device is gone: {shown}");
+    cleat_ok(&["unmap", "no-device"]);
+    cleat_ok(&["unmap", "no-record"]);
+    assert_eq!(shell("ls -d /sys/block/nbd*/pid 2>/dev/null | wc -l || true"), "0");
+}
+
+fn missing_module() {
+    let _node = Node::start();
+    shell(
+        "modprobe -r nbd; mv /sbin/modprobe /sbin/modprobe.away; mv /lib/modules /lib/modules.away",
+    );
+    let output = cleat(&["map", "mem:16M"]);
+    let doctor = cleat(&["doctor"]);
+    shell("mv /sbin/modprobe.away /sbin/modprobe; mv /lib/modules.away /lib/modules; modprobe nbd");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(8), "{message}");
+    assert!(message.contains("nbd") && message.contains("modprobe"), "{message}");
+    assert_eq!(doctor.status.code(), Some(21), "{}", String::from_utf8_lossy(&doctor.stdout));
+    cleat_ok(&["unmap", &cleat_ok(&["map", "mem:16M"])]);
+}
+
+fn resize() {
+    let _node = Node::start();
+    let image = Image::new("grow", "64M");
+    let device = cleat_ok(&["map", &image.uri(), "--name", "grow"]);
+    shell(&format!("mkfs.ext4 -q {device}; mkdir -p /mnt/grow; mount {device} /mnt/grow"));
+    cleat_ok(&["resize", "grow", "128M"]);
+    assert_eq!(shell(&format!("blockdev --getsize64 {device}")), "134217728");
+    shell(&format!("resize2fs {device} 2>&1; umount /mnt/grow"));
+    let shrunk = cleat(&["resize", "grow", "64M"]);
+    assert_eq!(shrunk.status.code(), Some(2), "{shrunk:?}");
+    cleat_ok(&["unmap", "grow"]);
+    shell(&format!("e2fsck -fn {}", image.path()));
+}
+
+/// Figures for the reader, not assertions: times under tcg say nothing by themselves.
+fn figures() {
+    let node = Node::start();
+    let mut times_ms = Vec::new();
+    for _ in 0..15 {
+        let start = std::time::Instant::now();
+        cleat_ok(&["map", "mem:16M", "--name", "timed"]);
+        times_ms.push(start.elapsed().as_millis());
+        cleat_ok(&["unmap", "timed"]);
+    }
+    times_ms.sort_unstable();
+    let start = std::time::Instant::now();
+    cleat_ok(&["ls"]);
+    let client_ms = start.elapsed().as_millis();
+    cleat_ok(&["map", "mem:16M", "--name", "idle"]);
+    let worker = status("idle")["worker_pid"].clone();
+    let pss = |pid: &str| shell(&format!("awk '/^Pss:/ {{print $2}}' /proc/{pid}/smaps_rollup"));
+    println!(
+        "figures: map to ready, ms: median {} (min {}, max {}), of which a bare client call {client_ms}; \
+         idle PSS, KiB: worker {}, supervisor {}",
+        times_ms[times_ms.len() / 2],
+        times_ms[0],
+        times_ms[times_ms.len() - 1],
+        pss(&worker.to_string()),
+        pss(&node.pid().to_string()),
+    );
+    cleat_ok(&["unmap", "idle"]);
+}

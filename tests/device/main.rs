@@ -1,0 +1,47 @@
+//! Device tests: `cleat` with a real kernel's nbd driver, filesystems and fio on top.
+//!
+//! Outside the VM this program boots it (`tests/vm/run`) with the binary, the udev rules and
+//! itself as payload, and passes on the VM's output and exit status. Inside
+//! (`CLEAT_TEST_REAL_KERNEL` set) it runs the tests, one after the other: they share one kernel.
+//! Arguments are libtest's, so `cargo test --test device -- crash` runs what has "crash" in its name.
+
+mod crash;
+mod filesystems;
+mod fixture;
+mod host;
+mod lifecycle;
+mod systemd;
+mod verify;
+
+use libtest_mimic::{Arguments, Trial};
+
+/// Set inside the VM, or by whoever has a kernel with nbd and wants the tests to use it.
+const REAL_KERNEL: &str = "CLEAT_TEST_REAL_KERNEL";
+
+fn main() {
+    let mut arguments = Arguments::from_args();
+    if std::env::var_os(REAL_KERNEL).is_none() && !arguments.list {
+        std::process::exit(host::run_in_vm());
+    }
+    // One kernel, one daemon at a time.
+    arguments.test_threads = Some(1);
+    libtest_mimic::run(&arguments, trials()).exit();
+}
+
+fn trials() -> Vec<Trial> {
+    if std::env::var_os(host::SYSTEMD).is_some() {
+        return systemd::trials();
+    }
+    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials()]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+/// A named test that fails by panicking.
+fn trial(name: impl Into<String>, body: impl FnOnce() + Send + 'static) -> Trial {
+    Trial::test(name, move || {
+        body();
+        Ok(())
+    })
+}

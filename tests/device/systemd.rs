@@ -1,0 +1,37 @@
+//! The unit under a real systemd: start, map, restart, stop; devices stay.
+
+use libtest_mimic::Trial;
+
+use crate::fixture::{cleat_ok, shell, wait_for_state};
+use crate::trial;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![trial("systemd_unit_starts_works_and_keeps_devices", unit)]
+}
+
+fn unit() {
+    shell(
+        "install -D cleat /usr/bin/cleat
+         install -m 0644 60-cleat.rules /etc/udev/rules.d/; udevadm control --reload
+         for unit in *.service; do sed 's#@BINDIR@#/usr/bin#; s#/usr/local/bin#/usr/bin#' $unit > /etc/systemd/system/$unit; done
+         systemd-analyze verify /etc/systemd/system/cleat.service
+         systemctl daemon-reload; systemctl start cleat || { journalctl -u cleat; exit 1; }",
+    );
+    assert_eq!(shell("systemctl is-active cleat"), "active");
+    let device = cleat_ok(&["map", "mem:64M", "--name", "unit"]);
+    shell(&format!(
+        "mkfs.ext4 -q {device}; mkdir -p /mnt/unit; mount {device} /mnt/unit; echo here > /mnt/unit/file; sync -f /mnt/unit"
+    ));
+    shell("systemctl restart cleat");
+    wait_for_state("unit", "mapped");
+    shell("systemctl stop cleat; echo 3 > /proc/sys/vm/drop_caches; grep -q here /mnt/unit/file");
+    shell("systemctl start cleat");
+    wait_for_state("unit", "mapped");
+    assert!(shell("systemctl show cleat -p NFileDescriptorStore").contains('='));
+    shell("umount /mnt/unit");
+    cleat_ok(&["unmap", "unit"]);
+    assert!(
+        shell("journalctl -u cleat -o cat | wc -l").parse::<u32>().is_ok_and(|lines| lines > 0)
+    );
+    shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
+}
