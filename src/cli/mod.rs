@@ -154,7 +154,9 @@ fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
 
 fn usage_error(kind: Usage, rendered: &str) -> Error {
     let error = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
-    if kind == Usage::DisplayHelpOnMissingArgumentOrSubcommand {
+    // The second kind is what it becomes when CLEAT_SOCKET is set.
+    let nothing = [Usage::DisplayHelpOnMissingArgumentOrSubcommand, Usage::MissingSubcommand];
+    if nothing.contains(&kind) {
         return error("no command was given").with_repair("see what there is: cleat --help");
     }
     // clap's text: "error: " and the cause, then paragraphs of tips and the usage.

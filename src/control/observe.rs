@@ -190,7 +190,9 @@ impl Executor {
         if self.workers.probe(&mapping_id) == Probe::Answers {
             // Its page cache is written back through the worker, which ends by the disconnect.
             self.kernel
-                .wait("flush an orphan", deadline, move |kernel| kernel.flush(index))
+                .wait("flush an orphan", deadline, move |kernel| {
+                    kernel.flush(index, deadline.into_std())
+                })
                 .await?;
         }
         self.kernel

@@ -55,7 +55,11 @@ impl Executor {
             }
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
-                self.kernel.wait("flush the device", deadline, move |k| k.flush(index)).await
+                self.kernel
+                    .wait("flush the device", deadline, move |k| {
+                        k.flush(index, deadline.into_std())
+                    })
+                    .await
             }
             Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
             Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,

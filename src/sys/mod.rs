@@ -7,6 +7,7 @@
 
 pub mod block;
 pub mod buffer;
+pub mod descriptor;
 pub mod gather;
 pub mod packet;
 pub mod process;
