@@ -4,6 +4,7 @@
 pub mod backend;
 pub mod cli;
 pub mod control;
+pub mod data;
 pub mod error;
 pub mod kernel;
 pub mod proto;

@@ -12,6 +12,16 @@
 //!
 //! Reading order: `mapping`, `journal`, `executor`, `steps`, `workers`, `recover`, `admin`, `node`.
 
+pub mod executor;
 pub mod journal;
+pub mod kernel_calls;
+pub mod link;
 pub mod mapping;
+mod observe;
+pub mod process;
+pub mod random;
+pub mod recover;
+mod steps;
 pub mod validate;
+pub mod volume;
+pub mod workers;

@@ -7,7 +7,9 @@
 
 pub mod block;
 pub mod buffer;
+pub mod descriptor;
 pub mod gather;
+pub mod packet;
 pub mod process;
 pub mod ring;
 pub mod shared;

@@ -49,7 +49,7 @@ stage() { # DIRECTORY FUNCTION
     mkdir "$temporary"
     # shellcheck disable=SC2064 # expand now: the name changes with each stage
     trap "rm -rf '$temporary'" EXIT
-    "$2" "$temporary"
+    "$2" "$temporary" >&2 # standard output is for the result alone
     mv "$temporary" "$1"
     say "made ${1##*/} in $((SECONDS - start)) s"
 }
@@ -66,7 +66,7 @@ build_base() { # DIRECTORY
     mmdebstrap --quiet --variant=essential --include="$(packages)" "${options[@]}" \
         --aptopt='APT::Install-Recommends "false"' \
         --customize-hook="$here/customize-root"' "$1"' \
-        "$suite" "$1/root.tar" >&2
+        "$suite" "$1/root.tar"
 }
 
 newest_kernel() { # the package of the series with the highest version
@@ -80,7 +80,7 @@ build_image() { # DIRECTORY
     [ -n "$package" ] || die "apt knows no cloud kernel $series: run 'apt-get update'," \
         "and see that the $suite-security suite is among apt's sources"
     say "kernel: $package"
-    (cd "$1" && apt-get -qq -o APT::Sandbox::User=root download "$package" >&2)
+    (cd "$1" && apt-get -qq -o APT::Sandbox::User=root download "$package")
     dpkg-deb -x "$1/$package"_*.deb "$unpacked"
     rm "$1"/*.deb
 

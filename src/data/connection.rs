@@ -1,0 +1,431 @@
+//! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter.
+//!
+//! Bounds: `depth` requests are running or waiting to be answered; their payloads fit the budget of
+//! the pool. At either bound the loop stops reading until something has ended. It cannot stall for
+//! good: whatever holds a place or a buffer is with the backend or being sent, and a request that is
+//! alone is always admitted.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{Shutdown, shutdown};
+
+use super::End;
+use super::inbound::{Inbound, Write};
+use super::mailbox::{Desired, Mailbox};
+use super::nbd::transmission::{Event, Transmission};
+use super::nbd::wire::simple_reply;
+use super::outbound::Outbound;
+use super::pool::{LARGEST, Pool};
+use super::server::Limits;
+use super::slab::{Running, Slab};
+use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
+use crate::error::{Error, Result};
+use crate::request::{IoError, Op, Request};
+use crate::statistics::Recorder;
+use crate::sys::buffer::Buffer;
+use crate::sys::ring::{Completion, FileSlot, Ring, Token};
+
+pub(super) const RECEIVE: Token = Token(1);
+pub(super) const SEND: Token = Token(2);
+const WAKE: Token = Token(3);
+const TRIM: Token = Token(4);
+pub(super) const DEADLINE: Token = Token(5);
+pub(super) const CANCEL: Token = Token(6);
+
+/// Ring entries beyond the backend's: receive, send, wake, trim, deadline, cancel.
+const OWN_ENTRIES: u32 = 8;
+
+/// Payload memory that an idle connection keeps, in bytes, and how long it takes to be idle.
+const IDLE_KEEP: usize = 256 << 10;
+const IDLE_AFTER: Duration = Duration::from_secs(1);
+
+/// One connection, made and run on its own thread.
+pub(super) struct Connection {
+    queue: Box<dyn ImageQueue>,
+    pub(super) ring: Ring,
+    pub(super) socket: FileSlot,
+    wake: FileSlot,
+    file: OwnedFd,
+    pub(super) mailbox: Arc<Mailbox>,
+    image: Arc<dyn Image>,
+    parser: Transmission,
+    pub(super) inbound: Inbound,
+    pub(super) outbound: Outbound,
+    pub(super) pool: Pool,
+    slab: Slab,
+    depth: usize,
+    /// A request that waits for a buffer.
+    held: Option<(u64, Request)>,
+    /// Everything that arrived is understood: more has to come.
+    hungry: bool,
+    /// Set when nothing more will be read.
+    pub(super) ending: Option<End>,
+    fail_io: bool,
+    /// Running requests that are answered already.
+    answered: usize,
+    wake_armed: bool,
+    /// The pool's count of takes when the idle timer was set.
+    trim_armed: Option<u64>,
+    woken: Vec<(RequestId, Outcome)>,
+    recorder: Recorder,
+    ended: Vec<Ended>,
+    in_flight_shown: usize,
+    clock: Instant,
+    now_ns: u64,
+}
+
+/// A request that ended and is not counted yet.
+struct Ended {
+    op: Op,
+    length: u64,
+    started_ns: u64,
+    result: std::result::Result<(), IoError>,
+}
+
+impl Connection {
+    /// Sets up the calling thread for the connection on `file`, a connected stream socket.
+    pub(super) fn new(
+        file: OwnedFd,
+        image: Arc<dyn Image>,
+        mailbox: Arc<Mailbox>,
+        recorder: Recorder,
+        limits: Limits,
+    ) -> Result<Self> {
+        let failed = |error| {
+            Error::from_io("cannot set up io_uring for a connection", error).with_repair(
+                "allow io_uring: sysctl kernel.io_uring_disabled=0, and no seccomp profile that \
+                 forbids it",
+            )
+        };
+        let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
+        let socket = ring.register(file.as_fd()).map_err(failed)?;
+        let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
+        let queue = image.queue(&mut ring, mailbox.waker())?;
+        let depth = limits.depth as usize;
+        Ok(Self {
+            queue,
+            ring,
+            socket,
+            wake,
+            file,
+            mailbox,
+            parser: Transmission::new(image.features(), image.block_sizes()),
+            image,
+            inbound: Inbound::new(),
+            outbound: Outbound::new(depth),
+            pool: Pool::new(limits.buffer_bytes),
+            slab: Slab::new(limits.depth),
+            depth,
+            held: None,
+            hungry: false,
+            ending: None,
+            fail_io: false,
+            answered: 0,
+            wake_armed: false,
+            trim_armed: None,
+            woken: Vec::with_capacity(depth),
+            recorder,
+            ended: Vec::with_capacity(depth * 2),
+            in_flight_shown: 0,
+            clock: Instant::now(),
+            now_ns: 0,
+        })
+    }
+
+    /// Serves until the end, and closes the connection.
+    pub(super) fn transmit(&mut self) -> End {
+        // What the handshake left over may hold requests already.
+        self.parse();
+        loop {
+            if let Some(end) = self.finished() {
+                return end;
+            }
+            if let Err(error) = self.turn() {
+                return End::Ring(error);
+            }
+            self.parse();
+            self.record();
+        }
+    }
+
+    /// Closes the connection for both sides now; the ring's reference may live a little longer.
+    pub(super) fn close(&self) {
+        // ENOTCONN when the peer was faster.
+        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
+    }
+
+    /// One enter: hands over what is to be sent and received, waits, and takes what has ended.
+    pub(super) fn turn(&mut self) -> io::Result<()> {
+        self.outbound.flush(&mut self.ring, self.socket, SEND);
+        if self.hungry && self.ending.is_none() {
+            self.inbound.receive(&mut self.ring, self.socket, RECEIVE);
+        }
+        if !self.wake_armed {
+            self.wake_armed = self.ring.poll_readable(self.wake, WAKE);
+        }
+        if self.trim_armed.is_none() && self.pool.kept() > IDLE_KEEP {
+            let armed = self.ring.timeout(IDLE_AFTER, TRIM);
+            self.trim_armed = armed.then(|| self.pool.taken_count());
+        }
+        self.ring.submit_and_wait()?;
+        self.now_ns = self.elapsed_ns();
+        while let Some(completion) = self.ring.next() {
+            self.complete(completion);
+        }
+        Ok(())
+    }
+
+    fn finished(&mut self) -> Option<End> {
+        if self.mailbox.desired() == Desired::Abort {
+            return Some(End::Aborted);
+        }
+        let quiet = self.slab.len() == self.answered && self.outbound.is_idle();
+        self.ending.take_if(|_| quiet)
+    }
+
+    fn complete(&mut self, completion: Completion) {
+        if completion.token.is_backend() {
+            if let Some((id, outcome)) = self.queue.on_ring(completion, &mut self.ring) {
+                self.finish(id, outcome);
+            }
+            return;
+        }
+        match completion.token {
+            RECEIVE => self.received(completion),
+            SEND => self.sent(completion),
+            WAKE => {
+                self.wake_armed = false;
+                self.woken();
+            }
+            TRIM => {
+                if self.trim_armed.take() == Some(self.pool.taken_count()) {
+                    self.pool.trim(IDLE_KEEP);
+                }
+            }
+            DEADLINE if completion.result == -libc::ETIME => {
+                self.ending.get_or_insert(End::HandshakeTimeout);
+            }
+            _ => {}
+        }
+    }
+
+    fn received(&mut self, completion: Completion) {
+        let buffer = completion.buffer.expect("a receive has a buffer");
+        let bytes = usize::try_from(completion.result).unwrap_or(0);
+        let (payload, write) = self.inbound.received(buffer, bytes);
+        self.parser.payload_taken(payload as u64);
+        match completion.result {
+            0 => self.end_reading(End::Closed),
+            1.. => {}
+            // Nothing arrived, nothing is lost: the next turn tries again.
+            error if error == -libc::EINTR || error == -libc::EAGAIN => {}
+            error => self.end_reading(End::Socket(io::Error::from_raw_os_error(-error))),
+        }
+        if let Some(write) = write {
+            self.start_write(write);
+        }
+    }
+
+    fn sent(&mut self, completion: Completion) {
+        let gather = completion.gather.expect("a send has its pieces");
+        let result = completion.result;
+        let retry = result == -libc::EINTR || result == -libc::EAGAIN;
+        if result < 0 && !retry {
+            self.end_reading(End::Socket(io::Error::from_raw_os_error(-result)));
+            self.outbound.break_off(&mut self.pool);
+        }
+        let bytes = usize::try_from(result).unwrap_or(0);
+        self.outbound.sent(gather, bytes, &mut self.pool);
+    }
+
+    fn end_reading(&mut self, end: End) {
+        self.ending.get_or_insert(end);
+        if let Some(buffer) = self.inbound.abandon_write() {
+            self.pool.give(buffer);
+        }
+    }
+
+    fn woken(&mut self) {
+        self.mailbox.waker().take();
+        let mut woken = std::mem::take(&mut self.woken);
+        self.queue.on_wake(&mut self.ring, &mut woken);
+        for (id, outcome) in woken.drain(..) {
+            self.finish(id, outcome);
+        }
+        self.woken = woken;
+        if self.mailbox.desired() == Desired::Stop {
+            self.ending.get_or_insert(End::Stopped);
+        }
+        self.set_fail_io(self.mailbox.fail_io());
+    }
+
+    /// From now on every request fails. Those that the backend still has are answered now, and their
+    /// ends are awaited in silence.
+    fn set_fail_io(&mut self, fail_io: bool) {
+        if fail_io && !self.fail_io {
+            for running in self.slab.iter_mut().filter(|running| !running.answered) {
+                running.answered = true;
+                self.answered += 1;
+                self.outbound.push(&simple_reply(running.cookie, Err(IoError::Broken)));
+                let Running { op, length, started_ns, .. } = *running;
+                self.ended.push(Ended { op, length, started_ns, result: Err(IoError::Broken) });
+            }
+        }
+        self.fail_io = fail_io;
+    }
+
+    /// Understands and starts what has arrived, as far as the bounds allow.
+    fn parse(&mut self) {
+        let size = self.image.size();
+        self.hungry = false;
+        while self.ending.is_none() && !self.inbound.is_receiving() {
+            if self.inbound.in_write() {
+                let (bytes, write) = self.inbound.fill_write();
+                self.parser.payload_taken(bytes as u64);
+                let Some(write) = write else {
+                    self.hungry = true;
+                    return;
+                };
+                self.start_write(write);
+                continue;
+            }
+            if !self.admits() {
+                return;
+            }
+            let event = match self.held.take() {
+                Some((cookie, request)) if request.op == Op::Write => {
+                    Event::Write { cookie, request }
+                }
+                Some((cookie, request)) => Event::Request { cookie, request },
+                None => {
+                    let (bytes, event) = self.parser.next(self.inbound.unread(), size);
+                    self.inbound.eat(bytes);
+                    event
+                }
+            };
+            match event {
+                Event::Request { cookie, request } | Event::Write { cookie, request } => {
+                    self.begin(cookie, request);
+                }
+                Event::Starved => {
+                    self.hungry = true;
+                    return;
+                }
+                Event::Refused { cookie, op, error } => {
+                    self.answer(cookie, op, 0, self.now_ns, Err(error), None);
+                }
+                Event::Disconnect => self.ending = Some(End::Disconnected),
+                Event::Violation(violation) => self.ending = Some(End::Violation(violation)),
+            }
+        }
+    }
+
+    /// Whether the bounds allow for another request.
+    fn admits(&self) -> bool {
+        let unanswered = self.slab.len() - self.answered;
+        unanswered + self.outbound.queued() < self.depth
+            && (self.slab.has_room() || self.fail_io)
+            && !self.held_without_buffer()
+    }
+
+    fn held_without_buffer(&self) -> bool {
+        self.held.is_some_and(|(_, request)| !self.pool.has_room(request.length as usize))
+    }
+
+    fn begin(&mut self, cookie: u64, request: Request) {
+        if !matches!(request.op, Op::Read | Op::Write) {
+            return self.start(cookie, request, None);
+        }
+        // Checked by the parser to be no more than the pool's largest.
+        debug_assert!(request.length <= LARGEST as u64);
+        match self.pool.take(request.length as usize) {
+            None => self.held = Some((cookie, request)),
+            Some(buffer) if request.op == Op::Write => {
+                self.inbound.begin_write(cookie, request, buffer);
+            }
+            buffer => self.start(cookie, request, buffer),
+        }
+    }
+
+    fn start_write(&mut self, write: Write) {
+        self.start(write.cookie, write.request, Some(write.buffer));
+    }
+
+    fn start(&mut self, cookie: u64, request: Request, buffer: Option<Buffer>) {
+        let Request { op, length, .. } = request;
+        let started_ns = self.now_ns;
+        // Room was there when the request was admitted, unless it was admitted to fail.
+        if self.fail_io || !self.slab.has_room() {
+            let failed = Err(IoError::Broken);
+            return self.answer(cookie, Some(op), length, started_ns, failed, buffer);
+        }
+        let running = Running { cookie, op, length, started_ns, answered: false };
+        let id = self.slab.insert(running);
+        match self.queue.start(id, request, buffer, &mut self.ring) {
+            Started::Done(outcome) => self.finish(id, outcome),
+            Started::Pending => {}
+        }
+    }
+
+    fn finish(&mut self, id: RequestId, outcome: Outcome) {
+        let Running { cookie, op, length, started_ns, answered } = self.slab.remove(id);
+        let Outcome { result, buffer } = outcome;
+        if answered {
+            self.answered -= 1;
+            buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
+        } else {
+            self.answer(cookie, Some(op), length, started_ns, result, buffer);
+        }
+    }
+
+    fn answer(
+        &mut self,
+        cookie: u64,
+        op: Option<Op>,
+        length: u64,
+        started_ns: u64,
+        result: std::result::Result<(), IoError>,
+        buffer: Option<Buffer>,
+    ) {
+        let header = simple_reply(cookie, result);
+        match buffer {
+            Some(mut buffer) if op == Some(Op::Read) && result.is_ok() => {
+                assert_eq!(buffer.len() as u64, length, "a read is answered in full");
+                buffer.set_header(&header);
+                self.outbound.push_buffer(buffer, &mut self.pool);
+            }
+            buffer => {
+                self.outbound.push(&header);
+                buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
+            }
+        }
+        let Some(op) = op else { return };
+        if self.ended.len() == self.ended.capacity() {
+            self.record();
+        }
+        self.ended.push(Ended { op, length, started_ns, result });
+    }
+
+    /// Counts what ended since the last time; one look at the clock for all of it.
+    fn record(&mut self) {
+        if self.slab.len() != self.in_flight_shown {
+            self.in_flight_shown = self.slab.len();
+            self.recorder.set_in_flight(self.in_flight_shown as u64);
+        }
+        if self.ended.is_empty() {
+            return;
+        }
+        let now_ns = self.elapsed_ns();
+        for Ended { op, length, started_ns, result } in self.ended.drain(..) {
+            self.recorder.ended(op, length, now_ns.saturating_sub(started_ns), result);
+        }
+    }
+
+    fn elapsed_ns(&self) -> u64 {
+        // 64 bits of nanoseconds last for 584 years.
+        self.clock.elapsed().as_nanos() as u64
+    }
+}

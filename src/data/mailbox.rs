@@ -1,0 +1,70 @@
+//! What the rest of the process can tell a connection thread while it serves.
+//!
+//! Levels, not messages: the thread looks at them when it is woken, so nothing queues up and nothing
+//! is lost. (A planned hand-over of the socket will be another [`Desired`] value, at which the loop
+//! stops reading at a request boundary.)
+
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use crate::backend::Waker;
+
+/// What the connection is meant to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Desired {
+    /// Serve.
+    Run,
+    /// Take no more requests, answer the running ones, close.
+    Stop,
+    /// Close now; running requests are dropped or cancelled.
+    Abort,
+}
+
+/// One connection's levels, shared with its thread.
+#[derive(Debug)]
+pub(super) struct Mailbox {
+    desired: AtomicU8,
+    fail_io: AtomicBool,
+    waker: Waker,
+}
+
+impl Mailbox {
+    /// All quiet: run, fail nothing.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    pub(super) fn new() -> std::io::Result<Self> {
+        let waker = Waker::new()?;
+        Ok(Self { desired: AtomicU8::new(0), fail_io: AtomicBool::new(false), waker })
+    }
+
+    /// Asks for `desired`; what was asked for before and goes further stays.
+    pub(super) fn ask(&self, desired: Desired) {
+        self.desired.fetch_max(desired as u8, Ordering::Release);
+        self.waker.wake();
+    }
+
+    /// What was asked for.
+    pub(super) fn desired(&self) -> Desired {
+        match self.desired.load(Ordering::Acquire) {
+            0 => Desired::Run,
+            1 => Desired::Stop,
+            _ => Desired::Abort,
+        }
+    }
+
+    /// With `true`, every request, running ones included, is answered with an I/O error from now on.
+    pub(super) fn set_fail_io(&self, fail: bool) {
+        self.fail_io.store(fail, Ordering::Release);
+        self.waker.wake();
+    }
+
+    /// Whether every request is to fail.
+    pub(super) fn fail_io(&self) -> bool {
+        self.fail_io.load(Ordering::Acquire)
+    }
+
+    /// Wakes the thread; the backend's waker as well.
+    pub(super) fn waker(&self) -> &Waker {
+        &self.waker
+    }
+}

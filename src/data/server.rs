@@ -1,0 +1,344 @@
+//! The connection threads of one volume.
+//!
+//! Comes in: connected sockets. Goes out: one [`Event`] per connection that ended. The threads share
+//! the volume and the statistics page, and nothing else.
+
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+
+use super::End;
+use super::connection::Connection;
+use super::mailbox::{Desired, Mailbox};
+use super::nbd::handshake::{Export, MAX_STRING};
+use super::nbd::transmission::MAX_PAYLOAD;
+use super::nbd::wire::transmission_flags;
+use crate::backend::Image;
+use crate::error::{Error, ErrorKind, Result};
+use crate::statistics::{Page, Recorder, SLOTS};
+
+/// Ends that may wait to be read before connection threads wait for the reader.
+const EVENTS: usize = 256;
+
+/// Bounds of a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections at one time; at most [`SLOTS`].
+    pub connections: usize,
+    /// Requests of one connection that are running or waiting to be answered; 1 to 1024. The
+    /// kernel's driver never has more than 128.
+    pub depth: u32,
+    /// Payload memory of one connection, in bytes. A request that is alone is admitted beyond it.
+    pub buffer_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { connections: 16, depth: 128, buffer_bytes: 64 << 20 }
+    }
+}
+
+/// Who is at the other end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The kernel's driver: no handshake.
+    Kernel,
+    /// An NBD client.
+    Client,
+}
+
+/// A connection's number in its server; never used again.
+pub type ConnectionId = u64;
+
+/// Something that happened by itself.
+#[derive(Debug)]
+pub enum Event {
+    /// A connection is over, its socket closed, its requests ended.
+    ConnectionEnded {
+        /// Which.
+        id: ConnectionId,
+        /// Whose.
+        kind: Kind,
+        /// How.
+        end: End,
+    },
+}
+
+/// What clients see of the volume by name.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ExportName {
+    /// At most 4096 bytes. The empty name works, too.
+    pub name: String,
+    /// For people; at most 4096 bytes.
+    pub description: String,
+}
+
+/// The data path of one volume.
+pub struct Server {
+    image: Arc<dyn Image>,
+    export: ExportName,
+    page: Page,
+    limits: Limits,
+    connections: Mutex<Vec<Handle>>,
+    live: Arc<Live>,
+    next_id: AtomicU64,
+    events: Sender<Event>,
+}
+
+struct Handle {
+    mailbox: Arc<Mailbox>,
+    thread: JoinHandle<()>,
+}
+
+impl Server {
+    /// A server without connections. Ends of connections arrive at the receiver, which must be read
+    /// or dropped.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for limits or names beyond what is allowed.
+    pub fn new(
+        image: Arc<dyn Image>,
+        export: ExportName,
+        page: Page,
+        limits: Limits,
+    ) -> Result<(Self, Receiver<Event>)> {
+        let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
+        if !(1..=SLOTS).contains(&limits.connections) {
+            return Err(invalid(format!("{} connections: 1 to {SLOTS}", limits.connections)));
+        }
+        if !(1..=1024).contains(&limits.depth) {
+            return Err(invalid(format!("a depth of {}: 1 to 1024", limits.depth)));
+        }
+        if export.name.len() > MAX_STRING || export.description.len() > MAX_STRING {
+            return Err(invalid(format!("an export's name is longer than {MAX_STRING} bytes")));
+        }
+        let (events, receiver) = bounded(EVENTS);
+        let (connections, live, next_id) = Default::default();
+        let server = Self { image, export, page, limits, connections, live, next_id, events };
+        Ok((server, receiver))
+    }
+
+    /// Serves the kernel's driver at the other end of `socket`, in transmission from the first byte.
+    ///
+    /// # Errors
+    /// `Unavailable` at the limit of connections; `Unsupported` or what else io_uring gives; the
+    /// backend's, when it cannot serve another thread.
+    pub fn add_kernel_connection(&self, socket: OwnedFd) -> Result<ConnectionId> {
+        self.add(socket, Kind::Kernel)
+    }
+
+    /// Serves the NBD client at the other end of `socket`, beginning with the handshake.
+    ///
+    /// # Errors
+    /// As [`Server::add_kernel_connection`].
+    pub fn add_client(&self, socket: OwnedFd) -> Result<ConnectionId> {
+        self.add(socket, Kind::Client)
+    }
+
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.lock().iter().filter(|handle| !handle.thread.is_finished()).count()
+    }
+
+    /// With `true`, answers every request of every connection with an I/O error from now on, those
+    /// that the backend has not finished included. Their effects may still happen later.
+    pub fn set_fail_io(&self, fail: bool) {
+        self.lock().iter().for_each(|handle| handle.mailbox.set_fail_io(fail));
+    }
+
+    /// Ends every connection: running requests are finished and answered, until `limit` has passed;
+    /// what still runs then is cut off. Returns when all threads have ended, or, with `TimedOut`,
+    /// when some backend holds on to one even then.
+    ///
+    /// # Errors
+    /// `TimedOut`, as said.
+    pub fn stop(&self, limit: Duration) -> Result<()> {
+        self.lock().iter().for_each(|handle| handle.mailbox.ask(Desired::Stop));
+        self.wait(limit).or_else(|_| self.abort())
+    }
+
+    /// Ends every connection at once.
+    ///
+    /// # Errors
+    /// `TimedOut` when some backend holds on to a thread for longer than seconds.
+    pub fn abort(&self) -> Result<()> {
+        const ABORT_LIMIT: Duration = Duration::from_secs(5);
+        self.lock().iter().for_each(|handle| handle.mailbox.ask(Desired::Abort));
+        self.wait(ABORT_LIMIT)
+    }
+
+    /// Waits until every thread has ended, at most for `limit`.
+    fn wait(&self, limit: Duration) -> Result<()> {
+        let left = self.live.wait_for_none(limit);
+        if left > 0 {
+            let message = format!("{left} connections did not end in time");
+            return Err(Error::new(ErrorKind::TimedOut, message));
+        }
+        for handle in self.lock().drain(..) {
+            // A panic has been reported as the connection's end.
+            let _ = handle.thread.join();
+        }
+        Ok(())
+    }
+
+    fn add(&self, socket: OwnedFd, kind: Kind) -> Result<ConnectionId> {
+        let mut handles = self.lock();
+        handles.retain(|handle| !handle.thread.is_finished());
+        let full = || {
+            let message = format!("{} connections are served already", self.limits.connections);
+            Error::new(ErrorKind::Unavailable, message)
+        };
+        if handles.len() >= self.limits.connections {
+            return Err(full());
+        }
+        let recorder = self.page.any_recorder().ok_or_else(full)?;
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let failed = |error| Error::from_io("cannot start a connection's thread", error);
+        let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
+        let (ready, started) = bounded(1);
+        let task = Task {
+            id,
+            kind,
+            image: Arc::clone(&self.image),
+            export: self.export.clone(),
+            mailbox: Arc::clone(&mailbox),
+            limits: self.limits,
+            events: self.events.clone(),
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("connection-{id}"))
+            .spawn({
+                let alive = Alive::new(&self.live);
+                move || {
+                    task.run(socket, recorder, &ready);
+                    // Last of all: nothing of the connection is left.
+                    drop(alive);
+                }
+            })
+            .map_err(failed)?;
+        // The thread drops its end when it panics on the way.
+        let setup = started.recv().unwrap_or_else(|_| {
+            Err(Error::new(ErrorKind::Internal, "a connection's thread died at its start"))
+        });
+        setup?;
+        handles.push(Handle { mailbox, thread });
+        Ok(id)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Handle>> {
+        // Nothing that can panic leaves the list half changed.
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // A thread that a backend holds on to is left behind; its volume lives as long.
+        let _ = self.abort();
+    }
+}
+
+/// How many threads there are, and a way to wait for their end.
+#[derive(Debug, Default)]
+struct Live {
+    count: Mutex<usize>,
+    fell: Condvar,
+}
+
+impl Live {
+    /// Waits until there is none, at most for `limit`; returns how many are left.
+    fn wait_for_none(&self, limit: Duration) -> usize {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.fell.wait_timeout_while(count, limit, |count| *count > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// One thread of [`Live`].
+struct Alive(Arc<Live>);
+
+impl Alive {
+    fn new(live: &Arc<Live>) -> Self {
+        *live.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Self(Arc::clone(live))
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.fell.notify_all();
+    }
+}
+
+/// What a connection's thread is given.
+struct Task {
+    id: ConnectionId,
+    kind: Kind,
+    image: Arc<dyn Image>,
+    export: ExportName,
+    mailbox: Arc<Mailbox>,
+    limits: Limits,
+    events: Sender<Event>,
+}
+
+impl Task {
+    fn run(self, socket: OwnedFd, recorder: Recorder, ready: &Sender<Result<()>>) {
+        let Self { id, kind, .. } = self;
+        let events = self.events.clone();
+        let served = catch_unwind(AssertUnwindSafe(|| self.serve(socket, recorder, ready)));
+        let end = match served {
+            Ok(Some(end)) => end,
+            // The one who added the connection knows already.
+            Ok(None) => return,
+            Err(panic) => End::Panicked(panic_message(panic.as_ref())),
+        };
+        // Nobody listens any more: then nobody needs to know.
+        let _ = events.send(Event::ConnectionEnded { id, kind, end });
+    }
+
+    fn serve(self, socket: OwnedFd, recorder: Recorder, ready: &Sender<Result<()>>) -> Option<End> {
+        let export = match self.kind {
+            Kind::Kernel => None,
+            Kind::Client => Some(self.export()),
+        };
+        let connection = Connection::new(socket, self.image, self.mailbox, recorder, self.limits);
+        let mut connection = match connection {
+            Ok(connection) => connection,
+            Err(error) => {
+                let _ = ready.send(Err(error));
+                return None;
+            }
+        };
+        let _ = ready.send(Ok(()));
+        let greeted = export.map_or(Ok(()), |export| connection.greet(export));
+        let end = match greeted {
+            Ok(()) => connection.transmit(),
+            Err(end) => end,
+        };
+        connection.close();
+        Some(end)
+    }
+
+    fn export(&self) -> Export {
+        let mut blocks = self.image.block_sizes();
+        blocks.maximum = blocks.maximum.min(MAX_PAYLOAD);
+        Export {
+            name: self.export.name.clone(),
+            description: self.export.description.clone(),
+            size: self.image.size(),
+            blocks,
+            transmission_flags: transmission_flags(self.image.features()),
+        }
+    }
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "?".to_owned())
+}
