@@ -57,7 +57,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 
 /// Crates that a module never names: the data path has no runtime, the kernel's side no API.
 const FOREIGN: &[(&str, &[&str])] = &[
-    ("data", &["tokio", "tonic", "prost", "kube", "udev", "neli", "tracing", "clap"]),
+    ("data", &["tokio", "tonic", "prost", "kube", "udev", "neli", "clap"]),
     ("kernel", &["tokio", "tonic", "prost", "kube", "clap"]),
     ("sys", &["tokio", "tonic", "prost", "kube", "udev", "neli", "tracing", "clap"]),
     ("backend", &["tonic", "prost", "kube", "udev", "neli", "clap"]),
