@@ -15,6 +15,7 @@ mod man;
 mod map;
 pub mod output;
 mod resize;
+mod serve;
 mod size;
 mod stats;
 mod status;
@@ -100,6 +101,7 @@ enum Command {
     Status(status::Status),
     Stats(stats::Stats),
     Resize(resize::Resize),
+    Serve(serve::Serve),
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -134,6 +136,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
+        Command::Serve(args) => serve::run(args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),
