@@ -52,9 +52,10 @@ pub(super) struct Serve {
 /// # Errors
 /// When the volume cannot be opened, or the address not be used.
 pub(super) fn run(args: Serve) -> Result<()> {
-    let address = match (args.socket, args.listen) {
-        (Some(path), _) => Address::Unix(path),
-        (None, Some(address)) => Address::Tcp(address),
+    // The daemon's `--socket` has the same name, and its default shows here: hence this order.
+    let address = match (args.listen, args.socket) {
+        (Some(address), _) => Address::Tcp(address),
+        (None, Some(path)) => Address::Unix(path),
         (None, None) => unreachable!("the command line requires one of them"),
     };
     let options = ServeOptions {
