@@ -87,7 +87,8 @@ impl Channel {
         let (length, descriptors) =
             packet::receive(self.0.as_fd(), &mut buffer).map_err(|e| match e.kind() {
                 std::io::ErrorKind::InvalidData => {
-                    Error::new(ErrorKind::InvalidArgument, "the message does not fit").with_source(e)
+                    Error::new(ErrorKind::InvalidArgument, "the message does not fit")
+                        .with_source(e)
                 }
                 _ => broken(e),
             })?;

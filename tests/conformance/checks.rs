@@ -96,8 +96,7 @@ pub fn zeroes_are_written_whatever_the_flags(volume: &dyn Volume) {
     let length = 1 << 20;
     let data = pattern(3, length);
     for bits in 0..8_u32 {
-        let flags =
-            Flags { fua: bits & 1 != 0, no_hole: bits & 2 != 0, fast_zero: bits & 4 != 0 };
+        let flags = Flags { fua: bits & 1 != 0, no_hole: bits & 2 != 0, fast_zero: bits & 4 != 0 };
         for (from, to) in [(block, 2 * block), (PIECE, length - block), (0, length)] {
             lane.one(write(0, &data));
             let result = lane.try_one(job(Op::WriteZeroes, from, to - from).with(flags));

@@ -72,7 +72,8 @@ fn replay(volume: &dyn Volume, batches: &[Batch]) {
 
 fn step(lane: &mut dyn Lane, volume: &dyn Volume, model: &mut [u8], actions: &[(u64, Action)]) {
     let block = u64::from(volume.blocks().minimum);
-    let jobs: Vec<Job> = actions.iter().map(|(zone, action)| to_job(*zone, action, block)).collect();
+    let jobs: Vec<Job> =
+        actions.iter().map(|(zone, action)| to_job(*zone, action, block)).collect();
     let ends = lane.run(jobs.clone());
     for (job, done) in jobs.iter().zip(ends) {
         let request = job.request;

@@ -16,11 +16,8 @@ pub(super) fn apply(needs: &Needs) -> Result<(), String> {
     // clone3 takes its flags in memory, where no filter can see them. "Not implemented" makes the
     // C library use clone, whose flags are checked.
     let refusals: Rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-    let refuse = compile(
-        refusals,
-        SeccompAction::Allow,
-        SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
-    )?;
+    let refuse =
+        compile(refusals, SeccompAction::Allow, SeccompAction::Errno(libc::ENOSYS.unsigned_abs()))?;
     let allow = compile(
         rules(needs).map_err(|e| e.to_string())?,
         SeccompAction::Errno(libc::EPERM.unsigned_abs()),
