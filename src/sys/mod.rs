@@ -5,6 +5,8 @@
 //! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+pub(crate) mod attempts;
 pub mod block;
 pub mod buffer;
 pub mod descriptor;

@@ -130,3 +130,6 @@ fn drop_capabilities() -> Result<(), String> {
 fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
+
+#[cfg(test)]
+mod tests;
