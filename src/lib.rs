@@ -5,6 +5,7 @@ pub mod backend;
 pub mod cli;
 pub mod control;
 pub mod data;
+pub mod doctor;
 pub mod error;
 pub mod kernel;
 pub mod proto;
