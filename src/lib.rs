@@ -6,6 +6,7 @@ pub mod cli;
 pub mod config;
 pub mod control;
 pub mod data;
+pub mod doctor;
 pub mod error;
 pub mod kernel;
 pub mod proto;

@@ -8,12 +8,13 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use cleat::error::ErrorKind;
 use cleat::kernel::real::RealKernel;
 use cleat::kernel::sim::{Call, Fault, Script, SimKernel};
-use cleat::kernel::udev::RUN_DIRECTORY;
+use cleat::kernel::udev::{RUN_DIRECTORY, rule_installed, udevd_runs};
 use cleat::kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
 use common::nbd_server::{FLAGS, Server, hangs_up};
 
@@ -224,6 +225,8 @@ fn real_kernel() {
     suite(&kernel);
     real_io(&kernel);
     real_holders(&kernel);
+    real_layers(&kernel);
+    real_latency(&kernel);
     let connected = kernel.status().unwrap().into_iter().filter(|(_, connected)| *connected);
     assert_eq!(connected.count(), 0, "devices are left behind");
 }
@@ -263,6 +266,84 @@ fn real_holders(kernel: &RealKernel) {
     assert!(Instant::now() < deadline + Duration::from_secs(5), "long after its deadline");
     drop(file);
     mapped.disconnect();
+}
+
+/// A filesystem, in two mount namespaces, on a partition with a name of its own; a loop device.
+fn real_layers(kernel: &RealKernel) {
+    let mapped = connect(kernel, "layers", 1);
+    let paths = mapped.ready();
+    let node = paths.node.to_str().unwrap();
+    let named = |wanted: &dyn Fn(&Holder) -> bool| {
+        let deadline = soon();
+        while !kernel.holders(mapped.index).unwrap().iter().any(wanted) {
+            assert!(Instant::now() < deadline, "{:?}", kernel.holders(mapped.index));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+
+    run(&format!("echo 'start=64, size=900' | sfdisk --quiet {node}"));
+    if udevd_runs() && rule_installed() {
+        let partition = format!("{}-part1", paths.symlink.display());
+        let found = || std::fs::canonicalize(&partition).unwrap_or_default();
+        let deadline = soon();
+        while found() != Path::new(&format!("{node}p1")) {
+            assert!(Instant::now() < deadline, "{partition} leads to {}", found().display());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path().join("a place");
+    let shown = place.display();
+    std::fs::create_dir(&place).unwrap();
+    run(&format!("mkfs.ext4 -q -F {node}p1 && mount {node}p1 '{shown}'"));
+    let at = |h: &Holder, own| {
+        matches!(h, Holder::Mount { path, filesystem, namespace_pid }
+            if *path == place && filesystem == "ext4" && namespace_pid.is_none() == own)
+    };
+    named(&|holder| at(holder, true));
+    let mut other = Command::new("unshare").args(["--mount", "sleep", "1000"]).spawn().unwrap();
+    named(&|holder| at(holder, false));
+    run(&format!("umount '{shown}'"));
+    named(&|holder| at(holder, false));
+    other.kill().unwrap();
+    other.wait().unwrap();
+
+    run(&format!("losetup /dev/loop7 {node}p1"));
+    named(&|holder| matches!(holder, Holder::Device { name } if name == "loop7"));
+    run("losetup -d /dev/loop7");
+    run(&format!("mkswap {node}p1 && swapon {node}p1"));
+    named(&|holder| matches!(holder, Holder::Device { name } if name == "swap"));
+    run(&format!("swapoff {node}p1"));
+    assert_eq!(settled_holders(kernel, mapped.index), []);
+    mapped.disconnect();
+}
+
+/// How long a map and an unmap take on the kernel's side: told, not judged.
+fn real_latency(kernel: &RealKernel) {
+    let mut steps = [const { Vec::new() }; 3];
+    for round in 0..20 {
+        let start = Instant::now();
+        let mapped = connect(kernel, &format!("round-{round}"), 1);
+        let connected = Instant::now();
+        mapped.ready();
+        let ready = Instant::now();
+        mapped.disconnect();
+        let times = [connected - start, ready - connected, ready.elapsed()];
+        steps.iter_mut().zip(times).for_each(|(step, time)| step.push(time));
+    }
+    let median = steps.map(|mut step| {
+        step.sort_unstable();
+        (step[step.len() / 2], step[step.len() - 1])
+    });
+    println!(
+        "median and worst: connect {:?}, ready {:?}, disconnect {:?}",
+        median[0], median[1], median[2]
+    );
+}
+
+fn run(script: &str) {
+    let output = Command::new("sh").args(["-c", script]).output().unwrap();
+    assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

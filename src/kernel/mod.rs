@@ -23,6 +23,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
+pub(crate) use mounts::parse_mountinfo;
 
 /// The number in `/dev/nbdN`.
 pub type DeviceIndex = u32;

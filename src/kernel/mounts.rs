@@ -27,11 +27,11 @@ pub(super) struct Proc(pub(super) PathBuf);
 
 /// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Mount {
-    pub(super) number: DeviceNumber,
-    pub(super) path: PathBuf,
-    pub(super) filesystem: String,
-    pub(super) source: OsString,
+pub(crate) struct Mount {
+    pub(crate) number: DeviceNumber,
+    pub(crate) path: PathBuf,
+    pub(crate) filesystem: String,
+    pub(crate) source: OsString,
 }
 
 impl Proc {
@@ -142,7 +142,7 @@ impl Mount {
 }
 
 /// Reads mountinfo; lines that are not understood are skipped.
-pub(super) fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
+pub(crate) fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
     text.split(|byte| *byte == b'\n').filter_map(parse_mount)
 }
 

@@ -12,7 +12,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 use super::disposable::Disposable;
 use super::events::Hub;
 use super::mounts::Proc;
-use super::netlink::Netlink;
+use super::netlink::{self, Netlink};
 use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
 use super::{
@@ -71,6 +71,14 @@ impl RealKernel {
     pub fn status(&self) -> Result<Vec<(DeviceIndex, bool)>> {
         self.netlink.status(Instant::now() + COMMAND_TIMEOUT)
     }
+}
+
+/// Whether the nbd driver answers. Loads nothing.
+///
+/// # Errors
+/// `Unsupported` when it is not loaded; `TimedOut` when a stuck command blocks it.
+pub fn probe(deadline: Instant) -> Result<()> {
+    Disposable::default().run("answer for nbd", deadline, netlink::probe, |_| ())?
 }
 
 impl Kernel for RealKernel {
