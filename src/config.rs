@@ -121,8 +121,9 @@ impl Config {
     /// `InvalidArgument`, with the line and the keys that are valid.
     pub fn load(path: Option<&Path>) -> Result<Self> {
         let place = path.unwrap_or(Path::new(DEFAULT_PATH));
-        let failed =
-            |error| Error::from_io(format!("cannot read the configuration {}", place.display()), error);
+        let failed = |error| {
+            Error::from_io(format!("cannot read the configuration {}", place.display()), error)
+        };
         let text = match read(place) {
             Err(error) if path.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
                 return Ok(Self::default());
@@ -172,10 +173,7 @@ impl Config {
     /// `InvalidArgument`, with the key.
     pub fn check(&self, place: &Path) -> Result<()> {
         let invalid = |key: &str, why: String| {
-            Err(Error::new(
-                ErrorKind::InvalidArgument,
-                format!("{}: {key} {why}", place.display()),
-            ))
+            Err(Error::new(ErrorKind::InvalidArgument, format!("{}: {key} {why}", place.display())))
         };
         for (key, path) in [
             ("runtime_dir", Some(&self.runtime_dir)),
@@ -254,8 +252,17 @@ mod tests {
         let socket = Some(default.socket());
         assert_eq!(shown, Config { socket, ..default });
         for key in [
-            "runtime_dir", "state_dir", "socket", "unmap_on_shutdown", "modprobe", "format",
-            "level", "connections", "dead_connection_timeout", "replay_delay", "timeout",
+            "runtime_dir",
+            "state_dir",
+            "socket",
+            "unmap_on_shutdown",
+            "modprobe",
+            "format",
+            "level",
+            "connections",
+            "dead_connection_timeout",
+            "replay_delay",
+            "timeout",
             "mappings",
         ] {
             assert!(uncommented.lines().any(|l| l.starts_with(&format!("{key} ="))), "{key}");

@@ -108,18 +108,26 @@ impl FromStr for Log {
 
     fn from_str(text: &str) -> Result<Self> {
         let (format, filter) = text.split_once(':').unwrap_or((text, "info"));
-        let format = match format {
-            "" | "auto" => Format::Auto,
-            "human" => Format::Human,
-            "json" => Format::Json,
-            "journald" => Format::Journald,
+        let format = if format.is_empty() { Format::Auto } else { format.parse()? };
+        Ok(Self { format, filter: filter.to_owned() })
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "human" => Ok(Self::Human),
+            "json" => Ok(Self::Json),
+            "journald" => Ok(Self::Journald),
             other => {
                 let message = format!("{other:?} is no form of logs");
-                return Err(Error::new(ErrorKind::InvalidArgument, message)
-                    .with_repair("use auto, human, json or journald"));
+                Err(Error::new(ErrorKind::InvalidArgument, message)
+                    .with_repair("use auto, human, json or journald"))
             }
-        };
-        Ok(Self { format, filter: filter.to_owned() })
+        }
     }
 }
 

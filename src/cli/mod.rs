@@ -13,6 +13,7 @@ mod fault;
 mod ls;
 mod man;
 mod map;
+mod node;
 pub mod output;
 mod resize;
 mod serve;
@@ -102,6 +103,10 @@ enum Command {
     Stats(stats::Stats),
     Resize(resize::Resize),
     Serve(serve::Serve),
+    Node(node::Node),
+    /// One volume's process, started by the daemon
+    #[command(hide = true)]
+    Worker,
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -137,11 +142,21 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
         Command::Serve(args) => serve::run(args),
+        Command::Node(args) => node::run(globals, args),
+        Command::Worker => return Ok(worker()),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),
     }
     .map(|()| exit::OK)
+}
+
+/// The worker's process has no result to print: its exit code is for the log.
+fn worker() -> u8 {
+    match crate::worker::process::main() {
+        ExitCode::SUCCESS => exit::OK,
+        _ => 1,
+    }
 }
 
 /// Help and version are results; everything else that clap says is an error of usage, and looks as
