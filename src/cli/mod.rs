@@ -136,7 +136,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
-        Command::Serve(args) => serve::run(args),
+        Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),
