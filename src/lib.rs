@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod cli;
+pub mod config;
 pub mod control;
 pub mod data;
 pub mod error;
@@ -11,4 +12,5 @@ pub mod proto;
 pub mod request;
 pub mod statistics;
 pub mod sys;
+pub mod telemetry;
 pub mod worker;

@@ -43,6 +43,7 @@ pub struct RealKernel {
     threads: Disposable,
     netlink: Netlink,
     hub: Mutex<Option<Arc<Hub>>>,
+    loads_module: bool,
 }
 
 impl RealKernel {
@@ -61,7 +62,15 @@ impl RealKernel {
             netlink: Netlink::new(threads.clone()),
             threads,
             hub: Mutex::new(None),
+            loads_module: true,
         }
+    }
+
+    /// Whether the driver is loaded where it is missing; it is, unless told otherwise.
+    #[must_use]
+    pub fn loading_module(mut self, loads_module: bool) -> Self {
+        self.loads_module = loads_module;
+        self
     }
 
     /// The driver's own list: each device's index and whether it is configured.
@@ -266,6 +275,9 @@ impl RealKernel {
         let loaded = self.sysfs.0.join("module/nbd");
         if loaded.exists() {
             return Ok(());
+        }
+        if !self.loads_module {
+            return Err(module_missing());
         }
         let program = std::fs::read_to_string(self.proc.0.join("sys/kernel/modprobe"));
         let program = program.map(|program| program.trim().to_owned()).unwrap_or_default();

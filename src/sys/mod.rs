@@ -10,6 +10,7 @@ pub mod buffer;
 pub mod descriptor;
 pub mod gather;
 pub mod packet;
+pub mod prctl;
 pub mod process;
 pub mod ring;
 pub mod shared;
