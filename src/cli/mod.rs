@@ -13,6 +13,7 @@ mod fault;
 mod ls;
 mod man;
 mod map;
+mod node;
 pub mod output;
 mod resize;
 mod serve;
@@ -95,6 +96,7 @@ pub struct Globals {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
+    Node(node::Node),
     Map(map::Map),
     Unmap(unmap::Unmap),
     Ls(ls::Ls),
@@ -130,6 +132,7 @@ fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
 fn run(cli: Cli) -> Result<u8> {
     let globals = &cli.globals;
     match cli.command {
+        Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Unmap(args) => unmap::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),

@@ -54,9 +54,8 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     if let Some(path) = args.state_dir {
         config.state_dir = std::path::absolute(path).unwrap_or_default();
     }
-    // Only if it was given: the default of clients is not a choice of the daemon's.
-    if globals.socket != std::path::Path::new(super::DEFAULT_SOCKET) {
-        config.socket = Some(std::path::absolute(&globals.socket).unwrap_or_default());
+    if let Some(socket) = &globals.socket {
+        config.socket = Some(std::path::absolute(socket).unwrap_or_default());
     }
     if let Some(format) = args.log_format {
         config.log.format = format;
