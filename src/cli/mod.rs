@@ -96,6 +96,7 @@ pub struct Globals {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
+    Node(node::Node),
     Map(map::Map),
     Unmap(unmap::Unmap),
     Ls(ls::Ls),
@@ -103,10 +104,6 @@ enum Command {
     Stats(stats::Stats),
     Resize(resize::Resize),
     Serve(serve::Serve),
-    Node(node::Node),
-    /// One volume's process, started by the daemon
-    #[command(hide = true)]
-    Worker,
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -135,28 +132,19 @@ fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
 fn run(cli: Cli) -> Result<u8> {
     let globals = &cli.globals;
     match cli.command {
+        Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Unmap(args) => unmap::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
-        Command::Serve(args) => serve::run(args),
-        Command::Node(args) => node::run(globals, args),
-        Command::Worker => return Ok(worker()),
+        Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),
     }
     .map(|()| exit::OK)
-}
-
-/// The worker's process has no result to print: its exit code is for the log.
-fn worker() -> u8 {
-    match crate::worker::process::main() {
-        ExitCode::SUCCESS => exit::OK,
-        _ => 1,
-    }
 }
 
 /// Help and version are results; everything else that clap says is an error of usage, and looks as

@@ -54,8 +54,7 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     if let Some(path) = args.state_dir {
         config.state_dir = std::path::absolute(path).unwrap_or_default();
     }
-    // Only if it was typed: what clients find in their environment is no choice of the daemon's.
-    if let Some(socket) = globals.socket.as_ref().filter(|_| globals.socket_typed) {
+    if let Some(socket) = &globals.socket {
         config.socket = Some(std::path::absolute(socket).unwrap_or_default());
     }
     if let Some(format) = args.log_format {

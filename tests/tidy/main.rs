@@ -49,6 +49,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "kernel",
             "proto",
             "request",
+            "statistics",
             "telemetry",
             "worker",
         ],
@@ -59,7 +60,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 const FOREIGN: &[(&str, &[&str])] = &[
     ("data", &["tokio", "tonic", "prost", "kube", "udev", "neli", "clap"]),
     ("kernel", &["tokio", "tonic", "prost", "kube", "clap"]),
-    ("sys", &["tokio", "tonic", "prost", "kube", "udev", "neli", "tracing", "clap"]),
+    ("sys", &["tokio", "tonic", "prost", "kube", "tracing", "clap"]),
     ("backend", &["tonic", "prost", "kube", "udev", "neli", "clap"]),
     ("worker", &["tonic", "prost", "kube", "udev", "neli", "clap"]),
 ];
