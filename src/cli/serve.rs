@@ -3,10 +3,10 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use super::output;
+use super::{Globals, output};
 use crate::backend::uri::VolumeUri;
 use crate::data::listener::{self, Address, ServeOptions};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::SLOTS;
 
 pub(super) const EXAMPLES: &str = "\
@@ -30,6 +30,7 @@ pub(super) struct Serve {
     /// The volume
     uri: VolumeUri,
     /// Serve on a unix socket at this path, which only this user can use
+    // The same id as the global option, which it hides.
     #[arg(id = "socket", long = "socket", value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Serve on this TCP address, to whoever reaches it
@@ -51,12 +52,17 @@ pub(super) struct Serve {
 ///
 /// # Errors
 /// When the volume cannot be opened, or the address not be used.
-pub(super) fn run(args: Serve) -> Result<()> {
-    // The daemon's `--socket` has the same name, and its default shows here: hence this order.
-    let address = match (args.listen, args.socket) {
+pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
+    // CLEAT_SOCKET stands for the daemon's socket, which is not ours to replace.
+    let typed = args.socket.filter(|_| globals.socket_typed);
+    let address = match (args.listen, typed) {
         (Some(address), _) => Address::Tcp(address),
         (None, Some(path)) => Address::Unix(path),
-        (None, None) => unreachable!("the command line requires one of them"),
+        (None, None) => {
+            let message = "nothing says where to serve the volume";
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .with_repair("give --socket PATH or --listen IP:PORT"));
+        }
     };
     let options = ServeOptions {
         uri: args.uri,

@@ -103,8 +103,6 @@ impl Ring {
     pub fn new(entries: u32) -> io::Result<Self> {
         let (uring, restricted) = build(entries)?;
         uring.submitter().register_files_sparse(FILE_SLOTS)?;
-        // Saves a descriptor look-up with every enter; not essential.
-        let _ = uring.submitter().register_ring_fd();
         if restricted {
             uring.submitter().register_restrictions(&mut restrictions())?;
             uring.submitter().register_enable_rings()?;
@@ -371,14 +369,12 @@ fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     Ok((IoUring::new(entries)?, false))
 }
 
-fn restrictions() -> [Restriction; 13] {
+fn restrictions() -> [Restriction; 12] {
     // From <linux/io_uring.h>; the io-uring crate keeps them to itself.
     const REGISTER_FILES_UPDATE: u8 = 6;
-    const UNREGISTER_RING_FDS: u8 = 21;
     const REGISTER_SYNC_CANCEL: u8 = 24;
     [
         Restriction::register_op(REGISTER_FILES_UPDATE),
-        Restriction::register_op(UNREGISTER_RING_FDS),
         Restriction::register_op(REGISTER_SYNC_CANCEL),
         Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()),
         Restriction::sqe_op(opcode::Read::CODE),

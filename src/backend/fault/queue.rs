@@ -1,5 +1,6 @@
 //! The data half: holds requests back, fails them, or hands them on.
 
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -70,6 +71,13 @@ impl FaultQueue {
             Some(error) => Started::Done(Outcome { result: Err(error), buffer }),
             None => self.inner.start(id, request, buffer, ring),
         }
+    }
+}
+
+impl Drop for FaultQueue {
+    fn drop(&mut self) {
+        let own = self.waker.descriptor().as_raw_fd();
+        lock(&self.shared.wakers).retain(|waker| waker.descriptor().as_raw_fd() != own);
     }
 }
 

@@ -1,0 +1,104 @@
+//! Packets with descriptors beside them, over SOCK_SEQPACKET sockets (unix(7), SCM_RIGHTS).
+//!
+//! Invariant: every descriptor that the kernel delivers becomes an owned one at once, so none leaks,
+//! whatever else is wrong with the packet.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
+
+use crate::worker::protocol::MAX_DESCRIPTORS;
+
+/// Sends one packet. Does not raise SIGPIPE.
+///
+/// # Errors
+/// `WouldBlock` on a non-blocking socket whose peer is slow; EPIPE when the peer is gone.
+pub fn send(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    if descriptors.len() > MAX_DESCRIPTORS {
+        return Err(Errno::EINVAL.into());
+    }
+    let raw: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[][..] } else { &rights[..] };
+    let slices = [IoSlice::new(bytes)];
+    let sent =
+        sendmsg::<UnixAddr>(socket.as_raw_fd(), &slices, control, MsgFlags::MSG_NOSIGNAL, None)?;
+    if sent == bytes.len() { Ok(()) } else { Err(io::Error::other("a packet was sent in part")) }
+}
+
+/// Receives one packet into `buffer`: its length and its descriptors, close-on-exec. A length of 0
+/// is the end.
+///
+/// # Errors
+/// `WouldBlock` on a non-blocking socket; `InvalidData` for a packet or a set of descriptors that
+/// does not fit.
+pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
+    let mut slices = [IoSliceMut::new(buffer)];
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
+    let cut = message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
+    let length = message.bytes;
+    let mut descriptors = Vec::new();
+    // After MSG_CTRUNC nix refuses to walk the control messages; the kernel has closed what did not
+    // fit, and what did is ours to close, which is impossible without its numbers. The space above
+    // holds all that a packet of this protocol carries, and only a broken peer sends more.
+    if let Ok(control) = message.cmsgs() {
+        for part in control {
+            if let ControlMessageOwned::ScmRights(raw) = part {
+                // SAFETY: recvmsg has just put these descriptors into our table for us alone.
+                descriptors.extend(raw.into_iter().map(|raw| unsafe { OwnedFd::from_raw_fd(raw) }));
+            }
+        }
+    }
+    if cut {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a packet longer than allowed"));
+    }
+    Ok((length, descriptors))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+    use std::os::fd::AsFd;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags).unwrap()
+    }
+
+    #[test]
+    fn packets_keep_their_bounds_and_descriptors() {
+        let (a, b) = pair();
+        let (read_end, write_end) = nix::unistd::pipe().unwrap();
+        send(a.as_fd(), b"one", &[write_end.as_fd()]).unwrap();
+        send(a.as_fd(), b"two!", &[]).unwrap();
+        drop(write_end);
+        let mut buffer = [0; 16];
+        let (length, descriptors) = receive(b.as_fd(), &mut buffer).unwrap();
+        assert_eq!((&buffer[..length], descriptors.len()), (&b"one"[..], 1));
+        nix::unistd::write(&descriptors[0], b"x").unwrap();
+        nix::unistd::read(&read_end, &mut buffer).unwrap();
+        assert_eq!(buffer[0], b'x');
+        let (length, descriptors) = receive(b.as_fd(), &mut buffer).unwrap();
+        assert_eq!((&buffer[..length], descriptors.len()), (&b"two!"[..], 0));
+        drop(a);
+        assert_eq!(receive(b.as_fd(), &mut buffer).unwrap().0, 0);
+        assert!(send(b.as_fd(), b"x", &[]).is_err());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let (a, b) = pair();
+        send(a.as_fd(), &[7; 32], &[]).unwrap();
+        let error = receive(b.as_fd(), &mut [0; 16]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+}

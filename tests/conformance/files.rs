@@ -1,0 +1,286 @@
+//! What files, devices and faults promise beyond the common contract.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::process::Command;
+
+use cleat::backend::{OpenOptions, open};
+use cleat::error::{Error, ErrorKind};
+use cleat::request::{Flags, IoError, Op};
+
+use crate::checks::pattern;
+use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+use crate::places::{self, Place, root};
+
+fn refused(uri: &str) -> Error {
+    match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+        Ok(_) => panic!("{uri} was opened"),
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn a_second_writer_is_refused_by_name_and_a_reader_is_not() {
+    let place = Place::file(places::disk(), "");
+    let uri = place.uri(1 << 20);
+    let first = Local::open(&uri, OpenOptions::default());
+    let error = refused(&uri.to_string());
+    assert_eq!(error.kind(), ErrorKind::InUse);
+    assert!(error.message().contains(&std::process::id().to_string()), "{}", error.message());
+    Local::open(&uri, OpenOptions { read_only: true });
+    drop(first);
+    Local::open(&uri, OpenOptions::default());
+}
+
+#[test]
+fn a_mounted_device_is_refused_by_its_mount_point() {
+    if !root() {
+        return places::note("a_mounted_device: left out, needs root");
+    }
+    let place = Place::loop_device(512, "");
+    let uri = place.uri(16 << 20).to_string();
+    let device = uri.strip_prefix("file:").unwrap();
+    let point = tempfile::tempdir_in(places::disk()).unwrap();
+    let run = |command: &str, arguments: &[&str]| {
+        let output = Command::new(command).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    let directory = point.path().to_str().unwrap();
+    run("mkfs.ext4", &["-q", device]);
+    run("mount", &[device, directory]);
+    let error = std::panic::catch_unwind(|| refused(&uri));
+    run("umount", &[directory]);
+    let error = error.unwrap();
+    assert_eq!(error.kind(), ErrorKind::InUse);
+    assert!(error.message().contains(directory), "{}", error.message());
+}
+
+#[test]
+fn missing_empty_and_odd_files() {
+    let directory = tempfile::tempdir_in(places::disk()).unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let missing = refused(&format!("file:{}", path("missing.img")));
+    assert_eq!(missing.kind(), ErrorKind::NotFound);
+    assert!(missing.repair().unwrap().contains("create=10G"));
+    let odd = refused(&format!("file:{}", path("")));
+    assert!(odd.message().contains("is a directory"), "{}", odd.message());
+    nix::unistd::mkfifo(path("fifo").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    assert_eq!(refused(&format!("file:{}", path("fifo"))).kind(), ErrorKind::InvalidArgument);
+    File::create(path("empty")).unwrap();
+    assert!(refused(&format!("file:{}", path("empty"))).repair().unwrap().contains("truncate"));
+
+    for name in ["new.img", "empty"] {
+        let uri = format!("file:{}?create=5G", path(name)).parse().unwrap();
+        assert_eq!(Local::open(&uri, OpenOptions::default()).size(), 5 << 30);
+        let made = fs::metadata(path(name)).unwrap();
+        assert!(made.len() == 5 << 30 && made.blocks() < 100, "sparse");
+    }
+    let uri = format!("file:{}?create=1G", path("new.img")).parse().unwrap();
+    let kept = Local::open(&uri, OpenOptions::default());
+    assert_eq!(kept.size(), 5 << 30, "what exists keeps its size");
+}
+
+#[test]
+fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
+    let place = Place::file(places::disk(), "");
+    let uri = place.uri((1 << 20) + 100);
+    let volume = Local::open(&uri, OpenOptions::default());
+    assert_eq!((volume.size(), volume.blocks().minimum), ((1 << 20) + 100, 1));
+    volume.lane().one(write(1 << 20, &pattern(1, 100)));
+    assert!(volume.lane().read(1 << 20, 100) == pattern(1, 100));
+    drop(volume);
+    let direct = format!("{uri}?direct=true").parse().unwrap();
+    let volume = Local::open(&direct, OpenOptions::default());
+    assert_eq!(volume.size(), 1 << 20);
+    assert!(volume.blocks().minimum >= 512);
+}
+
+#[test]
+fn ranges_beyond_32_bits() {
+    for place in [Place::mem(), Place::file(places::disk(), ""), Place::file(places::tmpfs(), "")] {
+        let volume = Local::open(&place.uri(9 << 30), OpenOptions::default());
+        let mut lane = volume.lane();
+        let spots = [0, 1 << 30, (4 << 30) - 2048, 5 << 30, (9 << 30) - 4096];
+        let data = pattern(1, 4096);
+        for op in [Op::WriteZeroes, Op::Trim] {
+            for spot in spots {
+                lane.one(write(spot, &data));
+            }
+            lane.one(job(op, 4096, (9 << 30) - 8192));
+            for spot in &spots[1..4] {
+                assert!(lane.read(*spot, 4096).iter().all(|byte| *byte == 0), "{op:?} {spot}");
+            }
+            assert!(lane.read(spots[0], 4096) == data && lane.read(spots[4], 4096) == data);
+        }
+    }
+}
+
+#[test]
+fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
+    let place = Place::file(places::disk(), "");
+    let uri = place.uri(8 << 20);
+    let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
+    let volume = Local::open(&uri, OpenOptions::default());
+    let mut lane = volume.lane();
+    let allocated = |lane: &mut dyn Lane| {
+        lane.one(job(Op::Flush, 0, 0));
+        fs::metadata(&path).unwrap().blocks() * 512
+    };
+    let no_hole = Flags { no_hole: true, ..Flags::default() };
+    lane.one(write(0, &pattern(1, 8 << 20)));
+    assert!(allocated(&mut *lane) >= 8 << 20);
+    lane.one(job(Op::WriteZeroes, 0, 8 << 20).with(no_hole));
+    assert!(allocated(&mut *lane) >= 8 << 20);
+    lane.one(job(Op::WriteZeroes, 0, 4 << 20));
+    assert!(allocated(&mut *lane) < 5 << 20);
+    lane.one(job(Op::Trim, 0, 8 << 20));
+    assert!(allocated(&mut *lane) < 1 << 20);
+}
+
+#[test]
+fn what_was_cut_off_underneath_is_an_error_and_no_zeroes() {
+    let place = Place::file(places::disk(), "");
+    let uri = place.uri(1 << 20);
+    let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
+    let volume = Local::open(&uri, OpenOptions::default());
+    let mut lane = volume.lane();
+    lane.one(write(0, &pattern(1, 1 << 20)));
+    File::options().write(true).open(path).unwrap().set_len(500_000).unwrap();
+    assert!(lane.read(0, 500_000) == pattern(1, 500_000));
+    assert_eq!(lane.try_one(job(Op::Read, 0, 500_001)), Err(IoError::Broken));
+    assert_eq!(lane.try_one(job(Op::Read, 600_000, 10)), Err(IoError::Broken));
+}
+
+#[test]
+fn a_full_file_system_is_no_space() {
+    if !root() {
+        return places::note("a_full_file_system: left out, needs root");
+    }
+    let point = tempfile::tempdir_in(places::disk()).unwrap();
+    let mount = |source, kind, options| {
+        nix::mount::mount(
+            Some(source),
+            point.path(),
+            Some(kind),
+            nix::mount::MsFlags::empty(),
+            Some(options),
+        )
+    };
+    mount("tmpfs", "tmpfs", "size=1m").unwrap();
+    let full = std::panic::catch_unwind(|| {
+        let place = Place::file(point.path().to_owned(), "");
+        let volume = Local::open(&place.uri(8 << 20), OpenOptions::default());
+        let mut lane = volume.lane();
+        lane.one(write(0, &pattern(1, 4096)));
+        let written = lane.try_one(write(0, &pattern(1, 4 << 20)));
+        let keep = Flags { no_hole: true, ..Flags::default() };
+        let zeroed = lane.try_one(job(Op::WriteZeroes, 0, 4 << 20).with(keep));
+        // Space that was given back can be used again.
+        lane.one(job(Op::Trim, 0, 8 << 20));
+        lane.one(write(1 << 20, &pattern(2, 4096)));
+        (written, zeroed)
+    });
+    nix::mount::umount2(point.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
+    assert_eq!(full.unwrap(), (Err(IoError::NoSpace), Err(IoError::NoSpace)));
+}
+
+#[test]
+fn a_full_ring_makes_requests_wait_and_loses_none() {
+    let place = Place::file(places::tmpfs(), "");
+    let image = open(&place.uri(8 << 20), &OpenOptions::default()).unwrap();
+    // Two entries for thirty-two requests, and the poll for wakes takes one of them.
+    let mut lane = LocalLane::new(&*image, 2);
+    let lane: &mut dyn Lane = &mut lane;
+    let data = pattern(1, 4096);
+    let keep = Flags { no_hole: true, fua: true, ..Flags::default() };
+    let jobs = (0..100).map(|n| match n % 3 {
+        0 => job(Op::WriteZeroes, n * 4096, 4096).with(keep),
+        _ => write(n * 4096, &data),
+    });
+    assert!(lane.run(jobs.collect()).iter().all(|done| done.result == Ok(())));
+    for n in 0..100 {
+        let read = lane.read(n * 4096, 4096);
+        assert!(if n % 3 == 0 { read.iter().all(|b| *b == 0) } else { read == data }, "{n}");
+    }
+}
+
+#[cfg(feature = "fault")]
+mod fault {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    fn volume(plan: &str) -> Local {
+        let uri = format!("fault:mem:1M?{plan}").parse().unwrap();
+        Local::open(&uri, OpenOptions::default())
+    }
+
+    #[test]
+    fn errors_by_kind_operation_and_range() {
+        let volume = volume("fault.error=nospace&fault.ops=write&fault.from=4K&fault.to=8K");
+        let mut lane = volume.lane();
+        let data = pattern(1, 4096);
+        lane.one(write(0, &data));
+        assert_eq!(lane.try_one(write(4096, &data)), Err(IoError::NoSpace));
+        assert!(lane.read(4096, 4096).iter().all(|byte| *byte == 0), "nothing was written");
+        volume.set_fault("").unwrap();
+        lane.one(write(4096, &data));
+        assert_eq!(volume.set_fault("oops=1").unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn latency_delays_and_does_not_block_others() {
+        let volume = volume("fault.latency=50ms&fault.ops=read");
+        let mut lane = volume.lane();
+        let begin = Instant::now();
+        lane.one(write(0, &pattern(1, 4096)));
+        assert!(begin.elapsed() < Duration::from_millis(50));
+        let reads = lane.run((0..20).map(|_| job(Op::Read, 0, 4096)).collect());
+        let elapsed = begin.elapsed();
+        assert!(elapsed >= Duration::from_millis(50), "{elapsed:?}");
+        assert!(elapsed < Duration::from_millis(900), "held back one after the other: {elapsed:?}");
+        assert!(reads.iter().all(|done| done.data == Some(pattern(1, 4096))));
+    }
+
+    #[test]
+    fn what_hangs_is_released_by_a_new_plan() {
+        let volume = volume("fault.hang=true&fault.ops=write");
+        let image = &volume;
+        std::thread::scope(|scope| {
+            let (sent, started) = std::sync::mpsc::channel();
+            let hung = scope.spawn(move || {
+                let mut lane = image.lane();
+                sent.send(()).unwrap();
+                lane.one(write(0, &pattern(1, 4096)));
+            });
+            started.recv().unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!hung.is_finished());
+            volume.set_fault("").unwrap();
+            hung.join().unwrap();
+        });
+        assert!(volume.lane().read(0, 4096) == pattern(1, 4096));
+    }
+
+    #[test]
+    fn fenced_is_for_good() {
+        let volume = volume("fault.error=fenced&fault.from=8K");
+        let mut lanes = [volume.lane(), volume.lane()];
+        lanes[0].one(write(0, &pattern(1, 4096)));
+        assert_eq!(lanes[0].try_one(job(Op::Read, 8192, 1)), Err(IoError::Fenced));
+        volume.set_fault("").unwrap();
+        assert_eq!(lanes[1].try_one(write(0, &pattern(2, 4096))), Err(IoError::Fenced));
+    }
+
+    #[test]
+    fn the_same_seed_makes_the_same_faults() {
+        let run = || {
+            let volume = volume("fault.error=broken&fault.rate=0.3&fault.seed=42");
+            let ends = volume.lane().run((0..200).map(|_| job(Op::Read, 0, 512)).collect());
+            ends.iter().map(|done| done.result.is_err()).collect::<Vec<_>>()
+        };
+        let first = run();
+        assert!(first.contains(&true) && first.contains(&false));
+        assert_eq!(first, run());
+    }
+}

@@ -1,0 +1,105 @@
+//! One suite over every backend. A new backend adds one line to [`suite!`]'s list below; a new
+//! transport implements [`lane::Volume`] once and runs the same checks.
+
+#![allow(unreachable_pub)]
+
+mod checks;
+mod files;
+mod lane;
+mod model;
+mod places;
+
+use cleat::backend::OpenOptions;
+use lane::Local;
+use places::{Place, root};
+
+/// One module of tests for each backend: `name: place`, where a [`Place`] makes fresh volumes.
+macro_rules! suite {
+    ($($name:ident: $place:expr;)*) => { $(
+        mod $name {
+            use super::*;
+
+            fn run(check: impl Fn(&dyn lane::Volume)) {
+                let place: Place = $place;
+                if place.needs_root() && !root() {
+                    places::note(concat!(stringify!($name), ": left out, needs root"));
+                    return;
+                }
+                check(&Local::open(&place.uri(places::SIZE), OpenOptions::default()));
+            }
+
+            #[test]
+            fn reads_see_writes_of_other_lanes() {
+                run(checks::reads_see_writes_of_other_lanes);
+            }
+
+            #[test]
+            fn the_edges_are_part_of_the_volume() {
+                run(checks::the_edges_are_part_of_the_volume);
+            }
+
+            #[test]
+            fn writes_can_be_made_durable() {
+                run(checks::writes_can_be_made_durable);
+            }
+
+            #[test]
+            fn trimmed_zeroes_never_turn_back() {
+                run(checks::trimmed_zeroes_never_turn_back);
+            }
+
+            #[test]
+            fn zeroes_are_written_whatever_the_flags() {
+                run(checks::zeroes_are_written_whatever_the_flags);
+            }
+
+            #[test]
+            fn the_longest_payload_is_served() {
+                run(checks::the_longest_payload_is_served);
+            }
+
+            #[test]
+            fn many_requests_are_in_flight_at_once() {
+                run(checks::many_requests_are_in_flight_at_once);
+            }
+
+            #[test]
+            fn any_sequence_agrees_with_the_model() {
+                run(model::any_sequence_agrees_with_the_model);
+            }
+
+            #[test]
+            fn growing_keeps_the_content() {
+                run(checks::growing_keeps_the_content);
+            }
+
+            #[test]
+            fn a_read_only_volume_says_so_and_keeps_its_content() {
+                let place: Place = $place;
+                if place.needs_root() && !root() {
+                    places::note(concat!(stringify!($name), ": left out, needs root"));
+                    return;
+                }
+                let uri = place.uri(places::SIZE);
+                checks::read_only(&uri);
+            }
+        }
+    )* };
+}
+
+suite! {
+    mem: Place::mem();
+    file_on_disk: Place::file(places::disk(), "");
+    file_in_memory: Place::file(places::tmpfs(), "");
+    file_direct: Place::file(places::disk(), "direct=true");
+    loop_512: Place::loop_device(512, "");
+    loop_4096: Place::loop_device(4096, "");
+    loop_direct: Place::loop_device(512, "direct=true");
+}
+
+#[cfg(feature = "fault")]
+suite! {
+    fault_mem: Place::faulty(Place::mem(), "");
+    fault_file: Place::faulty(Place::file(places::disk(), ""), "");
+    fault_slow: Place::faulty(Place::file(places::disk(), ""), "fault.jitter=200us");
+}

@@ -1,0 +1,121 @@
+//! Where fresh volumes come from: memory, directories, loop devices.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::Command;
+
+use cleat::backend::uri::VolumeUri;
+use tempfile::TempDir;
+
+/// The size that the suite gives its volumes, in bytes: two of the longest payloads.
+pub const SIZE: u64 = 64 << 20;
+
+/// A source of volumes. What it made goes away with it.
+pub struct Place {
+    kind: Kind,
+    options: String,
+    directory: TempDir,
+    attached: std::cell::RefCell<Vec<String>>,
+}
+
+enum Kind {
+    Mem,
+    File,
+    Loop { sector: u32 },
+    Faulty(Box<Place>),
+}
+
+impl Place {
+    fn new(kind: Kind, directory: PathBuf, options: &str) -> Self {
+        Self {
+            kind,
+            options: options.to_owned(),
+            directory: tempfile::Builder::new().prefix("cleat-").tempdir_in(directory).unwrap(),
+            attached: std::cell::RefCell::default(),
+        }
+    }
+
+    pub fn mem() -> Self {
+        Self::new(Kind::Mem, disk(), "")
+    }
+
+    pub fn file(directory: PathBuf, options: &str) -> Self {
+        Self::new(Kind::File, directory, options)
+    }
+
+    pub fn loop_device(sector: u32, options: &str) -> Self {
+        Self::new(Kind::Loop { sector }, disk(), options)
+    }
+
+    #[cfg_attr(not(feature = "fault"), allow(dead_code))]
+    pub fn faulty(inner: Self, options: &str) -> Self {
+        Self::new(Kind::Faulty(Box::new(inner)), disk(), options)
+    }
+
+    pub fn needs_root(&self) -> bool {
+        match &self.kind {
+            Kind::Mem | Kind::File => false,
+            Kind::Loop { .. } => true,
+            Kind::Faulty(inner) => inner.needs_root(),
+        }
+    }
+
+    /// A fresh volume of zeroes.
+    pub fn uri(&self, size: u64) -> VolumeUri {
+        let text = match &self.kind {
+            Kind::Mem => format!("mem:{size}"),
+            Kind::File => format!("file:{}", self.sparse(size)),
+            Kind::Loop { sector } => format!("file:{}", self.attach(&self.sparse(size), *sector)),
+            Kind::Faulty(inner) => format!("fault:{}", inner.uri(size)),
+        };
+        let separator = match (text.contains('?'), self.options.is_empty()) {
+            (_, true) => "",
+            (true, false) => "&",
+            (false, false) => "?",
+        };
+        format!("{text}{separator}{}", self.options).parse().unwrap()
+    }
+
+    fn sparse(&self, size: u64) -> String {
+        let path = self.directory.path().join(format!("{size}.img"));
+        std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn attach(&self, file: &str, sector: u32) -> String {
+        let sector = sector.to_string();
+        let arguments = ["--find", "--show", "--sector-size", &sector, file];
+        let output = Command::new("losetup").args(arguments).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
+        self.attached.borrow_mut().push(device.clone());
+        device
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        for device in self.attached.borrow().iter() {
+            let detached = Command::new("losetup").args(["--detach", device]).status();
+            assert!(detached.is_ok_and(|status| status.success()) || std::thread::panicking());
+        }
+    }
+}
+
+/// A directory on a disk's file system.
+pub fn disk() -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
+}
+
+/// A directory in a file system without FALLOC_FL_ZERO_RANGE.
+pub fn tmpfs() -> PathBuf {
+    PathBuf::from("/dev/shm")
+}
+
+pub fn root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
+pub fn note(text: &str) {
+    let _ = writeln!(std::io::stderr(), "note: {text}");
+}
