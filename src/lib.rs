@@ -2,13 +2,16 @@
 //! tells how the parts work together and in which order to read them.
 
 pub mod backend;
-pub mod data;
 pub mod cli;
+pub mod config;
 pub mod control;
+pub mod data;
+pub mod doctor;
 pub mod error;
 pub mod kernel;
 pub mod proto;
 pub mod request;
 pub mod statistics;
 pub mod sys;
+pub mod telemetry;
 pub mod worker;

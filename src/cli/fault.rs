@@ -7,9 +7,9 @@ use crate::proto::v1::SetFaultRequest;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Let every tenth request fail, and all of them be slow:
+  Let every tenth read or write fail, after 10 ms:
     $ cleat map 'fault:mem:1G' --name bad
-    $ cleat fault bad 'latency=10ms&error-rate=0.1'
+    $ cleat fault bad 'latency=10ms&error=broken&rate=0.1&ops=read,write'
 
   And let it be well again:
     $ cleat fault bad ''
@@ -21,7 +21,10 @@ Examples:
 pub(super) struct Fault {
     /// The mapping's name, its device or its URI
     target: String,
-    /// The faults, as the options of a fault: URI; empty for none
+    /// The faults, as key=value&key=value; empty for none
+    ///
+    /// latency=10ms, jitter=5ms, hang=true; error=KIND (retry, fenced, nospace, invalid, readonly,
+    /// unsupported, nomemory, broken); rate=0.1; ops=read,write; from=1G, to=2G; seed=42
     plan: String,
 }
 

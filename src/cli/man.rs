@@ -60,9 +60,11 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     let source = concat!("cleat ", env!("CARGO_PKG_VERSION"));
     // The examples get a section of their own instead of the generated EXTRA.
     let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-    let page = Page::new(command.clone()).section("1").source(source).manual("cleat manual");
-    let mut out = Vec::new();
-    page.render_title(&mut out)?;
+    let page = Page::new(command.clone());
+    let name = command.get_display_name().unwrap_or_else(|| command.get_name());
+    // Without a date, so that the same source makes the same page.
+    let title = format!(".TH {} 1 \"\" \"{source}\" \"cleat manual\"\n", name.to_uppercase());
+    let mut out = title.into_bytes();
     page.render_name_section(&mut out)?;
     page.render_synopsis_section(&mut out)?;
     page.render_description_section(&mut out)?;

@@ -5,7 +5,8 @@ use std::time::Duration;
 use super::client::{self, GRACE, milliseconds};
 use super::output::{self, Format};
 use super::{Globals, size, view};
-use crate::error::Result;
+use crate::backend::uri::VolumeUri;
+use crate::error::{Error, Result};
 use crate::proto::v1::{MapOptions, MapRequest};
 
 pub(super) const EXAMPLES: &str = "\
@@ -18,6 +19,9 @@ Examples:
     $ cleat map 'file:/var/lib/images/a.img?direct=true' --name data --connections 4
     /dev/nbd1
     $ ls -l /dev/disk/by-id/cleat-data
+
+  A file that is made when it is not there:
+    $ cleat map 'file:/var/lib/images/b.img?create=10G'
 
   A volume in memory, gone when it is unmapped:
     $ cleat map mem:1G --name scratch
@@ -34,7 +38,11 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Map {
-    /// The volume: file:/path, mem:SIZE; options after `?` as key=value&key=value
+    /// The volume: file:/path or mem:SIZE; options after `?` as key=value&key=value
+    ///
+    /// mem:SIZE holds the volume in memory; it is gone when it is unmapped. file:/path is a raw file
+    /// or a block device; its options are direct=true (past the page cache) and create=SIZE (make the
+    /// file, sparse, where it is missing or empty). `?` and `%` in a path are written %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
     #[arg(long)]
@@ -61,6 +69,9 @@ pub(super) struct Map {
 /// # Errors
 /// What the daemon answers.
 pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
+    // Checked here, too, so that a slip of the pen is told without a daemon; what is sent is what was
+    // typed.
+    args.uri.parse::<VolumeUri>().map_err(teach)?;
     let options = MapOptions {
         read_only: args.read_only,
         connections: args.connections.unwrap_or(0),
@@ -85,6 +96,13 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         None => output::text(&format!("{}\n", mapping.device.as_deref().unwrap_or_default())),
         Some(Format::Json) => output::json(&mapping),
         Some(format) => output::text(&view::mappings(&[mapping], format == Format::Wide)),
+    }
+}
+
+fn teach(error: Error) -> Error {
+    match error.repair() {
+        Some(_) => error,
+        None => error.with_repair("see what volumes there are: cleat map --help"),
     }
 }
 

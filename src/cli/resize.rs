@@ -2,7 +2,8 @@
 
 use super::client::{self, GRACE, OPERATION_TIMEOUT};
 use super::output::{self, Format};
-use super::{Globals, size, view};
+use super::{Globals, view};
+use crate::backend::uri::parse_size;
 use crate::error::Result;
 use crate::proto::v1::ResizeRequest;
 
@@ -25,7 +26,7 @@ Examples:
 pub(super) struct Resize {
     /// The mapping's name, its device or its URI
     target: String,
-    /// The new size in bytes, or with K, M, G, T or P (powers of 1024)
+    /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(value_parser = new_size)]
     size: Option<u64>,
 }
@@ -49,8 +50,8 @@ pub(super) fn run(globals: &Globals, args: Resize) -> Result<()> {
 }
 
 fn new_size(text: &str) -> Result<u64, String> {
-    match size::parse(text)? {
-        0 => Err("a volume of no size cannot be mapped".to_owned()),
-        bytes => Ok(bytes),
-    }
+    parse_size(text).map_err(|error| match error.repair() {
+        Some(repair) => format!("{}; {repair}", error.report()),
+        None => error.report(),
+    })
 }

@@ -246,7 +246,7 @@ impl Plan {
 }
 
 /// Repairs in a row that may fail before a mapping is given up.
-pub const MAX_FAILURES: u32 = 8;
+pub const MAX_FAILURES: u32 = 10;
 
 /// Decides.
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
@@ -260,7 +260,7 @@ fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
     let name = &record.name;
     match observed.devices.as_slice() {
         [] if record.established => Plan::fail(Trouble::new(
-            ErrorKind::NotFound,
+            ErrorKind::Unavailable,
             format!("the device of {name} was disconnected by somebody else"),
             format!("cleat unmap {name}, then map it again"),
         )),
@@ -343,11 +343,13 @@ fn plan_unmapped(observed: &Observed) -> Plan {
     if !observed.holders.is_empty() && !observed.devices.is_empty() {
         return Plan::rest(State::Held(observed.holders.clone()));
     }
-    let mut actions = vec![Action::Renounce];
+    let mut actions = Vec::new();
     // Without a worker a flush would only wait for the dead connection's timeout.
     if matches!(observed.worker, SeenWorker::Alive { connections, .. } if connections > 0) {
         actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
     }
+    // Up to here a failure leaves the mapping as it was; from here on it is taken down.
+    actions.push(Action::Renounce);
     actions.extend(observed.devices.iter().map(|device| Action::Disconnect(device.index)));
     if observed.worker != SeenWorker::Gone {
         actions.push(Action::StopWorker);

@@ -8,14 +8,22 @@
 //! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
 //! runs on both.
 
+mod disposable;
+mod events;
+mod mounts;
+mod netlink;
+pub mod real;
 #[cfg(any(test, feature = "fault"))]
 pub mod sim;
+mod sysfs;
+pub mod udev;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
+pub(crate) use mounts::parse_mountinfo;
 
 /// The number in `/dev/nbdN`.
 pub type DeviceIndex = u32;
@@ -182,7 +190,7 @@ pub trait Kernel: Send + Sync {
     ///
     /// # Errors
     /// `TimedOut`, saying which of them is missing and what that hints at (udevd not running, rules
-    /// not installed).
+    /// not installed); `NotFound` as soon as the device is not connected as `identity` any more.
     fn wait_ready(
         &self,
         index: DeviceIndex,
@@ -194,8 +202,9 @@ pub trait Kernel: Send + Sync {
     /// Flushes the device's page cache to it (`fsync` of the node).
     ///
     /// # Errors
-    /// When the device cannot be opened or written.
-    fn flush(&self, index: DeviceIndex) -> Result<()>;
+    /// When the device cannot be opened or written; `TimedOut` at the deadline, when the backend
+    /// hangs: the flush goes on behind the scenes.
+    fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()>;
 
     /// Delivers events until the receiver is dropped. Events may be lost (a socket overflow): they
     /// are hints to look, never the only way to learn something.

@@ -9,6 +9,7 @@
 pub(crate) mod attempts;
 pub mod block;
 pub mod buffer;
+pub mod descriptor;
 pub mod gather;
 pub mod packet;
 pub mod prctl;

@@ -7,9 +7,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
-use nix::sys::socket::{
-    ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg,
-};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
 
 use crate::worker::protocol::MAX_DESCRIPTORS;
 
@@ -17,7 +15,11 @@ use crate::worker::protocol::MAX_DESCRIPTORS;
 ///
 /// # Errors
 /// `WouldBlock` on a non-blocking socket whose peer is slow; EPIPE when the peer is gone.
-pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+pub fn send(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
     if descriptors.len() > MAX_DESCRIPTORS {
         return Err(Errno::EINVAL.into());
     }
@@ -51,8 +53,7 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, 
         for part in control {
             if let ControlMessageOwned::ScmRights(raw) = part {
                 // SAFETY: recvmsg has just put these descriptors into our table for us alone.
-                descriptors
-                    .extend(raw.into_iter().map(|raw| unsafe { OwnedFd::from_raw_fd(raw) }));
+                descriptors.extend(raw.into_iter().map(|raw| unsafe { OwnedFd::from_raw_fd(raw) }));
             }
         }
     }

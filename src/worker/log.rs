@@ -1,21 +1,13 @@
 //! Where a worker's log goes. Set up before the confinement, since it may open a socket.
 
-use tracing_subscriber::filter::LevelFilter;
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
+use crate::telemetry::{Format, Log};
 
-/// Starts logging as the supervisor chose: `journald`, `json`, or anything else for text; the last
-/// two to stderr, which is the supervisor's.
+/// Starts logging as the supervisor chose, see [`Log`]; its stderr is ours.
 pub(super) fn init(choice: &str) {
-    let registry = tracing_subscriber::registry().with(LevelFilter::INFO);
-    let text = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
-    // A second logger in one process is the only possible failure, and then there is one already.
-    let _ = match choice {
-        "journald" => match tracing_journald::layer() {
-            Ok(journal) => registry.with(journal).try_init(),
-            Err(_) => registry.with(text).try_init(),
-        },
-        "json" => registry.with(text.json()).try_init(),
-        _ => registry.with(text).try_init(),
-    };
+    let plain = || Log { format: Format::Human, filter: "info".to_owned() };
+    let log = choice.parse().unwrap_or_else(|_| plain());
+    // A second logger in one process is the only other failure, and then there is one already.
+    if log.init().is_err() {
+        let _ = plain().init();
+    }
 }

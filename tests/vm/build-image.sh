@@ -23,6 +23,8 @@ cache=${CLEAT_VM_DIR:-$here/../../target/vm}
 series=${KERNEL:-6.12}
 suite=bookworm
 
+keep_days=3
+
 # Drivers of the initramfs: what it takes to see the root disk and the host's ports.
 initramfs_modules=(virtio_pci virtio_blk virtio_console)
 
@@ -49,7 +51,7 @@ stage() { # DIRECTORY FUNCTION
     mkdir "$temporary"
     # shellcheck disable=SC2064 # expand now: the name changes with each stage
     trap "rm -rf '$temporary'" EXIT
-    "$2" "$temporary"
+    "$2" "$temporary" >&2 # standard output is for the result alone
     mv "$temporary" "$1"
     say "made ${1##*/} in $((SECONDS - start)) s"
 }
@@ -66,7 +68,7 @@ build_base() { # DIRECTORY
     mmdebstrap --quiet --variant=essential --include="$(packages)" "${options[@]}" \
         --aptopt='APT::Install-Recommends "false"' \
         --customize-hook="$here/customize-root"' "$1"' \
-        "$suite" "$1/root.tar" >&2
+        "$suite" "$1/root.tar"
 }
 
 newest_kernel() { # the package of the series with the highest version
@@ -80,7 +82,7 @@ build_image() { # DIRECTORY
     [ -n "$package" ] || die "apt knows no cloud kernel $series: run 'apt-get update'," \
         "and see that the $suite-security suite is among apt's sources"
     say "kernel: $package"
-    (cd "$1" && apt-get -qq -o APT::Sandbox::User=root download "$package" >&2)
+    (cd "$1" && apt-get -qq -o APT::Sandbox::User=root download "$package")
     dpkg-deb -x "$1/$package"_*.deb "$unpacked"
     rm "$1"/*.deb
 
@@ -152,9 +154,15 @@ if [ ! -d "$boot" ]; then
     [ -d "$image" ] || stage "$base" build_base
     stage "$image" build_image
     stage "$boot" build_boot
-    # What older inputs left behind; a VM that still runs keeps its open files.
-    for old in "$cache"/{base-*,image-"$series"-*,boot-"$series"-*}; do
-        case $old in "$base" | "$image" | "$boot") ;; *) rm -rf "$old" ;; esac
-    done
 fi
+
+# Worktrees with other versions of these files may share the cache, and a VM may just
+# be starting from any of it: so only what nobody has used for days goes. What is
+# half built goes at once: the lock says that its builder is dead.
+for used in "$base" "$image" "$boot"; do
+    [ ! -d "$used" ] || touch "$used"
+done
+find "$cache" -mindepth 1 -maxdepth 1 -name '*-*.tmp.*' -exec rm -rf {} +
+find "$cache" -mindepth 1 -maxdepth 1 \( -name 'base-*' -o -name 'image-*' -o -name 'boot-*' \) \
+    -mtime "+$keep_days" -exec rm -rf {} +
 echo "$boot"

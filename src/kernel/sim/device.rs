@@ -152,12 +152,9 @@ impl Link {
 
     /// Whether the peer has closed or shut down its end.
     fn hung_up(&self) -> bool {
-        let hang_up = PollFlags::POLLHUP | PEER_CLOSED | PollFlags::POLLERR;
+        // POLLHUP and POLLERR are reported unasked, and nothing else is asked for.
         let mut fds = [PollFd::new(self.socket.as_fd(), PEER_CLOSED)];
-        match poll(&mut fds, PollTimeout::ZERO) {
-            Ok(_) => fds[0].revents().is_some_and(|events| events.intersects(hang_up)),
-            Err(_) => false,
-        }
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 }
 

@@ -23,7 +23,7 @@ const CMD_FLUSH: u16 = 3;
 const REPLY_BYTES: usize = 16;
 /// NBD_FLAG_SEND_FLUSH.
 const SEND_FLUSH: u16 = 1 << 2;
-/// How long the server may take before its connection is given up.
+/// How long a request waits for its reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Reading and writing the device. A request waits while every connection is dead, for the device's
@@ -35,7 +35,8 @@ impl SimKernel {
     /// When the server refuses, or no connection comes back in time.
     pub fn read(&self, index: DeviceIndex, offset: u64, length: u32) -> io::Result<Vec<u8>> {
         let mut data = vec![0; length as usize];
-        self.request(index, CMD_READ, offset, length, &[], &mut data)?;
+        let deadline = Instant::now() + REPLY_TIMEOUT;
+        self.request(index, (CMD_READ, offset, length), &[], &mut data, deadline)?;
         Ok(data)
     }
 
@@ -45,11 +46,12 @@ impl SimKernel {
     /// As `read`.
     pub fn write(&self, index: DeviceIndex, offset: u64, data: &[u8]) -> io::Result<()> {
         let length = u32::try_from(data.len()).map_err(io::Error::other)?;
-        self.request(index, CMD_WRITE, offset, length, data, &mut [])
+        let deadline = Instant::now() + REPLY_TIMEOUT;
+        self.request(index, (CMD_WRITE, offset, length), data, &mut [], deadline)
     }
 
     /// What `fsync` of the node leads to.
-    pub(super) fn flush_device(&self, index: DeviceIndex) -> io::Result<()> {
+    pub(super) fn flush_device(&self, index: DeviceIndex, deadline: Instant) -> io::Result<()> {
         let flags = {
             let state = self.state();
             let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
@@ -58,20 +60,19 @@ impl SimKernel {
         if flags & SEND_FLUSH == 0 {
             return Ok(());
         }
-        self.request(index, CMD_FLUSH, 0, 0, &[], &mut [])
+        self.request(index, (CMD_FLUSH, 0, 0), &[], &mut [], deadline)
     }
 
     fn request(
         &self,
         index: DeviceIndex,
-        command: u16,
-        offset: u64,
-        length: u32,
+        (command, offset, length): (u16, u64, u32),
         payload: &[u8],
         into: &mut [u8],
+        deadline: Instant,
     ) -> io::Result<()> {
         loop {
-            let (link, cookie) = self.wait_for_link(index)?;
+            let (link, cookie) = self.wait_for_link(index, deadline)?;
             let mut message = Vec::with_capacity(28 + payload.len());
             message.extend_from_slice(&REQUEST_MAGIC.to_be_bytes());
             message.extend_from_slice(&0u16.to_be_bytes());
@@ -80,9 +81,10 @@ impl SimKernel {
             message.extend_from_slice(&offset.to_be_bytes());
             message.extend_from_slice(&length.to_be_bytes());
             message.extend_from_slice(payload);
-            match round_trip(&link, &message, cookie, into) {
+            match round_trip(&link, &message, cookie, into, deadline) {
                 Ok(0) => return Ok(()),
                 Ok(code) => return Err(io::Error::other(format!("NBD error {code}"))),
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(error),
                 // The connection died under the request: it is sent again on another one.
                 Err(_) => {
                     link.kill();
@@ -93,7 +95,7 @@ impl SimKernel {
     }
 
     /// A live connection, waiting for one as long as the device lets requests wait.
-    fn wait_for_link(&self, index: DeviceIndex) -> io::Result<(Arc<Link>, u64)> {
+    fn wait_for_link(&self, index: DeviceIndex, deadline: Instant) -> io::Result<(Arc<Link>, u64)> {
         let mut state = self.state();
         loop {
             state.check_links();
@@ -107,7 +109,11 @@ impl SimKernel {
             if left.is_zero() {
                 return Err(Errno::EIO.into());
             }
-            let waited = self.0.changed.wait_timeout(state, left);
+            let patience = deadline.saturating_duration_since(Instant::now());
+            if patience.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let waited = self.0.changed.wait_timeout(state, left.min(patience));
             state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
@@ -130,9 +136,14 @@ pub(super) fn send_disconnect(link: &Link, deadline: Instant) -> bool {
 }
 
 /// Sends a request and takes its reply. Returns the reply's error number.
-fn round_trip(link: &Link, message: &[u8], cookie: u64, into: &mut [u8]) -> io::Result<u32> {
+fn round_trip(
+    link: &Link,
+    message: &[u8],
+    cookie: u64,
+    into: &mut [u8],
+    deadline: Instant,
+) -> io::Result<u32> {
     let _alone = lock(&link.round_trip);
-    let deadline = Instant::now() + REPLY_TIMEOUT;
     {
         let _sending = lock(&link.sending);
         send_all(link, message, deadline)?;

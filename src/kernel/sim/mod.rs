@@ -241,21 +241,24 @@ impl Kernel for SimKernel {
     ) -> Result<DevicePaths> {
         drop(self.enter(Call::WaitReady, Some(deadline))?);
         self.wait(Call::WaitReady, deadline, |state| {
-            let Ok(config) = state.config(index, identity) else { return Err("it vanished") };
+            let config = match state.config(index, identity) {
+                Ok(config) => config,
+                Err(error) => return Ok(Err(error)),
+            };
             if config.size != size {
                 return Err("its size is another");
             }
             let ready = config.link_at.is_some_and(|at| at <= Instant::now());
-            if ready { Ok(()) } else { Err("udev made no symlink") }
-        })?;
+            if ready { Ok(Ok(())) } else { Err("udev made no symlink") }
+        })??;
         let symlink = PathBuf::from(format!("/dev/disk/by-id/cleat-{}", identity.name()));
         Ok(DevicePaths { node: PathBuf::from(format!("/dev/nbd{index}")), symlink })
     }
 
-    fn flush(&self, index: DeviceIndex) -> Result<()> {
-        drop(self.enter(Call::Flush, None)?);
+    fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        drop(self.enter(Call::Flush, Some(deadline))?);
         let message = || format!("cannot flush /dev/nbd{index}");
-        self.flush_device(index).map_err(|error| Error::from_io(message(), error))
+        self.flush_device(index, deadline).map_err(|error| Error::from_io(message(), error))
     }
 
     fn events(&self) -> Result<Receiver<KernelEvent>> {

@@ -1,0 +1,179 @@
+#!/usr/bin/env bash
+# Shows what cleat does: a volume becomes a block device with a file system and a real file tree on
+# it, goes away, comes back, and every byte is there.
+#
+#   scripts/demo.sh PATH/TO/cleat
+#
+# Runs on this machine where it can (root, and the nbd module); else in a virtual machine. Cleans up
+# after itself, however it ends.
+# What is shown is what one would type, unexpanded.
+# shellcheck disable=SC2016
+set -euo pipefail
+
+project=$(cd "$(dirname "$0")/.." && pwd)
+
+fail() {
+    echo "demo: $*" >&2
+    exit 1
+}
+
+# --- What is shown -----------------------------------------------------------------------------
+
+step() { # TITLE
+    printf '\n== %s\n' "$1"
+}
+
+show() { # COMMAND...: prints it as one would type it, and runs it
+    printf '$ %s\n' "$*"
+    "$@"
+}
+
+checksums() { # DIRECTORY: one line for the whole tree: names and contents
+    (cd "$1" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+}
+
+run_here() { # TREE
+    local tree=$1 work node_pid='' device='' mounted=''
+    work=$(mktemp -d /tmp/cleat-demo.XXXXXX)
+    export CLEAT_SOCKET=$work/cleat.sock
+
+    # shellcheck disable=SC2317 # called by the trap
+    clean_up() {
+        trap - EXIT
+        [ -z "$mounted" ] || umount "$work/mnt" 2>/dev/null || umount -l "$work/mnt" || true
+        if [ -n "$node_pid" ]; then
+            cleat unmap demo >/dev/null 2>&1 || cleat unmap demo --force >/dev/null 2>&1 || true
+            kill "$node_pid" 2>/dev/null || true
+            wait "$node_pid" 2>/dev/null || true
+        fi
+        rm -f /run/udev/rules.d/60-cleat.rules
+        [ ! -x "$(command -v udevadm)" ] || udevadm control --reload 2>/dev/null || true
+        rm -rf "$work"
+    }
+    trap clean_up EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+
+    mkdir -p "$work/mnt" /run/udev/rules.d
+    [ -e /usr/lib/udev/rules.d/60-cleat.rules ] || [ -e /usr/local/lib/udev/rules.d/60-cleat.rules ] ||
+        { cp "$rules" /run/udev/rules.d/60-cleat.rules && udevadm control --reload; }
+
+    step "Start the daemon"
+    printf '$ cleat node &\n'
+    cleat node --state-dir "$work/state" >"$work/node.log" 2>&1 &
+    node_pid=$!
+    local waited_ms=0
+    until cleat status >/dev/null 2>&1; do
+        kill -0 "$node_pid" 2>/dev/null || { cat "$work/node.log" >&2; fail "the daemon ended"; }
+        [ "$waited_ms" -lt 20000 ] || { cat "$work/node.log" >&2; fail "the daemon does not answer"; }
+        sleep 0.1
+        waited_ms=$((waited_ms + 100))
+    done
+
+    step "Make a file a block device"
+    local uri="file:$work/volume.img?create=160M"
+    printf '$ device=$(cleat map %q --name demo)\n' "$uri"
+    device=$(cleat map "$uri" --name demo)
+    printf '$ echo $device\n%s\n' "$device"
+    show ls -l /dev/disk/by-id/cleat-demo
+
+    step "Put a file system and a real file tree on it"
+    show mkfs.ext4 -q "$device"
+    show mount "$device" "$work/mnt"
+    mounted=yes
+    show cp -a "$tree" "$work/mnt/tree"
+    local before
+    before=$(checksums "$work/mnt/tree")
+    printf '%s files, sha256 of all: %s\n' "$(find "$work/mnt/tree" -type f | wc -l)" "$before"
+    [ "$before" = "$(checksums "$tree")" ] || fail "the copy differs from the original"
+    show cleat ls
+
+    step "While it is mounted, it stays"
+    printf '$ cleat unmap demo\n'
+    if cleat unmap demo; then fail "a mounted device was unmapped"; fi
+
+    step "Unmount and unmap"
+    show umount "$work/mnt"
+    mounted=
+    show cleat unmap demo
+    [ ! -e /dev/disk/by-id/cleat-demo ] || fail "the symlink is still there"
+
+    step "Map it again and compare"
+    printf '$ device=$(cleat map %q --name demo)\n' "file:$work/volume.img"
+    device=$(cleat map "file:$work/volume.img" --name demo)
+    show fsck.ext4 -fn "$device"
+    show mount -o ro "$device" "$work/mnt"
+    mounted=yes
+    local after
+    after=$(checksums "$work/mnt/tree")
+    printf 'sha256 of all: %s\n' "$after"
+    [ "$before" = "$after" ] || fail "what came back is not what was written"
+    show cleat stats demo --total
+    show umount "$work/mnt"
+    mounted=
+    show cleat unmap demo
+
+    printf '\nEvery byte came back.\n'
+}
+
+# --- Where it runs -----------------------------------------------------------------------------
+
+can_run_here() {
+    [ "$(id -u)" = 0 ] || return 1
+    # With a tmpfs over /dev or without a running udev no symlink would appear.
+    [ -S /run/udev/control ] && command -v mkfs.ext4 >/dev/null || return 1
+    [ -d /sys/module/nbd ] || modprobe nbd 2>/dev/null
+}
+
+run_in_vm() { # BINARY
+    local payload started_s=$SECONDS
+    "$project/scripts/install-deps.sh" vm
+    payload=$(mktemp -d)
+    # shellcheck disable=SC2064 # the directory of now
+    trap "rm -rf '$payload'" EXIT
+    mkdir "$payload/tree"
+    cp "$1" "$payload/cleat"
+    cp "$0" "$payload/demo.sh"
+    cp "$rules" "$payload/"
+    fill_tree "$payload/tree"
+    "$project/tests/vm/run" --payload "$payload" --timeout 170 -- ./demo.sh --inside
+    echo "(in the virtual machine; $((SECONDS - started_s)) s with its start)"
+}
+
+# The project's own sources, and the toolchain's documentation or, where it is not installed, the
+# crates it is built from; bounded, so that it fits the volume.
+fill_tree() { # DIRECTORY
+    (cd "$project" && cp -a src tests scripts proto Cargo.toml Cargo.lock "$1")
+    local docs
+    docs=$(rustc --print sysroot 2>/dev/null)/share/doc
+    [ -d "$docs" ] || return 0
+    mkdir "$1/doc"
+    (cd "$docs" && find . -type f -size -256k -printf '%s %p\n' | LC_ALL=C sort -k 2 |
+        awk -v limit=$((40 * 1024 * 1024)) '(sum += $1) < limit { sub(/^[0-9]+ /, ""); print }' |
+        xargs -r -d '\n' cp --parents -t "$1/doc")
+}
+
+if [ "${1:-}" = --inside ]; then
+    PATH=$PWD:$PATH
+    rules=$PWD/60-cleat.rules
+    run_here "$PWD/tree"
+    exit
+fi
+
+if [ $# != 1 ] || [ ! -x "$1" ]; then
+    fail "usage: scripts/demo.sh PATH/TO/cleat (make demo builds it)"
+fi
+rules=$project/systemd/60-cleat.rules
+binary=$(realpath "$1")
+if can_run_here; then
+    echo "demo: on this machine: it has nbd, and this is root"
+    tree=$(mktemp -d)
+    fill_tree "$tree"
+    PATH=$(dirname "$binary"):$PATH
+    status=0
+    (run_here "$tree") || status=$?
+    rm -rf "$tree"
+    exit "$status"
+fi
+echo "demo: in a virtual machine: this machine has no nbd module, or this is not root"
+run_in_vm "$binary"

@@ -1,0 +1,527 @@
+//! Carries plans out: look, plan, act, and look again, under the guard of one mapping.
+//!
+//! The calls that users make are here; `observe` looks, `steps` acts, `recover` begins.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::sync::{broadcast, mpsc};
+use tokio::time::{Instant, sleep};
+
+use super::journal::Journal;
+use super::kernel_calls::KernelCalls;
+use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, plan};
+use super::random::Random;
+use super::volume::{Guard, Register, View, Volume};
+use super::workers::Workers;
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::{DeviceIndex, Holder, Identity};
+
+/// What stays the same while the daemon runs.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// For what a request leaves open.
+    pub defaults: Options,
+    /// The most mappings.
+    pub mappings: usize,
+    /// Of the kernel now running.
+    pub boot_id: String,
+}
+
+/// A wish to map, checked.
+#[derive(Debug, Clone)]
+pub struct MapSpec {
+    /// The mapping's name.
+    pub name: String,
+    /// The volume.
+    pub uri: String,
+    /// Nothing is ever written.
+    pub read_only: bool,
+    /// 0: whatever is there, or the default.
+    pub connections: u32,
+    /// 0: as above.
+    pub block_size: u32,
+    /// 0: as above.
+    pub dead_connection_timeout_s: u32,
+}
+
+/// A mapping as it is now, or that it is no more.
+#[derive(Debug, Clone)]
+pub struct Change {
+    /// As it is, or was.
+    pub view: View,
+    /// Whether it is gone.
+    pub removed: bool,
+}
+
+/// Where a test stops the executor, as a crash would: the named point, and whether to stop there.
+pub type Halt = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+
+/// The executor; one per daemon.
+pub struct Executor {
+    pub(super) journal: Arc<Journal>,
+    pub(super) kernel: KernelCalls,
+    pub(super) workers: Workers,
+    pub(super) register: Register,
+    pub(super) settings: Settings,
+    pub(super) random: Random,
+    pub(super) attention: mpsc::Sender<String>,
+    pub(super) changes: broadcast::Sender<Change>,
+    pub(super) halt: Option<Halt>,
+    /// What an operator should know of how the daemon began.
+    pub(super) findings: std::sync::Mutex<Vec<String>>,
+}
+
+/// What stands behind a name, URI or path.
+pub enum Target {
+    /// A mapping.
+    Volume(Arc<Volume>),
+    /// A device of ours that has no record.
+    Orphan(DeviceIndex, Identity),
+    /// Nothing of ours.
+    Nothing,
+}
+
+/// Plans that may follow each other before something is wrong with the planner or the world.
+const MAX_ROUNDS: u32 = 8;
+
+/// Attempts at an operation that a user waits for.
+const MAX_ATTEMPTS: u32 = 4;
+
+/// For undoing what a failed map has begun.
+const UNDO_LIMIT: Duration = Duration::from_secs(20);
+
+/// For one attempt at a repair.
+const REPAIR_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long udev may look at a device before it counts as a holder.
+const TRANSIENT_LIMIT: Duration = Duration::from_secs(3);
+
+/// A mapping that has worked for so long has recovered from what was before.
+const SOUND_AFTER: Duration = Duration::from_secs(60);
+
+impl Executor {
+    /// Maps a volume, or returns the mapping that is there already.
+    ///
+    /// # Errors
+    /// Anything; then nothing is left behind, or the error says what is.
+    pub async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<View> {
+        for _ in 0..MAX_ROUNDS {
+            let make = || Volume::new(self.new_record(spec), self.attention.clone());
+            let limit = self.settings.mappings;
+            let (volume, fresh) = self.register.find_or_insert(&spec.name, limit, make)?;
+            if let Some(guard) = fresh {
+                return self.map_new(guard, deadline).await;
+            }
+            let guard = volume.enter()?;
+            if !guard.withdrawn {
+                return self.map_again(guard, spec, deadline).await;
+            }
+        }
+        Err(Error::new(ErrorKind::Aborted, format!("{} comes and goes too quickly", spec.name)))
+    }
+
+    async fn map_new(&self, mut guard: Guard, deadline: Instant) -> Result<View> {
+        let error = match self.converge_patiently(&mut guard, deadline).await {
+            Ok(State::Mapped) => {
+                tracing::info!(mapping = guard.volume().name, "mapped");
+                return Ok(guard.volume().view());
+            }
+            Ok(State::Failed(trouble)) => trouble.into_error(),
+            Ok(other) => Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}")),
+            Err(error) => error,
+        };
+        tracing::warn!(mapping = guard.volume().name, "map failed: {}", error.report());
+        guard.record.intent = Intent::Unmapped;
+        match self.take_down(&mut guard, Instant::now() + UNDO_LIMIT).await {
+            Ok(()) => Err(error),
+            Err(undo) => {
+                let message = format!("{}; undoing it failed: {}", error.report(), undo.report());
+                self.failed(&guard, &Error::new(undo.kind(), message.clone()));
+                self.later(&mut guard);
+                let error = Error::new(error.kind(), message);
+                Err(error.with_repair(format!("cleat unmap {}", guard.volume().name)))
+            }
+        }
+    }
+
+    async fn map_again(&self, mut guard: Guard, spec: &MapSpec, deadline: Instant) -> Result<View> {
+        if let Some(difference) = difference(&guard.record, spec) {
+            let message = format!("{} is mapped already, with {difference}", spec.name);
+            return Err(Error::new(ErrorKind::AlreadyExists, message)
+                .with_repair("choose another name, or unmap it first"));
+        }
+        if guard.record.intent == Intent::Unmapped {
+            let message = format!("{} is being taken down", spec.name);
+            return Err(Error::new(ErrorKind::Aborted, message));
+        }
+        // Who asks again wants it tried again.
+        guard.failures = 0;
+        guard.not_before = None;
+        match self.converge_patiently(&mut guard, deadline).await {
+            Ok(State::Mapped) => Ok(guard.volume().view()),
+            Ok(State::Failed(trouble)) => Err(trouble.into_error()),
+            Ok(other) => {
+                Err(Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}")))
+            }
+            Err(error) => {
+                self.failed_attempt(&mut guard, &error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes a mapping down. Says whether there was one.
+    ///
+    /// # Errors
+    /// `InUse`, naming the holders; then the mapping stays as it is.
+    pub async fn unmap(&self, target: &str, deadline: Instant) -> Result<bool> {
+        let volume = match self.find(target, deadline).await? {
+            Target::Volume(volume) => volume,
+            Target::Nothing => return Ok(false),
+            Target::Orphan(index, identity) => {
+                return self.drop_orphan(index, identity, deadline).await.map(|()| true);
+            }
+        };
+        let mut guard = volume.enter()?;
+        if guard.withdrawn {
+            return Ok(false);
+        }
+        let (intent, view) = (guard.record.intent, volume.view());
+        guard.record.intent = Intent::Unmapped;
+        let Err(error) = self.take_down(&mut guard, deadline).await else {
+            tracing::info!(mapping = volume.name, "unmapped");
+            return Ok(true);
+        };
+        if intent == Intent::Mapped && (!guard.renounced || error.kind() == ErrorKind::InUse) {
+            guard.record.intent = Intent::Mapped;
+            if guard.renounced {
+                self.store(&guard).await?;
+                guard.renounced = false;
+            }
+            self.publish(&volume, |now| *now = view);
+            // What has happened to it meanwhile shows after another look.
+            let _ = self.attention.try_send(volume.name.clone());
+        } else {
+            self.failed_attempt(&mut guard, &error);
+        }
+        Err(error)
+    }
+
+    /// Looks after a mapping by itself: after an event, or because it is time.
+    pub async fn tend(&self, volume: &Arc<Volume>) {
+        let Some(mut guard) = volume.enter_or_later() else { return };
+        if guard.withdrawn {
+            return;
+        }
+        if guard.not_before.is_some_and(|at| at > Instant::now()) {
+            return self.later(&mut guard);
+        }
+        guard.not_before = None;
+        let deadline = Instant::now() + REPAIR_LIMIT;
+        match self.converge(&mut guard, deadline).await {
+            Ok(State::Failed(trouble)) => {
+                tracing::debug!(mapping = volume.name, "failed: {}", trouble.message);
+            }
+            Ok(_) => {}
+            Err(error) => self.failed_attempt(&mut guard, &error),
+        }
+    }
+
+    /// Look, plan, act, until the planner rests.
+    ///
+    /// # Errors
+    /// The first failure; what has been done until then stays.
+    pub(super) async fn converge(&self, guard: &mut Guard, deadline: Instant) -> Result<State> {
+        for _ in 0..MAX_ROUNDS {
+            let observed = self.observe(guard, deadline).await?;
+            let plan = plan(&guard.record, &observed);
+            self.show(guard, &plan.state, &observed);
+            if plan.actions.is_empty() {
+                return Ok(plan.state);
+            }
+            for action in plan.actions {
+                tracing::debug!(mapping = guard.volume().name, ?action, "step");
+                self.point(&format!("before {action:?}")).await;
+                self.step(guard, action, deadline).await?;
+                if action == Action::WithdrawRecord {
+                    return Ok(State::Unmapped);
+                }
+            }
+            self.point("after a plan").await;
+        }
+        let message = format!("{} does not come to rest", guard.volume().name);
+        Err(Error::new(ErrorKind::Internal, message))
+    }
+
+    /// As `converge`, with a few attempts where that may help.
+    async fn converge_patiently(&self, guard: &mut Guard, deadline: Instant) -> Result<State> {
+        let mut attempt = 1;
+        loop {
+            let error = match self.converge(guard, deadline).await {
+                Err(error) if may_pass(error.kind()) && attempt < MAX_ATTEMPTS => error,
+                other => return other,
+            };
+            let wait =
+                self.random.backoff(attempt, Duration::from_millis(50), Duration::from_secs(1));
+            if Instant::now() + wait >= deadline {
+                return Err(error);
+            }
+            tracing::info!(mapping = guard.volume().name, "tried again: {}", error.report());
+            sleep(wait).await;
+            attempt += 1;
+        }
+    }
+
+    /// Brings a mapping to nothing, or says who holds it.
+    pub(super) async fn take_down(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        let patience = deadline.min(Instant::now() + TRANSIENT_LIMIT);
+        loop {
+            match self.converge_patiently(guard, deadline).await? {
+                State::Unmapped => return Ok(()),
+                // udev looks at a device after every change of it; that passes.
+                State::Held(holders)
+                    if holders.iter().all(is_transient) && Instant::now() < patience =>
+                {
+                    sleep(Duration::from_millis(50)).await;
+                }
+                State::Held(holders) => return Err(held(&guard.volume().name, &holders)),
+                State::Failed(trouble) => return Err(trouble.into_error()),
+                other => {
+                    let message = format!("unmap came to rest in {other:?}");
+                    return Err(Error::new(ErrorKind::Internal, message));
+                }
+            }
+        }
+    }
+
+    /// A failure that nobody may be waiting for: shown, counted, and tried again later.
+    fn failed_attempt(&self, guard: &mut Guard, error: &Error) {
+        let name = &guard.volume().name;
+        tracing::warn!(mapping = name, attempt = guard.failures + 1, "{}", error.report());
+        let message = error.report();
+        self.publish(guard.volume(), |view| view.message = message);
+        self.count_failure(guard);
+        self.later(guard);
+    }
+
+    /// One more repair that failed or did not last; the next one waits the longer.
+    pub(super) fn count_failure(&self, guard: &mut Guard) {
+        if guard.sound_since.take().is_some_and(|since| since.elapsed() > SOUND_AFTER) {
+            guard.failures = 0;
+        }
+        guard.failures = guard.failures.saturating_add(1);
+        // The first repair is immediate: its cause is most likely past.
+        if guard.failures > 1 {
+            let (first, most) = (Duration::from_millis(100), Duration::from_secs(10));
+            let wait = self.random.backoff(guard.failures - 1, first, most);
+            guard.not_before = Some(Instant::now() + wait);
+        }
+    }
+
+    /// Has the mapping looked at when its time has come.
+    fn later(&self, guard: &mut Guard) {
+        let (name, attention) = (guard.volume().name.clone(), self.attention.clone());
+        let at = guard.not_before.unwrap_or_else(|| Instant::now() + Duration::from_secs(1));
+        tokio::spawn(async move {
+            tokio::time::sleep_until(at).await;
+            let _ = attention.try_send(name);
+        });
+    }
+
+    fn show(&self, guard: &mut Guard, state: &State, observed: &Observed) {
+        let sound = *state == State::Mapped;
+        match (sound, guard.sound_since) {
+            (true, None) => guard.sound_since = Some(Instant::now()),
+            (false, Some(_)) if matches!(state, State::Failed(_)) => guard.sound_since = None,
+            _ => {}
+        }
+        // An unmap that is refused changes nothing.
+        if matches!(state, State::Held(_)) && !guard.renounced {
+            return;
+        }
+        let core: &super::volume::Core = guard;
+        let message = match state {
+            State::Failed(trouble) => explain(trouble),
+            State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
+            _ => String::new(),
+        };
+        let keep = matches!(state, State::Recovering | State::Unmapping);
+        let (record, paths) = (core.record.clone(), core.paths.clone());
+        let worker_pid = core.worker.as_ref().map_or(0, |worker| worker.id().pid);
+        let device = observed.devices.first().copied();
+        let state = state.clone();
+        let failed = matches!(state, State::Failed(_));
+        if let Some(view) = self.publish(guard.volume(), |view| {
+            if !(keep && view.state == state) {
+                view.message = message;
+            }
+            *view = View { record, state, device, paths, worker_pid, ..view.clone() };
+        }) && failed
+        {
+            tracing::error!(mapping = view.record.name, "failed: {}", view.message);
+        }
+    }
+
+    fn failed(&self, guard: &Guard, error: &Error) {
+        let trouble = Trouble {
+            kind: error.kind(),
+            message: error.report(),
+            repair: format!("cleat unmap {}", guard.volume().name),
+        };
+        self.publish(guard.volume(), |view| {
+            view.message = explain(&trouble);
+            view.state = State::Failed(trouble);
+        });
+    }
+
+    /// Changes what everybody sees, and tells those who watch.
+    pub(super) fn publish(
+        &self,
+        volume: &Arc<Volume>,
+        change: impl FnOnce(&mut View),
+    ) -> Option<View> {
+        let view = volume.update(change)?;
+        // No receiver: nobody watches.
+        let _ = self.changes.send(Change { view: view.clone(), removed: false });
+        Some(view)
+    }
+
+    /// Stores the record, off the event loop.
+    pub(super) async fn store(&self, guard: &Guard) -> Result<()> {
+        let (journal, record) = (Arc::clone(&self.journal), guard.record.clone());
+        blocking(move || journal.store(&record)).await
+    }
+
+    /// A point at which tests make the executor crash.
+    pub(super) async fn point(&self, name: &str) {
+        if self.halt.as_ref().is_some_and(|halt| halt(name)) {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Every mapping.
+    pub fn register(&self) -> &Register {
+        &self.register
+    }
+
+    /// What an operator should know of how the daemon began.
+    pub fn findings(&self) -> Vec<String> {
+        self.findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// Every change from now on.
+    pub fn watch(&self) -> broadcast::Receiver<Change> {
+        self.changes.subscribe()
+    }
+
+    fn new_record(&self, spec: &MapSpec) -> Record {
+        let defaults = &self.settings.defaults;
+        let or = |value: u32, default: u32| if value == 0 { default } else { value };
+        let connections = or(spec.connections, defaults.connections);
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Record {
+            version: Record::VERSION,
+            mapping_id: format!("{:016x}", self.random.next()),
+            name: spec.name.clone(),
+            uri: spec.uri.clone(),
+            options: Options {
+                read_only: spec.read_only,
+                connections,
+                block_size: or(spec.block_size, defaults.block_size),
+                dead_connection_timeout_s: or(
+                    spec.dead_connection_timeout_s,
+                    defaults.dead_connection_timeout_s,
+                ),
+                // With several connections a short tick kills live sockets under load.
+                replay_delay_ms: if connections == 1 { defaults.replay_delay_ms } else { 0 },
+            },
+            intent: Intent::Mapped,
+            generation: 0,
+            worker: None,
+            volume: None,
+            established: false,
+            created_at_s: since_epoch.as_secs(),
+            boot_id: self.settings.boot_id.clone(),
+        }
+    }
+}
+
+/// Runs a call that may block for a moment, such as an fsync, off the event loop.
+pub(super) async fn blocking<T: Send + 'static>(
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(call)
+        .await
+        .map_err(|error| Error::new(ErrorKind::Internal, "a thread failed").with_source(error))?
+}
+
+/// What a mapping has that a request for the same name does not ask for.
+fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
+    let options = &record.options;
+    let differs = |asked: u32, is: u32| asked != 0 && asked != is;
+    if record.uri != spec.uri {
+        Some(format!("the volume {}", record.uri))
+    } else if options.read_only != spec.read_only {
+        Some(if options.read_only { "read_only=true" } else { "read_only=false" }.to_owned())
+    } else if differs(spec.connections, options.connections) {
+        Some(format!("connections={}", options.connections))
+    } else if differs(
+        spec.block_size,
+        record.volume.map_or(options.block_size, |volume| volume.block_size),
+    ) {
+        Some("another block size".to_owned())
+    } else if differs(spec.dead_connection_timeout_s, options.dead_connection_timeout_s) {
+        Some(format!("dead_connection_timeout={}s", options.dead_connection_timeout_s))
+    } else {
+        None
+    }
+}
+
+/// Whether another attempt may succeed soon.
+fn may_pass(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::Unavailable | ErrorKind::Aborted)
+}
+
+/// udev and what it runs.
+fn is_transient(holder: &Holder) -> bool {
+    let Holder::Process { command, .. } = holder else { return false };
+    ["(udev-worker)", "systemd-udevd", "udevd", "blkid"].iter().any(|name| command.contains(name))
+}
+
+/// An error that names who holds a device.
+pub(super) fn held(name: &str, holders: &[Holder]) -> Error {
+    const SHOWN: usize = 8;
+    let mut who: Vec<String> = holders.iter().take(SHOWN).map(describe).collect();
+    if holders.len() > SHOWN {
+        who.push(format!("{} more", holders.len() - SHOWN));
+    }
+    let repair = match holders.first() {
+        Some(Holder::Mount { path, .. }) => format!("umount {}", path.display()),
+        Some(Holder::Process { pid, .. }) => format!("end process {pid}, or have it close {name}"),
+        Some(Holder::Device { name: upper }) => format!("take {upper} down first"),
+        None => String::new(),
+    };
+    Error::new(ErrorKind::InUse, format!("{name} is in use: {}", who.join(", ")))
+        .with_repair(repair)
+}
+
+fn describe(holder: &Holder) -> String {
+    match holder {
+        Holder::Mount { path, filesystem, namespace_pid: None } => {
+            format!("mounted on {} ({filesystem})", path.display())
+        }
+        Holder::Mount { path, filesystem, namespace_pid: Some(pid) } => {
+            format!(
+                "mounted on {} ({filesystem}) in the namespace of process {pid}",
+                path.display()
+            )
+        }
+        Holder::Process { pid, command } => format!("open in process {pid} ({command})"),
+        Holder::Device { name } => format!("under the block device {name}"),
+    }
+}
+
+fn explain(trouble: &Trouble) -> String {
+    format!("{}; {}", trouble.message, trouble.repair)
+}

@@ -1,0 +1,94 @@
+//! Calls to the kernel off the event loop: each on a thread that may be given up, never more than
+//! so many at a time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout_at};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::Kernel;
+
+/// The kernel, from the event loop.
+pub struct KernelCalls {
+    kernel: Arc<dyn Kernel>,
+    commands: Arc<Semaphore>,
+    waits: Arc<Semaphore>,
+}
+
+/// Commands that may be under way, stuck ones included.
+pub const MAX_COMMANDS: usize = 12;
+
+/// Calls that wait for udev, for a flush or for a disconnect.
+pub const MAX_WAITS: usize = 36;
+
+/// Beyond its own deadline a call gets so much more before its thread is given up.
+const SLACK: Duration = Duration::from_millis(500);
+
+impl KernelCalls {
+    /// Calls to `kernel`.
+    pub fn new(kernel: Arc<dyn Kernel>) -> Self {
+        let commands = Arc::new(Semaphore::new(MAX_COMMANDS));
+        Self { kernel, commands, waits: Arc::new(Semaphore::new(MAX_WAITS)) }
+    }
+
+    /// The kernel itself, for calls that may block the caller.
+    pub fn kernel(&self) -> &Arc<dyn Kernel> {
+        &self.kernel
+    }
+
+    /// A call that should return soon.
+    ///
+    /// # Errors
+    /// The call's; `TimedOut` when it has not returned at `deadline`: it may still take effect.
+    pub async fn command<T: Send + 'static>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        call: impl FnOnce(&dyn Kernel) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.run(&self.commands, what, deadline, call).await
+    }
+
+    /// A call that waits for something.
+    ///
+    /// # Errors
+    /// As [`KernelCalls::command`].
+    pub async fn wait<T: Send + 'static>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        call: impl FnOnce(&dyn Kernel) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.run(&self.waits, what, deadline, call).await
+    }
+
+    async fn run<T: Send + 'static>(
+        &self,
+        room: &Arc<Semaphore>,
+        what: &'static str,
+        deadline: Instant,
+        call: impl FnOnce(&dyn Kernel) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let late = |message: String| Error::new(ErrorKind::TimedOut, message);
+        let permit = timeout_at(deadline, Arc::clone(room).acquire_owned())
+            .await
+            .map_err(|_| late(format!("could not {what}: earlier kernel calls are stuck")))?
+            .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
+        let kernel = Arc::clone(&self.kernel);
+        let thread = tokio::task::spawn_blocking(move || {
+            // Kept until the call returns, however long nobody waits for it any more.
+            let _permit = permit;
+            call(kernel.as_ref())
+        });
+        match timeout_at(deadline + SLACK, thread).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(panic)) => {
+                Err(Error::new(ErrorKind::Internal, format!("could not {what}")).with_source(panic))
+            }
+            Err(_) => Err(late(format!("could not {what}: the kernel has not answered in time"))
+                .with_repair("see the kernel's log; the command may still take effect")),
+        }
+    }
+}

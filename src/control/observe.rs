@@ -1,0 +1,217 @@
+//! Looks at the world for the planner: the kernel's devices, the worker, the holders. And finds what
+//! a user means by a name, a URI or a path.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::executor::{Executor, Target, held};
+use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
+use super::process::Process;
+use super::volume::Guard;
+use super::workers::{Probe, has_ended};
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::{Device, DeviceIndex, Holder, Identity};
+
+/// For a worker to answer on its control socket.
+const ADOPT_LIMIT: Duration = Duration::from_secs(5);
+
+/// For a process that does not listen to have ended: it was perhaps on its way out.
+const ENDING_LIMIT: Duration = Duration::from_secs(1);
+
+impl Executor {
+    /// What is, as far as a mapping is concerned.
+    pub(super) async fn observe(&self, guard: &mut Guard, deadline: Instant) -> Result<Observed> {
+        let identity = guard.record.identity();
+        let ours =
+            |device: &Device| device.connected && device.identity() == Some(identity.clone());
+        let devices: Vec<SeenDevice> = self
+            .devices(deadline)
+            .await?
+            .iter()
+            .filter(|device| ours(device))
+            .map(|device| SeenDevice { index: device.index, size: device.size })
+            .collect();
+        let mut holders = Vec::new();
+        if guard.record.intent == Intent::Unmapped {
+            for device in &devices {
+                holders.extend(self.holders(device.index, deadline).await?);
+            }
+        }
+        let worker = self.observe_worker(guard, deadline).await?;
+        let announced = guard.paths.is_some();
+        Ok(Observed { devices, worker, holders, announced, failures: guard.failures })
+    }
+
+    /// Every nbd device.
+    pub(super) async fn devices(&self, deadline: Instant) -> Result<Vec<Device>> {
+        self.kernel.command("list nbd devices", deadline, |kernel| kernel.devices()).await
+    }
+
+    /// Who holds a device.
+    pub async fn holders(&self, index: DeviceIndex, deadline: Instant) -> Result<Vec<Holder>> {
+        self.kernel.wait("look for holders", deadline, move |kernel| kernel.holders(index)).await
+    }
+
+    async fn observe_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<SeenWorker> {
+        let process = match &guard.worker {
+            Some(worker) if worker.has_ended() => return Ok(self.bury(guard)),
+            Some(worker) if worker.is_fenced() => return Ok(SeenWorker::Fenced),
+            Some(worker) if !worker.is_broken() => return Ok(alive(guard)),
+            Some(worker) => worker.process(),
+            None => {
+                let Some(id) = guard.record.worker else { return Ok(SeenWorker::Gone) };
+                match self.workers.find(id)? {
+                    None => return Ok(SeenWorker::Gone),
+                    Some(process) => Arc::new(process),
+                }
+            }
+        };
+        self.adopt(guard, process, deadline).await
+    }
+
+    async fn adopt(
+        &self,
+        guard: &mut Guard,
+        process: Arc<Process>,
+        deadline: Instant,
+    ) -> Result<SeenWorker> {
+        let limit = deadline.min(Instant::now() + ADOPT_LIMIT);
+        let mapping_id = guard.record.mapping_id.clone();
+        match self.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
+            Ok(worker) => {
+                tracing::info!(mapping = guard.volume().name, pid = process.id.pid, "adopted");
+                guard.volume().show_statistics(Some(worker.statistics.clone()));
+                guard.statistics = Some(worker.statistics.clone());
+                guard.worker = Some(worker);
+                Ok(alive(guard))
+            }
+            Err(error) => {
+                let until = Instant::now() + ENDING_LIMIT;
+                while !has_ended(&process) && Instant::now() < until {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                if has_ended(&process) {
+                    process.handle.reap();
+                    return Ok(self.bury(guard));
+                }
+                Ok(SeenWorker::Unreachable { pid: process.id.pid, reason: error.report() })
+            }
+        }
+    }
+
+    /// The worker's end is proved.
+    fn bury(&self, guard: &mut Guard) -> SeenWorker {
+        let had_one = guard.worker.take().is_some();
+        if had_one && guard.record.established && guard.record.intent == Intent::Mapped {
+            tracing::warn!(mapping = guard.volume().name, "its worker has died");
+            self.count_failure(guard);
+        }
+        SeenWorker::Gone
+    }
+
+    /// What a user means.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when several mappings are meant.
+    pub async fn find(&self, target: &str, deadline: Instant) -> Result<Target> {
+        if let Some(volume) = self.register.get(target) {
+            return Ok(Target::Volume(volume));
+        }
+        if target.starts_with('/') {
+            return self.find_device(Path::new(target), deadline).await;
+        }
+        let all = self.register.all();
+        let mut named = all.into_iter().filter(|volume| volume.view().record.uri == target);
+        match (named.next(), named.next()) {
+            (None, _) => Ok(Target::Nothing),
+            (Some(volume), None) => Ok(Target::Volume(volume)),
+            (Some(one), Some(other)) => {
+                let message = format!("{target} is mapped as {} and as {}", one.name, other.name);
+                Err(Error::new(ErrorKind::InvalidArgument, message)
+                    .with_repair("say which by its name"))
+            }
+        }
+    }
+
+    /// What is behind a device node or a symlink to one.
+    async fn find_device(&self, path: &Path, deadline: Instant) -> Result<Target> {
+        // A path that does not exist may still be the name of a device whose node is gone.
+        let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let index = real
+            .strip_prefix("/dev")
+            .ok()
+            .and_then(|name| name.to_str()?.strip_prefix("nbd")?.parse::<DeviceIndex>().ok());
+        let Some(index) = index else {
+            let name = path.to_str().and_then(|p| p.strip_prefix("/dev/disk/by-id/cleat-"));
+            let volume = name.and_then(|name| self.register.get(name));
+            return Ok(volume.map_or(Target::Nothing, Target::Volume));
+        };
+        let devices = self.devices(deadline).await?;
+        let device = devices.iter().find(|device| device.index == index && device.connected);
+        let Some(identity) = device.and_then(Device::identity) else { return Ok(Target::Nothing) };
+        let volume = self.register.get(identity.name());
+        match volume.filter(|volume| volume.mapping_id == identity.mapping_id()) {
+            Some(volume) => Ok(Target::Volume(volume)),
+            None => Ok(Target::Orphan(index, identity)),
+        }
+    }
+
+    /// Devices that carry an identity of ours and have no record.
+    ///
+    /// # Errors
+    /// When the kernel cannot be asked.
+    pub async fn orphans(&self, deadline: Instant) -> Result<Vec<(Device, Identity)>> {
+        // Before and after the look: a mapping that comes or goes meanwhile is no orphan.
+        let mut known = self.register.ids();
+        let devices = self.devices(deadline).await?;
+        known.extend(self.register.ids());
+        let orphans = devices.into_iter().filter(|device| device.connected).filter_map(|device| {
+            let identity = device.identity()?;
+            (!known.contains(identity.mapping_id())).then_some((device, identity))
+        });
+        Ok(orphans.collect())
+    }
+
+    /// Disconnects an orphan that nobody holds, as a user asked.
+    pub(super) async fn drop_orphan(
+        &self,
+        index: DeviceIndex,
+        identity: Identity,
+        deadline: Instant,
+    ) -> Result<()> {
+        let holders = self.holders(index, deadline).await?;
+        if !holders.is_empty() {
+            return Err(held(&format!("/dev/nbd{index}"), &holders));
+        }
+        let mapping_id = identity.mapping_id().to_owned();
+        if self.workers.probe(&mapping_id) == Probe::Answers {
+            // Its page cache is written back through the worker, which ends by the disconnect.
+            self.kernel
+                .wait("flush an orphan", deadline, move |kernel| {
+                    kernel.flush(index, deadline.into_std())
+                })
+                .await?;
+        }
+        self.kernel
+            .wait("disconnect an orphan", deadline, move |kernel| {
+                kernel.disconnect(index, &identity, deadline.into_std())
+            })
+            .await?;
+        tracing::warn!(device = index, mapping_id, "disconnected an orphan");
+        if self.workers.probe(&mapping_id) == Probe::Refused {
+            self.workers.forget(&mapping_id);
+        }
+        Ok(())
+    }
+}
+
+fn alive(guard: &Guard) -> SeenWorker {
+    let worker = guard.worker.as_ref();
+    worker.map_or(SeenWorker::Gone, |worker| SeenWorker::Alive {
+        connections: u32::try_from(worker.statistics.snapshot().connections).unwrap_or(u32::MAX),
+        size: worker.ready.size,
+    })
+}

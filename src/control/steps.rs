@@ -1,0 +1,415 @@
+//! The actions of a plan, one function each. Each is bounded in time, safe to repeat, and leaves
+//! behind only what the next look at the world can see.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tokio::time::{Instant, sleep};
+
+use super::executor::{Change, Executor, blocking, held};
+use super::mapping::{Action, Intent, Record, Volume};
+use super::volume::Guard;
+use super::workers::stop_process;
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::{ConnectSpec, DeviceIndex};
+use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
+
+/// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
+/// connections.
+const CAN_MULTI_CONN: u16 = 1 << 8;
+
+/// Bounds on single steps, within that of the whole.
+const START_LIMIT: Duration = Duration::from_secs(20);
+const COMMAND_LIMIT: Duration = Duration::from_secs(10);
+const SERVE_LIMIT: Duration = Duration::from_secs(5);
+const STOP_GRACE: Duration = Duration::from_secs(2);
+const STOP_LIMIT: Duration = Duration::from_secs(7);
+/// For the kernel to notice that the dead worker's sockets are closed.
+const DEAD_LINK_LIMIT: Duration = Duration::from_secs(3);
+/// For a worker's threads to show up in its counters.
+const COUNTED_LIMIT: Duration = Duration::from_secs(1);
+
+impl Executor {
+    /// Does one thing.
+    pub(super) async fn step(
+        &self,
+        guard: &mut Guard,
+        action: Action,
+        deadline: Instant,
+    ) -> Result<()> {
+        match action {
+            Action::StartWorker => self.start_worker(guard, within(deadline, START_LIMIT)).await,
+            Action::Connect => self.connect(guard, within(deadline, COMMAND_LIMIT)).await,
+            Action::WaitReady => self.wait_ready(guard, deadline).await,
+            Action::Establish => {
+                guard.record.established = true;
+                let stored = self.store(guard).await;
+                guard.record.established = stored.is_ok();
+                stored
+            }
+            Action::Reconnect { index, missing } => {
+                self.reconnect(guard, index, missing, within(deadline, COMMAND_LIMIT)).await
+            }
+            Action::Renounce => self.renounce(guard).await,
+            Action::Flush(index) => {
+                self.kernel
+                    .wait("flush the device", deadline, move |k| {
+                        k.flush(index, deadline.into_std())
+                    })
+                    .await
+            }
+            Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
+            Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,
+            Action::WithdrawRecord => self.withdraw(guard).await,
+        }
+    }
+
+    async fn start_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        // The process waits; only when it can be found again after a crash is it told anything.
+        let launched = self.workers.launch().await?;
+        self.point("worker launched").await;
+        guard.record.generation += 1;
+        guard.record.worker = Some(launched.id());
+        self.store(guard).await?;
+        self.point("worker recorded").await;
+        let record = &guard.record;
+        let start = Start {
+            version: PROTOCOL_VERSION,
+            mapping_id: record.mapping_id.clone(),
+            name: record.name.clone(),
+            generation: record.generation,
+            uri: record.uri.clone(),
+            read_only: record.options.read_only,
+            log: String::new(),
+        };
+        let page = guard.statistics.clone();
+        // Of a worker whose end is proved: what it was serving, it serves no more.
+        page.iter().for_each(crate::statistics::Page::take_over);
+        let worker = self.workers.start(launched, start, page, deadline).await?;
+        self.point("worker started").await;
+        let volume = match volume_of(&guard.record, &worker.ready) {
+            Ok(volume) => volume,
+            Err(error) => {
+                worker.stop(STOP_GRACE, deadline).await?;
+                return Err(error);
+            }
+        };
+        guard.statistics = Some(worker.statistics.clone());
+        guard.volume().show_statistics(Some(worker.statistics.clone()));
+        guard.worker = Some(worker);
+        if guard.record.volume != Some(volume) {
+            guard.record.volume = Some(volume);
+            self.store(guard).await?;
+        }
+        Ok(())
+    }
+
+    async fn connect(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        let record = &guard.record;
+        let volume = record.volume.ok_or_else(|| no_worker(record))?;
+        let options = &record.options;
+        let (kernel_ends, ends) = socket_pairs(options.connections)?;
+        // Served before it exists, so that the device answers from its first moment.
+        self.serve(guard, ends, within(deadline, SERVE_LIMIT)).await?;
+        self.point("serving, not connected").await;
+        let delay = Duration::from_millis(u64::from(options.replay_delay_ms));
+        let spec = ConnectSpec {
+            sockets: kernel_ends,
+            size: volume.size,
+            block_size: volume.block_size,
+            transmission_flags: volume.transmission_flags,
+            identity: record.identity(),
+            dead_connection_timeout: Duration::from_secs(u64::from(
+                options.dead_connection_timeout_s,
+            )),
+            request_timeout: Duration::ZERO,
+            replay_delay: (!delay.is_zero()).then_some(delay),
+        };
+        let index = self.kernel.command("connect a device", deadline, |k| k.connect(spec)).await?;
+        tracing::info!(mapping = record.name, device = index, "connected");
+        self.counted(guard).await;
+        Ok(())
+    }
+
+    async fn wait_ready(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        let (identity, name) = (guard.record.identity(), guard.record.name.clone());
+        let devices = self.devices(deadline).await?;
+        let device = devices
+            .iter()
+            .find(|device| device.connected && device.identity().as_ref() == Some(&identity))
+            .ok_or_else(|| {
+                let message = format!("the device of {name} vanished while it was set up");
+                Error::new(ErrorKind::Unavailable, message)
+            })?;
+        let (index, size) = (device.index, guard.record.volume.map_or(device.size, |v| v.size));
+        // After a resize the device is larger than the record: the device is what counts.
+        let size = if guard.record.established { device.size } else { size };
+        let until = deadline.into_std();
+        let paths = self
+            .kernel
+            .wait("wait for udev", deadline, move |k| k.wait_ready(index, &identity, size, until))
+            .await?;
+        guard.paths = Some(paths);
+        Ok(())
+    }
+
+    /// RECONFIGURE replaces dead connections only and drops other sockets without a word
+    /// (nbd_genl_reconfigure): a dropped one shows as a hang-up on our end. Only sockets that were
+    /// taken go to the worker.
+    async fn reconnect(
+        &self,
+        guard: &mut Guard,
+        index: DeviceIndex,
+        missing: u32,
+        deadline: Instant,
+    ) -> Result<()> {
+        let until = within(deadline, DEAD_LINK_LIMIT);
+        let mut missing = missing;
+        loop {
+            let (kernel_ends, ends) = socket_pairs(missing)?;
+            let identity = guard.record.identity();
+            self.kernel
+                .command("give the device new connections", deadline, move |kernel| {
+                    kernel.reconfigure(index, &identity, kernel_ends)
+                })
+                .await?;
+            self.point("reconfigured, not served").await;
+            let taken: Vec<OwnedFd> = ends.into_iter().filter(|end| !hung_up(end)).collect();
+            missing -= u32::try_from(taken.len()).unwrap_or(missing).min(missing);
+            if !taken.is_empty() {
+                self.serve(guard, taken, within(deadline, SERVE_LIMIT)).await?;
+            }
+            if missing == 0 {
+                self.counted(guard).await;
+                tracing::info!(mapping = guard.record.name, device = index, "reconnected");
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                let message = format!(
+                    "/dev/nbd{index} does not take new connections: {missing} of its old ones \
+                     still count as alive"
+                );
+                return Err(Error::new(ErrorKind::Unavailable, message));
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn serve(&self, guard: &Guard, ends: Vec<OwnedFd>, deadline: Instant) -> Result<()> {
+        let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
+        worker.serve(ends, deadline).await
+    }
+
+    /// Waits until the worker's counters show its connections, so that the next look does not take
+    /// them for missing. When they never do, the next look decides.
+    async fn counted(&self, guard: &Guard) {
+        let Some(worker) = &guard.worker else { return };
+        let wanted = u64::from(guard.record.options.connections);
+        let until = Instant::now() + COUNTED_LIMIT;
+        while worker.statistics.snapshot().connections < wanted
+            && Instant::now() < until
+            && !worker.has_ended()
+        {
+            sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    async fn renounce(&self, guard: &mut Guard) -> Result<()> {
+        if guard.renounced {
+            return Ok(());
+        }
+        // Nothing was ever recorded of a map that failed early.
+        if guard.record.worker.is_some() {
+            guard.record.intent = Intent::Unmapped;
+            self.store(guard).await?;
+        }
+        guard.renounced = true;
+        Ok(())
+    }
+
+    async fn disconnect(&self, guard: &Guard, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        // The flush took time; somebody may have opened the device meanwhile.
+        let holders = self.holders(index, deadline).await?;
+        if !holders.is_empty() {
+            return Err(held(&guard.record.name, &holders));
+        }
+        let identity = guard.record.identity();
+        let until = within(deadline, COMMAND_LIMIT);
+        self.kernel
+            .wait("disconnect the device", until, move |kernel| {
+                kernel.disconnect(index, &identity, until.into_std())
+            })
+            .await
+    }
+
+    async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        if let Some(worker) = &guard.worker {
+            worker.stop(STOP_GRACE, deadline).await?;
+        } else if let Some(process) = guard.record.worker.map(|id| self.workers.find(id)) {
+            // It does not speak to us. Its device is gone, so nothing is asked of it any more.
+            if let Some(process) = process? {
+                stop_process(&process, deadline).await?;
+            }
+        }
+        guard.worker = None;
+        Ok(())
+    }
+
+    async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
+        let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        blocking(move || journal.withdraw(&id)).await?;
+        self.workers.forget(&guard.record.mapping_id);
+        guard.withdrawn = true;
+        let volume = Arc::clone(guard.volume());
+        self.register.remove(&volume);
+        let _ = self.changes.send(Change { view: volume.view(), removed: true });
+        Ok(())
+    }
+}
+
+/// What the device is made from. A worker that replaces another must offer no less.
+fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
+    let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
+    let asked = record.options.block_size;
+    let before = record.volume.map(|volume| volume.block_size);
+    let least = ready.minimum_block.max(512);
+    let block_size = before.unwrap_or(if asked == 0 { least } else { asked });
+    if block_size < least || !block_size.is_multiple_of(least) || block_size > 4096 {
+        return Err(invalid(format!("{} needs blocks of {least} bytes", record.uri))
+            .with_repair(format!("map it with a block size that is a multiple of {least}")));
+    }
+    if ready.size == 0 || !ready.size.is_multiple_of(u64::from(block_size)) {
+        let message = format!(
+            "the size of {}, {} bytes, is not a positive multiple of {block_size}",
+            record.uri, ready.size
+        );
+        return Err(invalid(message).with_repair("use a smaller block size, or grow the volume"));
+    }
+    if record.options.connections > 1 && ready.transmission_flags & CAN_MULTI_CONN == 0 {
+        let message = format!("{} cannot be used over several connections", record.uri);
+        return Err(invalid(message).with_repair("map it with connections=1"));
+    }
+    if let Some(before) = record.volume
+        && before.transmission_flags & !ready.transmission_flags != 0
+    {
+        let message = format!("{} can do less than when its device was made", record.uri);
+        return Err(Error::new(ErrorKind::Internal, message));
+    }
+    Ok(Volume {
+        size: ready.size,
+        block_size,
+        transmission_flags: record
+            .volume
+            .map_or(ready.transmission_flags, |v| v.transmission_flags),
+        outlives_worker: ready.outlives_worker,
+    })
+}
+
+fn no_worker(record: &Record) -> Error {
+    Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
+}
+
+/// Connected pairs: the kernel's ends, and the worker's.
+fn socket_pairs(count: u32) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
+    (0..count)
+        .map(|_| UnixStream::pair().map(|(kernel, worker)| (kernel.into(), worker.into())))
+        .collect::<std::io::Result<_>>()
+        .map_err(|error| {
+            Error::from_io("cannot make sockets for the kernel", error)
+                .with_repair("raise the daemon's limit of open files (LimitNOFILE=)")
+        })
+}
+
+/// Whether nobody has the other end.
+fn hung_up(socket: &OwnedFd) -> bool {
+    let mut set = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    let polled = poll(&mut set, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    polled && set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
+}
+
+fn within(deadline: Instant, limit: Duration) -> Instant {
+    deadline.min(Instant::now() + limit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::mapping::Options;
+
+    fn record(connections: u32, block_size: u32) -> Record {
+        Record {
+            version: Record::VERSION,
+            mapping_id: "00000000000000aa".into(),
+            name: "v".into(),
+            uri: "file:/v".into(),
+            options: Options {
+                read_only: false,
+                connections,
+                block_size,
+                dead_connection_timeout_s: 1,
+                replay_delay_ms: 0,
+            },
+            intent: Intent::Mapped,
+            generation: 1,
+            worker: None,
+            volume: None,
+            established: false,
+            created_at_s: 0,
+            boot_id: String::new(),
+        }
+    }
+
+    fn ready(size: u64, minimum_block: u32, transmission_flags: u16) -> Ready {
+        Ready {
+            version: PROTOCOL_VERSION,
+            mapping_id: "00000000000000aa".into(),
+            generation: 1,
+            pid: 1,
+            size,
+            minimum_block,
+            preferred_block: 4096,
+            transmission_flags,
+            outlives_worker: true,
+            connections: 0,
+        }
+    }
+
+    #[test]
+    fn a_device_fits_its_volume() {
+        let volume = volume_of(&record(1, 0), &ready(8192, 1, 1)).unwrap();
+        assert_eq!((volume.size, volume.block_size), (8192, 512));
+        assert_eq!(volume_of(&record(1, 0), &ready(8192, 4096, 1)).unwrap().block_size, 4096);
+        assert_eq!(volume_of(&record(1, 4096), &ready(8192, 512, 1)).unwrap().block_size, 4096);
+        for (record, ready) in [
+            (record(1, 512), ready(8192, 4096, 1)),
+            (record(1, 0), ready(0, 1, 1)),
+            (record(1, 0), ready(1000, 1, 1)),
+            (record(1, 0), ready(65536, 8192, 1)),
+            (record(2, 0), ready(8192, 1, 1)),
+        ] {
+            let error = volume_of(&record, &ready).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{}", error.report());
+        }
+        volume_of(&record(2, 0), &ready(8192, 1, 1 | CAN_MULTI_CONN)).unwrap();
+    }
+
+    #[test]
+    fn a_later_worker_offers_no_less() {
+        let mut record = record(1, 0);
+        record.volume = Some(volume_of(&record, &ready(8192, 1, 5)).unwrap());
+        assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
+        let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
+        assert_eq!(volume.transmission_flags, 5);
+    }
+
+    #[test]
+    fn a_dropped_socket_shows() {
+        let (kernel, ours) = socket_pairs(1).unwrap();
+        assert!(!hung_up(&ours[0]));
+        drop(kernel);
+        assert!(hung_up(&ours[0]));
+    }
+}

@@ -1,0 +1,265 @@
+//! One mapping in the supervisor's memory, its guard, and the register of all.
+//!
+//! Who changes a mapping holds its [`Guard`]; a second one is refused at once. Who only looks reads
+//! the [`View`], which never waits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{OwnedMutexGuard, mpsc};
+use tokio::time::Instant;
+
+use super::mapping::{Record, SeenDevice, State};
+use super::workers::Worker;
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::{DeviceIndex, DevicePaths, Holder};
+use crate::statistics::Page;
+
+/// What the guard protects.
+pub struct Core {
+    /// What the journal holds, or will.
+    pub record: Record,
+    /// The worker, if we have a channel to it.
+    pub worker: Option<Worker>,
+    /// Counters; they outlive their worker.
+    pub statistics: Option<Page>,
+    /// Where the device is, once it has been seen.
+    pub paths: Option<DevicePaths>,
+    /// Whether the journal says that it is being taken down.
+    pub renounced: bool,
+    /// Nothing is left of it; who waited for the guard looks for the name again.
+    pub withdrawn: bool,
+    /// Repairs that failed or did not last, in a row.
+    pub failures: u32,
+    /// Since when it has worked without interruption.
+    pub sound_since: Option<Instant>,
+    /// No repair before.
+    pub not_before: Option<Instant>,
+}
+
+impl Core {
+    /// Of a record that nothing else is known of.
+    pub fn new(record: Record) -> Self {
+        Self {
+            record,
+            worker: None,
+            statistics: None,
+            paths: None,
+            renounced: false,
+            withdrawn: false,
+            failures: 0,
+            sound_since: None,
+            not_before: None,
+        }
+    }
+}
+
+/// What everybody may see at any time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct View {
+    /// What is wanted.
+    pub record: Record,
+    /// How it is doing.
+    pub state: State,
+    /// Why, beyond the state: the last failure of a repair under way, say.
+    pub message: String,
+    /// Its device.
+    pub device: Option<SeenDevice>,
+    /// Where the device is.
+    pub paths: Option<DevicePaths>,
+    /// 0: none.
+    pub worker_pid: u32,
+    /// Who holds it, where somebody has looked.
+    pub holders: Vec<Holder>,
+}
+
+impl View {
+    /// The device's node, as far as known.
+    pub fn node(&self) -> Option<PathBuf> {
+        let known = self.paths.as_ref().map(|paths| paths.node.clone());
+        known.or_else(|| self.device.map(|device| node_of(device.index)))
+    }
+}
+
+/// `/dev/nbdN`.
+pub fn node_of(index: DeviceIndex) -> PathBuf {
+    PathBuf::from(format!("/dev/nbd{index}"))
+}
+
+/// A mapping.
+pub struct Volume {
+    /// Its name; never changes.
+    pub name: String,
+    /// Its id; never changes.
+    pub mapping_id: String,
+    core: Arc<tokio::sync::Mutex<Core>>,
+    view: Mutex<View>,
+    statistics: Mutex<Option<Page>>,
+    /// Something happened while somebody held the guard.
+    again: AtomicBool,
+    attention: mpsc::Sender<String>,
+}
+
+/// The right to change a mapping.
+pub struct Guard {
+    volume: Arc<Volume>,
+    core: OwnedMutexGuard<Core>,
+}
+
+impl Volume {
+    /// Of a record. `attention` gets its name when it should be looked at.
+    pub fn new(record: Record, attention: mpsc::Sender<String>) -> Self {
+        let view = View {
+            record: record.clone(),
+            state: State::Mapping,
+            message: String::new(),
+            device: None,
+            paths: None,
+            worker_pid: 0,
+            holders: Vec::new(),
+        };
+        Self {
+            name: record.name.clone(),
+            mapping_id: record.mapping_id.clone(),
+            core: Arc::new(tokio::sync::Mutex::new(Core::new(record))),
+            view: Mutex::new(view),
+            statistics: Mutex::new(None),
+            again: AtomicBool::new(false),
+            attention,
+        }
+    }
+
+    /// The right to change it.
+    ///
+    /// # Errors
+    /// `Aborted` when somebody else has it.
+    pub fn enter(self: &Arc<Self>) -> Result<Guard> {
+        let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| {
+            let message = format!("another operation on {} is under way", self.name);
+            Error::new(ErrorKind::Aborted, message).with_repair("try again when it has ended")
+        })?;
+        Ok(Guard { volume: Arc::clone(self), core })
+    }
+
+    /// As [`Volume::enter`]; and when somebody else has it, the mapping is looked at afterwards.
+    pub fn enter_or_later(self: &Arc<Self>) -> Option<Guard> {
+        self.again.store(true, Ordering::SeqCst);
+        let guard = self.enter().ok()?;
+        self.again.store(false, Ordering::SeqCst);
+        Some(guard)
+    }
+
+    /// How it is doing.
+    pub fn view(&self) -> View {
+        lock(&self.view).clone()
+    }
+
+    /// Its counters, if it ever had any.
+    pub fn statistics(&self) -> Option<Page> {
+        lock(&self.statistics).clone()
+    }
+
+    /// Changes what everybody sees; says whether anything did change.
+    pub fn update(&self, change: impl FnOnce(&mut View)) -> Option<View> {
+        let mut view = lock(&self.view);
+        let before = view.clone();
+        change(&mut view);
+        (*view != before).then(|| view.clone())
+    }
+
+    /// Shows the counters of a worker.
+    pub fn show_statistics(&self, page: Option<Page>) {
+        *lock(&self.statistics) = page;
+    }
+}
+
+impl Guard {
+    /// Whose.
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+}
+
+impl std::ops::Deref for Guard {
+    type Target = Core;
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl std::ops::DerefMut for Guard {
+    fn deref_mut(&mut self) -> &mut Core {
+        &mut self.core
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if self.volume.again.swap(false, Ordering::SeqCst) {
+            // A full queue: the next sweep finds it.
+            let _ = self.volume.attention.try_send(self.volume.name.clone());
+        }
+    }
+}
+
+/// Every mapping, by name.
+#[derive(Default)]
+pub struct Register(Mutex<BTreeMap<String, Arc<Volume>>>);
+
+impl Register {
+    /// The mapping called `name`, or else the new one that `make` gives, and whether it is new.
+    ///
+    /// # Errors
+    /// `NoSpace` beyond `limit` mappings.
+    pub fn find_or_insert(
+        &self,
+        name: &str,
+        limit: usize,
+        make: impl FnOnce() -> Volume,
+    ) -> Result<(Arc<Volume>, Option<Guard>)> {
+        let mut volumes = lock(&self.0);
+        if let Some(volume) = volumes.get(name) {
+            return Ok((Arc::clone(volume), None));
+        }
+        if volumes.len() >= limit {
+            let message = format!("{limit} mappings exist, which is the daemon's limit");
+            return Err(Error::new(ErrorKind::NoSpace, message)
+                .with_repair("unmap some, or raise limits.mappings in the configuration"));
+        }
+        let volume = Arc::new(make());
+        // Entered before anybody else can see it.
+        let guard = volume.enter()?;
+        volumes.insert(name.to_owned(), Arc::clone(&volume));
+        Ok((volume, Some(guard)))
+    }
+
+    /// The mapping called `name`.
+    pub fn get(&self, name: &str) -> Option<Arc<Volume>> {
+        lock(&self.0).get(name).cloned()
+    }
+
+    /// All, in the order of their names.
+    pub fn all(&self) -> Vec<Arc<Volume>> {
+        lock(&self.0).values().cloned().collect()
+    }
+
+    /// The ids of all.
+    pub fn ids(&self) -> BTreeSet<String> {
+        lock(&self.0).values().map(|volume| volume.mapping_id.clone()).collect()
+    }
+
+    /// Forgets `volume`, if it is still the one of its name.
+    pub fn remove(&self, volume: &Arc<Volume>) {
+        let mut volumes = lock(&self.0);
+        if volumes.get(&volume.name).is_some_and(|found| Arc::ptr_eq(found, volume)) {
+            volumes.remove(&volume.name);
+        }
+    }
+}
+
+/// The lock, whoever panicked with it: every change under it is complete.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

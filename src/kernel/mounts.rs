@@ -1,0 +1,299 @@
+//! Who uses a block device, as /proc tells: mounts in every mount namespace, openers, swap.
+//!
+//! Bounded in what it reads; beyond a bound it fails rather than call a held device free.
+
+use std::collections::HashSet;
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::Holder;
+use super::sysfs::{Family, parse_number};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sys::descriptor::{DeviceNumber, block_device};
+
+/// Bytes of one mountinfo; a mount takes about 150.
+const MOUNTINFO_MAX: u64 = 64 << 20;
+const PROCESSES_MAX: usize = 1 << 17;
+const DESCRIPTORS_MAX: usize = 1 << 21;
+const HOLDERS_MAX: usize = 4096;
+
+/// `/proc`, or what stands for it.
+#[derive(Debug, Clone)]
+pub(super) struct Proc(pub(super) PathBuf);
+
+/// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Mount {
+    pub(crate) number: DeviceNumber,
+    pub(crate) path: PathBuf,
+    pub(crate) filesystem: String,
+    pub(crate) source: OsString,
+}
+
+impl Proc {
+    /// Mounts, openers and swap on the device or its partitions.
+    pub(super) fn holders(&self, family: &Family) -> Result<Vec<Holder>> {
+        let mut holders = Vec::new();
+        let own = self.view("self");
+        let mut seen: HashSet<View> = own.into_iter().collect();
+        self.mounts("self", None, family, &mut holders)?;
+        let mut descriptors = 0;
+        for pid in self.processes()? {
+            let process = pid.to_string();
+            // Processes that see the same mounts are asked once.
+            if let Some(view) = self.view(&process)
+                && seen.insert(view)
+            {
+                self.mounts(&process, Some(pid), family, &mut holders)?;
+            }
+            if self.opens(&process, family, &mut descriptors)? {
+                let command = fs::read_to_string(self.0.join(&process).join("comm"));
+                let command = command.unwrap_or_default().trim_end().to_owned();
+                holders.push(Holder::Process { pid, command });
+            }
+            if holders.len() > HOLDERS_MAX {
+                return Err(too_much("holders"));
+            }
+        }
+        let swaps = fs::read(self.0.join("swaps")).unwrap_or_default();
+        let swap = parse_swaps(&swaps).any(|path| is_ours(Path::new(&path), family));
+        holders.extend(swap.then(|| Holder::Device { name: "swap".into() }));
+        Ok(holders)
+    }
+
+    fn processes(&self) -> Result<Vec<u32>> {
+        let unreadable = |error| Error::from_io(format!("cannot read {}", self.0.display()), error);
+        let entries = fs::read_dir(&self.0).map_err(unreadable)?;
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let mut pids: Vec<u32> = names.filter_map(|name| name.parse().ok()).collect();
+        if pids.len() > PROCESSES_MAX {
+            return Err(too_much("processes"));
+        }
+        pids.sort_unstable();
+        Ok(pids)
+    }
+
+    /// What of the mounts a process sees: its namespace and its root. `None` when it is gone.
+    fn view(&self, process: &str) -> Option<View> {
+        let directory = self.0.join(process);
+        let namespace = fs::read_link(directory.join("ns/mnt")).ok()?;
+        let root = fs::metadata(directory.join("root")).ok();
+        Some((namespace, root.map(|root| (root.dev(), root.ino()))))
+    }
+
+    fn mounts(
+        &self,
+        process: &str,
+        namespace_pid: Option<u32>,
+        family: &Family,
+        holders: &mut Vec<Holder>,
+    ) -> Result<()> {
+        let path = self.0.join(process).join("mountinfo");
+        let text = match read_bounded(&path, MOUNTINFO_MAX) {
+            Ok(text) => text,
+            // A process that went meanwhile, or (EINVAL) has no mount namespace any more.
+            Err(_) if namespace_pid.is_some() => return Ok(()),
+            Err(error) => {
+                return Err(Error::from_io(format!("cannot read {}", path.display()), error));
+            }
+        };
+        if text.len() as u64 > MOUNTINFO_MAX {
+            return Err(too_much("mounts"));
+        }
+        for mount in parse_mountinfo(&text).filter(|mount| mount.is_on(family)) {
+            let Mount { path, filesystem, .. } = mount;
+            holders.push(Holder::Mount { path, filesystem, namespace_pid });
+        }
+        Ok(())
+    }
+
+    /// Whether the process has the device open.
+    fn opens(&self, process: &str, family: &Family, descriptors: &mut usize) -> Result<bool> {
+        // Another user's process, where we are not root, or one that is gone.
+        let Ok(entries) = fs::read_dir(self.0.join(process).join("fd")) else { return Ok(false) };
+        for entry in entries.filter_map(io::Result::ok) {
+            *descriptors += 1;
+            if *descriptors > DESCRIPTORS_MAX {
+                return Err(too_much("open files"));
+            }
+            // By number, not by name: the node may have any name, in any namespace.
+            let number = block_device(&entry.path()).ok().flatten();
+            if number.is_some_and(|number| family.numbers.contains(&number)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+type View = (PathBuf, Option<(u64, u64)>);
+
+impl Mount {
+    /// Whether the filesystem lies on one of these devices. A filesystem with a device number of
+    /// its own (btrfs: major 0) is known by its source.
+    fn is_on(&self, family: &Family) -> bool {
+        family.numbers.contains(&self.number)
+            || self.number.major == 0 && is_ours(Path::new(&self.source), family)
+    }
+}
+
+/// Reads mountinfo; lines that are not understood are skipped.
+pub(crate) fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
+    text.split(|byte| *byte == b'\n').filter_map(parse_mount)
+}
+
+/// `36 35 98:0 /root /mount/point options [optional]... - type source super-options`
+fn parse_mount(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let number = parse_number(std::str::from_utf8(fields.nth(2)?).ok()?)?;
+    let path = PathBuf::from(unescape(fields.nth(1)?));
+    let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
+    let filesystem = String::from_utf8_lossy(fields.next()?).into_owned();
+    let source = unescape(fields.next()?);
+    Some(Mount { number, path, filesystem, source })
+}
+
+/// The paths in /proc/swaps, after its heading.
+pub(super) fn parse_swaps(text: &[u8]) -> impl Iterator<Item = OsString> {
+    let lines = text.split(|byte| *byte == b'\n').skip(1);
+    lines.filter_map(|line| {
+        let end = line.iter().position(|byte| matches!(byte, b' ' | b'\t'))?;
+        (end > 0).then(|| unescape(&line[..end]))
+    })
+}
+
+/// Undoes the kernel's `\ooo` (fs/seq_file.c, `mangle_path`).
+fn unescape(field: &[u8]) -> OsString {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, after)) = rest.split_first() {
+        let octal = match rest {
+            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', ..] => {
+                Some((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'))
+            }
+            _ => None,
+        };
+        plain.push(octal.unwrap_or(byte));
+        rest = if octal.is_some() { &rest[4..] } else { after };
+    }
+    OsString::from_vec(plain)
+}
+
+/// Whether a path names one of these devices: by the kernel's name for it, or by its number.
+fn is_ours(path: &Path, family: &Family) -> bool {
+    let Ok(name) = path.strip_prefix("/dev") else { return false };
+    let by_name = family.names.iter().any(|ours| OsStr::new(ours) == name.as_os_str());
+    by_name
+        || block_device(path).ok().flatten().is_some_and(|number| family.numbers.contains(&number))
+}
+
+fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    fs::File::open(path)?.take(limit + 1).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+fn too_much(what: &str) -> Error {
+    let message = format!("too many {what} on this machine to tell who uses the device");
+    Error::new(ErrorKind::Unavailable, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::fs::symlink;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MOUNTINFO: &[u8] = b"\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro
+36 22 43:32 / /mnt/my\\040data rw,noatime - ext4 /dev/nbd1 rw
+37 22 43:33 /sub /mnt/part rw,noatime shared:2 master:1 - xfs /dev/nbd1p1 rw
+38 22 0:45 / /mnt/btrfs rw - btrfs /dev/nbd1 rw
+39 22 0:46 / /proc rw - proc proc rw
+broken line
+40 22 43:64 / /mnt/other rw - ext4 /dev/nbd2 rw
+";
+
+    fn family() -> Family {
+        let number = |minor| DeviceNumber { major: 43, minor };
+        let names = vec!["nbd1".to_owned(), "nbd1p1".to_owned()];
+        Family { names, numbers: vec![number(32), number(33)] }
+    }
+
+    #[test]
+    fn mounts_on_a_device_are_found() {
+        let ours: Vec<_> = parse_mountinfo(MOUNTINFO).filter(|m| m.is_on(&family())).collect();
+        let paths: Vec<_> = ours.iter().map(|mount| mount.path.to_str().unwrap()).collect();
+        assert_eq!(paths, ["/mnt/my data", "/mnt/part", "/mnt/btrfs"]);
+        assert_eq!(ours[1].filesystem, "xfs");
+        assert_eq!(parse_mountinfo(MOUNTINFO).count(), 6);
+    }
+
+    #[test]
+    fn swaps_are_read() {
+        let text = b"Filename\t\tType\t\tSize\n/dev/nbd1p1                  partition\t1\n/swap\\040file file\t1\n";
+        let found: Vec<_> = parse_swaps(text).collect();
+        assert_eq!(found, ["/dev/nbd1p1", "/swap file"]);
+        assert!(is_ours(Path::new("/dev/nbd1p1"), &family()));
+        assert!(!is_ours(Path::new("/dev/nbd10"), &family()));
+    }
+
+    /// Two namespaces, three processes; each namespace is told once.
+    #[test]
+    fn every_namespace_is_asked_once() {
+        let root = tempfile::tempdir().unwrap();
+        for (process, namespace) in [("self", 1), ("10", 1), ("20", 2), ("30", 2)] {
+            let directory = root.path().join(process);
+            fs::create_dir_all(directory.join("ns")).unwrap();
+            symlink(format!("mnt:[{namespace}]"), directory.join("ns/mnt")).unwrap();
+            fs::write(directory.join("mountinfo"), MOUNTINFO).unwrap();
+        }
+        let swaps = "Filename Type\n/dev/nbd1 partition\n";
+        fs::write(root.path().join("swaps"), swaps).unwrap();
+        let holders = Proc(root.path().to_owned()).holders(&family()).unwrap();
+        let pids: Vec<_> = holders
+            .iter()
+            .filter_map(|holder| match holder {
+                Holder::Mount { namespace_pid, .. } => Some(*namespace_pid),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(pids, [None, None, None, Some(20), Some(20), Some(20)]);
+        assert_eq!(holders.last(), Some(&Holder::Device { name: "swap".into() }));
+    }
+
+    #[test]
+    fn our_own_machine_can_be_read() {
+        Proc("/proc".into()).holders(&family()).unwrap();
+    }
+
+    proptest! {
+        #[test]
+        fn names_survive_the_kernels_escapes(name in proptest::collection::vec(1u8.., 0..40)) {
+            let mut escaped = Vec::new();
+            for &byte in &name {
+                match byte {
+                    b' ' | b'\t' | b'\n' | b'\\' | b'#' => {
+                        escaped.extend(format!("\\{byte:03o}").bytes());
+                    }
+                    _ => escaped.push(byte),
+                }
+            }
+            let plain = unescape(&escaped);
+            prop_assert_eq!(plain.as_bytes(), &name[..]);
+        }
+
+        #[test]
+        fn no_text_makes_the_reader_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+            parse_mountinfo(&text).for_each(drop);
+            parse_swaps(&text).for_each(drop);
+        }
+    }
+}

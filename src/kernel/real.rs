@@ -1,0 +1,344 @@
+//! The kernel that this machine runs.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError};
+
+use super::disposable::Disposable;
+use super::events::Hub;
+use super::mounts::Proc;
+use super::netlink::{self, Netlink};
+use super::sysfs::Sysfs;
+use super::udev::{Missing, Names};
+use super::{
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent,
+    module_missing, not_ours,
+};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Bound on netlink commands that are given no deadline.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bound on loading the module.
+const MODPROBE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a device may lack its symlink before the kernel is asked to announce it again. udev may
+/// look before the kernel has made `backend`: CONNECT announces the size first (nbd_genl_connect).
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(200);
+/// Events are hints; without one, things are looked at again after this, doubling.
+const LOOK_AGAIN_MIN: Duration = Duration::from_millis(2);
+const LOOK_AGAIN_MAX: Duration = Duration::from_millis(500);
+/// How long udev may take to remove a symlink before it is removed here.
+const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The nbd driver of the running kernel, with udev, sysfs and /proc.
+#[derive(Debug)]
+pub struct RealKernel {
+    sysfs: Sysfs,
+    proc: Proc,
+    names: Names,
+    threads: Disposable,
+    netlink: Netlink,
+    hub: Mutex<Option<Arc<Hub>>>,
+    loads_module: bool,
+}
+
+impl RealKernel {
+    /// The kernel; udev properties go under `run_directory` (see `systemd/60-cleat.rules`, which
+    /// names [`super::udev::RUN_DIRECTORY`]; with another one the symlinks are made here).
+    pub fn new(run_directory: &Path) -> Self {
+        let threads = Disposable::default();
+        let names = Names { dev: PathBuf::from("/dev"), run: run_directory.to_owned() };
+        if names.links_are_ours() {
+            tracing::info!("no udevd with our rule: symlinks are made by cleat itself");
+        }
+        Self {
+            sysfs: Sysfs(PathBuf::from("/sys")),
+            proc: Proc(PathBuf::from("/proc")),
+            names,
+            netlink: Netlink::new(threads.clone()),
+            threads,
+            hub: Mutex::new(None),
+            loads_module: true,
+        }
+    }
+
+    /// Whether the driver is loaded where it is missing; it is, unless told otherwise.
+    #[must_use]
+    pub fn loading_module(mut self, loads_module: bool) -> Self {
+        self.loads_module = loads_module;
+        self
+    }
+
+    /// The driver's own list: each device's index and whether it is configured.
+    ///
+    /// # Errors
+    /// As [`Kernel::connect`].
+    pub fn status(&self) -> Result<Vec<(DeviceIndex, bool)>> {
+        self.netlink.status(Instant::now() + COMMAND_TIMEOUT)
+    }
+}
+
+/// Whether the nbd driver answers. Loads nothing.
+///
+/// # Errors
+/// `Unsupported` when it is not loaded; `TimedOut` when a stuck command blocks it.
+pub fn probe(deadline: Instant) -> Result<()> {
+    Disposable::default().run("answer for nbd", deadline, netlink::probe, |_| ())?
+}
+
+impl Kernel for RealKernel {
+    fn connect(&self, spec: ConnectSpec) -> Result<DeviceIndex> {
+        self.load_module()?;
+        let identity = spec.identity.clone();
+        let replay_delay = spec.replay_delay;
+        self.names.publish(&identity)?;
+        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        let index = self.netlink.connect(spec, deadline).inspect_err(|_| {
+            self.names.withdraw(&identity);
+        })?;
+        // As early as can be: a request keeps the deadline that it was started with.
+        let prepared = replay_delay
+            .map_or(Ok(()), |delay| self.sysfs.set_replay_delay(index, delay))
+            .and_then(|()| match self.names.links_are_ours() {
+                true => self.names.make_link(index, &identity),
+                false => Ok(()),
+            });
+        if let Err(error) = prepared {
+            let undone = self.disconnect(index, &identity, Instant::now() + COMMAND_TIMEOUT);
+            if let Err(undone) = undone {
+                tracing::error!(index, error = undone.report(), "a device is left behind");
+            }
+            return Err(error);
+        }
+        Ok(index)
+    }
+
+    fn reconfigure(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        sockets: Vec<OwnedFd>,
+    ) -> Result<()> {
+        self.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        self.netlink.reconfigure(index, identity, sockets, None, deadline)
+    }
+
+    fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()> {
+        self.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        self.netlink.reconfigure(index, identity, Vec::new(), Some(size), deadline)
+    }
+
+    fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
+        if self.connected_device(index, identity)?.is_some() {
+            match self.netlink.disconnect(index, deadline) {
+                // It went by itself.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                result => result?,
+            }
+            // No event follows the end of `pid` (nbd_config_put announces the change before it).
+            let gone = self.wait(deadline, None, || {
+                let device = self.connected_device(index, identity)?;
+                Ok(device.is_none().then_some(()))
+            })?;
+            gone.ok_or_else(|| still_configured(index))?;
+        }
+        self.withdraw(index, identity, deadline)
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.sysfs.devices()
+    }
+
+    fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
+        let family = self.sysfs.family(index)?;
+        let mut holders = self.proc.holders(&family)?;
+        let stacked = self.sysfs.stacked(index, &family)?;
+        holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
+        Ok(holders)
+    }
+
+    fn wait_ready(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        size: u64,
+        deadline: Instant,
+    ) -> Result<DevicePaths> {
+        let hints = self.events().ok();
+        let paths = self.names.paths(index, identity);
+        let mut announced = Instant::now();
+        let mut missing = None;
+        let ready = self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
+            let device = self.connected_device(index, identity)?;
+            let device = device.ok_or_else(|| not_ours(index, identity))?;
+            let family = self.sysfs.family(index)?;
+            let Some(number) = family.numbers.first() else { return Ok(None) };
+            missing = if device.size == size {
+                self.names.missing(index, identity, *number).map(NotReady::Name)
+            } else {
+                Some(NotReady::Size(device.size))
+            };
+            let Some(NotReady::Name(Missing::Symlink | Missing::WrongSymlink(_))) = &missing else {
+                return Ok(missing.is_none().then_some(()));
+            };
+            if announced.elapsed() >= ANNOUNCE_AFTER {
+                self.sysfs.announce(index);
+                announced = Instant::now();
+            }
+            Ok(None)
+        })?;
+        match (ready, missing) {
+            (Some(()), _) => Ok(paths),
+            (None, missing) => Err(not_ready(index, size, &paths, missing)),
+        }
+    }
+
+    fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+        let node = self.names.node(index);
+        let what = format!("flush {}", node.display());
+        // Opened for reading: closing it then makes no udev watch look at the device again.
+        let call = move || File::open(node).and_then(|node| node.sync_all());
+        let flushed = self.threads.run(&what, deadline, call, drop)?;
+        flushed.map_err(|error| Error::from_io(format!("cannot {what}"), error))
+    }
+
+    fn events(&self) -> Result<Receiver<KernelEvent>> {
+        let mut hub = self.hub.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(hub) = hub.as_ref() {
+            return Ok(hub.subscribe());
+        }
+        self.load_module()?;
+        let started = hub.insert(Arc::new(Hub::start()?));
+        Ok(started.subscribe())
+    }
+}
+
+/// Why a device is not ready yet.
+enum NotReady {
+    Size(u64),
+    Name(Missing),
+}
+
+impl RealKernel {
+    /// The device, if it is connected as that identity.
+    fn connected_device(&self, index: DeviceIndex, identity: &Identity) -> Result<Option<Device>> {
+        let device = self.sysfs.device(index)?.filter(|device| device.connected);
+        Ok(device.filter(|device| device.backend.as_deref() == Some(identity.as_str())))
+    }
+
+    /// Takes the names away. A device without its properties loses the symlink at its next event.
+    fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
+        let elsewhere = self.sysfs.devices()?;
+        if elsewhere.iter().any(|device| device.identity().as_ref() == Some(identity)) {
+            return Ok(());
+        }
+        self.names.withdraw(identity);
+        if !self.names.links_are_ours() && self.names.link_leads_to(index, identity) {
+            self.sysfs.announce(index);
+            let deadline = deadline.min(Instant::now() + UNLINK_TIMEOUT);
+            let hints = self.events().ok();
+            self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
+                Ok((!self.names.link_leads_to(index, identity)).then_some(()))
+            })?;
+        }
+        self.names.remove_link(index, identity);
+        Ok(())
+    }
+
+    /// Looks until there is something, an error, or the deadline (`None`): at every hint about the
+    /// device, and again after a while, because hints may be lost.
+    fn wait<T>(
+        &self,
+        deadline: Instant,
+        hints: Option<(&Receiver<KernelEvent>, DeviceIndex)>,
+        mut look: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let mut pause = LOOK_AGAIN_MIN;
+        loop {
+            if let Some(found) = look()? {
+                return Ok(Some(found));
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(None);
+            }
+            let until = deadline.min(now + pause);
+            match hints {
+                Some((hints, index)) => await_hint(hints, index, until),
+                None => std::thread::sleep(until - now),
+            }
+            pause = (pause * 2).min(LOOK_AGAIN_MAX);
+        }
+    }
+
+    /// Loads the driver where it is not there.
+    fn load_module(&self) -> Result<()> {
+        // Exists for a driver that is built in, too, because nbd has parameters.
+        let loaded = self.sysfs.0.join("module/nbd");
+        if loaded.exists() {
+            return Ok(());
+        }
+        if !self.loads_module {
+            return Err(module_missing());
+        }
+        let program = std::fs::read_to_string(self.proc.0.join("sys/kernel/modprobe"));
+        let program = program.map(|program| program.trim().to_owned()).unwrap_or_default();
+        let program = if program.is_empty() { "/sbin/modprobe".to_owned() } else { program };
+        let call = move || Command::new(program).arg("nbd").env_clear().output();
+        let deadline = Instant::now() + MODPROBE_TIMEOUT;
+        let output = self.threads.run("load the module nbd", deadline, call, drop)?;
+        match output {
+            _ if loaded.exists() => Ok(()),
+            Ok(output) => {
+                let said = String::from_utf8_lossy(&output.stderr);
+                Err(module_missing().with_source(said.trim().chars().take(500).collect::<String>()))
+            }
+            Err(error) => Err(module_missing().with_source(error)),
+        }
+    }
+}
+
+/// Waits for an event of the device, or until then.
+fn await_hint(hints: &Receiver<KernelEvent>, index: DeviceIndex, until: Instant) {
+    loop {
+        match hints.recv_deadline(until) {
+            Ok(KernelEvent::Changed(changed)) if changed == index => return,
+            Ok(_) => {}
+            Err(RecvTimeoutError::Timeout) => return,
+            Err(RecvTimeoutError::Disconnected) => {
+                return std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            }
+        }
+    }
+}
+
+fn not_ready(
+    index: DeviceIndex,
+    size: u64,
+    paths: &DevicePaths,
+    missing: Option<NotReady>,
+) -> Error {
+    let (what, hint) = match missing {
+        Some(NotReady::Size(found)) => {
+            let what = format!("/dev/nbd{index} has {found} bytes instead of {size}");
+            (what, "the kernel has not taken the new size over; see `dmesg`")
+        }
+        Some(NotReady::Name(missing)) => missing.explain(paths),
+        None => (format!("/dev/nbd{index} has no device number"), "see `dmesg`"),
+    };
+    Error::new(ErrorKind::TimedOut, format!("the device is not ready in time: {what}"))
+        .with_repair(hint)
+}
+
+fn still_configured(index: DeviceIndex) -> Error {
+    let message =
+        format!("/dev/nbd{index} is disconnected, but somebody keeps it open, so it is not free");
+    Error::new(ErrorKind::TimedOut, message)
+        .with_repair(format!("end what holds it: see `fuser -v /dev/nbd{index}`"))
+}

@@ -1,0 +1,245 @@
+//! Names: the properties that our udev rule reads, the device node, the symlink.
+//!
+//! `systemd/60-cleat.rules` imports `<run directory>/udev/<identity>` for a device with that
+//! identity. Where no udevd runs, or our rule is not installed, the symlink is made here instead.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{DeviceIndex, DevicePaths, Identity};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sys::descriptor::{DeviceNumber, block_device};
+
+/// The run directory that the rule names.
+pub const RUN_DIRECTORY: &str = "/run/cleat";
+
+/// The rule's file.
+pub const RULE: &str = "60-cleat.rules";
+
+/// Where udev looks for rules (udev(7)).
+const RULE_DIRECTORIES: [&str; 5] = [
+    "/etc/udev/rules.d",
+    "/run/udev/rules.d",
+    "/usr/local/lib/udev/rules.d",
+    "/usr/lib/udev/rules.d",
+    "/lib/udev/rules.d",
+];
+
+/// Where udevd takes its orders; exists while one runs.
+const UDEV_CONTROL: &str = "/run/udev/control";
+
+/// The places that names live in; parameters, so that tests bring their own.
+#[derive(Debug, Clone)]
+pub(super) struct Names {
+    pub(super) dev: PathBuf,
+    pub(super) run: PathBuf,
+}
+
+/// What a device still lacks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Missing {
+    Node,
+    /// The node is there, but is another device.
+    WrongNode,
+    Symlink,
+    /// Where the symlink leads instead.
+    WrongSymlink(PathBuf),
+}
+
+/// Whether udevd runs here.
+pub fn udevd_runs() -> bool {
+    Path::new(UDEV_CONTROL).exists()
+}
+
+/// Whether our rule is installed where udevd of this mount namespace looks.
+pub fn rule_installed() -> bool {
+    RULE_DIRECTORIES.iter().any(|directory| Path::new(directory).join(RULE).exists())
+}
+
+impl Names {
+    /// The paths under which the device is to be found.
+    pub(super) fn paths(&self, index: DeviceIndex, identity: &Identity) -> DevicePaths {
+        let symlink = self.dev.join(format!("disk/by-id/cleat-{}", identity.name()));
+        DevicePaths { node: self.node(index), symlink }
+    }
+
+    pub(super) fn node(&self, index: DeviceIndex) -> PathBuf {
+        self.dev.join(format!("nbd{index}"))
+    }
+
+    /// Whether the symlink is ours to make.
+    pub(super) fn links_are_ours(&self) -> bool {
+        !udevd_runs() || !rule_installed() || self.run != Path::new(RUN_DIRECTORY)
+    }
+
+    /// Puts the identity's properties in place; before the device appears.
+    pub(super) fn publish(&self, identity: &Identity) -> Result<()> {
+        let path = self.properties(identity)?;
+        let text =
+            format!("CLEAT_NAME={}\nCLEAT_MAPPING_ID={}\n", identity.name(), identity.mapping_id());
+        let directory = self.run.join("udev");
+        fs::create_dir_all(&directory)
+            .and_then(|()| fs::write(&path, text))
+            .map_err(|error| Error::from_io(format!("cannot write {}", path.display()), error))
+    }
+
+    /// Takes the identity's properties away; after the device is gone.
+    pub(super) fn withdraw(&self, identity: &Identity) {
+        let Ok(path) = self.properties(identity) else { return };
+        if let Err(error) = fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(path = %path.display(), %error, "cannot remove udev properties");
+        }
+    }
+
+    /// What the device lacks, if anything.
+    pub(super) fn missing(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        number: DeviceNumber,
+    ) -> Option<Missing> {
+        let paths = self.paths(index, identity);
+        match block_device(&paths.node) {
+            Ok(Some(found)) if found == number => {}
+            Ok(_) => return Some(Missing::WrongNode),
+            Err(_) => return Some(Missing::Node),
+        }
+        match block_device(&paths.symlink) {
+            Ok(Some(found)) if found == number => None,
+            Ok(_) => {
+                let target = fs::canonicalize(&paths.symlink).unwrap_or_default();
+                Some(Missing::WrongSymlink(target))
+            }
+            Err(_) => Some(Missing::Symlink),
+        }
+    }
+
+    /// Makes the symlink, in one step, whatever stood there.
+    pub(super) fn make_link(&self, index: DeviceIndex, identity: &Identity) -> Result<()> {
+        let symlink = self.paths(index, identity).symlink;
+        let failed =
+            |error| Error::from_io(format!("cannot make the symlink {}", symlink.display()), error);
+        if let Some(directory) = symlink.parent() {
+            fs::create_dir_all(directory).map_err(failed)?;
+        }
+        let mut temporary = symlink.clone().into_os_string();
+        temporary.push(format!(".{index}"));
+        let temporary = PathBuf::from(temporary);
+        let _ = fs::remove_file(&temporary);
+        std::os::unix::fs::symlink(format!("../../nbd{index}"), &temporary).map_err(failed)?;
+        fs::rename(&temporary, &symlink).map_err(failed)
+    }
+
+    /// Whether the symlink leads to this device.
+    pub(super) fn link_leads_to(&self, index: DeviceIndex, identity: &Identity) -> bool {
+        let target = fs::read_link(self.paths(index, identity).symlink);
+        let name = format!("nbd{index}");
+        target.is_ok_and(|target| target.file_name().is_some_and(|file| *file == *name))
+    }
+
+    /// Removes the symlink if it leads to this device.
+    pub(super) fn remove_link(&self, index: DeviceIndex, identity: &Identity) {
+        if self.link_leads_to(index, identity) {
+            // Somebody else may have removed it meanwhile.
+            let _ = fs::remove_file(self.paths(index, identity).symlink);
+        }
+    }
+
+    fn properties(&self, identity: &Identity) -> Result<PathBuf> {
+        // Identities become file names here: only those that read back as ours may.
+        if Identity::parse(identity.as_str()).is_none() {
+            let message = format!("{:?} cannot be a device's identity", identity.as_str());
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        Ok(self.run.join("udev").join(identity.as_str()))
+    }
+}
+
+impl Missing {
+    /// What is missing, and what that hints at.
+    pub(super) fn explain(&self, paths: &DevicePaths) -> (String, &'static str) {
+        let node = paths.node.display();
+        let symlink = paths.symlink.display();
+        match self {
+            Self::Node => (
+                format!("{node} does not exist"),
+                "/dev must be a devtmpfs; in a container, mount the host's /dev",
+            ),
+            Self::WrongNode => (
+                format!("{node} is not the kernel's device of that name"),
+                "/dev must be a devtmpfs; in a container, mount the host's /dev",
+            ),
+            Self::Symlink => (
+                format!("{symlink} does not exist"),
+                "udevd may hang or lack the rule: see `udevadm settle` and \
+                 `udevadm test /sys/block/nbdN`; `cleat doctor` checks both",
+            ),
+            Self::WrongSymlink(target) => (
+                format!("{symlink} leads to {}", target.display()),
+                "another device has a symlink of that name: unmap it, or choose another name",
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(root: &Path) -> Names {
+        Names { dev: root.join("dev"), run: root.join("run") }
+    }
+
+    #[test]
+    fn properties_come_and_go() {
+        let root = tempfile::tempdir().unwrap();
+        let names = names(root.path());
+        let identity = Identity::new("00ab", "data");
+        names.publish(&identity).unwrap();
+        let text = fs::read_to_string(root.path().join("run/udev/cleat.00ab.data")).unwrap();
+        assert_eq!(text, "CLEAT_NAME=data\nCLEAT_MAPPING_ID=00ab\n");
+        names.withdraw(&identity);
+        assert_eq!(fs::read_dir(root.path().join("run/udev")).unwrap().count(), 0);
+        names.withdraw(&identity);
+    }
+
+    #[test]
+    fn an_identity_never_leaves_its_directory() {
+        let root = tempfile::tempdir().unwrap();
+        let refused = names(root.path()).publish(&Identity::new("00", "../../x")).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn a_link_is_replaced_and_only_our_own_is_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let names = names(root.path());
+        let identity = Identity::new("00", "data");
+        names.make_link(3, &identity).unwrap();
+        names.make_link(4, &identity).unwrap();
+        assert!(names.link_leads_to(4, &identity));
+        names.remove_link(3, &identity);
+        assert!(names.link_leads_to(4, &identity), "it led elsewhere");
+        names.remove_link(4, &identity);
+        assert!(!names.link_leads_to(4, &identity));
+        assert_eq!(fs::read_dir(root.path().join("dev/disk/by-id")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_is_missing_is_named_with_a_hint() {
+        let root = tempfile::tempdir().unwrap();
+        let names = names(root.path());
+        let identity = Identity::new("00", "data");
+        let number = DeviceNumber { major: 43, minor: 0 };
+        assert_eq!(names.missing(0, &identity, number), Some(Missing::Node));
+        fs::create_dir_all(root.path().join("dev")).unwrap();
+        fs::write(root.path().join("dev/nbd0"), "").unwrap();
+        assert_eq!(names.missing(0, &identity, number), Some(Missing::WrongNode));
+        let paths = names.paths(0, &identity);
+        let (what, hint) = Missing::Symlink.explain(&paths);
+        assert!(what.ends_with("cleat-data does not exist") && hint.contains("udevadm"));
+    }
+}

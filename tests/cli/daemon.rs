@@ -1,0 +1,197 @@
+//! A daemon that answers from a script, in this process, on a real unix socket.
+
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::mpsc;
+
+use cleat::proto::v1::node_server::{Node, NodeServer};
+use cleat::proto::v1::{self, MappingState};
+use tempfile::TempDir;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tonic::{Code, Request, Response, Status};
+
+/// The repair that goes with every refusal.
+pub(crate) const REPAIR: &str = "umount /mnt";
+
+/// What the daemon answers.
+#[derive(Default)]
+pub(crate) struct Script {
+    pub mappings: Vec<v1::Mapping>,
+    pub refuse: Option<(Code, &'static str)>,
+}
+
+/// What it was asked.
+#[derive(Debug)]
+pub(crate) enum Seen {
+    Map(v1::MapRequest),
+    Unmap(v1::UnmapRequest),
+    Resize(v1::ResizeRequest),
+}
+
+/// A running daemon. Its thread ends with the process.
+pub(crate) struct Daemon {
+    pub directory: TempDir,
+    pub socket: PathBuf,
+    seen: mpsc::Receiver<Seen>,
+}
+
+impl Daemon {
+    pub(crate) fn start(script: Script) -> Self {
+        let directory = TempDir::new().expect("a directory");
+        let socket = directory.path().join("cleat.sock");
+        let listener = UnixListener::bind(&socket).expect("a socket");
+        listener.set_nonblocking(true).expect("a socket of ours");
+        let (tell, seen) = mpsc::channel();
+        std::thread::spawn(move || serve(listener, Fake { script, tell }));
+        Self { directory, socket, seen }
+    }
+
+    /// The oldest call that was not looked at yet.
+    pub(crate) fn seen(&self) -> Seen {
+        self.seen.recv().expect("the daemon was asked")
+    }
+}
+
+fn serve(listener: UnixListener, fake: Fake) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let listener = tokio::net::UnixListener::from_std(listener).expect("a listener");
+        tonic::transport::Server::builder()
+            .serve_with_incoming(NodeServer::new(fake), UnixListenerStream::new(listener))
+            .await
+            .expect("it serves until the process ends");
+    });
+}
+
+/// A mapping as the daemon shows it.
+pub(crate) fn mapping(name: &str, index: u32) -> v1::Mapping {
+    v1::Mapping {
+        name: name.into(),
+        uri: "mem:1G".into(),
+        state: MappingState::Mapped.into(),
+        device: format!("/dev/nbd{index}"),
+        symlink: format!("/dev/disk/by-id/cleat-{name}"),
+        size_bytes: 1 << 30,
+        block_size: 4096,
+        worker_pid: 42,
+        mapping_id: "0123456789abcdef".into(),
+        generation: 1,
+        mapped_at_s: 1_700_000_000,
+        ..Default::default()
+    }
+}
+
+fn mount() -> v1::Holder {
+    let mount =
+        v1::holder::Mount { path: "/mnt".into(), filesystem: "ext4".into(), namespace_pid: 0 };
+    v1::Holder { kind: Some(v1::holder::Kind::Mount(mount)) }
+}
+
+struct Fake {
+    script: Script,
+    tell: mpsc::Sender<Seen>,
+}
+
+impl Fake {
+    fn refused(&self) -> Result<(), Status> {
+        let Some((code, message)) = self.script.refuse else { return Ok(()) };
+        let mut status = Status::new(code, message);
+        status.metadata_mut().insert("cleat-repair", REPAIR.parse().expect("ASCII"));
+        Err(status)
+    }
+
+    fn note(&self, seen: Seen) {
+        // A test that does not look has ended already.
+        let _ = self.tell.send(seen);
+    }
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+
+#[tonic::async_trait]
+impl Node for Fake {
+    type WatchStream = ReceiverStream<Result<v1::WatchEvent, Status>>;
+    type StatsStream = ReceiverStream<Result<v1::StatsResponse, Status>>;
+
+    async fn map(&self, request: Request<v1::MapRequest>) -> Answer<v1::Mapping> {
+        self.refused()?;
+        self.note(Seen::Map(request.into_inner()));
+        Ok(Response::new(mapping("data", 0)))
+    }
+
+    async fn unmap(&self, request: Request<v1::UnmapRequest>) -> Answer<v1::UnmapResponse> {
+        self.refused()?;
+        let request = request.into_inner();
+        let was_mapped = request.target == "data";
+        let remaining_holders = if request.force { vec![mount()] } else { Vec::new() };
+        self.note(Seen::Unmap(request));
+        Ok(Response::new(v1::UnmapResponse { was_mapped, remaining_holders }))
+    }
+
+    async fn list(&self, _: Request<v1::ListRequest>) -> Answer<v1::ListResponse> {
+        Ok(Response::new(v1::ListResponse { mappings: self.script.mappings.clone() }))
+    }
+
+    async fn get(&self, request: Request<v1::GetRequest>) -> Answer<v1::Mapping> {
+        let request = request.into_inner();
+        if request.target != "data" {
+            return Err(Status::not_found(format!("{} is not mapped", request.target)));
+        }
+        let holders = if request.with_holders { vec![mount()] } else { Vec::new() };
+        Ok(Response::new(v1::Mapping { holders, ..mapping("data", 0) }))
+    }
+
+    async fn watch(&self, _: Request<v1::WatchRequest>) -> Answer<Self::WatchStream> {
+        Err(Status::unimplemented("no command watches"))
+    }
+
+    async fn resize(&self, request: Request<v1::ResizeRequest>) -> Answer<v1::Mapping> {
+        self.refused()?;
+        let request = request.into_inner();
+        let size_bytes = request.size_bytes;
+        self.note(Seen::Resize(request));
+        Ok(Response::new(v1::Mapping { size_bytes, ..mapping("data", 0) }))
+    }
+
+    /// Counts 50 reads of 4 KiB and 100 us between two readings, as fast as they are taken.
+    async fn stats(&self, request: Request<v1::StatsRequest>) -> Answer<Self::StatsStream> {
+        let interval_ms = u64::from(request.into_inner().interval_ms);
+        let (send, receive) = tokio::sync::mpsc::channel(1);
+        tokio::spawn(async move {
+            for reading in 0_u64.. {
+                let count = reading * 50;
+                let (bytes, total_ns) = (count * 4096, count * 100_000);
+                let read = v1::OpStats { op: "read".into(), count, bytes, errors: 0, total_ns };
+                let ops = vec![read];
+                let volume = v1::VolumeStats { name: "data".into(), ops, ..Default::default() };
+                let at_ms = reading * interval_ms;
+                let response = v1::StatsResponse { volumes: vec![volume], at_ms };
+                if send.send(Ok(response)).await.is_err() || interval_ms == 0 {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receive)))
+    }
+
+    async fn health(&self, _: Request<v1::HealthRequest>) -> Answer<v1::HealthResponse> {
+        use v1::check::Verdict;
+        let check = |name: &str, verdict: Verdict, finding: &str, repair: &str| v1::Check {
+            name: name.into(),
+            verdict: verdict.into(),
+            finding: finding.into(),
+            repair: repair.into(),
+        };
+        let checks = vec![
+            check("module", Verdict::Ok, "nbd is loaded", ""),
+            check("udev", Verdict::Warning, "rules are missing", "make install"),
+        ];
+        let version = "0.1.0".into();
+        Ok(Response::new(v1::HealthResponse { version, pid: 1, started_at_s: 0, checks }))
+    }
+
+    async fn set_fault(&self, _: Request<v1::SetFaultRequest>) -> Answer<v1::SetFaultResponse> {
+        self.refused()?;
+        Ok(Response::new(v1::SetFaultResponse {}))
+    }
+}

@@ -1,0 +1,383 @@
+//! The binary as a user meets it: messages, exit codes and formats, against no daemon, a wrong one,
+//! and one that is scripted.
+
+mod daemon;
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use cleat::proto::v1::MappingState;
+use serde_json::Value;
+use tempfile::TempDir;
+use tonic::Code;
+
+use daemon::{Daemon, REPAIR, Script, Seen, mapping};
+
+const NOWHERE: &str = "/nonexistent/cleat.sock";
+
+#[test]
+fn each_wrong_input_has_a_message_of_its_own() {
+    let cases = [
+        ("", "no command was given"),
+        ("frob", "unrecognized subcommand 'frob'"),
+        ("map", "required arguments were not provided: <URI>"),
+        ("map mem:1G --conections 2", "unexpected argument '--conections'"),
+        ("map mem:1G --connections 0", "0 is not in 1..=64"),
+        ("map mem:1G --block-size 513", "512, 1024, 2048 or 4096"),
+        ("map mem:1G --timeout 5", "time unit needed"),
+        ("map mem:1G --timeout 2h", "between 1ms and 1h"),
+        ("map nonsense", "nonsense"),
+        ("map floppy:a", "floppy"),
+        ("map mem:lots", "\"lots\" is not a size"),
+        ("map mem:0", "zero"),
+        ("map file:relative.img", "relative.img"),
+        ("map file:/tmp/a?colour=red", "colour"),
+        ("map file:/tmp/a?direct=perhaps", "perhaps"),
+        ("resize a 10X", "\"10X\" is not a size"),
+        ("stats --interval 1ms", "at least 100ms"),
+        ("stats --count 0", "0 is not in 1.."),
+        ("ls -o xml", "invalid value 'xml'"),
+        ("completions tcsh", "invalid value 'tcsh'"),
+    ];
+    let mut messages = Vec::new();
+    for (line, cause) in cases {
+        let run = cleat(line, Path::new(NOWHERE));
+        assert_eq!(run.code, 2, "cleat {line}: {}", run.stderr);
+        assert_eq!(run.stdout, "", "cleat {line}");
+        assert!(run.stderr.starts_with("cleat: error: "), "cleat {line}: {}", run.stderr);
+        assert!(run.stderr.contains(cause), "cleat {line}: {}", run.stderr);
+        assert!(run.stderr.contains("\n  repair: "), "cleat {line}: {}", run.stderr);
+        messages.push(run.stderr);
+    }
+    messages.sort();
+    messages.dedup();
+    assert_eq!(messages.len(), cases.len(), "two inputs get the same message");
+}
+
+#[test]
+fn without_a_daemon_the_message_says_how_to_start_one() {
+    let directory = TempDir::new().expect("a directory");
+    let missing = cleat("ls", &directory.path().join("cleat.sock"));
+    assert_eq!(missing.code, 9, "{}", missing.stderr);
+    assert!(missing.stderr.contains("no daemon: there is no socket"), "{}", missing.stderr);
+    assert!(missing.stderr.contains("systemctl start cleat"), "{}", missing.stderr);
+
+    // A daemon that was killed leaves its socket behind.
+    let left_behind = directory.path().join("left.sock");
+    drop(UnixListener::bind(&left_behind).expect("a socket"));
+    let dead = cleat("ls", &left_behind);
+    assert_eq!(dead.code, 9, "{}", dead.stderr);
+    assert!(dead.stderr.contains("nobody listens"), "{}", dead.stderr);
+}
+
+#[test]
+fn what_is_no_daemon_is_told_apart() {
+    let directory = TempDir::new().expect("a directory");
+    let file = directory.path().join("file");
+    fs::write(&file, "").expect("a file");
+    let run = cleat("ls", &file);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("is not a unix socket"), "{}", run.stderr);
+
+    let run = cleat("ls", &directory.path().join("x".repeat(120)));
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("107 bytes"), "{}", run.stderr);
+
+    // Somebody who speaks something else.
+    let path = directory.path().join("other.sock");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    let other = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("the client");
+        stream.write_all(b"220 mail.example ESMTP\r\n").expect("the client listens");
+    });
+    let run = cleat("ls", &path);
+    other.join().expect("the other side is well");
+    assert_eq!(run.code, 9, "{}", run.stderr);
+    assert!(run.stderr.contains("\n  repair: "), "{}", run.stderr);
+}
+
+#[test]
+fn serve_never_takes_the_daemons_socket() {
+    let directory = TempDir::new().expect("a directory");
+    let socket = directory.path().join("cleat.sock");
+    let run = cleat("serve mem:1M", &socket);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("--socket <PATH>"), "{}", run.stderr);
+    let mut server = command("serve mem:1M --listen 127.0.0.1:0", &socket)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the binary runs");
+    let mut uri = String::new();
+    let stdout = server.stdout.take().expect("it is piped");
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut uri).expect("a line");
+    let taken = socket.exists();
+    server.kill().expect("it still serves");
+    server.wait().expect("it ends");
+    assert!(uri.starts_with("nbd://127.0.0.1:") && !taken, "{uri}");
+}
+
+#[test]
+fn without_permission_the_message_says_so() {
+    let daemon = Daemon::start(Script::default());
+    let directory = daemon.directory.path();
+    fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).expect("chmod");
+    let mut command = if nix::unistd::geteuid().is_root() {
+        fs::set_permissions(&daemon.socket, fs::Permissions::from_mode(0o600)).expect("chmod");
+        // As another user than the socket's owner, who may not be able to reach the build directory.
+        let copy = directory.join("cleat");
+        fs::copy(env!("CARGO_BIN_EXE_cleat"), &copy).expect("a copy of the binary");
+        let mut command = Command::new(copy);
+        command.uid(65534).gid(65534);
+        command
+    } else {
+        fs::set_permissions(&daemon.socket, fs::Permissions::from_mode(0o0)).expect("chmod");
+        Command::new(env!("CARGO_BIN_EXE_cleat"))
+    };
+    command.arg("ls").env("CLEAT_SOCKET", &daemon.socket);
+    let run = Run::from(command.output().expect("the binary runs"));
+    assert_eq!(run.code, 7, "{}", run.stderr);
+    assert!(run.stderr.contains("no permission to talk to the daemon"), "{}", run.stderr);
+    assert!(run.stderr.contains("as root"), "{}", run.stderr);
+}
+
+#[test]
+fn errors_are_json_where_results_are() {
+    for line in ["ls -o json", "frob -o json", "map floppy:a --output=json"] {
+        let run = cleat(line, Path::new(NOWHERE));
+        let error = &json(&run.stderr)["error"];
+        assert_eq!(error["exit_code"], run.code, "cleat {line}");
+        for field in ["kind", "message", "repair"] {
+            assert!(error[field].is_string(), "cleat {line}: {error}");
+        }
+    }
+}
+
+#[test]
+fn map_prints_the_device_alone() {
+    let daemon = Daemon::start(Script::default());
+    let line = "map mem:1G --name data --connections 4 --block-size 4K --read-only --timeout 7s \
+                --dead-connection-timeout 1500ms";
+    let run = cleat(line, &daemon.socket);
+    assert_eq!((run.code, run.stdout.as_str(), run.stderr.as_str()), (0, "/dev/nbd0\n", ""));
+    let Seen::Map(seen) = daemon.seen() else { panic!("the daemon was asked to map") };
+    assert_eq!((seen.uri.as_str(), seen.name.as_str()), ("mem:1G", "data"));
+    assert_eq!(seen.timeout_ms, 7000);
+    let options = seen.options.expect("options are sent");
+    assert_eq!((options.connections, options.block_size, options.read_only), (4, 4096, true));
+    assert_eq!(options.dead_connection_timeout_s, 2, "rounded up");
+}
+
+#[test]
+fn a_mapping_in_json_has_the_documented_fields() {
+    let daemon = Daemon::start(Script::default());
+    let mapping = json(&cleat("map mem:1G -o json", &daemon.socket).stdout);
+    let fields: Vec<&str> =
+        mapping.as_object().expect("an object").keys().map(String::as_str).collect();
+    let documented = "block_size connections dead_connection_timeout_s device generation holders \
+                      mapped_at_s mapping_id message name read_only size_bytes state symlink uri \
+                      worker_pid";
+    assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());
+    assert_eq!(mapping["size_bytes"], 1_u64 << 30);
+    assert_eq!(mapping["device"], "/dev/nbd0");
+    assert_eq!(mapping["message"], Value::Null);
+    let manual = cleat("man", &daemon.socket).stdout.replace('\\', "");
+    for field in fields {
+        assert!(manual.contains(field), "the manual leaves {field} out");
+    }
+}
+
+#[test]
+fn mappings_are_listed_by_name_and_nothing_steers_the_terminal() {
+    let mut orphan = mapping("zulu", 3);
+    orphan.set_state(MappingState::Orphan);
+    orphan.uri = "file:/evil\x1b[2J".into();
+    let script = Script { mappings: vec![orphan, mapping("alpha", 1)], ..Script::default() };
+    let daemon = Daemon::start(script);
+    let table = cleat("ls", &daemon.socket);
+    assert_eq!(
+        table.stdout,
+        "NAME   DEVICE        SIZE  STATE   URI\n\
+         alpha  /dev/nbd1  1.0 GiB  mapped  mem:1G\n\
+         zulu   /dev/nbd3  1.0 GiB  orphan  file:/evil\\u{1b}[2J\n"
+    );
+    let wide = cleat("ls -o wide", &daemon.socket);
+    assert!(wide.stdout.contains("/dev/disk/by-id/cleat-alpha"), "{}", wide.stdout);
+    let listing = json(&cleat("ls -o json", &daemon.socket).stdout);
+    assert_eq!(listing["mappings"][1]["state"], "orphan");
+}
+
+#[test]
+fn a_busy_device_keeps_its_holders_and_its_exit_code() {
+    let busy = "data (/dev/nbd0) is in use: mounted at /mnt (ext4)";
+    let script = Script { refuse: Some((Code::FailedPrecondition, busy)), ..Script::default() };
+    let daemon = Daemon::start(script);
+    let run = cleat("unmap data", &daemon.socket);
+    assert_eq!((run.code, run.stdout.as_str()), (5, ""));
+    assert_eq!(run.stderr, format!("cleat: error: {busy}\n  repair: {REPAIR}\n"));
+}
+
+#[test]
+fn each_answer_of_the_daemon_has_its_exit_code() {
+    let codes = [
+        (Code::Internal, 1),
+        (Code::InvalidArgument, 2),
+        (Code::NotFound, 3),
+        (Code::AlreadyExists, 4),
+        (Code::FailedPrecondition, 5),
+        (Code::Aborted, 6),
+        (Code::PermissionDenied, 7),
+        (Code::Unimplemented, 8),
+        (Code::Unavailable, 9),
+        (Code::DeadlineExceeded, 10),
+        (Code::ResourceExhausted, 11),
+    ];
+    for (code, expected) in codes {
+        let daemon = Daemon::start(Script { refuse: Some((code, "cause")), ..Script::default() });
+        let run = cleat("map mem:1G -o json", &daemon.socket);
+        assert_eq!(run.code, expected, "{code:?}: {}", run.stderr);
+        let error = json(&run.stderr);
+        assert_eq!(error["error"]["message"], "cause", "{code:?}");
+        assert_eq!(error["error"]["repair"], REPAIR, "{code:?}");
+    }
+}
+
+#[test]
+fn unmap_sends_its_deadline_and_names_who_is_left() {
+    let daemon = Daemon::start(Script::default());
+    let run = cleat("unmap data --force", &daemon.socket);
+    assert_eq!(run.code, 0);
+    assert_eq!(run.stderr, "cleat: data is still mounted at /mnt (ext4)\n");
+    let Seen::Unmap(seen) = daemon.seen() else { panic!("the daemon was asked to unmap") };
+    assert_eq!((seen.target.as_str(), seen.force, seen.timeout_ms), ("data", true, 5000));
+
+    let run = cleat("unmap data --force --deadline 250ms -o json", &daemon.socket);
+    let unmapped = json(&run.stdout);
+    assert_eq!(unmapped["was_mapped"], true);
+    assert_eq!(unmapped["remaining_holders"][0]["kind"], "mount");
+    let Seen::Unmap(seen) = daemon.seen() else { panic!("the daemon was asked to unmap") };
+    assert_eq!(seen.timeout_ms, 250);
+
+    let run = cleat("unmap other", &daemon.socket);
+    assert_eq!((run.code, run.stderr.as_str()), (0, "cleat: other was not mapped\n"));
+}
+
+#[test]
+fn resize_sends_the_size_in_bytes() {
+    let daemon = Daemon::start(Script::default());
+    let run = cleat("resize data 2G", &daemon.socket);
+    assert_eq!((run.code, run.stdout.as_str()), (0, "2147483648\n"));
+    let Seen::Resize(seen) = daemon.seen() else { panic!("the daemon was asked to resize") };
+    assert_eq!((seen.target.as_str(), seen.size_bytes), ("data", 2 << 30));
+    cleat("resize data", &daemon.socket);
+    let Seen::Resize(seen) = daemon.seen() else { panic!("the daemon was asked to resize") };
+    assert_eq!(seen.size_bytes, 0, "the backend's own size");
+}
+
+#[test]
+fn status_shows_the_daemon_or_a_mapping_with_its_holders() {
+    let daemon = Daemon::start(Script::default());
+    let health = cleat("status", &daemon.socket);
+    assert!(health.stdout.contains("warning  udev    rules are missing\n"), "{}", health.stdout);
+    assert!(health.stdout.contains("repair: make install\n"), "{}", health.stdout);
+    let mapping = cleat("status data", &daemon.socket);
+    assert!(mapping.stdout.contains("mounted at /mnt (ext4)"), "{}", mapping.stdout);
+    let missing = cleat("status nobody", &daemon.socket);
+    assert_eq!(missing.code, 3, "{}", missing.stderr);
+}
+
+#[test]
+fn statistics_are_rates_one_reading_a_line() {
+    let daemon = Daemon::start(Script::default());
+    let run = cleat("stats --interval 100ms --count 2 -o json", &daemon.socket);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let lines: Vec<Value> = run.stdout.lines().map(json).collect();
+    assert_eq!(lines.len(), 2);
+    let read = &lines[1]["volumes"][0]["rates"]["read"];
+    assert_eq!(read["iops"], 500.0);
+    assert_eq!(read["bytes_per_s"], 2_048_000.0);
+    assert_eq!(read["mean_latency_us"], 100.0);
+    let text = cleat("stats --interval 100ms --count 2", &daemon.socket);
+    assert_eq!(text.stdout.lines().count(), 3, "a heading and two lines: {}", text.stdout);
+    let total = json(&cleat("stats --total -o json", &daemon.socket).stdout);
+    assert_eq!(total["volumes"][0]["rates"], Value::Null);
+}
+
+#[test]
+fn a_reader_that_went_away_is_no_error() {
+    let daemon = Daemon::start(Script::default());
+    let mut child = command("stats --interval 100ms", &daemon.socket)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary runs");
+    drop(child.stdout.take());
+    let run = Run::from(child.wait_with_output().expect("it ends by itself"));
+    assert_eq!((run.code, run.stderr.as_str()), (0, ""));
+}
+
+#[test]
+fn completions_and_manual_are_made_for_every_command() {
+    let nowhere = Path::new(NOWHERE);
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let run = cleat(&format!("completions {shell}"), nowhere);
+        assert_eq!(run.code, 0);
+        assert!(run.stdout.contains("unmap"), "{shell}");
+    }
+    let directory = TempDir::new().expect("a directory");
+    let pages = directory.path().join("man1");
+    let run = cleat(&format!("man --directory {}", pages.display()), nowhere);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let mut written = 0;
+    for page in fs::read_dir(&pages).expect("the directory was made") {
+        let path = page.expect("an entry").path();
+        let page = fs::read_to_string(&path).expect("a page");
+        for section in ["NAME", "SYNOPSIS", "EXAMPLES", "\"EXIT STATUS\"", "FILES", "ENVIRONMENT"] {
+            let heading = format!(".SH {section}\n");
+            assert!(page.contains(&heading), "{} has no {section}", path.display());
+        }
+        written += 1;
+    }
+    assert!(written >= 9, "{written} pages");
+}
+
+#[test]
+fn the_version_tells_the_build() {
+    let run = cleat("--version", Path::new(NOWHERE));
+    assert!(run.stdout.starts_with(concat!("cleat ", env!("CARGO_PKG_VERSION"), " (")));
+    assert!(run.stdout.contains("rustc") && run.stdout.contains("features: "), "{}", run.stdout);
+}
+
+struct Run {
+    code: i32,
+    stdout: String,
+    stderr: String,
+}
+
+impl From<Output> for Run {
+    fn from(output: Output) -> Self {
+        Self {
+            code: output.status.code().expect("no signal ended it"),
+            stdout: String::from_utf8(output.stdout).expect("UTF-8"),
+            stderr: String::from_utf8(output.stderr).expect("UTF-8"),
+        }
+    }
+}
+
+fn cleat(line: &str, socket: &Path) -> Run {
+    command(line, socket).output().expect("the binary runs").into()
+}
+
+fn command(line: &str, socket: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+    command.args(line.split_whitespace()).env("CLEAT_SOCKET", socket).stdin(Stdio::null());
+    command
+}
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
+}

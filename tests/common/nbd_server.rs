@@ -1,0 +1,140 @@
+//! A tiny NBD server for the far ends of kernel sockets: transmission phase only, bytes in a `Vec`,
+//! a thread a connection. Independent of the crate's own server on purpose.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+/// HAS_FLAGS, SEND_FLUSH, SEND_FUA, CAN_MULTI_CONN.
+pub const FLAGS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 8;
+
+/// The server of one volume.
+pub struct Server(Arc<Shared>);
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    data: Vec<u8>,
+    streams: Vec<UnixStream>,
+    alive: usize,
+    ended_in_order: usize,
+}
+
+impl Server {
+    pub fn new(size: u64) -> Self {
+        let data = vec![0; usize::try_from(size).unwrap()];
+        let state = State { data, streams: Vec::new(), alive: 0, ended_in_order: 0 };
+        Self(Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() }))
+    }
+
+    /// Serves a new connection and returns the kernel's end.
+    pub fn connection(&self) -> OwnedFd {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut state = self.0.state.lock().unwrap();
+        state.streams.push(ours.try_clone().unwrap());
+        state.alive += 1;
+        drop(state);
+        let shared = Arc::clone(&self.0);
+        std::thread::spawn(move || {
+            let in_order = serve(&shared, ours).unwrap_or(false);
+            let mut state = shared.state.lock().unwrap();
+            state.alive -= 1;
+            state.ended_in_order += usize::from(in_order);
+            shared.changed.notify_all();
+        });
+        theirs.into()
+    }
+
+    /// Ends every connection at once, as a worker that dies.
+    pub fn cut(&self) {
+        for stream in self.0.state.lock().unwrap().streams.drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.wait(|state| state.alive == 0);
+    }
+
+    /// Makes room for a larger device.
+    pub fn grow(&self, size: u64) {
+        self.0.state.lock().unwrap().data.resize(usize::try_from(size).unwrap(), 0);
+    }
+
+    /// What the volume holds there.
+    pub fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
+        self.0.state.lock().unwrap().data[offset..offset + length].to_vec()
+    }
+
+    /// Waits until that many connections have ended by NBD_CMD_DISC.
+    pub fn ended_in_order(&self, connections: usize) -> bool {
+        self.wait(|state| state.ended_in_order == connections)
+    }
+
+    pub fn connections_alive(&self) -> usize {
+        self.0.state.lock().unwrap().alive
+    }
+
+    fn wait(&self, condition: impl Fn(&State) -> bool) -> bool {
+        let state = self.0.state.lock().unwrap();
+        let limit = Duration::from_secs(30);
+        let waited =
+            self.0.changed.wait_timeout_while(state, limit, |state| !condition(state)).unwrap();
+        !waited.1.timed_out()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        for stream in &self.0.state.lock().unwrap().streams {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Serves until the end. Returns whether it came by NBD_CMD_DISC.
+fn serve(shared: &Shared, mut stream: UnixStream) -> std::io::Result<bool> {
+    loop {
+        let mut header = [0; 28];
+        stream.read_exact(&mut header)?;
+        assert_eq!(header[..4], 0x2560_9513_u32.to_be_bytes(), "the kernel's request magic");
+        let command = u16::from_be_bytes([header[6], header[7]]);
+        let offset = u64::from_be_bytes(header[16..24].try_into().unwrap());
+        let length = u32::from_be_bytes(header[24..28].try_into().unwrap()) as usize;
+        let offset = usize::try_from(offset).unwrap();
+        let mut reply = 0x6744_6698_u32.to_be_bytes().to_vec();
+        reply.extend([0; 4]);
+        reply.extend(&header[8..16]);
+        let mut payload = vec![0; if command == 1 { length } else { 0 }];
+        stream.read_exact(&mut payload)?;
+        let mut state = shared.state.lock().unwrap();
+        let inside = offset + length <= state.data.len();
+        match command {
+            0 if inside => reply.extend(&state.data[offset..offset + length]),
+            1 if inside => state.data[offset..offset + length].copy_from_slice(&payload),
+            2 => return Ok(true),
+            3 => {}
+            _ => reply[7] = 22,
+        }
+        drop(state);
+        stream.write_all(&reply)?;
+    }
+}
+
+/// Whether the other end of `stream` is closed within `limit`.
+pub fn hangs_up(stream: &UnixStream, limit: Duration) -> bool {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        let mut fds = [PollFd::new(stream.as_fd(), PollFlags::empty())];
+        poll(&mut fds, PollTimeout::from(100u8)).unwrap();
+        if fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)) {
+            return true;
+        }
+    }
+    false
+}
