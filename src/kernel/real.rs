@@ -240,25 +240,31 @@ impl RealKernel {
     /// Removes the names that a supervisor before us left behind, without a device.
     fn clear_leftovers(&self) -> Result<()> {
         let devices = self.sysfs.devices()?;
+        let alive: Vec<_> = devices.iter().filter_map(Device::identity).collect();
         for identity in self.names.published() {
-            if devices.iter().any(|device| device.identity().as_ref() == Some(&identity)) {
+            if alive.contains(&identity) {
                 continue;
             }
             self.names.withdraw(&identity);
-            for device in &devices {
-                self.names.remove_link(device.index, &identity);
+            if alive.iter().any(|other| other.name() == identity.name()) {
+                continue;
             }
+            devices.iter().for_each(|device| self.names.remove_link(device.index, &identity));
         }
         Ok(())
     }
 
     /// Takes the names away. A device without its properties loses the symlink at its next event.
     fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let elsewhere = self.sysfs.devices()?;
-        if elsewhere.iter().any(|device| device.identity().as_ref() == Some(identity)) {
+        let others: Vec<_> = self.sysfs.devices()?.iter().filter_map(Device::identity).collect();
+        if others.contains(identity) {
             return Ok(());
         }
         self.names.withdraw(identity);
+        // Another mapping of that name has the symlink now.
+        if others.iter().any(|other| other.name() == identity.name()) {
+            return Ok(());
+        }
         if !self.names.links_are_ours() && self.names.link_leads_to(index, identity) {
             self.sysfs.announce(index);
             let deadline = deadline.min(Instant::now() + UNLINK_TIMEOUT);
