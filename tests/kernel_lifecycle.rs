@@ -221,7 +221,11 @@ fn real_kernel() {
         Ok("1") => {}
         _ => return,
     }
+    let left_behind = Path::new(RUN_DIRECTORY).join("udev/cleat.00.left-behind");
+    std::fs::create_dir_all(left_behind.parent().unwrap()).unwrap();
+    std::fs::write(&left_behind, "CLEAT_NAME=left-behind\n").unwrap();
     let kernel = RealKernel::new(Path::new(RUN_DIRECTORY));
+    assert!(!left_behind.exists(), "names of a supervisor that died are cleared");
     suite(&kernel);
     real_io(&kernel);
     real_holders(&kernel);

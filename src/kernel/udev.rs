@@ -94,6 +94,13 @@ impl Names {
         }
     }
 
+    /// The identities whose properties are in place.
+    pub(super) fn published(&self) -> Vec<Identity> {
+        let Ok(entries) = fs::read_dir(self.run.join("udev")) else { return Vec::new() };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.filter_map(|name| Identity::parse(&name)).collect()
+    }
+
     /// What the device lacks, if anything.
     pub(super) fn missing(
         &self,
@@ -201,6 +208,9 @@ mod tests {
         names.publish(&identity).unwrap();
         let text = fs::read_to_string(root.path().join("run/udev/cleat.00ab.data")).unwrap();
         assert_eq!(text, "CLEAT_NAME=data\nCLEAT_MAPPING_ID=00ab\n");
+        fs::write(root.path().join("run/udev/README"), "").unwrap();
+        assert_eq!(names.published(), std::slice::from_ref(&identity));
+        fs::remove_file(root.path().join("run/udev/README")).unwrap();
         names.withdraw(&identity);
         assert_eq!(fs::read_dir(root.path().join("run/udev")).unwrap().count(), 0);
         names.withdraw(&identity);
