@@ -12,6 +12,7 @@ use cleat::control::executor::Halt;
 use cleat::control::node::{Node, Parts};
 use cleat::control::process::Processes;
 use cleat::control::random::Random;
+use cleat::error::ErrorKind;
 use cleat::kernel::Kernel;
 use cleat::kernel::sim::{Script, SimKernel};
 use cleat::proto::v1::node_client::NodeClient;
@@ -78,7 +79,21 @@ impl Machine {
 
     /// Starts a supervisor.
     pub fn start(&self) -> Supervisor {
-        self.try_start(None).unwrap()
+        self.start_with(None)
+    }
+
+    /// A worker that another test is just starting has, between fork and exec, copies of this
+    /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
+    fn start_with(&self, halt: Option<Halt>) -> Supervisor {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.try_start(halt.clone()) {
+                Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                other => return other.unwrap(),
+            }
+        }
     }
 
     /// Starts one that stops for ever at the `nth` point that it passes after its
@@ -96,7 +111,7 @@ impl Machine {
             }
             here
         });
-        let supervisor = self.try_start(Some(halt)).unwrap();
+        let supervisor = self.start_with(Some(halt));
         armed.store(true, Ordering::SeqCst);
         (supervisor, receiver)
     }
@@ -136,7 +151,8 @@ impl Machine {
         let busy: Vec<_> =
             self.kernel.devices().unwrap().into_iter().filter(|device| device.connected).collect();
         assert!(busy.is_empty(), "devices are left: {busy:?}");
-        for directory in [self.config.state_dir.join("mappings"), self.config.runtime_dir.join("workers")]
+        for directory in
+            [self.config.state_dir.join("mappings"), self.config.runtime_dir.join("workers")]
         {
             let left: Vec<_> = std::fs::read_dir(&directory).unwrap().flatten().collect();
             assert!(left.is_empty(), "left in {}: {left:?}", directory.display());

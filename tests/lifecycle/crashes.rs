@@ -56,7 +56,8 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
         let (supervisor, halted) = machine.start_halting(points);
         let mut client = supervisor.client();
         let asked = request("a", &uri);
-        let call = supervisor.block_on(async { tokio::spawn(async move { client.map(asked).await }) });
+        let call =
+            supervisor.block_on(async { tokio::spawn(async move { client.map(asked).await }) });
         let point = loop {
             if let Ok(point) = halted.recv_timeout(std::time::Duration::from_millis(20)) {
                 break Some(point);

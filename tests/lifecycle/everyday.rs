@@ -143,10 +143,8 @@ fn force_is_refused_until_it_can_be_kept() {
 fn changes_are_watched_and_counters_counted() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mut events = supervisor
-        .block_on(supervisor.client().watch(WatchRequest {}))
-        .unwrap()
-        .into_inner();
+    let mut events =
+        supervisor.block_on(supervisor.client().watch(WatchRequest {})).unwrap().into_inner();
     let mapping = supervisor.map(&machine, "a", "mem:1M").unwrap();
     let mut states = Vec::new();
     while states.last() != Some(&MappingState::Mapped) {
@@ -252,10 +250,7 @@ fn a_hundred_in_parallel_end_clean() {
 fn a_busy_volume_is_refused_at_once() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    machine.kernel.inject(
-        cleat::kernel::sim::Call::WaitReady,
-        cleat::kernel::sim::Fault::Hang,
-    );
+    machine.kernel.inject(cleat::kernel::sim::Call::WaitReady, cleat::kernel::sim::Fault::Hang);
     let (uri, client) = (machine.volume("a"), supervisor.client());
     let slow = MapRequest { timeout_ms: 1500, ..request("a", &uri) };
     let results = supervisor.block_on(async {
