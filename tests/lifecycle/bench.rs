@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use cleat::config::Config;
@@ -25,27 +25,26 @@ use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-pub const SIZE: u64 = 1 << 20;
+pub(crate) const SIZE: u64 = 1 << 20;
 
 /// For anything to happen that should.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The machine. What is on it survives the supervisor.
-pub struct Machine {
-    pub directory: tempfile::TempDir,
-    pub kernel: SimKernel,
-    pub config: Config,
-    pub boot_id: String,
-    pub seed: u64,
-    launched: Mutex<Vec<u32>>,
+pub(crate) struct Machine {
+    pub(crate) directory: tempfile::TempDir,
+    pub(crate) kernel: SimKernel,
+    pub(crate) config: Config,
+    pub(crate) boot_id: String,
+    pub(crate) seed: u64,
 }
 
 impl Machine {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::with(Script::default())
     }
 
-    pub fn with(script: Script) -> Self {
+    pub(crate) fn with(script: Script) -> Self {
         static LOG: Once = Once::new();
         LOG.call_once(|| {
             if let Ok(filter) = std::env::var("CLEAT_TEST_LOG") {
@@ -63,22 +62,22 @@ impl Machine {
         println!("seed {seed}: run again with CLEAT_TEST_SEED={seed}");
         let boot_id = "this boot".to_owned();
         let kernel = SimKernel::new(script);
-        Self { directory, kernel, config, boot_id, seed, launched: Mutex::default() }
+        Self { directory, kernel, config, boot_id, seed }
     }
 
     /// A volume in a file, as its URI.
-    pub fn volume(&self, name: &str) -> String {
+    pub(crate) fn volume(&self, name: &str) -> String {
         let path = self.path(name);
         File::create(&path).unwrap().set_len(SIZE).unwrap();
         format!("file:{}", path.display())
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
     /// Starts a supervisor.
-    pub fn start(&self) -> Supervisor {
+    pub(crate) fn start(&self) -> Supervisor {
         self.start_with(None)
     }
 
@@ -98,7 +97,10 @@ impl Machine {
 
     /// Starts one that stops for ever at the `nth` point that it passes after its
     /// start; says when it is there.
-    pub fn start_halting(&self, nth: u64) -> (Supervisor, std::sync::mpsc::Receiver<String>) {
+    pub(crate) fn start_halting(
+        &self,
+        nth: u64,
+    ) -> (Supervisor, std::sync::mpsc::Receiver<String>) {
         let (sender, receiver) = std::sync::mpsc::channel();
         let passed = AtomicU64::new(0);
         let armed = Arc::new(AtomicBool::new(false));
@@ -116,13 +118,13 @@ impl Machine {
         (supervisor, receiver)
     }
 
-    pub fn try_start(&self, halt: Option<Halt>) -> cleat::error::Result<Supervisor> {
+    pub(crate) fn try_start(&self, halt: Option<Halt>) -> cleat::error::Result<Supervisor> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let runtime = runtime.unwrap();
         let parts = Parts {
             kernel: Arc::new(self.kernel.clone()),
-            launcher: Arc::new(Processes::of(PathBuf::from(env!("CARGO_BIN_EXE_cleat")))),
+            launcher: Arc::new(Processes::of(self.executable())),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),
             halt,
@@ -132,22 +134,29 @@ impl Machine {
         Ok(Supervisor { node: Some(node), client, runtime: Some(runtime) })
     }
 
-    /// Every worker process of this machine that runs now.
-    pub fn workers(&self) -> Vec<u32> {
-        // Workers keep their control socket, which nobody else has.
-        let sockets = self.config.runtime_dir.join("workers");
-        let listed = std::fs::read_dir(sockets).map(|entries| entries.count()).unwrap_or(0);
-        let known = self.launched.lock().unwrap().clone();
-        known.into_iter().filter(|pid| is_alive(*pid)).take(listed.max(64)).collect()
+    /// The executable, under a name of this machine's own, by which its workers are told apart.
+    fn executable(&self) -> PathBuf {
+        let name = self.path("cleat");
+        // There already, after the first start.
+        let _ = std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cleat"), &name);
+        name
     }
 
-    /// Remembers a worker, to end it with the machine.
-    pub fn know(&self, pid: u32) {
-        self.launched.lock().unwrap().push(pid);
+    /// Every worker process of this machine that runs now. A zombie has no command line.
+    pub(crate) fn workers(&self) -> Vec<u32> {
+        let executable = self.executable();
+        let started = executable.as_os_str().as_encoded_bytes();
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let ours = |pid: &u32| {
+            let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            command.split(|byte| *byte == 0).next() == Some(started)
+        };
+        pids.filter(ours).collect()
     }
 
     /// Nothing of cleat is left: no device, no record, no socket, no process.
-    pub fn assert_clean(&self) {
+    pub(crate) fn assert_clean(&self) {
         let busy: Vec<_> =
             self.kernel.devices().unwrap().into_iter().filter(|device| device.connected).collect();
         assert!(busy.is_empty(), "devices are left: {busy:?}");
@@ -170,7 +179,7 @@ impl Drop for Machine {
 }
 
 /// A running supervisor, and a client of it.
-pub struct Supervisor {
+pub(crate) struct Supervisor {
     node: Option<Node>,
     client: NodeClient<Channel>,
     runtime: Option<Runtime>,
@@ -178,7 +187,7 @@ pub struct Supervisor {
 
 impl Supervisor {
     /// Ends as a crash ends: in the middle of everything.
-    pub fn crash(mut self) {
+    pub(crate) fn crash(mut self) {
         let node = self.node.take();
         let runtime = self.runtime.take().unwrap();
         runtime.shutdown_timeout(Duration::from_secs(5));
@@ -186,7 +195,7 @@ impl Supervisor {
     }
 
     /// Ends as SIGTERM ends it.
-    pub fn shut_down(mut self) {
+    pub(crate) fn shut_down(mut self) {
         let node = self.node.take().unwrap();
         self.runtime().block_on(node.shutdown());
     }
@@ -195,39 +204,44 @@ impl Supervisor {
         self.runtime.as_ref().unwrap()
     }
 
-    pub fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime().block_on(future)
     }
 
-    pub fn client(&self) -> NodeClient<Channel> {
+    pub(crate) fn spawn<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> tokio::task::JoinHandle<T> {
+        self.runtime().spawn(future)
+    }
+
+    pub(crate) fn client(&self) -> NodeClient<Channel> {
         self.client.clone()
     }
 
-    pub fn map(&self, machine: &Machine, name: &str, uri: &str) -> Result<Mapping, Status> {
-        self.map_with(machine, request(name, uri))
+    pub(crate) fn map(&self, name: &str, uri: &str) -> Result<Mapping, Status> {
+        self.map_with(request(name, uri))
     }
 
-    pub fn map_with(&self, machine: &Machine, request: MapRequest) -> Result<Mapping, Status> {
-        let mapping = self.block_on(self.client().map(request))?.into_inner();
-        machine.know(mapping.worker_pid);
-        Ok(mapping)
+    pub(crate) fn map_with(&self, request: MapRequest) -> Result<Mapping, Status> {
+        self.block_on(self.client().map(request)).map(tonic::Response::into_inner)
     }
 
-    pub fn unmap(&self, target: &str) -> Result<bool, Status> {
+    pub(crate) fn unmap(&self, target: &str) -> Result<bool, Status> {
         let request = UnmapRequest { target: target.into(), ..Default::default() };
         Ok(self.block_on(self.client().unmap(request))?.into_inner().was_mapped)
     }
 
-    pub fn list(&self) -> Vec<Mapping> {
+    pub(crate) fn list(&self) -> Vec<Mapping> {
         self.block_on(self.client().list(ListRequest {})).unwrap().into_inner().mappings
     }
 
-    pub fn get(&self, target: &str) -> Result<Mapping, Status> {
+    pub(crate) fn get(&self, target: &str) -> Result<Mapping, Status> {
         let request = GetRequest { target: target.into(), with_holders: true };
         self.block_on(self.client().get(request)).map(tonic::Response::into_inner)
     }
 
-    pub fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
+    pub(crate) fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
         let mut last = None;
         wait_until(&format!("{target} becomes {state:?}, is {last:?}"), || {
             let mapping = self.get(target).unwrap();
@@ -239,7 +253,7 @@ impl Supervisor {
     }
 }
 
-pub fn request(name: &str, uri: &str) -> MapRequest {
+pub(crate) fn request(name: &str, uri: &str) -> MapRequest {
     MapRequest {
         uri: uri.into(),
         name: name.into(),
@@ -249,22 +263,22 @@ pub fn request(name: &str, uri: &str) -> MapRequest {
 }
 
 /// N of `/dev/nbdN`.
-pub fn index_of(mapping: &Mapping) -> u32 {
+pub(crate) fn index_of(mapping: &Mapping) -> u32 {
     mapping.device.strip_prefix("/dev/nbd").unwrap().parse().unwrap()
 }
 
-pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, part: &str) {
+pub(crate) fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, part: &str) {
     let status = result.unwrap_err();
     assert_eq!(status.code(), code, "{status}");
     assert!(status.message().contains(part), "{:?} does not name {part:?}", status.message());
 }
 
-pub fn repair(status: &Status) -> &str {
+pub(crate) fn repair(status: &Status) -> &str {
     status.metadata().get("cleat-repair").map_or("", |value| value.to_str().unwrap())
 }
 
 #[track_caller]
-pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !done() {
         assert!(Instant::now() < until, "waited for too long: {what}");
@@ -272,13 +286,13 @@ pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-pub fn kill(pid: u32, signal: nix::sys::signal::Signal) {
+pub(crate) fn kill(pid: u32, signal: nix::sys::signal::Signal) {
     let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
     let _ = nix::sys::signal::kill(pid, signal);
 }
 
 /// Whether a process runs; a zombie does not.
-pub fn is_alive(pid: u32) -> bool {
+pub(crate) fn is_alive(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().starts_with(" Z"))
 }

@@ -10,8 +10,8 @@ use crate::bench::{Machine, SIZE, index_of, is_alive, kill, request, wait_until}
 fn workers_outlive_the_supervisor_and_are_adopted() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let file = supervisor.map(&machine, "file", &machine.volume("a")).unwrap();
-    let memory = supervisor.map(&machine, "memory", "mem:1M").unwrap();
+    let file = supervisor.map("file", &machine.volume("a")).unwrap();
+    let memory = supervisor.map("memory", "mem:1M").unwrap();
     machine.kernel.write(index_of(&memory), 0, &[5; 512]).unwrap();
     supervisor.crash();
     // I/O goes on without a supervisor.
@@ -33,14 +33,13 @@ fn workers_outlive_the_supervisor_and_are_adopted() {
 fn a_worker_that_died_meanwhile_is_replaced() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.write(index_of(&mapping), 0, &[9; 512]).unwrap();
     supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
     wait_until("the worker ends", || !is_alive(mapping.worker_pid));
     let supervisor = machine.start();
     let now = supervisor.wait_for("a", MappingState::Mapped);
-    machine.know(now.worker_pid);
     assert_eq!((now.device, now.generation), (mapping.device.clone(), mapping.generation + 1));
     assert_eq!(machine.kernel.read(index_of(&mapping), 0, 512).unwrap(), [9; 512]);
     supervisor.unmap("a").unwrap();
@@ -56,8 +55,7 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
         let (supervisor, halted) = machine.start_halting(points);
         let mut client = supervisor.client();
         let asked = request("a", &uri);
-        let call =
-            supervisor.block_on(async { tokio::spawn(async move { client.map(asked).await }) });
+        let call = supervisor.spawn(async move { client.map(asked).await });
         let point = loop {
             if let Ok(point) = halted.recv_timeout(std::time::Duration::from_millis(20)) {
                 break Some(point);
@@ -75,13 +73,12 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
             [] => machine.assert_clean(),
             [mapping] => {
                 assert_eq!(mapping.state(), MappingState::Mapped, "{mapping:?}");
-                machine.know(mapping.worker_pid);
                 machine.kernel.write(index_of(mapping), 0, &[1; 512]).unwrap();
             }
             several => panic!("{several:?}"),
         }
         // And the same call again works.
-        let mapping = supervisor.map(&machine, "a", &uri).unwrap();
+        let mapping = supervisor.map("a", &uri).unwrap();
         assert_eq!(mapping.size_bytes, SIZE);
         supervisor.unmap("a").unwrap();
         machine.assert_clean();
@@ -100,13 +97,12 @@ fn a_crash_at_any_point_of_an_unmap_is_finished_or_undone() {
         let machine = Machine::new();
         let uri = machine.volume("a");
         let supervisor = machine.start();
-        supervisor.map(&machine, "a", &uri).unwrap();
+        supervisor.map("a", &uri).unwrap();
         supervisor.crash();
         let (supervisor, halted) = machine.start_halting(points);
         let mut client = supervisor.client();
         let asked = UnmapRequest { target: "a".into(), ..Default::default() };
-        let call =
-            supervisor.block_on(async { tokio::spawn(async move { client.unmap(asked).await }) });
+        let call = supervisor.spawn(async move { client.unmap(asked).await });
         let point = loop {
             if let Ok(point) = halted.recv_timeout(std::time::Duration::from_millis(20)) {
                 break Some(point);
@@ -140,7 +136,7 @@ fn a_crash_at_any_point_of_an_unmap_is_finished_or_undone() {
 fn what_was_mapped_before_a_reboot_is_withdrawn() {
     let mut machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
     wait_until("the worker ends", || !is_alive(mapping.worker_pid));
@@ -158,8 +154,8 @@ fn what_was_mapped_before_a_reboot_is_withdrawn() {
 fn a_device_without_a_record_is_removed_or_reported() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let dead = supervisor.map(&machine, "dead", &machine.volume("a")).unwrap();
-    let live = supervisor.map(&machine, "live", &machine.volume("b")).unwrap();
+    let dead = supervisor.map("dead", &machine.volume("a")).unwrap();
+    let live = supervisor.map("live", &machine.volume("b")).unwrap();
     supervisor.crash();
     kill(dead.worker_pid, Signal::SIGKILL);
     wait_until("the worker ends", || !is_alive(dead.worker_pid));
@@ -186,7 +182,7 @@ fn a_device_without_a_record_is_removed_or_reported() {
 fn a_corrupt_record_is_put_aside_and_the_rest_works() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    supervisor.map("a", &machine.volume("a")).unwrap();
     supervisor.crash();
     let bad = machine.config.state_dir.join("mappings/00000000000000bb.json");
     std::fs::write(&bad, "{\"version\": 1,").unwrap();
@@ -214,7 +210,7 @@ fn everything_is_unmapped_at_the_end_when_so_configured() {
     machine.config.unmap_on_shutdown = true;
     let supervisor = machine.start();
     for name in ["a", "b", "c"] {
-        supervisor.map(&machine, name, &machine.volume(name)).unwrap();
+        supervisor.map(name, &machine.volume(name)).unwrap();
     }
     supervisor.shut_down();
     machine.assert_clean();

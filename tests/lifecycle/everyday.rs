@@ -14,7 +14,7 @@ fn a_volume_is_mapped_listed_and_unmapped() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
-    let mapping = supervisor.map(&machine, "a", &uri).unwrap();
+    let mapping = supervisor.map("a", &uri).unwrap();
     assert_eq!(mapping.state(), MappingState::Mapped);
     assert_eq!(mapping.size_bytes, SIZE);
     assert!(mapping.device.starts_with("/dev/nbd"));
@@ -26,9 +26,9 @@ fn a_volume_is_mapped_listed_and_unmapped() {
     for target in ["a", &uri, &mapping.device, &mapping.symlink] {
         assert_eq!(supervisor.get(target).unwrap(), mapping, "{target}");
     }
-    assert_eq!(supervisor.list(), [mapping.clone()]);
+    assert_eq!(supervisor.list(), std::slice::from_ref(&mapping));
     // The same again is the same.
-    assert_eq!(supervisor.map(&machine, "a", &uri).unwrap(), mapping);
+    assert_eq!(supervisor.map("a", &uri).unwrap(), mapping);
 
     assert!(supervisor.unmap(&mapping.device).unwrap());
     assert!(!supervisor.unmap("a").unwrap());
@@ -42,11 +42,11 @@ fn other_properties_under_the_same_name_are_refused() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let (a, b) = (machine.volume("a"), machine.volume("b"));
-    supervisor.map(&machine, "a", &a).unwrap();
-    assert_code(supervisor.map(&machine, "a", &b), Code::AlreadyExists, &a);
+    supervisor.map("a", &a).unwrap();
+    assert_code(supervisor.map("a", &b), Code::AlreadyExists, &a);
     let read_only = MapOptions { read_only: true, ..Default::default() };
     let request = MapRequest { options: Some(read_only), ..request("a", &a) };
-    assert_code(supervisor.map_with(&machine, request), Code::AlreadyExists, "read_only");
+    assert_code(supervisor.map_with(request), Code::AlreadyExists, "read_only");
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
@@ -63,11 +63,11 @@ fn nonsense_is_refused_and_leaves_nothing() {
         ("x", "file:/no/such/file", Code::NotFound, "/no/such/file"),
         ("x", "mem:0", Code::InvalidArgument, ""),
     ] {
-        assert_code(supervisor.map(&machine, name, uri), code, part);
+        assert_code(supervisor.map(name, uri), code, part);
     }
     let options = MapOptions { block_size: 513, ..Default::default() };
     let request = MapRequest { options: Some(options), ..request("x", "mem:1M") };
-    assert_code(supervisor.map_with(&machine, request), Code::InvalidArgument, "513");
+    assert_code(supervisor.map_with(request), Code::InvalidArgument, "513");
     assert!(supervisor.list().is_empty());
     machine.assert_clean();
 }
@@ -77,7 +77,7 @@ fn a_missing_module_is_said_with_its_repair() {
     let machine = Machine::new();
     let supervisor = machine.start();
     machine.kernel.set_module(false);
-    let status = supervisor.map(&machine, "m", "mem:1M").unwrap_err();
+    let status = supervisor.map("m", "mem:1M").unwrap_err();
     assert_eq!(status.code(), Code::Unimplemented);
     assert!(repair(&status).contains("modprobe nbd"), "{status:?}");
     machine.assert_clean();
@@ -87,7 +87,7 @@ fn a_missing_module_is_said_with_its_repair() {
 fn a_device_in_use_is_not_unmapped_and_its_holder_named() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     let mount =
         Holder::Mount { path: "/mnt/a".into(), filesystem: "ext4".into(), namespace_pid: None };
@@ -112,7 +112,7 @@ fn a_device_in_use_is_not_unmapped_and_its_holder_named() {
 fn udev_that_looks_at_a_device_is_waited_for() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     machine
         .kernel
@@ -131,7 +131,7 @@ fn udev_that_looks_at_a_device_is_waited_for() {
 fn force_is_refused_until_it_can_be_kept() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    supervisor.map(&machine, "a", "mem:1M").unwrap();
+    supervisor.map("a", "mem:1M").unwrap();
     let request = UnmapRequest { target: "a".into(), force: true, timeout_ms: 0 };
     let result = supervisor.block_on(supervisor.client().unmap(request));
     assert_code(result, Code::Unimplemented, "force");
@@ -145,7 +145,7 @@ fn changes_are_watched_and_counters_counted() {
     let supervisor = machine.start();
     let mut events =
         supervisor.block_on(supervisor.client().watch(WatchRequest {})).unwrap().into_inner();
-    let mapping = supervisor.map(&machine, "a", "mem:1M").unwrap();
+    let mapping = supervisor.map("a", "mem:1M").unwrap();
     let mut states = Vec::new();
     while states.last() != Some(&MappingState::Mapped) {
         let event = supervisor.block_on(events.message()).unwrap().unwrap();
@@ -180,7 +180,7 @@ fn several_connections_are_served() {
     let supervisor = machine.start();
     let options = MapOptions { connections: 4, ..Default::default() };
     let request = MapRequest { options: Some(options), ..request("a", &machine.volume("a")) };
-    let mapping = supervisor.map_with(&machine, request).unwrap();
+    let mapping = supervisor.map_with(request).unwrap();
     assert_eq!(machine.kernel.live_links(index_of(&mapping)), 4);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
@@ -190,7 +190,7 @@ fn several_connections_are_served() {
 fn a_volume_grows_and_does_not_shrink() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let resize = |size_bytes| {
         let request = ResizeRequest { target: "a".into(), size_bytes };
         supervisor.block_on(supervisor.client().resize(request))
@@ -226,7 +226,6 @@ fn a_hundred_in_parallel_end_clean() {
         let mut devices = std::collections::BTreeSet::new();
         for mapping in mapped {
             let mapping = mapping.unwrap().into_inner();
-            machine.know(mapping.worker_pid);
             assert!(devices.insert(mapping.device));
         }
         assert_eq!(supervisor.list().len(), 100, "round {round}");

@@ -2,6 +2,7 @@
 //! and real worker processes. Crashes of the supervisor are real, too: its runtime is dropped where
 //! it stands, and a new one begins with what kernel, workers and journal have kept.
 #![cfg(feature = "fault")]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod bench;
 mod crashes;

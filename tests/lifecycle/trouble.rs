@@ -15,7 +15,7 @@ use crate::bench::{Machine, assert_code, index_of, is_alive, kill, wait_until};
 fn a_killed_worker_is_replaced_and_nothing_is_lost() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     let mut worker = mapping.worker_pid;
     for round in 1..4_u8 {
@@ -26,7 +26,6 @@ fn a_killed_worker_is_replaced_and_nothing_is_lost() {
             now.state() == MappingState::Mapped && now.worker_pid != worker
         });
         let now = supervisor.get("a").unwrap();
-        machine.know(now.worker_pid);
         assert_eq!(now.device, mapping.device);
         assert_eq!(now.generation, mapping.generation + u64::from(round));
         assert_eq!(machine.kernel.live_links(index), 1);
@@ -41,12 +40,12 @@ fn a_killed_worker_is_replaced_and_nothing_is_lost() {
 fn memory_that_died_is_failed_and_not_replaced_by_zeroes() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "m", "mem:1M").unwrap();
+    let mapping = supervisor.map("m", "mem:1M").unwrap();
     kill(mapping.worker_pid, Signal::SIGKILL);
     let failed = supervisor.wait_for("m", MappingState::Failed);
     assert!(failed.message.contains("content"), "{}", failed.message);
     assert_eq!((failed.worker_pid, failed.generation), (0, mapping.generation));
-    assert_code(supervisor.map(&machine, "m", "mem:1M"), Code::Internal, "content");
+    assert_code(supervisor.map("m", "mem:1M"), Code::Internal, "content");
     supervisor.unmap("m").unwrap();
     machine.assert_clean();
 }
@@ -55,7 +54,7 @@ fn memory_that_died_is_failed_and_not_replaced_by_zeroes() {
 fn a_worker_that_hangs_is_never_doubled() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     kill(mapping.worker_pid, Signal::SIGSTOP);
     supervisor.crash();
     let supervisor = machine.start();
@@ -71,7 +70,6 @@ fn a_worker_that_hangs_is_never_doubled() {
         let now = supervisor.get("a").unwrap();
         now.state() == MappingState::Mapped && now.worker_pid != mapping.worker_pid
     });
-    machine.know(supervisor.get("a").unwrap().worker_pid);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
@@ -80,7 +78,7 @@ fn a_worker_that_hangs_is_never_doubled() {
 fn a_volume_that_does_not_come_back_fails_in_the_end() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let (here, away) = (machine.path("a"), machine.path("away"));
     std::fs::rename(&here, &away).unwrap();
     kill(mapping.worker_pid, Signal::SIGKILL);
@@ -92,7 +90,6 @@ fn a_volume_that_does_not_come_back_fails_in_the_end() {
     // It comes back, and so does the mapping.
     std::fs::rename(&away, &here).unwrap();
     let now = supervisor.wait_for("a", MappingState::Mapped);
-    machine.know(now.worker_pid);
     assert_eq!(now.message, "");
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
@@ -102,13 +99,13 @@ fn a_volume_that_does_not_come_back_fails_in_the_end() {
 fn a_device_that_somebody_disconnects_is_reported() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.vanish(index_of(&mapping));
     let failed = supervisor.wait_for("a", MappingState::Failed);
     assert!(failed.message.contains("somebody else"), "{}", failed.message);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
-    let again = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let again = supervisor.map("a", &machine.volume("a")).unwrap();
     assert_eq!(again.state(), MappingState::Mapped);
     supervisor.unmap("a").unwrap();
 }
@@ -117,7 +114,7 @@ fn a_device_that_somebody_disconnects_is_reported() {
 fn sockets_that_the_kernel_drops_are_noticed() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.inject(Call::Reconfigure, Fault::DropSockets);
     machine.kernel.inject(Call::Reconfigure, Fault::Fail(ErrorKind::Internal));
     kill(mapping.worker_pid, Signal::SIGKILL);
@@ -125,7 +122,6 @@ fn sockets_that_the_kernel_drops_are_noticed() {
         let now = supervisor.get("a").unwrap();
         now.state() == MappingState::Mapped && now.worker_pid != mapping.worker_pid
     });
-    machine.know(supervisor.get("a").unwrap().worker_pid);
     machine.kernel.write(index_of(&mapping), 0, &[1; 512]).unwrap();
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
@@ -135,7 +131,7 @@ fn sockets_that_the_kernel_drops_are_noticed() {
 fn a_lost_event_only_costs_time() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.lose_events(true);
     machine.kernel.vanish(index_of(&mapping));
     supervisor.wait_for("a", MappingState::Failed);
@@ -150,7 +146,7 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
             let machine = Machine::new();
             let supervisor = machine.start();
             machine.kernel.inject(call, fault);
-            let result = supervisor.map(&machine, "a", &machine.volume("a"));
+            let result = supervisor.map("a", &machine.volume("a"));
             if call == Call::Devices {
                 // The sweep may have met the fault instead.
                 let _ = result.map(|_| supervisor.unmap("a").unwrap());
@@ -167,7 +163,7 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
         machine.kernel.inject(Call::Connect, fault);
         let mut request = crate::bench::request("a", &machine.volume("a"));
         request.timeout_ms = 1000;
-        match supervisor.map_with(&machine, request) {
+        match supervisor.map_with(request) {
             // A device that vanished is made again.
             Ok(_) => assert!(supervisor.unmap("a").unwrap(), "{fault:?}"),
             Err(status) => assert!(!status.message().is_empty(), "{fault:?}"),
@@ -181,7 +177,7 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
 fn an_unmap_that_fails_half_way_is_finished_later() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.inject(Call::Disconnect, Fault::Fail(ErrorKind::Internal));
     assert_code(supervisor.unmap("a"), Code::Internal, "");
     wait_until("it is gone", || supervisor.list().is_empty());
@@ -192,7 +188,7 @@ fn an_unmap_that_fails_half_way_is_finished_later() {
 fn a_flush_that_fails_keeps_the_mapping() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.inject(Call::Flush, Fault::Fail(ErrorKind::Internal));
     assert_code(supervisor.unmap("a"), Code::Internal, "");
     assert_eq!(supervisor.wait_for("a", MappingState::Mapped).device, mapping.device);
@@ -204,7 +200,7 @@ fn a_flush_that_fails_keeps_the_mapping() {
 fn a_holder_that_comes_after_the_flush_is_respected() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    let mapping = supervisor.map(&machine, "a", &machine.volume("a")).unwrap();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     // The flush hangs until its end; meanwhile somebody opens the device.
     let holder = vec![Holder::Process { pid: 1, command: "dd".into() }];
