@@ -435,7 +435,7 @@ impl Reader {
             }
             Ok(Some(reply)) => {
                 // One command is under way at most; a second answer is nonsense.
-                if !self.replies.as_ref().is_some_and(|replies| replies.try_send(reply).is_ok()) {
+                if self.replies.as_ref().is_none_or(|replies| replies.try_send(reply).is_err()) {
                     return self.give_up("answered twice");
                 }
             }
