@@ -160,22 +160,32 @@ fn a_dead_servers_socket_is_replaced_and_a_live_ones_is_not() {
 }
 
 #[test]
+fn a_client_that_does_not_read_costs_bounded_memory() {
+    let dir = TempDir::new().unwrap();
+    let server = Server::start(&dir, "file:", &[]);
+    let mut client = raw_client(&dir);
+    // 50 GiB of answers, of which none is taken yet.
+    let requests: Vec<u8> = (0..1600u32).flat_map(|cookie| read_32_mib(cookie)).collect();
+    client.write_all(&requests).unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    // The budget of one connection is 64 MiB.
+    let pss_kib = server.pss_kib();
+    assert!(pss_kib < 90 * 1024, "{pss_kib} KiB resident");
+    let mut payload = vec![0; 32 << 20];
+    for _ in 0..4 {
+        client.read_exact(&mut [0; 16]).unwrap();
+        client.read_exact(&mut payload).unwrap();
+    }
+}
+
+#[test]
 fn an_idle_server_is_small_even_after_large_requests() {
     let dir = TempDir::new().unwrap();
     let server = Server::start(&dir, "file:", &[]);
-    // A client that stays, after 32 MiB requests.
-    let mut client = UnixStream::connect(dir.path().join("s")).unwrap();
-    client.write_all(&[0, 0, 0, 3]).unwrap();
-    let mut greeting = [0; 18];
-    client.read_exact(&mut greeting).unwrap();
-    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
-    client.read_exact(&mut [0; 10]).unwrap();
+    let mut client = raw_client(&dir);
     let mut payload = vec![0; 32 << 20];
-    for cookie in 0..4u8 {
-        let mut request = [0; 28];
-        request[..4].copy_from_slice(&[0x25, 0x60, 0x95, 0x13]);
-        (request[15], request[24]) = (cookie, 2);
-        client.write_all(&request).unwrap();
+    for cookie in 0..4 {
+        client.write_all(&read_32_mib(cookie)).unwrap();
         client.read_exact(&mut [0; 16]).unwrap();
         client.read_exact(&mut payload).unwrap();
     }
@@ -190,6 +200,24 @@ fn an_idle_server_is_small_even_after_large_requests() {
         assert!(Instant::now() < deadline, "{pss_kib} KiB resident");
         std::thread::sleep(Duration::from_millis(100));
     }
+}
+
+/// A connection that is in transmission, and will do what no good client does.
+fn raw_client(dir: &TempDir) -> UnixStream {
+    let mut client = UnixStream::connect(dir.path().join("s")).unwrap();
+    client.write_all(&[0, 0, 0, 3]).unwrap();
+    client.read_exact(&mut [0; 18]).unwrap();
+    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+    client.read_exact(&mut [0; 10]).unwrap();
+    client
+}
+
+fn read_32_mib(cookie: u32) -> [u8; 28] {
+    let mut request = [0; 28];
+    request[..4].copy_from_slice(&[0x25, 0x60, 0x95, 0x13]);
+    request[12..16].copy_from_slice(&cookie.to_be_bytes());
+    request[24] = 2;
+    request
 }
 
 const CLEAT: &str = env!("CARGO_BIN_EXE_cleat");
