@@ -346,6 +346,30 @@ fn completions_and_manual_are_made_for_every_command() {
 }
 
 #[test]
+fn doctor_needs_no_daemon_and_its_exit_code_is_its_worst_finding() {
+    let run = cleat("doctor -o json", Path::new(NOWHERE));
+    let findings = json(&run.stdout);
+    let expected = match findings["worst"].as_str().expect("a verdict") {
+        "ok" => 0,
+        "warning" => 20,
+        "error" => 21,
+        other => panic!("{other} is no verdict"),
+    };
+    assert_eq!(run.code, expected, "{}", run.stderr);
+    let checks = findings["checks"].as_array().expect("an array");
+    assert!(checks.len() > 5, "{findings}");
+    for check in checks {
+        let well = check["verdict"] == "ok";
+        assert_eq!(check["repair"].is_null(), well, "{check}");
+    }
+
+    let run = cleat("doctor --config /nonexistent/cleat.toml", Path::new(NOWHERE));
+    assert_eq!(run.code, 21);
+    let first = run.stdout.lines().next().unwrap_or_default();
+    assert!(first.starts_with("error") && first.contains("/nonexistent/cleat.toml"), "{first}");
+}
+
+#[test]
 fn the_version_tells_the_build() {
     let run = cleat("--version", Path::new(NOWHERE));
     assert!(run.stdout.starts_with(concat!("cleat ", env!("CARGO_PKG_VERSION"), " (")));
