@@ -2,7 +2,12 @@
 //! same shape (one receive, parse all, copy the answers into one buffer, one send), which differ in
 //! nothing but what drives the ring.
 
-#![allow(clippy::print_stdout, clippy::unwrap_used)]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    unreachable_pub
+)]
 
 mod common;
 
