@@ -1,6 +1,11 @@
 //! `cargo bench --bench peer`: `cleat serve` against nbdkit's memory plugin, in turns.
 
-#![allow(clippy::print_stdout, clippy::unwrap_used)]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    unreachable_pub
+)]
 
 mod common;
 

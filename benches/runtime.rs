@@ -1,15 +1,20 @@
 //! `cargo bench --bench runtime`: what raw io_uring is worth against tokio-uring. Two servers of the
 //! same shape (one receive, parse all, copy the answers into one buffer, one send), which differ in
-//! nothing but what drives the ring.
+//! nothing but what drives the ring; and beside them the whole data path, which does all the rest.
 
-#![allow(clippy::print_stdout, clippy::unwrap_used)]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    unreachable_pub
+)]
 
 mod common;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use cleat::data::nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
 use cleat::sys::buffer::Buffer;
@@ -34,7 +39,19 @@ fn main() {
         (Server(Command::new(this).arg(mode).arg(&socket).spawn().unwrap()), socket)
     };
     let ((raw, raw_socket), (tokio, tokio_socket)) = (start("serve-raw"), start("serve-tokio"));
-    let servers = [("raw io_uring", &raw, &*raw_socket), ("tokio-uring", &tokio, &*tokio_socket)];
+    let whole_socket = dir.path().join("whole");
+    let whole = Command::new(env!("CARGO_BIN_EXE_cleat"))
+        .args(["serve", "mem:256M", "--socket"])
+        .arg(&whole_socket)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let whole = Server(whole);
+    let servers = [
+        ("raw io_uring", &raw, &*raw_socket),
+        ("tokio-uring", &tokio, &*tokio_socket),
+        ("cleat serve", &whole, &*whole_socket),
+    ];
     compare(&servers, &[1, 32, 128]);
 }
 

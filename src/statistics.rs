@@ -154,8 +154,8 @@ impl Page {
 
     /// Slots that may have been written. Reading the others would only fill them with memory.
     fn used(&self) -> usize {
-        // At most SLOTS, so the minimum fits.
-        self.memory.words()[USED].load(Relaxed).min(SLOTS as u64) as usize
+        let used = self.memory.words()[USED].load(Relaxed);
+        usize::try_from(used).map_or(SLOTS, |used| used.min(SLOTS))
     }
 
     fn new(memory: SharedMemory) -> Self {

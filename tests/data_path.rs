@@ -1,5 +1,7 @@
 //! The data path with clients that misbehave and backends that hang, panic or finish elsewhere.
 
+#![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
+
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -3,6 +3,8 @@
 //! The amount of data per transfer is CLEAT_INTEROP_MIB (default 128); the figures in
 //! `ARCHITECTURE.md` were taken with 1024.
 
+#![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
+
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;

@@ -106,7 +106,7 @@ impl Client {
         let length = BLOCK as u32;
         let header = RequestHeader { flags: 0, command: command::READ, cookie: 7, offset, length };
         self.output.extend_from_slice(&header.encode());
-        debug_assert!(self.output.len() % REQUEST_LEN == 0);
+        debug_assert!(self.output.len().is_multiple_of(REQUEST_LEN));
     }
 
     fn send(&mut self) {

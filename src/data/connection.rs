@@ -10,12 +10,12 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{Shutdown, shutdown};
+use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 
 use super::End;
 use super::inbound::{Inbound, Write};
 use super::mailbox::{Desired, Mailbox};
-use super::nbd::transmission::{Event, Transmission};
+use super::nbd::transmission::{Event, MAX_PAYLOAD, Transmission};
 use super::nbd::wire::simple_reply;
 use super::outbound::Outbound;
 use super::pool::{LARGEST, Pool};
@@ -37,6 +37,9 @@ pub(super) const CANCEL: Token = Token(6);
 
 /// Ring entries beyond the backend's: receive, send, wake, trim, deadline, cancel.
 const OWN_ENTRIES: u32 = 8;
+
+/// Bytes of replies that a socket is asked to take before a send has to wait for the peer.
+const SEND_BUFFER_LEN: usize = 1 << 20;
 
 /// Payload memory that an idle connection keeps, in bytes, and how long it takes to be idle.
 const IDLE_KEEP: usize = 256 << 10;
@@ -85,6 +88,13 @@ struct Ended {
     result: std::result::Result<(), IoError>,
 }
 
+/// Lets a batch of replies leave in one send where it can. The system clamps it (net.core.wmem_max)
+/// unless the process has CAP_NET_ADMIN, and short sends are continued in any case.
+fn widen_send_buffer(socket: &OwnedFd) {
+    let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER_LEN)
+        .or_else(|_| setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_LEN));
+}
+
 impl Connection {
     /// Sets up the calling thread for the connection on `file`, a connected stream socket.
     pub(super) fn new(
@@ -100,6 +110,7 @@ impl Connection {
                  forbids it",
             )
         };
+        widen_send_buffer(&file);
         let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
         let socket = ring.register(file.as_fd()).map_err(failed)?;
         let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
@@ -200,15 +211,18 @@ impl Connection {
                 self.wake_armed = false;
                 self.woken();
             }
-            TRIM => {
-                if self.trim_armed.take() == Some(self.pool.taken_count()) {
-                    self.pool.trim(IDLE_KEEP);
-                }
-            }
+            TRIM => self.trim_if_idle(),
             DEADLINE if completion.result == -libc::ETIME => {
                 self.ending.get_or_insert(End::HandshakeTimeout);
             }
             _ => {}
+        }
+    }
+
+    /// Frees buffers when none was taken since the timer was set; else it will be set again.
+    fn trim_if_idle(&mut self) {
+        if self.trim_armed.take() == Some(self.pool.taken_count()) {
+            self.pool.trim(IDLE_KEEP);
         }
     }
 
@@ -332,16 +346,14 @@ impl Connection {
     }
 
     fn held_without_buffer(&self) -> bool {
-        self.held.is_some_and(|(_, request)| !self.pool.has_room(request.length as usize))
+        self.held.is_some_and(|(_, request)| !self.pool.has_room(payload_len(&request)))
     }
 
     fn begin(&mut self, cookie: u64, request: Request) {
         if !matches!(request.op, Op::Read | Op::Write) {
             return self.start(cookie, request, None);
         }
-        // Checked by the parser to be no more than the pool's largest.
-        debug_assert!(request.length <= LARGEST as u64);
-        match self.pool.take(request.length as usize) {
+        match self.pool.take(payload_len(&request)) {
             None => self.held = Some((cookie, request)),
             Some(buffer) if request.op == Op::Write => {
                 self.inbound.begin_write(cookie, request, buffer);
@@ -426,6 +438,12 @@ impl Connection {
 
     fn elapsed_ns(&self) -> u64 {
         // 64 bits of nanoseconds last for 584 years.
-        self.clock.elapsed().as_nanos() as u64
+        u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
+}
+
+const _: () = assert!(MAX_PAYLOAD as usize <= LARGEST);
+
+fn payload_len(request: &Request) -> usize {
+    usize::try_from(request.length).expect("the parser passes no payload above MAX_PAYLOAD")
 }

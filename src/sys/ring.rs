@@ -36,6 +36,7 @@ impl Token {
     }
 
     /// The lower half: what the owner put in.
+    #[expect(clippy::cast_possible_truncation, reason = "the upper half is meant to go")]
     pub fn value(self) -> u32 {
         self.0 as u32
     }
@@ -290,17 +291,18 @@ impl Ring {
     }
 
     /// Takes one completion, if one is there.
+    #[expect(clippy::should_implement_trait, reason = "the ring goes on after None")]
     pub fn next(&mut self) -> Option<Completion> {
         let entry: cqueue::Entry = self.uring.completion().next()?;
-        let index = entry.user_data() as usize;
-        let slot = &mut self.in_flight[index];
+        let index = u32::try_from(entry.user_data()).expect("`push` gave it a slot's number");
+        let slot = &mut self.in_flight[index as usize];
         let token = slot.token.take().expect("each slot completes once");
         let (buffer, gather) = match std::mem::take(&mut slot.owned) {
             Owned::Buffer(buffer) => (Some(buffer), None),
             Owned::Gather(gather) => (None, Some(gather)),
             Owned::Nothing | Owned::Time { .. } => (None, None),
         };
-        self.free.push(index as u32);
+        self.free.push(index);
         Some(Completion { token, result: entry.result(), buffer, gather })
     }
 

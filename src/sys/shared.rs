@@ -114,9 +114,9 @@ impl SharedMemory {
         let target = self.range(offset, len);
         type Fill = unsafe extern "C" fn(*mut libc::c_void, i32, usize) -> *mut libc::c_void;
         let fill: Fill = black_box(libc::memset);
-        // SAFETY: `range` has checked the bytes; see `foreign_copy` for concurrent writers. The
-        // length fits, because the whole mapping does.
-        unsafe { fill(target.cast(), 0, len as usize) };
+        let len = usize::try_from(len).expect("it is inside the mapping");
+        // SAFETY: `range` has checked the bytes; see `foreign_copy` for concurrent writers.
+        unsafe { fill(target.cast(), 0, len) };
     }
 
     /// Makes a range read as zero and gives its whole pages back.
@@ -155,9 +155,10 @@ impl SharedMemory {
             "{len} bytes at {offset} in a memory of {}",
             self.len
         );
+        let offset = usize::try_from(offset).expect("it is inside the mapping");
         // SAFETY: offset <= len of the mapping, just checked, so the result is inside it or one
         // past its end.
-        unsafe { self.base.as_ptr().add(offset as usize) }
+        unsafe { self.base.as_ptr().add(offset) }
     }
 }
 

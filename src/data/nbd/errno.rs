@@ -7,7 +7,6 @@ const EIO: u32 = 5;
 const ENOMEM: u32 = 12;
 const EINVAL: u32 = 22;
 const ENOSPC: u32 = 28;
-const EOVERFLOW: u32 = 75;
 const ENOTSUP: u32 = 95;
 const ESHUTDOWN: u32 = 108;
 
@@ -36,7 +35,8 @@ pub fn from_wire(error: u32) -> Result<(), IoError> {
         ENOTSUP => Err(IoError::Unsupported),
         ESHUTDOWN => Err(IoError::Shutdown),
         // "SHOULD treat an unexpected error value as if it had been NBD_EINVAL."
-        EINVAL | EOVERFLOW | _ => Err(IoError::Invalid),
+        // (EOVERFLOW, too: it belongs to requests that this crate never sends.)
+        _ => Err(IoError::Invalid),
     }
 }
 

@@ -198,12 +198,8 @@ impl Handshake {
             option::LIST if data.is_empty() => self.list(out),
             option::LIST => put_option_reply(out, option, reply::ERR_INVALID, b"LIST has no data"),
             option::INFO | option::GO => return self.info(option, data, out),
-            option::STARTTLS
-            | option::STRUCTURED_REPLY
-            | option::LIST_META_CONTEXT
-            | option::SET_META_CONTEXT
-            | option::EXTENDED_HEADERS
-            | _ => put_option_reply(out, option, reply::ERR_UNSUP, b"not supported"),
+            // STARTTLS, STRUCTURED_REPLY, the meta contexts, EXTENDED_HEADERS, and the unknown.
+            _ => put_option_reply(out, option, reply::ERR_UNSUP, b"not supported"),
         }
         Step::Continue
     }
@@ -222,8 +218,8 @@ impl Handshake {
 
     fn list(&self, out: &mut Vec<u8>) {
         let name = self.export.name.as_bytes();
-        // At most MAX_STRING bytes.
-        let mut data = (name.len() as u32).to_be_bytes().to_vec();
+        let length = u32::try_from(name.len()).expect("a name has at most MAX_STRING bytes");
+        let mut data = length.to_be_bytes().to_vec();
         data.extend(name);
         data.extend(self.export.description.as_bytes());
         put_option_reply(out, option::LIST, reply::SERVER, &data);
@@ -291,6 +287,7 @@ fn info_string(number: u16, text: &str) -> Vec<u8> {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use proptest::prelude::*;
 

@@ -96,10 +96,8 @@ impl Transmission {
     /// While a write's payload is outstanding.
     pub fn next(&mut self, input: &[u8], size: u64) -> (usize, Event) {
         assert_eq!(self.payload, 0, "a payload comes first");
-        let skipped = self.skip.min(input.len() as u64);
-        self.skip -= skipped;
-        // No more than the input's length.
-        let skipped = skipped as usize;
+        let skipped = usize::try_from(self.skip).map_or(input.len(), |skip| skip.min(input.len()));
+        self.skip -= skipped as u64;
         let Some(header) = input[skipped..].first_chunk::<REQUEST_LEN>() else {
             return (skipped, Event::Starved);
         };
@@ -213,6 +211,7 @@ fn op(command: u16) -> Option<Op> {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation)]
 mod tests {
     use proptest::prelude::*;
 

@@ -85,12 +85,13 @@ pub fn put_greeting(out: &mut Vec<u8>) {
     out.extend((FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES).to_be_bytes());
 }
 
-/// Appends a reply of type `kind` to `option`. `data` is ours, so its length fits.
+/// Appends a reply of type `kind` to `option`. `data` is ours, and short.
 pub fn put_option_reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
     out.extend(kind.to_be_bytes());
-    out.extend((data.len() as u32).to_be_bytes());
+    let length = u32::try_from(data.len()).expect("replies to options are short");
+    out.extend(length.to_be_bytes());
     out.extend(data);
 }
 
