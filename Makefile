@@ -8,7 +8,6 @@ mandir = $(PREFIX)/share/man/man1
 docdir = $(PREFIX)/share/doc/cleat
 unitdir = $(PREFIX)/lib/systemd/system
 udevdir = $(PREFIX)/lib/udev/rules.d
-modulesdir = $(PREFIX)/lib/modules-load.d
 
 CARGO ?= cargo
 INSTALL ?= install
@@ -60,7 +59,6 @@ install: release ## Install the binary, unit, udev rules, manual, completions (D
 	chmod 0644 $(DESTDIR)$(unitdir)/cleat.service
 	$(INSTALL) -d $(DESTDIR)$(udevdir)
 	$(INSTALL) -m 0644 systemd/*.rules $(DESTDIR)$(udevdir)
-	$(INSTALL) -D -m 0644 systemd/cleat.modules-load $(DESTDIR)$(modulesdir)/cleat.conf
 	$(INSTALL) -D -m 0644 systemd/cleat.toml $(DESTDIR)$(docdir)/cleat.toml
 	$(RELEASE) man --directory $(DESTDIR)$(mandir)
 	$(INSTALL) -d $(DESTDIR)$(PREFIX)/share/bash-completion/completions \
@@ -69,13 +67,13 @@ install: release ## Install the binary, unit, udev rules, manual, completions (D
 	$(RELEASE) completions bash > $(DESTDIR)$(PREFIX)/share/bash-completion/completions/cleat
 	$(RELEASE) completions zsh > $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_cleat
 	$(RELEASE) completions fish > $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/cleat.fish
-	@echo "installed; now: modprobe nbd; udevadm control --reload; systemctl daemon-reload;" \
+	@echo "installed; now: udevadm control --reload; systemctl daemon-reload;" \
 		"systemctl enable --now cleat"
 
 uninstall: ## Remove what `install` put there (DESTDIR, PREFIX)
 	rm -f $(DESTDIR)$(bindir)/cleat $(DESTDIR)$(unitdir)/cleat.service \
 		$(addprefix $(DESTDIR)$(udevdir)/,$(notdir $(wildcard systemd/*.rules))) \
-		$(DESTDIR)$(modulesdir)/cleat.conf $(DESTDIR)$(docdir)/cleat.toml \
+		$(DESTDIR)$(docdir)/cleat.toml \
 		$(DESTDIR)$(mandir)/cleat.1 $(DESTDIR)$(mandir)/cleat-*.1 \
 		$(DESTDIR)$(PREFIX)/share/bash-completion/completions/cleat \
 		$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_cleat \

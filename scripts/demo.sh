@@ -6,9 +6,9 @@
 #
 # Runs on this machine where it can (root, and the nbd module); else in a virtual machine. Cleans up
 # after itself, however it ends.
-set -euo pipefail
 # What is shown is what one would type, unexpanded.
 # shellcheck disable=SC2016
+set -euo pipefail
 
 project=$(cd "$(dirname "$0")/.." && pwd)
 

@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod cli;
+pub mod config;
 pub mod control;
 pub mod data;
 pub mod doctor;
@@ -12,4 +13,5 @@ pub mod proto;
 pub mod request;
 pub mod statistics;
 pub mod sys;
+pub mod telemetry;
 pub mod worker;

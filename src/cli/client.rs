@@ -11,8 +11,7 @@ use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
 
-use super::Globals;
-use super::output;
+use super::{DEFAULT_SOCKET, Globals, output};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1::node_client::NodeClient;
 
@@ -51,9 +50,10 @@ where
         .build()
         .map_err(|error| Error::from_io("the client cannot start", error))?;
     runtime.block_on(async {
-        let client = Client::connect(&globals.socket).await?;
+        let socket = globals.socket.as_deref().unwrap_or(Path::new(DEFAULT_SOCKET));
+        let client = Client::connect(socket).await?;
         if globals.verbose > 0 {
-            output::note(&format!("connected to {}", globals.socket.display()));
+            output::note(&format!("connected to {}", socket.display()));
         }
         command(client).await
     })

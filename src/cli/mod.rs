@@ -13,8 +13,10 @@ mod fault;
 mod ls;
 mod man;
 mod map;
+mod node;
 pub mod output;
 mod resize;
+mod serve;
 mod size;
 mod stats;
 mod status;
@@ -26,8 +28,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind as Usage;
+use clap::parser::ValueSource;
+use clap::{CommandFactory, FromArgMatches};
 
 use crate::error::{Error, ErrorKind, Result};
 use output::Format;
@@ -77,10 +80,12 @@ pub struct Cli {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Global options")]
 pub struct Globals {
-    /// The daemon's socket
-    #[arg(long, global = true, env = "CLEAT_SOCKET", value_name = "PATH",
-          default_value = DEFAULT_SOCKET)]
-    pub socket: PathBuf,
+    /// The daemon's socket [default: /run/cleat/cleat.sock]
+    #[arg(long, global = true, env = "CLEAT_SOCKET", value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Whether `socket` was typed, and is not from the environment.
+    #[arg(skip)]
+    pub socket_typed: bool,
     /// How results are shown [default: what suits the command]
     #[arg(short, long, global = true, value_name = "FORMAT")]
     pub output: Option<Format>,
@@ -91,12 +96,14 @@ pub struct Globals {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
+    Node(node::Node),
     Map(map::Map),
     Unmap(unmap::Unmap),
     Ls(ls::Ls),
     Status(status::Status),
     Stats(stats::Stats),
     Resize(resize::Resize),
+    Serve(serve::Serve),
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -105,7 +112,7 @@ enum Command {
 /// Runs the command line of this process and returns its exit code.
 pub fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().collect();
-    let code = match Cli::try_parse_from(&arguments) {
+    let code = match parse(&arguments) {
         Ok(cli) => {
             let format = cli.globals.output;
             run(cli).unwrap_or_else(|error| output::error(&error, format))
@@ -115,15 +122,24 @@ pub fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
+fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    let matches = Cli::command().try_get_matches_from(arguments)?;
+    let mut cli = Cli::from_arg_matches(&matches)?;
+    cli.globals.socket_typed = matches.value_source("socket") == Some(ValueSource::CommandLine);
+    Ok(cli)
+}
+
 fn run(cli: Cli) -> Result<u8> {
     let globals = &cli.globals;
     match cli.command {
+        Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Unmap(args) => unmap::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
+        Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),
@@ -186,8 +202,6 @@ fn wanted_format(arguments: &[OsString]) -> Option<Format> {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
@@ -205,14 +219,25 @@ mod tests {
 
     #[test]
     fn an_error_of_usage_names_cause_and_repair() {
-        let error = Cli::try_parse_from(["cleat", "map", "mem:1G", "--conections", "2"])
-            .expect_err("the option is misspelt");
+        let words = ["cleat", "map", "mem:1G", "--conections", "2"].map(OsString::from);
+        let error = parse(&words).expect_err("the option is misspelt");
         let error = usage_error(error.kind(), &error.render().to_string());
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert_eq!(error.message(), "unexpected argument '--conections' found");
         let repair = error.repair().expect("there is one");
         assert!(repair.contains("'--connections'"), "{repair}");
         assert!(repair.contains("usage: cleat map"), "{repair}");
+    }
+
+    #[test]
+    fn a_socket_that_was_typed_is_told_from_one_of_the_environment() {
+        let typed = |line: &str| {
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            parse(&words).expect("the line is right").globals.socket_typed
+        };
+        assert!(typed("cleat --socket /run/a ls"));
+        assert!(typed("cleat ls --socket /run/a"));
+        assert!(!typed("cleat ls"));
     }
 
     #[test]

@@ -12,12 +12,16 @@
 //!
 //! Reading order: `mapping`, `journal`, `executor`, `steps`, `workers`, `recover`, `admin`, `node`.
 
+pub mod admin;
+pub mod convert;
 pub mod executor;
 pub mod journal;
 pub mod kernel_calls;
 pub mod link;
 pub mod mapping;
+pub mod node;
 mod observe;
+mod operations;
 pub mod process;
 pub mod random;
 pub mod recover;

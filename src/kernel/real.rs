@@ -45,6 +45,7 @@ pub struct RealKernel {
     threads: Disposable,
     netlink: Netlink,
     hub: Mutex<Option<Hub>>,
+    loads_module: bool,
 }
 
 impl RealKernel {
@@ -63,11 +64,19 @@ impl RealKernel {
             netlink: Netlink::new(threads.clone()),
             threads,
             hub: Mutex::new(None),
+            loads_module: true,
         };
         if let Err(error) = kernel.clear_leftovers() {
             tracing::warn!(error = error.report(), "leftover device names stay");
         }
         kernel
+    }
+
+    /// Whether the driver is loaded where it is missing; it is, unless told otherwise.
+    #[must_use]
+    pub fn loading_module(mut self, loads_module: bool) -> Self {
+        self.loads_module = loads_module;
+        self
     }
 
     /// The driver's own list: each device's index and whether it is configured.
@@ -309,6 +318,9 @@ impl RealKernel {
         let loaded = self.sysfs.0.join("module/nbd");
         if loaded.exists() {
             return Ok(());
+        }
+        if !self.loads_module {
+            return Err(module_missing());
         }
         let program = std::fs::read_to_string(self.proc.0.join("sys/kernel/modprobe"));
         let program = program.map(|program| program.trim().to_owned()).unwrap_or_default();

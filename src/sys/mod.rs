@@ -5,11 +5,14 @@
 //! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+pub(crate) mod attempts;
 pub mod block;
 pub mod buffer;
 pub mod descriptor;
 pub mod gather;
 pub mod packet;
+pub mod prctl;
 pub mod process;
 pub mod ring;
 pub mod shared;

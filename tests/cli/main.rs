@@ -102,6 +102,26 @@ fn what_is_no_daemon_is_told_apart() {
 }
 
 #[test]
+fn serve_never_takes_the_daemons_socket() {
+    let directory = TempDir::new().expect("a directory");
+    let socket = directory.path().join("cleat.sock");
+    let run = cleat("serve mem:1M", &socket);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("--socket <PATH>"), "{}", run.stderr);
+    let mut server = command("serve mem:1M --listen 127.0.0.1:0", &socket)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the binary runs");
+    let mut uri = String::new();
+    let stdout = server.stdout.take().expect("it is piped");
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut uri).expect("a line");
+    let taken = socket.exists();
+    server.kill().expect("it still serves");
+    server.wait().expect("it ends");
+    assert!(uri.starts_with("nbd://127.0.0.1:") && !taken, "{uri}");
+}
+
+#[test]
 fn without_permission_the_message_says_so() {
     let daemon = Daemon::start(Script::default());
     let directory = daemon.directory.path();
@@ -115,7 +135,7 @@ fn without_permission_the_message_says_so() {
         command.uid(65534).gid(65534);
         command
     } else {
-        fs::set_permissions(&daemon.socket, fs::Permissions::from_mode(0)).expect("chmod");
+        fs::set_permissions(&daemon.socket, fs::Permissions::from_mode(0o0)).expect("chmod");
         Command::new(env!("CARGO_BIN_EXE_cleat"))
     };
     command.arg("ls").env("CLEAT_SOCKET", &daemon.socket);

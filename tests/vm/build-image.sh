@@ -23,6 +23,8 @@ cache=${CLEAT_VM_DIR:-$here/../../target/vm}
 series=${KERNEL:-6.12}
 suite=bookworm
 
+keep_days=3
+
 # Drivers of the initramfs: what it takes to see the root disk and the host's ports.
 initramfs_modules=(virtio_pci virtio_blk virtio_console)
 
@@ -152,9 +154,15 @@ if [ ! -d "$boot" ]; then
     [ -d "$image" ] || stage "$base" build_base
     stage "$image" build_image
     stage "$boot" build_boot
-    # What older inputs left behind; a VM that still runs keeps its open files.
-    for old in "$cache"/{base-*,image-"$series"-*,boot-"$series"-*}; do
-        case $old in "$base" | "$image" | "$boot") ;; *) rm -rf "$old" ;; esac
-    done
 fi
+
+# Worktrees with other versions of these files may share the cache, and a VM may just
+# be starting from any of it: so only what nobody has used for days goes. What is
+# half built goes at once: the lock says that its builder is dead.
+for used in "$base" "$image" "$boot"; do
+    [ ! -d "$used" ] || touch "$used"
+done
+find "$cache" -mindepth 1 -maxdepth 1 -name '*-*.tmp.*' -exec rm -rf {} +
+find "$cache" -mindepth 1 -maxdepth 1 \( -name 'base-*' -o -name 'image-*' -o -name 'boot-*' \) \
+    -mtime "+$keep_days" -exec rm -rf {} +
 echo "$boot"

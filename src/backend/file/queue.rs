@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::{ImageQueue, Outcome, RequestId, Started, Waker};
+use super::super::{ImageQueue, Outcome, RequestId, Started, Waker, index};
 use crate::request::{IoError, Op, Request};
 use crate::sys::buffer::Buffer;
 use crate::sys::ring::{Completion, FileSlot, Ring, Token};
@@ -142,7 +142,7 @@ impl FileQueue {
         let started = match task.step {
             Step::Transfer => {
                 let Some(buffer) = buffer else { return };
-                let from = task.progress as usize;
+                let from = index(task.progress);
                 let submitted = if task.request.op == Op::Read {
                     ring.read(self.file, buffer, from, offset, token)
                 } else {
@@ -164,7 +164,7 @@ impl FileQueue {
                     return;
                 };
                 task.attempted = left.min(ZEROES as u64);
-                zeroes.set_len(task.attempted as usize);
+                zeroes.set_len(index(task.attempted));
                 match ring.write(self.file, zeroes, 0, offset, false, token) {
                     Ok(()) => true,
                     Err(zeroes) => {
@@ -192,10 +192,11 @@ impl FileQueue {
                 self.submit(id, buffer, ring);
             }
         }
-        if !matches!(self.zeroes, Zeroes::InUse) && ring.room() > 0 {
-            if let Some(id) = self.waiting_for_zeroes.pop_front() {
-                self.submit(id, None, ring);
-            }
+        if !matches!(self.zeroes, Zeroes::InUse)
+            && ring.room() > 0
+            && let Some(id) = self.waiting_for_zeroes.pop_front()
+        {
+            self.submit(id, None, ring);
         }
     }
 

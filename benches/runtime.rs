@@ -1,0 +1,145 @@
+//! `cargo bench --bench runtime`: what raw io_uring is worth against tokio-uring. Two servers of the
+//! same shape (one receive, parse all, copy the answers into one buffer, one send), which differ in
+//! nothing but what drives the ring.
+
+#![allow(clippy::print_stdout, clippy::unwrap_used)]
+
+mod common;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::Command;
+
+use cleat::data::nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
+use cleat::sys::buffer::Buffer;
+use cleat::sys::gather::Gather;
+use cleat::sys::ring::{Ring, Token};
+use common::{Server, compare};
+
+const SIZE: usize = 256 << 20;
+const INPUT: usize = 2 << 20;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    match arguments.get(1).map(String::as_str) {
+        Some("serve-raw") => return serve_raw(Path::new(&arguments[2])),
+        Some("serve-tokio") => return serve_tokio(Path::new(&arguments[2])),
+        _ => {}
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let start = |mode: &str| {
+        let socket = dir.path().join(mode);
+        let this = std::env::current_exe().unwrap();
+        (Server(Command::new(this).arg(mode).arg(&socket).spawn().unwrap()), socket)
+    };
+    let ((raw, raw_socket), (tokio, tokio_socket)) = (start("serve-raw"), start("serve-tokio"));
+    let servers = [("raw io_uring", &raw, &*raw_socket), ("tokio-uring", &tokio, &*tokio_socket)];
+    compare(&servers, &[1, 32, 128]);
+}
+
+/// Takes what arrived and gives the answers to `put`; returns how much was taken.
+fn answer(memory: &mut [u8], input: &[u8], mut put: impl FnMut(&[u8])) -> usize {
+    let mut pos = 0;
+    while let Some(header) = input[pos..].first_chunk::<REQUEST_LEN>() {
+        let header = RequestHeader::parse(header).unwrap();
+        let range = header.offset as usize..header.offset as usize + header.length as usize;
+        let reply = simple_reply(header.cookie, Ok(()));
+        if header.command == command::READ {
+            put(&reply);
+            put(&memory[range]);
+        } else {
+            let Some(payload) = input.get(pos + REQUEST_LEN..pos + REQUEST_LEN + range.len())
+            else {
+                break;
+            };
+            memory[range.clone()].copy_from_slice(payload);
+            put(&reply);
+            pos += range.len();
+        }
+        pos += REQUEST_LEN;
+    }
+    pos
+}
+
+/// The greeting, EXPORT_NAME and its answer, over plain blocking calls.
+fn accept(socket: &Path) -> OwnedFd {
+    use std::io::{Read, Write};
+    let (mut stream, _) = UnixListener::bind(socket).unwrap().accept().unwrap();
+    stream.write_all(b"NBDMAGICIHAVEOPT\0\x03").unwrap();
+    stream.read_exact(&mut [0; 20]).unwrap();
+    stream.write_all(&[&(SIZE as u64).to_be_bytes()[..], &[0, 1]].concat()).unwrap();
+    stream.into()
+}
+
+fn serve_raw(socket: &Path) {
+    let stream = accept(socket);
+    let mut ring = Ring::new(8).unwrap();
+    let slot = ring.register(stream.as_fd()).unwrap();
+    let mut memory = vec![0; SIZE];
+    let (mut input, mut end) = (Buffer::zeroed(INPUT), 0);
+    let (mut gather, mut spare) = (Box::new(Gather::new(4)), Some(Buffer::zeroed(INPUT)));
+    let wait = |ring: &mut Ring| loop {
+        if let Some(done) = ring.next() {
+            return done;
+        }
+        ring.submit_and_wait().unwrap();
+    };
+    loop {
+        ring.receive(slot, input, end, false, Token(1)).unwrap();
+        let done = wait(&mut ring);
+        input = done.buffer.unwrap();
+        if done.result <= 0 {
+            return;
+        }
+        end += usize::try_from(done.result).unwrap();
+        let mut output = spare.take().unwrap();
+        output.set_len(0);
+        let taken = answer(&mut memory, &input.payload()[..end], |bytes| {
+            let at = output.len();
+            output.set_len(at + bytes.len());
+            output.payload_mut()[at..].copy_from_slice(bytes);
+        });
+        input.payload_mut().copy_within(taken..end, 0);
+        end -= taken;
+        if output.is_empty() {
+            spare = Some(output);
+            continue;
+        }
+        gather.push_buffer(output);
+        while gather.unsent() > 0 {
+            ring.send(slot, gather, Token(2)).unwrap();
+            let done = wait(&mut ring);
+            gather = done.gather.unwrap();
+            gather.advance(usize::try_from(done.result).unwrap());
+        }
+        spare = gather.take_buffers().next();
+    }
+}
+
+fn serve_tokio(socket: &Path) {
+    let stream = accept(socket);
+    tokio_uring::start(async {
+        let stream = tokio_uring::net::UnixStream::from_std(stream.into());
+        let mut memory = vec![0; SIZE];
+        let (mut input, mut end, mut output) = (vec![0; INPUT], 0, Vec::new());
+        loop {
+            use tokio_uring::buf::BoundedBuf;
+            let (received, slice) = stream.read(input.slice(end..)).await;
+            input = slice.into_inner();
+            match received {
+                Ok(0) | Err(_) => return,
+                Ok(received) => end += received,
+            }
+            output.clear();
+            let taken = answer(&mut memory, &input[..end], |bytes| output.extend_from_slice(bytes));
+            input.copy_within(taken..end, 0);
+            end -= taken;
+            if !output.is_empty() {
+                let (sent, back) = stream.write_all(output).await;
+                sent.unwrap();
+                output = back;
+            }
+        }
+    });
+}

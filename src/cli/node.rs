@@ -1,0 +1,75 @@
+//! `cleat node`: the daemon.
+
+use std::path::PathBuf;
+
+use super::Globals;
+use crate::config::Config;
+use crate::control;
+use crate::error::Result;
+use crate::telemetry::Format;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  As systemd does it:
+    $ cleat node
+
+  Beside another one, for a test:
+    $ cleat node --runtime-dir /tmp/c/run --state-dir /tmp/c/state
+    $ cleat --socket /tmp/c/run/cleat.sock ls
+";
+
+/// Run the daemon: devices stay mapped when it ends
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Node {
+    /// The configuration file [default: /etc/cleat/cleat.toml, which may be absent]
+    #[arg(long, value_name = "PATH")]
+    config: Option<PathBuf>,
+    /// Where sockets are
+    #[arg(long, value_name = "PATH")]
+    runtime_dir: Option<PathBuf>,
+    /// Where the journal of mappings is
+    #[arg(long, value_name = "PATH")]
+    state_dir: Option<PathBuf>,
+    /// The form of logs: auto, human, json, journald
+    #[arg(long, value_name = "FORMAT")]
+    log_format: Option<Format>,
+    /// What is logged: error, warn, info, debug, trace, or a filter
+    #[arg(long, value_name = "LEVEL")]
+    log_level: Option<String>,
+    /// Unmap everything that nobody uses when the daemon ends
+    #[arg(long)]
+    unmap_on_shutdown: bool,
+}
+
+/// Runs the daemon until it is told to end.
+///
+/// # Errors
+/// When it cannot start.
+pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
+    let mut config = Config::load(args.config.as_deref())?;
+    if let Some(path) = args.runtime_dir {
+        config.runtime_dir = std::path::absolute(path).unwrap_or_default();
+    }
+    if let Some(path) = args.state_dir {
+        config.state_dir = std::path::absolute(path).unwrap_or_default();
+    }
+    if let Some(socket) = &globals.socket {
+        config.socket = Some(std::path::absolute(socket).unwrap_or_default());
+    }
+    if let Some(format) = args.log_format {
+        config.log.format = format;
+    }
+    if let Some(level) = args.log_level {
+        config.log.level = level;
+    }
+    config.log.level = match globals.verbose {
+        0 => config.log.level,
+        1 => "debug".to_owned(),
+        _ => "trace".to_owned(),
+    };
+    config.unmap_on_shutdown |= args.unmap_on_shutdown;
+    config.check(std::path::Path::new("command line"))?;
+    config.log().init()?;
+    control::node::run(&config)
+}

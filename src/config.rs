@@ -1,0 +1,310 @@
+//! The daemon's configuration: a TOML file, flags over it, checked as a whole.
+//!
+//! Every key with its meaning and default stands in `systemd/cleat.toml`, which a test here keeps
+//! in step.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::telemetry::{Format, Log};
+
+/// Where the configuration is looked for when no other place is given. May be absent.
+pub const DEFAULT_PATH: &str = "/etc/cleat/cleat.toml";
+
+/// The longest file, in bytes.
+const MAX_FILE: u64 = 1 << 20;
+
+/// Everything that can be configured.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Sockets; gone after a reboot.
+    pub runtime_dir: PathBuf,
+    /// The journal; kept.
+    pub state_dir: PathBuf,
+    /// The control API; `None`: `cleat.sock` in the runtime directory.
+    pub socket: Option<PathBuf>,
+    /// Whether the end of the daemon is the end of its mappings.
+    pub unmap_on_shutdown: bool,
+    /// Whether the daemon loads the nbd module when it is missing.
+    pub modprobe: bool,
+    /// Logs.
+    pub log: LogConfig,
+    /// For what a call of `map` leaves open.
+    pub map: MapConfig,
+    /// Bounds.
+    pub limits: Limits,
+}
+
+/// Logs.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LogConfig {
+    /// Their form.
+    pub format: Format,
+    /// `error`, `warn`, `info`, `debug`, `trace`, or a filter of tracing.
+    pub level: String,
+}
+
+/// For what a call of `map` leaves open.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MapConfig {
+    /// Connections per device.
+    pub connections: u32,
+    /// How long new I/O waits for a worker before it fails. Whole seconds.
+    #[serde(deserialize_with = "duration")]
+    pub dead_connection_timeout: Duration,
+    /// How soon after a repair the kernel repeats what a dead worker left.
+    #[serde(deserialize_with = "duration")]
+    pub replay_delay: Duration,
+    /// Bound on calls that give none.
+    #[serde(deserialize_with = "duration")]
+    pub timeout: Duration,
+}
+
+/// Bounds.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Mappings at one time.
+    pub mappings: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            runtime_dir: PathBuf::from("/run/cleat"),
+            state_dir: PathBuf::from("/var/lib/cleat"),
+            socket: None,
+            unmap_on_shutdown: false,
+            modprobe: true,
+            log: LogConfig::default(),
+            map: MapConfig::default(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+impl Default for LogConfig {
+    fn default() -> Self {
+        Self { format: Format::Auto, level: "info".to_owned() }
+    }
+}
+
+impl Default for MapConfig {
+    fn default() -> Self {
+        Self {
+            // With one connection the replay delay can be short; with several, a request that takes
+            // longer than the kernel's tick kills a live socket (nbd_xmit_timeout).
+            connections: 1,
+            dead_connection_timeout: Duration::from_secs(300),
+            replay_delay: Duration::from_secs(1),
+            timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { mappings: 1024 }
+    }
+}
+
+impl Config {
+    /// Reads `path`, or the default place. The default one may be absent, a named one may not.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the line and the keys that are valid.
+    pub fn load(path: Option<&Path>) -> Result<Self> {
+        let place = path.unwrap_or(Path::new(DEFAULT_PATH));
+        let failed = |error| {
+            Error::from_io(format!("cannot read the configuration {}", place.display()), error)
+        };
+        let text = match read(place) {
+            Err(error) if path.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Self::default());
+            }
+            other => other.map_err(failed)?,
+        };
+        Self::parse(&text, place)
+    }
+
+    /// Parses and checks a configuration; `place` is for messages.
+    ///
+    /// # Errors
+    /// As [`Config::load`].
+    pub fn parse(text: &str, place: &Path) -> Result<Self> {
+        let config: Self = toml::from_str(text).map_err(|error| {
+            let line = error.span().map_or(0, |span| {
+                1 + text.as_bytes()[..span.start.min(text.len())]
+                    .iter()
+                    .filter(|byte| **byte == b'\n')
+                    .count()
+            });
+            // One line: the first is the message, what follows shows the file again.
+            let message = error.message().lines().next().unwrap_or_default().to_owned();
+            Error::new(
+                ErrorKind::InvalidArgument,
+                format!("{}, line {line}: {message}", place.display()),
+            )
+            .with_repair(format!("see {DEFAULT_PATH} as shipped for every key and its default"))
+        })?;
+        config.check(place)?;
+        Ok(config)
+    }
+
+    /// The control API's socket.
+    pub fn socket(&self) -> PathBuf {
+        self.socket.clone().unwrap_or_else(|| self.runtime_dir.join("cleat.sock"))
+    }
+
+    /// What is logged, and how.
+    pub fn log(&self) -> Log {
+        Log { format: self.log.format, filter: self.log.level.clone() }
+    }
+
+    /// Checks what no type says. Flags that were put over a file are checked by this again.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the key.
+    pub fn check(&self, place: &Path) -> Result<()> {
+        let invalid = |key: &str, why: String| {
+            Err(Error::new(ErrorKind::InvalidArgument, format!("{}: {key} {why}", place.display())))
+        };
+        for (key, path) in [
+            ("runtime_dir", Some(&self.runtime_dir)),
+            ("state_dir", Some(&self.state_dir)),
+            ("socket", self.socket.as_ref()),
+        ] {
+            if path.is_some_and(|path| !path.is_absolute()) {
+                return invalid(key, "must be an absolute path".to_owned());
+            }
+        }
+        let most = crate::control::validate::MAX_CONNECTIONS;
+        if !(1..=most).contains(&self.map.connections) {
+            return invalid("map.connections", format!("must be 1 to {most}"));
+        }
+        let day = Duration::from_secs(u64::from(crate::control::validate::MAX_TIMEOUT_S));
+        let whole = self.map.dead_connection_timeout.subsec_nanos() == 0;
+        if !whole || !(Duration::from_secs(1)..=day).contains(&self.map.dead_connection_timeout) {
+            let why = "must be a whole number of seconds, at least 1s and at most a day";
+            return invalid("map.dead_connection_timeout", why.to_owned());
+        }
+        let delays = Duration::from_millis(100)..=Duration::from_secs(30);
+        if !self.map.replay_delay.is_zero() && !delays.contains(&self.map.replay_delay) {
+            let why = "must be 100ms to 30s, or 0s for the kernel's default";
+            return invalid("map.replay_delay", why.to_owned());
+        }
+        if !(Duration::from_secs(1)..=day).contains(&self.map.timeout) {
+            return invalid("map.timeout", "must be at least 1s and at most a day".to_owned());
+        }
+        if !(1..=65536).contains(&self.limits.mappings) {
+            return invalid("limits.mappings", "must be 1 to 65536".to_owned());
+        }
+        Log::check_filter(&self.log.level)
+            .or_else(|why| invalid("log.level", format!("is no level or filter: {why}")))
+    }
+}
+
+fn read(path: &Path) -> std::io::Result<String> {
+    use std::io::Read;
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_FILE {
+        return Err(std::io::Error::other("the file is longer than a configuration may be"));
+    }
+    Ok(text)
+}
+
+/// A duration as people write it: "30s", "5m", "1h 30m".
+fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    humantime::parse_duration(&text).map_err(|error| {
+        serde::de::Error::custom(format!("{text:?} is no duration such as \"30s\": {error}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config> {
+        Config::parse(text, Path::new("cleat.toml"))
+    }
+
+    #[test]
+    fn the_shipped_file_says_the_defaults_and_every_key() {
+        let text = include_str!("../systemd/cleat.toml");
+        assert_eq!(parse(text).unwrap(), Config::default());
+        // Every key stands there, commented out, with its default.
+        let uncommented: String = text
+            .lines()
+            .map(|line| line.strip_prefix("#").filter(|rest| !rest.starts_with([' ', '#'])))
+            .zip(text.lines())
+            .map(|(key, line)| format!("{}\n", key.unwrap_or(line)))
+            .collect();
+        let shown = parse(&uncommented).unwrap();
+        let default = Config::default();
+        let socket = Some(default.socket());
+        assert_eq!(shown, Config { socket, ..default });
+        for key in [
+            "runtime_dir",
+            "state_dir",
+            "socket",
+            "unmap_on_shutdown",
+            "modprobe",
+            "format",
+            "level",
+            "connections",
+            "dead_connection_timeout",
+            "replay_delay",
+            "timeout",
+            "mappings",
+        ] {
+            assert!(uncommented.lines().any(|l| l.starts_with(&format!("{key} ="))), "{key}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_key_is_named_with_its_line_and_the_valid_ones() {
+        let error = parse("modprobe = true\n\n[map]\nconnection = 3\n").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        let text = error.report();
+        assert!(text.contains("line 4") && text.contains("`connection`"), "{text}");
+        assert!(text.contains("dead_connection_timeout"), "{text}");
+    }
+
+    #[test]
+    fn wrong_values_are_named() {
+        for (text, part) in [
+            ("state_dir = \"var\"", "state_dir"),
+            ("[map]\nconnections = 0", "map.connections"),
+            ("[map]\nconnections = 1000", "map.connections"),
+            ("[map]\ntimeout = \"soon\"", "30s"),
+            ("[map]\ntimeout = 30", "line 2"),
+            ("[map]\ndead_connection_timeout = \"1500ms\"", "whole"),
+            ("[map]\nreplay_delay = \"5ms\"", "100ms"),
+            ("[limits]\nmappings = 0", "limits.mappings"),
+            ("[log]\nformat = \"xml\"", "journald"),
+            ("[log]\nlevel = \"cleat=loud\"", "log.level"),
+            ("modprobe", "line 1"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.report().contains(part), "{text}: {}", error.report());
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn a_named_file_must_exist() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("none.toml");
+        assert_eq!(Config::load(Some(&path)).unwrap_err().kind(), ErrorKind::NotFound);
+        std::fs::write(&path, "[map]\ntimeout = \"1m\"\n").unwrap();
+        assert_eq!(Config::load(Some(&path)).unwrap().map.timeout, Duration::from_secs(60));
+    }
+}

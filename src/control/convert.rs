@@ -1,0 +1,231 @@
+//! Between the control API's messages and the supervisor's types. Everything that comes in is
+//! checked here.
+
+use std::time::Duration;
+
+use tonic::metadata::MetadataValue;
+use tonic::{Code, Status};
+
+use super::executor::MapSpec;
+use super::mapping::State;
+use super::validate;
+use super::volume::{View, node_of};
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::{Device, Holder, Identity};
+use crate::proto::v1 as api;
+use crate::request::{IoError, Op};
+use crate::statistics::Snapshot;
+
+/// The metadata key of an error's repair; see `node.proto`.
+pub const REPAIR_KEY: &str = "cleat-repair";
+
+/// An error as the caller gets it.
+pub fn status(error: &Error) -> Status {
+    let mut status = Status::new(code(error.kind()), error.report());
+    if let Some(repair) = error.repair() {
+        // Metadata is ASCII on one line.
+        let plain: String =
+            repair.chars().map(|c| if (' '..='~').contains(&c) { c } else { '?' }).collect();
+        if let Ok(value) = MetadataValue::try_from(plain) {
+            status.metadata_mut().insert(REPAIR_KEY, value);
+        }
+    }
+    status
+}
+
+fn code(kind: ErrorKind) -> Code {
+    match kind {
+        ErrorKind::InvalidArgument => Code::InvalidArgument,
+        ErrorKind::NotFound => Code::NotFound,
+        ErrorKind::AlreadyExists => Code::AlreadyExists,
+        ErrorKind::InUse => Code::FailedPrecondition,
+        ErrorKind::Aborted => Code::Aborted,
+        ErrorKind::PermissionDenied => Code::PermissionDenied,
+        ErrorKind::Unsupported => Code::Unimplemented,
+        ErrorKind::Unavailable => Code::Unavailable,
+        ErrorKind::TimedOut => Code::DeadlineExceeded,
+        ErrorKind::NoSpace => Code::ResourceExhausted,
+        ErrorKind::Fenced => Code::DataLoss,
+        ErrorKind::Internal => Code::Internal,
+    }
+}
+
+/// A request to map, checked.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
+    let options = request.options.unwrap_or_default();
+    validate::uri(&request.uri)?;
+    let name = match request.name.is_empty() {
+        true => validate::derived_name(&request.uri),
+        false => request.name,
+    };
+    validate::name(&name)?;
+    validate::connections(options.connections)?;
+    validate::block_size(options.block_size)?;
+    validate::timeout_s(options.dead_connection_timeout_s)?;
+    Ok(MapSpec {
+        name,
+        uri: request.uri,
+        read_only: options.read_only,
+        connections: options.connections,
+        block_size: options.block_size,
+        dead_connection_timeout_s: options.dead_connection_timeout_s,
+    })
+}
+
+/// A target, checked: a name, a URI or a path.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn target(target: String) -> Result<String> {
+    let invalid = |message: &str| Err(Error::new(ErrorKind::InvalidArgument, message));
+    if target.is_empty() {
+        return invalid("no mapping is named");
+    }
+    if target.len() > validate::MAX_URI || target.chars().any(char::is_control) {
+        return invalid("that is no name, URI or device");
+    }
+    Ok(target)
+}
+
+/// A bound on a call; 0 leaves it to the daemon.
+///
+/// # Errors
+/// `InvalidArgument` beyond a day.
+pub fn timeout(timeout_ms: u32, default: Duration) -> Result<Duration> {
+    validate::timeout_s(timeout_ms / 1000)?;
+    Ok(match timeout_ms {
+        0 => default,
+        _ => Duration::from_millis(u64::from(timeout_ms)),
+    })
+}
+
+/// A mapping as the caller sees it.
+pub fn mapping(view: &View) -> api::Mapping {
+    let record = &view.record;
+    let path = |path: Option<std::path::PathBuf>| {
+        path.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
+    };
+    let volume = record.volume;
+    api::Mapping {
+        name: record.name.clone(),
+        uri: record.uri.clone(),
+        options: Some(api::MapOptions {
+            read_only: record.options.read_only,
+            connections: record.options.connections,
+            block_size: record.options.block_size,
+            dead_connection_timeout_s: record.options.dead_connection_timeout_s,
+        }),
+        state: state(&view.state).into(),
+        message: view.message.clone(),
+        device: path(view.node()),
+        symlink: path(view.paths.as_ref().map(|paths| paths.symlink.clone())),
+        size_bytes: view.device.map(|d| d.size).or(volume.map(|v| v.size)).unwrap_or(0),
+        worker_pid: view.worker_pid,
+        mapping_id: record.mapping_id.clone(),
+        generation: record.generation,
+        mapped_at_s: record.created_at_s,
+        block_size: volume.map_or(0, |volume| volume.block_size),
+        holders: view.holders.iter().map(holder).collect(),
+    }
+}
+
+/// A device without a record as the caller sees it.
+pub fn orphan(device: &Device, identity: &Identity) -> api::Mapping {
+    let node = node_of(device.index).to_string_lossy().into_owned();
+    api::Mapping {
+        name: identity.name().to_owned(),
+        state: api::MappingState::Orphan.into(),
+        message: format!("it has cleat's identity and no record; cleat unmap {node} removes it"),
+        device: node,
+        size_bytes: device.size,
+        mapping_id: identity.mapping_id().to_owned(),
+        ..api::Mapping::default()
+    }
+}
+
+fn state(state: &State) -> api::MappingState {
+    match state {
+        State::Mapping => api::MappingState::Mapping,
+        State::Mapped => api::MappingState::Mapped,
+        State::Recovering => api::MappingState::Recovering,
+        State::Failed(_) => api::MappingState::Failed,
+        State::Unmapping | State::Held(_) | State::Unmapped => api::MappingState::Unmapping,
+    }
+}
+
+/// Who uses a device.
+pub fn holder(holder: &Holder) -> api::Holder {
+    use api::holder::{Kind, Mount, Process};
+    let kind = match holder {
+        Holder::Mount { path, filesystem, namespace_pid } => Kind::Mount(Mount {
+            path: path.to_string_lossy().into_owned(),
+            namespace_pid: namespace_pid.unwrap_or(0),
+            filesystem: filesystem.clone(),
+        }),
+        Holder::Process { pid, command } => {
+            Kind::Process(Process { pid: *pid, command: command.clone() })
+        }
+        Holder::Device { name } => Kind::Device(name.clone()),
+    };
+    api::Holder { kind: Some(kind) }
+}
+
+/// A worker's counters.
+pub fn statistics(view: &View, snapshot: &Snapshot) -> api::VolumeStats {
+    let ops = Op::ALL.iter().map(|op| {
+        let counts = snapshot.op(*op);
+        api::OpStats {
+            op: op.name().to_owned(),
+            count: counts.count,
+            bytes: counts.bytes,
+            errors: counts.errors,
+            total_ns: counts.total_ns,
+        }
+    });
+    let errors = IoError::ALL.iter().filter_map(|kind| {
+        let count = snapshot.errors_of(*kind);
+        (count > 0).then(|| (format!("{kind:?}").to_lowercase(), count))
+    });
+    api::VolumeStats {
+        name: view.record.name.clone(),
+        device: view.node().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+        ops: ops.collect(),
+        in_flight: u32::try_from(snapshot.in_flight).unwrap_or(u32::MAX),
+        connections: u32::try_from(snapshot.connections).unwrap_or(u32::MAX),
+        errors: errors.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repair_travels_as_one_ascii_line() {
+        let error = Error::new(ErrorKind::InUse, "busy").with_repair("umount /mnt/ä\nthen again");
+        let status = status(&error);
+        assert_eq!(status.code(), Code::FailedPrecondition);
+        let repair = status.metadata().get(REPAIR_KEY).unwrap().to_str().unwrap();
+        assert_eq!(repair, "umount /mnt/??then again");
+    }
+
+    #[test]
+    fn requests_are_checked() {
+        let request = |uri: &str, name: &str, connections| api::MapRequest {
+            uri: uri.into(),
+            name: name.into(),
+            options: Some(api::MapOptions { connections, ..Default::default() }),
+            timeout_ms: 0,
+        };
+        assert!(map_spec(request("mem:1M", "", 0)).unwrap().name.starts_with("mem-1M-"));
+        for bad in [request("", "a", 0), request("mem:1M", "../a", 0), request("mem:1M", "a", 99)] {
+            assert_eq!(map_spec(bad).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        }
+        assert!(target(String::new()).is_err());
+        assert!(target("a\0".into()).is_err());
+        assert!(timeout(u32::MAX, Duration::ZERO).is_err());
+    }
+}

@@ -1,0 +1,418 @@
+//! The daemon `cleat node`: puts the parts together, brings back what was, serves the control API,
+//! and keeps an eye on kernel and workers until it is told to end.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::fcntl::Flock;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{Semaphore, broadcast, mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_stream::wrappers::UnixListenerStream;
+
+use super::admin::{Admin, MAX_MESSAGE, PeerCheck};
+use super::executor::{Executor, Halt, Settings};
+use super::journal::{Journal, create_private, lock};
+use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
+use super::mapping::{Options, State};
+use super::process::{Launcher, Processes};
+use super::random::Random;
+use super::workers::{WorkerEvent, Workers};
+use crate::config::Config;
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::{Kernel, KernelEvent};
+use crate::proto::v1::node_server::NodeServer;
+
+/// What the daemon stands on; tests put others in their place.
+pub struct Parts {
+    /// The kernel.
+    pub kernel: Arc<dyn Kernel>,
+    /// Worker processes.
+    pub launcher: Arc<dyn Launcher>,
+    /// Mapping ids and the spread of retries.
+    pub random: Random,
+    /// The kernel's boot.
+    pub boot_id: String,
+    /// Where a test makes it crash.
+    pub halt: Option<Halt>,
+}
+
+/// A running daemon. Dropped, it ends as in a crash: mappings stay.
+pub struct Node {
+    executor: Arc<Executor>,
+    tasks: JoinSet<()>,
+    stop_server: Option<oneshot::Sender<()>>,
+    unmap_on_shutdown: bool,
+    socket: PathBuf,
+    _lock: Flock<std::fs::File>,
+}
+
+/// How often everything is looked at without any event: events may be lost.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Mappings that are looked after at the same time.
+const TENDED_AT_ONCE: usize = 32;
+
+/// For calls under way when the daemon ends.
+const DRAIN_LIMIT: Duration = Duration::from_secs(3);
+
+/// For all mappings together, with `unmap_on_shutdown`.
+const UNMAP_LIMIT: Duration = Duration::from_secs(20);
+
+/// Runs the daemon until SIGTERM or SIGINT. Logs must have been set up.
+///
+/// # Errors
+/// When it cannot start: another one runs, directories cannot be made, the socket is taken.
+pub fn run(config: &Config) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        // Beyond the kernel's calls: journal, launches.
+        .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + 16)
+        .thread_keep_alive(Duration::from_secs(2))
+        .thread_name("cleat-node")
+        .enable_all()
+        .build()
+        .map_err(|error| Error::from_io("the daemon cannot start", error))?;
+    let result = runtime.block_on(run_until_told(config));
+    // A kernel call that hangs must not keep the daemon from ending.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+async fn run_until_told(config: &Config) -> Result<()> {
+    let failed = |error| Error::from_io("cannot handle signals", error);
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    create_private(&config.runtime_dir)?;
+    let parts = Parts {
+        kernel: Arc::new(
+            crate::kernel::real::RealKernel::new(&config.runtime_dir)
+                .loading_module(config.modprobe),
+        ),
+        launcher: Arc::new(Processes::of_this_executable()),
+        random: Random::from_kernel()?,
+        boot_id: boot_id()?,
+        halt: None,
+    };
+    let node = Node::start(config, parts).await?;
+    notify(&[sd_notify::NotifyState::Ready]);
+    let ticks = sd_notify::watchdog_enabled().map_or(Duration::from_secs(10), |limit| limit / 3);
+    let mut tick = interval(ticks);
+    loop {
+        tokio::select! {
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            _ = tick.tick() => {
+                let status = node.status();
+                notify(&[sd_notify::NotifyState::Watchdog, sd_notify::NotifyState::Status(&status)]);
+            }
+        }
+    }
+    notify(&[sd_notify::NotifyState::Stopping]);
+    node.shutdown().await;
+    Ok(())
+}
+
+impl Node {
+    /// Starts: takes the locks, brings back what was, and serves.
+    ///
+    /// # Errors
+    /// As [`run`].
+    pub async fn start(config: &Config, parts: Parts) -> Result<Self> {
+        create_private(&config.runtime_dir)?;
+        let workers_dir = config.runtime_dir.join("workers");
+        create_private(&workers_dir)?;
+        let runtime_lock = lock(&config.runtime_dir.join("lock"))?;
+        let journal = Arc::new(Journal::open(&config.state_dir)?);
+        let listener = listen(&config.socket()).await?;
+
+        let (attention, attention_receiver) = mpsc::channel(4096);
+        let (worker_events, worker_receiver) = mpsc::channel(1024);
+        let log = config.log().decided().to_string();
+        let launcher = parts.launcher;
+        let executor = Arc::new(Executor {
+            journal,
+            kernel: KernelCalls::new(parts.kernel),
+            workers: Workers::new(launcher, workers_dir, log, worker_events),
+            register: super::volume::Register::default(),
+            settings: settings(config, parts.boot_id),
+            random: parts.random,
+            attention,
+            changes: broadcast::channel(1024).0,
+            halt: parts.halt,
+            findings: std::sync::Mutex::new(Vec::new()),
+        });
+        // Before recovery, so that nothing is missed between the look and the watch.
+        let kernel_events = kernel_events(&executor);
+        executor.recover().await?;
+        if let Err(error) = executor.clear_orphans(Instant::now() + Duration::from_secs(20)).await {
+            executor.found(format!("cannot look for leftovers: {}", error.report()));
+        }
+
+        let mut tasks = JoinSet::new();
+        tasks.spawn(tend(Arc::clone(&executor), attention_receiver));
+        tasks.spawn(watch_workers(Arc::clone(&executor), worker_receiver));
+        tasks.spawn(watch_kernel(Arc::clone(&executor), kernel_events));
+        tasks.spawn(sweep(Arc::clone(&executor)));
+        let (stop_server, stopped) = oneshot::channel();
+        let admin = Admin::new(Arc::clone(&executor), config.map.timeout);
+        tasks.spawn(serve(admin, listener, stopped));
+        tracing::info!(socket = %config.socket().display(), "ready: {}", status(&executor));
+        Ok(Self {
+            executor,
+            tasks,
+            stop_server: Some(stop_server),
+            unmap_on_shutdown: config.unmap_on_shutdown,
+            socket: config.socket(),
+            _lock: runtime_lock,
+        })
+    }
+
+    /// The executor, for calls from the same process.
+    pub fn executor(&self) -> &Arc<Executor> {
+        &self.executor
+    }
+
+    /// One line on how it is going.
+    pub fn status(&self) -> String {
+        status(&self.executor)
+    }
+
+    /// Ends in order. Mappings stay, unless the configuration says otherwise.
+    pub async fn shutdown(mut self) {
+        if self.unmap_on_shutdown {
+            self.unmap_all().await;
+        }
+        if let Some(stop) = self.stop_server.take() {
+            let _ = stop.send(());
+        }
+        // Calls under way get a moment; open streams never end by themselves.
+        let drained = self.wait_for_calls();
+        if timeout(DRAIN_LIMIT, drained).await.is_err() {
+            tracing::warn!("calls were still under way at the end");
+        }
+        let _ = std::fs::remove_file(&self.socket);
+        self.tasks.abort_all();
+        tracing::info!("ended: {}", status(&self.executor));
+    }
+
+    async fn wait_for_calls(&self) {
+        for volume in self.executor.register().all() {
+            while volume.enter().is_err() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+    }
+
+    async fn unmap_all(&self) {
+        let deadline = Instant::now() + UNMAP_LIMIT;
+        let mut unmapping = JoinSet::new();
+        for volume in self.executor.register().all() {
+            let executor = Arc::clone(&self.executor);
+            unmapping.spawn(async move {
+                if let Err(error) = executor.unmap(&volume.name, deadline).await {
+                    tracing::warn!(mapping = volume.name, "stays mapped: {}", error.report());
+                }
+            });
+        }
+        while unmapping.join_next().await.is_some() {}
+    }
+}
+
+fn settings(config: &Config, boot_id: String) -> Settings {
+    let seconds = config.map.dead_connection_timeout.as_secs();
+    let delay_ms = config.map.replay_delay.as_millis();
+    Settings {
+        // The configuration has been checked: both are far below the bound.
+        defaults: Options {
+            read_only: false,
+            connections: config.map.connections,
+            block_size: 0,
+            dead_connection_timeout_s: u32::try_from(seconds).unwrap_or(u32::MAX),
+            replay_delay_ms: u32::try_from(delay_ms).unwrap_or(u32::MAX),
+        },
+        mappings: config.limits.mappings,
+        boot_id,
+    }
+}
+
+fn status(executor: &Executor) -> String {
+    let views = executor.register().all();
+    let failed = views.iter().filter(|v| matches!(v.view().state, State::Failed(_))).count();
+    match failed {
+        0 => format!("{} mappings", views.len()),
+        _ => format!("{} mappings, {failed} failed", views.len()),
+    }
+}
+
+/// The control socket. One that a dead daemon left is replaced.
+async fn listen(path: &Path) -> Result<UnixListener> {
+    let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
+    if let Some(parent) = path.parent()
+        && !parent.exists()
+    {
+        create_private(parent)?;
+    }
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            let message = format!("{} exists and is no socket", path.display());
+            return Err(Error::new(ErrorKind::AlreadyExists, message)
+                .with_repair("remove it, or choose another socket"));
+        }
+        Ok(_) if UnixStream::connect(path).await.is_ok() => {
+            let message = format!("another daemon serves {}", path.display());
+            return Err(Error::new(ErrorKind::InUse, message)
+                .with_repair("stop it first: systemctl stop cleat"));
+        }
+        Ok(_) => std::fs::remove_file(path).map_err(failed)?,
+        Err(_) => {}
+    }
+    // Bound under another name and renamed when its mode is right: nobody finds it too open.
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".new");
+    let temporary = PathBuf::from(temporary);
+    let _ = std::fs::remove_file(&temporary);
+    let listener = UnixListener::bind(&temporary).map_err(failed)?;
+    std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    std::fs::rename(&temporary, path).map_err(failed)?;
+    Ok(listener)
+}
+
+async fn serve(admin: Admin, listener: UnixListener, stopped: oneshot::Receiver<()>) {
+    let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
+    let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);
+    let served = tonic::transport::Server::builder()
+        .concurrency_limit_per_connection(256)
+        .max_concurrent_streams(256)
+        .http2_max_header_list_size(16 * 1024)
+        .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), async {
+            // An error means that the daemon is gone.
+            let _ = stopped.await;
+        });
+    if let Err(error) = served.await {
+        tracing::error!("the control API has ended: {error}");
+    }
+}
+
+/// Looks after mappings that somebody has drawn attention to.
+async fn tend(executor: Arc<Executor>, mut attention: mpsc::Receiver<String>) {
+    let room = Arc::new(Semaphore::new(TENDED_AT_ONCE));
+    let mut tending = JoinSet::new();
+    let mut batch = Vec::new();
+    while attention.recv_many(&mut batch, 256).await > 0 {
+        for name in batch.drain(..).collect::<BTreeSet<String>>() {
+            let Some(volume) = executor.register().get(&name) else { continue };
+            // Never closed.
+            let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+            let executor = Arc::clone(&executor);
+            tending.spawn(async move {
+                let _permit = permit;
+                executor.tend(&volume).await;
+            });
+        }
+        while tending.try_join_next().is_some() {}
+    }
+}
+
+async fn watch_workers(executor: Arc<Executor>, mut events: mpsc::Receiver<WorkerEvent>) {
+    while let Some(event) = events.recv().await {
+        tracing::debug!(mapping_id = event.mapping_id, "{}", event.what);
+        let all = executor.register().all();
+        if let Some(volume) = all.iter().find(|volume| volume.mapping_id == event.mapping_id) {
+            let _ = executor.attention.send(volume.name.clone()).await;
+        }
+    }
+}
+
+/// The kernel's events, from a thread that waits for them.
+fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
+    let (sender, receiver) = mpsc::channel(1024);
+    let events = match executor.kernel.kernel().events() {
+        Ok(events) => events,
+        Err(error) => {
+            // The sweep finds everything, only later.
+            executor.found(format!("no events from the kernel: {}", error.report()));
+            return receiver;
+        }
+    };
+    std::thread::spawn(move || {
+        // Ends with the daemon: the receiver is dropped, or the kernel's side ends.
+        while !sender.is_closed() {
+            match events.recv_timeout(Duration::from_secs(1)) {
+                Ok(event) => {
+                    let _ = sender.try_send(event);
+                }
+                Err(crossbeam_channel::RecvTimeoutError::Timeout) => {}
+                Err(crossbeam_channel::RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    });
+    receiver
+}
+
+async fn watch_kernel(executor: Arc<Executor>, mut events: mpsc::Receiver<KernelEvent>) {
+    let mut batch = Vec::new();
+    while events.recv_many(&mut batch, 256).await > 0 {
+        let indices: BTreeSet<u32> = batch
+            .drain(..)
+            .map(|event| match event {
+                KernelEvent::LinkDead(index) | KernelEvent::Changed(index) => index,
+            })
+            .collect();
+        for volume in executor.register().all() {
+            if volume.view().device.is_some_and(|device| indices.contains(&device.index)) {
+                let _ = executor.attention.send(volume.name.clone()).await;
+            }
+        }
+        // A device that changes many times in a row is looked at a few times only.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Finds what no event told: every mapping whose device is not as it should be, or that does not
+/// work.
+async fn sweep(executor: Arc<Executor>) {
+    let mut tick = interval(SWEEP_INTERVAL);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        let devices = match executor.devices(Instant::now() + SWEEP_INTERVAL).await {
+            Ok(devices) => devices,
+            Err(error) => {
+                tracing::warn!("cannot look at the devices: {}", error.report());
+                continue;
+            }
+        };
+        for volume in executor.register().all() {
+            let view = volume.view();
+            let device = view.device.and_then(|seen| {
+                devices.iter().find(|device| device.index == seen.index && device.connected)
+            });
+            let right = device.is_some_and(|device| {
+                device.identity().is_some_and(|id| id.mapping_id() == volume.mapping_id)
+            });
+            if view.state != State::Mapped || !right {
+                // A full queue: at the next sweep.
+                let _ = executor.attention.try_send(volume.name.clone());
+            }
+        }
+    }
+}
+
+fn boot_id() -> Result<String> {
+    let path = "/proc/sys/kernel/random/boot_id";
+    std::fs::read_to_string(path)
+        .map(|text| text.trim().to_owned())
+        .map_err(|error| Error::from_io(format!("cannot read {path}"), error))
+}
+
+fn notify(states: &[sd_notify::NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::debug!("cannot tell the service manager: {error}");
+    }
+}

@@ -1,0 +1,47 @@
+//! For tests of the confinement: what a process that was taken over would try by raw io_uring.
+#![allow(clippy::cast_possible_truncation)]
+
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use io_uring::{IoUring, opcode, squeue, types};
+
+/// Opens a file for reading; a descriptor or a negated errno.
+pub(crate) fn open_by_ring(path: &Path) -> i32 {
+    let path = CString::new(path.as_os_str().as_bytes()).unwrap();
+    let entry = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
+    run(&entry)
+}
+
+/// Connects to a TCP port of this machine; zero or a negated errno.
+pub(crate) fn connect_by_ring(port: u16) -> i32 {
+    let socket = run(&opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build());
+    if socket < 0 {
+        return socket;
+    }
+    let address = libc::sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: port.to_be(),
+        sin_addr: libc::in_addr { s_addr: u32::from(std::net::Ipv4Addr::LOCALHOST).to_be() },
+        sin_zero: [0; 8],
+    };
+    let length = size_of_val(&address) as libc::socklen_t;
+    run(&opcode::Connect::new(types::Fd(socket), (&raw const address).cast(), length).build())
+}
+
+fn run(entry: &squeue::Entry) -> i32 {
+    let mut ring = IoUring::new(2).unwrap();
+    // SAFETY: what the entry points to lives in the callers until this has waited for its end.
+    unsafe { ring.submission().push(entry).unwrap() };
+    ring.submit_and_wait(1).unwrap();
+    ring.completion().next().unwrap().result()
+}
+
+/// Attaches to another process as a debugger; zero or a negated errno.
+pub(crate) fn trace(pid: libc::pid_t) -> i32 {
+    let nothing = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: PTRACE_SEIZE uses no memory of ours.
+    let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, nothing, nothing) };
+    if result == 0 { 0 } else { -nix::errno::Errno::last_raw() }
+}

@@ -1,0 +1,182 @@
+//! `cleat worker`: from an inherited descriptor to a confined process with an open volume.
+//!
+//! What a worker is to the system:
+//! - SIGTERM, SIGINT and SIGHUP are ignored: a service manager or a terminal that stops the
+//!   supervisor must not take mapped devices along. A worker ends by `Stop`, by its device's
+//!   disconnect, or by SIGKILL.
+//! - The out-of-memory killer takes it late (-999): to free its memory, which is little, it would
+//!   fail every write that waits to be cleaned.
+//! - It is an I/O flusher: its allocations never wait for dirty pages that wait for it.
+//! - Code and data that are mapped at the start are locked once touched, so that what the loop runs
+//!   cannot be swapped out, to its own device for instance. Request buffers are not: they give
+//!   pages back when idle, which locked memory cannot.
+//! - No core dumps: they would hold users' data.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::signal::Signal;
+use nix::sys::socket::{getsockopt, sockopt};
+
+use super::channel::{Channel, Incoming};
+use super::protocol::{CHANNEL_FD, PROTOCOL_VERSION, Start, ToWorker};
+use super::sandbox::{self, Needs, Report};
+use super::session::Session;
+use crate::backend::uri::{MAX_NAME, VolumeUri};
+use crate::backend::{Confinement, Image, OpenOptions, confinement, open};
+use crate::error::{Error, ErrorKind, Result};
+use crate::statistics::Page;
+use crate::sys::prctl;
+
+/// How long a new worker waits to be told what to do, in milliseconds.
+const START_PATIENCE_MS: u16 = 60_000;
+
+const OOM_SCORE_ADJ: &str = "-999";
+
+/// The whole life of a worker process.
+pub fn main() -> ExitCode {
+    let channel = match inherited_channel() {
+        Ok(channel) => channel,
+        Err(error) => {
+            // Started by hand: there is nobody else to tell.
+            let line = format!("cleat worker is started by cleat node only: {}\n", error.report());
+            let _ = io::Write::write_all(&mut io::stderr(), line.as_bytes());
+            return ExitCode::from(2);
+        }
+    };
+    let session = match start(&channel) {
+        Ok(session) => session,
+        Err(error) => {
+            tracing::error!(error = %error.report(), "the worker could not start");
+            // The supervisor may be gone; the exit code says it too.
+            let _ = channel.send_failure(&error);
+            return ExitCode::FAILURE;
+        }
+    };
+    match session.run(channel) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = %error.report(), "the worker failed");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn inherited_channel() -> Result<Channel> {
+    let descriptor = prctl::inherited_descriptor(CHANNEL_FD)
+        .map_err(|e| Error::from_io(format!("descriptor {CHANNEL_FD} is not a channel"), e))?;
+    Channel::new(descriptor)
+}
+
+fn start(channel: &Channel) -> Result<Session> {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGPIPE] {
+        prctl::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
+    }
+    let (start, listener, page) = first_message(channel)?;
+    super::log::init(&start.log);
+    let uri: VolumeUri = start.uri.parse()?;
+    settle(&start.name);
+    let (image, report) = open_confined(&uri, start.read_only)?;
+    for (layer, reason) in &report.missing {
+        tracing::warn!(layer, %reason, "a layer of the worker's confinement is missing");
+    }
+    tracing::info!(
+        mapping = %start.name,
+        mapping_id = %start.mapping_id,
+        generation = start.generation,
+        uri = %uri,
+        size = image.size(),
+        confinement = ?report.applied,
+        "the volume is open"
+    );
+    Session::new(start, image, page, listener)
+}
+
+/// Opens the volume and confines the process, in the order that the backend asks for.
+fn open_confined(uri: &VolumeUri, read_only: bool) -> Result<(Arc<dyn Image>, Report)> {
+    let options = OpenOptions { read_only };
+    let when = confinement(uri);
+    let needs = Needs::from(&when);
+    Ok(match when {
+        Confinement::AfterOpen => {
+            let image = open(uri, &options)?;
+            (image, sandbox::confine(&needs))
+        }
+        Confinement::BeforeOpen { .. } => {
+            let report = sandbox::confine(&needs);
+            (open(uri, &options)?, report)
+        }
+    })
+}
+
+fn first_message(channel: &Channel) -> Result<(Start, UnixListener, Page)> {
+    use std::os::fd::AsFd;
+    let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
+    let ready = poll(&mut set, PollTimeout::from(START_PATIENCE_MS));
+    if !ready.is_ok_and(|count| count > 0) {
+        return Err(Error::new(ErrorKind::TimedOut, "the supervisor did not say what to do"));
+    }
+    let (command, descriptors) = match channel.receive()? {
+        Incoming::Command(command, descriptors) => (command, descriptors),
+        Incoming::End => {
+            return Err(Error::new(ErrorKind::Unavailable, "the supervisor is gone"));
+        }
+    };
+    let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
+    let ToWorker::Start(start) = command else {
+        return Err(invalid("the first message must be start"));
+    };
+    if start.version != PROTOCOL_VERSION {
+        return Err(wrong_version(start.version));
+    }
+    let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic());
+    let short = |text: &str| !text.is_empty() && text.len() <= MAX_NAME && plain(text);
+    if !short(&start.name) || !short(&start.mapping_id) {
+        return Err(invalid("the mapping's name or id is not a plain word of 1 to 128 bytes"));
+    }
+    let [listener, page]: [OwnedFd; 2] = descriptors.try_into().map_err(|got: Vec<_>| {
+        invalid(&format!("start needs 2 descriptors, control socket and page, got {}", got.len()))
+    })?;
+    let listens = getsockopt(&listener, sockopt::AcceptConn).unwrap_or(false);
+    let kind = getsockopt(&listener, sockopt::SockType);
+    if !listens || kind != Ok(nix::sys::socket::SockType::SeqPacket) {
+        return Err(invalid("the first descriptor is not a listening SOCK_SEQPACKET socket"));
+    }
+    let listener = UnixListener::from(listener);
+    // A connection that is gone before it is accepted must not stop the control thread.
+    listener.set_nonblocking(true).map_err(|e| Error::from_io("the control socket", e))?;
+    let page = Page::from_fd(page)?;
+    // A worker that died left its connections in it.
+    page.take_over();
+    Ok((start, listener, page))
+}
+
+pub(super) fn wrong_version(theirs: u32) -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        format!("the supervisor speaks version {theirs} of the worker protocol, this worker {PROTOCOL_VERSION}"),
+    )
+    .with_repair("start the worker from the same build as the supervisor")
+}
+
+/// Makes the process what the room's head says. Each failure costs robustness, not function.
+fn settle(name: &str) {
+    let attempt = |what: &str, outcome: io::Result<()>| {
+        if let Err(error) = outcome {
+            tracing::warn!(%error, "the worker could not {what}");
+        }
+    };
+    // The kernel keeps 15 bytes.
+    let title: String = format!("cleat:{name}").chars().take(15).collect();
+    let title = std::ffi::CString::new(title).unwrap_or_default();
+    attempt("set its name", nix::sys::prctl::set_name(&title).map_err(io::Error::from));
+    attempt("forbid core dumps", setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(io::Error::from));
+    attempt("lower its OOM score", std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ));
+    attempt("become an I/O flusher (CAP_SYS_RESOURCE)", prctl::set_io_flusher());
+    attempt("lock its memory (CAP_IPC_LOCK or RLIMIT_MEMLOCK)", prctl::lock_touched_memory());
+}

@@ -1,0 +1,200 @@
+//! The system calls of a worker, for x86_64 and aarch64.
+
+use std::collections::BTreeMap;
+
+use libc::c_long;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, apply_filter_all_threads,
+};
+
+use super::Needs;
+
+/// Restricts this process, all threads, to the list below.
+pub(super) fn apply(needs: &Needs) -> Result<(), String> {
+    let text = |e: seccompiler::Error| e.to_string();
+    // clone3 takes its flags in memory, where no filter can see them. "Not implemented" makes the
+    // C library use clone, whose flags are checked.
+    let refusals: Rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    let refuse =
+        compile(refusals, SeccompAction::Allow, SeccompAction::Errno(libc::ENOSYS.unsigned_abs()))?;
+    let allow = compile(
+        rules(needs).map_err(|e| e.to_string())?,
+        SeccompAction::Errno(libc::EPERM.unsigned_abs()),
+        SeccompAction::Allow,
+    )?;
+    apply_filter_all_threads(&refuse).map_err(text)?;
+    apply_filter_all_threads(&allow).map_err(text)
+}
+
+type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+type Backend<T> = Result<T, seccompiler::BackendError>;
+
+fn compile(
+    rules: Rules,
+    otherwise: SeccompAction,
+    matched: SeccompAction,
+) -> Result<BpfProgram, String> {
+    std::env::consts::ARCH
+        .try_into()
+        .and_then(|arch| SeccompFilter::new(rules, otherwise, matched, arch))
+        .and_then(BpfProgram::try_from)
+        .map_err(|e| e.to_string())
+}
+
+fn rules(needs: &Needs) -> Backend<Rules> {
+    let mut rules: Rules = ANY.iter().map(|call| (*call, Vec::new())).collect();
+    #[cfg(target_arch = "x86_64")]
+    rules.extend(X86_64.iter().map(|call| (*call, Vec::new())));
+    // Threads, nothing else: no process, no namespace.
+    rules.insert(libc::SYS_clone, vec![when(0, all_bits(libc::CLONE_THREAD as u64))?]);
+    rules.insert(libc::SYS_ioctl, IOCTLS.iter().map(|n| when(1, is(*n))).collect::<Backend<_>>()?);
+    rules.insert(
+        libc::SYS_prctl,
+        PRCTLS.iter().map(|n| when(0, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
+    );
+    // Of an open file; a path could only be looked at, not opened, but is nobody's business.
+    rules.insert(
+        libc::SYS_statx,
+        vec![when(2, all_bits(libc::AT_EMPTY_PATH.unsigned_abs().into()))?],
+    );
+    rules.insert(
+        libc::SYS_newfstatat,
+        vec![when(3, all_bits(libc::AT_EMPTY_PATH.unsigned_abs().into()))?],
+    );
+    // Our own limits, to be read.
+    let own = condition(0, is(0))?;
+    let read = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
+    rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, read])?]);
+    // abort() signals its own process; tgkill cannot name another one.
+    rules.insert(libc::SYS_tgkill, vec![when(0, is(std::process::id().into()))?]);
+    if !needs.paths.is_empty() {
+        rules.extend(PATHS.iter().map(|call| (*call, Vec::new())));
+    }
+    if needs.network {
+        rules.extend(NETWORK.iter().map(|call| (*call, Vec::new())));
+        let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
+        let family = |family: &i32| when(0, is(family.unsigned_abs().into()));
+        rules.insert(libc::SYS_socket, families.iter().map(family).collect::<Backend<_>>()?);
+    }
+    Ok(rules)
+}
+
+fn when(argument: u8, test: (SeccompCmpOp, u64)) -> Backend<SeccompRule> {
+    SeccompRule::new(vec![condition(argument, test)?])
+}
+
+fn condition(argument: u8, (operator, value): (SeccompCmpOp, u64)) -> Backend<SeccompCondition> {
+    // The kernel looks at the lower half of these arguments only, and so must we.
+    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
+}
+
+fn is(value: u64) -> (SeccompCmpOp, u64) {
+    (SeccompCmpOp::Eq, value)
+}
+
+fn all_bits(mask: u64) -> (SeccompCmpOp, u64) {
+    (SeccompCmpOp::MaskedEq(mask), mask)
+}
+
+/// BLKGETSIZE64, for a device's new size.
+const IOCTLS: [u64; 1] = [0x8008_1272];
+
+/// The thread's name, and names of memory areas, which newer C libraries give.
+const PRCTLS: [i32; 2] = [libc::PR_SET_NAME, libc::PR_SET_VMA];
+
+const ANY: &[c_long] = &[
+    // The data path.
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_eventfd2,
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_readv,
+    libc::SYS_writev,
+    libc::SYS_close,
+    libc::SYS_shutdown,
+    // Sizes and holes.
+    libc::SYS_fallocate,
+    libc::SYS_ftruncate,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_fstat,
+    libc::SYS_lseek,
+    libc::SYS_memfd_create,
+    // The channels.
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_recvfrom,
+    libc::SYS_sendto,
+    libc::SYS_accept4,
+    libc::SYS_getsockopt,
+    libc::SYS_setsockopt,
+    libc::SYS_getsockname,
+    libc::SYS_getpeername,
+    libc::SYS_ppoll,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_fcntl,
+    libc::SYS_dup,
+    libc::SYS_dup3,
+    // Memory.
+    libc::SYS_brk,
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    // Threads and time.
+    libc::SYS_clone3,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_membarrier,
+    libc::SYS_sched_yield,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_restart_syscall,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_getres,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_nanosleep,
+    libc::SYS_gettimeofday,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_getpid,
+    libc::SYS_getuid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getegid,
+    libc::SYS_getrusage,
+    libc::SYS_uname,
+    libc::SYS_sysinfo,
+    // Signals to itself.
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+];
+
+/// Older forms that only this architecture has.
+#[cfg(target_arch = "x86_64")]
+const X86_64: &[c_long] = &[libc::SYS_poll, libc::SYS_epoll_wait, libc::SYS_time];
+
+/// For backends that read configuration while they open; Landlock says which.
+const PATHS: &[c_long] = &[
+    libc::SYS_openat,
+    libc::SYS_readlinkat,
+    libc::SYS_getdents64,
+    libc::SYS_faccessat,
+    libc::SYS_getcwd,
+];
+
+/// For backends that speak over a network.
+const NETWORK: &[c_long] =
+    &[libc::SYS_connect, libc::SYS_bind, libc::SYS_sendmmsg, libc::SYS_recvmmsg];

@@ -1,0 +1,173 @@
+//! The proof: a process that is confined tries what it must not be able to do, and what it must.
+//!
+//! The attempts run in a process of their own, this test binary started anew with one test.
+
+use std::fs::File;
+use std::net::{TcpListener, UdpSocket};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
+
+use super::*;
+use crate::backend::{OpenOptions, Waker, open};
+use crate::sys::attempts::{connect_by_ring, open_by_ring, trace};
+use crate::sys::buffer::Buffer;
+use crate::sys::ring::{Ring, Token};
+
+const PROBE: &str = "CLEAT_TEST_CONFINED";
+
+fn in_a_process_of_its_own(test: &str) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "--nocapture", "--test-threads=1"])
+        .arg(format!("worker::sandbox::tests::{test}"))
+        .env(PROBE, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}\n{complaint}");
+}
+
+fn is_probe() -> bool {
+    std::env::var_os(PROBE).is_some()
+}
+
+#[test]
+fn a_confined_process_can_reach_nothing() {
+    in_a_process_of_its_own("reach_for_everything");
+}
+
+#[test]
+fn a_confined_process_can_serve() {
+    in_a_process_of_its_own("serve");
+}
+
+#[test]
+fn a_process_with_needs_gets_those_and_no_more() {
+    in_a_process_of_its_own("reach_for_what_is_needed");
+}
+
+/// What the kernel here should have: a layer that is missing is a failure of these tests, except
+/// for those that only root or a newer kernel has; and the test harness has a thread of its own. Returns whether there is Landlock at all.
+fn confined(needs: &Needs) -> bool {
+    let report = confine(needs);
+    let excused = ["empty network", "landlock", "single thread"];
+    for (layer, reason) in &report.missing {
+        assert!(excused.contains(layer), "{layer}: {reason}");
+    }
+    assert!(report.applied.contains(&"system call filter"));
+    !report.missing.iter().any(|(layer, reason)| *layer == "landlock" && reason.contains("no "))
+}
+
+#[test]
+#[ignore = "started by another test, in its own process"]
+fn reach_for_everything() {
+    if !is_probe() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap().keep();
+    let secret = directory.join("secret");
+    std::fs::write(&secret, b"secret").unwrap();
+    let listener = UnixListener::bind(directory.join("socket")).unwrap();
+    let parent = nix::unistd::Pid::parent();
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    assert_eq!(connect_by_ring(tcp.local_addr().unwrap().port()), 0);
+    let landlock = confined(&Needs::default());
+
+    assert!(File::open(&secret).is_err());
+    assert!(File::open("/etc/hostname").is_err());
+    assert!(File::create(directory.join("new")).is_err());
+    assert!(std::fs::remove_file(&secret).is_err());
+    assert!(std::fs::read_dir("/proc/self/fd").is_err());
+    assert!(std::fs::metadata(&secret).is_err());
+    // io_uring goes around the filter; Landlock stops it, where the kernel has that.
+    if landlock {
+        assert_eq!(open_by_ring(&secret), -libc::EACCES);
+    }
+    for family in [AddressFamily::Netlink, AddressFamily::Unix, AddressFamily::Inet] {
+        let raw = socket(family, SockType::Raw, SockFlag::empty(), None);
+        assert_eq!(raw.err(), Some(nix::Error::EPERM), "{family:?}");
+    }
+    // A socket that io_uring makes past the filter reaches nobody.
+    if nix::unistd::geteuid().is_root() {
+        assert!(connect_by_ring(tcp.local_addr().unwrap().port()) < 0);
+    }
+    let pair = socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::empty());
+    assert_eq!(pair.err(), Some(nix::Error::EPERM));
+    assert!(TcpListener::bind("127.0.0.1:0").is_err());
+    assert!(UdpSocket::bind("127.0.0.1:0").is_err());
+    assert!(Command::new("/bin/true").status().is_err());
+    assert_eq!(Command::new("/bin/true").exec().raw_os_error(), Some(libc::EPERM));
+    assert_eq!(trace(parent.as_raw()), -libc::EPERM);
+    assert_eq!(nix::sys::signal::kill(parent, None).err(), Some(nix::Error::EPERM));
+    assert_eq!(nix::sched::unshare(CloneFlags::CLONE_NEWUSER).err(), Some(nix::Error::EPERM));
+    assert_eq!(nix::unistd::setuid(1.into()).err(), Some(nix::Error::EPERM));
+    assert!(nix::mount::umount("/proc").is_err());
+    assert!(std::env::set_current_dir("/").is_err());
+    assert!(caps::read(None, CapSet::Effective).is_err(), "not even asking");
+    drop(listener);
+}
+
+#[test]
+#[ignore = "started by another test, in its own process"]
+fn serve() {
+    if !is_probe() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap().keep();
+    let uri = format!("file:{}?create=1M", directory.join("a.img").display()).parse().unwrap();
+    let image = open(&uri, &OpenOptions::default()).unwrap();
+    let memory = open(&"mem:1M".parse().unwrap(), &OpenOptions::default()).unwrap();
+    confined(&Needs::default());
+
+    // A thread, a ring, and the file that was open.
+    let work = move || {
+        let mut ring = Ring::new(8).unwrap();
+        let waker = Waker::new().unwrap();
+        let mut queue = image.queue(&mut ring, &waker).unwrap();
+        let flags = crate::request::Flags { fua: true, ..Default::default() };
+        let op = crate::request::Op::Write;
+        let request = crate::request::Request { op, flags, offset: 0, length: 4096 };
+        queue.start(0, request, Some(Buffer::zeroed(4096)), &mut ring);
+        ring.submit_and_wait().unwrap();
+        let completion = ring.next().unwrap();
+        assert_eq!(completion.token, Token::backend(0, 0));
+        let (id, outcome) = queue.on_ring(completion, &mut ring).unwrap();
+        assert_eq!((id, outcome.result), (0, Ok(())));
+        image.resize(2 << 20).unwrap();
+        assert_eq!(image.refresh_size().unwrap(), 2 << 20);
+    };
+    std::thread::Builder::new().name("work".to_owned()).spawn(work).unwrap().join().unwrap();
+    memory.resize(2 << 20).unwrap();
+    // A panic is told and caught.
+    assert!(std::panic::catch_unwind(|| panic!("as expected")).is_err());
+    std::thread::sleep(std::time::Duration::from_millis(1));
+}
+
+#[test]
+#[ignore = "started by another test, in its own process"]
+fn reach_for_what_is_needed() {
+    if !is_probe() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap().keep();
+    let (config, secret) = (directory.join("config"), directory.join("secret"));
+    std::fs::write(&config, b"config").unwrap();
+    std::fs::write(&secret, b"secret").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let landlock = confined(&Needs { paths: vec![config.clone()], network: true });
+
+    assert_eq!(std::fs::read(&config).unwrap(), b"config");
+    assert!(File::options().write(true).open(&config).is_err());
+    if landlock {
+        assert!(File::open(&secret).is_err());
+    }
+    let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    assert!(stream.as_fd().try_clone_to_owned().is_ok());
+    let netlink = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::empty(), None);
+    assert_eq!(netlink.err(), Some(nix::Error::EPERM));
+    assert!(Command::new("/bin/true").status().is_err());
+}

@@ -1,0 +1,386 @@
+//! The control thread of a worker that is open for business: commands in, events out.
+//!
+//! The worker ends when it is told to, when the kernel has disconnected the device, or when the
+//! supervisor vanished before anything was served. It outlives its supervisor otherwise; only when
+//! nobody speaks to it and no connection is left either, it waits for [`ORPHAN_PATIENCE`] and ends.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Receiver;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::channel::{Channel, Incoming};
+use super::process::wrong_version;
+use super::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use crate::backend::{Image, Waker};
+use crate::data::End;
+use crate::data::nbd::wire::transmission_flags;
+use crate::data::server::{ConnectionId, Event, ExportName, Limits, Server};
+use crate::error::{Error, ErrorKind, Result};
+use crate::request::IoError;
+use crate::statistics::Page;
+
+/// How long a worker without supervisor and without connections waits for either.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
+
+/// How long `Stop` waits for running requests before it cuts them off.
+const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Connections to the control socket that have not said `Adopt` yet.
+const MAX_STRANGERS: usize = 4;
+
+/// A worker at work.
+pub(super) struct Session {
+    start: Start,
+    image: Arc<dyn Image>,
+    page: Page,
+    listener: UnixListener,
+    server: Server,
+    events: Receiver<Event>,
+    /// Woken with every event.
+    waker: Waker,
+    channel: Option<Channel>,
+    strangers: Vec<Channel>,
+    live: HashSet<ConnectionId>,
+    served: bool,
+    /// The kernel has said goodbye on some connection.
+    disconnecting: bool,
+    fenced: bool,
+    /// Since when there is neither a supervisor nor a connection.
+    alone_since: Option<Instant>,
+}
+
+/// What the loop does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Next {
+    Continue,
+    Exit,
+}
+
+/// What became readable.
+#[derive(Debug, Default)]
+struct Turn {
+    channel: bool,
+    listener: bool,
+    events: bool,
+    /// In descending order, so that each can be removed.
+    strangers: Vec<usize>,
+}
+
+impl Session {
+    pub(super) fn new(
+        start: Start,
+        image: Arc<dyn Image>,
+        page: Page,
+        listener: UnixListener,
+    ) -> Result<Self> {
+        let limits = Limits { connections: crate::statistics::SLOTS, ..Limits::default() };
+        let export = ExportName::default();
+        let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
+        let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
+        let events = forward(source, waker.clone())?;
+        Ok(Self {
+            start,
+            image,
+            page,
+            listener,
+            server,
+            events,
+            waker,
+            channel: None,
+            strangers: Vec::new(),
+            live: HashSet::new(),
+            served: false,
+            disconnecting: false,
+            fenced: false,
+            alone_since: None,
+        })
+    }
+
+    /// Serves until the end.
+    pub(super) fn run(mut self, channel: Channel) -> Result<()> {
+        channel.send(&FromWorker::Ready(self.ready()), &[])?;
+        self.channel = Some(channel);
+        loop {
+            let turn = self.wait()?;
+            // Events first: an answer must not be older than what happened before the question.
+            if turn.events && self.on_events() == Next::Exit {
+                self.tell(&FromWorker::Disconnected);
+                return Ok(());
+            }
+            self.look_for_fence();
+            if turn.channel && self.on_channel() == Next::Exit {
+                return Ok(());
+            }
+            for index in turn.strangers {
+                self.on_stranger(index);
+            }
+            if turn.listener {
+                self.on_listener();
+            }
+            if self.is_orphan() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn wait(&self) -> Result<Turn> {
+        let readable = PollFlags::POLLIN;
+        let mut set = vec![
+            PollFd::new(self.waker.descriptor(), readable),
+            PollFd::new(self.listener.as_fd(), readable),
+        ];
+        set.extend(self.strangers.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
+        set.extend(self.channel.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
+        let timeout = if self.alone_since.is_some() {
+            PollTimeout::try_from(ORPHAN_PATIENCE).unwrap_or(PollTimeout::MAX)
+        } else {
+            PollTimeout::NONE
+        };
+        match poll(&mut set, timeout) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(Error::from_io("cannot wait for events", error.into())),
+        }
+        // Anything at all, an end or an error included: reading tells which.
+        let woken: Vec<bool> =
+            set.iter().map(|fd| fd.revents().is_some_and(|got| !got.is_empty())).collect();
+        let strangers = 2..2 + self.strangers.len();
+        Ok(Turn {
+            events: woken[0],
+            listener: woken[1],
+            channel: woken.get(strangers.end).copied().unwrap_or(false),
+            strangers: strangers.rev().filter(|i| woken[*i]).map(|i| i - 2).collect(),
+        })
+    }
+
+    fn on_events(&mut self) -> Next {
+        self.waker.take();
+        while let Ok(Event::ConnectionEnded { id, end, .. }) = self.events.try_recv() {
+            self.live.remove(&id);
+            if matches!(end, End::Disconnected) {
+                self.disconnecting = true;
+                tracing::debug!(id, "a connection was disconnected");
+            } else {
+                tracing::warn!(id, %end, "a connection ended");
+            }
+        }
+        if self.disconnecting && self.live.is_empty() {
+            tracing::info!("the device was disconnected");
+            return Next::Exit;
+        }
+        Next::Continue
+    }
+
+    fn on_channel(&mut self) -> Next {
+        let Some(channel) = self.channel.as_ref() else { return Next::Continue };
+        match channel.receive() {
+            Ok(Incoming::Command(ToWorker::Stop, _)) => {
+                tracing::info!("told to stop");
+                if let Err(error) = self.server.stop(STOP_PATIENCE) {
+                    tracing::warn!(error = %error.report(), "connections were cut off");
+                }
+                Next::Exit
+            }
+            Ok(Incoming::Command(command, descriptors)) => {
+                match self.execute(command, descriptors) {
+                    Ok(answer) => self.tell(&answer),
+                    Err(error) => self.tell_failure(&error),
+                }
+                Next::Continue
+            }
+            Ok(Incoming::End) => self.on_channel_end(),
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                tracing::warn!(error = %error.report(), "the supervisor sent what is no command");
+                self.tell_failure(&error);
+                Next::Continue
+            }
+            Err(error) => {
+                tracing::warn!(error = %error.report(), "the channel broke");
+                self.on_channel_end()
+            }
+        }
+    }
+
+    fn on_channel_end(&mut self) -> Next {
+        self.channel = None;
+        if self.served {
+            tracing::warn!("the supervisor is gone; the device stays served");
+            return Next::Continue;
+        }
+        tracing::info!("the supervisor is gone before anything was served");
+        Next::Exit
+    }
+
+    fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<FromWorker> {
+        let size = |size| Ok(FromWorker::Size { size });
+        match command {
+            ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
+            ToWorker::RefreshSize => size(self.image.refresh_size()?),
+            ToWorker::Resize { size: wanted } => {
+                self.image.resize(wanted)?;
+                size(self.image.refresh_size()?)
+            }
+            ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
+            ToWorker::Ping => Ok(FromWorker::Done),
+            // Stop never comes here.
+            ToWorker::Start(_) | ToWorker::Adopt { .. } | ToWorker::Stop => {
+                let message = "only the first message on a channel can be start or adopt";
+                Err(Error::new(ErrorKind::InvalidArgument, message))
+            }
+        }
+    }
+
+    /// Where one socket cannot be served, the ones before it are; the supervisor, told of the
+    /// failure, ends the worker or the device.
+    fn serve(&mut self, sockets: Vec<OwnedFd>) -> Result<()> {
+        if sockets.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "serve came without a socket"));
+        }
+        self.disconnecting = false;
+        for socket in sockets {
+            let id = self.server.add_kernel_connection(socket)?;
+            self.live.insert(id);
+            self.served = true;
+        }
+        Ok(())
+    }
+
+    fn on_listener(&mut self) {
+        match Channel::accept(&self.listener) {
+            Ok(Some(channel)) => {
+                if self.strangers.len() == MAX_STRANGERS {
+                    self.strangers.remove(0);
+                }
+                self.strangers.push(channel);
+            }
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!(error = %error.report(), "a connection could not be accepted");
+                // Out of descriptors, say: the listener stays readable, and must not spin.
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+    }
+
+    /// A new connection has spoken, or gone.
+    fn on_stranger(&mut self, index: usize) {
+        let channel = self.strangers.remove(index);
+        let adopted = match channel.receive() {
+            Ok(Incoming::Command(ToWorker::Adopt { version, mapping_id }, _)) => {
+                self.adopt(&channel, version, &mapping_id)
+            }
+            Ok(Incoming::Command(..)) => Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "the first message on the control socket must be adopt",
+            )),
+            Ok(Incoming::End) => return,
+            Err(error) => Err(error),
+        };
+        match adopted {
+            Ok(()) => self.channel = Some(channel),
+            Err(error) => {
+                tracing::warn!(error = %error.report(), "an adoption was refused");
+                let _ = channel.send_failure(&error);
+            }
+        }
+    }
+
+    fn adopt(&self, channel: &Channel, version: u32, mapping_id: &str) -> Result<()> {
+        if version != PROTOCOL_VERSION {
+            return Err(wrong_version(version));
+        }
+        if mapping_id != self.start.mapping_id {
+            let message = format!("this worker serves the mapping {}", self.start.mapping_id);
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let page = self.page.file().map_err(|e| Error::from_io("the statistics page", e))?;
+        channel.send(&FromWorker::Ready(self.ready()), &[page.as_fd()])?;
+        tracing::info!("adopted by a supervisor");
+        if self.fenced {
+            channel.send(&FromWorker::Fenced, &[])?;
+        }
+        Ok(())
+    }
+
+    fn ready(&self) -> Ready {
+        let blocks = self.image.block_sizes();
+        let features = self.image.features();
+        Ready {
+            version: PROTOCOL_VERSION,
+            mapping_id: self.start.mapping_id.clone(),
+            generation: self.start.generation,
+            pid: std::process::id(),
+            size: self.image.size(),
+            minimum_block: blocks.minimum,
+            preferred_block: blocks.preferred,
+            transmission_flags: transmission_flags(features),
+            outlives_worker: features.outlives_worker,
+            connections: u32::try_from(self.live.len()).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// Looked for whenever the loop turns, by the supervisor's pings at the latest. Nothing waits
+    /// for it: the backend refuses every request by itself.
+    fn look_for_fence(&mut self) {
+        let index = IoError::ALL.iter().position(|kind| *kind == IoError::Fenced);
+        let count = index.map_or(0, |index| self.page.snapshot().errors[index]);
+        if count > 0 && !self.fenced {
+            tracing::error!("the volume belongs to somebody else now; nothing more is written");
+            self.fenced = true;
+            self.tell(&FromWorker::Fenced);
+        }
+    }
+
+    fn is_orphan(&mut self) -> bool {
+        if self.channel.is_some() || !self.live.is_empty() {
+            self.alone_since = None;
+            return false;
+        }
+        let since = *self.alone_since.get_or_insert_with(Instant::now);
+        let over = since.elapsed() >= ORPHAN_PATIENCE;
+        if over {
+            tracing::warn!("no supervisor and no connection for too long; ending");
+        }
+        over
+    }
+
+    fn tell(&mut self, message: &FromWorker) {
+        let sent = self.channel.as_ref().map_or(Ok(()), |channel| channel.send(message, &[]));
+        self.forget_if_broken(sent);
+    }
+
+    fn tell_failure(&mut self, error: &Error) {
+        let sent = self.channel.as_ref().map_or(Ok(()), |channel| channel.send_failure(error));
+        self.forget_if_broken(sent);
+    }
+
+    fn forget_if_broken(&mut self, sent: Result<()>) {
+        if let Err(error) = sent {
+            tracing::warn!(error = %error.report(), "the supervisor could not be told");
+            if self.served {
+                self.channel = None;
+            }
+        }
+    }
+}
+
+/// Makes events of the data path wake a poll. The thread ends with the server.
+fn forward(source: Receiver<Event>, waker: Waker) -> Result<Receiver<Event>> {
+    let (sender, receiver) = crossbeam_channel::bounded(64);
+    let run = move || {
+        for event in source {
+            if sender.send(event).is_err() {
+                return;
+            }
+            waker.wake();
+        }
+    };
+    let started: io::Result<_> = std::thread::Builder::new().name("events".to_owned()).spawn(run);
+    started.map_err(|e| Error::from_io("cannot start the thread for events", e))?;
+    Ok(receiver)
+}

@@ -1,0 +1,141 @@
+//! What comes from outside: licences, sources, versions. Does for this project what cargo-deny
+//! would, without minutes of compiling it; known vulnerabilities are not among it, they need a
+//! database from the network.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::none;
+use crate::source::root;
+
+/// Licences that go with Apache-2.0 in a binary.
+const LICENCES: [&str; 12] = [
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "CC0-1.0",
+    "ISC",
+    "MIT",
+    "MIT-0",
+    "Unicode-3.0",
+    "Zlib",
+];
+
+/// The only place that crates come from.
+const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
+
+#[test]
+fn every_dependency_has_a_licence_that_goes_with_ours() {
+    let wrong = packages().into_iter().filter_map(|package| {
+        let licence = package["license"].as_str().unwrap_or("none");
+        (!allowed(licence)).then(|| format!("{} is under {licence}", package["name"]))
+    });
+    none(&wrong.collect::<Vec<_>>());
+}
+
+#[test]
+fn every_dependency_comes_from_the_registry() {
+    let wrong = packages().into_iter().filter_map(|package| {
+        let source = package["source"].as_str().unwrap_or("a path");
+        (source != REGISTRY).then(|| format!("{} comes from {source}", package["name"]))
+    });
+    none(&wrong.collect::<Vec<_>>());
+}
+
+/// Two versions of one crate cost build time and size, and their types do not fit together.
+#[test]
+fn no_dependency_comes_in_two_versions_that_we_could_align() {
+    let mut versions: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for package in packages() {
+        let text = |field: &str| package[field].as_str().expect("a text").to_owned();
+        versions.entry(text("name")).or_default().push(text("version"));
+    }
+    let direct = direct_dependencies();
+    let several = versions.iter().filter(|(name, found)| found.len() > 1 && direct.contains(name));
+    none(&several.map(|(name, found)| format!("{name}: {}", found.join(", "))).collect::<Vec<_>>());
+    let doubled = versions.values().filter(|found| found.len() > 1).count();
+    assert!(doubled <= 8, "{doubled} crates come in several versions: {versions:?}");
+}
+
+#[test]
+fn licence_expressions_are_understood() {
+    for fine in ["MIT", "MIT OR Apache-2.0", "MIT/Apache-2.0", "(MIT OR GPL-3.0) AND Unicode-3.0"] {
+        assert!(allowed(fine), "{fine}");
+    }
+    assert!(allowed("Apache-2.0 WITH LLVM-exception OR GPL-2.0"));
+    for wrong in ["GPL-3.0", "MIT AND GPL-3.0", "none", "", "(MIT OR GPL-3.0) AND AGPL-3.0"] {
+        assert!(!allowed(wrong), "{wrong}");
+    }
+}
+
+/// Whether an SPDX expression is satisfied by licences of the list. AND binds closer than OR.
+fn allowed(expression: &str) -> bool {
+    let expression = expression.replace('/', " OR ");
+    alternatives(&expression, " OR ").iter().any(|alternative| {
+        alternatives(alternative, " AND ").iter().all(|term| {
+            let term = term.trim();
+            match term.strip_prefix('(').and_then(|term| term.strip_suffix(')')) {
+                Some(inner) => allowed(inner),
+                None => LICENCES.contains(&term),
+            }
+        })
+    })
+}
+
+/// Splits at `separator`, but not inside parentheses.
+fn alternatives(expression: &str, separator: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    for piece in expression.split(separator) {
+        let last = parts.last_mut().expect("there is one");
+        let open = last.matches('(').count() > last.matches(')').count();
+        if last.is_empty() {
+            last.push_str(piece);
+        } else if open {
+            last.push_str(separator);
+            last.push_str(piece);
+        } else {
+            parts.push(piece.to_owned());
+        }
+    }
+    parts
+}
+
+/// Everything that is compiled for Linux, except this crate.
+fn packages() -> Vec<Value> {
+    let metadata = metadata();
+    let used: Vec<&Value> = metadata["resolve"]["nodes"]
+        .as_array()
+        .expect("nodes")
+        .iter()
+        .map(|node| &node["id"])
+        .collect();
+    let packages = metadata["packages"].as_array().expect("packages").iter();
+    packages
+        .filter(|package| package["name"] != "cleat" && used.contains(&&package["id"]))
+        .cloned()
+        .collect()
+}
+
+fn direct_dependencies() -> Vec<String> {
+    let metadata = metadata();
+    let packages = metadata["packages"].as_array().expect("packages");
+    let this = packages.iter().find(|package| package["name"] == "cleat").expect("this crate");
+    let dependencies = this["dependencies"].as_array().expect("dependencies").iter();
+    dependencies.map(|dependency| dependency["name"].as_str().expect("a name").to_owned()).collect()
+}
+
+fn metadata() -> Value {
+    let output = Command::new(env!("CARGO"))
+        .current_dir(root())
+        .args(["metadata", "--locked", "--format-version", "1"])
+        .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("cargo writes JSON")
+}

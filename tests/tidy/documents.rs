@@ -1,0 +1,144 @@
+//! What is written for people: the commands exist, the unit is one that systemd takes.
+
+use std::fs;
+use std::process::Command;
+
+use crate::none;
+use crate::source::{File, files, root};
+
+#[test]
+fn documents_name_commands_that_exist() {
+    let targets = make_targets();
+    let subcommands = subcommands();
+    let mut wrong = Vec::new();
+    for file in files().iter().filter(|file| file.path.ends_with(".md")) {
+        for (command, argument) in commands(&file.text) {
+            let known = match command {
+                "make" => targets.iter().any(|target| *target == argument),
+                _ => subcommands.iter().any(|known| *known == argument),
+            };
+            if !known {
+                wrong.push(format!("{}: {command} {argument}", file.path));
+            }
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn the_two_commands_are_in_the_readme() {
+    let readme = read("README.md");
+    let found = commands(&readme);
+    for wanted in [("make", "demo"), ("make", "test")] {
+        assert!(found.contains(&wanted), "{wanted:?}");
+    }
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    let mut wrong = Vec::new();
+    for file in files().iter().filter(|file| file.path.ends_with(".md")) {
+        for target in links(file) {
+            let base = root().join(&file.path);
+            let base = base.parent().expect("a file is in a directory");
+            if !target.contains("://") && !target.starts_with('#') && !base.join(target).exists() {
+                wrong.push(format!("{}: {target}", file.path));
+            }
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn systemd_takes_the_unit() {
+    let directory = tempfile::TempDir::new().expect("a directory");
+    let unit = directory.path().join("cleat.service");
+    // The program need not be installed for this.
+    let text = read("systemd/cleat.service").replace("/usr/local/bin/cleat", "/bin/true");
+    fs::write(&unit, text).expect("the copy is written");
+    let output = Command::new("systemd-analyze")
+        .args(["verify", "--man=no"])
+        .arg(&unit)
+        .output()
+        .expect("systemd-analyze is there (apt install systemd)");
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    let ours: Vec<String> =
+        complaints.lines().filter(|line| line.contains("cleat")).map(str::to_owned).collect();
+    none(&ours);
+    assert!(output.status.success(), "{complaints}");
+}
+
+#[test]
+fn the_unit_keeps_workers_and_the_hosts_mounts() {
+    let unit = read("systemd/cleat.service");
+    let settings: Vec<&str> =
+        unit.lines().filter(|line| !line.starts_with('#') && line.contains('=')).collect();
+    for needed in ["KillMode=process", "OOMPolicy=continue", "RuntimeDirectoryPreserve=yes"] {
+        assert!(settings.contains(&needed), "{needed}");
+    }
+    let own_mounts = ["ProtectSystem", "ProtectHome", "Private", "ProtectProc", "ReadOnlyPaths"];
+    let makes_namespace =
+        settings.iter().filter(|line| own_mounts.iter().any(|name| line.starts_with(name)));
+    none(&makes_namespace.map(ToString::to_string).collect::<Vec<_>>());
+}
+
+/// Every `make X` and `cleat X` in code of a Markdown text.
+fn commands(text: &str) -> Vec<(&str, &str)> {
+    let mut found = Vec::new();
+    let mut in_block = false;
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            in_block = !in_block;
+            continue;
+        }
+        if in_block || line.starts_with("    ") {
+            // Lines of a session begin with a prompt; the rest is output.
+            let command = line.trim_start().strip_prefix("$ ").unwrap_or_default();
+            found.extend(first_words(command));
+        } else {
+            found.extend(line.split('`').skip(1).step_by(2).flat_map(first_words));
+        }
+    }
+    found
+}
+
+fn first_words(command: &str) -> Option<(&str, &str)> {
+    let command = command.strip_prefix("sudo ").unwrap_or(command);
+    let (program, rest) = command.split_once(' ')?;
+    let argument = rest.split_whitespace().next()?;
+    let names_one = argument.starts_with(|c: char| c.is_ascii_lowercase());
+    (["make", "cleat"].contains(&program) && names_one).then_some((program, argument))
+}
+
+fn links(file: &File) -> Vec<&str> {
+    let text = &file.text;
+    text.match_indices("](")
+        .filter_map(|(at, _)| text[at + 2..].split(')').next())
+        .map(|target| target.split('#').next().unwrap_or_default())
+        .filter(|target| !target.is_empty() && !target.contains(' '))
+        .collect()
+}
+
+fn make_targets() -> Vec<String> {
+    let makefile = read("Makefile");
+    let rules = makefile.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_lowercase()));
+    rules.filter_map(|line| line.split_once(':')).map(|(target, _)| target.to_owned()).collect()
+}
+
+fn subcommands() -> Vec<String> {
+    let help = Command::new(env!("CARGO_BIN_EXE_cleat"))
+        .args(["completions", "bash"])
+        .output()
+        .expect("the binary runs");
+    let script = String::from_utf8(help.stdout).expect("UTF-8");
+    // `cleat,map)` in the script's table of transitions.
+    let transitions = script.lines().filter_map(|line| line.trim().strip_prefix("cleat,"));
+    let found: Vec<String> =
+        transitions.filter_map(|rest| rest.strip_suffix(')')).map(str::to_owned).collect();
+    assert!(found.iter().any(|name| name == "map"), "the script looks different: {found:?}");
+    found
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}

@@ -1,0 +1,243 @@
+//! The project's rules as failing tests: who may know whom, where `unsafe` may be, how long a file
+//! may be, what a dependency may bring along. There is no list of exemptions.
+
+mod dependencies;
+mod documents;
+mod source;
+
+use source::{File, files, modules_named, strip, words};
+
+/// Which modules each module of `src/` may name. `lib.rs` and `main.rs` stand above all.
+const ARROWS: &[(&str, &[&str])] = &[
+    ("request", &[]),
+    ("error", &[]),
+    ("proto", &[]),
+    ("sys", &["error", "request"]),
+    ("statistics", &["error", "request", "sys"]),
+    ("telemetry", &["error"]),
+    ("backend", &["error", "request", "sys"]),
+    ("data", &["backend", "error", "request", "statistics", "sys"]),
+    ("worker", &["backend", "data", "error", "request", "statistics", "sys", "telemetry"]),
+    ("kernel", &["error", "sys"]),
+    ("config", &["backend", "error", "telemetry"]),
+    ("doctor", &["config", "error", "kernel", "sys"]),
+    (
+        "control",
+        &[
+            "backend",
+            "config",
+            "doctor",
+            "error",
+            "kernel",
+            "proto",
+            "request",
+            "statistics",
+            "sys",
+            "telemetry",
+            "worker",
+        ],
+    ),
+    (
+        "cli",
+        &[
+            "backend",
+            "config",
+            "control",
+            "data",
+            "doctor",
+            "error",
+            "kernel",
+            "proto",
+            "request",
+            "statistics",
+            "telemetry",
+            "worker",
+        ],
+    ),
+];
+
+/// Crates that a module never names: the data path has no runtime, the kernel's side no API.
+const FOREIGN: &[(&str, &[&str])] = &[
+    ("data", &["tokio", "tonic", "prost", "kube", "udev", "neli", "clap"]),
+    ("kernel", &["tokio", "tonic", "prost", "kube", "clap"]),
+    ("sys", &["tokio", "tonic", "prost", "kube", "tracing", "clap"]),
+    ("backend", &["tonic", "prost", "kube", "udev", "neli", "clap"]),
+    ("worker", &["tonic", "prost", "kube", "udev", "neli", "clap"]),
+];
+
+/// Longest file, in lines.
+const MAX_LINES: usize = 800;
+
+/// The median file is at most this long, in lines.
+const MAX_MEDIAN_LINES: usize = 250;
+
+#[test]
+fn dependencies_between_modules_point_one_way() {
+    let mut wrong = Vec::new();
+    for file in sources() {
+        let Some(room) = file.room() else { continue };
+        if ["lib", "main"].contains(&room) || file.path.ends_with("/tests.rs") {
+            continue;
+        }
+        let Some((_, allowed)) = ARROWS.iter().find(|(name, _)| *name == room) else {
+            wrong.push(format!("{}: the module {room} has no place in ARROWS", file.path));
+            continue;
+        };
+        for named in modules_named(&file.code()) {
+            let known = ARROWS.iter().any(|(name, _)| *name == named);
+            if known && named != room && !allowed.contains(&named.as_str()) {
+                wrong.push(format!("{}: {room} may not name {named}", file.path));
+            }
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn modules_keep_foreign_crates_out() {
+    let mut wrong = Vec::new();
+    for file in sources() {
+        let forbidden = FOREIGN.iter().find(|(room, _)| Some(*room) == file.room());
+        let Some((_, forbidden)) = forbidden else { continue };
+        for name in forbidden.iter().filter(|name| names_crate(&file.code(), name)) {
+            wrong.push(format!("{}: names {name}", file.path));
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn only_the_factory_names_concrete_backends() {
+    let concrete = ["mem", "file", "fault", "rbd", "object"];
+    let mut wrong = Vec::new();
+    for file in sources().iter().filter(|file| file.room() != Some("backend")) {
+        let code = file.code();
+        for name in concrete {
+            let path = format!("backend::{name}");
+            let named = code.match_indices(&path).any(|(at, _)| {
+                !code[at + path.len()..].starts_with(|c: char| c.is_alphanumeric() || c == '_')
+            });
+            if named {
+                wrong.push(format!("{}: names {path}", file.path));
+            }
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn unsafe_stays_in_its_room() {
+    let inside = |file: &&File| file.path.starts_with("src/sys/") || file.path.starts_with("ffi/");
+    let mut wrong = Vec::new();
+    for file in rust().iter().filter(|file| !inside(file)) {
+        let code = strip(&file.text);
+        if words(&code).any(|word| word == "unsafe") || code.contains("allow(unsafe_code)") {
+            wrong.push(format!("{}: unsafe", file.path));
+        }
+    }
+    none(&wrong);
+    let room = rust().into_iter().filter(|file| file.path.starts_with("src/sys/"));
+    let blocks = room.flat_map(|file| {
+        let unsafe_words = words(&strip(&file.text)).filter(|word| *word == "unsafe").count();
+        let reasons = file.text.matches("// SAFETY:").count();
+        (unsafe_words > 0 && reasons == 0).then(|| format!("{}: no SAFETY comment", file.path))
+    });
+    none(&blocks.collect::<Vec<_>>());
+}
+
+#[test]
+fn files_stay_short() {
+    let mut lengths: Vec<(usize, String)> =
+        rust().into_iter().map(|file| (file.text.lines().count(), file.path)).collect();
+    lengths.sort();
+    let long = lengths.iter().filter(|(lines, _)| *lines > MAX_LINES);
+    none(&long.map(|(lines, path)| format!("{path}: {lines} lines")).collect::<Vec<_>>());
+    let (median, path) = &lengths[lengths.len() / 2];
+    assert!(*median <= MAX_MEDIAN_LINES, "the median file, {path}, has {median} lines");
+}
+
+#[test]
+fn every_room_says_what_it_is_for() {
+    let mut wrong = Vec::new();
+    for file in sources().iter().filter(|file| file.path.ends_with("/mod.rs")) {
+        let lines = file.text.lines().take_while(|line| line.starts_with("//!")).count();
+        if !(5..=25).contains(&lines) {
+            wrong.push(format!("{}: opens with {lines} lines of documentation", file.path));
+        }
+    }
+    none(&wrong);
+    let silent = rust().into_iter().filter(|file| !file.text.starts_with("//!"));
+    none(&silent.map(|file| format!("{}: does not say what it is", file.path)).collect::<Vec<_>>());
+}
+
+#[test]
+fn nothing_is_left_for_later() {
+    let markers = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X:")];
+    let code = ["todo!", "unimplemented!", "#[ignore", "dbg!", "allow(clippy::too_many_lines)"];
+    let mut wrong = Vec::new();
+    for file in files() {
+        let found = markers.iter().filter(|marker| file.text.contains(**marker));
+        wrong.extend(found.map(|marker| format!("{}: {marker}", file.path)));
+        if file.is_rust() {
+            let text = strip(&file.text);
+            let found = code.iter().filter(|word| text.contains(**word));
+            wrong.extend(found.map(|word| format!("{}: {word}", file.path)));
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn no_machine_is_named() {
+    let places = [concat!("/wo", "rk/"), concat!("/tmp/", "wt")];
+    let mut wrong = Vec::new();
+    for file in files() {
+        let found = places.iter().filter(|place| file.text.contains(**place));
+        wrong.extend(found.map(|place| format!("{}: {place}", file.path)));
+    }
+    none(&wrong);
+}
+
+#[test]
+fn only_the_command_line_prints() {
+    let mut wrong = Vec::new();
+    for file in sources().iter().filter(|file| file.path != "src/cli/output.rs") {
+        let code = file.code();
+        let found = ["io::stdout", "println!", "eprintln!", "print!("]
+            .into_iter()
+            .filter(|word| code.contains(word));
+        wrong.extend(found.map(|word| format!("{}: {word}", file.path)));
+    }
+    none(&wrong);
+}
+
+/// That the rules can fail: the tools they rest on see what they must.
+#[test]
+fn the_rules_see_through_comments_and_strings() {
+    let source = "a /* unsafe */ // unsafe\n\"unsafe \\\" unsafe\" r#\"unsafe\"# 'x' &'a b '\\'' c";
+    assert_eq!(words(&strip(source)).collect::<Vec<_>>(), ["a", "a", "b", "c"]);
+    assert_eq!(strip(source).matches('\n').count(), 1);
+    let code =
+        "use crate::sys::ring; use crate::{error::{Error, Result}, data}; crate::cli::main()";
+    assert_eq!(modules_named(code), ["sys", "error", "data", "cli"]);
+    assert!(names_crate("use tokio::net;", "tokio"));
+    assert!(!names_crate("let tokio = 1; use my_tokio::net;", "tokio"));
+}
+
+/// Whether `code` names the crate `name` in a path.
+fn names_crate(code: &str, name: &str) -> bool {
+    code.match_indices(&format!("{name}::"))
+        .any(|(at, _)| !code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':'))
+}
+
+fn rust() -> Vec<File> {
+    files().into_iter().filter(File::is_rust).collect()
+}
+
+fn sources() -> Vec<File> {
+    rust().into_iter().filter(|file| file.path.starts_with("src/")).collect()
+}
+
+fn none(wrong: &[String]) {
+    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+}

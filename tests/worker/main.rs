@@ -1,0 +1,293 @@
+//! The real worker process, spoken to as the supervisor and the kernel would.
+
+#![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
+
+mod nbd;
+mod supervisor;
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use cleat::error::ErrorKind;
+use cleat::request::Op;
+use cleat::worker::protocol::{FromWorker, ToWorker};
+use supervisor::{Worker, adopt, failure, receive, seqpacket_pair, start_message};
+
+fn file(name: &str, size: u64) -> (tempfile::TempDir, String) {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = directory.path().join(name);
+    std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+    let uri = format!("file:{}", path.display());
+    (directory, uri)
+}
+
+#[test]
+fn a_volume_is_served_on_two_connections_until_the_device_is_disconnected() {
+    let (_directory, uri) = file("a.img", 8 << 20);
+    let (mut worker, ready) = Worker::ready(&uri);
+    assert_eq!((ready.size, ready.generation, ready.pid), (8 << 20, 7, worker.child.id()));
+    assert!(ready.outlives_worker);
+    assert_eq!(ready.connections, 0);
+    let sockets = worker.serve(2);
+    let data = vec![0x5a; 64 << 10];
+    assert_eq!(nbd::write(&sockets[0], 4096, &data), 0);
+    assert_eq!(nbd::simple(&sockets[1], nbd::FLUSH, 0, 0), 0);
+    assert!(nbd::read(&sockets[1], 4096, 64 << 10) == data);
+    assert_eq!(nbd::simple(&sockets[1], nbd::TRIM, 4096, 4096), 0);
+    assert!(nbd::read(&sockets[0], 4096, 4096).iter().all(|byte| *byte == 0));
+    assert_eq!(nbd::simple(&sockets[0], nbd::READ, 8 << 20, 512), 22, "EINVAL beyond the end");
+    let counts = worker.page.snapshot();
+    let writes = Op::ALL.iter().position(|op| *op == Op::Write).unwrap();
+    assert_eq!((counts.ops[writes].count, counts.ops[writes].bytes), (1, 64 << 10));
+    for socket in &sockets {
+        nbd::disconnect(socket);
+    }
+    assert_eq!(worker.receive(), FromWorker::Disconnected);
+    assert!(worker.exit().success(), "{}", worker.log());
+    let content = std::fs::read(uri.strip_prefix("file:").unwrap()).unwrap();
+    assert!(content[8192..8192 + (60 << 10)] == data[..60 << 10]);
+}
+
+#[test]
+fn commands_are_answered_one_by_one() {
+    let (_directory, uri) = file("a.img", 1 << 20);
+    let (mut worker, _) = Worker::ready(&uri);
+    assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+    assert_eq!(worker.call(&ToWorker::RefreshSize), FromWorker::Size { size: 1 << 20 });
+    let grown = worker.call(&ToWorker::Resize { size: 2 << 20 });
+    assert_eq!(grown, FromWorker::Size { size: 2 << 20 });
+    let (kind, message) = failure(worker.call(&ToWorker::Resize { size: 4096 }));
+    assert_eq!(kind, ErrorKind::InvalidArgument, "{message}");
+    std::fs::File::options()
+        .write(true)
+        .open(uri.strip_prefix("file:").unwrap())
+        .unwrap()
+        .set_len(3 << 20)
+        .unwrap();
+    assert_eq!(worker.call(&ToWorker::RefreshSize), FromWorker::Size { size: 3 << 20 });
+    let plan = ToWorker::SetFault { plan: "latency=1ms".to_owned() };
+    assert_eq!(failure(worker.call(&plan)).0, ErrorKind::Unsupported);
+    assert_eq!(failure(worker.call(&ToWorker::Serve)).0, ErrorKind::InvalidArgument);
+    // Nonsense is refused and does no harm.
+    worker.send_text(b"{\"command\":\"fly\"}", &[]);
+    assert_eq!(failure(worker.receive()).0, ErrorKind::InvalidArgument);
+    let sockets = worker.serve(1);
+    assert!(nbd::read(&sockets[0], (3 << 20) - 512, 512).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn stop_finishes_what_runs_and_ends() {
+    let (mut worker, sockets) = Worker::serving("mem:1M", 1);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success());
+    assert!(nbd::is_closed(&sockets[0]));
+    assert_eq!(receive(worker.channel.as_ref().unwrap()).map(|_| ()), None);
+}
+
+#[test]
+fn a_killed_worker_closes_its_sockets_and_its_file_can_be_served_again() {
+    let (_directory, uri) = file("a.img", 1 << 20);
+    let (mut worker, sockets) = Worker::serving(&uri, 1);
+    assert_eq!(nbd::write(&sockets[0], 0, &[7; 4096]), 0);
+    worker.child.kill().unwrap();
+    assert!(!worker.exit().success());
+    assert!(nbd::is_closed(&sockets[0]));
+    let (_second, sockets) = Worker::serving(&uri, 1);
+    assert!(nbd::read(&sockets[0], 0, 4096) == [7; 4096]);
+}
+
+#[test]
+fn a_second_worker_for_the_same_file_is_told_who_has_it() {
+    let (_directory, uri) = file("a.img", 1 << 20);
+    let (first, _) = Worker::ready(&uri);
+    let mut second = Worker::launch();
+    second.send_start(&start_message(&uri));
+    let (kind, message) = failure(second.receive());
+    assert_eq!(kind, ErrorKind::InUse);
+    assert!(message.contains(&first.child.id().to_string()), "{message}");
+    assert_eq!(second.exit().code(), Some(1));
+}
+
+#[test]
+fn without_a_supervisor_a_worker_that_serves_lives_and_another_one_ends() {
+    let mut silent = Worker::launch();
+    silent.channel = None;
+    assert_eq!(silent.exit().code(), Some(1));
+
+    let (mut idle, _) = Worker::ready("mem:1M");
+    idle.channel = None;
+    assert!(idle.exit().success());
+
+    let (mut worker, sockets) = Worker::serving("mem:1M", 1);
+    worker.channel = None;
+    assert_eq!(nbd::write(&sockets[0], 0, &[9; 512]), 0);
+    let ready = worker.adopt();
+    assert_eq!((ready.connections, ready.pid), (1, worker.child.id()));
+    assert_eq!(worker.page.snapshot().connections, 1);
+    assert!(nbd::read(&sockets[0], 0, 512) == [9; 512]);
+    assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+    // And to the end without any supervisor: the device's disconnect ends it.
+    worker.channel = None;
+    nbd::disconnect(&sockets[0]);
+    assert!(worker.exit().success());
+}
+
+#[test]
+fn the_newest_supervisor_is_in_charge() {
+    let (mut worker, sockets) = Worker::serving("mem:1M", 1);
+    let first = worker.channel.take().unwrap();
+    let stranger = worker.connect();
+    let wrong = adopt(&worker.connect(), "ffff").0;
+    assert_eq!(failure(wrong).0, ErrorKind::InvalidArgument);
+    worker.adopt();
+    assert!(receive(&first).is_none(), "the old channel was closed");
+    assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+    // Many who say nothing do not keep out one who speaks.
+    let _silent: Vec<_> = (0..10).map(|_| worker.connect()).collect();
+    worker.adopt();
+    assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+    drop(stranger);
+    assert_eq!(nbd::write(&sockets[0], 0, &[9; 512]), 0);
+}
+
+#[test]
+fn a_dead_connection_is_replaced_and_does_not_end_the_worker() {
+    let (mut worker, sockets) = Worker::serving("mem:1M", 1);
+    assert_eq!(nbd::write(&sockets[0], 0, &[9; 512]), 0);
+    drop(sockets);
+    let sockets = worker.serve(2);
+    assert!(nbd::read(&sockets[1], 0, 512) == [9; 512]);
+    assert!(worker.child.try_wait().unwrap().is_none());
+}
+
+#[test]
+fn bad_beginnings_are_refused_with_a_reason() {
+    let good = serde_json::to_value(ToWorker::Start(start_message("mem:1M"))).unwrap();
+    let changed = |key: &str, value: serde_json::Value| {
+        let mut message = good.clone();
+        message[key] = value;
+        message.to_string()
+    };
+    let long = format!("mem:1M{}", " ".repeat(5000));
+    for (text, kind, reason) in [
+        ("garbage".to_owned(), ErrorKind::InvalidArgument, "protocol"),
+        (String::from("{\"command\":\"ping\"}"), ErrorKind::InvalidArgument, "must be start"),
+        (changed("version", 99.into()), ErrorKind::Unsupported, "version 99"),
+        (changed("surprise", 1.into()), ErrorKind::InvalidArgument, "protocol"),
+        (changed("uri", "mem:1X".into()), ErrorKind::InvalidArgument, "1X"),
+        (changed("uri", long.into()), ErrorKind::InvalidArgument, "longer"),
+        (changed("uri", "file:/missing".into()), ErrorKind::NotFound, "/missing"),
+        (changed("name", "a b".into()), ErrorKind::InvalidArgument, "name"),
+    ] {
+        let mut worker = Worker::launch();
+        let (listener, page) = (worker.listener(), worker.page.file().unwrap());
+        worker.send_text(text.as_bytes(), &[listener.as_fd(), page.as_fd()]);
+        let (got, message) = failure(worker.receive());
+        assert_eq!(got, kind, "{text}: {message}");
+        assert!(message.contains(reason), "{text}: {message}");
+        assert_eq!(worker.exit().code(), Some(1), "{text}");
+    }
+}
+
+#[test]
+fn missing_and_wrong_descriptors_are_refused() {
+    let message = serde_json::to_vec(&ToWorker::Start(start_message("mem:1M"))).unwrap();
+    let (one, two) = seqpacket_pair();
+    let worker = Worker::launch();
+    let listener = worker.listener();
+    let page = worker.page.file().unwrap();
+    let sets: [&[_]; 5] = [
+        &[],
+        &[listener.as_fd()],
+        &[listener.as_fd(), page.as_fd(), one.as_fd()],
+        &[page.as_fd(), listener.as_fd()],
+        &[listener.as_fd(), two.as_fd()],
+    ];
+    for descriptors in sets {
+        let mut worker = Worker::launch();
+        worker.send_text(&message, descriptors);
+        assert_eq!(failure(worker.receive()).0, ErrorKind::InvalidArgument);
+        assert_eq!(worker.exit().code(), Some(1));
+    }
+}
+
+#[test]
+fn a_worker_is_confined_and_deaf_to_signals_of_the_service_manager() {
+    let (_directory, uri) = file("a.img", 1 << 20);
+    let (worker, sockets) = Worker::serving(&uri, 1);
+    for set in ["CapEff", "CapPrm", "CapInh", "CapAmb"] {
+        assert_eq!(worker.status(set), "0000000000000000", "{set}");
+    }
+    if nix::unistd::geteuid().is_root() {
+        assert_eq!(worker.status("CapBnd"), "0000000000000000");
+        let ours = std::fs::read_link("/proc/self/ns/net").unwrap();
+        assert_ne!(std::fs::read_link(worker.proc("ns/net")).unwrap(), ours);
+    }
+    // Root in a container may not have it.
+    let resource = caps::Capability::CAP_SYS_RESOURCE;
+    if caps::has_cap(None, caps::CapSet::Effective, resource).unwrap() {
+        let oom = std::fs::read_to_string(worker.proc("oom_score_adj")).unwrap();
+        assert_eq!(oom.trim(), "-999");
+        // PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE of linux/sched.h, in the flags of each thread.
+        for thread in std::fs::read_dir(worker.proc("task")).unwrap() {
+            let stat = std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap();
+            let (_, fields) = stat.rsplit_once(')').unwrap();
+            let flags: u32 = fields.split_whitespace().nth(6).unwrap().parse().unwrap();
+            assert_eq!(flags & 0x0018_0000, 0x0018_0000, "{stat}");
+        }
+    }
+    assert_eq!(worker.status("NoNewPrivs"), "1");
+    assert_eq!(worker.status("Seccomp"), "2");
+    assert_eq!(worker.status("Name"), "cleat:test-volu");
+    let pid = nix::unistd::Pid::from_raw(i32::try_from(worker.child.id()).unwrap());
+    for thread in std::fs::read_dir(worker.proc("task")).unwrap() {
+        let status = std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+        assert!(status.contains("Seccomp:\t2") && status.contains("CapEff:\t0000000000000000"));
+    }
+    use nix::sys::signal::Signal;
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+        nix::sys::signal::kill(pid, signal).unwrap();
+    }
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+}
+
+#[cfg(feature = "fault")]
+#[test]
+fn a_hanging_volume_is_stopped_all_the_same_and_a_fenced_one_is_told_of() {
+    let (mut worker, sockets) = Worker::serving("fault:mem:1M?fault.hang=true&fault.ops=write", 1);
+    nbd::send(&sockets[0], nbd::WRITE, 5, 0, 512, &[1; 512]);
+    assert!(nbd::read(&sockets[0], 0, 512).iter().all(|byte| *byte == 0));
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success());
+
+    let (worker, sockets) = Worker::serving("fault:mem:1M", 1);
+    let plan = ToWorker::SetFault { plan: "error=fenced&ops=write".to_owned() };
+    assert_eq!(worker.call(&plan), FromWorker::Done);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 512]), 108, "ESHUTDOWN");
+    worker.send(&ToWorker::Ping, &[]);
+    assert_eq!(worker.receive(), FromWorker::Fenced);
+    assert_eq!(worker.receive(), FromWorker::Done);
+}
+
+/// The bound holds for release builds; a debug build is larger. Printed in any case.
+#[test]
+fn an_idle_worker_is_small() {
+    let (_directory, uri) = file("a.img", 64 << 20);
+    let (worker, sockets) = Worker::serving(&uri, 4);
+    for (n, socket) in sockets.iter().enumerate() {
+        assert_eq!(nbd::write(socket, (n as u64) << 20, &vec![1; 1 << 20]), 0);
+        nbd::read(socket, 0, 1 << 20);
+    }
+    // Buffers give their pages back a second after the last request.
+    std::thread::sleep(Duration::from_millis(2500));
+    let rollup = std::fs::read_to_string(worker.proc("smaps_rollup")).unwrap();
+    let pss = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+    let pss_kib: u64 = pss.trim().trim_end_matches(" kB").parse().unwrap();
+    let _ = std::io::Write::write_all(
+        &mut std::io::stderr(),
+        format!("idle worker, 4 connections: PSS {pss_kib} KiB\n").as_bytes(),
+    );
+    assert!(pss_kib < if cfg!(debug_assertions) { 40 << 10 } else { 10 << 10 }, "{rollup}");
+}
