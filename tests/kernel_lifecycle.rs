@@ -1,6 +1,8 @@
 //! One lifecycle suite for every kernel: the simulated one always, the real one as root with nbd
 //! when `CLEAT_TEST_REAL_KERNEL=1` says that it must be there (it is in the VM).
 
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+
 mod common;
 
 use std::fs::File;
