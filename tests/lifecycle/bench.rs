@@ -118,20 +118,50 @@ impl Machine {
         (supervisor, receiver)
     }
 
+    /// Starts one that crashes at the `nth` point that it passes while it starts. Says where that
+    /// was; `None` when it came up before.
+    pub(crate) fn crash_while_starting(&self, nth: u64) -> Option<String> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let passed = AtomicU64::new(0);
+        let halt: Halt = Arc::new(move |point: &str| {
+            let here = passed.fetch_add(1, Ordering::SeqCst) == nth;
+            if here {
+                let _ = sender.send(point.to_owned());
+            }
+            here
+        });
+        let runtime = runtime();
+        let (config, parts) = (self.config.clone(), self.parts(Some(halt)));
+        let start = runtime.spawn(async move { Node::start(&config, parts).await });
+        loop {
+            if let Ok(point) = receiver.recv_timeout(Duration::from_millis(20)) {
+                runtime.shutdown_timeout(Duration::from_secs(5));
+                return Some(point);
+            }
+            if start.is_finished() {
+                let node = runtime.block_on(start).unwrap().unwrap();
+                runtime.shutdown_timeout(Duration::from_secs(5));
+                drop(node);
+                return None;
+            }
+        }
+    }
+
     pub(crate) fn try_start(&self, halt: Option<Halt>) -> cleat::error::Result<Supervisor> {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        let runtime = runtime.unwrap();
-        let parts = Parts {
+        let runtime = runtime();
+        let node = runtime.block_on(Node::start(&self.config, self.parts(halt)))?;
+        let client = runtime.block_on(connect(self.config.socket()));
+        Ok(Supervisor { node: Some(node), client, runtime: Some(runtime) })
+    }
+
+    fn parts(&self, halt: Option<Halt>) -> Parts {
+        Parts {
             kernel: Arc::new(self.kernel.clone()),
             launcher: Arc::new(Processes::of(self.executable())),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),
             halt,
-        };
-        let node = runtime.block_on(Node::start(&self.config, parts))?;
-        let client = runtime.block_on(connect(self.config.socket()));
-        Ok(Supervisor { node: Some(node), client, runtime: Some(runtime) })
+        }
     }
 
     /// The executable, under a name of this machine's own, by which its workers are told apart.
@@ -303,6 +333,10 @@ fn seed() -> u64 {
     given.unwrap_or_else(|| {
         u64::from(std::process::id()) << 16 | NEXT.fetch_add(1, Ordering::SeqCst)
     })
+}
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
 async fn connect(socket: PathBuf) -> NodeClient<Channel> {

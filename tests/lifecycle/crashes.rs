@@ -133,6 +133,36 @@ fn a_crash_at_any_point_of_an_unmap_is_finished_or_undone() {
 }
 
 #[test]
+fn a_crash_at_any_point_of_a_recovery_is_recovered_from() {
+    let mut points = 0;
+    loop {
+        let machine = Machine::new();
+        let supervisor = machine.start();
+        let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+        let index = index_of(&mapping);
+        machine.kernel.write(index, 0, &[3; 4096]).unwrap();
+        supervisor.crash();
+        kill(mapping.worker_pid, Signal::SIGKILL);
+        wait_until("the worker ends", || !is_alive(mapping.worker_pid));
+        let point = machine.crash_while_starting(points);
+        println!("crash at point {points}: {point:?}");
+        assert!(machine.workers().len() <= 1, "a second worker was started");
+        let supervisor = machine.start();
+        let now = supervisor.wait_for("a", MappingState::Mapped);
+        assert_eq!(now.device, mapping.device);
+        assert_eq!(machine.workers(), [now.worker_pid]);
+        assert_eq!(machine.kernel.read(index, 0, 4096).unwrap(), [3; 4096]);
+        supervisor.unmap("a").unwrap();
+        machine.assert_clean();
+        if point.is_none() {
+            break;
+        }
+        points += 1;
+    }
+    assert!(points >= 6, "only {points} points were passed");
+}
+
+#[test]
 fn what_was_mapped_before_a_reboot_is_withdrawn() {
     let mut machine = Machine::new();
     let supervisor = machine.start();
