@@ -9,17 +9,12 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
 
-<<<<<<< HEAD
 /// The most descriptors that one packet may carry.
 pub const MAX_DESCRIPTORS: usize = 64;
 
 /// SCM_MAX_FD of the kernel: what a packet can carry at all. With room for all of them nothing is
 /// cut off, so that every descriptor that arrives is known and can be closed.
 const ROOM: usize = 253;
-=======
-/// The most descriptors beside one packet (the kernel's SCM_MAX_FD is 253).
-pub const MAX_DESCRIPTORS: usize = 64;
->>>>>>> control
 
 /// Sends one packet. Does not raise SIGPIPE.
 ///

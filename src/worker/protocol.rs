@@ -18,12 +18,7 @@ pub const CHANNEL_FD: i32 = 3;
 /// The longest message, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
 
-<<<<<<< HEAD
 pub use crate::sys::packet::MAX_DESCRIPTORS;
-=======
-/// The most descriptors that one message carries.
-pub const MAX_DESCRIPTORS: usize = crate::sys::packet::MAX_DESCRIPTORS;
->>>>>>> control
 
 /// To the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
