@@ -9,7 +9,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
 
-use crate::worker::protocol::MAX_DESCRIPTORS;
+/// The most descriptors that one packet carries (the kernel's SCM_MAX_FD is 253).
+pub const MAX_DESCRIPTORS: usize = 64;
 
 /// Sends one packet. Does not raise SIGPIPE.
 ///
