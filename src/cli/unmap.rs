@@ -19,7 +19,8 @@ Examples:
 
   While it is in use it stays, and whoever holds it is named:
     $ cleat unmap data
-    cleat: error: data (/dev/nbd1) is in use: mounted at /mnt (ext4)
+    cleat: error: data is in use: mounted on /mnt (ext4)
+      repair: umount /mnt
 ";
 
 /// Take a mapping's device away
