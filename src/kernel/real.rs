@@ -193,7 +193,8 @@ impl Kernel for RealKernel {
             let Some(NotReady::Name(Missing::Symlink | Missing::WrongSymlink(_))) = &missing else {
                 return Ok(missing.is_none().then_some(()));
             };
-            if announced.elapsed() >= ANNOUNCE_AFTER {
+            // Never on top of events that udev still has to work on: that would bury a slow one.
+            if announced.elapsed() >= ANNOUNCE_AFTER && super::udev::udevd_idle() {
                 self.sysfs.announce(index);
                 announced = Instant::now();
             }
@@ -275,7 +276,9 @@ impl RealKernel {
             return Ok(());
         }
         if !self.names.links_are_ours() && self.names.link_leads_to(index, identity) {
-            self.sysfs.announce(index);
+            if super::udev::udevd_idle() {
+                self.sysfs.announce(index);
+            }
             let deadline = deadline.min(Instant::now() + UNLINK_TIMEOUT);
             let hints = self.hints();
             self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {

@@ -29,6 +29,9 @@ const RULE_DIRECTORIES: [&str; 5] = [
 /// Where udevd takes its orders; exists while one runs.
 const UDEV_CONTROL: &str = "/run/udev/control";
 
+/// Exists while udevd has events to work on.
+const UDEV_QUEUE: &str = "/run/udev/queue";
+
 /// The places that names live in; parameters, so that tests bring their own.
 #[derive(Debug, Clone)]
 pub(super) struct Names {
@@ -50,6 +53,11 @@ pub(super) enum Missing {
 /// Whether udevd runs here.
 pub fn udevd_runs() -> bool {
     Path::new(UDEV_CONTROL).exists()
+}
+
+/// Whether udevd has nothing to do (what `udevadm settle` waits for).
+pub(super) fn udevd_idle() -> bool {
+    !Path::new(UDEV_QUEUE).exists()
 }
 
 /// Whether our rule is installed where udevd of this mount namespace looks.
