@@ -1,6 +1,8 @@
 //! Workers: started, adopted, spoken to, stopped. The processes behind them are `process`'s.
 //!
-//! A worker owns its sockets and outlives the supervisor: dropping a [`Worker`] never ends it.
+//! A worker owns its sockets and outlives the supervisor: dropping a [`Worker`] never ends it. A
+//! later supervisor finds it through its control socket, so nothing has to be kept in the service
+//! manager's descriptor store.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
