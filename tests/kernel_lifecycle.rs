@@ -2,6 +2,7 @@
 //! when `CLEAT_TEST_REAL_KERNEL=1` says that it must be there (it is in the VM).
 
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+#![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
 
 mod common;
 

@@ -62,7 +62,10 @@ impl World {
         let ours = self.devices.iter().enumerate().filter(|(_, device)| device.0);
         Observed {
             devices: ours
-                .map(|(index, _)| SeenDevice { index: index as u32, size: 1 << 20 })
+                .map(|(index, _)| SeenDevice {
+                    index: u32::try_from(index).unwrap(),
+                    size: 1 << 20,
+                })
                 .collect(),
             worker: match self.worker {
                 ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
