@@ -33,7 +33,9 @@ checksums() { # DIRECTORY: one line for the whole tree: names and contents
 }
 
 run_here() { # TREE
-    local tree=$1 work node_pid='' device='' mounted=''
+    local tree=$1
+    # Not local: the trap needs them when this function has returned.
+    work='' node_pid='' device='' mounted=''
     work=$(mktemp -d /tmp/cleat-demo.XXXXXX)
     export CLEAT_SOCKET=$work/cleat.sock
 
@@ -71,8 +73,8 @@ run_here() { # TREE
     done
 
     step "Make a file a block device"
-    local uri="file:$work/volume.img?create=160M"
-    printf '$ device=$(cleat map %q --name demo)\n' "$uri"
+    local uri="file:$work/volume.img?create=96M"
+    printf '$ device=$(cleat map "%s" --name demo)\n' "$uri"
     device=$(cleat map "$uri" --name demo)
     printf '$ echo $device\n%s\n' "$device"
     show ls -l /dev/disk/by-id/cleat-demo
@@ -99,7 +101,7 @@ run_here() { # TREE
     [ ! -e /dev/disk/by-id/cleat-demo ] || fail "the symlink is still there"
 
     step "Map it again and compare"
-    printf '$ device=$(cleat map %q --name demo)\n' "file:$work/volume.img"
+    printf '$ device=$(cleat map "%s" --name demo)\n' "file:$work/volume.img"
     device=$(cleat map "file:$work/volume.img" --name demo)
     show fsck.ext4 -fn "$device"
     show mount -o ro "$device" "$work/mnt"
@@ -136,7 +138,7 @@ run_in_vm() { # BINARY
     cp "$0" "$payload/demo.sh"
     cp "$rules" "$payload/"
     fill_tree "$payload/tree"
-    "$project/tests/vm/run" --payload "$payload" --timeout 170 -- ./demo.sh --inside
+    "$project/tests/vm/run" --payload "$payload" --timeout 600 -- ./demo.sh --inside
     echo "(in the virtual machine; $((SECONDS - started_s)) s with its start)"
 }
 
@@ -149,7 +151,7 @@ fill_tree() { # DIRECTORY
     [ -d "$docs" ] || return 0
     mkdir "$1/doc"
     (cd "$docs" && find . -type f -size -256k -printf '%s %p\n' | LC_ALL=C sort -k 2 |
-        awk -v limit=$((40 * 1024 * 1024)) '(sum += $1) < limit { sub(/^[0-9]+ /, ""); print }' |
+        awk -v limit=$((12 * 1024 * 1024)) '(sum += $1) < limit { sub(/^[0-9]+ /, ""); print }' |
         xargs -r -d '\n' cp --parents -t "$1/doc")
 }
 

@@ -31,6 +31,7 @@ test  python3-libnbd          nbdsh's library
 test  qemu-block-extra        qemu's rbd driver
 test  qemu-utils              qemu-nbd, qemu-io, qemu-img: peers
 test  shellcheck              checks the shell scripts
+test  systemd                 systemd-analyze verify
 test  udev                    udevadm verify
 vm    busybox-static          programs of the initramfs
 vm    cpio                    packs the initramfs

@@ -14,6 +14,12 @@ use crate::telemetry::{Format, Log};
 /// Where the configuration is looked for when no other place is given. May be absent.
 pub const DEFAULT_PATH: &str = "/etc/cleat/cleat.toml";
 
+/// The most connections of one device: each costs a thread, and the kernel 128 tags.
+pub const MAX_CONNECTIONS: u32 = 16;
+
+/// The longest wait that may be asked for, in seconds.
+pub const MAX_TIMEOUT_S: u32 = 86_400;
+
 /// The longest file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
@@ -184,11 +190,11 @@ impl Config {
                 return invalid(key, "must be an absolute path".to_owned());
             }
         }
-        let most = crate::control::validate::MAX_CONNECTIONS;
+        let most = MAX_CONNECTIONS;
         if !(1..=most).contains(&self.map.connections) {
             return invalid("map.connections", format!("must be 1 to {most}"));
         }
-        let day = Duration::from_secs(u64::from(crate::control::validate::MAX_TIMEOUT_S));
+        let day = Duration::from_secs(u64::from(MAX_TIMEOUT_S));
         let whole = self.map.dead_connection_timeout.subsec_nanos() == 0;
         if !whole || !(Duration::from_secs(1)..=day).contains(&self.map.dead_connection_timeout) {
             let why = "must be a whole number of seconds, at least 1s and at most a day";

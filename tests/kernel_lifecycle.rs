@@ -1,6 +1,9 @@
 //! One lifecycle suite for every kernel: the simulated one always, the real one as root with nbd
 //! when `CLEAT_TEST_REAL_KERNEL=1` says that it must be there (it is in the VM).
 
+#![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
+#![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
+
 mod common;
 
 use std::fs::File;
@@ -221,7 +224,11 @@ fn real_kernel() {
         Ok("1") => {}
         _ => return,
     }
+    let left_behind = Path::new(RUN_DIRECTORY).join("udev/cleat.00.left-behind");
+    std::fs::create_dir_all(left_behind.parent().unwrap()).unwrap();
+    std::fs::write(&left_behind, "CLEAT_NAME=left-behind\n").unwrap();
     let kernel = RealKernel::new(Path::new(RUN_DIRECTORY));
+    assert!(!left_behind.exists(), "names of a supervisor that died are cleared");
     suite(&kernel);
     real_io(&kernel);
     real_holders(&kernel);

@@ -143,7 +143,7 @@ impl Image for FileImage {
         if self.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
         }
-        if size % u64::from(self.blocks.minimum) != 0 {
+        if !size.is_multiple_of(u64::from(self.blocks.minimum)) {
             let block = self.blocks.minimum;
             return Err(invalid(format!("{size} is no multiple of the block size, {block}")));
         }

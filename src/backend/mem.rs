@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::uri::{MemSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use super::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker, index};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op, Request};
 use crate::sys::buffer::Buffer;
@@ -166,11 +166,11 @@ impl MemQueue {
         let Request { op, flags, offset, length } = *request;
         match (op, buffer) {
             (Op::Read, Some(buffer)) => self.memory.pieces(offset, length, |memory, at, range| {
-                memory.read_at(at, &mut buffer.payload_mut()[as_indices(range)]);
+                memory.read_at(at, &mut buffer.payload_mut()[indices(range)]);
                 Ok(())
             }),
             (Op::Write, Some(buffer)) => self.memory.pieces(offset, length, |memory, at, range| {
-                memory.write_at(at, &buffer.payload()[as_indices(range)]);
+                memory.write_at(at, &buffer.payload()[indices(range)]);
                 Ok(())
             }),
             (Op::Read | Op::Write, None) => Err(IoError::Invalid),
@@ -202,7 +202,6 @@ impl ImageQueue for MemQueue {
     }
 }
 
-/// Positions in a payload, which is below 4 GiB.
-fn as_indices(range: std::ops::Range<u64>) -> std::ops::Range<usize> {
-    range.start as usize..range.end as usize
+fn indices(range: std::ops::Range<u64>) -> std::ops::Range<usize> {
+    index(range.start)..index(range.end)
 }

@@ -152,6 +152,13 @@ pub trait ImageQueue {
     }
 }
 
+/// A position in a payload as an index: payloads are below 4 GiB, see [`BlockSizes::maximum`].
+#[allow(clippy::cast_possible_truncation, reason = "u32::MAX is the bound")]
+fn index(position: u64) -> usize {
+    debug_assert!(position <= u64::from(u32::MAX), "{position}");
+    position as usize
+}
+
 /// Wakes a connection thread from any other thread: an eventfd that its ring polls. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Waker(Arc<nix::sys::eventfd::EventFd>);

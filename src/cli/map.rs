@@ -6,6 +6,7 @@ use super::client::{self, GRACE, milliseconds};
 use super::output::{self, Format};
 use super::{Globals, size, view};
 use crate::backend::uri::VolumeUri;
+use crate::config::MAX_CONNECTIONS;
 use crate::error::{Error, Result};
 use crate::proto::v1::{MapOptions, MapRequest};
 
@@ -51,7 +52,7 @@ pub(super) struct Map {
     #[arg(long)]
     read_only: bool,
     /// Connections to the kernel, each with its thread [default: the daemon's]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CONNECTIONS)))]
     connections: Option<u32>,
     /// The device's block size in bytes [default: the volume's smallest]
     #[arg(long, value_name = "BYTES", value_parser = block_size)]

@@ -8,6 +8,7 @@
 
 mod client;
 mod completions;
+mod doctor;
 pub mod exit;
 mod fault;
 mod ls;
@@ -104,6 +105,7 @@ enum Command {
     Stats(stats::Stats),
     Resize(resize::Resize),
     Serve(serve::Serve),
+    Doctor(doctor::Doctor),
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -132,6 +134,7 @@ fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
 fn run(cli: Cli) -> Result<u8> {
     let globals = &cli.globals;
     match cli.command {
+        Command::Doctor(args) => return doctor::run(globals, &args),
         Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Unmap(args) => unmap::run(globals, args),

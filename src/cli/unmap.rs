@@ -19,10 +19,8 @@ Examples:
 
   While it is in use it stays, and whoever holds it is named:
     $ cleat unmap data
-    cleat: error: data (/dev/nbd1) is in use: mounted at /mnt (ext4)
-
-  Whatever hangs or holds it, within five seconds; pending I/O fails:
-    $ cleat unmap data --force --deadline 5s
+    cleat: error: data is in use: mounted on /mnt (ext4)
+      repair: umount /mnt
 ";
 
 /// Take a mapping's device away
@@ -36,9 +34,10 @@ pub(super) struct Unmap {
     /// The mapping's name, its device or its URI
     target: String,
     /// Do it although the device is in use or the volume does not answer; pending I/O fails
-    #[arg(long)]
+    // Part of the API; shown once a daemon does it.
+    #[arg(long, hide = true)]
     force: bool,
-    /// Give up after this long [default: 30s; 5s with --force]
+    /// Give up after this long [default: 30s]
     #[arg(long, visible_alias = "timeout", value_name = "DURATION", value_parser = size::duration)]
     deadline: Option<Duration>,
 }

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::output::Table;
 use super::size;
+use crate::doctor;
 use crate::proto::v1;
 
 /// One mapping.
@@ -120,6 +121,18 @@ impl From<v1::Check> for Check {
             v1::check::Verdict::Error | v1::check::Verdict::Unspecified => Verdict::Error,
         };
         Self { name: check.name, verdict, finding: check.finding, repair: text(check.repair) }
+    }
+}
+
+impl From<doctor::Check> for Check {
+    fn from(check: doctor::Check) -> Self {
+        let verdict = match check.verdict {
+            doctor::Verdict::Ok => Verdict::Ok,
+            doctor::Verdict::Warning => Verdict::Warning,
+            doctor::Verdict::Error => Verdict::Error,
+        };
+        let name = check.name.to_owned();
+        Self { name, verdict, finding: check.finding, repair: text(check.repair) }
     }
 }
 

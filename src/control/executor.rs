@@ -113,7 +113,7 @@ impl Executor {
             if let Some(guard) = fresh {
                 return self.map_new(guard, deadline).await;
             }
-            let guard = volume.enter()?;
+            let guard = volume.enter_call().await?;
             if !guard.withdrawn {
                 return self.map_again(guard, spec, deadline).await;
             }
@@ -122,6 +122,7 @@ impl Executor {
     }
 
     async fn map_new(&self, mut guard: Guard, deadline: Instant) -> Result<View> {
+        let _ = self.changes.send(Change { view: guard.volume().view(), removed: false });
         let error = match self.converge_patiently(&mut guard, deadline).await {
             Ok(State::Mapped) => {
                 tracing::info!(mapping = guard.volume().name, "mapped");
@@ -183,7 +184,7 @@ impl Executor {
                 return self.drop_orphan(index, identity, deadline).await.map(|()| true);
             }
         };
-        let mut guard = volume.enter()?;
+        let mut guard = volume.enter_call().await?;
         if guard.withdrawn {
             return Ok(false);
         }
@@ -210,7 +211,7 @@ impl Executor {
 
     /// Looks after a mapping by itself: after an event, or because it is time.
     pub async fn tend(&self, volume: &Arc<Volume>) {
-        let Some(mut guard) = volume.enter_or_later() else { return };
+        let Some(mut guard) = volume.enter_keeper() else { return };
         if guard.withdrawn {
             return;
         }

@@ -329,30 +329,40 @@ async fn watch_workers(executor: Arc<Executor>, mut events: mpsc::Receiver<Worke
     }
 }
 
-/// The kernel's events, from a thread that waits for them.
+/// The kernel's events, from a thread that waits for them. Without its module the kernel has none;
+/// they are asked for again once something is mapped. Until then, the sweep finds everything.
 fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
     let (sender, receiver) = mpsc::channel(1024);
-    let events = match executor.kernel.kernel().events() {
-        Ok(events) => events,
-        Err(error) => {
-            // The sweep finds everything, only later.
-            executor.found(format!("no events from the kernel: {}", error.report()));
-            return receiver;
-        }
-    };
+    let kernel = Arc::clone(executor.kernel.kernel());
+    let mut subscribed = subscribe(kernel.as_ref());
+    // Not the executor itself, which would live as long as the thread.
+    let executor = Arc::downgrade(executor);
     std::thread::spawn(move || {
-        // Ends with the daemon: the receiver is dropped, or the kernel's side ends.
+        // Ends with the daemon: the receiver is dropped.
         while !sender.is_closed() {
+            let Some(events) = &subscribed else {
+                std::thread::sleep(Duration::from_secs(1));
+                let mapped = executor.upgrade().is_some_and(|e| !e.register().all().is_empty());
+                subscribed = if mapped { subscribe(kernel.as_ref()) } else { None };
+                continue;
+            };
             match events.recv_timeout(Duration::from_secs(1)) {
                 Ok(event) => {
                     let _ = sender.try_send(event);
                 }
                 Err(crossbeam_channel::RecvTimeoutError::Timeout) => {}
-                Err(crossbeam_channel::RecvTimeoutError::Disconnected) => return,
+                Err(crossbeam_channel::RecvTimeoutError::Disconnected) => subscribed = None,
             }
         }
     });
     receiver
+}
+
+fn subscribe(kernel: &dyn Kernel) -> Option<crossbeam_channel::Receiver<KernelEvent>> {
+    kernel
+        .events()
+        .inspect_err(|error| tracing::info!("no events from the kernel yet: {}", error.report()))
+        .ok()
 }
 
 async fn watch_kernel(executor: Arc<Executor>, mut events: mpsc::Receiver<KernelEvent>) {

@@ -35,7 +35,7 @@ impl Executor {
     /// `InvalidArgument` for what would shrink the device.
     pub async fn resize(&self, target: &str, size: u64, deadline: Instant) -> Result<View> {
         let volume = self.get(target, deadline).await?;
-        let mut guard = self.enter_mapped(&volume)?;
+        let mut guard = self.enter_mapped(&volume).await?;
         let state = self.converge(&mut guard, deadline).await?;
         if let State::Failed(trouble) = state {
             return Err(trouble.into_error());
@@ -91,14 +91,14 @@ impl Executor {
     /// `Unsupported` for any other volume.
     pub async fn set_fault(&self, target: &str, plan: &str, deadline: Instant) -> Result<()> {
         let volume = self.get(target, deadline).await?;
-        let guard = self.enter_mapped(&volume)?;
+        let guard = self.enter_mapped(&volume).await?;
         let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&volume))?;
         let command = ToWorker::SetFault { plan: plan.to_owned() };
         worker.call(command, Vec::new(), deadline).await.map(|_| ())
     }
 
-    fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {
-        let guard = volume.enter()?;
+    async fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {
+        let guard = volume.enter_call().await?;
         if guard.withdrawn || guard.record.intent != Intent::Mapped {
             return Err(not_mapped(volume));
         }

@@ -1,6 +1,7 @@
 //! What may come in from outside: names, URIs, options. Checked here, once, before anything is
 //! done with them.
 
+use crate::config::{MAX_CONNECTIONS, MAX_TIMEOUT_S};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The longest URI, in bytes.
@@ -8,12 +9,6 @@ pub const MAX_URI: usize = 4096;
 
 /// The longest name, in bytes.
 pub const MAX_NAME: usize = 128;
-
-/// The most connections of one device: each costs a thread, and the kernel 128 tags.
-pub const MAX_CONNECTIONS: u32 = 16;
-
-/// The longest wait that may be asked for, in seconds.
-pub const MAX_TIMEOUT_S: u32 = 86_400;
 
 /// Whether `name` is `[A-Za-z0-9][A-Za-z0-9._-]{0,127}`.
 pub fn is_name(name: &str) -> bool {

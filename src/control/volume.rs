@@ -5,11 +5,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::{OwnedMutexGuard, mpsc};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::mapping::{Record, SeenDevice, State};
 use super::workers::Worker;
@@ -99,6 +100,10 @@ pub struct Volume {
     statistics: Mutex<Option<Page>>,
     /// Something happened while somebody held the guard.
     again: AtomicBool,
+    /// How many look after it by themselves, or try to; at most one of them has the guard.
+    keepers: AtomicU32,
+    /// A call waits for a keeper to be done.
+    awaited: AtomicBool,
     attention: mpsc::Sender<String>,
 }
 
@@ -106,7 +111,36 @@ pub struct Volume {
 pub struct Guard {
     volume: Arc<Volume>,
     core: OwnedMutexGuard<Core>,
+    keeper: Option<Keeper>,
 }
+
+/// Counts one that looks after a mapping by itself.
+struct Keeper(Arc<Volume>);
+
+impl Keeper {
+    fn new(volume: &Arc<Volume>) -> Self {
+        volume.keepers.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(volume))
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.0.keepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Takes back that a call waits, however it ends.
+struct Awaiting<'a>(&'a AtomicBool);
+
+impl Drop for Awaiting<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+/// How long a call waits for what the supervisor does by itself, most of which only looks.
+const KEEPER_LIMIT: Duration = Duration::from_secs(2);
 
 impl Volume {
     /// Of a record. `attention` gets its name when it should be looked at.
@@ -127,28 +161,54 @@ impl Volume {
             view: Mutex::new(view),
             statistics: Mutex::new(None),
             again: AtomicBool::new(false),
+            keepers: AtomicU32::new(0),
+            awaited: AtomicBool::new(false),
             attention,
         }
     }
 
-    /// The right to change it.
+    /// The right to change it, at once.
     ///
     /// # Errors
     /// `Aborted` when somebody else has it.
     pub fn enter(self: &Arc<Self>) -> Result<Guard> {
-        let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| {
-            let message = format!("another operation on {} is under way", self.name);
-            Error::new(ErrorKind::Aborted, message).with_repair("try again when it has ended")
-        })?;
-        Ok(Guard { volume: Arc::clone(self), core })
+        let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| self.busy())?;
+        Ok(Guard { volume: Arc::clone(self), core, keeper: None })
     }
 
-    /// As [`Volume::enter`]; and when somebody else has it, the mapping is looked at afterwards.
-    pub fn enter_or_later(self: &Arc<Self>) -> Option<Guard> {
+    /// The right to change it, for a call: not queued behind another call, but the supervisor's own
+    /// looking after the mapping, which no caller knows of, is waited for.
+    ///
+    /// # Errors
+    /// `Aborted` when another call has it, or a repair takes long.
+    pub async fn enter_call(self: &Arc<Self>) -> Result<Guard> {
+        let error = match self.enter() {
+            Ok(guard) => return Ok(guard),
+            Err(error) => error,
+        };
+        if self.keepers.load(Ordering::SeqCst) == 0 || self.awaited.swap(true, Ordering::SeqCst) {
+            return Err(error);
+        }
+        let _awaiting = Awaiting(&self.awaited);
+        let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());
+        let core = core.await.map_err(|_| error)?;
+        Ok(Guard { volume: Arc::clone(self), core, keeper: None })
+    }
+
+    /// The right to change it, for the supervisor itself. When somebody else has it, the mapping is
+    /// looked at afterwards.
+    pub fn enter_keeper(self: &Arc<Self>) -> Option<Guard> {
+        let keeper = Keeper::new(self);
         self.again.store(true, Ordering::SeqCst);
-        let guard = self.enter().ok()?;
+        let mut guard = self.enter().ok()?;
         self.again.store(false, Ordering::SeqCst);
+        guard.keeper = Some(keeper);
         Some(guard)
+    }
+
+    fn busy(&self) -> Error {
+        let message = format!("another operation on {} is under way", self.name);
+        Error::new(ErrorKind::Aborted, message).with_repair("try again when it has ended")
     }
 
     /// How it is doing.
@@ -197,6 +257,8 @@ impl std::ops::DerefMut for Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
+        // Before the lock is free: whoever finds it taken from here on waits for another call.
+        self.keeper = None;
         if self.volume.again.swap(false, Ordering::SeqCst) {
             // A full queue: the next sweep finds it.
             let _ = self.volume.attention.try_send(self.volume.name.clone());

@@ -1,6 +1,8 @@
 //! Workers: started, adopted, spoken to, stopped. The processes behind them are `process`'s.
 //!
-//! A worker owns its sockets and outlives the supervisor: dropping a [`Worker`] never ends it.
+//! A worker owns its sockets and outlives the supervisor: dropping a [`Worker`] never ends it. A
+//! later supervisor finds it through its control socket, so nothing has to be kept in the service
+//! manager's descriptor store.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -435,7 +437,7 @@ impl Reader {
             }
             Ok(Some(reply)) => {
                 // One command is under way at most; a second answer is nonsense.
-                if !self.replies.as_ref().is_some_and(|replies| replies.try_send(reply).is_ok()) {
+                if self.replies.as_ref().is_none_or(|replies| replies.try_send(reply).is_err()) {
                     return self.give_up("answered twice");
                 }
             }

@@ -9,7 +9,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::netlink::LinkEvents;
-use super::{EVENT_QUEUE, KernelEvent, sysfs};
+use super::{KernelEvent, sysfs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::descriptor;
 
@@ -56,8 +56,9 @@ impl Hub {
         Ok(hub)
     }
 
-    pub(super) fn subscribe(&self) -> Receiver<KernelEvent> {
-        let (sender, receiver) = bounded(EVENT_QUEUE);
+    /// Events from now on, of which at most `queue` wait.
+    pub(super) fn subscribe(&self, queue: usize) -> Receiver<KernelEvent> {
+        let (sender, receiver) = bounded(queue);
         lock(&self.subscribers).push(sender);
         receiver
     }

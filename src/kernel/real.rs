@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
@@ -16,8 +16,8 @@ use super::netlink::{self, Netlink};
 use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
 use super::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent,
-    module_missing, not_ours,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
+    KernelEvent, module_missing, not_ours,
 };
 use crate::error::{Error, ErrorKind, Result};
 
@@ -31,6 +31,8 @@ const ANNOUNCE_AFTER: Duration = Duration::from_millis(200);
 /// Events are hints; without one, things are looked at again after this, doubling.
 const LOOK_AGAIN_MIN: Duration = Duration::from_millis(2);
 const LOOK_AGAIN_MAX: Duration = Duration::from_millis(500);
+/// Events that wait for one who waits for a device: the first is enough.
+const HINT_QUEUE: usize = 32;
 /// How long udev may take to remove a symlink before it is removed here.
 const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -42,12 +44,12 @@ pub struct RealKernel {
     names: Names,
     threads: Disposable,
     netlink: Netlink,
-    hub: Mutex<Option<Arc<Hub>>>,
+    hub: Mutex<Option<Hub>>,
     loads_module: bool,
 }
 
 impl RealKernel {
-    /// The kernel; udev properties go under `run_directory` (see `systemd/60-cleat.rules`, which
+    /// The kernel, for the only supervisor of this machine; udev properties go under `run_directory` (see `systemd/60-cleat.rules`, which
     /// names [`super::udev::RUN_DIRECTORY`]; with another one the symlinks are made here).
     pub fn new(run_directory: &Path) -> Self {
         let threads = Disposable::default();
@@ -55,7 +57,7 @@ impl RealKernel {
         if names.links_are_ours() {
             tracing::info!("no udevd with our rule: symlinks are made by cleat itself");
         }
-        Self {
+        let kernel = Self {
             sysfs: Sysfs(PathBuf::from("/sys")),
             proc: Proc(PathBuf::from("/proc")),
             names,
@@ -63,7 +65,11 @@ impl RealKernel {
             threads,
             hub: Mutex::new(None),
             loads_module: true,
+        };
+        if let Err(error) = kernel.clear_leftovers() {
+            tracing::warn!(error = error.report(), "leftover device names stay");
         }
+        kernel
     }
 
     /// Whether the driver is loaded where it is missing; it is, unless told otherwise.
@@ -170,7 +176,7 @@ impl Kernel for RealKernel {
         size: u64,
         deadline: Instant,
     ) -> Result<DevicePaths> {
-        let hints = self.events().ok();
+        let hints = self.hints();
         let paths = self.names.paths(index, identity);
         let mut announced = Instant::now();
         let mut missing = None;
@@ -187,7 +193,8 @@ impl Kernel for RealKernel {
             let Some(NotReady::Name(Missing::Symlink | Missing::WrongSymlink(_))) = &missing else {
                 return Ok(missing.is_none().then_some(()));
             };
-            if announced.elapsed() >= ANNOUNCE_AFTER {
+            // Never on top of events that udev still has to work on: that would bury a slow one.
+            if announced.elapsed() >= ANNOUNCE_AFTER && super::udev::udevd_idle() {
                 self.sysfs.announce(index);
                 announced = Instant::now();
             }
@@ -209,13 +216,8 @@ impl Kernel for RealKernel {
     }
 
     fn events(&self) -> Result<Receiver<KernelEvent>> {
-        let mut hub = self.hub.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(hub) = hub.as_ref() {
-            return Ok(hub.subscribe());
-        }
         self.load_module()?;
-        let started = hub.insert(Arc::new(Hub::start()?));
-        Ok(started.subscribe())
+        self.subscribe(EVENT_QUEUE)
     }
 }
 
@@ -232,17 +234,53 @@ impl RealKernel {
         Ok(device.filter(|device| device.backend.as_deref() == Some(identity.as_str())))
     }
 
+    fn subscribe(&self, queue: usize) -> Result<Receiver<KernelEvent>> {
+        let mut hub = self.hub.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(hub) = hub.as_ref() {
+            return Ok(hub.subscribe(queue));
+        }
+        Ok(hub.insert(Hub::start()?).subscribe(queue))
+    }
+
+    /// Events to wait with, where some will come: a subscription ends with the next event.
+    fn hints(&self) -> Option<Receiver<KernelEvent>> {
+        super::udev::udevd_runs().then(|| self.subscribe(HINT_QUEUE).ok()).flatten()
+    }
+
+    /// Removes the names that a supervisor before us left behind, without a device.
+    fn clear_leftovers(&self) -> Result<()> {
+        let devices = self.sysfs.devices()?;
+        let alive: Vec<_> = devices.iter().filter_map(Device::identity).collect();
+        for identity in self.names.published() {
+            if alive.contains(&identity) {
+                continue;
+            }
+            self.names.withdraw(&identity);
+            if alive.iter().any(|other| other.name() == identity.name()) {
+                continue;
+            }
+            devices.iter().for_each(|device| self.names.remove_link(device.index, &identity));
+        }
+        Ok(())
+    }
+
     /// Takes the names away. A device without its properties loses the symlink at its next event.
     fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let elsewhere = self.sysfs.devices()?;
-        if elsewhere.iter().any(|device| device.identity().as_ref() == Some(identity)) {
+        let others: Vec<_> = self.sysfs.devices()?.iter().filter_map(Device::identity).collect();
+        if others.contains(identity) {
             return Ok(());
         }
         self.names.withdraw(identity);
+        // Another mapping of that name has the symlink now.
+        if others.iter().any(|other| other.name() == identity.name()) {
+            return Ok(());
+        }
         if !self.names.links_are_ours() && self.names.link_leads_to(index, identity) {
-            self.sysfs.announce(index);
+            if super::udev::udevd_idle() {
+                self.sysfs.announce(index);
+            }
             let deadline = deadline.min(Instant::now() + UNLINK_TIMEOUT);
-            let hints = self.events().ok();
+            let hints = self.hints();
             self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
                 Ok((!self.names.link_leads_to(index, identity)).then_some(()))
             })?;

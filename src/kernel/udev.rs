@@ -29,6 +29,9 @@ const RULE_DIRECTORIES: [&str; 5] = [
 /// Where udevd takes its orders; exists while one runs.
 const UDEV_CONTROL: &str = "/run/udev/control";
 
+/// Exists while udevd has events to work on.
+const UDEV_QUEUE: &str = "/run/udev/queue";
+
 /// The places that names live in; parameters, so that tests bring their own.
 #[derive(Debug, Clone)]
 pub(super) struct Names {
@@ -50,6 +53,11 @@ pub(super) enum Missing {
 /// Whether udevd runs here.
 pub fn udevd_runs() -> bool {
     Path::new(UDEV_CONTROL).exists()
+}
+
+/// Whether udevd has nothing to do (what `udevadm settle` waits for).
+pub(super) fn udevd_idle() -> bool {
+    !Path::new(UDEV_QUEUE).exists()
 }
 
 /// Whether our rule is installed where udevd of this mount namespace looks.
@@ -92,6 +100,13 @@ impl Names {
         {
             tracing::warn!(path = %path.display(), %error, "cannot remove udev properties");
         }
+    }
+
+    /// The identities whose properties are in place.
+    pub(super) fn published(&self) -> Vec<Identity> {
+        let Ok(entries) = fs::read_dir(self.run.join("udev")) else { return Vec::new() };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.filter_map(|name| Identity::parse(&name)).collect()
     }
 
     /// What the device lacks, if anything.
@@ -201,6 +216,9 @@ mod tests {
         names.publish(&identity).unwrap();
         let text = fs::read_to_string(root.path().join("run/udev/cleat.00ab.data")).unwrap();
         assert_eq!(text, "CLEAT_NAME=data\nCLEAT_MAPPING_ID=00ab\n");
+        fs::write(root.path().join("run/udev/README"), "").unwrap();
+        assert_eq!(names.published(), std::slice::from_ref(&identity));
+        fs::remove_file(root.path().join("run/udev/README")).unwrap();
         names.withdraw(&identity);
         assert_eq!(fs::read_dir(root.path().join("run/udev")).unwrap().count(), 0);
         names.withdraw(&identity);

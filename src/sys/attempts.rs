@@ -1,4 +1,5 @@
 //! For tests of the confinement: what a process that was taken over would try by raw io_uring.
+#![allow(clippy::cast_possible_truncation)]
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;

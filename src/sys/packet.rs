@@ -9,7 +9,12 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
 
-use crate::worker::protocol::MAX_DESCRIPTORS;
+/// The most descriptors that one packet may carry.
+pub const MAX_DESCRIPTORS: usize = 64;
+
+/// SCM_MAX_FD of the kernel: what a packet can carry at all. With room for all of them nothing is
+/// cut off, so that every descriptor that arrives is known and can be closed.
+const ROOM: usize = 253;
 
 /// Sends one packet. Does not raise SIGPIPE.
 ///
@@ -39,16 +44,13 @@ pub fn send(
 /// `WouldBlock` on a non-blocking socket; `InvalidData` for a packet or a set of descriptors that
 /// does not fit.
 pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
+    let mut space = nix::cmsg_space!([RawFd; ROOM]);
     let mut slices = [IoSliceMut::new(buffer)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
     let message = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
     let cut = message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
     let length = message.bytes;
     let mut descriptors = Vec::new();
-    // After MSG_CTRUNC nix refuses to walk the control messages; the kernel has closed what did not
-    // fit, and what did is ours to close, which is impossible without its numbers. The space above
-    // holds all that a packet of this protocol carries, and only a broken peer sends more.
     if let Ok(control) = message.cmsgs() {
         for part in control {
             if let ControlMessageOwned::ScmRights(raw) = part {
@@ -57,7 +59,7 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, 
             }
         }
     }
-    if cut {
+    if cut || descriptors.len() > MAX_DESCRIPTORS {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "a packet longer than allowed"));
     }
     Ok((length, descriptors))
@@ -100,5 +102,20 @@ mod tests {
         send(a.as_fd(), &[7; 32], &[]).unwrap();
         let error = receive(b.as_fd(), &mut [0; 16]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn too_many_descriptors_are_refused_and_closed() {
+        let (a, b) = pair();
+        let (read_end, write_end) = nix::unistd::pipe().unwrap();
+        let raw = vec![write_end.as_raw_fd(); MAX_DESCRIPTORS + 1];
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let bytes = [IoSlice::new(b"x")];
+        sendmsg::<UnixAddr>(a.as_raw_fd(), &bytes, &rights, MsgFlags::empty(), None).unwrap();
+        drop(write_end);
+        let error = receive(b.as_fd(), &mut [0; 16]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        // The end of the pipe shows that no writing end is left.
+        assert_eq!(nix::unistd::read(&read_end, &mut [0; 1]).unwrap(), 0);
     }
 }

@@ -1,7 +1,7 @@
 //! Processes by descriptor: a pidfd cannot come to mean another process, a number can.
 //!
 //! Invariants: a [`PidFd`] always names the one process that it was opened for; a child is started
-//! with exactly the descriptors 0–2 and [`crate::worker::protocol::CHANNEL_FD`].
+//! with exactly the descriptors 0–2 and its channel.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};

@@ -32,6 +32,7 @@ use crate::backend::{Confinement, Image, OpenOptions, confinement, open};
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
 use crate::sys::prctl;
+use crate::telemetry::Log;
 
 /// How long a new worker waits to be told what to do, in milliseconds.
 const START_PATIENCE_MS: u16 = 60_000;
@@ -78,7 +79,8 @@ fn start(channel: &Channel) -> Result<Session> {
         prctl::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
     }
     let (start, listener, page) = first_message(channel)?;
-    super::log::init(&start.log);
+    // Before the confinement, since it may open a socket.
+    start.log.parse::<Log>()?.init()?;
     let uri: VolumeUri = start.uri.parse()?;
     settle(&start.name);
     let (image, report) = open_confined(&uri, start.read_only)?;

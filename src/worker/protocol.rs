@@ -18,8 +18,7 @@ pub const CHANNEL_FD: i32 = 3;
 /// The longest message, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
 
-/// The most descriptors that one message carries (the kernel's SCM_MAX_FD is 253).
-pub const MAX_DESCRIPTORS: usize = 64;
+pub use crate::sys::packet::MAX_DESCRIPTORS;
 
 /// To the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -27,10 +27,10 @@ fn each_wrong_input_has_a_message_of_its_own() {
         ("frob", "unrecognized subcommand 'frob'"),
         ("map", "required arguments were not provided: <URI>"),
         ("map mem:1G --conections 2", "unexpected argument '--conections'"),
-        ("map mem:1G --connections 0", "0 is not in 1..=64"),
+        ("map mem:1G --connections 0", "0 is not in 1..=16"),
         ("map mem:1G --block-size 513", "512, 1024, 2048 or 4096"),
         ("map mem:1G --timeout 5", "time unit needed"),
-        ("map mem:1G --timeout 2h", "between 1ms and 1h"),
+        ("map mem:1G --timeout 25h", "between 1ms and 24h"),
         ("map nonsense", "nonsense"),
         ("map floppy:a", "floppy"),
         ("map mem:lots", "\"lots\" is not a size"),
@@ -343,6 +343,30 @@ fn completions_and_manual_are_made_for_every_command() {
         written += 1;
     }
     assert!(written >= 9, "{written} pages");
+}
+
+#[test]
+fn doctor_needs_no_daemon_and_its_exit_code_is_its_worst_finding() {
+    let run = cleat("doctor -o json", Path::new(NOWHERE));
+    let findings = json(&run.stdout);
+    let expected = match findings["worst"].as_str().expect("a verdict") {
+        "ok" => 0,
+        "warning" => 20,
+        "error" => 21,
+        other => panic!("{other} is no verdict"),
+    };
+    assert_eq!(run.code, expected, "{}", run.stderr);
+    let checks = findings["checks"].as_array().expect("an array");
+    assert!(checks.len() > 5, "{findings}");
+    for check in checks {
+        let well = check["verdict"] == "ok";
+        assert_eq!(check["repair"].is_null(), well, "{check}");
+    }
+
+    let run = cleat("doctor --config /nonexistent/cleat.toml", Path::new(NOWHERE));
+    assert_eq!(run.code, 21);
+    let first = run.stdout.lines().next().unwrap_or_default();
+    assert!(first.starts_with("error") && first.contains("/nonexistent/cleat.toml"), "{first}");
 }
 
 #[test]

@@ -81,7 +81,7 @@ fn clean_up() {
     for index in 0..200 {
         if Path::new(&format!("/sys/block/nbd{index}/pid")).exists() {
             shell(&format!(
-                "umount -l /dev/nbd{index} 2>/dev/null; nbd-client -d /dev/nbd{index} || true"
+                "umount -l /dev/nbd{index} || true; nbd-client -d /dev/nbd{index} || true"
             ));
         }
     }

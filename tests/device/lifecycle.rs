@@ -91,7 +91,7 @@ fn refused(target: &str, holder: &str) {
 fn parallel() {
     let _node = Node::start();
     let devices = shell(
-        "for i in $(seq 100); do ./cleat map mem:4M --name v$i --timeout 300s & done > /tmp/devices
+        "for i in $(seq 100); do ./cleat map mem:4M --name v$i --timeout 300s & done > /tmp/devices 2> /out/parallel.log
          wait; sort -u /tmp/devices | wc -l",
     );
     assert_eq!(devices, "100");

@@ -5,6 +5,8 @@
 //! (`CLEAT_TEST_REAL_KERNEL` set) it runs the tests, one after the other: they share one kernel.
 //! Arguments are libtest's, so `cargo test --test device -- crash` runs what has "crash" in its name.
 
+#![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
+
 mod crash;
 mod filesystems;
 mod fixture;

@@ -105,18 +105,28 @@ fn alternatives(expression: &str, separator: &str) -> Vec<String> {
     parts
 }
 
-/// Everything that is compiled for Linux, except this crate.
+/// Everything that is built into or for the binary on Linux, except this crate: what only tests and
+/// benchmarks use is not shipped.
 fn packages() -> Vec<Value> {
     let metadata = metadata();
-    let used: Vec<&Value> = metadata["resolve"]["nodes"]
-        .as_array()
-        .expect("nodes")
-        .iter()
-        .map(|node| &node["id"])
-        .collect();
+    let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
+    let root = &metadata["resolve"]["root"];
+    let mut used = vec![root];
+    let mut next = 0;
+    while let Some(id) = used.get(next).copied() {
+        let node = nodes.iter().find(|node| &node["id"] == id).expect("a node");
+        for dependency in node["deps"].as_array().expect("dependencies") {
+            let kinds = dependency["dep_kinds"].as_array().expect("kinds");
+            let shipped = kinds.iter().any(|kind| kind["kind"] != "dev");
+            if shipped && !used.contains(&&dependency["pkg"]) {
+                used.push(&dependency["pkg"]);
+            }
+        }
+        next += 1;
+    }
     let packages = metadata["packages"].as_array().expect("packages").iter();
     packages
-        .filter(|package| package["name"] != "cleat" && used.contains(&&package["id"]))
+        .filter(|package| &package["id"] != root && used.contains(&&package["id"]))
         .cloned()
         .collect()
 }

@@ -1,6 +1,6 @@
 //! The real worker process, spoken to as the supervisor and the kernel would.
 
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 mod nbd;
 mod supervisor;

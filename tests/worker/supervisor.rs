@@ -47,7 +47,10 @@ impl Worker {
     /// A process that has been told nothing.
     pub fn launch() -> Self {
         let (ours, theirs) = seqpacket_pair();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+        // Another build of the binary, for figures: CLEAT_TEST_BINARY=target/release/cleat.
+        let binary = std::env::var_os("CLEAT_TEST_BINARY");
+        let mut command =
+            Command::new(binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_cleat").into()));
         command.arg("worker").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = spawn_with_channel(&mut command, &theirs, CHANNEL_FD).unwrap();
         let (page, _) = Page::create().unwrap();

@@ -122,7 +122,7 @@ impl Plan {
         if self.rate.is_some_and(|rate| draw % u64::from(MILLION) >= u64::from(rate)) {
             return None;
         }
-        let jitter = self.jitter.as_micros() as u64;
+        let jitter = micros(self.jitter);
         let extra = if jitter == 0 { 0 } else { mix(draw) % (jitter + 1) };
         let delay = (!self.hang).then(|| self.latency + Duration::from_micros(extra));
         Some(Fate { delay, error: self.error })
@@ -171,7 +171,11 @@ fn delay(options: &mut Options, key: &str) -> Result<Duration> {
         return Err(invalid(format!("{key} is at most 1h")).with_repair("use hang=true"));
     }
     // A microsecond is as fine as timers are; and so the canonical text loses nothing.
-    Ok(Duration::from_micros(delay.as_micros() as u64))
+    Ok(Duration::from_micros(micros(delay)))
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn kind(text: &str) -> Result<IoError> {
@@ -187,6 +191,7 @@ fn rate(text: &str) -> Result<Option<u32>> {
     let share = text.parse::<f64>().ok().filter(|share| (0.0..=1.0).contains(share));
     let share = share.ok_or_else(|| invalid(format!("rate is from 0 to 1, not {text:?}")))?;
     // In range, as just checked; whoever writes 1 means all.
+    #[allow(clippy::cast_possible_truncation, reason = "from 0 to 1000000")]
     let millionths = (share * f64::from(MILLION)).round() as u32;
     Ok((millionths < MILLION).then_some(millionths))
 }

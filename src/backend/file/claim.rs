@@ -25,6 +25,7 @@ const MAX_PROCESSES: usize = 10_000;
 pub(super) fn lock(file: &File, path: &str) -> Result<()> {
     // An open-file-description lock (fcntl(2)): it lasts as long as the description, so neither a
     // fork nor closing another descriptor of the file loses it.
+    #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
     let whole = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,

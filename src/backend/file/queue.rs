@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::{ImageQueue, Outcome, RequestId, Started, Waker};
+use super::super::{ImageQueue, Outcome, RequestId, Started, Waker, index};
 use crate::request::{IoError, Op, Request};
 use crate::sys::buffer::Buffer;
 use crate::sys::ring::{Completion, FileSlot, Ring, Token};
@@ -142,7 +142,7 @@ impl FileQueue {
         let started = match task.step {
             Step::Transfer => {
                 let Some(buffer) = buffer else { return };
-                let from = task.progress as usize;
+                let from = index(task.progress);
                 let submitted = if task.request.op == Op::Read {
                     ring.read(self.file, buffer, from, offset, token)
                 } else {
@@ -164,7 +164,7 @@ impl FileQueue {
                     return;
                 };
                 task.attempted = left.min(ZEROES as u64);
-                zeroes.set_len(task.attempted as usize);
+                zeroes.set_len(index(task.attempted));
                 match ring.write(self.file, zeroes, 0, offset, false, token) {
                     Ok(()) => true,
                     Err(zeroes) => {
@@ -192,10 +192,11 @@ impl FileQueue {
                 self.submit(id, buffer, ring);
             }
         }
-        if !matches!(self.zeroes, Zeroes::InUse) && ring.room() > 0 {
-            if let Some(id) = self.waiting_for_zeroes.pop_front() {
-                self.submit(id, None, ring);
-            }
+        if !matches!(self.zeroes, Zeroes::InUse)
+            && ring.room() > 0
+            && let Some(id) = self.waiting_for_zeroes.pop_front()
+        {
+            self.submit(id, None, ring);
         }
     }
 
@@ -333,5 +334,91 @@ impl Zeroes {
             Self::Here(buffer) => Some(buffer),
             Self::InUse => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::request::Flags;
+
+    fn queue(abilities: &Arc<Abilities>, block: u32) -> FileQueue {
+        let file = tempfile::tempfile().unwrap();
+        let slot = Ring::new(2).unwrap().register(file.as_fd()).unwrap();
+        FileQueue::new(slot, block, Arc::clone(abilities), Waker::new().unwrap())
+    }
+
+    fn task(op: Op, flags: Flags, step: Step, length: u64) -> Task {
+        let request = Request { op, flags, offset: 0, length };
+        Task { request, step, progress: 0, attempted: length }
+    }
+
+    #[test]
+    fn a_failed_sync_is_never_forgotten_by_any_queue() {
+        let abilities = Arc::new(Abilities::new(false));
+        let (one, two) = (queue(&abilities, 1), queue(&abilities, 1));
+        let flush = task(Op::Flush, Flags::default(), Step::Sync, 0);
+        assert_eq!(two.first(&flush.request), Ok(Some(Step::Sync)));
+        assert_eq!(one.advance(&mut flush.clone(), -libc::EIO), Err(IoError::Broken));
+        // The kernel would now report success.
+        assert_eq!(two.first(&flush.request), Err(IoError::Broken));
+
+        let abilities = Arc::new(Abilities::new(false));
+        let one = queue(&abilities, 1);
+        let fua = Flags { fua: true, ..Flags::default() };
+        let mut write = task(Op::Write, fua, Step::Transfer, 512);
+        assert_eq!(one.advance(&mut write, -libc::ENOSPC), Err(IoError::NoSpace));
+        assert_eq!(one.first(&flush.request), Ok(Some(Step::Sync)), "no room is no lost page");
+        assert_eq!(one.advance(&mut write, -libc::EIO), Err(IoError::Broken));
+        assert_eq!(one.first(&flush.request), Err(IoError::Broken));
+    }
+
+    #[test]
+    fn what_is_not_supported_is_done_another_way_and_remembered() {
+        let none = Flags::default();
+        let fast = Flags { fast_zero: true, ..none };
+        let abilities = Arc::new(Abilities::new(false));
+        let queue = queue(&abilities, 1);
+        let mut zero = task(Op::WriteZeroes, none, Step::Punch, 4096);
+        assert_eq!(queue.first(&zero.request), Ok(Some(Step::Punch)));
+        assert_eq!(queue.advance(&mut zero, -libc::EOPNOTSUPP), Ok(Some(Step::ZeroRange)));
+        zero.step = Step::ZeroRange;
+        assert_eq!(queue.advance(&mut zero, -libc::EOPNOTSUPP), Ok(Some(Step::WriteZeroes)));
+        assert_eq!(queue.first(&zero.request), Ok(Some(Step::WriteZeroes)));
+        let refused = task(Op::WriteZeroes, fast, Step::Punch, 4096);
+        assert_eq!(queue.first(&refused.request), Err(IoError::Unsupported));
+        let trim = task(Op::Trim, none, Step::Punch, 4096);
+        assert_eq!(queue.first(&trim.request), Ok(None));
+    }
+
+    #[test]
+    fn a_device_is_not_asked_to_keep_a_range_fast() {
+        let device = queue(&Arc::new(Abilities::new(true)), 512);
+        let flags = Flags { no_hole: true, fast_zero: true, fua: false };
+        let mut zero = task(Op::WriteZeroes, flags, Step::Punch, 1 << 30);
+        assert_eq!(device.first(&zero.request), Err(IoError::Unsupported));
+        zero.request.flags.fast_zero = false;
+        assert_eq!(device.first(&zero.request), Ok(Some(Step::ZeroRange)));
+        zero.step = Step::ZeroRange;
+        zero.attempted = SLOW_ALLOCATION;
+        assert_eq!(device.advance(&mut zero, 0), Ok(Some(Step::ZeroRange)), "piece by piece");
+        assert_eq!(zero.progress, SLOW_ALLOCATION);
+    }
+
+    #[test]
+    fn short_transfers_go_on_at_a_block_and_nothing_is_an_end() {
+        let abilities = Arc::new(Abilities::new(false));
+        let direct = queue(&abilities, 512);
+        let mut read = task(Op::Read, Flags::default(), Step::Transfer, 4096);
+        assert_eq!(direct.advance(&mut read, 1000), Ok(Some(Step::Transfer)));
+        assert_eq!(read.progress, 512);
+        assert_eq!(direct.advance(&mut read.clone(), 488), Err(IoError::Broken));
+        assert_eq!(direct.advance(&mut read.clone(), 0), Err(IoError::Broken));
+        assert_eq!(direct.advance(&mut read, 3584), Ok(None));
+        let durable = Flags { fua: true, ..Flags::default() };
+        let mut trim = task(Op::Trim, durable, Step::Punch, 4096);
+        assert_eq!(direct.advance(&mut trim, 0), Ok(Some(Step::Sync)));
     }
 }

@@ -62,7 +62,10 @@ impl World {
         let ours = self.devices.iter().enumerate().filter(|(_, device)| device.0);
         Observed {
             devices: ours
-                .map(|(index, _)| SeenDevice { index: index as u32, size: 1 << 20 })
+                .map(|(index, _)| SeenDevice {
+                    index: u32::try_from(index).unwrap(),
+                    size: 1 << 20,
+                })
                 .collect(),
             worker: match self.worker {
                 ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
@@ -370,4 +373,23 @@ fn memory_that_died_is_lost_and_said_so() {
     assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Held(_))));
     world.held = false;
     assert_eq!(world.run(&mut std::iter::empty(), 3), Some(State::Unmapped));
+}
+
+#[test]
+fn a_device_that_somebody_took_away_is_not_made_again_in_silence() {
+    let mut record = record(1, true);
+    record.established = true;
+    let mut world = World {
+        record: Some(record),
+        devices: Vec::new(),
+        worker: ModelWorker::Alive(0),
+        fenced: false,
+        held: false,
+        announced: true,
+        failures: 0,
+        lost: false,
+        replaced_by_zeroes: false,
+    };
+    assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Failed(_))));
+    assert!(world.devices.is_empty());
 }

@@ -1,0 +1,349 @@
+//! A machine to test on: directories, a simulated kernel, real workers, and a supervisor that can
+//! crash.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+use cleat::config::Config;
+use cleat::control::executor::Halt;
+use cleat::control::node::{Node, Parts};
+use cleat::control::process::Processes;
+use cleat::control::random::Random;
+use cleat::error::ErrorKind;
+use cleat::kernel::Kernel;
+use cleat::kernel::sim::{Script, SimKernel};
+use cleat::proto::v1::node_client::NodeClient;
+use cleat::proto::v1::{
+    GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, UnmapRequest,
+};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tokio::runtime::Runtime;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+pub(crate) const SIZE: u64 = 1 << 20;
+
+/// For anything to happen that should.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The machine. What is on it survives the supervisor.
+pub(crate) struct Machine {
+    pub(crate) directory: tempfile::TempDir,
+    pub(crate) kernel: SimKernel,
+    pub(crate) config: Config,
+    pub(crate) boot_id: String,
+    pub(crate) seed: u64,
+}
+
+impl Machine {
+    pub(crate) fn new() -> Self {
+        Self::with(Script::default())
+    }
+
+    pub(crate) fn with(script: Script) -> Self {
+        static LOG: Once = Once::new();
+        LOG.call_once(|| {
+            if let Ok(filter) = std::env::var("CLEAT_TEST_LOG") {
+                let format = cleat::telemetry::Format::Human;
+                let _ = cleat::telemetry::Log { format, filter }.init();
+            }
+        });
+        let directory = tempfile::tempdir().unwrap();
+        let config = Config {
+            runtime_dir: directory.path().join("run"),
+            state_dir: directory.path().join("state"),
+            ..Config::default()
+        };
+        let seed = seed();
+        println!("seed {seed}: run again with CLEAT_TEST_SEED={seed}");
+        let boot_id = "this boot".to_owned();
+        let kernel = SimKernel::new(script);
+        Self { directory, kernel, config, boot_id, seed }
+    }
+
+    /// A volume in a file, as its URI.
+    pub(crate) fn volume(&self, name: &str) -> String {
+        let path = self.path(name);
+        File::create(&path).unwrap().set_len(SIZE).unwrap();
+        format!("file:{}", path.display())
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Starts a supervisor.
+    pub(crate) fn start(&self) -> Supervisor {
+        self.start_with(None)
+    }
+
+    /// A worker that another test is just starting has, between fork and exec, copies of this
+    /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
+    fn start_with(&self, halt: Option<Halt>) -> Supervisor {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.try_start(halt.clone()) {
+                Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                other => return other.unwrap(),
+            }
+        }
+    }
+
+    /// Starts one that stops for ever at the `nth` point that it passes after its
+    /// start; says when it is there.
+    pub(crate) fn start_halting(
+        &self,
+        nth: u64,
+    ) -> (Supervisor, std::sync::mpsc::Receiver<String>) {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let passed = AtomicU64::new(0);
+        let armed = Arc::new(AtomicBool::new(false));
+        let is_armed = Arc::clone(&armed);
+        let halt: Halt = Arc::new(move |point: &str| {
+            let counts = is_armed.load(Ordering::SeqCst);
+            let here = counts && passed.fetch_add(1, Ordering::SeqCst) == nth;
+            if here {
+                let _ = sender.send(point.to_owned());
+            }
+            here
+        });
+        let supervisor = self.start_with(Some(halt));
+        armed.store(true, Ordering::SeqCst);
+        (supervisor, receiver)
+    }
+
+    /// Starts one that crashes at the `nth` point that it passes while it starts. Says where that
+    /// was; `None` when it came up before.
+    pub(crate) fn crash_while_starting(&self, nth: u64) -> Option<String> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let passed = AtomicU64::new(0);
+        let halt: Halt = Arc::new(move |point: &str| {
+            let here = passed.fetch_add(1, Ordering::SeqCst) == nth;
+            if here {
+                let _ = sender.send(point.to_owned());
+            }
+            here
+        });
+        let runtime = runtime();
+        let (config, parts) = (self.config.clone(), self.parts(Some(halt)));
+        let start = runtime.spawn(async move { Node::start(&config, parts).await });
+        loop {
+            if let Ok(point) = receiver.recv_timeout(Duration::from_millis(20)) {
+                runtime.shutdown_timeout(Duration::from_secs(5));
+                return Some(point);
+            }
+            if start.is_finished() {
+                let node = runtime.block_on(start).unwrap().unwrap();
+                runtime.shutdown_timeout(Duration::from_secs(5));
+                drop(node);
+                return None;
+            }
+        }
+    }
+
+    pub(crate) fn try_start(&self, halt: Option<Halt>) -> cleat::error::Result<Supervisor> {
+        let runtime = runtime();
+        let node = runtime.block_on(Node::start(&self.config, self.parts(halt)))?;
+        let client = runtime.block_on(connect(self.config.socket()));
+        Ok(Supervisor { node: Some(node), client, runtime: Some(runtime) })
+    }
+
+    fn parts(&self, halt: Option<Halt>) -> Parts {
+        Parts {
+            kernel: Arc::new(self.kernel.clone()),
+            launcher: Arc::new(Processes::of(self.executable())),
+            random: Random::seeded(self.seed),
+            boot_id: self.boot_id.clone(),
+            halt,
+        }
+    }
+
+    /// The executable, under a name of this machine's own, by which its workers are told apart.
+    fn executable(&self) -> PathBuf {
+        let name = self.path("cleat");
+        // There already, after the first start.
+        let _ = std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cleat"), &name);
+        name
+    }
+
+    /// Every worker process of this machine that runs now. A zombie has no command line.
+    pub(crate) fn workers(&self) -> Vec<u32> {
+        let executable = self.executable();
+        let started = executable.as_os_str().as_encoded_bytes();
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let ours = |pid: &u32| {
+            let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            command.split(|byte| *byte == 0).next() == Some(started)
+        };
+        pids.filter(ours).collect()
+    }
+
+    /// Nothing of cleat is left: no device, no record, no socket, no process.
+    pub(crate) fn assert_clean(&self) {
+        let busy: Vec<_> =
+            self.kernel.devices().unwrap().into_iter().filter(|device| device.connected).collect();
+        assert!(busy.is_empty(), "devices are left: {busy:?}");
+        for directory in
+            [self.config.state_dir.join("mappings"), self.config.runtime_dir.join("workers")]
+        {
+            let left: Vec<_> = std::fs::read_dir(&directory).unwrap().flatten().collect();
+            assert!(left.is_empty(), "left in {}: {left:?}", directory.display());
+        }
+        wait_until("workers end", || self.workers().is_empty());
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        for pid in self.workers() {
+            kill(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+}
+
+/// A running supervisor, and a client of it.
+pub(crate) struct Supervisor {
+    node: Option<Node>,
+    client: NodeClient<Channel>,
+    runtime: Option<Runtime>,
+}
+
+impl Supervisor {
+    /// Ends as a crash ends: in the middle of everything.
+    pub(crate) fn crash(mut self) {
+        let node = self.node.take();
+        let runtime = self.runtime.take().unwrap();
+        runtime.shutdown_timeout(Duration::from_secs(5));
+        drop(node);
+    }
+
+    /// Ends as SIGTERM ends it.
+    pub(crate) fn shut_down(mut self) {
+        let node = self.node.take().unwrap();
+        self.runtime().block_on(node.shutdown());
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().unwrap()
+    }
+
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+        self.runtime().block_on(future)
+    }
+
+    pub(crate) fn spawn<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> tokio::task::JoinHandle<T> {
+        self.runtime().spawn(future)
+    }
+
+    pub(crate) fn client(&self) -> NodeClient<Channel> {
+        self.client.clone()
+    }
+
+    pub(crate) fn map(&self, name: &str, uri: &str) -> Result<Mapping, Status> {
+        self.map_with(request(name, uri))
+    }
+
+    pub(crate) fn map_with(&self, request: MapRequest) -> Result<Mapping, Status> {
+        self.block_on(self.client().map(request)).map(tonic::Response::into_inner)
+    }
+
+    pub(crate) fn unmap(&self, target: &str) -> Result<bool, Status> {
+        let request = UnmapRequest { target: target.into(), ..Default::default() };
+        Ok(self.block_on(self.client().unmap(request))?.into_inner().was_mapped)
+    }
+
+    pub(crate) fn list(&self) -> Vec<Mapping> {
+        self.block_on(self.client().list(ListRequest {})).unwrap().into_inner().mappings
+    }
+
+    pub(crate) fn get(&self, target: &str) -> Result<Mapping, Status> {
+        let request = GetRequest { target: target.into(), with_holders: true };
+        self.block_on(self.client().get(request)).map(tonic::Response::into_inner)
+    }
+
+    pub(crate) fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
+        let mut last = None;
+        wait_until(&format!("{target} becomes {state:?}, is {last:?}"), || {
+            let mapping = self.get(target).unwrap();
+            let there = mapping.state == i32::from(state);
+            last = Some(mapping);
+            there
+        });
+        last.unwrap()
+    }
+}
+
+pub(crate) fn request(name: &str, uri: &str) -> MapRequest {
+    MapRequest {
+        uri: uri.into(),
+        name: name.into(),
+        options: Some(MapOptions::default()),
+        timeout_ms: 0,
+    }
+}
+
+/// N of `/dev/nbdN`.
+pub(crate) fn index_of(mapping: &Mapping) -> u32 {
+    mapping.device.strip_prefix("/dev/nbd").unwrap().parse().unwrap()
+}
+
+pub(crate) fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, part: &str) {
+    let status = result.unwrap_err();
+    assert_eq!(status.code(), code, "{status}");
+    assert!(status.message().contains(part), "{:?} does not name {part:?}", status.message());
+}
+
+pub(crate) fn repair(status: &Status) -> &str {
+    status.metadata().get("cleat-repair").map_or("", |value| value.to_str().unwrap())
+}
+
+#[track_caller]
+pub(crate) fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < until, "waited for too long: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+pub(crate) fn kill(pid: u32, signal: nix::sys::signal::Signal) {
+    let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
+    let _ = nix::sys::signal::kill(pid, signal);
+}
+
+/// Whether a process runs; a zombie does not.
+pub(crate) fn is_alive(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().starts_with(" Z"))
+}
+
+fn seed() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let given = std::env::var("CLEAT_TEST_SEED").ok().and_then(|text| text.parse().ok());
+    given.unwrap_or_else(|| {
+        u64::from(std::process::id()) << 16 | NEXT.fetch_add(1, Ordering::SeqCst)
+    })
+}
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+async fn connect(socket: PathBuf) -> NodeClient<Channel> {
+    let connector = tower::service_fn(move |_| {
+        let socket = socket.clone();
+        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    let endpoint = Endpoint::from_static("http://cleat.invalid");
+    NodeClient::new(endpoint.connect_with_connector(connector).await.unwrap())
+}
