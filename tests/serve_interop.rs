@@ -167,7 +167,7 @@ fn a_client_that_does_not_read_costs_bounded_memory() {
     let server = Server::start(&dir, "file:", &[]);
     let mut client = raw_client(&dir);
     // 50 GiB of answers, of which none is taken yet.
-    let requests: Vec<u8> = (0..1600u32).flat_map(|cookie| read_32_mib(cookie)).collect();
+    let requests: Vec<u8> = (0..1600u32).flat_map(read_32_mib).collect();
     client.write_all(&requests).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     // The budget of one connection is 64 MiB.
