@@ -54,23 +54,23 @@ impl Outbound {
         }
     }
 
-    /// Lets the ring send what is queued, unless it is at it.
-    pub(super) fn flush(&mut self, ring: &mut Ring, socket: FileSlot, token: Token) {
+    /// Lets the ring send what is queued, unless it is at it. Returns whether a send began.
+    pub(super) fn flush(&mut self, ring: &mut Ring, socket: FileSlot, token: Token) -> bool {
         if let Some(rest) = self.rest.take() {
-            if let Err(rest) = ring.send(socket, rest, token) {
-                self.rest = Some(rest);
-            }
-            return;
+            let pushed = ring.send(socket, rest, token);
+            self.rest = pushed.err();
+            return self.rest.is_none();
         }
         if self.queued == 0 {
-            return;
+            return false;
         }
-        let Some(spare) = self.spare.take() else { return };
+        let Some(spare) = self.spare.take() else { return false };
         let full = std::mem::replace(&mut self.filling, spare);
         match ring.send(socket, full, token) {
             Ok(()) => self.queued = 0,
             Err(full) => self.spare = Some(std::mem::replace(&mut self.filling, full)),
         }
+        self.spare.is_none()
     }
 
     /// Takes the end of a send: `bytes` have left.

@@ -275,19 +275,18 @@ impl Ring {
     /// What `io_uring_enter` gives, except for an interruption by a signal and a moment's lack of
     /// memory: then it returns early, with or without a completion.
     pub fn submit_and_wait(&mut self) -> io::Result<()> {
-        match self.uring.submit_and_wait(1) {
-            Ok(_) => Ok(()),
-            Err(error) => match error.raw_os_error() {
-                // EBUSY: completions have to be taken first.
-                Some(libc::EINTR | libc::EBUSY) => Ok(()),
-                Some(libc::EAGAIN) => {
-                    // No memory for a request just now: let others run before the next attempt.
-                    std::thread::yield_now();
-                    Ok(())
-                }
-                _ => Err(error),
-            },
-        }
+        entered(self.uring.submit_and_wait(1))
+    }
+
+    /// As [`Ring::submit_and_wait`], for `completions`, but no longer than `limit`: saves an enter
+    /// where one of them is expected at once and is not worth waking up for.
+    ///
+    /// # Errors
+    /// As [`Ring::submit_and_wait`].
+    pub fn submit_and_wait_for(&mut self, completions: usize, limit: Duration) -> io::Result<()> {
+        let limit = types::Timespec::from(limit);
+        let arguments = types::SubmitArgs::new().timespec(&limit);
+        entered(self.uring.submitter().submit_with_args(completions, &arguments))
     }
 
     /// Takes one completion, if one is there.
@@ -369,6 +368,21 @@ fn build(entries: u32) -> io::Result<(IoUring, bool)> {
         }
     }
     Ok((IoUring::new(entries)?, false))
+}
+
+/// What an enter's result means for the one who waits.
+fn entered(result: io::Result<usize>) -> io::Result<()> {
+    let Err(error) = result else { return Ok(()) };
+    match error.raw_os_error() {
+        // EBUSY: completions have to be taken first. ETIME: the limit of the wait.
+        Some(libc::EINTR | libc::EBUSY | libc::ETIME) => Ok(()),
+        Some(libc::EAGAIN) => {
+            // No memory for a request just now: let others run before the next attempt.
+            std::thread::yield_now();
+            Ok(())
+        }
+        _ => Err(error),
+    }
 }
 
 fn restrictions() -> [Restriction; 12] {
@@ -530,11 +544,27 @@ mod tests {
     }
 
     #[test]
+    fn waiting_for_several_completions_has_its_limit() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(8).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        ring.receive(socket, Buffer::zeroed(64), 0, false, Token(1)).unwrap();
+        ring.submit_and_wait_for(1, Duration::from_millis(5)).unwrap();
+        assert!(ring.next().is_none());
+        theirs.write_all(b"x").unwrap();
+        // One of two is there: it is not lost in the timeout.
+        ring.submit_and_wait_for(2, Duration::from_millis(5)).unwrap();
+        assert_eq!(ring.next().unwrap().token, Token(1));
+        assert!(ring.timeout(Duration::ZERO, Token(2)));
+        assert!(ring.timeout(Duration::ZERO, Token(3)));
+        ring.submit_and_wait_for(2, Duration::from_secs(60)).unwrap();
+        assert!(ring.next().is_some() && ring.next().is_some());
+    }
+
+    #[test]
     fn the_kernel_refuses_what_this_type_does_not_offer() {
         let mut ring = Ring::new(4).unwrap();
-        if !ring.is_restricted() {
-            return;
-        }
+        assert!(ring.is_restricted(), "restrictions are in every kernel since 5.10");
         let entry = opcode::Nop::new().build();
         ring.push(entry, Owned::Nothing, Token(1)).ok().unwrap();
         assert_eq!(wait(&mut ring).result, -libc::EACCES);
