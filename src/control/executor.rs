@@ -62,6 +62,8 @@ pub struct Executor {
     pub(super) journal: Arc<Journal>,
     pub(super) kernel: KernelCalls,
     pub(super) workers: Workers,
+    /// Workers that may be starting at one time.
+    pub(super) starts: tokio::sync::Semaphore,
     pub(super) register: Register,
     pub(super) settings: Settings,
     pub(super) random: Random,

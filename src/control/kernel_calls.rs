@@ -23,6 +23,9 @@ pub const MAX_COMMANDS: usize = 12;
 /// Calls that wait for udev, for a flush or for a disconnect.
 pub const MAX_WAITS: usize = 36;
 
+/// For one command, once it is its turn.
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(10);
+
 /// Beyond its own deadline a call gets so much more before its thread is given up.
 const SLACK: Duration = Duration::from_millis(500);
 
@@ -38,20 +41,23 @@ impl KernelCalls {
         &self.kernel
     }
 
-    /// A call that should return soon.
+    /// A call that should return soon. Its turn may come as late as `deadline`; from there on it
+    /// has [`COMMAND_LIMIT`].
     ///
     /// # Errors
-    /// The call's; `TimedOut` when it has not returned at `deadline`: it may still take effect.
+    /// The call's; `TimedOut` when it has not returned in time: it may still take effect.
     pub async fn command<T: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
         call: impl FnOnce(&dyn Kernel) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.run(&self.commands, what, deadline, call).await
+        self.run(&self.commands, what, deadline, Some(COMMAND_LIMIT), |kernel, _| call(kernel))
+            .await
     }
 
-    /// A call that waits for something.
+    /// A call that waits for something, until the moment that it is given: `deadline`, or `limit`
+    /// after its turn has come.
     ///
     /// # Errors
     /// As [`KernelCalls::command`].
@@ -59,9 +65,10 @@ impl KernelCalls {
         &self,
         what: &'static str,
         deadline: Instant,
-        call: impl FnOnce(&dyn Kernel) -> Result<T> + Send + 'static,
+        limit: Option<Duration>,
+        call: impl FnOnce(&dyn Kernel, std::time::Instant) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.run(&self.waits, what, deadline, call).await
+        self.run(&self.waits, what, deadline, limit, call).await
     }
 
     async fn run<T: Send + 'static>(
@@ -69,18 +76,20 @@ impl KernelCalls {
         room: &Arc<Semaphore>,
         what: &'static str,
         deadline: Instant,
-        call: impl FnOnce(&dyn Kernel) -> Result<T> + Send + 'static,
+        limit: Option<Duration>,
+        call: impl FnOnce(&dyn Kernel, std::time::Instant) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let late = |message: String| Error::new(ErrorKind::TimedOut, message);
         let permit = timeout_at(deadline, Arc::clone(room).acquire_owned())
             .await
             .map_err(|_| late(format!("could not {what}: earlier kernel calls are stuck")))?
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
+        let deadline = limit.map_or(deadline, |limit| deadline.min(Instant::now() + limit));
         let kernel = Arc::clone(&self.kernel);
         let thread = tokio::task::spawn_blocking(move || {
             // Kept until the call returns, however long nobody waits for it any more.
             let _permit = permit;
-            call(kernel.as_ref())
+            call(kernel.as_ref(), deadline.into_std())
         });
         match timeout_at(deadline + SLACK, thread).await {
             Ok(Ok(result)) => result,

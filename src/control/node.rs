@@ -58,6 +58,9 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 /// Mappings that are looked after at the same time.
 const TENDED_AT_ONCE: usize = 32;
 
+/// Workers that are being started at the same time.
+const STARTS_AT_ONCE: usize = 8;
+
 /// For calls under way when the daemon ends.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);
 
@@ -139,6 +142,7 @@ impl Node {
             journal,
             kernel: KernelCalls::new(parts.kernel),
             workers: Workers::new(launcher, workers_dir, log, worker_events),
+            starts: Semaphore::new(STARTS_AT_ONCE),
             register: super::volume::Register::default(),
             settings: settings(config, parts.boot_id),
             random: parts.random,

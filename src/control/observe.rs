@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::executor::{Executor, Target, held};
+use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
 use super::process::Process;
 use super::volume::Guard;
@@ -52,7 +53,7 @@ impl Executor {
 
     /// Who holds a device.
     pub async fn holders(&self, index: DeviceIndex, deadline: Instant) -> Result<Vec<Holder>> {
-        self.kernel.wait("look for holders", deadline, move |kernel| kernel.holders(index)).await
+        self.kernel.wait("look for holders", deadline, None, move |k, _| k.holders(index)).await
     }
 
     async fn observe_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<SeenWorker> {
@@ -190,14 +191,12 @@ impl Executor {
         if self.workers.probe(&mapping_id) == Probe::Answers {
             // Its page cache is written back through the worker, which ends by the disconnect.
             self.kernel
-                .wait("flush an orphan", deadline, move |kernel| {
-                    kernel.flush(index, deadline.into_std())
-                })
+                .wait("flush an orphan", deadline, None, move |k, until| k.flush(index, until))
                 .await?;
         }
         self.kernel
-            .wait("disconnect an orphan", deadline, move |kernel| {
-                kernel.disconnect(index, &identity, deadline.into_std())
+            .wait("disconnect an orphan", deadline, Some(COMMAND_LIMIT), move |kernel, until| {
+                kernel.disconnect(index, &identity, until)
             })
             .await?;
         tracing::warn!(device = index, mapping_id, "disconnected an orphan");

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::executor::{Change, Executor, blocking, held};
+use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, Record, Volume};
 use super::volume::Guard;
 use super::workers::stop_process;
@@ -23,8 +24,7 @@ const CAN_MULTI_CONN: u16 = 1 << 8;
 
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
-const COMMAND_LIMIT: Duration = Duration::from_secs(10);
-const SERVE_LIMIT: Duration = Duration::from_secs(5);
+const SERVE_LIMIT: Duration = Duration::from_secs(10);
 const STOP_GRACE: Duration = Duration::from_secs(2);
 const STOP_LIMIT: Duration = Duration::from_secs(7);
 /// For the kernel to notice that the dead worker's sockets are closed.
@@ -41,8 +41,8 @@ impl Executor {
         deadline: Instant,
     ) -> Result<()> {
         match action {
-            Action::StartWorker => self.start_worker(guard, within(deadline, START_LIMIT)).await,
-            Action::Connect => self.connect(guard, within(deadline, COMMAND_LIMIT)).await,
+            Action::StartWorker => self.start_worker(guard, deadline).await,
+            Action::Connect => self.connect(guard, deadline).await,
             Action::WaitReady => self.wait_ready(guard, deadline).await,
             Action::Establish => {
                 guard.record.established = true;
@@ -51,14 +51,12 @@ impl Executor {
                 stored
             }
             Action::Reconnect { index, missing } => {
-                self.reconnect(guard, index, missing, within(deadline, COMMAND_LIMIT)).await
+                self.reconnect(guard, index, missing, deadline).await
             }
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
                 self.kernel
-                    .wait("flush the device", deadline, move |k| {
-                        k.flush(index, deadline.into_std())
-                    })
+                    .wait("flush the device", deadline, None, move |k, until| k.flush(index, until))
                     .await
             }
             Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
@@ -68,6 +66,11 @@ impl Executor {
     }
 
     async fn start_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        // A few at a time, so that each has the machine while its own bound runs.
+        let turn = timeout_at(deadline, self.starts.acquire()).await.map_err(|_| {
+            Error::new(ErrorKind::TimedOut, "other workers were being started until the deadline")
+        })?;
+        let deadline = within(deadline, START_LIMIT);
         // The process waits; only when it can be found again after a crash is it told anything.
         let launched = self.workers.launch().await?;
         self.point("worker launched").await;
@@ -100,6 +103,7 @@ impl Executor {
         guard.statistics = Some(worker.statistics.clone());
         guard.volume().show_statistics(Some(worker.statistics.clone()));
         guard.worker = Some(worker);
+        drop(turn);
         if guard.record.volume != Some(volume) {
             guard.record.volume = Some(volume);
             self.store(guard).await?;
@@ -147,10 +151,11 @@ impl Executor {
         let (index, size) = (device.index, guard.record.volume.map_or(device.size, |v| v.size));
         // After a resize the device is larger than the record: the device is what counts.
         let size = if guard.record.established { device.size } else { size };
-        let until = deadline.into_std();
         let paths = self
             .kernel
-            .wait("wait for udev", deadline, move |k| k.wait_ready(index, &identity, size, until))
+            .wait("wait for udev", deadline, None, move |kernel, until| {
+                kernel.wait_ready(index, &identity, size, until)
+            })
             .await?;
         guard.paths = Some(paths);
         Ok(())
@@ -237,10 +242,9 @@ impl Executor {
             return Err(held(&guard.record.name, &holders));
         }
         let identity = guard.record.identity();
-        let until = within(deadline, COMMAND_LIMIT);
         self.kernel
-            .wait("disconnect the device", until, move |kernel| {
-                kernel.disconnect(index, &identity, until.into_std())
+            .wait("disconnect the device", deadline, Some(COMMAND_LIMIT), move |kernel, until| {
+                kernel.disconnect(index, &identity, until)
             })
             .await
     }
