@@ -47,7 +47,7 @@ unit: deps-test ## Tests that need no kernel of their own
 	$(CARGO) test --locked --features fault --lib --bins $(addprefix --test ,$(NATIVE_TESTS))
 
 device: deps-test ## Tests on /dev/nbdX, in virtual machines
-	$(CARGO) test --locked --features fault --test device
+	$(CARGO) test --release --locked --features fault --test device
 
 bench: deps-test ## Benchmarks against peers
 	$(CARGO) bench --locked
