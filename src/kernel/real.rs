@@ -112,7 +112,15 @@ impl Kernel for RealKernel {
         let replay_delay = spec.replay_delay;
         self.names.publish(&identity)?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
-        let index = self.netlink.connect(spec, deadline).inspect_err(|_| {
+        let (netlink, meant) = (self.netlink.clone(), self.meant(identity.clone()));
+        let late = move |index| {
+            tracing::warn!(index, "a CONNECT came too late: disconnecting it");
+            let deadline = Instant::now() + COMMAND_TIMEOUT;
+            if let Err(error) = netlink.disconnect(index, deadline, move || meant(index)) {
+                tracing::error!(index, error = error.report(), "it stays connected");
+            }
+        };
+        let index = self.netlink.connect(spec, deadline, late).inspect_err(|_| {
             self.names.withdraw(&identity);
         })?;
         // As early as can be: a request keeps the deadline that it was started with.
@@ -138,27 +146,28 @@ impl Kernel for RealKernel {
         identity: &Identity,
         sockets: Vec<OwnedFd>,
     ) -> Result<()> {
-        self.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
         self.netlink.reconfigure(index, identity, sockets, None, deadline)
     }
 
     fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()> {
-        self.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
         self.netlink.reconfigure(index, identity, Vec::new(), Some(size), deadline)
     }
 
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        if self.connected_device(index, identity)?.is_some() {
-            match self.netlink.disconnect(index, deadline) {
+        if self.sysfs.connected_device(index, identity)?.is_some() {
+            let meant = self.meant(identity.clone());
+            match self.netlink.disconnect(index, deadline, move || meant(index)) {
                 // It went by itself.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 result => result?,
             }
             // No event follows the end of `pid` (nbd_config_put announces the change before it).
             let gone = self.wait(deadline, None, || {
-                let device = self.connected_device(index, identity)?;
+                let device = self.sysfs.connected_device(index, identity)?;
                 Ok(device.is_none().then_some(()))
             })?;
             gone.ok_or_else(|| still_configured(index))?;
@@ -190,7 +199,7 @@ impl Kernel for RealKernel {
         let mut announced = Instant::now();
         let mut missing = None;
         let ready = self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
-            let device = self.connected_device(index, identity)?;
+            let device = self.sysfs.connected_device(index, identity)?;
             let device = device.ok_or_else(|| not_ours(index, identity))?;
             let family = self.sysfs.family(index)?;
             let Some(number) = family.numbers.first() else { return Ok(None) };
@@ -261,12 +270,11 @@ impl Flushes {
             let _entry = entry;
             call()
         };
-        let flushed = self.threads.run(&what, deadline, call, drop).map_err(|error| {
-            match error.kind() {
+        let flushed =
+            self.threads.run(&what, deadline, call, drop).map_err(|error| match error.kind() {
                 ErrorKind::TimedOut => hangs(error),
                 _ => error,
-            }
-        })?;
+            })?;
         flushed.map_err(|error| Error::from_io(format!("cannot {what}"), error))
     }
 }
@@ -295,10 +303,10 @@ enum NotReady {
 }
 
 impl RealKernel {
-    /// The device, if it is connected as that identity.
-    fn connected_device(&self, index: DeviceIndex, identity: &Identity) -> Result<Option<Device>> {
-        let device = self.sysfs.device(index)?.filter(|device| device.connected);
-        Ok(device.filter(|device| device.backend.as_deref() == Some(identity.as_str())))
+    /// Tells whether a device is connected as that identity, on any thread.
+    fn meant(&self, identity: Identity) -> impl Fn(DeviceIndex) -> Result<bool> + Send + use<> {
+        let sysfs = self.sysfs.clone();
+        move |index| Ok(sysfs.connected_device(index, &identity)?.is_some())
     }
 
     fn subscribe(&self, queue: usize) -> Result<Receiver<KernelEvent>> {
