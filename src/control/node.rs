@@ -55,9 +55,6 @@ pub struct Node {
 /// How often everything is looked at without any event: events may be lost.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Mappings that are looked after at the same time.
-const TENDED_AT_ONCE: usize = 32;
-
 /// Workers that are being started at the same time.
 const STARTS_AT_ONCE: usize = 8;
 
@@ -91,6 +88,7 @@ async fn run_until_told(config: &Config) -> Result<()> {
     let failed = |error| Error::from_io("cannot handle signals", error);
     let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(failed)?;
     create_private(&config.runtime_dir)?;
     let parts = Parts {
         kernel: Arc::new(
@@ -110,8 +108,16 @@ async fn run_until_told(config: &Config) -> Result<()> {
         tokio::select! {
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
+            // Its default is to end the daemon, whose terminal may be long gone.
+            _ = hangup.recv() => tracing::info!(
+                "SIGHUP changes nothing: the configuration is read at the start; a restart stops \
+                 no device"
+            ),
             _ = tick.tick() => {
-                let status = node.status();
+                // By way of the threads that do the work: when those hang, the watchdog must bite.
+                let executor = Arc::clone(node.executor());
+                let status = tokio::spawn(async move { status(&executor) }).await;
+                let status = status.unwrap_or_default();
                 notify(&[sd_notify::NotifyState::Watchdog, sd_notify::NotifyState::Status(&status)]);
             }
         }
@@ -180,11 +186,6 @@ impl Node {
     /// The executor, for calls from the same process.
     pub fn executor(&self) -> &Arc<Executor> {
         &self.executor
-    }
-
-    /// One line on how it is going.
-    pub fn status(&self) -> String {
-        status(&self.executor)
     }
 
     /// Ends in order. Mappings stay, unless the configuration says otherwise.
@@ -268,7 +269,8 @@ async fn listen(path: &Path) -> Result<UnixListener> {
             return Err(Error::new(ErrorKind::AlreadyExists, message)
                 .with_repair("remove it, or choose another socket"));
         }
-        Ok(_) if UnixStream::connect(path).await.is_ok() => {
+        // Anything but a refusal: somebody is there, busy or not.
+        Ok(_) if !is_abandoned(path).await => {
             let message = format!("another daemon serves {}", path.display());
             return Err(Error::new(ErrorKind::InUse, message)
                 .with_repair("stop it first: systemctl stop cleat"));
@@ -287,6 +289,12 @@ async fn listen(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
+/// Whether nobody listens on a socket.
+async fn is_abandoned(path: &Path) -> bool {
+    let connected = UnixStream::connect(path).await;
+    connected.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
+}
+
 async fn serve(admin: Admin, listener: UnixListener, stopped: oneshot::Receiver<()>) {
     let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
     let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);
@@ -303,21 +311,16 @@ async fn serve(admin: Admin, listener: UnixListener, stopped: oneshot::Receiver<
     }
 }
 
-/// Looks after mappings that somebody has drawn attention to.
+/// Looks after mappings that somebody has drawn attention to, each in a task of its own: one that
+/// hangs keeps no other waiting, and the guards bound them to one a mapping.
 async fn tend(executor: Arc<Executor>, mut attention: mpsc::Receiver<String>) {
-    let room = Arc::new(Semaphore::new(TENDED_AT_ONCE));
     let mut tending = JoinSet::new();
     let mut batch = Vec::new();
     while attention.recv_many(&mut batch, 256).await > 0 {
         for name in batch.drain(..).collect::<BTreeSet<String>>() {
             let Some(volume) = executor.register().get(&name) else { continue };
-            // Never closed.
-            let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
             let executor = Arc::clone(&executor);
-            tending.spawn(async move {
-                let _permit = permit;
-                executor.tend(&volume).await;
-            });
+            tending.spawn(async move { executor.tend(&volume).await });
         }
         while tending.try_join_next().is_some() {}
     }
@@ -410,7 +413,10 @@ async fn sweep(executor: Arc<Executor>) {
             let right = device.is_some_and(|device| {
                 device.identity().is_some_and(|id| id.mapping_id() == volume.mapping_id)
             });
-            if view.state != State::Mapped || !right {
+            let served = volume.statistics().is_some_and(|page| {
+                page.snapshot().connections >= u64::from(view.record.options.connections)
+            });
+            if view.state != State::Mapped || !right || !served {
                 // A full queue: at the next sweep.
                 let _ = executor.attention.try_send(volume.name.clone());
             }
