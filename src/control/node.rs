@@ -16,8 +16,9 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::UnixListenerStream;
 
 use super::admin::{Admin, MAX_MESSAGE, PeerCheck};
+use super::directory::{check_shared, create_private};
 use super::executor::{Executor, Halt, Settings};
-use super::journal::{Journal, create_private, lock};
+use super::journal::{Journal, lock};
 use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
 use super::mapping::{Options, State};
 use super::process::{Launcher, Processes};
@@ -258,10 +259,10 @@ fn status(executor: &Executor) -> String {
 /// The control socket. One that a dead daemon left is replaced.
 async fn listen(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
-    if let Some(parent) = path.parent()
-        && !parent.exists()
-    {
-        create_private(parent)?;
+    match path.parent() {
+        Some(parent) if parent.exists() => check_shared(parent)?,
+        Some(parent) => create_private(parent)?,
+        None => {}
     }
     match std::fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.file_type().is_socket() => {

@@ -57,7 +57,9 @@ impl Executor {
         }
         if !tasks.is_empty() {
             let left = tasks.len();
-            self.found(format!("{left} mappings took long to bring back; the daemon began without"));
+            self.found(format!(
+                "{left} mappings took long to bring back; the daemon began without"
+            ));
             tasks.detach_all();
         }
         Ok(())
