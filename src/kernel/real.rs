@@ -12,8 +12,9 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use super::disposable::Disposable;
 use super::events::Hub;
-use super::mounts::Proc;
+use super::mounts::{Proc, Usage};
 use super::netlink::{self, Netlink};
+use super::shared_look::SharedLook;
 use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
 use super::{
@@ -45,7 +46,9 @@ const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct RealKernel {
     sysfs: Sysfs,
+    seen: SharedLook<Vec<Device>>,
     proc: Proc,
+    usage: SharedLook<Usage>,
     names: Names,
     /// For what belongs to the driver as a whole; flushes have their own, so that backends that hang
     /// never stop commands.
@@ -67,7 +70,9 @@ impl RealKernel {
         }
         let kernel = Self {
             sysfs: Sysfs(PathBuf::from("/sys")),
+            seen: SharedLook::default(),
             proc: Proc(PathBuf::from("/proc")),
+            usage: SharedLook::default(),
             names,
             netlink: Netlink::new(threads.clone()),
             threads,
@@ -176,12 +181,12 @@ impl Kernel for RealKernel {
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        self.sysfs.devices()
+        self.seen.get(|| self.sysfs.devices()).map(|devices| devices.to_vec())
     }
 
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
         let family = self.sysfs.family(index)?;
-        let mut holders = self.proc.holders(&family)?;
+        let mut holders = self.usage.get(|| self.proc.usage())?.holders(&family)?;
         let stacked = self.sysfs.stacked(index, &family)?;
         holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
         Ok(holders)
@@ -341,7 +346,7 @@ impl RealKernel {
 
     /// Takes the names away. A device without its properties loses the symlink at its next event.
     fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let others: Vec<_> = self.sysfs.devices()?.iter().filter_map(Device::identity).collect();
+        let others: Vec<_> = self.devices()?.iter().filter_map(Device::identity).collect();
         if others.contains(identity) {
             return Ok(());
         }
