@@ -26,13 +26,14 @@ use super::random::Random;
 use super::workers::{WorkerEvent, Workers};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::real::RealKernel;
 use crate::kernel::{Kernel, KernelEvent};
 use crate::proto::v1::node_server::NodeServer;
 
 /// What the daemon stands on; tests put others in their place.
 pub struct Parts {
-    /// The kernel.
-    pub kernel: Arc<dyn Kernel>,
+    /// Gives the kernel. Called once no other supervisor can run: it clears what one has left.
+    pub kernel: Box<dyn FnOnce() -> Arc<dyn Kernel> + Send>,
     /// Worker processes.
     pub launcher: Arc<dyn Launcher>,
     /// Mapping ids and the spread of retries.
@@ -90,12 +91,9 @@ async fn run_until_told(config: &Config) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(failed)?;
-    create_private(&config.runtime_dir)?;
+    let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
     let parts = Parts {
-        kernel: Arc::new(
-            crate::kernel::real::RealKernel::new(&config.runtime_dir)
-                .loading_module(config.modprobe),
-        ),
+        kernel: Box::new(move || Arc::new(RealKernel::new(&directory).loading_module(modprobe))),
         launcher: Arc::new(Processes::of_this_executable()),
         random: Random::from_kernel()?,
         boot_id: boot_id()?,
@@ -147,7 +145,7 @@ impl Node {
         let launcher = parts.launcher;
         let executor = Arc::new(Executor {
             journal,
-            kernel: KernelCalls::new(parts.kernel),
+            kernel: KernelCalls::new((parts.kernel)()),
             workers: Workers::new(launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
             register: super::volume::Register::default(),

@@ -76,15 +76,23 @@ impl Executor {
     /// No process has the worker's number. In a pid namespace other than that of the supervisor
     /// before, this would prove nothing; that nobody listens on its control socket does.
     async fn unseen(&self, guard: &Guard, pid: u32) -> SeenWorker {
+        if self.falls_silent(&guard.record.mapping_id).await {
+            return SeenWorker::Gone;
+        }
+        let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
+        SeenWorker::Unreachable { pid, reason }
+    }
+
+    /// Whether nobody listens on a mapping's control socket, now or after a moment.
+    async fn falls_silent(&self, mapping_id: &str) -> bool {
         let until = Instant::now() + ENDING_LIMIT;
-        while self.workers.probe(&guard.record.mapping_id) == Probe::Answers {
+        while self.workers.probe(mapping_id) == Probe::Answers {
             if Instant::now() >= until {
-                let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
-                return SeenWorker::Unreachable { pid, reason };
+                return false;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        SeenWorker::Gone
+        true
     }
 
     async fn adopt(
@@ -219,7 +227,7 @@ impl Executor {
             })
             .await?;
         tracing::warn!(device = index, mapping_id, "disconnected an orphan");
-        if self.workers.probe(&mapping_id) == Probe::Refused {
+        if self.falls_silent(&mapping_id).await {
             self.workers.forget(&mapping_id);
         }
         Ok(())
