@@ -86,11 +86,6 @@ pub fn examine(run_directory: &Path) -> Vec<Check> {
     ]
 }
 
-/// The worst of the verdicts.
-pub fn worst(checks: &[Check]) -> Verdict {
-    checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Ok)
-}
-
 /// How long the driver may take to answer.
 const NETLINK_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -226,12 +221,5 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), checks.len(), "names are unique");
-    }
-
-    #[test]
-    fn the_worst_verdict_counts() {
-        assert_eq!(worst(&[]), Verdict::Ok);
-        let checks = [Check::warning("a", "b", "c"), Check::error("a", "b", "c")];
-        assert_eq!(worst(&checks), Verdict::Error);
     }
 }
