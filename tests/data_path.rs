@@ -220,6 +220,28 @@ fn failing_all_io_answers_even_what_hangs() {
 }
 
 #[test]
+fn failing_all_io_needs_no_buffer() {
+    let slow = Slow::new();
+    let limits = Limits { buffer_bytes: 64 << 10, ..Limits::default() };
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), limits);
+    let mut client = bench.connect();
+    // The second one waits for the first one's memory.
+    client.send(command::READ, 1, 0, 40 << 10);
+    client.send(command::READ, 2, 0, 40 << 10);
+    slow.wait_for(1);
+    bench.server.set_fail_io(true);
+    client.expect(1, Err(IoError::Broken));
+    client.expect(2, Err(IoError::Broken));
+    client.send(command::WRITE, 3, 0, 40 << 10);
+    client.stream.write_all(&[1; 40 << 10]).unwrap();
+    client.expect(3, Err(IoError::Broken));
+    bench.server.set_fail_io(false);
+    slow.release(1000);
+    client.send(command::FLUSH, 4, 0, 0);
+    client.expect(4, Ok(()));
+}
+
+#[test]
 fn a_panic_ends_one_connection_only() {
     let bench = Bench::new(Arc::new(Panicking), Limits::default());
     let (mut bad, mut good) = (bench.connect(), bench.connect());

@@ -149,7 +149,7 @@ impl Connection {
         })
     }
 
-    /// Serves until the end, and closes the connection.
+    /// Serves until the end.
     pub(super) fn transmit(&mut self) -> End {
         // What the handshake left over may hold requests already.
         self.parse();
@@ -163,12 +163,6 @@ impl Connection {
             self.parse();
             self.record();
         }
-    }
-
-    /// Closes the connection for both sides now; the ring's reference may live a little longer.
-    pub(super) fn close(&self) {
-        // ENOTCONN when the peer was faster.
-        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
     }
 
     /// One enter: hands over what is to be sent and received, waits, and takes what has ended.
@@ -350,8 +344,7 @@ impl Connection {
     fn admits(&self) -> bool {
         let unanswered = self.slab.len() - self.answered;
         unanswered + self.outbound.queued() < self.depth
-            && (self.slab.has_room() || self.fail_io)
-            && !self.held_without_buffer()
+            && (self.fail_io || self.slab.has_room() && !self.held_without_buffer())
     }
 
     fn held_without_buffer(&self) -> bool {
@@ -359,6 +352,13 @@ impl Connection {
     }
 
     fn begin(&mut self, cookie: u64, request: Request) {
+        if self.fail_io {
+            // Without a buffer: what hangs at the backend may have them all.
+            self.parser.skip_payload();
+            let Request { op, length, .. } = request;
+            let failed = Err(IoError::Broken);
+            return self.answer(cookie, Some(op), length, self.now_ns, failed, None);
+        }
         if !matches!(request.op, Op::Read | Op::Write) {
             return self.start(cookie, request, None);
         }
@@ -378,7 +378,7 @@ impl Connection {
     fn start(&mut self, cookie: u64, request: Request, buffer: Option<Buffer>) {
         let Request { op, length, .. } = request;
         let started_ns = self.now_ns;
-        // Room was there when the request was admitted, unless it was admitted to fail.
+        // Room was there when the request was admitted; a write's payload may have taken long.
         if self.fail_io || !self.slab.has_room() {
             let failed = Err(IoError::Broken);
             return self.answer(cookie, Some(op), length, started_ns, failed, buffer);
@@ -448,6 +448,15 @@ impl Connection {
     fn elapsed_ns(&self) -> u64 {
         // 64 bits of nanoseconds last for 584 years.
         u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+/// Closes the connection for both sides at once, after a panic, too: the ring waits for what the
+/// backend still has, and the peer must not wait with it.
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // ENOTCONN when the peer was faster.
+        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
     }
 }
 

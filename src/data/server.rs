@@ -317,12 +317,10 @@ impl Task {
         };
         let _ = ready.send(Ok(()));
         let greeted = export.map_or(Ok(()), |export| connection.greet(export));
-        let end = match greeted {
+        Some(match greeted {
             Ok(()) => connection.transmit(),
             Err(end) => end,
-        };
-        connection.close();
-        Some(end)
+        })
     }
 
     fn export(&self) -> Export {

@@ -116,6 +116,11 @@ impl Transmission {
         self.payload = self.payload.checked_sub(bytes).expect("no more than the payload is taken");
     }
 
+    /// Skips the outstanding payload, of which nothing was taken, as that of a refused write.
+    pub fn skip_payload(&mut self) {
+        self.skip += std::mem::take(&mut self.payload);
+    }
+
     /// Whether the stream stands between two requests.
     pub fn at_boundary(&self) -> bool {
         self.payload == 0 && self.skip == 0
