@@ -13,6 +13,7 @@ use cleat::backend::{
     BlockSizes, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open,
 };
 use cleat::data::End;
+use cleat::data::nbd::handshake::Refusal;
 use cleat::data::nbd::transmission::Violation;
 use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
 use cleat::data::server::{Event, ExportName, Limits, Server};
@@ -78,6 +79,17 @@ fn what_is_not_nbd_ends_the_connection_with_the_reason() {
     let mut absurd = bench.connect();
     absurd.send(command::WRITE, 1, 0, u32::MAX);
     assert!(matches!(bench.end(), End::Violation(Violation::Payload(u32::MAX))));
+}
+
+#[test]
+fn a_goodbye_in_the_handshake_needs_no_answer() {
+    let bench = Bench::memory(Limits::default());
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    bench.server.add_client(theirs.into()).unwrap();
+    ours.read_exact(&mut [0; 18]).unwrap();
+    ours.shutdown(std::net::Shutdown::Read).unwrap();
+    ours.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x02\0\0\0\0").unwrap();
+    assert!(matches!(bench.end(), End::Refused(Refusal::Aborted)));
 }
 
 #[test]
