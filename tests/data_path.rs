@@ -93,6 +93,18 @@ fn a_goodbye_in_the_handshake_needs_no_answer() {
 }
 
 #[test]
+fn a_socket_that_came_non_blocking_does_not_make_the_loop_spin() {
+    let bench = Bench::memory(Limits::default());
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let seen = theirs.try_clone().unwrap();
+    bench.server.add_client(theirs.into()).unwrap();
+    ours.read_exact(&mut [0; 18]).unwrap();
+    let flags = nix::fcntl::fcntl(&seen, nix::fcntl::FcntlArg::F_GETFL).unwrap();
+    assert_eq!(flags & nix::fcntl::OFlag::O_NONBLOCK.bits(), 0);
+}
+
+#[test]
 fn refused_requests_keep_the_stream_in_step() {
     let bench = Bench::memory(Limits::default());
     let mut client = bench.connect();

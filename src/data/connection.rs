@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 
 use super::End;
@@ -98,6 +99,14 @@ fn widen_send_buffer(socket: &OwnedFd) {
         .or_else(|_| setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_LEN));
 }
 
+/// io_uring waits for data itself, but not where the file says that nobody may wait: the loop would
+/// spin (io_uring/io_uring.c, REQ_F_NOWAIT).
+fn allow_waiting(socket: &OwnedFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL)?);
+    fcntl(socket, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK))?;
+    Ok(())
+}
+
 impl Connection {
     /// Sets up the calling thread for the connection on `file`, a connected stream socket.
     pub(super) fn new(
@@ -113,6 +122,7 @@ impl Connection {
                  forbids it",
             )
         };
+        allow_waiting(&file).map_err(failed)?;
         widen_send_buffer(&file);
         let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
         let socket = ring.register(file.as_fd()).map_err(failed)?;
