@@ -8,6 +8,7 @@
 //!   undefined, and a range that once read as zero must never turn back.
 //! - WRITE_ZEROES punches, or zeroes the range and keeps it allocated; where the file system can do
 //!   neither, zeroes are written in bounded pieces.
+//! - CACHE lets the kernel read ahead, a bounded part of the range.
 //! - A writable volume is claimed: a file by an OFD lock on all of it (which excludes qemu as
 //!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
 
@@ -39,6 +40,7 @@ pub(super) struct FileImage {
     path: String,
     device: bool,
     read_only: bool,
+    direct: bool,
     size: AtomicU64,
     blocks: BlockSizes,
     abilities: Arc<Abilities>,
@@ -69,6 +71,7 @@ impl FileImage {
             path,
             device,
             read_only,
+            direct: spec.direct,
             size: AtomicU64::new(0),
             blocks,
             abilities: Arc::new(Abilities::new(device)),
@@ -105,6 +108,8 @@ impl Image for FileImage {
             trim: true,
             write_zeroes: true,
             fast_zero: true,
+            // Direct access goes past what would be read ahead.
+            cache: !self.direct,
             multi_connection: true,
             outlives_worker: true,
         }

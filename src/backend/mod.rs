@@ -80,6 +80,8 @@ pub struct Features {
     pub write_zeroes: bool,
     /// `fast_zero` is understood.
     pub fast_zero: bool,
+    /// CACHE does something.
+    pub cache: bool,
     /// The contract holds across queues, so several connections may be used.
     pub multi_connection: bool,
     /// The content outlives this process, so that a new worker may take over after a crash.
