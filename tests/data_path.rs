@@ -266,6 +266,23 @@ fn failing_all_io_needs_no_buffer() {
 }
 
 #[test]
+fn failing_all_io_is_for_connections_to_come_and_ends_when_told() {
+    let bench = Bench::memory(Limits::default());
+    let mut first = bench.connect();
+    bench.server.set_fail_io(true);
+    let mut second = bench.connect();
+    for (cookie, client) in [(1, &mut first), (2, &mut second)] {
+        client.send(command::FLUSH, cookie, 0, 0);
+        client.expect(cookie, Err(IoError::Broken));
+    }
+    bench.server.set_fail_io(false);
+    for (cookie, client) in [(3, &mut first), (4, &mut second)] {
+        client.send(command::FLUSH, cookie, 0, 0);
+        client.expect(cookie, Ok(()));
+    }
+}
+
+#[test]
 fn a_panic_ends_one_connection_only() {
     let bench = Bench::new(Arc::new(Panicking), Limits::default());
     let (mut bad, mut good) = (bench.connect(), bench.connect());

@@ -286,7 +286,6 @@ impl Connection {
         if self.mailbox.desired() == Desired::Stop {
             self.ending.get_or_insert(End::Stopped);
         }
-        self.set_fail_io(self.mailbox.fail_io());
     }
 
     /// From now on every request fails. Those that the backend still has are answered now, and their
@@ -306,6 +305,8 @@ impl Connection {
 
     /// Understands and starts what has arrived, as far as the bounds allow.
     fn parse(&mut self) {
+        // Not only when woken: what was sent after the level was set is judged by it.
+        self.set_fail_io(self.mailbox.fail_io());
         let size = self.image.size();
         self.hungry = false;
         while self.ending.is_none() && !self.inbound.is_receiving() {
