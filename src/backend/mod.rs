@@ -12,7 +12,10 @@
 //!   WRITE_ZEROES always reads zeroes; `fast_zero` fails with `Unsupported` rather than be slow;
 //!   `no_hole` keeps the range allocated.
 //! - Once `Fenced`, always `Fenced`: nothing more is written until the volume is opened anew.
-//! - Every request that was started completes exactly once, with its buffer.
+//! - Every request that was started completes exactly once, with its buffer; or its queue is dropped
+//!   first, when a connection is cut off. Then nobody waits for it any more, but its buffer is not
+//!   freed while a foreign thread may touch it. (What is in the ring, the ring keeps, which lives
+//!   longer than the queue.)
 //!
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
