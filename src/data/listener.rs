@@ -5,7 +5,7 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, setsockopt, socket, sockopt,
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, setsockopt,
+    socket, sockopt,
 };
 use nix::sys::stat::{Mode, fchmod};
 
@@ -268,7 +269,7 @@ fn bind_private(path: &Path) -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let file = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     fchmod(&file, Mode::S_IRUSR | Mode::S_IWUSR)?;
-    bind(std::os::fd::AsRawFd::as_raw_fd(&file), &UnixAddr::new(path)?)?;
+    bind(file.as_raw_fd(), &UnixAddr::new(path)?)?;
     listen(&file, Backlog::new(BACKLOG)?)?;
     Ok(file)
 }
@@ -285,12 +286,16 @@ fn remove_stale(path: &Path) -> Result<()> {
             Error::new(ErrorKind::AlreadyExists, message).with_repair("choose another path")
         );
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| {
-                Error::from_io(format!("cannot remove the stale socket {name}"), error)
-            })
-        }
+    let failed = |error: nix::Error| bind_error(&name.to_string(), error.into());
+    // Non-blocking: a server that hangs with a full backlog would keep us waiting.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let probe = socket(AddressFamily::Unix, SockType::Stream, flags, None).map_err(failed)?;
+    let address = UnixAddr::new(path).map_err(failed)?;
+    match connect(probe.as_raw_fd(), &address) {
+        Err(nix::Error::ECONNREFUSED) => std::fs::remove_file(path).map_err(|error| {
+            Error::from_io(format!("cannot remove the stale socket {name}"), error)
+        }),
+        Err(error @ nix::Error::EACCES) => Err(failed(error)),
         _ => Err(in_use(&name.to_string())),
     }
 }
@@ -352,6 +357,18 @@ mod tests {
         let error = Listener::bind(&address).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::AlreadyExists);
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn a_server_that_accepts_nothing_is_still_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let busy = bind_private(&path).unwrap();
+        listen(&busy, Backlog::new(1).unwrap()).unwrap();
+        // One more than the backlog fits; the next one would wait.
+        let _waiting = [(); 2].map(|()| UnixStream::connect(&path).unwrap());
+        let error = Listener::bind(&Address::Unix(path)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse);
     }
 
     #[test]
