@@ -65,12 +65,34 @@ impl Executor {
             None => {
                 let Some(id) = guard.record.worker else { return Ok(SeenWorker::Gone) };
                 match self.workers.find(id)? {
-                    None => return Ok(SeenWorker::Gone),
+                    None => return Ok(self.unseen(guard, id.pid).await),
                     Some(process) => Arc::new(process),
                 }
             }
         };
         self.adopt(guard, process, deadline).await
+    }
+
+    /// No process has the worker's number. In a pid namespace other than that of the supervisor
+    /// before, this would prove nothing; that nobody listens on its control socket does.
+    async fn unseen(&self, guard: &Guard, pid: u32) -> SeenWorker {
+        if self.falls_silent(&guard.record.mapping_id).await {
+            return SeenWorker::Gone;
+        }
+        let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
+        SeenWorker::Unreachable { pid, reason }
+    }
+
+    /// Whether nobody listens on a mapping's control socket, now or after a moment.
+    async fn falls_silent(&self, mapping_id: &str) -> bool {
+        let until = Instant::now() + ENDING_LIMIT;
+        while self.workers.probe(mapping_id) == Probe::Answers {
+            if Instant::now() >= until {
+                return false;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        true
     }
 
     async fn adopt(
@@ -156,8 +178,13 @@ impl Executor {
 
     /// What is behind a device node or a symlink to one.
     async fn find_device(&self, path: &Path, deadline: Instant) -> Result<Target> {
-        // A path that does not exist may still be the name of a device whose node is gone.
-        let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        // Only what lies under /dev is looked at: elsewhere a file server that hangs could keep this
+        // thread. A path that does not exist may still be the name of a device whose node is gone.
+        let plain = path.components().all(|part| part != std::path::Component::ParentDir);
+        let real = match path.starts_with("/dev") && plain {
+            true => std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()),
+            false => return Ok(Target::Nothing),
+        };
         let index = real
             .strip_prefix("/dev")
             .ok()
@@ -217,7 +244,7 @@ impl Executor {
             })
             .await?;
         tracing::warn!(device = index, mapping_id, "disconnected an orphan");
-        if self.workers.probe(&mapping_id) == Probe::Refused {
+        if self.falls_silent(&mapping_id).await {
             self.workers.forget(&mapping_id);
         }
         Ok(())
