@@ -209,21 +209,24 @@ impl Snapshot {
         self.errors[kind as usize]
     }
 
+    /// Whoever has the page may have written anything: no sum may panic.
     fn add(&mut self, words: &[AtomicU64]) {
-        let value = |index: usize| words[index].load(Relaxed);
-        self.connections += value(CONNECTED);
-        self.in_flight += value(IN_FLIGHT);
+        let add = |sum: &mut u64, index: usize| {
+            *sum = sum.saturating_add(words[index].load(Relaxed));
+        };
+        add(&mut self.connections, CONNECTED);
+        add(&mut self.in_flight, IN_FLIGHT);
         for (kind, errors) in self.errors.iter_mut().enumerate() {
-            *errors += value(KINDS + kind);
+            add(errors, KINDS + kind);
         }
         for (index, op) in self.ops.iter_mut().enumerate() {
             let at = OPS + index * OP_WORDS;
-            op.count += value(at + COUNT);
-            op.bytes += value(at + BYTES);
-            op.errors += value(at + ERRORS);
-            op.total_ns += value(at + TOTAL_NS);
+            add(&mut op.count, at + COUNT);
+            add(&mut op.bytes, at + BYTES);
+            add(&mut op.errors, at + ERRORS);
+            add(&mut op.total_ns, at + TOTAL_NS);
             for (index, bucket) in op.latency.iter_mut().enumerate() {
-                *bucket += value(at + LATENCY + index);
+                add(bucket, at + LATENCY + index);
             }
         }
     }
@@ -233,11 +236,11 @@ impl OpSnapshot {
     /// The latency, in nanoseconds, that `share` (0 to 1) of the requests stayed below: the upper
     /// bound of its bucket. `None` when nothing was counted.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
-        let total: u64 = self.latency.iter().sum();
+        let total = self.latency.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
         let wanted = (total as f64 * share).ceil().max(1.0);
-        let mut seen = 0;
+        let mut seen = 0_u64;
         self.latency.iter().enumerate().find_map(|(index, count)| {
-            seen += count;
+            seen = seen.saturating_add(*count);
             (total > 0 && seen as f64 >= wanted).then(|| FIRST_BUCKET_NS << index)
         })
     }
@@ -336,6 +339,18 @@ mod tests {
         successor.take_over();
         let seen = successor.snapshot();
         assert_eq!((seen.connections, seen.in_flight, seen.op(Op::Flush).count), (0, 0, 1));
+    }
+
+    #[test]
+    fn a_page_full_of_nonsense_is_read_all_the_same() {
+        let (page, file) = Page::create().unwrap();
+        let both = [page.recorder(0).unwrap(), page.recorder(1).unwrap()];
+        let words = page.memory.words();
+        words[HEADER_WORDS..].iter().for_each(|word| word.store(u64::MAX, Relaxed));
+        let seen = Page::from_fd(file).unwrap().snapshot();
+        assert_eq!(seen.op(Op::Read).bytes, u64::MAX);
+        assert!(seen.op(Op::Read).quantile_ns(0.99).is_some());
+        drop(both);
     }
 
     #[test]

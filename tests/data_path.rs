@@ -13,6 +13,7 @@ use cleat::backend::{
     BlockSizes, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open,
 };
 use cleat::data::End;
+use cleat::data::nbd::handshake::Refusal;
 use cleat::data::nbd::transmission::Violation;
 use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
 use cleat::data::server::{Event, ExportName, Limits, Server};
@@ -78,6 +79,29 @@ fn what_is_not_nbd_ends_the_connection_with_the_reason() {
     let mut absurd = bench.connect();
     absurd.send(command::WRITE, 1, 0, u32::MAX);
     assert!(matches!(bench.end(), End::Violation(Violation::Payload(u32::MAX))));
+}
+
+#[test]
+fn a_goodbye_in_the_handshake_needs_no_answer() {
+    let bench = Bench::memory(Limits::default());
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    bench.server.add_client(theirs.into()).unwrap();
+    ours.read_exact(&mut [0; 18]).unwrap();
+    ours.shutdown(std::net::Shutdown::Read).unwrap();
+    ours.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x02\0\0\0\0").unwrap();
+    assert!(matches!(bench.end(), End::Refused(Refusal::Aborted)));
+}
+
+#[test]
+fn a_socket_that_came_non_blocking_does_not_make_the_loop_spin() {
+    let bench = Bench::memory(Limits::default());
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let seen = theirs.try_clone().unwrap();
+    bench.server.add_client(theirs.into()).unwrap();
+    ours.read_exact(&mut [0; 18]).unwrap();
+    let flags = nix::fcntl::fcntl(&seen, nix::fcntl::FcntlArg::F_GETFL).unwrap();
+    assert_eq!(flags & nix::fcntl::OFlag::O_NONBLOCK.bits(), 0);
 }
 
 #[test]
@@ -217,6 +241,45 @@ fn failing_all_io_answers_even_what_hangs() {
     slow.release(1000);
     client.send(command::FLUSH, 88, 0, 0);
     client.expect(88, Ok(()));
+}
+
+#[test]
+fn failing_all_io_needs_no_buffer() {
+    let slow = Slow::new();
+    let limits = Limits { buffer_bytes: 64 << 10, ..Limits::default() };
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), limits);
+    let mut client = bench.connect();
+    // The second one waits for the first one's memory.
+    client.send(command::READ, 1, 0, 40 << 10);
+    client.send(command::READ, 2, 0, 40 << 10);
+    slow.wait_for(1);
+    bench.server.set_fail_io(true);
+    client.expect(1, Err(IoError::Broken));
+    client.expect(2, Err(IoError::Broken));
+    client.send(command::WRITE, 3, 0, 40 << 10);
+    client.stream.write_all(&[1; 40 << 10]).unwrap();
+    client.expect(3, Err(IoError::Broken));
+    bench.server.set_fail_io(false);
+    slow.release(1000);
+    client.send(command::FLUSH, 4, 0, 0);
+    client.expect(4, Ok(()));
+}
+
+#[test]
+fn failing_all_io_is_for_connections_to_come_and_ends_when_told() {
+    let bench = Bench::memory(Limits::default());
+    let mut first = bench.connect();
+    bench.server.set_fail_io(true);
+    let mut second = bench.connect();
+    for (cookie, client) in [(1, &mut first), (2, &mut second)] {
+        client.send(command::FLUSH, cookie, 0, 0);
+        client.expect(cookie, Err(IoError::Broken));
+    }
+    bench.server.set_fail_io(false);
+    for (cookie, client) in [(3, &mut first), (4, &mut second)] {
+        client.send(command::FLUSH, cookie, 0, 0);
+        client.expect(cookie, Ok(()));
+    }
 }
 
 #[test]

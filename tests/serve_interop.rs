@@ -124,7 +124,9 @@ fn fio_verifies_what_it_wrote() {
         let size = format!("--size={}M", mib());
         let sizes = ["--bsrange=4k-256k", "--iodepth=32", "--trim_backlog=64"];
         let kind = ["--name=verify", "--ioengine=nbd", "--rw=randwrite", "--verify=crc32c"];
-        let more = ["--verify_fatal=1", "--fsync=32", &uri, &size];
+        // Else fio leaves a file in the working directory.
+        let state = "--verify_state_save=0";
+        let more = ["--verify_fatal=1", state, "--fsync=32", &uri, &size];
         let output = TempDir::new().unwrap();
         let report = output.path().join("fio.json");
         let out = format!("--output={}", path(&report));

@@ -8,6 +8,7 @@
 //!   undefined, and a range that once read as zero must never turn back.
 //! - WRITE_ZEROES punches, or zeroes the range and keeps it allocated; where the file system can do
 //!   neither, zeroes are written in bounded pieces.
+//! - CACHE lets the kernel read ahead, a bounded part of the range.
 //! - A writable volume is claimed: a file by an OFD lock on all of it (which excludes qemu as
 //!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
 
@@ -39,6 +40,7 @@ pub(super) struct FileImage {
     path: String,
     device: bool,
     read_only: bool,
+    direct: bool,
     size: AtomicU64,
     blocks: BlockSizes,
     abilities: Arc<Abilities>,
@@ -48,7 +50,7 @@ impl FileImage {
     /// Opens `spec`, claiming it unless `read_only`.
     pub(super) fn open(spec: &FileSpec, read_only: bool) -> Result<Self> {
         let path = spec.path.display().to_string();
-        let device = inspect(spec, read_only)?;
+        let (device, missing) = inspect(spec, read_only)?;
         let file = open(spec, read_only, device)?;
         let metadata = file.metadata().map_err(|e| Error::from_io(format!("stat {path}"), e))?;
         if metadata.file_type().is_block_device() != device {
@@ -56,7 +58,12 @@ impl FileImage {
         }
         if !device && !read_only {
             claim::lock(&file, &path)?;
-            create(spec, &file)?;
+            create(spec, &file).inspect_err(|_| {
+                if missing {
+                    // Ours, locked, and empty: nothing is left behind.
+                    let _ = std::fs::remove_file(&spec.path);
+                }
+            })?;
         }
         let blocks = block_sizes(&file, spec.direct, device, &path)?;
         let image = Self {
@@ -64,6 +71,7 @@ impl FileImage {
             path,
             device,
             read_only,
+            direct: spec.direct,
             size: AtomicU64::new(0),
             blocks,
             abilities: Arc::new(Abilities::new(device)),
@@ -100,6 +108,8 @@ impl Image for FileImage {
             trim: true,
             write_zeroes: true,
             fast_zero: true,
+            // Direct access goes past what would be read ahead.
+            cache: !self.direct,
             multi_connection: true,
             outlives_worker: true,
         }
@@ -161,14 +171,14 @@ impl Image for FileImage {
 }
 
 /// Looks before it opens, since opening some kinds of file blocks (a FIFO) or acts (a tape).
-/// Returns whether it is a block device.
-fn inspect(spec: &FileSpec, read_only: bool) -> Result<bool> {
+/// Returns whether it is a block device, and whether it is missing and to be made.
+fn inspect(spec: &FileSpec, read_only: bool) -> Result<(bool, bool)> {
     let path = spec.path.display();
     let kind = match std::fs::metadata(&spec.path) {
         Ok(metadata) => metadata.file_type(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             if spec.create.is_some() && !read_only {
-                return Ok(false);
+                return Ok((false, true));
             }
             return Err(Error::new(ErrorKind::NotFound, format!("{path} does not exist"))
                 .with_repair(format!(
@@ -178,7 +188,7 @@ fn inspect(spec: &FileSpec, read_only: bool) -> Result<bool> {
         Err(error) => return Err(Error::from_io(format!("cannot look at {path}"), error)),
     };
     if kind.is_block_device() || kind.is_file() {
-        return Ok(kind.is_block_device());
+        return Ok((kind.is_block_device(), false));
     }
     let what = if kind.is_dir() { "a directory" } else { "a special file" };
     Err(invalid(format!("{path} is {what}, not a file or a block device")))

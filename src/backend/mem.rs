@@ -69,6 +69,8 @@ impl Image for MemImage {
             trim: true,
             write_zeroes: true,
             fast_zero: true,
+            // All of it is in memory.
+            cache: false,
             multi_connection: true,
             outlives_worker: false,
         }

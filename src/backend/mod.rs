@@ -12,7 +12,10 @@
 //!   WRITE_ZEROES always reads zeroes; `fast_zero` fails with `Unsupported` rather than be slow;
 //!   `no_hole` keeps the range allocated.
 //! - Once `Fenced`, always `Fenced`: nothing more is written until the volume is opened anew.
-//! - Every request that was started completes exactly once, with its buffer.
+//! - Every request that was started completes exactly once, with its buffer; or its queue is dropped
+//!   first, when a connection is cut off. Then nobody waits for it any more, but its buffer is not
+//!   freed while a foreign thread may touch it. (What is in the ring, the ring keeps, which lives
+//!   longer than the queue.)
 //!
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
@@ -80,6 +83,8 @@ pub struct Features {
     pub write_zeroes: bool,
     /// `fast_zero` is understood.
     pub fast_zero: bool,
+    /// CACHE does something.
+    pub cache: bool,
     /// The contract holds across queues, so several connections may be used.
     pub multi_connection: bool,
     /// The content outlives this process, so that a new worker may take over after a crash.

@@ -168,23 +168,28 @@ fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
         }
         _ => {}
     }
-    output::error(&usage_error(error.kind(), &rendered.to_string()), wanted_format(arguments))
+    output::error(&usage_error(error), wanted_format(arguments))
 }
 
-fn usage_error(kind: Usage, rendered: &str) -> Error {
+fn usage_error(refused: &clap::Error) -> Error {
     let error = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
+    let kind = refused.kind();
     // The second kind is what it becomes when CLEAT_SOCKET is set.
     let nothing = [Usage::DisplayHelpOnMissingArgumentOrSubcommand, Usage::MissingSubcommand];
     if nothing.contains(&kind) {
         return error("no command was given").with_repair("see what there is: cleat --help");
     }
     // clap's text: "error: " and the cause, then paragraphs of tips and the usage.
-    let text = rendered.strip_prefix("error: ").unwrap_or(rendered).trim();
+    let rendered = refused.render().to_string();
+    let text = rendered.strip_prefix("error: ").unwrap_or(&rendered).trim();
     let (cause, rest) = text.split_once("\n\n").unwrap_or((text, ""));
     let cause = cause.split_whitespace().collect::<Vec<_>>().join(" ");
     let usage = rest.lines().find_map(|line| line.trim().strip_prefix("Usage: "));
     let tip = rest.lines().find_map(|line| line.trim().strip_prefix("tip: "));
+    // Where one of our own types refused its value, it knows best.
+    let source = std::error::Error::source(refused).and_then(|e| e.downcast_ref::<Error>());
     let repair: Vec<String> = [
+        source.and_then(Error::repair).map(str::to_owned),
         tip.map(str::to_owned),
         usage.map(|usage| format!("usage: {usage}")),
         Some("see --help for what is possible, with examples".to_owned()),
@@ -224,12 +229,20 @@ mod tests {
     fn an_error_of_usage_names_cause_and_repair() {
         let words = ["cleat", "map", "mem:1G", "--conections", "2"].map(OsString::from);
         let error = parse(&words).expect_err("the option is misspelt");
-        let error = usage_error(error.kind(), &error.render().to_string());
+        let error = usage_error(&error);
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert_eq!(error.message(), "unexpected argument '--conections' found");
         let repair = error.repair().expect("there is one");
         assert!(repair.contains("'--connections'"), "{repair}");
         assert!(repair.contains("usage: cleat map"), "{repair}");
+    }
+
+    #[test]
+    fn what_a_volume_uri_knows_of_its_repair_is_not_lost() {
+        let words = ["cleat", "serve", "/dev/vdb", "--listen", "127.0.0.1:0"].map(OsString::from);
+        let error = usage_error(&parse(&words).expect_err("it has no scheme"));
+        assert!(error.message().contains("has no scheme"), "{}", error.message());
+        assert!(error.repair().is_some_and(|text| text.contains("file:/dev/vdb")), "{error:?}");
     }
 
     #[test]

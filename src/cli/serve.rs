@@ -8,6 +8,7 @@ use crate::backend::uri::VolumeUri;
 use crate::data::listener::{self, Address, ServeOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::SLOTS;
+use crate::telemetry::{Format, Log};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -53,6 +54,8 @@ pub(super) struct Serve {
 /// # Errors
 /// When the volume cannot be opened, or the address not be used.
 pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
+    let level = ["warn", "info", "debug"].get(usize::from(globals.verbose)).unwrap_or(&"trace");
+    Log { format: Format::Auto, filter: (*level).to_owned() }.init()?;
     // CLEAT_SOCKET stands for the daemon's socket, which is not ours to replace.
     let typed = args.socket.filter(|_| globals.socket_typed);
     let address = match (args.listen, typed) {

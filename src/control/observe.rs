@@ -149,12 +149,29 @@ impl Executor {
         let all = self.register.all();
         let mut named = all.into_iter().filter(|volume| volume.view().record.uri == target);
         match (named.next(), named.next()) {
-            (None, _) => Ok(Target::Nothing),
+            (None, _) => self.find_orphan(target, deadline).await,
             (Some(volume), None) => Ok(Target::Volume(volume)),
             (Some(one), Some(other)) => {
                 let message = format!("{target} is mapped as {} and as {}", one.name, other.name);
                 Err(Error::new(ErrorKind::InvalidArgument, message)
                     .with_repair("say which by its name"))
+            }
+        }
+    }
+
+    /// A device without a record, by the name that its identity gives it and that lists show.
+    async fn find_orphan(&self, name: &str, deadline: Instant) -> Result<Target> {
+        let mut named =
+            self.orphans(deadline).await?.into_iter().filter(|(_, id)| id.name() == name);
+        match (named.next(), named.next()) {
+            (None, _) => Ok(Target::Nothing),
+            (Some((device, identity)), None) => Ok(Target::Orphan(device.index, identity)),
+            (Some((one, _)), Some((other, _))) => {
+                let (one, other) = (one.index, other.index);
+                let message =
+                    format!("{name} is /dev/nbd{one} and /dev/nbd{other}, without a record");
+                Err(Error::new(ErrorKind::InvalidArgument, message)
+                    .with_repair("say which by its device"))
             }
         }
     }

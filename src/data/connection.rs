@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 
 use super::End;
@@ -98,6 +99,14 @@ fn widen_send_buffer(socket: &OwnedFd) {
         .or_else(|_| setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_LEN));
 }
 
+/// io_uring waits for data itself, but not where the file says that nobody may wait: the loop would
+/// spin (io_uring/io_uring.c, REQ_F_NOWAIT).
+fn allow_waiting(socket: &OwnedFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL)?);
+    fcntl(socket, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK))?;
+    Ok(())
+}
+
 impl Connection {
     /// Sets up the calling thread for the connection on `file`, a connected stream socket.
     pub(super) fn new(
@@ -113,6 +122,7 @@ impl Connection {
                  forbids it",
             )
         };
+        allow_waiting(&file).map_err(failed)?;
         widen_send_buffer(&file);
         let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
         let socket = ring.register(file.as_fd()).map_err(failed)?;
@@ -149,7 +159,7 @@ impl Connection {
         })
     }
 
-    /// Serves until the end, and closes the connection.
+    /// Serves until the end.
     pub(super) fn transmit(&mut self) -> End {
         // What the handshake left over may hold requests already.
         self.parse();
@@ -163,12 +173,6 @@ impl Connection {
             self.parse();
             self.record();
         }
-    }
-
-    /// Closes the connection for both sides now; the ring's reference may live a little longer.
-    pub(super) fn close(&self) {
-        // ENOTCONN when the peer was faster.
-        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
     }
 
     /// One enter: hands over what is to be sent and received, waits, and takes what has ended.
@@ -282,7 +286,6 @@ impl Connection {
         if self.mailbox.desired() == Desired::Stop {
             self.ending.get_or_insert(End::Stopped);
         }
-        self.set_fail_io(self.mailbox.fail_io());
     }
 
     /// From now on every request fails. Those that the backend still has are answered now, and their
@@ -302,6 +305,8 @@ impl Connection {
 
     /// Understands and starts what has arrived, as far as the bounds allow.
     fn parse(&mut self) {
+        // Not only when woken: what was sent after the level was set is judged by it.
+        self.set_fail_io(self.mailbox.fail_io());
         let size = self.image.size();
         self.hungry = false;
         while self.ending.is_none() && !self.inbound.is_receiving() {
@@ -350,8 +355,7 @@ impl Connection {
     fn admits(&self) -> bool {
         let unanswered = self.slab.len() - self.answered;
         unanswered + self.outbound.queued() < self.depth
-            && (self.slab.has_room() || self.fail_io)
-            && !self.held_without_buffer()
+            && (self.fail_io || self.slab.has_room() && !self.held_without_buffer())
     }
 
     fn held_without_buffer(&self) -> bool {
@@ -359,6 +363,13 @@ impl Connection {
     }
 
     fn begin(&mut self, cookie: u64, request: Request) {
+        if self.fail_io {
+            // Without a buffer: what hangs at the backend may have them all.
+            self.parser.skip_payload();
+            let Request { op, length, .. } = request;
+            let failed = Err(IoError::Broken);
+            return self.answer(cookie, Some(op), length, self.now_ns, failed, None);
+        }
         if !matches!(request.op, Op::Read | Op::Write) {
             return self.start(cookie, request, None);
         }
@@ -378,7 +389,7 @@ impl Connection {
     fn start(&mut self, cookie: u64, request: Request, buffer: Option<Buffer>) {
         let Request { op, length, .. } = request;
         let started_ns = self.now_ns;
-        // Room was there when the request was admitted, unless it was admitted to fail.
+        // Room was there when the request was admitted; a write's payload may have taken long.
         if self.fail_io || !self.slab.has_room() {
             let failed = Err(IoError::Broken);
             return self.answer(cookie, Some(op), length, started_ns, failed, buffer);
@@ -448,6 +459,15 @@ impl Connection {
     fn elapsed_ns(&self) -> u64 {
         // 64 bits of nanoseconds last for 584 years.
         u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+/// Closes the connection for both sides at once, after a panic, too: the ring waits for what the
+/// backend still has, and the peer must not wait with it.
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // ENOTCONN when the peer was faster.
+        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
     }
 }
 

@@ -22,12 +22,18 @@ impl Connection {
         loop {
             let (eaten, step) = handshake.advance(self.inbound.unread(), &mut out);
             self.inbound.eat(eaten);
-            self.send_all(&mut out)?;
+            let sent = self.send_all(&mut out);
             match step {
-                Step::Continue if eaten == 0 => self.receive_more()?,
-                Step::Continue => {}
+                // Whoever says goodbye need not wait for the answer.
                 Step::End(refusal) => return Err(End::Refused(refusal)),
+                Step::Continue => {
+                    sent?;
+                    if eaten == 0 {
+                        self.receive_more()?;
+                    }
+                }
                 Step::Transmission => {
+                    sent?;
                     let _ = self.ring.cancel(DEADLINE, CANCEL);
                     return Ok(());
                 }

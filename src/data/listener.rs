@@ -5,7 +5,7 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, setsockopt,
+    socket, sockopt,
 };
 use nix::sys::stat::{Mode, fchmod};
 
@@ -33,6 +34,13 @@ const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long nothing is accepted when the process or the system has no descriptor left.
 const EXHAUSTED_PAUSE_MS: u16 = 200;
+
+/// A TCP client is asked for a sign of life after this idle time, then at this interval, in seconds.
+const KEEPALIVE_IDLE_S: u32 = 60;
+const KEEPALIVE_INTERVAL_S: u32 = 15;
+
+/// How long a TCP client may leave bytes or probes without an answer, in milliseconds.
+const DEAD_PEER_LIMIT_MS: u32 = 120_000;
 
 /// What to serve, and where.
 #[derive(Debug, Clone)]
@@ -92,6 +100,15 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     });
     log.map_err(|error| Error::from_io("cannot start a thread", error))?;
     let address = listener.address()?;
+    if let Address::Tcp(tcp) = address
+        && !tcp.ip().is_loopback()
+    {
+        tracing::warn!(
+            "{tcp} can be reached from other machines, and there is neither encryption nor \
+             authentication: whoever connects can read{} the volume",
+            if options.read_only { "" } else { " and write" }
+        );
+    }
     tracing::info!(volume = %options.uri, %address, "serving");
     ready(&address);
     let accepted = accept_until_signal(&listener, &signals, &server);
@@ -199,6 +216,7 @@ impl Listener {
             Self::Tcp(socket) => {
                 let (stream, _): (TcpStream, _) = socket.accept()?;
                 stream.set_nodelay(true)?;
+                notice_dead_peers(&stream)?;
                 Ok(stream.into())
             }
         }
@@ -213,6 +231,16 @@ impl Listener {
                 .map_err(|error| Error::from_io("cannot read the socket's address", error)),
         }
     }
+}
+
+/// A client whose machine has gone would hold its place for ever.
+fn notice_dead_peers(stream: &TcpStream) -> io::Result<()> {
+    setsockopt(stream, sockopt::KeepAlive, &true)?;
+    setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S)?;
+    setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S)?;
+    // With unsent replies no probe is sent; this bounds how long they are tried.
+    setsockopt(stream, sockopt::TcpUserTimeout, &DEAD_PEER_LIMIT_MS)?;
+    Ok(())
 }
 
 impl AsFd for Listener {
@@ -241,7 +269,7 @@ fn bind_private(path: &Path) -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let file = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     fchmod(&file, Mode::S_IRUSR | Mode::S_IWUSR)?;
-    bind(std::os::fd::AsRawFd::as_raw_fd(&file), &UnixAddr::new(path)?)?;
+    bind(file.as_raw_fd(), &UnixAddr::new(path)?)?;
     listen(&file, Backlog::new(BACKLOG)?)?;
     Ok(file)
 }
@@ -258,21 +286,38 @@ fn remove_stale(path: &Path) -> Result<()> {
             Error::new(ErrorKind::AlreadyExists, message).with_repair("choose another path")
         );
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| {
-                Error::from_io(format!("cannot remove the stale socket {name}"), error)
-            })
-        }
+    let failed = |error: nix::Error| bind_error(&name.to_string(), error.into());
+    // Non-blocking: a server that hangs with a full backlog would keep us waiting.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let probe = socket(AddressFamily::Unix, SockType::Stream, flags, None).map_err(failed)?;
+    let address = UnixAddr::new(path).map_err(failed)?;
+    match connect(probe.as_raw_fd(), &address) {
+        Err(nix::Error::ECONNREFUSED) => std::fs::remove_file(path).map_err(|error| {
+            Error::from_io(format!("cannot remove the stale socket {name}"), error)
+        }),
+        Err(error @ nix::Error::EACCES) => Err(failed(error)),
         _ => Err(in_use(&name.to_string())),
     }
 }
 
 fn bind_error(address: &str, error: io::Error) -> Error {
-    if error.kind() == io::ErrorKind::AddrInUse {
-        return in_use(address);
-    }
-    Error::from_io(format!("cannot listen on {address}"), error)
+    use io::ErrorKind as Io;
+    let (kind, repair) = match error.kind() {
+        Io::AddrInUse => return in_use(address),
+        Io::NotFound => (ErrorKind::NotFound, "make the socket's directory first"),
+        Io::PermissionDenied => (
+            ErrorKind::PermissionDenied,
+            "choose a directory that you can write to, or a port from 1024 on",
+        ),
+        Io::AddrNotAvailable => {
+            (ErrorKind::InvalidArgument, "use an address of this machine; `ip address` lists them")
+        }
+        Io::InvalidFilename => {
+            (ErrorKind::InvalidArgument, "the path of a unix socket has at most 107 bytes")
+        }
+        _ => return Error::from_io(format!("cannot listen on {address}"), error),
+    };
+    Error::new(kind, format!("cannot listen on {address}")).with_repair(repair).with_source(error)
 }
 
 fn in_use(address: &str) -> Error {
@@ -312,6 +357,46 @@ mod tests {
         let error = Listener::bind(&address).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::AlreadyExists);
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn a_server_that_accepts_nothing_is_still_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let busy = bind_private(&path).unwrap();
+        listen(&busy, Backlog::new(1).unwrap()).unwrap();
+        // One more than the backlog fits; the next one would wait.
+        let _waiting = [(); 2].map(|()| UnixStream::connect(&path).unwrap());
+        let error = Listener::bind(&Address::Unix(path)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse);
+    }
+
+    #[test]
+    fn an_address_that_cannot_be_used_comes_with_a_repair() {
+        let dir = tempfile::tempdir().unwrap();
+        let long = dir.path().join("x".repeat(200));
+        let cases = [
+            (Address::Unix(dir.path().join("missing/s")), ErrorKind::NotFound),
+            (Address::Unix(long), ErrorKind::InvalidArgument),
+            // TEST-NET-1: nobody's.
+            (Address::Tcp(([192, 0, 2, 1], 0).into()), ErrorKind::InvalidArgument),
+        ];
+        for (address, kind) in cases {
+            let error = Listener::bind(&address).unwrap_err();
+            assert_eq!(error.kind(), kind, "{}", error.report());
+            assert!(error.repair().is_some());
+        }
+    }
+
+    #[test]
+    fn a_client_by_tcp_is_watched() {
+        let listener = Listener::bind(&Address::Tcp(([127, 0, 0, 1], 0).into())).unwrap();
+        let Address::Tcp(address) = listener.address().unwrap() else { unreachable!() };
+        let _client = TcpStream::connect(address).unwrap();
+        let accepted = listener.accept().unwrap();
+        use nix::sys::socket::getsockopt;
+        assert!(getsockopt(&accepted, sockopt::KeepAlive).unwrap());
+        assert_eq!(getsockopt(&accepted, sockopt::TcpUserTimeout).unwrap(), DEAD_PEER_LIMIT_MS);
     }
 
     #[test]

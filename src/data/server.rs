@@ -5,7 +5,7 @@
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -87,6 +87,8 @@ pub struct Server {
     connections: Mutex<Vec<Handle>>,
     live: Arc<Live>,
     next_id: AtomicU64,
+    /// For connections to come; changed under the lock of `connections`.
+    fail_io: AtomicBool,
     events: Sender<Event>,
 }
 
@@ -118,8 +120,9 @@ impl Server {
             return Err(invalid(format!("an export's name is longer than {MAX_STRING} bytes")));
         }
         let (events, receiver) = bounded(EVENTS);
-        let (connections, live, next_id) = Default::default();
-        let server = Self { image, export, page, limits, connections, live, next_id, events };
+        let (connections, live, next_id, fail_io) = Default::default();
+        let server =
+            Self { image, export, page, limits, connections, live, next_id, fail_io, events };
         Ok((server, receiver))
     }
 
@@ -145,10 +148,13 @@ impl Server {
         self.lock().iter().filter(|handle| !handle.thread.is_finished()).count()
     }
 
-    /// With `true`, answers every request of every connection with an I/O error from now on, those
-    /// that the backend has not finished included. Their effects may still happen later.
+    /// With `true`, answers every request of every connection, later ones included, with an I/O error
+    /// from now on, those that the backend has not finished included. Their effects may still happen
+    /// later.
     pub fn set_fail_io(&self, fail: bool) {
-        self.lock().iter().for_each(|handle| handle.mailbox.set_fail_io(fail));
+        let handles = self.lock();
+        self.fail_io.store(fail, Ordering::Relaxed);
+        handles.iter().for_each(|handle| handle.mailbox.set_fail_io(fail));
     }
 
     /// Ends every connection: running requests are finished and answered, until `limit` has passed;
@@ -200,6 +206,7 @@ impl Server {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let failed = |error| Error::from_io("cannot start a connection's thread", error);
         let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
+        mailbox.set_fail_io(self.fail_io.load(Ordering::Relaxed));
         let (ready, started) = bounded(1);
         let task = Task {
             id,
@@ -317,12 +324,10 @@ impl Task {
         };
         let _ = ready.send(Ok(()));
         let greeted = export.map_or(Ok(()), |export| connection.greet(export));
-        let end = match greeted {
+        Some(match greeted {
             Ok(()) => connection.transmit(),
             Err(end) => end,
-        };
-        connection.close();
-        Some(end)
+        })
     }
 
     fn export(&self) -> Export {

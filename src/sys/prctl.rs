@@ -49,12 +49,56 @@ pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
 }
 
 /// Keeps what is mapped now in memory, page by page from its first use on; memory that is mapped
-/// later is not concerned.
+/// later is not concerned, nor is the main thread's stack.
 ///
 /// # Errors
 /// EPERM or ENOMEM where RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
 pub fn lock_touched_memory() -> io::Result<()> {
     // SAFETY: locking changes no content and no mapping.
     let result = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_ONFAULT) };
+    Errno::result(result)?;
+    unlock_main_stack().inspect_err(|_| {
+        // SAFETY: as above.
+        unsafe { libc::munlockall() };
+    })
+}
+
+/// A locked stack grows only as far as RLIMIT_MEMLOCK allows (mm/mmap.c, acct_stack_growth), and all
+/// that is locked counts. Once CAP_IPC_LOCK is gone, growing ends in SIGSEGV.
+fn unlock_main_stack() -> io::Result<()> {
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    let (start, end) = maps
+        .lines()
+        .find(|line| line.ends_with("[stack]"))
+        .and_then(|line| line.split_once(' ')?.0.split_once('-'))
+        .ok_or_else(|| io::Error::other("/proc/self/maps shows no stack"))?;
+    let address = |text| usize::from_str_radix(text, 16).map_err(io::Error::other);
+    let (start, end) = (address(start)?, address(end)?);
+    // SAFETY: unlocking changes no content and no mapping.
+    let result = unsafe { libc::munlock(start as *const libc::c_void, end - start) };
     Errno::result(result).map(drop).map_err(io::Error::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_is_locked_and_the_stack_is_free_to_grow() {
+        if let Err(error) = lock_touched_memory() {
+            // Unprivileged.
+            assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOMEM)), "{error}");
+            return;
+        }
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        // SAFETY: as above.
+        unsafe { libc::munlockall() };
+        let locked = |name: &str| {
+            let start = maps.find(name).unwrap();
+            let flags = maps[start..].lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+            flags.split_whitespace().any(|flag| flag == "lo")
+        };
+        assert!(locked("libc.so"));
+        assert!(!locked("[stack]"));
+    }
 }

@@ -203,6 +203,14 @@ impl Ring {
         self.push(entry, Owned::Nothing, token).is_ok()
     }
 
+    /// Lets the kernel read a range ahead (`POSIX_FADV_WILLNEED`). Returns whether there was room.
+    #[must_use]
+    pub fn read_ahead(&mut self, file: FileSlot, offset: u64, len: u32, token: Token) -> bool {
+        let advice = libc::POSIX_FADV_WILLNEED;
+        let entry = opcode::Fadvise::new(types::Fixed(file.0), len.into(), advice);
+        self.push(entry.offset(offset).build(), Owned::Nothing, token).is_ok()
+    }
+
     /// Receives from a stream socket into `buffer[from..]`: what is there, at least one byte (zero
     /// at its end); with `whole`, all of it unless the stream ends.
     ///
@@ -385,7 +393,7 @@ fn entered(result: io::Result<usize>) -> io::Result<()> {
     }
 }
 
-fn restrictions() -> [Restriction; 12] {
+fn restrictions() -> [Restriction; 13] {
     // From <linux/io_uring.h>; the io-uring crate keeps them to itself.
     const REGISTER_FILES_UPDATE: u8 = 6;
     const REGISTER_SYNC_CANCEL: u8 = 24;
@@ -397,6 +405,7 @@ fn restrictions() -> [Restriction; 12] {
         Restriction::sqe_op(opcode::Write::CODE),
         Restriction::sqe_op(opcode::Fsync::CODE),
         Restriction::sqe_op(opcode::Fallocate::CODE),
+        Restriction::sqe_op(opcode::Fadvise::CODE),
         Restriction::sqe_op(opcode::Recv::CODE),
         Restriction::sqe_op(opcode::SendMsg::CODE),
         Restriction::sqe_op(opcode::PollAdd::CODE),

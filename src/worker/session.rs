@@ -51,6 +51,8 @@ pub(super) struct Session {
     /// The kernel has said goodbye on some connection.
     disconnecting: bool,
     fenced: bool,
+    /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
+    fenced_before: u64,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
@@ -84,6 +86,7 @@ impl Session {
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         let events = forward(source, waker.clone())?;
+        let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
             start,
             image,
@@ -98,6 +101,7 @@ impl Session {
             served: false,
             disconnecting: false,
             fenced: false,
+            fenced_before,
             alone_since: None,
         })
     }
@@ -327,9 +331,8 @@ impl Session {
     /// Looked for whenever the loop turns, by the supervisor's pings at the latest. Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
-        let index = IoError::ALL.iter().position(|kind| *kind == IoError::Fenced);
-        let count = index.map_or(0, |index| self.page.snapshot().errors[index]);
-        if count > 0 && !self.fenced {
+        let count = self.page.snapshot().errors_of(IoError::Fenced);
+        if count != self.fenced_before && !self.fenced {
             tracing::error!("the volume belongs to somebody else now; nothing more is written");
             self.fenced = true;
             self.tell(&FromWorker::Fenced);

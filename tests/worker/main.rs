@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use cleat::error::ErrorKind;
-use cleat::request::Op;
+use cleat::request::{IoError, Op};
 use cleat::worker::protocol::{FromWorker, ToWorker};
 use supervisor::{Worker, adopt, failure, receive, seqpacket_pair, start_message};
 
@@ -269,6 +269,18 @@ fn a_hanging_volume_is_stopped_all_the_same_and_a_fenced_one_is_told_of() {
     worker.send(&ToWorker::Ping, &[]);
     assert_eq!(worker.receive(), FromWorker::Fenced);
     assert_eq!(worker.receive(), FromWorker::Done);
+}
+
+/// The page stays with the mapping, the fence does not.
+#[test]
+fn a_successor_of_a_fenced_worker_is_not_fenced() {
+    let worker = Worker::launch();
+    let recorder = worker.page.recorder(0).unwrap();
+    recorder.ended(Op::Write, 512, 1, Err(IoError::Fenced));
+    drop(recorder);
+    worker.send_start(&start_message("mem:1M"));
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
 }
 
 /// The bound holds for release builds; a debug build is larger. Printed in any case.

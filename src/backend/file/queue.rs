@@ -19,6 +19,9 @@ const ZEROES: usize = 256 << 10;
 /// cancelled, so it must not take long.
 const SLOW_ALLOCATION: u64 = 32 << 20;
 
+/// What is read ahead for one CACHE, in bytes, at most: it occupies a kernel thread as well.
+const MAX_READ_AHEAD: u64 = 8 << 20;
+
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
@@ -53,6 +56,7 @@ enum Step {
     ZeroRange,
     WriteZeroes,
     Sync,
+    ReadAhead,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -112,7 +116,7 @@ impl FileQueue {
             Op::Trim if self.abilities.punch.load(Ordering::Relaxed) => Ok(Some(Step::Punch)),
             Op::Trim => Ok(None),
             Op::WriteZeroes => self.zeroing(request),
-            Op::Cache => Ok(None),
+            Op::Cache => Ok(Some(Step::ReadAhead)),
         }
     }
 
@@ -174,6 +178,10 @@ impl FileQueue {
                 }
             }
             Step::Sync => ring.fdatasync(self.file, token),
+            Step::ReadAhead => {
+                let len = u32::try_from(left.min(MAX_READ_AHEAD)).unwrap_or(0);
+                ring.read_ahead(self.file, offset, len, token)
+            }
         };
         if !started {
             self.waiting.push_back((id, returned));
@@ -230,7 +238,7 @@ impl FileQueue {
                     return Ok(Some(task.step));
                 }
             }
-            Step::Sync => return Ok(None),
+            Step::Sync | Step::ReadAhead => return Ok(None),
         }
         let durable = task.request.flags.fua && task.step != Step::Transfer;
         Ok(durable.then_some(Step::Sync))
@@ -239,6 +247,8 @@ impl FileQueue {
     fn failed(&self, task: &mut Task, errno: i32) -> Next {
         let error = IoError::from_errno(errno);
         match task.step {
+            // Advice that was not taken.
+            Step::ReadAhead => return Ok(None),
             _ if errno == libc::EINTR => return Ok(Some(task.step)),
             Step::Punch | Step::ZeroRange if error == IoError::Unsupported => {
                 let ability = if task.step == Step::Punch {

@@ -116,6 +116,11 @@ impl Transmission {
         self.payload = self.payload.checked_sub(bytes).expect("no more than the payload is taken");
     }
 
+    /// Skips the outstanding payload, of which nothing was taken, as that of a refused write.
+    pub fn skip_payload(&mut self) {
+        self.skip += std::mem::take(&mut self.payload);
+    }
+
     /// Whether the stream stands between two requests.
     pub fn at_boundary(&self) -> bool {
         self.payload == 0 && self.skip == 0
@@ -154,8 +159,7 @@ impl Transmission {
             Op::Flush => self.features.flush,
             Op::Trim => self.features.trim,
             Op::WriteZeroes => self.features.write_zeroes,
-            // Not advertised: "MUST NOT be sent" without NBD_FLAG_SEND_CACHE.
-            Op::Cache => false,
+            Op::Cache => self.features.cache,
         };
         if !offered {
             return Err(IoError::Invalid);
@@ -226,6 +230,7 @@ mod tests {
         trim: true,
         write_zeroes: true,
         fast_zero: true,
+        cache: true,
         multi_connection: true,
         outlives_worker: false,
     };
@@ -277,7 +282,7 @@ mod tests {
             (header(command::READ, 1 << 2, 0, 512), Invalid),
             (header(command::WRITE, command_flag::NO_HOLE, 0, 512), Invalid),
             (header(command::BLOCK_STATUS, 0, 0, 512), Invalid),
-            (header(command::CACHE, 0, 0, 512), Invalid),
+            (header(command::CACHE, 0, beyond, 1024), Invalid),
             (header(999, 0, 0, 0), Invalid),
         ];
         for (header, error) in cases {
@@ -292,7 +297,8 @@ mod tests {
     #[test]
     fn what_was_not_advertised_is_refused() {
         let none = Features::default();
-        for command in [command::FLUSH, command::TRIM, command::WRITE_ZEROES] {
+        let optional = [command::FLUSH, command::TRIM, command::WRITE_ZEROES, command::CACHE];
+        for command in optional {
             assert_eq!(refusal(none, header(command, 0, 0, 512)), Some(IoError::Invalid));
         }
         let fua = header(command::WRITE, command_flag::FUA, 0, 512);

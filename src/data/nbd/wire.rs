@@ -126,6 +126,7 @@ pub mod flag {
     pub const SEND_TRIM: u16 = 1 << 5;
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
+    pub const SEND_CACHE: u16 = 1 << 10;
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
@@ -160,6 +161,7 @@ pub fn transmission_flags(features: Features) -> u16 {
         (flag::SEND_TRIM, features.trim && writable),
         (flag::SEND_WRITE_ZEROES, features.write_zeroes && writable),
         (flag::SEND_FAST_ZERO, features.write_zeroes && features.fast_zero && writable),
+        (flag::SEND_CACHE, features.cache),
         (flag::CAN_MULTI_CONN, features.multi_connection),
     ];
     let set = wanted.iter().filter(|(_, set)| *set);
@@ -292,11 +294,12 @@ mod tests {
             trim: true,
             write_zeroes: true,
             fast_zero: true,
+            cache: true,
             multi_connection: true,
             outlives_worker: true,
         };
-        assert_eq!(transmission_flags(all), 0b1001_0110_1101);
-        assert_eq!(transmission_flags(Features { read_only: true, ..all }), 0b1_0000_1111);
+        assert_eq!(transmission_flags(all), 0b1101_0110_1101);
+        assert_eq!(transmission_flags(Features { read_only: true, ..all }), 0b101_0000_1111);
         assert_eq!(transmission_flags(Features::default()), 1);
     }
 }
