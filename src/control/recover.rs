@@ -20,7 +20,7 @@ use crate::error::{ErrorKind, Result};
 const AT_ONCE: usize = 16;
 
 /// For all mappings together, before the daemon serves.
-const RECOVERY_LIMIT: Duration = Duration::from_secs(30);
+const RECOVERY_LIMIT: Duration = Duration::from_secs(10);
 
 /// For undoing a map that a crash cut short.
 const UNDO_LIMIT: Duration = Duration::from_secs(20);
