@@ -257,7 +257,7 @@ fn failing_all_io_needs_no_buffer() {
     client.expect(1, Err(IoError::Broken));
     client.expect(2, Err(IoError::Broken));
     client.send(command::WRITE, 3, 0, 40 << 10);
-    client.stream.write_all(&[1; 40 << 10]).unwrap();
+    client.stream.write_all(&vec![1; 40 << 10]).unwrap();
     client.expect(3, Err(IoError::Broken));
     bench.server.set_fail_io(false);
     slow.release(1000);
