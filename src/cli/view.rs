@@ -150,6 +150,7 @@ impl std::fmt::Display for Holder {
                 Ok(())
             }
             Self::Process { pid, command } => write!(f, "open in process {pid} ({command})"),
+            Self::Device { name } if name == "swap" => f.write_str("used as swap"),
             Self::Device { name } => write!(f, "under the block device {name}"),
             Self::Unknown => f.write_str("held in a way that this version does not know"),
         }

@@ -500,8 +500,16 @@ pub(super) fn held(name: &str, holders: &[Holder]) -> Error {
         who.push(format!("{} more", holders.len() - SHOWN));
     }
     let repair = match holders.first() {
-        Some(Holder::Mount { path, .. }) => format!("umount {}", path.display()),
+        Some(Holder::Mount { path, namespace_pid: None, .. }) => {
+            format!("umount {}", path.display())
+        }
+        Some(Holder::Mount { path, namespace_pid: Some(pid), .. }) => {
+            format!("nsenter --mount --target {pid} umount {}", path.display())
+        }
         Some(Holder::Process { pid, .. }) => format!("end process {pid}, or have it close {name}"),
+        Some(Holder::Device { name: upper }) if upper == "swap" => {
+            "end its use as swap: swapoff, see /proc/swaps".to_owned()
+        }
         Some(Holder::Device { name: upper }) => format!("take {upper} down first"),
         None => String::new(),
     };
@@ -521,6 +529,7 @@ fn describe(holder: &Holder) -> String {
             )
         }
         Holder::Process { pid, command } => format!("open in process {pid} ({command})"),
+        Holder::Device { name } if name == "swap" => "used as swap".to_owned(),
         Holder::Device { name } => format!("under the block device {name}"),
     }
 }

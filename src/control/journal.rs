@@ -7,11 +7,12 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 
+use super::directory::create_private;
 use super::mapping::Record;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -154,22 +155,6 @@ impl Journal {
 pub fn is_mapping_id(text: &str) -> bool {
     (8..=32).contains(&text.len())
         && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
-}
-
-/// Creates a directory that only we may enter, with its parents.
-///
-/// # Errors
-/// With the repair, where the permission is missing.
-pub fn create_private(path: &Path) -> Result<()> {
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| {
-        let error = Error::from_io(format!("cannot create {}", path.display()), error);
-        match error.kind() {
-            ErrorKind::PermissionDenied => {
-                error.with_repair("start the daemon as root, or give it directories of its own")
-            }
-            _ => error,
-        }
-    })
 }
 
 /// Takes the lock file at `path` without waiting.

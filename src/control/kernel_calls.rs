@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::Kernel;
+use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 
 /// The kernel, from the event loop.
 pub struct KernelCalls {
@@ -56,6 +56,32 @@ impl KernelCalls {
             .await
     }
 
+    /// Connects a device. One that comes only after nobody waits for it any more is disconnected.
+    ///
+    /// # Errors
+    /// As [`KernelCalls::command`].
+    pub async fn connect(&self, spec: ConnectSpec, deadline: Instant) -> Result<DeviceIndex> {
+        let (sender, mut receiver) = oneshot::channel();
+        let identity = spec.identity.clone();
+        let call = move |kernel: &dyn Kernel| {
+            let index = kernel.connect(spec)?;
+            if sender.send(index).is_err() {
+                tracing::warn!(index, "a device came too late: disconnecting it");
+                let until = std::time::Instant::now() + COMMAND_LIMIT;
+                kernel.disconnect(index, &identity, until)?;
+            }
+            Ok(())
+        };
+        let connected = self.command("connect a device", deadline, call).await;
+        // From here on it is too late; until here, it is not.
+        receiver.close();
+        match (receiver.try_recv(), connected) {
+            (Ok(index), _) => Ok(index),
+            (Err(_), Err(error)) => Err(error),
+            (Err(_), Ok(())) => Err(Error::new(ErrorKind::Internal, "no device was connected")),
+        }
+    }
+
     /// A call that waits for something, until the moment that it is given: `deadline`, or `limit`
     /// after its turn has come.
     ///
@@ -99,5 +125,47 @@ impl KernelCalls {
             Err(_) => Err(late(format!("could not {what}: the kernel has not answered in time"))
                 .with_repair("see the kernel's log; the command may still take effect")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Identity;
+    use crate::kernel::sim::{Call, Fault, Script, SimKernel};
+
+    fn spec() -> ConnectSpec {
+        let (kernel_end, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        ConnectSpec {
+            sockets: vec![kernel_end.into()],
+            size: 1 << 20,
+            block_size: 512,
+            transmission_flags: 1,
+            identity: Identity::new("00c1ea70", "v"),
+            dead_connection_timeout: Duration::from_secs(1),
+            request_timeout: Duration::ZERO,
+            replay_delay: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_device_that_comes_too_late_does_not_stay() {
+        let kernel = SimKernel::new(Script::default());
+        let calls = KernelCalls::new(Arc::new(kernel.clone()));
+        kernel.inject(Call::Connect, Fault::Slow(SLACK + Duration::from_millis(300)));
+        let error = calls.connect(spec(), Instant::now()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        // The late call ends with its thread, which holds the permit.
+        let all = u32::try_from(MAX_COMMANDS).unwrap();
+        let _idle = calls.commands.acquire_many(all).await.unwrap();
+        assert!(kernel.devices().unwrap().iter().all(|device| !device.connected));
+    }
+
+    #[tokio::test]
+    async fn a_device_that_comes_in_time_stays() {
+        let kernel = SimKernel::new(Script::default());
+        let calls = KernelCalls::new(Arc::new(kernel.clone()));
+        let index = calls.connect(spec(), Instant::now() + COMMAND_LIMIT).await.unwrap();
+        assert!(kernel.devices().unwrap().iter().any(|d| d.index == index && d.connected));
     }
 }

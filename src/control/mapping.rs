@@ -252,7 +252,7 @@ pub const MAX_FAILURES: u32 = 10;
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
     match record.intent {
         Intent::Mapped => plan_mapped(record, observed),
-        Intent::Unmapped => plan_unmapped(observed),
+        Intent::Unmapped => plan_unmapped(record, observed),
     }
 }
 
@@ -335,7 +335,7 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
     }
 }
 
-fn plan_unmapped(observed: &Observed) -> Plan {
+fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if observed.devices.is_empty() && observed.worker == SeenWorker::Gone {
         // The record goes last; who calls this with a record that is withdrawn is done.
         return Plan { state: State::Unmapping, actions: vec![Action::WithdrawRecord] };
@@ -344,8 +344,14 @@ fn plan_unmapped(observed: &Observed) -> Plan {
         return Plan::rest(State::Held(observed.holders.clone()));
     }
     let mut actions = Vec::new();
-    // Without a worker a flush would only wait for the dead connection's timeout.
-    if matches!(observed.worker, SeenWorker::Alive { connections, .. } if connections > 0) {
+    // Without a worker a flush would only wait for the dead connection's timeout. One that does not
+    // answer us may well serve, and what it has answered must be durable before it is killed.
+    let serves = match observed.worker {
+        SeenWorker::Alive { connections, .. } => connections > 0,
+        SeenWorker::Unreachable { .. } => record.established,
+        SeenWorker::Gone | SeenWorker::Fenced => false,
+    };
+    if serves {
         actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
     }
     // Up to here a failure leaves the mapping as it was; from here on it is taken down.
@@ -408,4 +414,4 @@ fn list(devices: &[SeenDevice]) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

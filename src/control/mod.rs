@@ -14,6 +14,7 @@
 
 pub mod admin;
 pub mod convert;
+pub mod directory;
 pub mod executor;
 pub mod journal;
 pub mod kernel_calls;

@@ -16,8 +16,9 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::UnixListenerStream;
 
 use super::admin::{Admin, MAX_MESSAGE, PeerCheck};
+use super::directory::{check_shared, create_private};
 use super::executor::{Executor, Halt, Settings};
-use super::journal::{Journal, create_private, lock};
+use super::journal::{Journal, lock};
 use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
 use super::mapping::{Options, State};
 use super::process::{Launcher, Processes};
@@ -25,13 +26,14 @@ use super::random::Random;
 use super::workers::{WorkerEvent, Workers};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
+use crate::kernel::real::RealKernel;
 use crate::kernel::{Kernel, KernelEvent};
 use crate::proto::v1::node_server::NodeServer;
 
 /// What the daemon stands on; tests put others in their place.
 pub struct Parts {
-    /// The kernel.
-    pub kernel: Arc<dyn Kernel>,
+    /// Gives the kernel. Called once no other supervisor can run: it clears what one has left.
+    pub kernel: Box<dyn FnOnce() -> Arc<dyn Kernel> + Send>,
     /// Worker processes.
     pub launcher: Arc<dyn Launcher>,
     /// Mapping ids and the spread of retries.
@@ -54,9 +56,6 @@ pub struct Node {
 
 /// How often everything is looked at without any event: events may be lost.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
-
-/// Mappings that are looked after at the same time.
-const TENDED_AT_ONCE: usize = 32;
 
 /// Workers that are being started at the same time.
 const STARTS_AT_ONCE: usize = 8;
@@ -91,12 +90,10 @@ async fn run_until_told(config: &Config) -> Result<()> {
     let failed = |error| Error::from_io("cannot handle signals", error);
     let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
-    create_private(&config.runtime_dir)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(failed)?;
+    let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
     let parts = Parts {
-        kernel: Arc::new(
-            crate::kernel::real::RealKernel::new(&config.runtime_dir)
-                .loading_module(config.modprobe),
-        ),
+        kernel: Box::new(move || Arc::new(RealKernel::new(&directory).loading_module(modprobe))),
         launcher: Arc::new(Processes::of_this_executable()),
         random: Random::from_kernel()?,
         boot_id: boot_id()?,
@@ -110,8 +107,16 @@ async fn run_until_told(config: &Config) -> Result<()> {
         tokio::select! {
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
+            // Its default is to end the daemon, whose terminal may be long gone.
+            _ = hangup.recv() => tracing::info!(
+                "SIGHUP changes nothing: the configuration is read at the start; a restart stops \
+                 no device"
+            ),
             _ = tick.tick() => {
-                let status = node.status();
+                // By way of the threads that do the work: when those hang, the watchdog must bite.
+                let executor = Arc::clone(node.executor());
+                let status = tokio::spawn(async move { status(&executor) }).await;
+                let status = status.unwrap_or_default();
                 notify(&[sd_notify::NotifyState::Watchdog, sd_notify::NotifyState::Status(&status)]);
             }
         }
@@ -140,7 +145,7 @@ impl Node {
         let launcher = parts.launcher;
         let executor = Arc::new(Executor {
             journal,
-            kernel: KernelCalls::new(parts.kernel),
+            kernel: KernelCalls::new((parts.kernel)()),
             workers: Workers::new(launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
             register: super::volume::Register::default(),
@@ -180,11 +185,6 @@ impl Node {
     /// The executor, for calls from the same process.
     pub fn executor(&self) -> &Arc<Executor> {
         &self.executor
-    }
-
-    /// One line on how it is going.
-    pub fn status(&self) -> String {
-        status(&self.executor)
     }
 
     /// Ends in order. Mappings stay, unless the configuration says otherwise.
@@ -257,10 +257,10 @@ fn status(executor: &Executor) -> String {
 /// The control socket. One that a dead daemon left is replaced.
 async fn listen(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
-    if let Some(parent) = path.parent()
-        && !parent.exists()
-    {
-        create_private(parent)?;
+    match path.parent() {
+        Some(parent) if parent.exists() => check_shared(parent)?,
+        Some(parent) => create_private(parent)?,
+        None => {}
     }
     match std::fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.file_type().is_socket() => {
@@ -268,7 +268,8 @@ async fn listen(path: &Path) -> Result<UnixListener> {
             return Err(Error::new(ErrorKind::AlreadyExists, message)
                 .with_repair("remove it, or choose another socket"));
         }
-        Ok(_) if UnixStream::connect(path).await.is_ok() => {
+        // Anything but a refusal: somebody is there, busy or not.
+        Ok(_) if !is_abandoned(path).await => {
             let message = format!("another daemon serves {}", path.display());
             return Err(Error::new(ErrorKind::InUse, message)
                 .with_repair("stop it first: systemctl stop cleat"));
@@ -287,6 +288,12 @@ async fn listen(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
+/// Whether nobody listens on a socket.
+async fn is_abandoned(path: &Path) -> bool {
+    let connected = UnixStream::connect(path).await;
+    connected.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
+}
+
 async fn serve(admin: Admin, listener: UnixListener, stopped: oneshot::Receiver<()>) {
     let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
     let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);
@@ -303,21 +310,16 @@ async fn serve(admin: Admin, listener: UnixListener, stopped: oneshot::Receiver<
     }
 }
 
-/// Looks after mappings that somebody has drawn attention to.
+/// Looks after mappings that somebody has drawn attention to, each in a task of its own: one that
+/// hangs keeps no other waiting, and the guards bound them to one a mapping.
 async fn tend(executor: Arc<Executor>, mut attention: mpsc::Receiver<String>) {
-    let room = Arc::new(Semaphore::new(TENDED_AT_ONCE));
     let mut tending = JoinSet::new();
     let mut batch = Vec::new();
     while attention.recv_many(&mut batch, 256).await > 0 {
         for name in batch.drain(..).collect::<BTreeSet<String>>() {
             let Some(volume) = executor.register().get(&name) else { continue };
-            // Never closed.
-            let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
             let executor = Arc::clone(&executor);
-            tending.spawn(async move {
-                let _permit = permit;
-                executor.tend(&volume).await;
-            });
+            tending.spawn(async move { executor.tend(&volume).await });
         }
         while tending.try_join_next().is_some() {}
     }
@@ -410,7 +412,10 @@ async fn sweep(executor: Arc<Executor>) {
             let right = device.is_some_and(|device| {
                 device.identity().is_some_and(|id| id.mapping_id() == volume.mapping_id)
             });
-            if view.state != State::Mapped || !right {
+            let served = volume.statistics().is_some_and(|page| {
+                page.snapshot().connections >= u64::from(view.record.options.connections)
+            });
+            if view.state != State::Mapped || !right || !served {
                 // A full queue: at the next sweep.
                 let _ = executor.attention.try_send(volume.name.clone());
             }

@@ -65,12 +65,34 @@ impl Executor {
             None => {
                 let Some(id) = guard.record.worker else { return Ok(SeenWorker::Gone) };
                 match self.workers.find(id)? {
-                    None => return Ok(SeenWorker::Gone),
+                    None => return Ok(self.unseen(guard, id.pid).await),
                     Some(process) => Arc::new(process),
                 }
             }
         };
         self.adopt(guard, process, deadline).await
+    }
+
+    /// No process has the worker's number. In a pid namespace other than that of the supervisor
+    /// before, this would prove nothing; that nobody listens on its control socket does.
+    async fn unseen(&self, guard: &Guard, pid: u32) -> SeenWorker {
+        if self.falls_silent(&guard.record.mapping_id).await {
+            return SeenWorker::Gone;
+        }
+        let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
+        SeenWorker::Unreachable { pid, reason }
+    }
+
+    /// Whether nobody listens on a mapping's control socket, now or after a moment.
+    async fn falls_silent(&self, mapping_id: &str) -> bool {
+        let until = Instant::now() + ENDING_LIMIT;
+        while self.workers.probe(mapping_id) == Probe::Answers {
+            if Instant::now() >= until {
+                return false;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        true
     }
 
     async fn adopt(
@@ -127,7 +149,7 @@ impl Executor {
         let all = self.register.all();
         let mut named = all.into_iter().filter(|volume| volume.view().record.uri == target);
         match (named.next(), named.next()) {
-            (None, _) => Ok(Target::Nothing),
+            (None, _) => self.find_orphan(target, deadline).await,
             (Some(volume), None) => Ok(Target::Volume(volume)),
             (Some(one), Some(other)) => {
                 let message = format!("{target} is mapped as {} and as {}", one.name, other.name);
@@ -137,10 +159,32 @@ impl Executor {
         }
     }
 
+    /// A device without a record, by the name that its identity gives it and that lists show.
+    async fn find_orphan(&self, name: &str, deadline: Instant) -> Result<Target> {
+        let mut named =
+            self.orphans(deadline).await?.into_iter().filter(|(_, id)| id.name() == name);
+        match (named.next(), named.next()) {
+            (None, _) => Ok(Target::Nothing),
+            (Some((device, identity)), None) => Ok(Target::Orphan(device.index, identity)),
+            (Some((one, _)), Some((other, _))) => {
+                let (one, other) = (one.index, other.index);
+                let message =
+                    format!("{name} is /dev/nbd{one} and /dev/nbd{other}, without a record");
+                Err(Error::new(ErrorKind::InvalidArgument, message)
+                    .with_repair("say which by its device"))
+            }
+        }
+    }
+
     /// What is behind a device node or a symlink to one.
     async fn find_device(&self, path: &Path, deadline: Instant) -> Result<Target> {
-        // A path that does not exist may still be the name of a device whose node is gone.
-        let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        // Only what lies under /dev is looked at: elsewhere a file server that hangs could keep this
+        // thread. A path that does not exist may still be the name of a device whose node is gone.
+        let plain = path.components().all(|part| part != std::path::Component::ParentDir);
+        let real = match path.starts_with("/dev") && plain {
+            true => std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()),
+            false => return Ok(Target::Nothing),
+        };
         let index = real
             .strip_prefix("/dev")
             .ok()
@@ -200,7 +244,7 @@ impl Executor {
             })
             .await?;
         tracing::warn!(device = index, mapping_id, "disconnected an orphan");
-        if self.workers.probe(&mapping_id) == Probe::Refused {
+        if self.falls_silent(&mapping_id).await {
             self.workers.forget(&mapping_id);
         }
         Ok(())

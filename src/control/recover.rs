@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::executor::{Executor, blocking};
 use super::mapping::{Intent, Record, State};
@@ -19,12 +19,16 @@ use crate::error::{ErrorKind, Result};
 /// Mappings that are brought back at the same time.
 const AT_ONCE: usize = 16;
 
+/// For all mappings together, before the daemon serves.
+const RECOVERY_LIMIT: Duration = Duration::from_secs(30);
+
 /// For undoing a map that a crash cut short.
 const UNDO_LIMIT: Duration = Duration::from_secs(20);
 
 impl Executor {
-    /// Brings everything back that an earlier supervisor left. Returns when each mapping has been
-    /// planned once; what needs longer goes on by itself.
+    /// Brings everything back that an earlier supervisor left. What needs longer than
+    /// [`RECOVERY_LIMIT`] goes on by itself: a backend that hangs keeps no other volume without a
+    /// supervisor, and the service manager from ending one that it takes for stuck.
     ///
     /// # Errors
     /// When the journal cannot be read at all.
@@ -45,10 +49,18 @@ impl Executor {
                 executor.bring_back(&volume).await;
             });
         }
-        while let Some(ended) = tasks.join_next().await {
+        let until = Instant::now() + RECOVERY_LIMIT;
+        while let Ok(Some(ended)) = timeout_at(until, tasks.join_next()).await {
             if let Err(error) = ended {
                 self.found(format!("bringing back a mapping failed: {error}"));
             }
+        }
+        if !tasks.is_empty() {
+            let left = tasks.len();
+            self.found(format!(
+                "{left} mappings took long to bring back; the daemon began without"
+            ));
+            tasks.detach_all();
         }
         Ok(())
     }

@@ -3,11 +3,12 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::executor::{Change, Executor, blocking, held};
 use super::kernel_calls::COMMAND_LIMIT;
@@ -24,6 +25,9 @@ const CAN_MULTI_CONN: u16 = 1 << 8;
 
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
+/// For a worker that is being started to keep others from it: longer, and it is not the machine that
+/// it waits for.
+const TURN_LIMIT: Duration = Duration::from_secs(2);
 const SERVE_LIMIT: Duration = Duration::from_secs(10);
 const STOP_GRACE: Duration = Duration::from_secs(2);
 const STOP_LIMIT: Duration = Duration::from_secs(7);
@@ -91,7 +95,15 @@ impl Executor {
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(crate::statistics::Page::take_over);
-        let worker = self.workers.start(launched, start, page, deadline).await?;
+        let mut starting = pin!(self.workers.start(launched, start, page, deadline));
+        let worker = match timeout(TURN_LIMIT, &mut starting).await {
+            Ok(started) => started?,
+            Err(_) => {
+                // It waits for its backend, which takes nothing from others.
+                drop(turn);
+                starting.await?
+            }
+        };
         self.point("worker started").await;
         let volume = match volume_of(&guard.record, &worker.ready) {
             Ok(volume) => volume,
@@ -103,7 +115,6 @@ impl Executor {
         guard.statistics = Some(worker.statistics.clone());
         guard.volume().show_statistics(Some(worker.statistics.clone()));
         guard.worker = Some(worker);
-        drop(turn);
         if guard.record.volume != Some(volume) {
             guard.record.volume = Some(volume);
             self.store(guard).await?;
@@ -132,7 +143,7 @@ impl Executor {
             request_timeout: Duration::ZERO,
             replay_delay: (!delay.is_zero()).then_some(delay),
         };
-        let index = self.kernel.command("connect a device", deadline, |k| k.connect(spec)).await?;
+        let index = self.kernel.connect(spec, deadline).await?;
         tracing::info!(mapping = record.name, device = index, "connected");
         self.counted(guard).await;
         Ok(())
@@ -285,7 +296,11 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
         return Err(invalid(format!("{} needs blocks of {least} bytes", record.uri))
             .with_repair(format!("map it with a block size that is a multiple of {least}")));
     }
-    if ready.size == 0 || !ready.size.is_multiple_of(u64::from(block_size)) {
+    // A volume that grew by less than a block under its device is no reason to leave that without a
+    // worker: the end is out of its reach.
+    let rest = if record.volume.is_some() { ready.size % u64::from(block_size) } else { 0 };
+    let size = ready.size - rest;
+    if size == 0 || !size.is_multiple_of(u64::from(block_size)) {
         let message = format!(
             "the size of {}, {} bytes, is not a positive multiple of {block_size}",
             record.uri, ready.size
@@ -303,7 +318,7 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
         return Err(Error::new(ErrorKind::Internal, message));
     }
     Ok(Volume {
-        size: ready.size,
+        size,
         block_size,
         transmission_flags: record
             .volume
@@ -407,6 +422,9 @@ mod tests {
         assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
         let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
+        // It may have grown by less than a block meanwhile.
+        let volume = volume_of(&record, &ready(8192 + 700, 1, 5)).unwrap();
+        assert_eq!(volume.size, 8192 + 512);
     }
 
     #[test]

@@ -107,12 +107,17 @@ pub struct Volume {
     attention: mpsc::Sender<String>,
 }
 
-/// The right to change a mapping.
+/// The right to change a mapping. Its fields end in the order in which they stand here.
 pub struct Guard {
-    volume: Arc<Volume>,
-    core: OwnedMutexGuard<Core>,
+    /// Before the lock is free: whoever finds it taken from here on waits for another call.
     keeper: Option<Keeper>,
+    core: OwnedMutexGuard<Core>,
+    /// After the lock is free: what happened until then is not missed.
+    volume: Leaving,
 }
+
+/// Has a mapping looked at where something happened while somebody had its guard.
+struct Leaving(Arc<Volume>);
 
 /// Counts one that looks after a mapping by itself.
 struct Keeper(Arc<Volume>);
@@ -173,7 +178,11 @@ impl Volume {
     /// `Aborted` when somebody else has it.
     pub fn enter(self: &Arc<Self>) -> Result<Guard> {
         let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| self.busy())?;
-        Ok(Guard { volume: Arc::clone(self), core, keeper: None })
+        Ok(self.guard(core))
+    }
+
+    fn guard(self: &Arc<Self>, core: OwnedMutexGuard<Core>) -> Guard {
+        Guard { keeper: None, core, volume: Leaving(Arc::clone(self)) }
     }
 
     /// The right to change it, for a call: not queued behind another call, but the supervisor's own
@@ -192,7 +201,7 @@ impl Volume {
         let _awaiting = Awaiting(&self.awaited);
         let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());
         let core = core.await.map_err(|_| error)?;
-        Ok(Guard { volume: Arc::clone(self), core, keeper: None })
+        Ok(self.guard(core))
     }
 
     /// The right to change it, for the supervisor itself. When somebody else has it, the mapping is
@@ -238,7 +247,7 @@ impl Volume {
 impl Guard {
     /// Whose.
     pub fn volume(&self) -> &Arc<Volume> {
-        &self.volume
+        &self.volume.0
     }
 }
 
@@ -255,13 +264,11 @@ impl std::ops::DerefMut for Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for Leaving {
     fn drop(&mut self) {
-        // Before the lock is free: whoever finds it taken from here on waits for another call.
-        self.keeper = None;
-        if self.volume.again.swap(false, Ordering::SeqCst) {
+        if self.0.again.swap(false, Ordering::SeqCst) {
             // A full queue: the next sweep finds it.
-            let _ = self.volume.attention.try_send(self.volume.name.clone());
+            let _ = self.0.attention.try_send(self.0.name.clone());
         }
     }
 }
@@ -324,4 +331,41 @@ impl Register {
 /// The lock, whoever panicked with it: every change under it is complete.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::mapping::tests::record;
+
+    /// Whoever is called to a mapping can enter it: the lock is free before the call goes out.
+    #[test]
+    fn what_happens_under_a_guard_is_looked_at_once_the_guard_is_free() {
+        let (attention, mut called) = mpsc::channel(8);
+        let volume = Arc::new(Volume::new(record(1, true), attention));
+        let looker = {
+            let volume = Arc::clone(&volume);
+            std::thread::spawn(move || {
+                while let Some(name) = called.blocking_recv() {
+                    assert!(name.is_empty() || volume.enter().is_ok());
+                    if name.is_empty() {
+                        return;
+                    }
+                }
+            })
+        };
+        for _ in 0..2000 {
+            let guard = loop {
+                match volume.enter() {
+                    Ok(guard) => break guard,
+                    Err(_) => std::thread::yield_now(),
+                }
+            };
+            assert!(volume.enter_keeper().is_none());
+            drop(guard);
+        }
+        let end = volume.attention.blocking_send(String::new());
+        end.unwrap();
+        looker.join().unwrap();
+    }
 }

@@ -9,16 +9,19 @@ use crossbeam_channel::{RecvTimeoutError, SendError, bounded};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The threads left behind by their callers that are put up with.
-pub(super) const STUCK_MAX: usize = 8;
-
 /// Runs calls on threads of their own.
-#[derive(Debug, Default, Clone)]
+#[derive(Debug, Clone)]
 pub(super) struct Disposable {
     stuck: Arc<AtomicUsize>,
+    most: usize,
 }
 
 impl Disposable {
+    /// Puts up with so many threads that were left behind by their callers.
+    pub(super) fn new(most: usize) -> Self {
+        Self { stuck: Arc::default(), most }
+    }
+
     /// Runs `call` and returns what it gave. If it ends only after the deadline, its result goes
     /// to `late` on the same thread.
     ///
@@ -32,7 +35,7 @@ impl Disposable {
         late: impl FnOnce(T) + Send + 'static,
     ) -> Result<T> {
         let stuck = self.stuck();
-        if stuck >= STUCK_MAX {
+        if stuck >= self.most {
             return Err(Error::new(
                 ErrorKind::Unavailable,
                 format!("cannot {what}: {stuck} earlier commands are stuck in the kernel"),
@@ -85,7 +88,7 @@ mod tests {
 
     #[test]
     fn a_stuck_call_is_left_behind_and_its_result_cleaned_up() {
-        let threads = Disposable::default();
+        let threads = Disposable::new(8);
         let (release, released) = bounded::<()>(0);
         let (cleaned, cleanup) = bounded(1);
         let deadline = Instant::now() + Duration::from_millis(20);
@@ -100,9 +103,9 @@ mod tests {
 
     #[test]
     fn stuck_calls_are_bounded() {
-        let threads = Disposable::default();
+        let threads = Disposable::new(3);
         let (release, released) = bounded::<()>(0);
-        for _ in 0..STUCK_MAX {
+        for _ in 0..3 {
             let released = released.clone();
             let call = move || released.recv().is_ok();
             assert!(threads.run("wait", Instant::now(), call, |_| ()).is_err());

@@ -13,6 +13,7 @@ mod events;
 mod mounts;
 mod netlink;
 pub mod real;
+mod shared_look;
 #[cfg(any(test, feature = "fault"))]
 pub mod sim;
 mod sysfs;
@@ -120,7 +121,8 @@ impl Device {
 /// Who uses a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// Mounted at `path`, in the mount namespace of `namespace_pid` (`None`: our own).
+    /// Mounted at `path`, in the mount namespace of `namespace_pid` (`None`: our own). One that
+    /// several namespaces have at the same path is told once, as our own where we have it.
     Mount { path: PathBuf, filesystem: String, namespace_pid: Option<u32> },
     /// Open in a process (the device node itself).
     Process { pid: u32, command: String },

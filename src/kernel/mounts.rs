@@ -1,6 +1,6 @@
 //! Who uses a block device, as /proc tells: mounts in every mount namespace, openers, swap.
 //!
-//! Bounded in what it reads; beyond a bound it fails rather than call a held device free.
+//! One look serves every device. Bounded in what it reads; beyond a bound it fails rather than call a held device free.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -19,6 +19,7 @@ use crate::sys::descriptor::{DeviceNumber, block_device};
 const MOUNTINFO_MAX: u64 = 64 << 20;
 const PROCESSES_MAX: usize = 1 << 17;
 const DESCRIPTORS_MAX: usize = 1 << 21;
+const MOUNTS_MAX: usize = 1 << 16;
 const HOLDERS_MAX: usize = 4096;
 
 /// `/proc`, or what stands for it.
@@ -26,7 +27,7 @@ const HOLDERS_MAX: usize = 4096;
 pub(super) struct Proc(pub(super) PathBuf);
 
 /// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Mount {
     pub(crate) number: DeviceNumber,
     pub(crate) path: PathBuf,
@@ -34,35 +35,68 @@ pub(crate) struct Mount {
     pub(crate) source: OsString,
 }
 
-impl Proc {
+/// Who uses which block device.
+#[derive(Debug, Default)]
+pub(super) struct Usage {
+    /// Each once, from the first namespace that has it; `None`: our own.
+    mounts: Vec<(Mount, Option<u32>)>,
+    /// The processes, with the block devices that they have open.
+    opens: Vec<(u32, String, Vec<DeviceNumber>)>,
+    swaps: Vec<PathBuf>,
+}
+
+impl Usage {
     /// Mounts, openers and swap on the device or its partitions.
     pub(super) fn holders(&self, family: &Family) -> Result<Vec<Holder>> {
-        let mut holders = Vec::new();
-        let own = self.view("self");
-        let mut seen: HashSet<View> = own.into_iter().collect();
-        self.mounts("self", None, family, &mut holders)?;
+        let mounts = self.mounts.iter().filter(|(mount, _)| mount.is_on(family));
+        let mut holders: Vec<_> = mounts
+            .map(|(mount, namespace_pid)| Holder::Mount {
+                path: mount.path.clone(),
+                filesystem: mount.filesystem.clone(),
+                namespace_pid: *namespace_pid,
+            })
+            .collect();
+        let ours = |numbers: &[DeviceNumber]| numbers.iter().any(|n| family.numbers.contains(n));
+        let opens = self.opens.iter().filter(|(.., numbers)| ours(numbers));
+        holders.extend(
+            opens.map(|(pid, command, _)| Holder::Process { pid: *pid, command: command.clone() }),
+        );
+        let swap = self.swaps.iter().any(|path| is_ours(path, family));
+        holders.extend(swap.then(|| Holder::Device { name: "swap".into() }));
+        if holders.len() > HOLDERS_MAX {
+            return Err(too_much("holders"));
+        }
+        Ok(holders)
+    }
+}
+
+impl Proc {
+    /// Looks at every process.
+    pub(super) fn usage(&self) -> Result<Usage> {
+        let mut usage = Usage::default();
+        // What was seen already: a mount that namespaces share is told once, ours first.
+        let (mut mounts, mut views) = (HashSet::new(), HashSet::new());
+        views.extend(self.view("self"));
+        self.mounts("self", None, &mut mounts, &mut usage.mounts)?;
         let mut descriptors = 0;
         for pid in self.processes()? {
             let process = pid.to_string();
             // Processes that see the same mounts are asked once.
             if let Some(view) = self.view(&process)
-                && seen.insert(view)
+                && views.insert(view)
             {
-                self.mounts(&process, Some(pid), family, &mut holders)?;
+                self.mounts(&process, Some(pid), &mut mounts, &mut usage.mounts)?;
             }
-            if self.opens(&process, family, &mut descriptors)? {
+            let numbers = self.opens(&process, &mut descriptors)?;
+            if !numbers.is_empty() {
                 let command = fs::read_to_string(self.0.join(&process).join("comm"));
                 let command = command.unwrap_or_default().trim_end().to_owned();
-                holders.push(Holder::Process { pid, command });
-            }
-            if holders.len() > HOLDERS_MAX {
-                return Err(too_much("holders"));
+                usage.opens.push((pid, command, numbers));
             }
         }
         let swaps = fs::read(self.0.join("swaps")).unwrap_or_default();
-        let swap = parse_swaps(&swaps).any(|path| is_ours(Path::new(&path), family));
-        holders.extend(swap.then(|| Holder::Device { name: "swap".into() }));
-        Ok(holders)
+        usage.swaps = parse_swaps(&swaps).map(PathBuf::from).collect();
+        Ok(usage)
     }
 
     fn processes(&self) -> Result<Vec<u32>> {
@@ -89,8 +123,8 @@ impl Proc {
         &self,
         process: &str,
         namespace_pid: Option<u32>,
-        family: &Family,
-        holders: &mut Vec<Holder>,
+        seen: &mut HashSet<Mount>,
+        mounts: &mut Vec<(Mount, Option<u32>)>,
     ) -> Result<()> {
         let path = self.0.join(process).join("mountinfo");
         let text = match read_bounded(&path, MOUNTINFO_MAX) {
@@ -104,35 +138,46 @@ impl Proc {
         if text.len() as u64 > MOUNTINFO_MAX {
             return Err(too_much("mounts"));
         }
-        for mount in parse_mountinfo(&text).filter(|mount| mount.is_on(family)) {
-            let Mount { path, filesystem, .. } = mount;
-            holders.push(Holder::Mount { path, filesystem, namespace_pid });
+        for mount in parse_mountinfo(&text).filter(Mount::may_be_on_a_device) {
+            if seen.insert(mount.clone()) {
+                mounts.push((mount, namespace_pid));
+            }
+        }
+        if mounts.len() > MOUNTS_MAX {
+            return Err(too_much("mounts"));
         }
         Ok(())
     }
 
-    /// Whether the process has the device open.
-    fn opens(&self, process: &str, family: &Family, descriptors: &mut usize) -> Result<bool> {
+    /// The block devices that the process has open.
+    fn opens(&self, process: &str, descriptors: &mut usize) -> Result<Vec<DeviceNumber>> {
+        let mut numbers = Vec::new();
         // Another user's process, where we are not root, or one that is gone.
-        let Ok(entries) = fs::read_dir(self.0.join(process).join("fd")) else { return Ok(false) };
+        let Ok(entries) = fs::read_dir(self.0.join(process).join("fd")) else { return Ok(numbers) };
         for entry in entries.filter_map(io::Result::ok) {
             *descriptors += 1;
             if *descriptors > DESCRIPTORS_MAX {
                 return Err(too_much("open files"));
             }
             // By number, not by name: the node may have any name, in any namespace.
-            let number = block_device(&entry.path()).ok().flatten();
-            if number.is_some_and(|number| family.numbers.contains(&number)) {
-                return Ok(true);
+            if let Some(number) = block_device(&entry.path()).ok().flatten()
+                && !numbers.contains(&number)
+            {
+                numbers.push(number);
             }
         }
-        Ok(false)
+        Ok(numbers)
     }
 }
 
 type View = (PathBuf, Option<(u64, u64)>);
 
 impl Mount {
+    /// Not one of the kernel's own, of memory, or of the network.
+    fn may_be_on_a_device(&self) -> bool {
+        self.number.major != 0 || Path::new(&self.source).starts_with("/dev")
+    }
+
     /// Whether the filesystem lies on one of these devices. A filesystem with a device number of
     /// its own (btrfs: major 0) is known by its source.
     fn is_on(&self, family: &Family) -> bool {
@@ -245,33 +290,44 @@ broken line
         assert!(!is_ours(Path::new("/dev/nbd10"), &family()));
     }
 
-    /// Two namespaces, three processes; each namespace is told once.
+    /// Two namespaces, three processes: each namespace is asked once, each mount told once.
     #[test]
-    fn every_namespace_is_asked_once() {
+    fn every_mount_is_told_once_and_our_own_first() {
         let root = tempfile::tempdir().unwrap();
+        let elsewhere = b"50 49 43:32 / /container rw - ext4 /dev/nbd1 rw\n";
         for (process, namespace) in [("self", 1), ("10", 1), ("20", 2), ("30", 2)] {
             let directory = root.path().join(process);
             fs::create_dir_all(directory.join("ns")).unwrap();
             symlink(format!("mnt:[{namespace}]"), directory.join("ns/mnt")).unwrap();
-            fs::write(directory.join("mountinfo"), MOUNTINFO).unwrap();
+            let more = if namespace == 2 { &elsewhere[..] } else { b"" };
+            fs::write(directory.join("mountinfo"), [MOUNTINFO, more].concat()).unwrap();
         }
         let swaps = "Filename Type\n/dev/nbd1 partition\n";
         fs::write(root.path().join("swaps"), swaps).unwrap();
-        let holders = Proc(root.path().to_owned()).holders(&family()).unwrap();
-        let pids: Vec<_> = holders
+        let usage = Proc(root.path().to_owned()).usage().unwrap();
+        let holders = usage.holders(&family()).unwrap();
+        let mounts: Vec<_> = holders
             .iter()
             .filter_map(|holder| match holder {
-                Holder::Mount { namespace_pid, .. } => Some(*namespace_pid),
+                Holder::Mount { path, namespace_pid, .. } => {
+                    Some((path.to_str().unwrap(), *namespace_pid))
+                }
                 _ => None,
             })
             .collect();
-        assert_eq!(pids, [None, None, None, Some(20), Some(20), Some(20)]);
+        let own = [("/mnt/my data", None), ("/mnt/part", None), ("/mnt/btrfs", None)];
+        assert_eq!(mounts[..3], own);
+        assert_eq!(mounts[3..], [("/container", Some(20))]);
         assert_eq!(holders.last(), Some(&Holder::Device { name: "swap".into() }));
+        // Another device has its own.
+        let number = DeviceNumber { major: 43, minor: 64 };
+        let other = Family { names: vec!["nbd2".into()], numbers: vec![number] };
+        assert_eq!(usage.holders(&other).unwrap().len(), 1);
     }
 
     #[test]
     fn our_own_machine_can_be_read() {
-        Proc("/proc".into()).holders(&family()).unwrap();
+        Proc("/proc".into()).usage().unwrap();
     }
 
     proptest! {

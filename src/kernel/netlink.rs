@@ -10,6 +10,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use neli::consts::nl::NlmF;
@@ -70,20 +71,49 @@ pub(super) enum Command {
 type Attributes = GenlBuffer<u16, Buffer>;
 type Message = Genlmsghdr<u8, u16>;
 
-/// Sends commands.
+/// Sends commands, one at a time: the driver takes no two at once either. So no CONNECT of ours comes
+/// between the look at a device and its DISCONNECT, and no command that was given up overtakes a
+/// later one, or is begun after all.
 #[derive(Debug, Clone)]
 pub(super) struct Netlink {
     threads: Disposable,
+    turn: Arc<Mutex<()>>,
 }
 
 impl Netlink {
     pub(super) fn new(threads: Disposable) -> Self {
-        Self { threads }
+        Self { threads, turn: Arc::default() }
     }
 
-    /// CONNECT with an index of the kernel's choice. A device that appears after the deadline is
-    /// disconnected again.
-    pub(super) fn connect(&self, spec: ConnectSpec, deadline: Instant) -> Result<DeviceIndex> {
+    fn run<T: Send + 'static>(
+        &self,
+        what: &str,
+        deadline: Instant,
+        call: impl FnOnce() -> Result<T> + Send + 'static,
+        late: impl FnOnce(T) + Send + 'static,
+    ) -> Result<T> {
+        let turn = Arc::clone(&self.turn);
+        let call = move || {
+            // Whoever panicked with it: it protects an order, no data.
+            let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+            if Instant::now() >= deadline {
+                let message = "an earlier command kept the kernel until the deadline";
+                return Err(Error::new(ErrorKind::TimedOut, message));
+            }
+            call()
+        };
+        let late = |result: Result<T>| result.map_or((), late);
+        self.threads.run(what, deadline, call, late)?
+    }
+
+    /// CONNECT with an index of the kernel's choice. A device that appears after the deadline goes to
+    /// `late`.
+    pub(super) fn connect(
+        &self,
+        spec: ConnectSpec,
+        deadline: Instant,
+        late: impl FnOnce(DeviceIndex) + Send + 'static,
+    ) -> Result<DeviceIndex> {
         check_sockets(&spec.sockets)?;
         if spec.size == 0 || !matches!(spec.block_size, 512 | 1024 | 2048 | 4096) {
             let message =
@@ -102,24 +132,23 @@ impl Netlink {
                 index.ok_or_else(|| unexpected("CONNECT gave no device number"))
             })
         };
-        let late = |result: Result<DeviceIndex>| {
-            if let Ok(index) = result {
-                tracing::warn!(index, "a CONNECT came too late: disconnecting it");
-                if let Err(error) = device_attributes(index)
-                    .and_then(|attributes| execute(Command::Disconnect, attributes))
-                {
-                    tracing::error!(index, error = error.report(), "it stays connected");
-                }
-            }
-        };
-        self.threads.run("connect an nbd device", deadline, call, late)?
+        self.run("connect an nbd device", deadline, call, late)
     }
 
-    /// DISCONNECT. The device is free once its last opener has closed it.
-    pub(super) fn disconnect(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
+    /// DISCONNECT, if `is_meant` still says so when its turn has come: the command goes by the number
+    /// alone. The device is free once its last opener has closed it.
+    pub(super) fn disconnect(
+        &self,
+        index: DeviceIndex,
+        deadline: Instant,
+        is_meant: impl FnOnce() -> Result<bool> + Send + 'static,
+    ) -> Result<()> {
         let attributes = device_attributes(index)?;
-        let call = move || execute(Command::Disconnect, attributes).map(drop);
-        self.threads.run(&format!("disconnect /dev/nbd{index}"), deadline, call, drop)?
+        let call = move || match is_meant()? {
+            true => execute(Command::Disconnect, attributes).map(drop),
+            false => Ok(()),
+        };
+        self.run(&format!("disconnect /dev/nbd{index}"), deadline, call, drop)
     }
 
     /// RECONFIGURE with new sockets, a new size, or both.
@@ -152,14 +181,14 @@ impl Netlink {
             drop(sockets);
             result.map(drop)
         };
-        self.threads.run(&format!("reconfigure /dev/nbd{index}"), deadline, call, drop)?
+        self.run(&format!("reconfigure /dev/nbd{index}"), deadline, call, drop)
     }
 
     /// STATUS of every device: its index, and whether it is configured (which does not mean that a
     /// socket is alive).
     pub(super) fn status(&self, deadline: Instant) -> Result<Vec<(DeviceIndex, bool)>> {
         let call = || execute(Command::Status, Attributes::new());
-        let reply = self.threads.run("list nbd devices", deadline, call, drop)??;
+        let reply = self.run("list nbd devices", deadline, call, drop)?;
         let reply = reply.ok_or_else(|| unexpected("STATUS gave no list"))?;
         Ok(device_list(&reply))
     }
@@ -483,6 +512,30 @@ mod tests {
         assert_eq!(kind(Command::Reconfigure, libc::EINVAL), ErrorKind::NotFound);
         assert_eq!(kind(Command::Disconnect, libc::EIO), ErrorKind::Internal);
         assert!(refused(Command::Connect, libc::EPERM).repair().is_some());
+    }
+
+    #[test]
+    fn a_command_that_was_given_up_before_its_turn_is_never_begun() {
+        let netlink = Netlink::new(Disposable::new(8));
+        let turn = netlink.turn.lock().unwrap();
+        let (begun, was_begun) = crossbeam_channel::bounded(1);
+        let call = move || begun.send(()).map_err(|_| unexpected("nobody listens"));
+        let soon = Instant::now() + Duration::from_millis(20);
+        let error = netlink.run("wait", soon, call, drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        drop(turn);
+        // The sender is dropped with the call, unused.
+        assert!(was_begun.recv().is_err());
+        let later = Instant::now() + Duration::from_secs(10);
+        assert_eq!(netlink.run("answer", later, || Ok(7), drop).unwrap(), 7);
+    }
+
+    #[test]
+    fn a_device_that_is_no_longer_meant_is_not_disconnected() {
+        let netlink = Netlink::new(Disposable::new(8));
+        let later = Instant::now() + Duration::from_secs(10);
+        // No socket is even opened: without nbd this would fail.
+        netlink.disconnect(0, later, || Ok(false)).unwrap();
     }
 
     #[test]

@@ -1,18 +1,20 @@
 //! The kernel that this machine runs.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use super::disposable::Disposable;
 use super::events::Hub;
-use super::mounts::Proc;
+use super::mounts::{Proc, Usage};
 use super::netlink::{self, Netlink};
+use super::shared_look::SharedLook;
 use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
 use super::{
@@ -33,6 +35,10 @@ const LOOK_AGAIN_MIN: Duration = Duration::from_millis(2);
 const LOOK_AGAIN_MAX: Duration = Duration::from_millis(500);
 /// Events that wait for one who waits for a device: the first is enough.
 const HINT_QUEUE: usize = 32;
+/// Netlink commands that may be stuck: they share one lock, so more would only wait behind these.
+const STUCK_COMMANDS: usize = 8;
+/// Flushes that may be stuck, one a device: each waits for a backend of its own.
+const STUCK_FLUSHES: usize = 64;
 /// How long udev may take to remove a symlink before it is removed here.
 const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -40,9 +46,14 @@ const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct RealKernel {
     sysfs: Sysfs,
+    seen: SharedLook<Vec<Device>>,
     proc: Proc,
+    usage: SharedLook<Usage>,
     names: Names,
+    /// For what belongs to the driver as a whole; flushes have their own, so that backends that hang
+    /// never stop commands.
     threads: Disposable,
+    flushes: Flushes,
     netlink: Netlink,
     hub: Mutex<Option<Hub>>,
     loads_module: bool,
@@ -52,17 +63,20 @@ impl RealKernel {
     /// The kernel, for the only supervisor of this machine; udev properties go under `run_directory` (see `systemd/60-cleat.rules`, which
     /// names [`super::udev::RUN_DIRECTORY`]; with another one the symlinks are made here).
     pub fn new(run_directory: &Path) -> Self {
-        let threads = Disposable::default();
+        let threads = Disposable::new(STUCK_COMMANDS);
         let names = Names { dev: PathBuf::from("/dev"), run: run_directory.to_owned() };
         if names.links_are_ours() {
             tracing::info!("no udevd with our rule: symlinks are made by cleat itself");
         }
         let kernel = Self {
             sysfs: Sysfs(PathBuf::from("/sys")),
+            seen: SharedLook::default(),
             proc: Proc(PathBuf::from("/proc")),
+            usage: SharedLook::default(),
             names,
             netlink: Netlink::new(threads.clone()),
             threads,
+            flushes: Flushes::default(),
             hub: Mutex::new(None),
             loads_module: true,
         };
@@ -93,7 +107,7 @@ impl RealKernel {
 /// # Errors
 /// `Unsupported` when it is not loaded; `TimedOut` when a stuck command blocks it.
 pub fn probe(deadline: Instant) -> Result<()> {
-    Disposable::default().run("answer for nbd", deadline, netlink::probe, |_| ())?
+    Disposable::new(1).run("answer for nbd", deadline, netlink::probe, |_| ())?
 }
 
 impl Kernel for RealKernel {
@@ -103,7 +117,15 @@ impl Kernel for RealKernel {
         let replay_delay = spec.replay_delay;
         self.names.publish(&identity)?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
-        let index = self.netlink.connect(spec, deadline).inspect_err(|_| {
+        let (netlink, meant) = (self.netlink.clone(), self.meant(identity.clone()));
+        let late = move |index| {
+            tracing::warn!(index, "a CONNECT came too late: disconnecting it");
+            let deadline = Instant::now() + COMMAND_TIMEOUT;
+            if let Err(error) = netlink.disconnect(index, deadline, move || meant(index)) {
+                tracing::error!(index, error = error.report(), "it stays connected");
+            }
+        };
+        let index = self.netlink.connect(spec, deadline, late).inspect_err(|_| {
             self.names.withdraw(&identity);
         })?;
         // As early as can be: a request keeps the deadline that it was started with.
@@ -129,27 +151,28 @@ impl Kernel for RealKernel {
         identity: &Identity,
         sockets: Vec<OwnedFd>,
     ) -> Result<()> {
-        self.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
         self.netlink.reconfigure(index, identity, sockets, None, deadline)
     }
 
     fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()> {
-        self.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
         let deadline = Instant::now() + COMMAND_TIMEOUT;
         self.netlink.reconfigure(index, identity, Vec::new(), Some(size), deadline)
     }
 
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        if self.connected_device(index, identity)?.is_some() {
-            match self.netlink.disconnect(index, deadline) {
+        if self.sysfs.connected_device(index, identity)?.is_some() {
+            let meant = self.meant(identity.clone());
+            match self.netlink.disconnect(index, deadline, move || meant(index)) {
                 // It went by itself.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 result => result?,
             }
             // No event follows the end of `pid` (nbd_config_put announces the change before it).
             let gone = self.wait(deadline, None, || {
-                let device = self.connected_device(index, identity)?;
+                let device = self.sysfs.connected_device(index, identity)?;
                 Ok(device.is_none().then_some(()))
             })?;
             gone.ok_or_else(|| still_configured(index))?;
@@ -158,12 +181,12 @@ impl Kernel for RealKernel {
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        self.sysfs.devices()
+        self.seen.get(|| self.sysfs.devices()).map(|devices| devices.to_vec())
     }
 
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
         let family = self.sysfs.family(index)?;
-        let mut holders = self.proc.holders(&family)?;
+        let mut holders = self.usage.get(|| self.proc.usage())?.holders(&family)?;
         let stacked = self.sysfs.stacked(index, &family)?;
         holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
         Ok(holders)
@@ -181,7 +204,7 @@ impl Kernel for RealKernel {
         let mut announced = Instant::now();
         let mut missing = None;
         let ready = self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
-            let device = self.connected_device(index, identity)?;
+            let device = self.sysfs.connected_device(index, identity)?;
             let device = device.ok_or_else(|| not_ours(index, identity))?;
             let family = self.sysfs.family(index)?;
             let Some(number) = family.numbers.first() else { return Ok(None) };
@@ -208,17 +231,74 @@ impl Kernel for RealKernel {
 
     fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
         let node = self.names.node(index);
-        let what = format!("flush {}", node.display());
         // Opened for reading: closing it then makes no udev watch look at the device again.
-        let call = move || File::open(node).and_then(|node| node.sync_all());
-        let flushed = self.threads.run(&what, deadline, call, drop)?;
-        flushed.map_err(|error| Error::from_io(format!("cannot {what}"), error))
+        self.flushes.run(&node.clone(), deadline, move || File::open(node)?.sync_all())
     }
 
     fn events(&self) -> Result<Receiver<KernelEvent>> {
         self.load_module()?;
         self.subscribe(EVENT_QUEUE)
     }
+}
+
+/// Flushes under way: one a device, as one that hangs tells all that another would.
+#[derive(Debug)]
+struct Flushes {
+    threads: Disposable,
+    nodes: Arc<Mutex<BTreeSet<PathBuf>>>,
+}
+
+impl Default for Flushes {
+    fn default() -> Self {
+        Self { threads: Disposable::new(STUCK_FLUSHES), nodes: Arc::default() }
+    }
+}
+
+impl Flushes {
+    fn run(
+        &self,
+        node: &Path,
+        deadline: Instant,
+        call: impl FnOnce() -> std::io::Result<()> + Send + 'static,
+    ) -> Result<()> {
+        let what = format!("flush {}", node.display());
+        let hangs = |error: Error| {
+            error.with_repair("its backend does not answer: see `cleat stats` and the daemon's log")
+        };
+        let begun = lock(&self.nodes).insert(node.to_owned());
+        if !begun {
+            let message = format!("cannot {what}: an earlier flush of it is still under way");
+            return Err(hangs(Error::new(ErrorKind::TimedOut, message)));
+        }
+        let entry = Entry { nodes: Arc::clone(&self.nodes), node: node.to_owned() };
+        let call = move || {
+            let _entry = entry;
+            call()
+        };
+        let flushed =
+            self.threads.run(&what, deadline, call, drop).map_err(|error| match error.kind() {
+                ErrorKind::TimedOut => hangs(error),
+                _ => error,
+            })?;
+        flushed.map_err(|error| Error::from_io(format!("cannot {what}"), error))
+    }
+}
+
+/// A node among those that are being flushed.
+struct Entry {
+    nodes: Arc<Mutex<BTreeSet<PathBuf>>>,
+    node: PathBuf,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        lock(&self.nodes).remove(&self.node);
+    }
+}
+
+/// The lock, whoever panicked with it: what it protects is whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Why a device is not ready yet.
@@ -228,14 +308,14 @@ enum NotReady {
 }
 
 impl RealKernel {
-    /// The device, if it is connected as that identity.
-    fn connected_device(&self, index: DeviceIndex, identity: &Identity) -> Result<Option<Device>> {
-        let device = self.sysfs.device(index)?.filter(|device| device.connected);
-        Ok(device.filter(|device| device.backend.as_deref() == Some(identity.as_str())))
+    /// Tells whether a device is connected as that identity, on any thread.
+    fn meant(&self, identity: Identity) -> impl Fn(DeviceIndex) -> Result<bool> + Send + use<> {
+        let sysfs = self.sysfs.clone();
+        move |index| Ok(sysfs.connected_device(index, &identity)?.is_some())
     }
 
     fn subscribe(&self, queue: usize) -> Result<Receiver<KernelEvent>> {
-        let mut hub = self.hub.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hub = lock(&self.hub);
         if let Some(hub) = hub.as_ref() {
             return Ok(hub.subscribe(queue));
         }
@@ -266,7 +346,7 @@ impl RealKernel {
 
     /// Takes the names away. A device without its properties loses the symlink at its next event.
     fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let others: Vec<_> = self.sysfs.devices()?.iter().filter_map(Device::identity).collect();
+        let others: Vec<_> = self.devices()?.iter().filter_map(Device::identity).collect();
         if others.contains(identity) {
             return Ok(());
         }
@@ -379,4 +459,30 @@ fn still_configured(index: DeviceIndex) -> Error {
         format!("/dev/nbd{index} is disconnected, but somebody keeps it open, so it is not free");
     Error::new(ErrorKind::TimedOut, message)
         .with_repair(format!("end what holds it: see `fuser -v /dev/nbd{index}`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_flush_that_hangs_stops_no_other_and_is_not_piled_upon() {
+        let flushes = Flushes::default();
+        let (release, released) = crossbeam_channel::bounded::<()>(0);
+        let soon = Instant::now() + Duration::from_millis(20);
+        let hanging = move || released.recv().map_err(std::io::Error::other);
+        let node = |name: &str| PathBuf::from(name);
+        let error = flushes.run(&node("/dev/nbd0"), soon, hanging).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        assert!(error.repair().is_some());
+        let later = Instant::now() + Duration::from_secs(10);
+        let again = flushes.run(&node("/dev/nbd0"), later, || Ok(())).unwrap_err();
+        assert!(again.message().contains("still under way"), "{again}");
+        assert_eq!(flushes.threads.stuck(), 1);
+        flushes.run(&node("/dev/nbd1"), later, || Ok(())).unwrap();
+        release.send(()).unwrap();
+        while flushes.run(&node("/dev/nbd0"), later, || Ok(())).is_err() {
+            std::thread::yield_now();
+        }
+    }
 }

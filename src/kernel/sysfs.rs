@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{Device, DeviceIndex};
+use super::{Device, DeviceIndex, Identity};
 use crate::error::{Error, Result};
 use crate::sys::descriptor::DeviceNumber;
 
@@ -53,6 +53,16 @@ impl Sysfs {
             backend,
             size: sectors.saturating_mul(SECTOR_BYTES),
         }))
+    }
+
+    /// One device, if it is connected as that identity.
+    pub(super) fn connected_device(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+    ) -> Result<Option<Device>> {
+        let device = self.device(index)?.filter(|device| device.connected);
+        Ok(device.filter(|device| device.backend.as_deref() == Some(identity.as_str())))
     }
 
     /// The device with its partitions.

@@ -2,6 +2,7 @@
 //! and one that is scripted.
 
 mod daemon;
+mod node;
 
 use std::fs;
 use std::io::Write;

@@ -13,8 +13,8 @@ fn unit() {
     shell(
         "install -D cleat /usr/bin/cleat
          install -m 0644 60-cleat.rules /etc/udev/rules.d/; udevadm control --reload
-         for unit in *.service; do sed 's#@BINDIR@#/usr/bin#; s#/usr/local/bin#/usr/bin#' $unit > /etc/systemd/system/$unit; done
-         systemd-analyze verify /etc/systemd/system/cleat.service
+         for unit in *.service; do sed 's#/usr/local/bin/#/usr/bin/#' $unit > /etc/systemd/system/$unit; done
+         systemd-analyze verify --man=no /etc/systemd/system/cleat.service
          systemctl daemon-reload; systemctl start cleat || { journalctl -u cleat; exit 1; }",
     );
     assert_eq!(shell("systemctl is-active cleat"), "active");

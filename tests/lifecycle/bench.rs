@@ -37,6 +37,8 @@ pub(crate) struct Machine {
     pub(crate) config: Config,
     pub(crate) boot_id: String,
     pub(crate) seed: u64,
+    /// How many supervisors have asked for the kernel.
+    pub(crate) asked_for: Arc<AtomicU64>,
 }
 
 impl Machine {
@@ -62,7 +64,7 @@ impl Machine {
         println!("seed {seed}: run again with CLEAT_TEST_SEED={seed}");
         let boot_id = "this boot".to_owned();
         let kernel = SimKernel::new(script);
-        Self { directory, kernel, config, boot_id, seed }
+        Self { directory, kernel, config, boot_id, seed, asked_for: Arc::default() }
     }
 
     /// A volume in a file, as its URI.
@@ -155,8 +157,12 @@ impl Machine {
     }
 
     fn parts(&self, halt: Option<Halt>) -> Parts {
+        let (kernel, asked_for) = (self.kernel.clone(), Arc::clone(&self.asked_for));
         Parts {
-            kernel: Arc::new(self.kernel.clone()),
+            kernel: Box::new(move || {
+                asked_for.fetch_add(1, Ordering::Relaxed);
+                Arc::new(kernel)
+            }),
             launcher: Arc::new(Processes::of(self.executable())),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),

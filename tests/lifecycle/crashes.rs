@@ -230,6 +230,8 @@ fn one_supervisor_at_a_time() {
     let supervisor = machine.start();
     let error = machine.try_start(None).err().unwrap();
     assert_eq!(error.kind(), cleat::error::ErrorKind::InUse);
+    // It has not touched what the first one uses.
+    assert_eq!(machine.asked_for.load(std::sync::atomic::Ordering::Relaxed), 1);
     supervisor.crash();
     machine.start().shut_down();
 }

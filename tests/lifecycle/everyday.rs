@@ -103,6 +103,12 @@ fn a_device_in_use_is_not_unmapped_and_its_holder_named() {
     assert_eq!((now.state(), now.holders.len()), (MappingState::Mapped, 2));
     machine.kernel.write(index, 0, &[1; 512]).unwrap();
 
+    let contained =
+        Holder::Mount { path: "/data".into(), filesystem: "xfs".into(), namespace_pid: Some(190) };
+    machine.kernel.set_holders(index, vec![contained]);
+    let status = supervisor.unmap("a").unwrap_err();
+    assert_eq!(repair(&status), "nsenter --mount --target 190 umount /data");
+
     machine.kernel.set_holders(index, Vec::new());
     assert!(supervisor.unmap("a").unwrap());
     machine.assert_clean();

@@ -9,6 +9,7 @@ enum ModelWorker {
     None,
     /// Serves this many connections of the device of its mapping.
     Alive(u32),
+    /// Does not answer the supervisor, and serves.
     Hung,
     Dead,
 }
@@ -29,7 +30,7 @@ struct World {
     replaced_by_zeroes: bool,
 }
 
-fn record(connections: u32, outlives_worker: bool) -> Record {
+pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Record {
     Record {
         version: Record::VERSION,
         mapping_id: "00c1ea70".into(),
@@ -135,7 +136,7 @@ impl World {
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
-                if fail || !matches!(self.worker, ModelWorker::Alive(1..)) {
+                if fail || !matches!(self.worker, ModelWorker::Alive(1..) | ModelWorker::Hung) {
                     return Err(());
                 }
             }
@@ -392,4 +393,21 @@ fn a_device_that_somebody_took_away_is_not_made_again_in_silence() {
     };
     assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Failed(_))));
     assert!(world.devices.is_empty());
+}
+
+#[test]
+fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
+    let mut record = record(1, true);
+    record.intent = Intent::Unmapped;
+    record.established = true;
+    let observed = Observed {
+        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        worker: SeenWorker::Unreachable { pid: 7, reason: "speaks another version".into() },
+        holders: Vec::new(),
+        announced: true,
+        failures: 0,
+    };
+    let actions = plan(&record, &observed).actions;
+    assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
+    assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
 }

@@ -304,6 +304,11 @@ impl SimKernel {
                     .err()
                     .unwrap_or_else(|| timed_out(call)));
             }
+            Some(Fault::Slow(time)) => {
+                drop(state);
+                std::thread::sleep(time);
+                state = self.state();
+            }
             _ => {}
         }
         state.check_links();

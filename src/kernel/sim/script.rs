@@ -34,6 +34,8 @@ pub enum Fault {
     Fail(ErrorKind),
     /// It hangs until its deadline (at once with [`Script::hurry`]) and does nothing.
     Hang,
+    /// It takes so long, whatever its deadline, and then does what it should.
+    Slow(Duration),
     /// As `Hang`, but the kernel carries it out nevertheless. On `Connect` this stands for a
     /// caller that died in the call: a device is left behind.
     LateEffect,
