@@ -148,6 +148,26 @@ fn a_server_ends_in_order_and_leaves_no_socket() {
 }
 
 #[test]
+fn what_the_network_can_reach_is_warned_of() {
+    for (address, warned) in [("127.0.0.1:0", false), ("0.0.0.0:0", true)] {
+        let mut child = Command::new(CLEAT)
+            .args(["serve", "mem:1M", "--read-only", "--listen", address])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        stdout.read_line(&mut String::new()).unwrap();
+        let mut server = Server { child, uri: String::new() };
+        server.signal(libc::SIGTERM);
+        assert!(server.wait().success());
+        let mut said = String::new();
+        server.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!(said.contains("neither encryption nor authentication"), warned, "{said}");
+    }
+}
+
+#[test]
 fn a_dead_servers_socket_is_replaced_and_a_live_ones_is_not() {
     let dir = TempDir::new().unwrap();
     let mut dead = Server::start(&dir, "mem:1M", &[]);

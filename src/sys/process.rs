@@ -152,7 +152,10 @@ mod tests {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let theirs: OwnedFd = theirs.into();
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", "ls -1 /proc/$$/fd | tr '\\n' ' ' >&3"]);
+        // No pipe: its ends would be the shell's as well for a moment.
+        let numbers: Vec<_> = (0..256).map(|number: u32| number.to_string()).collect();
+        let look = "[ -e /proc/$$/fd/$n ] && printf \"$n \" >&3";
+        command.args(["-c", &format!("for n in {}; do {look}; done", numbers.join(" "))]);
         let mut child = spawn_with_channel(&mut command, &theirs, 3).unwrap();
         drop(theirs);
         child.wait().unwrap();

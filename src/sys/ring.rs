@@ -345,12 +345,12 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // What was only pushed must be submitted before it can be cancelled.
-        let _ = self.uring.submit();
-        // Where cancelling is not possible, waiting below still ends each operation.
-        let _ = self.uring.submitter().register_sync_cancel(None, types::CancelBuilder::any());
-        while self.next().is_some() {}
         while self.free.len() < self.in_flight.len() {
+            // What was only pushed must be submitted before it can be cancelled; without memory, not
+            // all of it is at the first attempt.
+            let _ = self.uring.submit();
+            // Where cancelling is not possible, waiting still ends each operation.
+            let _ = self.uring.submitter().register_sync_cancel(None, types::CancelBuilder::any());
             if self.submit_and_wait().is_err() {
                 // The kernel may still write to these buffers: leak them rather than free them.
                 std::mem::forget(std::mem::take(&mut self.in_flight));
