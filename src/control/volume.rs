@@ -343,12 +343,13 @@ mod tests {
     fn what_happens_under_a_guard_is_looked_at_once_the_guard_is_free() {
         let (attention, mut called) = mpsc::channel(8);
         let volume = Arc::new(Volume::new(record(1, true), attention));
+        let (looked, seen) = std::sync::mpsc::channel();
         let looker = {
             let volume = Arc::clone(&volume);
             std::thread::spawn(move || {
                 while let Some(name) = called.blocking_recv() {
                     assert!(name.is_empty() || volume.enter().is_ok());
-                    if name.is_empty() {
+                    if name.is_empty() || looked.send(()).is_err() {
                         return;
                     }
                 }
@@ -363,6 +364,8 @@ mod tests {
             };
             assert!(volume.enter_keeper().is_none());
             drop(guard);
+            // The next guard must not be what the looker finds.
+            seen.recv_timeout(Duration::from_secs(10)).unwrap();
         }
         let end = volume.attention.blocking_send(String::new());
         end.unwrap();
