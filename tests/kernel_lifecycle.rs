@@ -308,8 +308,15 @@ fn real_layers(kernel: &RealKernel) {
             if *path == place && filesystem == "ext4" && namespace_pid.is_none() == own)
     };
     named(&|holder| at(holder, true));
+    // Its copy of the mount is told only once ours is gone: as long as both are there, one is enough.
     let mut other = Command::new("unshare").args(["--mount", "sleep", "1000"]).spawn().unwrap();
-    named(&|holder| at(holder, false));
+    let shared = std::fs::read_link("/proc/self/ns/mnt").unwrap();
+    let theirs = format!("/proc/{}/ns/mnt", other.id());
+    let deadline = soon();
+    while std::fs::read_link(&theirs).unwrap() == shared {
+        assert!(Instant::now() < deadline, "unshare does not unshare");
+        std::thread::sleep(Duration::from_millis(20));
+    }
     run(&format!("umount '{shown}'"));
     named(&|holder| at(holder, false));
     other.kill().unwrap();
