@@ -18,7 +18,8 @@ impl Connection {
     pub(super) fn greet(&mut self, export: Export) -> Result<(), End> {
         let mut out = Vec::new();
         let mut handshake = Handshake::new(export, &mut out);
-        let _ = self.ring.timeout(HANDSHAKE_LIMIT, DEADLINE);
+        // Without it, a client that says nothing would keep its place for ever.
+        assert!(self.ring.timeout(HANDSHAKE_LIMIT, DEADLINE), "a new connection's ring has room");
         loop {
             let (eaten, step) = handshake.advance(self.inbound.unread(), &mut out);
             self.inbound.eat(eaten);
