@@ -78,11 +78,7 @@ struct Library {
 }
 
 impl Library {
-    fn open(
-        path: &CStr,
-        name: &'static str,
-        package: &'static str,
-    ) -> Result<Self, LoadError> {
+    fn open(path: &CStr, name: &'static str, package: &'static str) -> Result<Self, LoadError> {
         // Never unloaded: it has threads and thread-local destructors of its own. Not global, so
         // that its symbols stand in for nobody else's.
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NODELETE;
@@ -111,7 +107,11 @@ fn last_error() -> String {
     // SAFETY: dlerror gives null or a C string that lasts until this thread's next call of it.
     let text = unsafe {
         let text = libc::dlerror();
-        if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy().into_owned()) }
+        if text.is_null() {
+            None
+        } else {
+            Some(CStr::from_ptr(text).to_string_lossy().into_owned())
+        }
     };
     text.unwrap_or_else(|| "no reason given".to_owned())
 }

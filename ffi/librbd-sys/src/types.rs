@@ -19,7 +19,7 @@ pub type rbd_lock_mode_t = c_int;
 
 /// Called when an operation has ended, on a thread of the library. Must not unwind.
 pub type rbd_callback_t = unsafe extern "C" fn(rbd_completion_t, *mut c_void);
-/// Called with how much of how much is done. A result below zero is ignored by the library.
+/// Called with how much of how much is done. A result below zero ends some operations.
 pub type librbd_progress_fn_t = unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
 /// Called when an image's header has changed, on a thread of the library.
 pub type rbd_update_callback_t = unsafe extern "C" fn(*mut c_void);
