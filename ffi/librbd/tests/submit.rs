@@ -20,10 +20,7 @@ fn open(cluster: &TestCluster, name: &str, size: u64) -> Arc<Image> {
         conf: Some(cluster.conf()),
         id: Some(ID.to_owned()),
         keyring: Some(cluster.keyring(ID)),
-        overrides: vec![
-            ("rbd_cache".to_owned(), "false".to_owned()),
-            ("rbd_disable_zero_copy_writes".to_owned(), "false".to_owned()),
-        ],
+        overrides: vec![("rbd_cache".to_owned(), "false".to_owned())],
         ..Config::default()
     };
     let pool = Cluster::connect(&config).unwrap().pool(POOL, None).unwrap();
