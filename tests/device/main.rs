@@ -8,6 +8,7 @@
 #![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
 
 mod crash;
+mod facts;
 mod filesystems;
 mod fixture;
 mod host;
@@ -34,7 +35,7 @@ fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
         return systemd::trials();
     }
-    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials()]
+    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials(), facts::trials()]
         .into_iter()
         .flatten()
         .collect()
