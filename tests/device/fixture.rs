@@ -161,6 +161,16 @@ pub(crate) fn shell(script: &str) -> String {
     String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
 }
 
+/// One block, aligned for direct access.
+#[repr(align(4096))]
+pub(crate) struct Block(pub(crate) [u8; 4096]);
+
+impl Block {
+    pub(crate) fn new() -> Box<Self> {
+        Box::new(Self([0; 4096]))
+    }
+}
+
 /// A sparse file under /tmp, removed when dropped.
 pub(crate) struct Image(PathBuf);
 

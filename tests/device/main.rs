@@ -7,6 +7,7 @@
 
 #![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
 
+mod campaign;
 mod crash;
 mod facts;
 mod filesystems;
@@ -35,10 +36,17 @@ fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
         return systemd::trials();
     }
-    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials(), facts::trials()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        lifecycle::trials(),
+        filesystems::trials(),
+        verify::trials(),
+        crash::trials(),
+        facts::trials(),
+        campaign::trials(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// A named test that fails by panicking.

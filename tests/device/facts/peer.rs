@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::netlink::{self, Setup};
-use crate::fixture::{PATIENCE, shell};
+use crate::fixture::{Block, PATIENCE, shell};
 
 /// HAS_FLAGS, SEND_FLUSH, CAN_MULTI_CONN.
 pub(crate) const FLAGS: u64 = 1 | 1 << 2 | 1 << 8;
@@ -313,16 +313,6 @@ pub(crate) fn kernel_is_at_least(major: u32, minor: u32) -> bool {
     let release = shell("uname -r");
     let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
     (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
-}
-
-/// One block, aligned for direct access.
-#[repr(align(4096))]
-struct Block([u8; 4096]);
-
-impl Block {
-    fn new() -> Box<Self> {
-        Box::new(Self([0; 4096]))
-    }
 }
 
 /// Something on a thread of its own that may take long.
