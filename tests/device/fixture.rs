@@ -1,5 +1,6 @@
 //! A daemon of our own for each test, and what a user does with it.
 
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 const LOG: &str = "/out/node.log";
+const SOCKET: &str = "/run/cleat/cleat.sock";
 
 /// A running `cleat node`. Dropped, it is killed with its workers, and the devices are taken down.
 pub(crate) struct Node {
@@ -66,7 +68,8 @@ fn spawn() -> Child {
         .spawn()
         .expect("cleat node starts");
     let done = Instant::now() + PATIENCE;
-    while !cleat(&["ls"]).status.success() {
+    // A connection first: asking by the command line costs the machine a process.
+    while UnixStream::connect(SOCKET).is_err() || !cleat(&["ls"]).status.success() {
         assert!(Instant::now() < done, "the daemon does not answer; see {LOG}");
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -14,6 +14,7 @@ mod filesystems;
 mod fixture;
 mod host;
 mod lifecycle;
+mod peers;
 mod systemd;
 mod verify;
 
@@ -43,6 +44,7 @@ fn trials() -> Vec<Trial> {
         crash::trials(),
         facts::trials(),
         campaign::trials(),
+        peers::trials(),
     ]
     .into_iter()
     .flatten()

@@ -21,7 +21,6 @@ pub(crate) struct Fio {
 /// What fio says in the end.
 #[derive(Debug)]
 pub(crate) struct Report {
-    pub(crate) errors: u64,
     /// The longest that a read or write took, from its submission.
     pub(crate) longest: Duration,
     pub(crate) read_mib: u64,
@@ -53,27 +52,39 @@ impl Fio {
         self.child.try_wait().expect("waiting for fio").is_none()
     }
 
-    /// Waits for its end.
-    pub(crate) fn finish(mut self, limit: Duration) -> Report {
+    /// Waits for its end, which must be a good one.
+    pub(crate) fn finish(self, limit: Duration) -> Report {
+        self.outcome(limit).expect("fio succeeds")
+    }
+
+    /// Waits for its end, and says what it did or why it failed.
+    pub(crate) fn outcome(mut self, limit: Duration) -> Result<Report, String> {
         let deadline = Instant::now() + limit;
         while self.runs() {
-            assert!(Instant::now() < deadline, "fio does not end: its requests hang");
+            if Instant::now() >= deadline {
+                return Err("its requests hang".to_owned());
+            }
             std::thread::sleep(Duration::from_millis(100));
         }
         let status = self.child.wait().expect("waiting for fio");
         let text = std::fs::read_to_string(&self.report).expect("fio's report");
-        assert!(status.success(), "fio failed: {status}\n{text}");
-        let start = text.find('{').expect("fio reports in JSON");
+        let start = text.find('{').ok_or_else(|| format!("it failed: {status}"))?;
         let json: serde_json::Value = serde_json::from_str(&text[start..]).expect("fio's JSON");
         let job = &json["jobs"][0];
         let number = |value: &serde_json::Value| value.as_u64().expect("a number of fio's");
+        match number(&job["error"]) {
+            0 if status.success() => {}
+            errno => {
+                let errno = i32::try_from(errno).expect("an error number");
+                return Err(std::io::Error::from_raw_os_error(errno).to_string());
+            }
+        }
         let longest = ["read", "write"].map(|way| number(&job[way]["clat_ns"]["max"]));
-        Report {
-            errors: number(&job["error"]),
+        Ok(Report {
             longest: Duration::from_nanos(longest.into_iter().max().unwrap_or(0)),
             read_mib: number(&job["read"]["io_bytes"]) >> 20,
             written_mib: number(&job["write"]["io_bytes"]) >> 20,
-        }
+        })
     }
 }
 
@@ -95,13 +106,13 @@ pub(crate) struct Probe {
 /// round over a region of its own. In the end all of them must hold what was written last.
 pub(crate) struct Prober {
     stop: Arc<AtomicBool>,
-    thread: JoinHandle<Vec<Probe>>,
+    thread: JoinHandle<(Vec<Probe>, Option<String>)>,
 }
 
 /// Blocks of a prober's region.
-const BLOCKS: u64 = 256;
+const BLOCKS: usize = 256;
 /// The size of a prober's region, in bytes.
-pub(crate) const REGION: u64 = BLOCKS * 4096;
+pub(crate) const REGION: usize = BLOCKS * 4096;
 const PAUSE: Duration = Duration::from_millis(1);
 
 impl Prober {
@@ -112,53 +123,81 @@ impl Prober {
         let file = options.open(target).expect("the prober's target opens");
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
-        let thread = std::thread::spawn(move || probe(&file, offset, &stopped));
+        let thread = std::thread::spawn(move || run(&file, offset, &stopped));
         Self { stop, thread }
     }
 
     /// Ends it and returns every probe. Panics where one failed or read something else.
     pub(crate) fn finish(self) -> Vec<Probe> {
+        let (probes, failure) = self.outcome();
+        assert_eq!(failure, None, "a probe failed");
+        probes
+    }
+
+    /// Ends it and returns every probe, and what was wrong with the last one.
+    pub(crate) fn outcome(self) -> (Vec<Probe>, Option<String>) {
         self.stop.store(true, Ordering::Relaxed);
         let deadline = Instant::now() + PATIENCE;
         while !self.thread.is_finished() {
-            assert!(Instant::now() < deadline, "a probe hangs");
+            if Instant::now() >= deadline {
+                return (Vec::new(), Some("it hangs".to_owned()));
+            }
             std::thread::sleep(Duration::from_millis(20));
         }
-        self.thread.join().expect("every probe succeeds")
+        self.thread.join().expect("the prober does not panic")
     }
 }
 
-fn probe(file: &File, offset: u64, stopped: &AtomicBool) -> Vec<Probe> {
+fn run(file: &File, offset: u64, stopped: &AtomicBool) -> (Vec<Probe>, Option<String>) {
     let mut probes = Vec::new();
+    let failure = probe(file, offset, stopped, &mut probes).err().map(|error| error.to_string());
+    (probes, failure)
+}
+
+fn probe(
+    file: &File,
+    offset: u64,
+    stopped: &AtomicBool,
+    probes: &mut Vec<Probe>,
+) -> std::io::Result<()> {
     let mut block = Block::new();
-    let mut written = Vec::new();
-    for number in 1_u64.. {
+    let mut written = vec![0; BLOCKS];
+    for (number, slot) in (1_u64..).zip((0..BLOCKS).cycle()) {
         if stopped.load(Ordering::Relaxed) {
             break;
         }
-        let slot = (number % BLOCKS) as usize;
         let place = offset + slot as u64 * 4096;
         block.0[..8].copy_from_slice(&number.to_le_bytes());
-        timed(&mut probes, || file.write_all_at(&block.0, place).expect("a write"));
-        block.0[..8].fill(0);
-        timed(&mut probes, || file.read_exact_at(&mut block.0, place).expect("a read"));
-        assert_eq!(block.0[..8], number.to_le_bytes(), "what was written is not there");
-        written.resize(written.len().max(slot + 1), 0);
+        timed(probes, || file.write_all_at(&block.0, place))?;
         written[slot] = number;
+        block.0[..8].fill(0);
+        timed(probes, || file.read_exact_at(&mut block.0, place))?;
+        compare(&block, number)?;
     }
     for (slot, number) in written.into_iter().enumerate().filter(|(_, number)| *number > 0) {
-        file.read_exact_at(&mut block.0, offset + slot as u64 * 4096).expect("a read");
-        assert_eq!(block.0[..8], number.to_le_bytes(), "the last write of block {slot} is lost");
+        file.read_exact_at(&mut block.0, offset + slot as u64 * 4096)?;
+        compare(&block, number)?;
     }
-    probes
+    Ok(())
 }
 
-fn timed(probes: &mut Vec<Probe>, call: impl FnOnce()) {
+fn compare(block: &Block, number: u64) -> std::io::Result<()> {
+    if block.0[..8] == number.to_le_bytes() {
+        return Ok(());
+    }
+    Err(std::io::Error::other(format!("write {number} is lost: {:?}", &block.0[..8])))
+}
+
+fn timed(
+    probes: &mut Vec<Probe>,
+    call: impl FnOnce() -> std::io::Result<()>,
+) -> std::io::Result<()> {
     let at = Instant::now();
-    call();
+    let result = call();
     let took = at.elapsed();
     probes.push(Probe { at, took });
     std::thread::sleep(PAUSE.saturating_sub(took));
+    result
 }
 
 /// The longest probe that was under way between two instants.
@@ -167,11 +206,11 @@ pub(crate) fn longest(probes: &[Probe], from: Instant, until: Instant) -> Durati
     probes.iter().filter(within).map(|probe| probe.took).max().unwrap_or_default()
 }
 
-/// Median, 99th percentile, maximum and number of what was under way between two instants.
-pub(crate) fn distribution(probes: &[Probe], from: Instant, until: Instant) -> String {
+/// Percentiles, maximum and number of the probes that began within those spans of time.
+pub(crate) fn distribution(probes: &[Probe], spans: &[(Instant, Instant)]) -> String {
     let mut times: Vec<Duration> = probes
         .iter()
-        .filter(|probe| probe.at >= from && probe.at < until)
+        .filter(|probe| spans.iter().any(|(from, until)| (from..until).contains(&&probe.at)))
         .map(|probe| probe.took)
         .collect();
     times.sort_unstable();
