@@ -174,12 +174,21 @@ impl Block {
     }
 }
 
-/// A sparse file under /tmp, removed when dropped.
+/// A sparse file, removed when dropped.
 pub(crate) struct Image(PathBuf);
 
 impl Image {
     pub(crate) fn new(name: &str, size: &str) -> Self {
-        let path = PathBuf::from(format!("/tmp/{name}.img"));
+        Self::below("/tmp", name, size)
+    }
+
+    /// On a disk: tmpfs knows no direct access before Linux 6.6.
+    pub(crate) fn on_disk(name: &str, size: &str) -> Self {
+        Self::below("/var/tmp", name, size)
+    }
+
+    fn below(directory: &str, name: &str, size: &str) -> Self {
+        let path = PathBuf::from(format!("{directory}/{name}.img"));
         shell(&format!("rm -f {0}; truncate -s {size} {0}", path.display()));
         Self(path)
     }
