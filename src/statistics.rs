@@ -14,6 +14,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op};
@@ -56,6 +57,8 @@ pub struct Snapshot {
     pub in_flight: u64,
     /// Connections that are being served now.
     pub connections: u64,
+    /// When the oldest running request came, in nanoseconds of [`now_ns`]; 0: none is running.
+    pub oldest_ns: u64,
 }
 
 /// One operation's counts since the page was made.
@@ -71,6 +74,15 @@ pub struct OpSnapshot {
     pub total_ns: u64,
     /// Requests by latency, see [`BUCKETS`].
     pub latency: [u64; BUCKETS],
+}
+
+/// The clock of [`Snapshot::oldest_ns`], the same in every process of the machine: nanoseconds since
+/// its boot, without the time that it slept.
+pub fn now_ns() -> u64 {
+    use nix::time::{ClockId, clock_gettime};
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    // 64 bits of nanoseconds last for 584 years.
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Page {
@@ -125,6 +137,7 @@ impl Page {
         let recorder = Recorder { memory, taken, slot };
         recorder.word(CONNECTED).store(1, Relaxed);
         recorder.word(IN_FLIGHT).store(0, Relaxed);
+        recorder.word(OLDEST_NS).store(0, Relaxed);
         Some(recorder)
     }
 
@@ -140,7 +153,18 @@ impl Page {
             let words = slot_words(&self.memory, slot);
             words[CONNECTED].store(0, Relaxed);
             words[IN_FLIGHT].store(0, Relaxed);
+            words[OLDEST_NS].store(0, Relaxed);
         }
+    }
+
+    /// Counts that the device's dead connections were replaced. For the supervisor alone.
+    pub fn count_reconnect(&self) {
+        self.memory.words()[RECONNECTS].fetch_add(1, Relaxed);
+    }
+
+    /// How often the device's dead connections were replaced.
+    pub fn reconnects(&self) -> u64 {
+        self.memory.words()[RECONNECTS].load(Relaxed)
     }
 
     /// What the page says now.
@@ -185,6 +209,11 @@ impl Recorder {
         self.word(IN_FLIGHT).store(requests, Relaxed);
     }
 
+    /// Says when the oldest running request came, on the clock of [`now_ns`]; 0: none is running.
+    pub fn set_oldest(&self, oldest_ns: u64) {
+        self.word(OLDEST_NS).store(oldest_ns, Relaxed);
+    }
+
     fn word(&self, index: usize) -> &AtomicU64 {
         &slot_words(&self.memory, self.slot)[index]
     }
@@ -194,6 +223,7 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         self.word(CONNECTED).store(0, Relaxed);
         self.word(IN_FLIGHT).store(0, Relaxed);
+        self.word(OLDEST_NS).store(0, Relaxed);
         self.taken.fetch_and(!(1 << self.slot), Relaxed);
     }
 }
@@ -216,6 +246,10 @@ impl Snapshot {
         };
         add(&mut self.connections, CONNECTED);
         add(&mut self.in_flight, IN_FLIGHT);
+        let oldest = words[OLDEST_NS].load(Relaxed);
+        if oldest != 0 && (self.oldest_ns == 0 || oldest < self.oldest_ns) {
+            self.oldest_ns = oldest;
+        }
         for (kind, errors) in self.errors.iter_mut().enumerate() {
             add(errors, KINDS + kind);
         }
@@ -252,6 +286,8 @@ const HEADER: [u64; 6] =
     [MAGIC, VERSION, Op::ALL.len() as u64, IoError::ALL.len() as u64, BUCKETS as u64, SLOTS as u64];
 /// In the header: one more than the highest slot that ever had a writer.
 const USED: usize = HEADER.len();
+/// In the header, behind a word that a planned hand-over uses: see [`Page::count_reconnect`].
+const RECONNECTS: usize = HEADER.len() + 2;
 /// Words before the first slot; the unused ones are zero.
 const HEADER_WORDS: usize = 512;
 /// Words of one slot: a whole number of cache lines, with room for more counters.
@@ -261,6 +297,8 @@ const PAGE_BYTES: u64 = ((HEADER_WORDS + SLOTS * SLOT_WORDS) * 8) as u64;
 // Inside a slot.
 const CONNECTED: usize = 0;
 const IN_FLIGHT: usize = 1;
+/// Words 2 to 5 are the data path's, for outages and limits.
+const OLDEST_NS: usize = 6;
 const KINDS: usize = 16;
 const OPS: usize = 64;
 const OP_WORDS: usize = 64;

@@ -16,6 +16,7 @@ pub mod admin;
 pub mod convert;
 pub mod directory;
 pub mod executor;
+pub mod growth;
 pub mod journal;
 pub mod kernel_calls;
 pub mod link;

@@ -25,7 +25,7 @@ use super::slab::{Running, Slab};
 use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
 use crate::error::{Error, Result};
 use crate::request::{IoError, Op, Request};
-use crate::statistics::Recorder;
+use crate::statistics::{self, Recorder};
 use crate::sys::buffer::Buffer;
 use crate::sys::ring::{Completion, FileSlot, Ring, Token};
 
@@ -80,7 +80,10 @@ pub(super) struct Connection {
     recorder: Recorder,
     ended: Vec<Ended>,
     in_flight_shown: usize,
+    oldest_shown_ns: u64,
     clock: Instant,
+    /// The beginning of `clock` on the clock that the statistics share.
+    clock_began_ns: u64,
     now_ns: u64,
 }
 
@@ -154,7 +157,9 @@ impl Connection {
             recorder,
             ended: Vec::with_capacity(depth * 2),
             in_flight_shown: 0,
+            oldest_shown_ns: 0,
             clock: Instant::now(),
+            clock_began_ns: statistics::now_ns(),
             now_ns: 0,
         })
     }
@@ -446,6 +451,11 @@ impl Connection {
         if self.slab.len() != self.in_flight_shown {
             self.in_flight_shown = self.slab.len();
             self.recorder.set_in_flight(self.in_flight_shown as u64);
+        }
+        let oldest_ns = self.slab.oldest().map_or(0, |ns| self.clock_began_ns.saturating_add(ns));
+        if oldest_ns != self.oldest_shown_ns {
+            self.oldest_shown_ns = oldest_ns;
+            self.recorder.set_oldest(oldest_ns);
         }
         if self.ended.is_empty() {
             return;

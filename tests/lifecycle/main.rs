@@ -7,4 +7,5 @@
 mod bench;
 mod crashes;
 mod everyday;
+mod sizes;
 mod trouble;
