@@ -21,6 +21,7 @@ pub mod journal;
 pub mod kernel_calls;
 pub mod link;
 pub mod mapping;
+pub mod metrics;
 pub mod node;
 mod observe;
 mod operations;

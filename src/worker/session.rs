@@ -357,7 +357,7 @@ impl Session {
         }
     }
 
-    /// Looked for whenever the loop turns, by the supervisor's pings at the latest. Nothing waits
+    /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
         let count = self.page.snapshot().errors_of(IoError::Fenced);

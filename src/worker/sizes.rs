@@ -123,7 +123,12 @@ impl Asker {
                     }
                     self.waker.wake();
                 }
-                Err(RecvTimeoutError::Timeout) => self.look(),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.look();
+                    // Whatever it found: the control thread has other things to look for that nobody
+                    // tells it of, such as a fence.
+                    self.waker.wake();
+                }
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
@@ -145,7 +150,6 @@ impl Asker {
                 self.failing = false;
                 if size != before {
                     tracing::info!(before, size, "the volume has another size at the backend");
-                    self.waker.wake();
                 }
             }
             Err(error) => {
