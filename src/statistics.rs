@@ -270,14 +270,20 @@ impl OpSnapshot {
     /// The latency, in nanoseconds, that `share` (0 to 1) of the requests stayed below: the upper
     /// bound of its bucket. `None` when nothing was counted.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
-        let total = self.latency.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
-        let wanted = (total as f64 * share).ceil().max(1.0);
-        let mut seen = 0_u64;
-        self.latency.iter().enumerate().find_map(|(index, count)| {
-            seen = seen.saturating_add(*count);
-            (total > 0 && seen as f64 >= wanted).then(|| FIRST_BUCKET_NS << index)
-        })
+        quantile(&self.latency, share).map(|index| FIRST_BUCKET_NS << index)
     }
+}
+
+/// The bucket in which `share` (0 to 1) of what was counted has been reached; `None` when nothing was
+/// counted.
+pub fn quantile(buckets: &[u64], share: f64) -> Option<usize> {
+    let total = buckets.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
+    let wanted = (total as f64 * share).ceil().max(1.0);
+    let mut seen = 0_u64;
+    buckets.iter().position(|count| {
+        seen = seen.saturating_add(*count);
+        total > 0 && seen as f64 >= wanted
+    })
 }
 
 const MAGIC: u64 = u64::from_le_bytes(*b"cleatst\0");
