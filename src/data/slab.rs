@@ -1,7 +1,7 @@
 //! The requests of one connection that are running at the backend.
 
 use crate::backend::RequestId;
-use crate::request::Op;
+use crate::request::Request;
 
 /// What has to be remembered of a running request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,13 +9,13 @@ pub(super) struct Running {
     /// Of the client; goes back with the reply.
     pub(super) cookie: u64,
     /// What was asked for.
-    pub(super) op: Op,
-    /// In bytes.
-    pub(super) length: u64,
+    pub(super) request: Request,
     /// When it was received, on the connection's clock, in nanoseconds.
     pub(super) started_ns: u64,
     /// The client has had its reply (an error) before the backend was done.
     pub(super) answered: bool,
+    /// It has waited for a backend that could not be reached.
+    pub(super) retried: bool,
 }
 
 /// A fixed number of places, and the order in which those that are taken were.
@@ -89,6 +89,14 @@ impl Slab {
         running
     }
 
+    /// A request that is running.
+    ///
+    /// # Panics
+    /// When no such request is running: a backend ended one twice.
+    pub(super) fn get_mut(&mut self, id: RequestId) -> &mut Running {
+        self.places[id as usize].as_mut().expect("each request ends once")
+    }
+
     /// Every request that is running.
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Running> {
         self.places.iter_mut().flatten()
@@ -98,9 +106,20 @@ impl Slab {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::{Flags, Op};
 
-    const READ: Running =
-        Running { cookie: 7, op: Op::Read, length: 1, started_ns: 0, answered: false };
+    const READ: Running = Running {
+        cookie: 7,
+        request: Request {
+            op: Op::Read,
+            flags: Flags { fua: false, no_hole: false, fast_zero: false },
+            offset: 0,
+            length: 1,
+        },
+        started_ns: 0,
+        answered: false,
+        retried: false,
+    };
 
     #[test]
     fn places_are_bounded_and_used_again() {
