@@ -16,6 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use nix::time::{ClockId, clock_gettime};
+
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op};
 use crate::sys::shared::SharedMemory;
@@ -87,8 +89,16 @@ pub struct OpSnapshot {
 /// The clock of [`Snapshot::oldest_ns`], the same in every process of the machine: nanoseconds since
 /// its boot, without the time that it slept.
 pub fn now_ns() -> u64 {
-    use nix::time::{ClockId, clock_gettime};
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    clock_ns(ClockId::CLOCK_MONOTONIC)
+}
+
+/// The clock of [`Snapshot::outage_since_ns`]: nanoseconds since the boot.
+pub fn boot_now_ns() -> u64 {
+    clock_ns(ClockId::CLOCK_BOOTTIME)
+}
+
+fn clock_ns(clock: ClockId) -> u64 {
+    let now = clock_gettime(clock).map(Duration::from).unwrap_or_default();
     // 64 bits of nanoseconds last for 584 years.
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -129,6 +129,7 @@ pub fn mapping(view: &View) -> api::Mapping {
         mapped_at_s: record.created_at_s,
         block_size: volume.map_or(0, |volume| volume.block_size),
         holders: view.holders.iter().map(holder).collect(),
+        read_only: view.is_read_only(),
     }
 }
 

@@ -12,6 +12,8 @@ mod filesystems;
 mod fixture;
 mod host;
 mod lifecycle;
+mod readonly;
+mod resize;
 mod systemd;
 mod verify;
 
@@ -34,10 +36,17 @@ fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
         return systemd::trials();
     }
-    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        lifecycle::trials(),
+        filesystems::trials(),
+        verify::trials(),
+        crash::trials(),
+        resize::trials(),
+        readonly::trials(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// A named test that fails by panicking.
