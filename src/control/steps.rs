@@ -24,6 +24,10 @@ use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
 /// connections.
 const CAN_MULTI_CONN: u16 = 1 << 8;
 
+/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
+/// its device refuses writes.
+const READ_ONLY: u16 = 1 << 1;
+
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// For a worker that is being started to keep others from it: longer, and it is not the machine that
@@ -314,11 +318,13 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
         let message = format!("{} cannot be used over several connections", record.uri);
         return Err(invalid(message).with_repair("map it with connections=1"));
     }
-    if let Some(before) = record.volume
-        && before.transmission_flags & !ready.transmission_flags != 0
-    {
-        let message = format!("{} can do less than when its device was made", record.uri);
-        return Err(Error::new(ErrorKind::Internal, message));
+    if let Some(before) = record.volume {
+        let (had, has) = (before.transmission_flags, ready.transmission_flags);
+        // Among what it must not lose is the right to write, which has a flag for its absence.
+        if had & !has != 0 || has & !had & READ_ONLY != 0 {
+            let message = format!("{} can do less than when its device was made", record.uri);
+            return Err(Error::new(ErrorKind::Internal, message));
+        }
     }
     Ok(Volume {
         size,
@@ -423,6 +429,7 @@ mod tests {
         let mut record = record(1, 0);
         record.volume = Some(volume_of(&record, &ready(8192, 1, 5)).unwrap());
         assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
+        assert!(volume_of(&record, &ready(8192, 1, 5 | READ_ONLY)).is_err());
         let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
         // It may have grown by less than a block meanwhile.

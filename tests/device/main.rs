@@ -15,6 +15,8 @@ mod fixture;
 mod host;
 mod lifecycle;
 mod peers;
+mod readonly;
+mod resize;
 mod systemd;
 mod verify;
 
@@ -45,6 +47,8 @@ fn trials() -> Vec<Trial> {
         facts::trials(),
         campaign::trials(),
         peers::trials(),
+        resize::trials(),
+        readonly::trials(),
     ]
     .into_iter()
     .flatten()
