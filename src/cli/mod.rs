@@ -18,6 +18,7 @@ mod node;
 pub mod output;
 mod resize;
 mod serve;
+mod set;
 mod size;
 mod stats;
 mod status;
@@ -104,6 +105,7 @@ enum Command {
     Status(status::Status),
     Stats(stats::Stats),
     Resize(resize::Resize),
+    Set(set::Set),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fault(fault::Fault),
@@ -142,6 +144,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
+        Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

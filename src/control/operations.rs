@@ -1,4 +1,4 @@
-//! What users ask of a mapping that exists: another size, other faults.
+//! What users ask of a mapping that exists: another size, another policy, other faults.
 
 use tokio::time::Instant;
 
@@ -6,6 +6,7 @@ use super::executor::{Executor, Target};
 use super::mapping::{Intent, State};
 use super::volume::{Guard, View, Volume};
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy;
 use crate::worker::protocol::{FromWorker, ToWorker};
 use std::sync::Arc;
 
@@ -95,6 +96,39 @@ impl Executor {
         let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&volume))?;
         let command = ToWorker::SetFault { plan: plan.to_owned() };
         worker.call(command, Vec::new(), deadline).await.map(|_| ())
+    }
+
+    /// Changes what happens in an outage of the backend, and how fast a mapping may go. What is asked
+    /// for is kept even where there is no worker to be told: the next one is.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when nothing is asked for; what the journal or the worker gives.
+    pub async fn set_policy(
+        &self,
+        target: &str,
+        change: policy::Change,
+        deadline: Instant,
+    ) -> Result<View> {
+        if change.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "nothing is to be changed")
+                .with_repair("say what: cleat set --help"));
+        }
+        let volume = self.get(target, deadline).await?;
+        let mut guard = self.enter_mapped(&volume).await?;
+        let before = guard.record.options.policy;
+        let policy = change.apply(before);
+        guard.record.options.policy = policy;
+        if let Err(error) = self.store(&guard).await {
+            guard.record.options.policy = before;
+            return Err(error);
+        }
+        let record = guard.record.clone();
+        self.publish(&volume, |view| view.record = record);
+        tracing::info!(mapping = volume.name, ?policy, "the policy was changed");
+        if let Some(worker) = guard.worker.as_ref().filter(|worker| !worker.has_ended()) {
+            worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline).await?;
+        }
+        Ok(volume.view())
     }
 
     async fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {

@@ -18,7 +18,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("telemetry", &["error"]),
     ("backend", &["error", "request", "sys"]),
     ("data", &["backend", "error", "policy", "request", "statistics", "sys"]),
-    ("worker", &["backend", "data", "error", "policy", "request", "statistics", "sys", "telemetry"]),
+    (
+        "worker",
+        &["backend", "data", "error", "policy", "request", "statistics", "sys", "telemetry"],
+    ),
     ("kernel", &["error", "sys"]),
     ("config", &["backend", "error", "policy", "telemetry"]),
     ("doctor", &["config", "error", "kernel", "sys"]),

@@ -42,6 +42,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
             block_size: 0,
             dead_connection_timeout_s: 60,
             replay_delay_ms: 1000,
+            policy: Policy::default(),
         },
         intent: Intent::Mapped,
         generation: 0,
@@ -83,6 +84,7 @@ impl World {
             },
             announced: self.announced,
             failures: self.failures,
+            history: String::new(),
         }
     }
 
@@ -406,6 +408,7 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         holders: Vec::new(),
         announced: true,
         failures: 0,
+        history: String::new(),
     };
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
