@@ -14,6 +14,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op};
@@ -56,6 +57,8 @@ pub struct Snapshot {
     pub in_flight: u64,
     /// Connections that are being served now.
     pub connections: u64,
+    /// When the oldest running request came, in nanoseconds of [`now_ns`]; 0: none is running.
+    pub oldest_ns: u64,
     /// Requests that wait for a backend which cannot be reached; running ones, too.
     pub queued: u64,
     /// Since when a backend cannot be reached, on the boot-time clock; 0: it can.
@@ -79,6 +82,15 @@ pub struct OpSnapshot {
     pub total_ns: u64,
     /// Requests by latency, see [`BUCKETS`].
     pub latency: [u64; BUCKETS],
+}
+
+/// The clock of [`Snapshot::oldest_ns`], the same in every process of the machine: nanoseconds since
+/// its boot, without the time that it slept.
+pub fn now_ns() -> u64 {
+    use nix::time::{ClockId, clock_gettime};
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    // 64 bits of nanoseconds last for 584 years.
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Page {
@@ -149,6 +161,16 @@ impl Page {
         }
     }
 
+    /// Counts that the device's dead connections were replaced. For the supervisor alone.
+    pub fn count_reconnect(&self) {
+        self.memory.words()[RECONNECTS].fetch_add(1, Relaxed);
+    }
+
+    /// How often the device's dead connections were replaced.
+    pub fn reconnects(&self) -> u64 {
+        self.memory.words()[RECONNECTS].load(Relaxed)
+    }
+
     /// What the page says now.
     pub fn snapshot(&self) -> Snapshot {
         let mut sum = Snapshot::default();
@@ -189,6 +211,11 @@ impl Recorder {
     /// Says how many requests are running now.
     pub fn set_in_flight(&self, requests: u64) {
         self.word(IN_FLIGHT).store(requests, Relaxed);
+    }
+
+    /// Says when the oldest running request came, on the clock of [`now_ns`]; 0: none is running.
+    pub fn set_oldest(&self, oldest_ns: u64) {
+        self.word(OLDEST_NS).store(oldest_ns, Relaxed);
     }
 
     /// Says how many requests wait for the backend, and since when it cannot be reached (on the
@@ -238,6 +265,10 @@ impl Snapshot {
         };
         add(&mut self.connections, CONNECTED);
         add(&mut self.in_flight, IN_FLIGHT);
+        let oldest = words[OLDEST_NS].load(Relaxed);
+        if oldest != 0 && (self.oldest_ns == 0 || oldest < self.oldest_ns) {
+            self.oldest_ns = oldest;
+        }
         add(&mut self.queued, QUEUED);
         add(&mut self.stalled_ns, STALLED_NS);
         add(&mut self.limited_ns, LIMITED_NS);
@@ -281,6 +312,8 @@ const HEADER: [u64; 6] =
     [MAGIC, VERSION, Op::ALL.len() as u64, IoError::ALL.len() as u64, BUCKETS as u64, SLOTS as u64];
 /// In the header: one more than the highest slot that ever had a writer.
 const USED: usize = HEADER.len();
+/// In the header, behind a word that a planned hand-over uses: see [`Page::count_reconnect`].
+const RECONNECTS: usize = HEADER.len() + 2;
 /// Words before the first slot; the unused ones are zero.
 const HEADER_WORDS: usize = 512;
 /// Words of one slot: a whole number of cache lines, with room for more counters.
@@ -294,6 +327,7 @@ const QUEUED: usize = 2;
 const OUTAGE_SINCE_NS: usize = 3;
 const STALLED_NS: usize = 4;
 const LIMITED_NS: usize = 5;
+const OLDEST_NS: usize = 6;
 const KINDS: usize = 16;
 const OPS: usize = 64;
 const OP_WORDS: usize = 64;
@@ -315,7 +349,7 @@ fn slot_words(memory: &SharedMemory, slot: usize) -> &[AtomicU64] {
 
 /// Clears what is true of a connection only while it lives.
 fn disconnect(words: &[AtomicU64]) {
-    for index in [CONNECTED, IN_FLIGHT, QUEUED, OUTAGE_SINCE_NS] {
+    for index in [CONNECTED, IN_FLIGHT, QUEUED, OUTAGE_SINCE_NS, OLDEST_NS] {
         words[index].store(0, Relaxed);
     }
 }

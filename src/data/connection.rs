@@ -27,7 +27,7 @@ use super::slab::{Running, Slab};
 use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
 use crate::error::{Error, Result};
 use crate::request::{IoError, Op, Request};
-use crate::statistics::Recorder;
+use crate::statistics::{self, Recorder};
 use crate::sys::buffer::Buffer;
 use crate::sys::ring::{Completion, FileSlot, Ring, Token};
 
@@ -87,6 +87,9 @@ pub(super) struct Connection {
     pub(super) recorder: Recorder,
     ended: Vec<Ended>,
     in_flight_shown: usize,
+    oldest_shown_ns: u64,
+    /// The beginning of the connection's clock on the clock that the statistics share.
+    clock_began_ns: u64,
     pub(super) now_ns: u64,
 }
 
@@ -136,6 +139,7 @@ impl Connection {
         let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
         let queue = image.queue(&mut ring, mailbox.waker())?;
         let depth = limits.depth as usize;
+        let clock_began_ns = statistics::now_ns().saturating_sub(rules.elapsed_ns());
         Ok(Self {
             queue,
             ring,
@@ -165,6 +169,8 @@ impl Connection {
             recorder,
             ended: Vec::with_capacity(depth * 2),
             in_flight_shown: 0,
+            oldest_shown_ns: 0,
+            clock_began_ns,
             now_ns: 0,
         })
     }
@@ -512,6 +518,11 @@ impl Connection {
             self.in_flight_shown = self.slab.len();
             self.recorder.set_in_flight(self.in_flight_shown as u64);
         }
+        let oldest_ns = self.slab.oldest().map_or(0, |ns| self.clock_began_ns.saturating_add(ns));
+        if oldest_ns != self.oldest_shown_ns {
+            self.oldest_shown_ns = oldest_ns;
+            self.recorder.set_oldest(oldest_ns);
+        }
         if self.ended.is_empty() {
             return;
         }
@@ -522,8 +533,7 @@ impl Connection {
     }
 
     pub(super) fn elapsed_ns(&self) -> u64 {
-        // 64 bits of nanoseconds last for 584 years.
-        u64::try_from(self.rules.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        self.rules.elapsed_ns()
     }
 }
 

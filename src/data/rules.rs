@@ -14,7 +14,7 @@ use crate::policy::Policy;
 pub(super) struct Rules {
     pub(super) limiter: Limiter,
     /// Of every time in nanoseconds.
-    pub(super) epoch: Instant,
+    epoch: Instant,
     /// Zero: no waiting; `u64::MAX`: no end of it.
     patience_ns: AtomicU64,
     /// Whoever wants to know when an outage begins and ends.
@@ -39,6 +39,12 @@ impl Rules {
         let patience_ns = policy.outage.patience().map_or(u64::MAX, patience_ns);
         self.patience_ns.store(patience_ns, Ordering::Release);
         self.limiter.set(policy.limits);
+    }
+
+    /// The time, in nanoseconds of the volume's connections.
+    pub(super) fn elapsed_ns(&self) -> u64 {
+        // 64 bits of nanoseconds last for 584 years.
+        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// How long an outage may last before requests fail, in nanoseconds.

@@ -14,3 +14,4 @@ pub mod process;
 pub mod protocol;
 pub mod sandbox;
 mod session;
+mod sizes;

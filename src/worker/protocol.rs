@@ -40,8 +40,12 @@ pub enum ToWorker {
     Stop,
     /// Ask for the backend's size again. Answered by `Size`.
     RefreshSize,
-    /// Change the size at the backend. Answered by `Size`.
-    Resize { size: u64 },
+    /// Change the size at the backend; make it smaller only with `shrink`. Answered by `Size`.
+    Resize {
+        size: u64,
+        #[serde(default)]
+        shrink: bool,
+    },
     /// Follow another policy from now on, what waits already included. Answered by `Done`.
     SetPolicy(Policy),
     /// Replace the injected faults. Answered by `Done`.
@@ -98,6 +102,9 @@ pub enum FromWorker {
         /// The one that lasts.
         outage: Option<Outage>,
     },
+    // Sizes.
+    /// By itself: the volume has another size at the backend, in bytes.
+    SizeChanged { size: u64 },
 }
 
 /// An outage of the backend.
