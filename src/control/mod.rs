@@ -28,6 +28,7 @@ mod operations;
 pub mod process;
 pub mod random;
 pub mod recover;
+pub mod setbacks;
 mod steps;
 pub mod validate;
 pub mod volume;

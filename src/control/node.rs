@@ -256,6 +256,7 @@ fn settings(config: &Config, boot_id: String) -> Settings {
             block_size: 0,
             dead_connection_timeout_s: u32::try_from(seconds).unwrap_or(u32::MAX),
             replay_delay_ms: u32::try_from(delay_ms).unwrap_or(u32::MAX),
+            policy: config.map.policy(),
         },
         mappings: config.limits.mappings,
         boot_id,

@@ -97,19 +97,22 @@ impl Executor {
             uri: record.uri.clone(),
             read_only: record.options.read_only,
             log: String::new(),
+            policy: record.options.policy,
         };
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(Page::take_over);
         let mut starting = pin!(self.workers.start(launched, start, page, deadline));
-        let worker = match timeout(TURN_LIMIT, &mut starting).await {
-            Ok(started) => started?,
+        let started = match timeout(TURN_LIMIT, &mut starting).await {
+            Ok(started) => started,
             Err(_) => {
                 // It waits for its backend, which takes nothing from others.
                 drop(turn);
-                starting.await?
+                starting.await
             }
         };
+        let worker = started.map_err(|failed| guard.setbacks.not_started(failed))?;
+        guard.setbacks.started();
         self.point("worker started").await;
         let volume = match volume_of(&guard.record, &worker.ready) {
             Ok(volume) => volume,
@@ -366,6 +369,7 @@ fn within(deadline: Instant, limit: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::control::mapping::Options;
+    use crate::policy::Policy;
 
     fn record(connections: u32, block_size: u32) -> Record {
         Record {
@@ -379,6 +383,7 @@ mod tests {
                 block_size,
                 dead_connection_timeout_s: 1,
                 replay_delay_ms: 0,
+                policy: Policy::default(),
             },
             intent: Intent::Mapped,
             generation: 1,
