@@ -8,6 +8,7 @@ use super::Image;
 use super::fault;
 use super::file::FileImage;
 use super::mem::MemImage;
+use super::rbd::{self, RbdImage};
 use super::uri::{Spec, VolumeUri};
 use crate::error::Result;
 
@@ -40,6 +41,7 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
     Ok(match uri.spec() {
         Spec::Mem(spec) => Arc::new(MemImage::create(spec, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::open(spec, options.read_only)?),
+        Spec::Rbd(spec) => Arc::new(RbdImage::open(spec, options.read_only)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
@@ -47,10 +49,25 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
     })
 }
 
+/// Reads what a process may not be able to read any more when it opens `uri`: libraries. Starts no
+/// thread, and touches nothing of the volume.
+///
+/// # Errors
+/// `Unsupported` when a library is missing; the repair names it.
+pub fn prepare(uri: &VolumeUri) -> Result<()> {
+    match uri.spec() {
+        Spec::Mem(_) | Spec::File(_) => Ok(()),
+        Spec::Rbd(_) => rbd::preload(),
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => prepare(&spec.inner),
+    }
+}
+
 /// When a process can be confined that is about to open `uri`.
 pub fn confinement(uri: &VolumeUri) -> Confinement {
     match uri.spec() {
         Spec::Mem(_) | Spec::File(_) => Confinement::AfterOpen,
+        Spec::Rbd(spec) => Confinement::BeforeOpen { paths: rbd::files(spec), network: true },
         // Its timer thread starts with the first queue, after the opening.
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => confinement(&spec.inner),

@@ -27,9 +27,10 @@ mod factory;
 pub mod fault;
 mod file;
 mod mem;
+mod rbd;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, open};
+pub use factory::{Confinement, OpenOptions, confinement, open, prepare};
 
 use std::sync::Arc;
 

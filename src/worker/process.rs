@@ -28,7 +28,7 @@ use super::protocol::{CHANNEL_FD, PROTOCOL_VERSION, Start, ToWorker};
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use crate::backend::uri::{MAX_NAME, VolumeUri};
-use crate::backend::{Confinement, Image, OpenOptions, confinement, open};
+use crate::backend::{Confinement, Image, OpenOptions, confinement, open, prepare};
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
 use crate::sys::prctl;
@@ -82,6 +82,8 @@ fn start(channel: &Channel) -> Result<Session> {
     // Before the confinement, since it may open a socket.
     start.log.parse::<Log>()?.init()?;
     let uri: VolumeUri = start.uri.parse()?;
+    // What it loads is to be locked like the rest.
+    prepare(&uri)?;
     settle(&start.name);
     let (image, report) = open_confined(&uri, start.read_only)?;
     for (layer, reason) in &report.missing {
