@@ -95,6 +95,11 @@ suite! {
     loop_512: Place::loop_device(512, "");
     loop_4096: Place::loop_device(4096, "");
     loop_direct: Place::loop_device(512, "direct=true");
+    rbd: Place::rbd(22, "");
+    // Long ranges come in many pieces.
+    rbd_small_objects: Place::rbd(14, "");
+    // What is written is held back until a flush.
+    rbd_cached: Place::rbd(22, "config.rbd_cache=true&config.rbd_cache_policy=writeback");
 }
 
 #[cfg(feature = "fault")]
