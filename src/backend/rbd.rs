@@ -35,10 +35,11 @@ use problem::problem;
 use queue::RbdQueue;
 
 /// How long a monitor may take to answer, at the start and later.
-const MONITOR_TIMEOUT: Duration = Duration::from_secs(15);
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long opening may take in all. OSDs that do not answer have no limit of their own.
-const OPEN_PATIENCE: Duration = Duration::from_secs(40);
+/// How long opening may take in all, less than a supervisor waits for it. OSDs that do not answer have
+/// no limit of their own.
+const OPEN_PATIENCE: Duration = Duration::from_secs(15);
 
 /// How long closing may take before it is left to itself.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
@@ -110,6 +111,8 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/run/systemd/resolve",
         // The onwire encryption's library.
         "/etc/ssl/openssl.cnf",
+        "/usr/lib/ssl/openssl.cnf",
+        "/etc/localtime",
         // How many processors there are.
         "/sys/devices/system",
         "/proc/self",

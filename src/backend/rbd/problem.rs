@@ -14,8 +14,9 @@ pub(super) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error
              {client}; conf=PATH, keyring=PATH and id=NAME in the volume's options say otherwise"
         )),
         ErrorKind::PermissionDenied => Some(format!(
-            "let {client} use the pool: ceph auth caps {client} mon 'profile rbd' osd 'profile rbd \
-             pool={}'",
+            "see that the key of {client} is in its keyring (id=NAME and keyring=PATH in the \
+             volume's options name others), and that it may use the pool: ceph auth caps {client} \
+             mon 'profile rbd' osd 'profile rbd pool={}'",
             spec.pool
         )),
         ErrorKind::TimedOut => {
