@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::executor::{Executor, Target, held};
+use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
 use super::process::Process;
@@ -18,6 +19,9 @@ use crate::kernel::{Device, DeviceIndex, Holder, Identity};
 
 /// For a worker to answer on its control socket.
 const ADOPT_LIMIT: Duration = Duration::from_secs(5);
+
+/// As above, when it is killed if it does not.
+const FORCED_ADOPT_LIMIT: Duration = Duration::from_millis(500);
 
 /// For a process that does not listen to have ended: it was perhaps on its way out.
 const ENDING_LIMIT: Duration = Duration::from_secs(1);
@@ -48,7 +52,7 @@ impl Executor {
 
     /// Every nbd device.
     pub(super) async fn devices(&self, deadline: Instant) -> Result<Vec<Device>> {
-        self.kernel.command("list nbd devices", deadline, |kernel| kernel.devices()).await
+        self.urgent.command("list nbd devices", deadline, |kernel| kernel.devices()).await
     }
 
     /// Who holds a device.
@@ -101,7 +105,12 @@ impl Executor {
         process: Arc<Process>,
         deadline: Instant,
     ) -> Result<SeenWorker> {
-        let limit = deadline.min(Instant::now() + ADOPT_LIMIT);
+        let forced = matches!(guard.record.intent, Intent::Forced(_));
+        let (adopting, ending) = match forced {
+            true => (FORCED_ADOPT_LIMIT, Duration::ZERO),
+            false => (ADOPT_LIMIT, ENDING_LIMIT),
+        };
+        let limit = deadline.min(Instant::now() + adopting);
         let mapping_id = guard.record.mapping_id.clone();
         match self.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
             Ok(worker) => {
@@ -112,7 +121,7 @@ impl Executor {
                 Ok(alive(guard))
             }
             Err(error) => {
-                let until = Instant::now() + ENDING_LIMIT;
+                let until = Instant::now() + ending;
                 while !has_ended(&process) && Instant::now() < until {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -229,7 +238,8 @@ impl Executor {
     ) -> Result<()> {
         let holders = self.holders(index, deadline).await?;
         if !holders.is_empty() {
-            return Err(held(&format!("/dev/nbd{index}"), &holders));
+            let name = format!("/dev/nbd{index}");
+            return Err(or_by_force(held(&name, &holders), &name));
         }
         let mapping_id = identity.mapping_id().to_owned();
         if self.workers.probe(&mapping_id) == Probe::Answers {

@@ -35,14 +35,23 @@ impl Executor {
     /// `InvalidArgument` for what would shrink the device.
     pub async fn resize(&self, target: &str, size: u64, deadline: Instant) -> Result<View> {
         let volume = self.get(target, deadline).await?;
-        let mut guard = self.enter_mapped(&volume).await?;
+        volume.giving_way(self.resize_volume(&volume, size, deadline)).await
+    }
+
+    async fn resize_volume(
+        &self,
+        volume: &Arc<Volume>,
+        size: u64,
+        deadline: Instant,
+    ) -> Result<View> {
+        let mut guard = self.enter_mapped(volume).await?;
         let state = self.converge(&mut guard, deadline).await?;
         if let State::Failed(trouble) = state {
             return Err(trouble.into_error());
         }
         let view = volume.view();
         let (Some(device), Some(made_of)) = (view.device, guard.record.volume) else {
-            return Err(not_mapped(&volume));
+            return Err(not_mapped(volume));
         };
         let name = &volume.name;
         let shrinks = |to: u64| {
@@ -59,7 +68,7 @@ impl Executor {
             return shrinks(size);
         }
         let command = if size == 0 { ToWorker::RefreshSize } else { ToWorker::Resize { size } };
-        let worker = guard.worker.as_mut().ok_or_else(|| not_mapped(&volume))?;
+        let worker = guard.worker.as_mut().ok_or_else(|| not_mapped(volume))?;
         let size = match worker.call(command, Vec::new(), deadline).await? {
             FromWorker::Size { size } => size,
             other => {
@@ -94,7 +103,7 @@ impl Executor {
         let guard = self.enter_mapped(&volume).await?;
         let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&volume))?;
         let command = ToWorker::SetFault { plan: plan.to_owned() };
-        worker.call(command, Vec::new(), deadline).await.map(|_| ())
+        volume.giving_way(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
     }
 
     async fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {

@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedMutexGuard, mpsc};
-use tokio::time::{Instant, timeout};
+use tokio::sync::{OwnedMutexGuard, mpsc, watch};
+use tokio::time::{Instant, timeout, timeout_at};
 
+use super::force::Progress;
 use super::mapping::{Record, SeenDevice, State};
 use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
@@ -38,6 +39,10 @@ pub struct Core {
     pub sound_since: Option<Instant>,
     /// No repair before.
     pub not_before: Option<Instant>,
+    /// Nothing of a worker that was told to fail its I/O is under way at the backend.
+    pub silent: bool,
+    /// Of a forced unmap that somebody waits for.
+    pub progress: Option<Progress>,
 }
 
 impl Core {
@@ -53,6 +58,8 @@ impl Core {
             failures: 0,
             sound_since: None,
             not_before: None,
+            silent: false,
+            progress: None,
         }
     }
 }
@@ -104,6 +111,10 @@ pub struct Volume {
     keepers: AtomicU32,
     /// A call waits for a keeper to be done.
     awaited: AtomicBool,
+    /// Forced unmaps that wait for the guard: whoever has it gives way.
+    wanted: watch::Sender<u32>,
+    /// Held while a record is being written, beyond the end of a call that gave way.
+    writing: Arc<tokio::sync::Mutex<()>>,
     attention: mpsc::Sender<String>,
 }
 
@@ -144,6 +155,22 @@ impl Drop for Awaiting<'_> {
     }
 }
 
+/// Counts a forced unmap that wants the guard.
+struct Wanting<'a>(&'a watch::Sender<u32>);
+
+impl<'a> Wanting<'a> {
+    fn new(wanted: &'a watch::Sender<u32>) -> Self {
+        wanted.send_modify(|count| *count += 1);
+        Self(wanted)
+    }
+}
+
+impl Drop for Wanting<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
+
 /// How long a call waits for what the supervisor does by itself, most of which only looks.
 const KEEPER_LIMIT: Duration = Duration::from_secs(2);
 
@@ -168,6 +195,8 @@ impl Volume {
             again: AtomicBool::new(false),
             keepers: AtomicU32::new(0),
             awaited: AtomicBool::new(false),
+            wanted: watch::Sender::new(0),
+            writing: Arc::default(),
             attention,
         }
     }
@@ -213,6 +242,43 @@ impl Volume {
         self.again.store(false, Ordering::SeqCst);
         guard.keeper = Some(keeper);
         Some(guard)
+    }
+
+    /// The right to change it, for a forced unmap: whoever has it gives way, unless it is another
+    /// forced unmap, which is waited for.
+    ///
+    /// # Errors
+    /// `TimedOut` at `deadline`.
+    pub async fn enter_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
+        let _wanting = Wanting::new(&self.wanted);
+        let core = timeout_at(deadline, Arc::clone(&self.core).lock_owned()).await;
+        let core = core.map_err(|_| {
+            let message = format!("another forced unmap of {} is under way", self.name);
+            Error::new(ErrorKind::TimedOut, message).with_repair("try again when it has ended")
+        })?;
+        Ok(self.guard(core))
+    }
+
+    /// Does `work`, which has the guard or is given it, until a forced unmap wants it. Plans may be
+    /// cut anywhere, and so may this; what is under way on other threads ends there.
+    ///
+    /// # Errors
+    /// What `work` gives; `Aborted` when it gave way.
+    pub async fn giving_way<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut wanted = self.wanted.subscribe();
+        tokio::select! {
+            biased;
+            _ = wanted.wait_for(|count| *count > 0) => {
+                let message = format!("it gave way to a forced unmap of {}", self.name);
+                Err(Error::new(ErrorKind::Aborted, message))
+            }
+            done = work => done,
+        }
+    }
+
+    /// The right to write its record; kept by the thread that writes.
+    pub async fn turn_to_write(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.writing).lock_owned().await
     }
 
     fn busy(&self) -> Error {

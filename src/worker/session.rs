@@ -31,6 +31,9 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 /// How long `Stop` waits for running requests before it cuts them off.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
+/// How long `FailIo` waits for the connections, and for what they have at the backend.
+const FAIL_PATIENCE: Duration = Duration::from_millis(500);
+
 /// Connections to the control socket that have not said `Adopt` yet.
 const MAX_STRANGERS: usize = 4;
 
@@ -231,6 +234,15 @@ impl Session {
             }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             ToWorker::Ping => Ok(FromWorker::Done),
+            ToWorker::FailIo { fail: true } => {
+                tracing::warn!("told to fail every request");
+                let at_backend = self.server.fail_all_io(FAIL_PATIENCE)?;
+                Ok(FromWorker::IoFails { at_backend })
+            }
+            ToWorker::FailIo { fail: false } => {
+                self.server.set_fail_io(false);
+                Ok(FromWorker::Done)
+            }
             // Stop never comes here.
             ToWorker::Start(_) | ToWorker::Adopt { .. } | ToWorker::Stop => {
                 let message = "only the first message on a channel can be start or adopt";

@@ -125,7 +125,11 @@ impl Node for Fake {
         let was_mapped = request.target == "data";
         let remaining_holders = if request.force { vec![mount()] } else { Vec::new() };
         self.note(Seen::Unmap(request));
-        Ok(Response::new(v1::UnmapResponse { was_mapped, remaining_holders }))
+        Ok(Response::new(v1::UnmapResponse {
+            was_mapped,
+            remaining_holders,
+            ..v1::UnmapResponse::default()
+        }))
     }
 
     async fn list(&self, _: Request<v1::ListRequest>) -> Answer<v1::ListResponse> {

@@ -134,18 +134,6 @@ fn udev_that_looks_at_a_device_is_waited_for() {
 }
 
 #[test]
-fn force_is_refused_until_it_can_be_kept() {
-    let machine = Machine::new();
-    let supervisor = machine.start();
-    supervisor.map("a", "mem:1M").unwrap();
-    let request = UnmapRequest { target: "a".into(), force: true, timeout_ms: 0 };
-    let result = supervisor.block_on(supervisor.client().unmap(request));
-    assert_code(result, Code::Unimplemented, "force");
-    supervisor.unmap("a").unwrap();
-    machine.assert_clean();
-}
-
-#[test]
 fn changes_are_watched_and_counters_counted() {
     let machine = Machine::new();
     let supervisor = machine.start();

@@ -7,4 +7,5 @@
 mod bench;
 mod crashes;
 mod everyday;
+mod forced;
 mod trouble;
