@@ -10,6 +10,7 @@
 mod crash;
 mod filesystems;
 mod fixture;
+mod force;
 mod host;
 mod lifecycle;
 mod systemd;
@@ -34,10 +35,14 @@ fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
         return systemd::trials();
     }
-    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials()]
-        .into_iter()
-        .flatten()
-        .collect()
+    let trials = [
+        lifecycle::trials(),
+        filesystems::trials(),
+        verify::trials(),
+        crash::trials(),
+        force::trials(),
+    ];
+    trials.into_iter().flatten().collect()
 }
 
 /// A named test that fails by panicking.

@@ -116,9 +116,8 @@ impl World {
                 *connections = record.options.connections;
                 self.devices.push((true, record.options.connections));
             }
-            Action::WaitReady if fail => return Err(()),
+            Action::WaitReady | Action::Establish if fail => return Err(()),
             Action::WaitReady => self.announced = true,
-            Action::Establish if fail => return Err(()),
             Action::Establish => record.established = true,
             Action::Reconnect { index, missing } => {
                 let device = &mut self.devices[index as usize];
@@ -132,11 +131,10 @@ impl World {
                     return Err(());
                 }
             }
-            Action::Renounce if fail => return Err(()),
-            Action::Renounce if record.intent == Intent::Mapped => {
-                record.intent = Intent::Unmapped;
-            }
-            Action::Renounce => {}
+            Action::Renounce | Action::StopWorker if fail => return Err(()),
+            // Kept, when it says how.
+            Action::Renounce if record.intent != Intent::Mapped => {}
+            Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
                 if fail || !matches!(self.worker, ModelWorker::Alive(1..) | ModelWorker::Hung) {
@@ -150,7 +148,6 @@ impl World {
                 }
                 self.devices[index as usize] = (false, 0);
             }
-            Action::StopWorker if fail => return Err(()),
             Action::StopWorker => self.worker = ModelWorker::Dead,
             Action::WithdrawRecord => {
                 assert_eq!(ours_count, 0, "a device without a record");
@@ -160,6 +157,16 @@ impl World {
                 }
                 self.record = None;
             }
+            forced => return self.apply_forced(forced, fail),
+        }
+        Ok(())
+    }
+
+    /// The actions of an unmap by force.
+    fn apply_forced(&mut self, action: Action, fail: bool) -> Result<(), ()> {
+        let forced = self.record.as_ref().is_some_and(|r| matches!(r.intent, Intent::Forced(_)));
+        assert!(forced, "{action:?} without being asked");
+        match action {
             // One that does not answer is killed.
             Action::FailIo if self.worker == ModelWorker::Hung && !fail => {
                 self.worker = ModelWorker::Dead;
@@ -167,7 +174,6 @@ impl World {
             Action::FailIo | Action::Detach(..) => {}
             Action::Sever(_) if fail => return Err(()),
             Action::Sever(index) => {
-                assert!(matches!(record.intent, Intent::Forced(_)), "severed without being asked");
                 // It may have gone already; another's is not touched.
                 if self.devices[index as usize].0 {
                     self.devices[index as usize] = (false, 0);
@@ -179,6 +185,7 @@ impl World {
                     return Err(());
                 }
             }
+            other => panic!("{other:?} is none of them"),
         }
         Ok(())
     }
