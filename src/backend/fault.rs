@@ -88,6 +88,10 @@ impl Image for FaultImage {
         self.inner.resize(size)
     }
 
+    fn shrink(&self, size: u64) -> Result<()> {
+        self.inner.shrink(size)
+    }
+
     fn set_fault(&self, plan: &str) -> Result<()> {
         let plan: Plan = plan.parse()?;
         tracing::info!(%plan, "the injected faults were replaced");

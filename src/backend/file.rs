@@ -143,6 +143,26 @@ impl Image for FileImage {
     }
 
     fn resize(&self, size: u64) -> Result<()> {
+        self.check_resizable(size)?;
+        let now = self.refresh_size()?;
+        if size < now {
+            let (size, now) = (Size(size), Size(now));
+            return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.path)));
+        }
+        self.set_length(size)
+    }
+
+    fn shrink(&self, size: u64) -> Result<()> {
+        self.check_resizable(size)?;
+        if size == 0 {
+            return Err(invalid(format!("{} cannot be made empty", self.path)));
+        }
+        self.set_length(size)
+    }
+}
+
+impl FileImage {
+    fn check_resizable(&self, size: u64) -> Result<()> {
         if self.device {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -157,15 +177,14 @@ impl Image for FileImage {
             let block = self.blocks.minimum;
             return Err(invalid(format!("{size} is no multiple of the block size, {block}")));
         }
-        let now = self.refresh_size()?;
-        if size < now {
-            let (size, now) = (Size(size), Size(now));
-            return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.path)));
-        }
+        Ok(())
+    }
+
+    fn set_length(&self, size: u64) -> Result<()> {
         self.file
             .set_len(size)
             .and_then(|()| self.file.sync_data())
-            .map_err(|e| Error::from_io(format!("cannot grow {}", self.path), e))?;
+            .map_err(|e| Error::from_io(format!("cannot resize {}", self.path), e))?;
         self.refresh_size().map(drop)
     }
 }

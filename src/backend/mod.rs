@@ -115,11 +115,22 @@ pub trait Image: Send + Sync {
     /// When the backend cannot be asked.
     fn refresh_size(&self) -> Result<u64>;
 
-    /// Changes the size at the backend.
+    /// Changes the size at the backend. Never makes it smaller: that is [`Image::shrink`].
     ///
     /// # Errors
     /// `Unsupported` where the backend cannot; what the backend gives otherwise.
     fn resize(&self, size: u64) -> Result<()>;
+
+    /// Cuts the end off at the backend; only ever called when somebody has asked for just that, and
+    /// no request can reach what goes.
+    ///
+    /// # Errors
+    /// `Unsupported` where the backend cannot; what the backend gives otherwise.
+    fn shrink(&self, size: u64) -> Result<()> {
+        let _ = size;
+        let message = "this volume cannot be made smaller";
+        Err(crate::error::Error::new(crate::error::ErrorKind::Unsupported, message))
+    }
 
     /// Replaces the faults that are injected; only the `fault:` backend can.
     ///

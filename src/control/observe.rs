@@ -47,7 +47,9 @@ impl Executor {
         }
         let worker = self.observe_worker(guard, deadline).await?;
         let announced = guard.paths.is_some();
-        Ok(Observed { devices, worker, holders, announced, failures: guard.failures })
+        let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
+        let failures = guard.failures;
+        Ok(Observed { devices, worker, holders, announced, failures, growth_waits })
     }
 
     /// Every nbd device.
@@ -265,6 +267,6 @@ fn alive(guard: &Guard) -> SeenWorker {
     let worker = guard.worker.as_ref();
     worker.map_or(SeenWorker::Gone, |worker| SeenWorker::Alive {
         connections: u32::try_from(worker.statistics.snapshot().connections).unwrap_or(u32::MAX),
-        size: worker.ready.size,
+        size: worker.size(),
     })
 }

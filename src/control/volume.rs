@@ -43,6 +43,8 @@ pub struct Core {
     pub silent: bool,
     /// Of a forced unmap that somebody waits for.
     pub progress: Option<Progress>,
+    /// A growth of the device that was put off, until when and why.
+    pub growth: Option<(Instant, String)>,
 }
 
 impl Core {
@@ -60,6 +62,7 @@ impl Core {
             not_before: None,
             silent: false,
             progress: None,
+            growth: None,
         }
     }
 }
@@ -88,6 +91,12 @@ impl View {
     pub fn node(&self) -> Option<PathBuf> {
         let known = self.paths.as_ref().map(|paths| paths.node.clone());
         known.or_else(|| self.device.map(|device| node_of(device.index)))
+    }
+
+    /// Whether nothing can be written: asked for, or the nature of the volume (a snapshot).
+    pub fn is_read_only(&self) -> bool {
+        let by_itself = self.record.volume.is_some_and(|volume| volume.is_read_only());
+        self.record.options.read_only || by_itself
     }
 }
 

@@ -13,3 +13,4 @@ pub mod process;
 pub mod protocol;
 pub mod sandbox;
 mod session;
+mod sizes;

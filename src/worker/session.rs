@@ -17,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::channel::{Channel, Incoming};
 use super::process::wrong_version;
 use super::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use super::sizes::{Order, Sizes};
 use crate::backend::{Image, Waker};
 use crate::data::End;
 use crate::data::nbd::wire::transmission_flags;
@@ -42,6 +43,7 @@ pub(super) struct Session {
     start: Start,
     image: Arc<dyn Image>,
     page: Page,
+    sizes: Sizes,
     listener: UnixListener,
     server: Server,
     events: Receiver<Event>,
@@ -89,11 +91,13 @@ impl Session {
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         let events = forward(source, waker.clone())?;
+        let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
             start,
             image,
             page,
+            sizes,
             listener,
             server,
             events,
@@ -121,6 +125,7 @@ impl Session {
                 return Ok(());
             }
             self.look_for_fence();
+            self.on_sizes();
             if turn.channel && self.on_channel() == Next::Exit {
                 return Ok(());
             }
@@ -193,6 +198,11 @@ impl Session {
                 }
                 Next::Exit
             }
+            Ok(Incoming::Command(ToWorker::RefreshSize, _)) => self.order(Order::Refresh),
+            Ok(Incoming::Command(ToWorker::Resize { size, shrink }, _)) => {
+                let smaller = shrink && size < self.image.size();
+                self.order(if smaller { Order::Shrink(size) } else { Order::Resize(size) })
+            }
             Ok(Incoming::Command(command, descriptors)) => {
                 match self.execute(command, descriptors) {
                     Ok(answer) => self.tell(&answer),
@@ -213,6 +223,14 @@ impl Session {
         }
     }
 
+    /// Answered once the backend has.
+    fn order(&mut self, order: Order) -> Next {
+        if let Err(error) = self.sizes.order(order) {
+            self.tell_failure(&error);
+        }
+        Next::Continue
+    }
+
     fn on_channel_end(&mut self) -> Next {
         self.channel = None;
         if self.served {
@@ -223,15 +241,20 @@ impl Session {
         Next::Exit
     }
 
+    fn on_sizes(&mut self) {
+        match self.sizes.answer() {
+            Some(Ok(size)) => self.tell(&FromWorker::Size { size }),
+            Some(Err(error)) => self.tell_failure(&error),
+            None => {}
+        }
+        if let Some(size) = self.sizes.change() {
+            self.tell(&FromWorker::SizeChanged { size });
+        }
+    }
+
     fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<FromWorker> {
-        let size = |size| Ok(FromWorker::Size { size });
         match command {
             ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
-            ToWorker::RefreshSize => size(self.image.refresh_size()?),
-            ToWorker::Resize { size: wanted } => {
-                self.image.resize(wanted)?;
-                size(self.image.refresh_size()?)
-            }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             ToWorker::Ping => Ok(FromWorker::Done),
             ToWorker::FailIo { fail: true } => {
@@ -243,8 +266,12 @@ impl Session {
                 self.server.set_fail_io(false);
                 Ok(FromWorker::Done)
             }
-            // Stop never comes here.
-            ToWorker::Start(_) | ToWorker::Adopt { .. } | ToWorker::Stop => {
+            // Stop and what concerns the size never come here.
+            ToWorker::Start(_)
+            | ToWorker::Adopt { .. }
+            | ToWorker::Stop
+            | ToWorker::RefreshSize
+            | ToWorker::Resize { .. } => {
                 let message = "only the first message on a channel can be start or adopt";
                 Err(Error::new(ErrorKind::InvalidArgument, message))
             }
@@ -306,7 +333,7 @@ impl Session {
         }
     }
 
-    fn adopt(&self, channel: &Channel, version: u32, mapping_id: &str) -> Result<()> {
+    fn adopt(&mut self, channel: &Channel, version: u32, mapping_id: &str) -> Result<()> {
         if version != PROTOCOL_VERSION {
             return Err(wrong_version(version));
         }
@@ -315,7 +342,9 @@ impl Session {
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let page = self.page.file().map_err(|e| Error::from_io("the statistics page", e))?;
-        channel.send(&FromWorker::Ready(self.ready()), &[page.as_fd()])?;
+        let ready = self.ready();
+        self.sizes.start_over(ready.size);
+        channel.send(&FromWorker::Ready(ready), &[page.as_fd()])?;
         tracing::info!("adopted by a supervisor");
         if self.fenced {
             channel.send(&FromWorker::Fenced, &[])?;
@@ -340,7 +369,7 @@ impl Session {
         }
     }
 
-    /// Looked for whenever the loop turns, by the supervisor's pings at the latest. Nothing waits
+    /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
         let count = self.page.snapshot().errors_of(IoError::Fenced);

@@ -8,4 +8,7 @@ mod bench;
 mod crashes;
 mod everyday;
 mod forced;
+mod metrics;
+mod openmetrics;
+mod sizes;
 mod trouble;

@@ -83,6 +83,7 @@ impl World {
             },
             announced: self.announced,
             failures: self.failures,
+            growth_waits: false,
         }
     }
 
@@ -91,22 +92,7 @@ impl World {
         let ours_count = self.devices.iter().filter(|device| device.0).count();
         let record = self.record.as_mut().expect("no action without a record");
         match action {
-            Action::StartWorker => {
-                assert!(
-                    matches!(self.worker, ModelWorker::None | ModelWorker::Dead),
-                    "a second worker beside {:?}",
-                    self.worker
-                );
-                record.generation += 1;
-                if fail {
-                    self.worker = ModelWorker::Dead;
-                    return Err(());
-                }
-                if !record.volume.expect("set").outlives_worker && ours_count > 0 {
-                    self.replaced_by_zeroes = true;
-                }
-                self.worker = ModelWorker::Alive(0);
-            }
+            Action::StartWorker => return self.start_worker(ours_count, fail),
             Action::Connect => {
                 assert_eq!(ours_count, 0, "a second device");
                 if fail {
@@ -116,7 +102,11 @@ impl World {
                 *connections = record.options.connections;
                 self.devices.push((true, record.options.connections));
             }
-            Action::WaitReady | Action::Establish if fail => return Err(()),
+            Action::WaitReady | Action::Establish | Action::Renounce | Action::StopWorker
+                if fail =>
+            {
+                return Err(());
+            }
             Action::WaitReady => self.announced = true,
             Action::Establish => record.established = true,
             Action::Reconnect { index, missing } => {
@@ -131,9 +121,9 @@ impl World {
                     return Err(());
                 }
             }
-            Action::Renounce | Action::StopWorker if fail => return Err(()),
             // Kept, when it says how.
             Action::Renounce if record.intent != Intent::Mapped => {}
+            Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
@@ -187,6 +177,20 @@ impl World {
             }
             other => panic!("{other:?} is none of them"),
         }
+        Ok(())
+    }
+
+    fn start_worker(&mut self, devices: usize, fail: bool) -> Result<(), ()> {
+        let free = matches!(self.worker, ModelWorker::None | ModelWorker::Dead);
+        assert!(free, "a second worker beside {:?}", self.worker);
+        let record = self.record.as_mut().expect("no action without a record");
+        record.generation += 1;
+        if fail {
+            self.worker = ModelWorker::Dead;
+            return Err(());
+        }
+        self.replaced_by_zeroes |= !record.volume.expect("set").outlives_worker && devices > 0;
+        self.worker = ModelWorker::Alive(0);
         Ok(())
     }
 
@@ -451,6 +455,7 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         holders: Vec::new(),
         announced: true,
         failures: 0,
+        growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
@@ -467,6 +472,7 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
         announced: true,
         failures: 0,
+        growth_waits: false,
     };
     let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
     let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
@@ -480,4 +486,32 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     let text = serde_json::to_string(&record.intent).unwrap();
     assert_eq!(text, r#"{"forced":"own"}"#);
     assert_eq!(serde_json::from_str::<Intent>(&text).unwrap(), record.intent);
+}
+
+#[test]
+fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
+    let mut record = record(1, true);
+    record.established = true;
+    let grows = |record: &Record, size, connections, growth_waits| {
+        let observed = Observed {
+            devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+            worker: SeenWorker::Alive { connections, size },
+            holders: Vec::new(),
+            announced: true,
+            failures: MAX_FAILURES,
+            growth_waits,
+        };
+        let plan = plan(record, &observed);
+        assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
+        plan.actions
+    };
+    let action = Action::Grow { index: 3, size: (1 << 20) + 1024 };
+    assert_eq!(grows(&record, (1 << 20) + 1024 + 511, 1, false), [action]);
+    assert_eq!(grows(&record, (1 << 20) + 511, 1, false), []);
+    assert_eq!(grows(&record, (1 << 20) + 1024, 1, true), []);
+    // First it works again, then it grows; and nothing shrinks by itself.
+    for (size, connections) in [((1 << 20) + 1024, 0), (1 << 19, 1)] {
+        let actions = grows(&record, size, connections, false);
+        assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
+    }
 }
