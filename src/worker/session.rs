@@ -33,7 +33,7 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How long `FailIo` waits for the connections, and for what they have at the backend.
-const FAIL_PATIENCE: Duration = Duration::from_millis(500);
+const FAIL_PATIENCE: Duration = Duration::from_millis(250);
 
 /// Connections to the control socket that have not said `Adopt` yet.
 const MAX_STRANGERS: usize = 4;
@@ -260,7 +260,8 @@ impl Session {
             ToWorker::FailIo { fail: true } => {
                 tracing::warn!("told to fail every request");
                 let at_backend = self.server.fail_all_io(FAIL_PATIENCE)?;
-                Ok(FromWorker::IoFails { at_backend })
+                // A change of the volume's size reaches it as well.
+                Ok(FromWorker::IoFails { at_backend: at_backend + self.sizes.under_way() })
             }
             ToWorker::FailIo { fail: false } => {
                 self.server.set_fail_io(false);

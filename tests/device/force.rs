@@ -88,8 +88,9 @@ fn stopped_worker(device: &str) {
 fn dirty_pages(device: &str, filesystem: &str, trouble: fn()) {
     mount(device, filesystem);
     trouble();
-    shell("dd if=/dev/zero of=/mnt/forced/file bs=1M count=8 status=none");
+    let mut writer = dirty();
     let report = force(0, &[]);
+    ended(&mut writer);
     assert_eq!(report["unmounted"][0]["path"], "/mnt/forced", "{report}");
     assert_eq!(report["remaining_holders"].as_array().map(Vec::len), Some(0), "{report}");
     shell("! findmnt /mnt/forced");
@@ -98,7 +99,8 @@ fn dirty_pages(device: &str, filesystem: &str, trouble: fn()) {
 fn blocked_in_fsync(device: &str) {
     mount(device, "ext4");
     hang();
-    let mut writer = spawn("dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=fsync");
+    let mut writer =
+        spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc,fsync");
     wait_for("dd blocks in fsync", || {
         let state = shell(&format!("cat /proc/{}/stat || true", writer.id()));
         state.contains(" D ")
@@ -158,8 +160,9 @@ fn device_mapper(device: &str) {
     mount("/dev/mapper/forced", "ext4");
     shell("udevadm settle");
     hang();
-    shell("dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 status=none");
+    let mut writer = dirty();
     let report = force(LEFT_BEHIND, &[]);
+    ended(&mut writer);
     assert!(report["remaining_holders"][0]["name"].to_string().contains("dm-"), "{report}");
     // What is mounted on the mapped device is not ours to unmount.
     shell("findmnt /mnt/forced; umount /mnt/forced; dmsetup remove --retry forced");
@@ -168,13 +171,13 @@ fn device_mapper(device: &str) {
 
 fn loop_device(device: &str) {
     let upper = shell(&format!("losetup --find --show {device}"));
-    let writer = spawn(&format!("dd if=/dev/zero of={upper} bs=1M count=4"));
     shell("udevadm settle");
     hang();
+    let mut writer = spawn(&format!("exec dd if=/dev/zero of={upper} bs=1M count=4"));
     let report = force(LEFT_BEHIND, &[]);
     let holders = report["remaining_holders"].to_string();
     assert!(holders.contains(upper.trim_start_matches("/dev/")), "{report}");
-    ended(&mut { writer });
+    ended(&mut writer);
     shell(&format!("losetup -d {upper}"));
     wait_for("the device is free", || orphans().is_empty());
 }
@@ -202,8 +205,9 @@ fn namespaces(device: &str) {
             && mounted(own.id(), "/srv/inner/sub")
     });
     hang();
-    shell("dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 status=none");
+    let mut writer = dirty();
     let report = force(0, &[]);
+    ended(&mut writer);
     let paths = report["unmounted"].to_string();
     assert!(paths.contains("\"/mnt/forced\"") && paths.contains("\"/srv/inner\""), "{report}");
     assert!(!mounted(copy.id(), "/mnt/forced") && !mounted(own.id(), "/srv/inner"));
@@ -253,7 +257,7 @@ fn killed_half_way() {
         let device = cleat_ok(&["map", &image.uri(), "--name", "forced"]);
         mount(&device, "ext4");
         stop_worker();
-        shell("dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 status=none");
+        let mut writer = dirty();
         // The worker is given a second to answer.
         let mut call = spawn("exec ./cleat unmap forced --force");
         std::thread::sleep(Duration::from_millis(400));
@@ -265,6 +269,7 @@ fn killed_half_way() {
         assert!(begun.elapsed() < LIMIT, "took {:?}", begun.elapsed());
         assert_eq!(second.status.code(), Some(0), "{second:?}");
         shell("! findmnt /mnt/forced");
+        ended(&mut writer);
         nobody_waits();
         works_again(&image.uri());
     }
@@ -334,6 +339,18 @@ fn works_again(uri: &str) {
 fn mount(device: &str, filesystem: &str) {
     let make = if filesystem == "ext4" { "mkfs.ext4 -q -F" } else { "mkfs.xfs -q -f" };
     shell(&format!("{make} {device}; mkdir -p /mnt/forced; mount {device} /mnt/forced"));
+    // What is written over later needs nothing of the device before that.
+    shell("dd if=/dev/urandom of=/mnt/forced/file bs=1M count=4 status=none; sync -f /mnt/forced");
+}
+
+/// Makes dirty pages of a file that is there, and perhaps waits for the device then.
+fn dirty() -> Child {
+    let mut writer = spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc");
+    let patience = Instant::now() + Duration::from_millis(500);
+    while writer.try_wait().expect("waiting for dd").is_none() && Instant::now() < patience {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    writer
 }
 
 /// From now on, the backend answers nothing.
