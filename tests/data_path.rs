@@ -252,12 +252,12 @@ fn failing_all_io_answers_even_what_hangs() {
 fn failing_all_io_tells_what_the_backend_still_has() {
     let slow = Slow::new();
     let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
-    let (mut busy, mut idle) = (bench.connect(), bench.connect());
-    (0..4).for_each(|cookie| busy.send(command::FLUSH, cookie, 0, 0));
+    let mut client = bench.connect();
+    (0..4).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
     slow.wait_for(4);
     assert_eq!(bench.server.fail_all_io(Duration::from_millis(50)).unwrap(), 4);
     for _ in 0..4 {
-        assert_eq!(busy.reply().1, Err(IoError::Broken));
+        assert_eq!(client.reply().1, Err(IoError::Broken));
     }
     slow.release(3);
     let still = || bench.server.fail_all_io(Duration::ZERO).unwrap();
@@ -268,12 +268,12 @@ fn failing_all_io_tells_what_the_backend_still_has() {
     assert_eq!(still(), 1);
     slow.release(1000);
     assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
-    idle.send(command::FLUSH, 9, 0, 0);
-    idle.expect(9, Err(IoError::Broken));
+    client.send(command::FLUSH, 9, 0, 0);
+    client.expect(9, Err(IoError::Broken));
     // Who serves again is not taken for failing, and no count is left over.
     bench.server.set_fail_io(false);
-    idle.send(command::FLUSH, 10, 0, 0);
-    idle.expect(10, Ok(()));
+    client.send(command::FLUSH, 10, 0, 0);
+    client.expect(10, Ok(()));
     assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
 }
 
