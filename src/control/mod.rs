@@ -22,6 +22,7 @@ pub mod link;
 pub mod mapping;
 pub mod node;
 mod observe;
+pub mod offload;
 mod operations;
 pub mod process;
 pub mod random;

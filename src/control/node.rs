@@ -21,6 +21,7 @@ use super::executor::{Executor, Halt, Settings};
 use super::journal::{Journal, lock};
 use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
 use super::mapping::{Options, State};
+use super::offload::is_simulated;
 use super::process::{Launcher, Processes};
 use super::random::Random;
 use super::workers::{WorkerEvent, Workers};
@@ -341,6 +342,10 @@ fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
     let (sender, receiver) = mpsc::channel(1024);
     let kernel = Arc::clone(executor.kernel.kernel());
     let mut subscribed = subscribe(kernel.as_ref());
+    if is_simulated() {
+        tokio::spawn(relay(subscribed, sender));
+        return receiver;
+    }
     // Not the executor itself, which would live as long as the thread.
     let executor = Arc::downgrade(executor);
     std::thread::spawn(move || {
@@ -362,6 +367,19 @@ fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
         }
     });
     receiver
+}
+
+/// The same without a thread.
+async fn relay(
+    subscribed: Option<crossbeam_channel::Receiver<KernelEvent>>,
+    sender: mpsc::Sender<KernelEvent>,
+) {
+    while !sender.is_closed() {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        for event in subscribed.iter().flat_map(crossbeam_channel::Receiver::try_iter) {
+            let _ = sender.try_send(event);
+        }
+    }
 }
 
 fn subscribe(kernel: &dyn Kernel) -> Option<crossbeam_channel::Receiver<KernelEvent>> {

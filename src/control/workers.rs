@@ -19,6 +19,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::mapping::WorkerId;
+use super::offload::offload;
 use super::process::{Launcher, Process};
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
@@ -105,9 +106,9 @@ impl Workers {
         let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
-        let process = tokio::task::spawn_blocking(move || launcher.launch(theirs)).await.map_err(
-            |error| Error::new(ErrorKind::Internal, "launching failed").with_source(error),
-        )??;
+        let process = offload(move || launcher.launch(theirs)).await.map_err(|error| {
+            Error::new(ErrorKind::Internal, "launching failed").with_source(error)
+        })??;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
@@ -415,8 +416,10 @@ impl Reader {
         let mut listening = true;
         loop {
             tokio::select! {
-                _ = exit.readable() => break,
+                // Its last words before its end.
+                biased;
                 message = self.link.receive(), if listening => listening = self.take(message),
+                _ = exit.readable() => break,
             }
         }
         self.flags.broken.store(true, Ordering::Release);
