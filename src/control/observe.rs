@@ -84,7 +84,7 @@ impl Executor {
     }
 
     /// Whether nobody listens on a mapping's control socket, now or after a moment.
-    async fn falls_silent(&self, mapping_id: &str) -> bool {
+    pub(super) async fn falls_silent(&self, mapping_id: &str) -> bool {
         let until = Instant::now() + ENDING_LIMIT;
         while self.workers.probe(mapping_id) == Probe::Answers {
             if Instant::now() >= until {

@@ -63,6 +63,9 @@ fn every_seed_ends_well() {
     for (seed, failures) in failed.iter().take(SHOWN) {
         show(*seed, failures);
     }
+    for (seed, failures) in failed.iter().skip(SHOWN) {
+        println!("seed {seed}: {}", failures[0]);
+    }
     let all: Vec<u64> = failed.iter().map(|(seed, _)| *seed).collect();
     assert!(all.is_empty(), "{} of {seeds:?} failed: {all:?}", all.len());
 }

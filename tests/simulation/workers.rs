@@ -159,6 +159,7 @@ impl Worker {
     pub(crate) fn calm_down(&mut self) {
         let linger = self.quirks.linger;
         self.quirks = Quirks { linger, ..Quirks::default() };
+        self.stopped = false;
         self.mute = false;
     }
 
