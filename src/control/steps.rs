@@ -277,8 +277,9 @@ impl Executor {
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
         let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        // The record goes last: without it nobody would look for the socket.
+        self.workers.forget(&id);
         blocking(move || journal.withdraw(&id)).await?;
-        self.workers.forget(&guard.record.mapping_id);
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);

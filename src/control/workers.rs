@@ -224,6 +224,13 @@ impl Workers {
         let _ = std::fs::remove_file(self.socket_path(mapping_id));
     }
 
+    /// The mappings for which there is a control socket.
+    pub fn sockets(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter_map(|name| name.strip_suffix(".sock").map(str::to_owned)).collect()
+    }
+
     fn socket_path(&self, mapping_id: &str) -> PathBuf {
         self.directory.join(format!("{mapping_id}.sock"))
     }
