@@ -408,11 +408,12 @@ async fn watch_kernel(executor: Arc<Executor>, mut events: mpsc::Receiver<Kernel
     }
 }
 
-/// Finds what no event told: every mapping whose device is not as it should be, or that does not
-/// work.
+/// Finds what no event told: every mapping whose device is not as it should be, that does not work,
+/// or whose worker gives no sign of life.
 async fn sweep(executor: Arc<Executor>) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut asking = JoinSet::new();
     loop {
         tick.tick().await;
         let devices = match executor.devices(Instant::now() + SWEEP_INTERVAL).await {
@@ -422,6 +423,7 @@ async fn sweep(executor: Arc<Executor>) {
                 continue;
             }
         };
+        while asking.try_join_next().is_some() {}
         for volume in executor.register().all() {
             let view = volume.view();
             let device = view.device.and_then(|seen| {
@@ -436,6 +438,9 @@ async fn sweep(executor: Arc<Executor>) {
             if view.state != State::Mapped || !right || !served {
                 // A full queue: at the next sweep.
                 let _ = executor.attention.try_send(volume.name.clone());
+            } else {
+                let executor = Arc::clone(&executor);
+                asking.spawn(async move { executor.ask_for_life(&volume).await });
             }
         }
     }
