@@ -259,11 +259,7 @@ impl Executor {
     async fn end_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         match &guard.worker {
             Some(worker) => worker.stop(STOP_GRACE, deadline).await?,
-            None => {
-                if let Some(process) = self.process_of(guard)? {
-                    stop_process(&process, deadline).await?;
-                }
-            }
+            None => self.stop_worker(guard, deadline).await?,
         }
         guard.worker = None;
         Ok(())
@@ -322,10 +318,11 @@ impl Executor {
             uri: record.uri.clone(),
             read_only: false,
             log: String::new(),
+            policy: record.options.policy,
         };
         let started = timeout_at(deadline, self.workers.start(launched, start, None, deadline));
         let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
-        let worker = started.await.map_err(late)??;
+        let worker = started.await.map_err(late)?.map_err(|not_started| not_started.error)?;
         worker.stop(STOP_GRACE, deadline).await
     }
 

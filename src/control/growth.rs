@@ -168,7 +168,7 @@ impl Executor {
         size: u64,
         deadline: Instant,
     ) -> Result<()> {
-        if guard.record.options.read_only {
+        if guard.volume().view().is_read_only() {
             let message = format!("{} is mapped read-only", guard.record.name);
             return Err(Error::new(ErrorKind::PermissionDenied, message));
         }

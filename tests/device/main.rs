@@ -7,12 +7,17 @@
 
 #![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
 
+mod campaign;
 mod crash;
+mod facts;
 mod filesystems;
 mod fixture;
 mod force;
 mod host;
 mod lifecycle;
+mod peers;
+mod readonly;
+mod resize;
 mod systemd;
 mod verify;
 
@@ -35,14 +40,21 @@ fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
         return systemd::trials();
     }
-    let trials = [
+    [
         lifecycle::trials(),
         filesystems::trials(),
         verify::trials(),
         crash::trials(),
+        facts::trials(),
+        campaign::trials(),
+        peers::trials(),
+        resize::trials(),
+        readonly::trials(),
         force::trials(),
-    ];
-    trials.into_iter().flatten().collect()
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// A named test that fails by panicking.

@@ -42,6 +42,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
             block_size: 0,
             dead_connection_timeout_s: 60,
             replay_delay_ms: 1000,
+            policy: Policy::default(),
         },
         intent: Intent::Mapped,
         generation: 0,
@@ -83,6 +84,7 @@ impl World {
             },
             announced: self.announced,
             failures: self.failures,
+            history: String::new(),
             growth_waits: false,
         }
     }
@@ -455,6 +457,7 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         holders: Vec::new(),
         announced: true,
         failures: 0,
+        history: String::new(),
         growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
@@ -473,6 +476,7 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         announced: true,
         failures: 0,
         growth_waits: false,
+        history: String::new(),
     };
     let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
     let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
@@ -499,6 +503,7 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
             holders: Vec::new(),
             announced: true,
             failures: MAX_FAILURES,
+            history: String::new(),
             growth_waits,
         };
         let plan = plan(record, &observed);

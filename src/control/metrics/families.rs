@@ -4,7 +4,9 @@ use std::fmt;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeCounterValue, MetricEncoder, NoLabelSet,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
@@ -72,11 +74,11 @@ impl Writer<'_, '_> {
         })
     }
 
-    fn counters<'a, const N: usize>(
+    fn counters<'a, const N: usize, V: EncodeCounterValue>(
         &mut self,
         name: &str,
         help: &str,
-        values: impl Iterator<Item = ([Label<'a>; N], u64)>,
+        values: impl Iterator<Item = ([Label<'a>; N], V)>,
     ) -> fmt::Result {
         let mut values = values;
         self.family(name, help, MetricType::Counter, |samples| {
@@ -214,6 +216,16 @@ impl Scene {
                 .map(move |(kind, count)| ([name(volume), ("kind", kind.name())], *count))
         });
         writer.counters("volume_errors", "Requests that failed, by kind", errors)?;
+        writer.counters(
+            "volume_stalled_seconds",
+            "Time in outages of the backend that are over, summed over the connections",
+            self.counted(|counted| seconds(counted.snapshot.stalled_ns)),
+        )?;
+        writer.counters(
+            "volume_limited_seconds",
+            "Time in which a limit held requests back, summed over the connections",
+            self.counted(|counted| seconds(counted.snapshot.limited_ns)),
+        )?;
         writer.family(
             "volume_request_duration_seconds",
             "From a request's arrival to its reply",
@@ -230,6 +242,19 @@ impl Scene {
     }
 
     fn encode_now(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
+        writer.gauges(
+            "volume_queued_requests",
+            "Requests that wait for a backend which cannot be reached",
+            self.counted(|counted| counted.snapshot.queued as f64),
+        )?;
+        writer.gauges(
+            "volume_outage_seconds",
+            "How long the backend has not been reached; 0 while it is",
+            self.counted(|counted| match counted.snapshot.outage_since_ns {
+                0 => 0.0,
+                since => seconds(self.boot_now_ns.saturating_sub(since)),
+            }),
+        )?;
         writer.gauges(
             "volume_connections",
             "Connections of the device that are served",
@@ -341,6 +366,7 @@ mod tests {
             kernel: Load { commands: 1, waits: 2, stuck: 3 },
             calls: Vec::new(),
             now_ns: 3_000_000_000,
+            boot_now_ns: 5_000_000_000,
         }
     }
 
