@@ -13,6 +13,7 @@ use cleat::error::Error;
 use cleat::kernel::Device;
 use tokio::time::{Instant, sleep};
 
+use crate::clock;
 use crate::disks::SECTORS;
 use crate::scenario::{Lasting, Volume};
 use crate::world::{World, cleat_devices};
@@ -39,7 +40,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     let mut state = world.state();
     state.quirks.clear();
     for worker in state.workers.values_mut() {
-        worker.calm_down();
+        worker.calm_down(clock::now());
     }
     for disk in state.disks.values_mut() {
         (disk.gone, disk.hung) = (false, false);
@@ -317,7 +318,10 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     let unknown = || -> Vec<u32> {
         let state = world.state();
         let is_known = |id: &str| known.contains(id) || reported.contains(id);
-        let stray = state.workers.values().filter(|w| !w.mapping_id().is_some_and(is_known));
+        // One whose record was lost ends by itself, unless it is stopped.
+        let stray = state.workers.values().filter(|worker| {
+            !worker.stopped && !worker.mapping_id().is_some_and(is_known)
+        });
         stray.map(|worker| worker.id.pid).collect()
     };
     if !unknown().is_empty() {
@@ -352,6 +356,17 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
     let orphans = executor.orphans(Instant::now() + UNMAP_LIMIT).await.unwrap_or_default();
     for (device, _) in orphans {
         let path = format!("/dev/nbd{}", device.index);
+        let id = device.identity().map(|id| id.mapping_id().to_owned());
+        let mut state = world.state();
+        let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
+        let worker = worker.map(|worker| (worker.id.pid, worker.fenced));
+        if world.kernel().live_links(device.index) == 0 || worker.is_some_and(|w| w.1) {
+            // What its page cache holds can go nowhere: only force takes it down.
+            world.kernel().vanish(device.index);
+            worker.into_iter().for_each(|(pid, _)| state.end(pid));
+            continue;
+        }
+        drop(state);
         if let Err(error) = executor.unmap(&path, Instant::now() + UNMAP_LIMIT).await {
             world.violation(format!("the orphan {path} cannot be unmapped: {}", error.report()));
         }
@@ -391,7 +406,12 @@ async fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
         let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name()).collect()
     };
-    let sockets = files(world.config().runtime_dir.join("workers"));
+    let mut sockets = files(world.config().runtime_dir.join("workers"));
+    // Of a mapping whose record was lost: until the next start.
+    sockets.retain(|socket| {
+        let id = socket.to_str().and_then(|name| name.strip_suffix(".sock"));
+        !id.is_some_and(|id| world.state().touched.contains(id))
+    });
     if !(devices.is_empty() && workers.is_empty() && records.is_empty() && left == 0) {
         world.violation(format!(
             "left at the end: devices {devices:?}, workers {workers:?}, records {records:?}, \

@@ -65,6 +65,7 @@ pub(crate) struct Surroundings<'a> {
     violations: &'a mut Vec<String>,
     generations: &'a mut BTreeMap<String, u64>,
     gone: &'a BTreeSet<String>,
+    touched: &'a BTreeSet<String>,
     epochs: &'a mut u64,
     records: PathBuf,
 }
@@ -258,6 +259,7 @@ impl State {
             violations: &mut self.violations,
             generations: &mut self.generations,
             gone: &self.gone,
+            touched: &self.touched,
             epochs: &mut self.epochs,
             records,
         };
@@ -339,7 +341,7 @@ impl Surroundings<'_> {
         let recorded = record["worker"]["pid"] == worker.id.pid
             && record["worker"]["started_ticks"] == worker.id.started_ticks
             && record["generation"] == start.generation;
-        if !recorded && !worker.was_stopped {
+        if !recorded && !worker.was_stopped && !self.touched.contains(id) {
             self.violation(format!("{id}: a worker was told to start before it was recorded"));
         }
     }
