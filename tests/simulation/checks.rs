@@ -187,17 +187,21 @@ pub(crate) async fn at_the_end(
     everything_is_known(world, executor).await;
     calm_down(world, volumes, None);
     take_everything_down(world, executor).await;
+    if !world.state().workers.is_empty() {
+        // Of mappings whose records were lost.
+        sleep(ORPHAN_LIMIT).await;
+    }
     for volume in volumes {
         if world.violations().is_empty() {
             map_again(world, volume, executor).await;
         }
     }
-    nothing_is_left(world, executor).await;
+    nothing_is_left(world, executor);
 }
 
 /// A mapping that calls itself mapped does what devices are for.
 async fn works(world: &World, view: &View) -> Result<(), String> {
-    let (name, id) = (&view.record.name, &view.record.mapping_id);
+    let id = &view.record.mapping_id;
     let all = cleat_devices(world.kernel());
     let devices: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     let [device] = devices.as_slice() else { return Err(format!("has devices {devices:?}")) };
@@ -216,7 +220,7 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
         for sector in 0..SECTORS {
             let until = Instant::now() + IO_LIMIT;
             let ticket = loop {
-                if let Some(ticket) = world.submit(name, sector, writes) {
+                if let Some(ticket) = world.submit(device, sector, writes) {
                     break ticket;
                 }
                 if Instant::now() > until {
@@ -393,11 +397,7 @@ async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
 }
 
 /// No device, record, socket or process.
-async fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
-    if !world.state().workers.is_empty() {
-        // Of an orphan: it ends by itself.
-        sleep(ORPHAN_LIMIT).await;
-    }
+fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     let devices = cleat_devices(world.kernel());
     let workers: Vec<u32> = world.state().workers.keys().copied().collect();
     let records = records(world);

@@ -216,9 +216,8 @@ impl World {
         all.into_iter().filter(|d| d.identity().is_some_and(|id| id.name() == name)).collect()
     }
 
-    /// The device of that name writes, or reads, a sector.
-    pub(crate) fn submit(&self, name: &str, sector: u64, writes: bool) -> Option<u64> {
-        let device = self.devices_of(name).into_iter().next()?;
+    /// A device writes, or reads, a sector.
+    pub(crate) fn submit(&self, device: &Device, sector: u64, writes: bool) -> Option<u64> {
         let identity = device.identity()?;
         let mut state = self.state();
         let key = state.key_of(identity.mapping_id())?;
@@ -268,6 +267,12 @@ impl State {
 
     fn has_process(&self, pid: u64) -> bool {
         u32::try_from(pid).is_ok_and(|pid| self.workers.contains_key(&pid))
+    }
+
+    /// Whether a worker of a mapping has told a wrong size.
+    pub(crate) fn has_liar(&self, mapping_id: &str) -> bool {
+        let known = self.workers.values().chain(&self.graveyard);
+        known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
     }
 
     /// Of the supervisors, in their order.
