@@ -3,12 +3,15 @@
 //! Every key with its meaning and default stands in `systemd/cleat.toml`, which a test here keeps
 //! in step.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::backend::uri::parse_size;
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy::{OnOutage, Policy, RateLimits};
 use crate::telemetry::{Format, Log};
 
 /// Where the configuration is looked for when no other place is given. May be absent.
@@ -43,6 +46,8 @@ pub struct Config {
     pub map: MapConfig,
     /// Bounds.
     pub limits: Limits,
+    /// The endpoint for Prometheus.
+    pub metrics: MetricsConfig,
 }
 
 /// Logs.
@@ -67,6 +72,13 @@ pub struct MapConfig {
     /// How soon after a repair the kernel repeats what a dead worker left.
     #[serde(deserialize_with = "duration")]
     pub replay_delay: Duration,
+    /// What becomes of requests while the backend cannot be reached.
+    pub on_outage: OnOutage,
+    /// Requests per second; 0: no limit.
+    pub iops: u64,
+    /// Bytes per second; 0: no limit.
+    #[serde(deserialize_with = "size_or_zero")]
+    pub bps: u64,
     /// Bound on calls that give none.
     #[serde(deserialize_with = "duration")]
     pub timeout: Duration,
@@ -80,6 +92,37 @@ pub struct Limits {
     pub mappings: usize,
 }
 
+/// The endpoint for Prometheus.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MetricsConfig {
+    /// Where it listens.
+    #[serde(deserialize_with = "listen")]
+    pub listen: Listen,
+    /// Of the unix socket.
+    #[serde(deserialize_with = "mode")]
+    pub socket_mode: u32,
+    /// Whether it may listen beyond this machine.
+    pub allow_remote: bool,
+}
+
+/// Where the metrics are served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Listen {
+    /// Nowhere.
+    Off,
+    /// On `metrics.sock` in the runtime directory.
+    Unix,
+    /// On a TCP port.
+    Tcp(SocketAddr),
+}
+
+impl Default for MetricsConfig {
+    fn default() -> Self {
+        Self { listen: Listen::Unix, socket_mode: 0o600, allow_remote: false }
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -91,6 +134,7 @@ impl Default for Config {
             log: LogConfig::default(),
             map: MapConfig::default(),
             limits: Limits::default(),
+            metrics: MetricsConfig::default(),
         }
     }
 }
@@ -109,8 +153,19 @@ impl Default for MapConfig {
             connections: 1,
             dead_connection_timeout: Duration::from_secs(300),
             replay_delay: Duration::from_secs(1),
+            on_outage: OnOutage::Queue,
+            iops: 0,
+            bps: 0,
             timeout: Duration::from_secs(30),
         }
+    }
+}
+
+impl MapConfig {
+    /// The policy of a mapping that asks for none.
+    pub fn policy(&self) -> Policy {
+        let limits = RateLimits { iops: self.iops, bytes_per_s: self.bps };
+        Policy { outage: self.on_outage, limits }
     }
 }
 
@@ -208,8 +263,22 @@ impl Config {
         if !(Duration::from_secs(1)..=day).contains(&self.map.timeout) {
             return invalid("map.timeout", "must be at least 1s and at most a day".to_owned());
         }
+        if let Err(error) = self.map.policy().limits.check() {
+            return invalid("map.iops or map.bps", format!("is out of range: {}", error.message()));
+        }
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
+        }
+        if let Listen::Tcp(address) = self.metrics.listen
+            && !address.ip().is_loopback()
+            && !self.metrics.allow_remote
+        {
+            let why = format!(
+                "must be a loopback address: {} can be reached from other machines, which see every \
+                 volume's name and URI; metrics.allow_remote = true allows it",
+                address.ip()
+            );
+            return invalid("metrics.listen", why);
         }
         Log::check_filter(&self.log.level)
             .or_else(|why| invalid("log.level", format!("is no level or filter: {why}")))
@@ -231,6 +300,36 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
     let text = String::deserialize(deserializer)?;
     humantime::parse_duration(&text).map_err(|error| {
         serde::de::Error::custom(format!("{text:?} is no duration such as \"30s\": {error}"))
+    })
+}
+
+/// A size as people write it, "100M"; "0" is none.
+fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let size = if text == "0" { Ok(0) } else { parse_size(&text) };
+    size.map_err(|error| serde::de::Error::custom(error.message()))
+}
+
+/// "off", "unix", or an address and a port.
+fn listen<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Listen, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    match text.as_str() {
+        "off" => Ok(Listen::Off),
+        "unix" => Ok(Listen::Unix),
+        address => address.parse().map(Listen::Tcp).map_err(|_| {
+            serde::de::Error::custom(format!(
+                "{text:?} is neither \"unix\" nor \"off\" nor an address such as \"127.0.0.1:9599\""
+            ))
+        }),
+    }
+}
+
+/// The mode of a file in octal, as chmod takes it: only read and write, which sockets know.
+fn mode<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let mode = u32::from_str_radix(&text, 8).ok().filter(|mode| mode & !0o666 == 0);
+    mode.filter(|mode| mode & 0o600 == 0o600).ok_or_else(|| {
+        serde::de::Error::custom(format!("{text:?} is no mode such as \"0600\" or \"0660\""))
     })
 }
 
@@ -268,8 +367,14 @@ mod tests {
             "connections",
             "dead_connection_timeout",
             "replay_delay",
+            "on_outage",
+            "iops",
+            "bps",
             "timeout",
             "mappings",
+            "listen",
+            "socket_mode",
+            "allow_remote",
         ] {
             assert!(uncommented.lines().any(|l| l.starts_with(&format!("{key} ="))), "{key}");
         }
@@ -294,15 +399,34 @@ mod tests {
             ("[map]\ntimeout = 30", "line 2"),
             ("[map]\ndead_connection_timeout = \"1500ms\"", "whole"),
             ("[map]\nreplay_delay = \"5ms\"", "100ms"),
+            ("[map]\non_outage = \"wait\"", "outage"),
+            ("[map]\nbps = \"100\"", "map.bps"),
+            ("[map]\nbps = \"fast\"", "fast"),
             ("[limits]\nmappings = 0", "limits.mappings"),
             ("[log]\nformat = \"xml\"", "journald"),
             ("[log]\nlevel = \"cleat=loud\"", "log.level"),
+            ("[metrics]\nlisten = \"9599\"", "127.0.0.1:9599"),
+            ("[metrics]\nlisten = \"0.0.0.0:9599\"", "allow_remote"),
+            ("[metrics]\nlisten = \"[2001:db8::1]:9599\"", "loopback"),
+            ("[metrics]\nsocket_mode = \"0777\"", "0660"),
+            ("[metrics]\nsocket_mode = \"0060\"", "0660"),
             ("modprobe", "line 1"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.report().contains(part), "{text}: {}", error.report());
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         }
+    }
+
+    #[test]
+    fn metrics_are_served_where_the_file_says() {
+        let listen = |text: &str| parse(&format!("[metrics]\n{text}")).unwrap().metrics;
+        assert_eq!(listen("listen = \"off\"").listen, Listen::Off);
+        let local = Listen::Tcp("[::1]:9599".parse().unwrap());
+        assert_eq!(listen("listen = \"[::1]:9599\"").listen, local);
+        let anywhere = listen("listen = \"0.0.0.0:9599\"\nallow_remote = true\n");
+        assert_eq!(anywhere.listen, Listen::Tcp("0.0.0.0:9599".parse().unwrap()));
+        assert_eq!(listen("socket_mode = \"660\"").socket_mode, 0o660);
     }
 
     #[test]

@@ -73,6 +73,10 @@ pub struct Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum IoError {
     /// the backend cannot be reached just now; the same request may succeed later
+    ///
+    /// Promises that nothing of the request is still on its way, else it could land after its
+    /// repetition, on top of what has been written since; and that the repetition means all that the
+    /// request meant: a flush after writes may have been lost is `Broken`.
     #[error("the backend cannot be reached just now")]
     Retry,
     /// somebody else owns the volume; nothing will be written until it is opened anew
@@ -115,6 +119,21 @@ impl IoError {
         Self::Broken,
     ];
 
+    /// The kind's name in statistics and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Retry => "retry",
+            Self::Fenced => "fenced",
+            Self::NoSpace => "nospace",
+            Self::Invalid => "invalid",
+            Self::ReadOnly => "readonly",
+            Self::Unsupported => "unsupported",
+            Self::NoMemory => "nomemory",
+            Self::Shutdown => "shutdown",
+            Self::Broken => "broken",
+        }
+    }
+
     /// The kind that an operating-system error number stands for, as a local file gives it.
     pub fn from_errno(errno: i32) -> Self {
         match errno {
@@ -124,7 +143,20 @@ impl IoError {
             libc::EOPNOTSUPP | libc::ENOSYS => Self::Unsupported,
             libc::ENOMEM | libc::ENOBUFS => Self::NoMemory,
             libc::ESHUTDOWN => Self::Fenced,
-            libc::EAGAIN | libc::ETIMEDOUT => Self::Retry,
+            // Of a transport below the file: all paths of a multipath or remote device are down (the
+            // block layer's TIMEOUT and TRANSPORT), or a network file system gave up for now. EIO and
+            // what is final for an open file (ESTALE, ENODEV) are not among them.
+            libc::EAGAIN
+            | libc::ETIMEDOUT
+            | libc::ENOLINK
+            | libc::EHOSTDOWN
+            | libc::EHOSTUNREACH
+            | libc::ENETDOWN
+            | libc::ENETUNREACH
+            | libc::ECONNREFUSED
+            | libc::ECONNRESET
+            | libc::ECONNABORTED
+            | libc::ENOTCONN => Self::Retry,
             _ => Self::Broken,
         }
     }

@@ -18,6 +18,7 @@ use tonic::{Request, Response, Status};
 
 use super::convert;
 use super::executor::Executor;
+use super::growth::NewSize;
 use super::volume::{View, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1 as api;
@@ -82,6 +83,11 @@ impl Admin {
         }
     }
 
+    /// When the daemon started, in seconds since the epoch.
+    pub fn started_at_s(&self) -> u64 {
+        self.started_at_s
+    }
+
     /// Runs a call as a task of its own.
     async fn detached<T: Send + 'static>(
         &self,
@@ -128,7 +134,8 @@ impl Admin {
             Some(convert::statistics(&volume.view(), &page.snapshot()))
         });
         let at_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        api::StatsResponse { volumes: counted.collect(), at_ms }
+        let latency_bounds_ns = convert::latency_bounds_ns();
+        api::StatsResponse { volumes: counted.collect(), at_ms, latency_bounds_ns }
     }
 }
 
@@ -219,7 +226,8 @@ impl api::node_server::Node for Admin {
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
         self.detached(async move {
-            let view = executor.resize(&target, request.size_bytes, deadline).await?;
+            let wanted = NewSize { bytes: request.size_bytes, shrink: request.allow_shrink };
+            let view = executor.resize(&target, wanted, deadline).await?;
             Ok(convert::mapping(&view))
         })
         .await
@@ -273,6 +281,23 @@ impl api::node_server::Node for Admin {
             started_at_s: self.started_at_s,
             checks: self.checks().await,
         }))
+    }
+
+    async fn set_options(
+        &self,
+        request: Request<api::SetOptionsRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let request = request.into_inner();
+        let target = checked(convert::target(request.target))?;
+        let (iops, bytes_per_s) = (request.iops, request.bytes_per_s);
+        let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
+        let deadline = self.deadline(0)?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(async move {
+            let view = executor.set_policy(&target, change, deadline).await?;
+            Ok(convert::mapping(&view))
+        })
+        .await
     }
 
     async fn set_fault(

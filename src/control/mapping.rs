@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind};
 use crate::kernel::{DeviceIndex, Holder, Identity};
+use crate::policy::Policy;
 
 /// What is remembered of a mapping, durably. See `journal`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +73,9 @@ pub struct Options {
     pub dead_connection_timeout_s: u32,
     /// How soon after a repair the kernel repeats what the dead worker left; 0: the kernel's 30 s.
     pub replay_delay_ms: u32,
+    /// What happens in an outage of the backend, and how fast the mapping may go. Changed live.
+    #[serde(default)]
+    pub policy: Policy,
 }
 
 /// What the user wants of a mapping.
@@ -108,6 +112,13 @@ pub struct Volume {
     pub outlives_worker: bool,
 }
 
+impl Volume {
+    /// Whether its device refuses writes: NBD_FLAG_READ_ONLY among the transmission flags.
+    pub fn is_read_only(&self) -> bool {
+        self.transmission_flags & 1 << 1 != 0
+    }
+}
+
 /// What is, as far as this mapping is concerned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Observed {
@@ -121,6 +132,10 @@ pub struct Observed {
     pub announced: bool,
     /// Repairs that did not last, in a row.
     pub failures: u32,
+    /// How the last of them ended, for the reader.
+    pub history: String,
+    /// A growth of the device could not be carried out a moment ago.
+    pub growth_waits: bool,
 }
 
 /// A device with our identity.
@@ -172,6 +187,14 @@ pub enum Action {
         index: DeviceIndex,
         /// Connections to replace.
         missing: u32,
+    },
+    /// Make the device as large as its volume has become, in bytes. One that cannot be done now is
+    /// put off, and no failure: the mapping works.
+    Grow {
+        /// The device.
+        index: DeviceIndex,
+        /// Of the volume, in whole blocks.
+        size: u64,
     },
     /// Remember that the mapping is being taken down.
     Renounce,
@@ -309,12 +332,14 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
                 (false, false) => State::Mapping,
             };
             if !after.is_empty() && observed.failures >= MAX_FAILURES {
-                return given_up(record);
+                return given_up(record, observed);
             }
+            let grown = grown(record, observed, device);
+            after.extend(grown.map(|size| Action::Grow { index: device.index, size }));
             Plan { state, actions: after }
         }
         SeenWorker::Alive { .. } | SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
-            given_up(record)
+            given_up(record, observed)
         }
         SeenWorker::Alive { connections, .. } => {
             let missing = wanted - connections;
@@ -333,6 +358,16 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
         SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
         SeenWorker::Fenced => fenced(record),
     }
+}
+
+/// The size that the device should have, where the volume has grown by a block or more.
+fn grown(record: &Record, observed: &Observed, device: SeenDevice) -> Option<u64> {
+    let SeenWorker::Alive { size, .. } = observed.worker else { return None };
+    let block_size = record.volume.map(|volume| u64::from(volume.block_size))?;
+    // What is no whole block cannot be reached through the device.
+    let size = size - size % block_size.max(1);
+    let grows = record.established && !observed.growth_waits && size > device.size;
+    grows.then_some(size)
 }
 
 fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
@@ -383,11 +418,23 @@ fn lost(record: &Record) -> Plan {
     ))
 }
 
-fn given_up(record: &Record) -> Plan {
+fn given_up(record: &Record, observed: &Observed) -> Plan {
+    let Record { name, uri, options, .. } = record;
+    let why = match observed.history.as_str() {
+        "" => String::new(),
+        history => format!(": {history}"),
+    };
     Plan::fail(Trouble::new(
         ErrorKind::Unavailable,
-        format!("{} could not be repaired in {MAX_FAILURES} attempts", record.name),
-        format!("see the daemon's log for the cause; cleat unmap {} gives it up", record.name),
+        format!(
+            "{name} could not be repaired in {MAX_FAILURES} attempts{why}; new I/O fails once it has \
+             waited for {} s",
+            options.dead_connection_timeout_s
+        ),
+        format!(
+            "see the daemon's log for the cause; when it is removed, cleat map '{uri}' --name {name} \
+             tries again, and cleat unmap {name} gives it up"
+        ),
     ))
 }
 

@@ -47,7 +47,9 @@ impl Executor {
         }
         let worker = self.observe_worker(guard, deadline).await?;
         let announced = guard.paths.is_some();
-        Ok(Observed { devices, worker, holders, announced, failures: guard.failures })
+        let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
+        let (failures, history) = (guard.failures, guard.setbacks.history());
+        Ok(Observed { devices, worker, holders, announced, failures, history, growth_waits })
     }
 
     /// Every nbd device.
@@ -144,9 +146,14 @@ impl Executor {
 
     /// The worker's end is proved.
     fn bury(&self, guard: &mut Guard) -> SeenWorker {
-        let had_one = guard.worker.take().is_some();
-        if had_one && guard.record.established && guard.record.intent == Intent::Mapped {
-            tracing::warn!(mapping = guard.volume().name, "its worker has died");
+        let worker = guard.worker.take();
+        if let Some(worker) = &worker {
+            let (pid, how) = (worker.id().pid, worker.how_it_ended());
+            guard.setbacks.ended(pid, how);
+        }
+        if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
+            let how = guard.setbacks.last_end().unwrap_or_default();
+            tracing::warn!(mapping = guard.volume().name, "its worker has died: {how}");
             self.count_failure(guard);
         }
         SeenWorker::Gone
@@ -272,6 +279,6 @@ fn alive(guard: &Guard) -> SeenWorker {
     let worker = guard.worker.as_ref();
     worker.map_or(SeenWorker::Gone, |worker| SeenWorker::Alive {
         connections: u32::try_from(worker.statistics.snapshot().connections).unwrap_or(u32::MAX),
-        size: worker.ready.size,
+        size: worker.size(),
     })
 }

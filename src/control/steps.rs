@@ -17,11 +17,16 @@ use super::volume::Guard;
 use super::workers::stop_process;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex};
+use crate::statistics::Page;
 use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
 
 /// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
 /// connections.
 const CAN_MULTI_CONN: u16 = 1 << 8;
+
+/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
+/// its device refuses writes.
+const READ_ONLY: u16 = 1 << 1;
 
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -57,6 +62,7 @@ impl Executor {
             Action::Reconnect { index, missing } => {
                 self.reconnect(guard, index, missing, deadline).await
             }
+            Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
                 self.kernel
@@ -91,19 +97,22 @@ impl Executor {
             uri: record.uri.clone(),
             read_only: record.options.read_only,
             log: String::new(),
+            policy: record.options.policy,
         };
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
-        page.iter().for_each(crate::statistics::Page::take_over);
+        page.iter().for_each(Page::take_over);
         let mut starting = pin!(self.workers.start(launched, start, page, deadline));
-        let worker = match timeout(TURN_LIMIT, &mut starting).await {
-            Ok(started) => started?,
+        let started = match timeout(TURN_LIMIT, &mut starting).await {
+            Ok(started) => started,
             Err(_) => {
                 // It waits for its backend, which takes nothing from others.
                 drop(turn);
-                starting.await?
+                starting.await
             }
         };
+        let worker = started.map_err(|failed| guard.setbacks.not_started(failed))?;
+        guard.setbacks.started();
         self.point("worker started").await;
         let volume = match volume_of(&guard.record, &worker.ready) {
             Ok(volume) => volume,
@@ -200,6 +209,7 @@ impl Executor {
             }
             if missing == 0 {
                 self.counted(guard).await;
+                guard.statistics.iter().for_each(Page::count_reconnect);
                 tracing::info!(mapping = guard.record.name, device = index, "reconnected");
                 return Ok(());
             }
@@ -314,11 +324,13 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
         let message = format!("{} cannot be used over several connections", record.uri);
         return Err(invalid(message).with_repair("map it with connections=1"));
     }
-    if let Some(before) = record.volume
-        && before.transmission_flags & !ready.transmission_flags != 0
-    {
-        let message = format!("{} can do less than when its device was made", record.uri);
-        return Err(Error::new(ErrorKind::Internal, message));
+    if let Some(before) = record.volume {
+        let (had, has) = (before.transmission_flags, ready.transmission_flags);
+        // Among what it must not lose is the right to write, which has a flag for its absence.
+        if had & !has != 0 || has & !had & READ_ONLY != 0 {
+            let message = format!("{} can do less than when its device was made", record.uri);
+            return Err(Error::new(ErrorKind::Internal, message));
+        }
     }
     Ok(Volume {
         size,
@@ -367,6 +379,7 @@ fn within(deadline: Instant, limit: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::control::mapping::Options;
+    use crate::policy::Policy;
 
     fn record(connections: u32, block_size: u32) -> Record {
         Record {
@@ -380,6 +393,7 @@ mod tests {
                 block_size,
                 dead_connection_timeout_s: 1,
                 replay_delay_ms: 0,
+                policy: Policy::default(),
             },
             intent: Intent::Mapped,
             generation: 1,
@@ -430,7 +444,8 @@ mod tests {
         let mut record = record(1, 0);
         record.volume = Some(volume_of(&record, &ready(8192, 1, 5)).unwrap());
         assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
-        let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
+        assert!(volume_of(&record, &ready(8192, 1, 5 | READ_ONLY)).is_err());
+        let volume = volume_of(&record, &ready(8192, 1, 5 | 1 << 3)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
         // It may have grown by less than a block meanwhile.
         let volume = volume_of(&record, &ready(8192 + 700, 1, 5)).unwrap();

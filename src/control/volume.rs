@@ -13,6 +13,7 @@ use tokio::sync::{OwnedMutexGuard, mpsc};
 use tokio::time::{Instant, timeout};
 
 use super::mapping::{Record, SeenDevice, State};
+use super::setbacks::Setbacks;
 use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, DevicePaths, Holder};
@@ -34,10 +35,14 @@ pub struct Core {
     pub withdrawn: bool,
     /// Repairs that failed or did not last, in a row.
     pub failures: u32,
+    /// What went wrong with its workers.
+    pub setbacks: Setbacks,
     /// Since when it has worked without interruption.
     pub sound_since: Option<Instant>,
     /// No repair before.
     pub not_before: Option<Instant>,
+    /// A growth of the device that was put off, until when and why.
+    pub growth: Option<(Instant, String)>,
 }
 
 impl Core {
@@ -51,8 +56,10 @@ impl Core {
             renounced: false,
             withdrawn: false,
             failures: 0,
+            setbacks: Setbacks::default(),
             sound_since: None,
             not_before: None,
+            growth: None,
         }
     }
 }
@@ -74,6 +81,21 @@ pub struct View {
     pub worker_pid: u32,
     /// Who holds it, where somebody has looked.
     pub holders: Vec<Holder>,
+    /// The backend cannot be reached.
+    pub outage: Option<OutageView>,
+    /// How its last worker ended, where one did that was not asked to.
+    pub last_end: Option<String>,
+}
+
+/// An outage of a mapping's backend, as everybody may see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutageView {
+    /// When it was noticed.
+    pub since_unix_ms: u64,
+    /// Why, as far as known.
+    pub reason: Option<String>,
+    /// Requests that wait in the worker.
+    pub queued: u64,
 }
 
 impl View {
@@ -81,6 +103,12 @@ impl View {
     pub fn node(&self) -> Option<PathBuf> {
         let known = self.paths.as_ref().map(|paths| paths.node.clone());
         known.or_else(|| self.device.map(|device| node_of(device.index)))
+    }
+
+    /// Whether nothing can be written: asked for, or the nature of the volume (a snapshot).
+    pub fn is_read_only(&self) -> bool {
+        let by_itself = self.record.volume.is_some_and(|volume| volume.is_read_only());
+        self.record.options.read_only || by_itself
     }
 }
 
@@ -158,6 +186,8 @@ impl Volume {
             paths: None,
             worker_pid: 0,
             holders: Vec::new(),
+            outage: None,
+            last_end: None,
         };
         Self {
             name: record.name.clone(),
@@ -222,7 +252,11 @@ impl Volume {
 
     /// How it is doing.
     pub fn view(&self) -> View {
-        lock(&self.view).clone()
+        let mut view = lock(&self.view).clone();
+        if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
+            outage.queued = page.snapshot().queued;
+        }
+        view
     }
 
     /// Its counters, if it ever had any.

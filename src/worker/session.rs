@@ -15,8 +15,10 @@ use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::{Channel, Incoming};
+use super::outage::Watch;
 use super::process::wrong_version;
 use super::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use super::sizes::{Order, Sizes};
 use crate::backend::{Image, Waker};
 use crate::data::End;
 use crate::data::nbd::wire::transmission_flags;
@@ -31,6 +33,9 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 /// How long `Stop` waits for running requests before it cuts them off.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
+/// How often the reason of an outage is asked for while it lasts.
+const OUTAGE_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Connections to the control socket that have not said `Adopt` yet.
 const MAX_STRANGERS: usize = 4;
 
@@ -39,6 +44,7 @@ pub(super) struct Session {
     start: Start,
     image: Arc<dyn Image>,
     page: Page,
+    sizes: Sizes,
     listener: UnixListener,
     server: Server,
     events: Receiver<Event>,
@@ -53,6 +59,7 @@ pub(super) struct Session {
     fenced: bool,
     /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
     fenced_before: u64,
+    outage: Watch,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
@@ -86,11 +93,15 @@ impl Session {
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         let events = forward(source, waker.clone())?;
+        server.set_policy(start.policy);
+        server.watch_outages(waker.clone());
+        let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
             start,
             image,
             page,
+            sizes,
             listener,
             server,
             events,
@@ -102,6 +113,7 @@ impl Session {
             disconnecting: false,
             fenced: false,
             fenced_before,
+            outage: Watch::default(),
             alone_since: None,
         })
     }
@@ -118,6 +130,10 @@ impl Session {
                 return Ok(());
             }
             self.look_for_fence();
+            if let Some(message) = self.outage.look(&self.page, self.image.as_ref()) {
+                self.tell(&message);
+            }
+            self.on_sizes();
             if turn.channel && self.on_channel() == Next::Exit {
                 return Ok(());
             }
@@ -141,7 +157,9 @@ impl Session {
         ];
         set.extend(self.strangers.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
         set.extend(self.channel.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
-        let timeout = if self.alone_since.is_some() {
+        let timeout = if self.outage.lasts() {
+            PollTimeout::try_from(OUTAGE_INTERVAL).unwrap_or(PollTimeout::MAX)
+        } else if self.alone_since.is_some() {
             PollTimeout::try_from(ORPHAN_PATIENCE).unwrap_or(PollTimeout::MAX)
         } else {
             PollTimeout::NONE
@@ -190,6 +208,11 @@ impl Session {
                 }
                 Next::Exit
             }
+            Ok(Incoming::Command(ToWorker::RefreshSize, _)) => self.order(Order::Refresh),
+            Ok(Incoming::Command(ToWorker::Resize { size, shrink }, _)) => {
+                let smaller = shrink && size < self.image.size();
+                self.order(if smaller { Order::Shrink(size) } else { Order::Resize(size) })
+            }
             Ok(Incoming::Command(command, descriptors)) => {
                 match self.execute(command, descriptors) {
                     Ok(answer) => self.tell(&answer),
@@ -210,6 +233,14 @@ impl Session {
         }
     }
 
+    /// Answered once the backend has.
+    fn order(&mut self, order: Order) -> Next {
+        if let Err(error) = self.sizes.order(order) {
+            self.tell_failure(&error);
+        }
+        Next::Continue
+    }
+
     fn on_channel_end(&mut self) -> Next {
         self.channel = None;
         if self.served {
@@ -220,19 +251,34 @@ impl Session {
         Next::Exit
     }
 
+    fn on_sizes(&mut self) {
+        match self.sizes.answer() {
+            Some(Ok(size)) => self.tell(&FromWorker::Size { size }),
+            Some(Err(error)) => self.tell_failure(&error),
+            None => {}
+        }
+        if let Some(size) = self.sizes.change() {
+            self.tell(&FromWorker::SizeChanged { size });
+        }
+    }
+
     fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<FromWorker> {
-        let size = |size| Ok(FromWorker::Size { size });
         match command {
             ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
-            ToWorker::RefreshSize => size(self.image.refresh_size()?),
-            ToWorker::Resize { size: wanted } => {
-                self.image.resize(wanted)?;
-                size(self.image.refresh_size()?)
+            ToWorker::SetPolicy(policy) => {
+                policy.limits.check()?;
+                self.server.set_policy(policy);
+                self.start.policy = policy;
+                Ok(FromWorker::Done)
             }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             ToWorker::Ping => Ok(FromWorker::Done),
-            // Stop never comes here.
-            ToWorker::Start(_) | ToWorker::Adopt { .. } | ToWorker::Stop => {
+            // Stop and what concerns the size never come here.
+            ToWorker::Start(_)
+            | ToWorker::Adopt { .. }
+            | ToWorker::Stop
+            | ToWorker::RefreshSize
+            | ToWorker::Resize { .. } => {
                 let message = "only the first message on a channel can be start or adopt";
                 Err(Error::new(ErrorKind::InvalidArgument, message))
             }
@@ -294,7 +340,7 @@ impl Session {
         }
     }
 
-    fn adopt(&self, channel: &Channel, version: u32, mapping_id: &str) -> Result<()> {
+    fn adopt(&mut self, channel: &Channel, version: u32, mapping_id: &str) -> Result<()> {
         if version != PROTOCOL_VERSION {
             return Err(wrong_version(version));
         }
@@ -303,10 +349,15 @@ impl Session {
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let page = self.page.file().map_err(|e| Error::from_io("the statistics page", e))?;
-        channel.send(&FromWorker::Ready(self.ready()), &[page.as_fd()])?;
+        let ready = self.ready();
+        self.sizes.start_over(ready.size);
+        channel.send(&FromWorker::Ready(ready), &[page.as_fd()])?;
         tracing::info!("adopted by a supervisor");
         if self.fenced {
             channel.send(&FromWorker::Fenced, &[])?;
+        }
+        if self.outage.lasts() {
+            channel.send(&self.outage.message(), &[])?;
         }
         Ok(())
     }
@@ -328,7 +379,7 @@ impl Session {
         }
     }
 
-    /// Looked for whenever the loop turns, by the supervisor's pings at the latest. Nothing waits
+    /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
         let count = self.page.snapshot().errors_of(IoError::Fenced);

@@ -7,4 +7,7 @@
 mod bench;
 mod crashes;
 mod everyday;
+mod metrics;
+mod openmetrics;
+mod sizes;
 mod trouble;

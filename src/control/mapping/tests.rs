@@ -42,6 +42,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
             block_size: 0,
             dead_connection_timeout_s: 60,
             replay_delay_ms: 1000,
+            policy: Policy::default(),
         },
         intent: Intent::Mapped,
         generation: 0,
@@ -83,6 +84,8 @@ impl World {
             },
             announced: self.announced,
             failures: self.failures,
+            history: String::new(),
+            growth_waits: false,
         }
     }
 
@@ -91,22 +94,7 @@ impl World {
         let ours_count = self.devices.iter().filter(|device| device.0).count();
         let record = self.record.as_mut().expect("no action without a record");
         match action {
-            Action::StartWorker => {
-                assert!(
-                    matches!(self.worker, ModelWorker::None | ModelWorker::Dead),
-                    "a second worker beside {:?}",
-                    self.worker
-                );
-                record.generation += 1;
-                if fail {
-                    self.worker = ModelWorker::Dead;
-                    return Err(());
-                }
-                if !record.volume.expect("set").outlives_worker && ours_count > 0 {
-                    self.replaced_by_zeroes = true;
-                }
-                self.worker = ModelWorker::Alive(0);
-            }
+            Action::StartWorker => return self.start_worker(ours_count, fail),
             Action::Connect => {
                 assert_eq!(ours_count, 0, "a second device");
                 if fail {
@@ -116,9 +104,12 @@ impl World {
                 *connections = record.options.connections;
                 self.devices.push((true, record.options.connections));
             }
-            Action::WaitReady if fail => return Err(()),
+            Action::WaitReady | Action::Establish | Action::Renounce | Action::StopWorker
+                if fail =>
+            {
+                return Err(());
+            }
             Action::WaitReady => self.announced = true,
-            Action::Establish if fail => return Err(()),
             Action::Establish => record.established = true,
             Action::Reconnect { index, missing } => {
                 let device = &mut self.devices[index as usize];
@@ -132,7 +123,7 @@ impl World {
                     return Err(());
                 }
             }
-            Action::Renounce if fail => return Err(()),
+            Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
@@ -147,7 +138,6 @@ impl World {
                 }
                 self.devices[index as usize] = (false, 0);
             }
-            Action::StopWorker if fail => return Err(()),
             Action::StopWorker => self.worker = ModelWorker::Dead,
             Action::WithdrawRecord => {
                 assert_eq!(ours_count, 0, "a device without a record");
@@ -158,6 +148,20 @@ impl World {
                 self.record = None;
             }
         }
+        Ok(())
+    }
+
+    fn start_worker(&mut self, devices: usize, fail: bool) -> Result<(), ()> {
+        let free = matches!(self.worker, ModelWorker::None | ModelWorker::Dead);
+        assert!(free, "a second worker beside {:?}", self.worker);
+        let record = self.record.as_mut().expect("no action without a record");
+        record.generation += 1;
+        if fail {
+            self.worker = ModelWorker::Dead;
+            return Err(());
+        }
+        self.replaced_by_zeroes |= !record.volume.expect("set").outlives_worker && devices > 0;
+        self.worker = ModelWorker::Alive(0);
         Ok(())
     }
 
@@ -406,8 +410,39 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         holders: Vec::new(),
         announced: true,
         failures: 0,
+        history: String::new(),
+        growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
     assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
+}
+
+#[test]
+fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
+    let mut record = record(1, true);
+    record.established = true;
+    let grows = |record: &Record, size, connections, growth_waits| {
+        let observed = Observed {
+            devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+            worker: SeenWorker::Alive { connections, size },
+            holders: Vec::new(),
+            announced: true,
+            failures: MAX_FAILURES,
+            history: String::new(),
+            growth_waits,
+        };
+        let plan = plan(record, &observed);
+        assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
+        plan.actions
+    };
+    let action = Action::Grow { index: 3, size: (1 << 20) + 1024 };
+    assert_eq!(grows(&record, (1 << 20) + 1024 + 511, 1, false), [action]);
+    assert_eq!(grows(&record, (1 << 20) + 511, 1, false), []);
+    assert_eq!(grows(&record, (1 << 20) + 1024, 1, true), []);
+    // First it works again, then it grows; and nothing shrinks by itself.
+    for (size, connections) in [((1 << 20) + 1024, 0), (1 << 19, 1)] {
+        let actions = grows(&record, size, connections, false);
+        assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
+    }
 }
