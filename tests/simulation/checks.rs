@@ -13,6 +13,7 @@ use cleat::error::Error;
 use cleat::kernel::Device;
 use tokio::time::{Instant, sleep};
 
+use crate::clock;
 use crate::disks::SECTORS;
 use crate::scenario::{Lasting, Volume};
 use crate::world::{World, cleat_devices};
@@ -39,7 +40,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     let mut state = world.state();
     state.quirks.clear();
     for worker in state.workers.values_mut() {
-        worker.calm_down();
+        worker.calm_down(clock::now());
     }
     for disk in state.disks.values_mut() {
         (disk.gone, disk.hung) = (false, false);
@@ -186,17 +187,21 @@ pub(crate) async fn at_the_end(
     everything_is_known(world, executor).await;
     calm_down(world, volumes, None);
     take_everything_down(world, executor).await;
+    if !world.state().workers.is_empty() {
+        // Of mappings whose records were lost.
+        sleep(ORPHAN_LIMIT).await;
+    }
     for volume in volumes {
         if world.violations().is_empty() {
             map_again(world, volume, executor).await;
         }
     }
-    nothing_is_left(world, executor).await;
+    nothing_is_left(world, executor);
 }
 
 /// A mapping that calls itself mapped does what devices are for.
 async fn works(world: &World, view: &View) -> Result<(), String> {
-    let (name, id) = (&view.record.name, &view.record.mapping_id);
+    let id = &view.record.mapping_id;
     let all = cleat_devices(world.kernel());
     let devices: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     let [device] = devices.as_slice() else { return Err(format!("has devices {devices:?}")) };
@@ -215,7 +220,7 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
         for sector in 0..SECTORS {
             let until = Instant::now() + IO_LIMIT;
             let ticket = loop {
-                if let Some(ticket) = world.submit(name, sector, writes) {
+                if let Some(ticket) = world.submit(device, sector, writes) {
                     break ticket;
                 }
                 if Instant::now() > until {
@@ -317,7 +322,10 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     let unknown = || -> Vec<u32> {
         let state = world.state();
         let is_known = |id: &str| known.contains(id) || reported.contains(id);
-        let stray = state.workers.values().filter(|w| !w.mapping_id().is_some_and(is_known));
+        // One whose record was lost ends by itself, unless it is stopped.
+        let stray = state.workers.values().filter(|worker| {
+            !worker.stopped && !worker.mapping_id().is_some_and(is_known)
+        });
         stray.map(|worker| worker.id.pid).collect()
     };
     if !unknown().is_empty() {
@@ -352,6 +360,17 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
     let orphans = executor.orphans(Instant::now() + UNMAP_LIMIT).await.unwrap_or_default();
     for (device, _) in orphans {
         let path = format!("/dev/nbd{}", device.index);
+        let id = device.identity().map(|id| id.mapping_id().to_owned());
+        let mut state = world.state();
+        let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
+        let worker = worker.map(|worker| (worker.id.pid, worker.fenced));
+        if world.kernel().live_links(device.index) == 0 || worker.is_some_and(|w| w.1) {
+            // What its page cache holds can go nowhere: only force takes it down.
+            world.kernel().vanish(device.index);
+            worker.into_iter().for_each(|(pid, _)| state.end(pid));
+            continue;
+        }
+        drop(state);
         if let Err(error) = executor.unmap(&path, Instant::now() + UNMAP_LIMIT).await {
             world.violation(format!("the orphan {path} cannot be unmapped: {}", error.report()));
         }
@@ -378,11 +397,7 @@ async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
 }
 
 /// No device, record, socket or process.
-async fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
-    if !world.state().workers.is_empty() {
-        // Of an orphan: it ends by itself.
-        sleep(ORPHAN_LIMIT).await;
-    }
+fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     let devices = cleat_devices(world.kernel());
     let workers: Vec<u32> = world.state().workers.keys().copied().collect();
     let records = records(world);
@@ -391,7 +406,12 @@ async fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
         let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name()).collect()
     };
-    let sockets = files(world.config().runtime_dir.join("workers"));
+    let mut sockets = files(world.config().runtime_dir.join("workers"));
+    // Of a mapping whose record was lost: until the next start.
+    sockets.retain(|socket| {
+        let id = socket.to_str().and_then(|name| name.strip_suffix(".sock"));
+        !id.is_some_and(|id| world.state().touched.contains(id))
+    });
     if !(devices.is_empty() && workers.is_empty() && records.is_empty() && left == 0) {
         world.violation(format!(
             "left at the end: devices {devices:?}, workers {workers:?}, records {records:?}, \

@@ -220,11 +220,15 @@ impl Player<'_> {
     /// What needs no supervisor.
     fn happen_between(&self, op: &Op) {
         let (world, kernel) = (&self.world, self.world.kernel());
-        let device = |at: &usize| world.devices_of(self.name(*at)).first().map(|d| d.index);
+        let seen = |at: &usize| world.devices_of(self.name(*at)).into_iter().next();
+        let device = |at: &usize| seen(at).map(|device| device.index);
+        let submit = |at: &usize, sector: &u64, writes: bool| {
+            seen(at).map(|device| world.submit(&device, *sector, writes));
+        };
         let uri = |at: &usize| self.volumes[*at].uri.as_str();
         match op {
-            Op::Write(at, sector) => drop(world.submit(self.name(*at), *sector, true)),
-            Op::Read(at, sector) => drop(world.submit(self.name(*at), *sector, false)),
+            Op::Write(at, sector) => submit(at, sector, true),
+            Op::Read(at, sector) => submit(at, sector, false),
             Op::Kill(at) => self.worker(*at).into_iter().for_each(|pid| world.kill(pid)),
             Op::Stop(at) => self.with_worker(*at, |worker| {
                 (worker.stopped, worker.was_stopped) = (true, true);
@@ -367,6 +371,7 @@ async fn resize(world: World, executor: Arc<Executor>, name: &'static str, size:
         && size != 0
         && view.state == State::Mapped
         && view.device.is_some_and(|device| device.size < size)
+        && !world.state().has_liar(&view.record.mapping_id)
     {
         world.violation(format!("{name} was resized to {size} and is {:?}", view.device));
     }

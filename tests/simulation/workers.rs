@@ -152,14 +152,16 @@ impl Worker {
 
     /// Whether it answers a supervisor that asks in order.
     pub(crate) fn is_sane(&self) -> bool {
-        !self.stopped && !self.mute && self.dying.is_none()
+        !self.stopped && !self.mute && self.dying.is_none() && self.opens_at.is_none()
     }
 
     /// Makes a script's faults end.
-    pub(crate) fn calm_down(&mut self) {
+    pub(crate) fn calm_down(&mut self, now: Instant) {
         let linger = self.quirks.linger;
         self.quirks = Quirks { linger, ..Quirks::default() };
         self.stopped = false;
+        // Whatever it waits for when it opens, comes now.
+        self.opens_at = self.opens_at.map(|at| at.min(now));
         self.mute = false;
     }
 

@@ -65,6 +65,7 @@ pub(crate) struct Surroundings<'a> {
     violations: &'a mut Vec<String>,
     generations: &'a mut BTreeMap<String, u64>,
     gone: &'a BTreeSet<String>,
+    touched: &'a BTreeSet<String>,
     epochs: &'a mut u64,
     records: PathBuf,
 }
@@ -215,9 +216,8 @@ impl World {
         all.into_iter().filter(|d| d.identity().is_some_and(|id| id.name() == name)).collect()
     }
 
-    /// The device of that name writes, or reads, a sector.
-    pub(crate) fn submit(&self, name: &str, sector: u64, writes: bool) -> Option<u64> {
-        let device = self.devices_of(name).into_iter().next()?;
+    /// A device writes, or reads, a sector.
+    pub(crate) fn submit(&self, device: &Device, sector: u64, writes: bool) -> Option<u64> {
         let identity = device.identity()?;
         let mut state = self.state();
         let key = state.key_of(identity.mapping_id())?;
@@ -258,6 +258,7 @@ impl State {
             violations: &mut self.violations,
             generations: &mut self.generations,
             gone: &self.gone,
+            touched: &self.touched,
             epochs: &mut self.epochs,
             records,
         };
@@ -266,6 +267,12 @@ impl State {
 
     fn has_process(&self, pid: u64) -> bool {
         u32::try_from(pid).is_ok_and(|pid| self.workers.contains_key(&pid))
+    }
+
+    /// Whether a worker of a mapping has told a wrong size.
+    pub(crate) fn has_liar(&self, mapping_id: &str) -> bool {
+        let known = self.workers.values().chain(&self.graveyard);
+        known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
     }
 
     /// Of the supervisors, in their order.
@@ -339,7 +346,7 @@ impl Surroundings<'_> {
         let recorded = record["worker"]["pid"] == worker.id.pid
             && record["worker"]["started_ticks"] == worker.id.started_ticks
             && record["generation"] == start.generation;
-        if !recorded && !worker.was_stopped {
+        if !recorded && !worker.was_stopped && !self.touched.contains(id) {
             self.violation(format!("{id}: a worker was told to start before it was recorded"));
         }
     }
