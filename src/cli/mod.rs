@@ -19,6 +19,7 @@ mod node;
 pub mod output;
 mod resize;
 mod serve;
+mod set;
 mod size;
 mod stats;
 mod status;
@@ -106,6 +107,7 @@ enum Command {
     Stats(stats::Stats),
     Metrics(metrics::Metrics),
     Resize(resize::Resize),
+    Set(set::Set),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fault(fault::Fault),
@@ -145,6 +147,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Stats(args) => stats::run(globals, args),
         Command::Metrics(args) => metrics::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
+        Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

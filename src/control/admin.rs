@@ -283,6 +283,23 @@ impl api::node_server::Node for Admin {
         }))
     }
 
+    async fn set_options(
+        &self,
+        request: Request<api::SetOptionsRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let request = request.into_inner();
+        let target = checked(convert::target(request.target))?;
+        let (iops, bytes_per_s) = (request.iops, request.bytes_per_s);
+        let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
+        let deadline = self.deadline(0)?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(async move {
+            let view = executor.set_policy(&target, change, deadline).await?;
+            Ok(convert::mapping(&view))
+        })
+        .await
+    }
+
     async fn set_fault(
         &self,
         request: Request<api::SetFaultRequest>,

@@ -97,19 +97,22 @@ impl Executor {
             uri: record.uri.clone(),
             read_only: record.options.read_only,
             log: String::new(),
+            policy: record.options.policy,
         };
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(Page::take_over);
         let mut starting = pin!(self.workers.start(launched, start, page, deadline));
-        let worker = match timeout(TURN_LIMIT, &mut starting).await {
-            Ok(started) => started?,
+        let started = match timeout(TURN_LIMIT, &mut starting).await {
+            Ok(started) => started,
             Err(_) => {
                 // It waits for its backend, which takes nothing from others.
                 drop(turn);
-                starting.await?
+                starting.await
             }
         };
+        let worker = started.map_err(|failed| guard.setbacks.not_started(failed))?;
+        guard.setbacks.started();
         self.point("worker started").await;
         let volume = match volume_of(&guard.record, &worker.ready) {
             Ok(volume) => volume,
@@ -270,10 +273,12 @@ impl Executor {
     async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         if let Some(worker) = &guard.worker {
             worker.stop(STOP_GRACE, deadline).await?;
-        } else if let Some(process) = guard.record.worker.map(|id| self.workers.find(id)) {
+        } else if let Some(id) = guard.record.worker {
             // It does not speak to us. Its device is gone, so nothing is asked of it any more.
-            if let Some(process) = process? {
-                stop_process(&process, deadline).await?;
+            match self.workers.find(id)? {
+                Some(process) => stop_process(&process, deadline).await?,
+                None if self.falls_silent(&guard.record.mapping_id).await => {}
+                None => return Err(unseen(id.pid)),
             }
         }
         guard.worker = None;
@@ -282,8 +287,9 @@ impl Executor {
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
         let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        // The record goes last: without it nobody would look for the socket.
+        self.workers.forget(&id);
         blocking(move || journal.withdraw(&id)).await?;
-        self.workers.forget(&guard.record.mapping_id);
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);
@@ -340,6 +346,13 @@ fn no_worker(record: &Record) -> Error {
     Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
 }
 
+/// Somebody listens for a worker whose process cannot be seen.
+fn unseen(pid: u32) -> Error {
+    let message = format!("worker {pid} lives on where it cannot be seen from here");
+    Error::new(ErrorKind::Unavailable, message)
+        .with_repair("end it in the pid namespace that it was started in")
+}
+
 /// Connected pairs: the kernel's ends, and the worker's.
 fn socket_pairs(count: u32) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
     (0..count)
@@ -366,6 +379,7 @@ fn within(deadline: Instant, limit: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::control::mapping::Options;
+    use crate::policy::Policy;
 
     fn record(connections: u32, block_size: u32) -> Record {
         Record {
@@ -379,6 +393,7 @@ mod tests {
                 block_size,
                 dead_connection_timeout_s: 1,
                 replay_delay_ms: 0,
+                policy: Policy::default(),
             },
             intent: Intent::Mapped,
             generation: 1,
@@ -430,7 +445,7 @@ mod tests {
         record.volume = Some(volume_of(&record, &ready(8192, 1, 5)).unwrap());
         assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
         assert!(volume_of(&record, &ready(8192, 1, 5 | READ_ONLY)).is_err());
-        let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
+        let volume = volume_of(&record, &ready(8192, 1, 5 | 1 << 3)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
         // It may have grown by less than a block meanwhile.
         let volume = volume_of(&record, &ready(8192 + 700, 1, 5)).unwrap();

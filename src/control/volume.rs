@@ -13,6 +13,7 @@ use tokio::sync::{OwnedMutexGuard, mpsc};
 use tokio::time::{Instant, timeout};
 
 use super::mapping::{Record, SeenDevice, State};
+use super::setbacks::Setbacks;
 use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, DevicePaths, Holder};
@@ -34,6 +35,8 @@ pub struct Core {
     pub withdrawn: bool,
     /// Repairs that failed or did not last, in a row.
     pub failures: u32,
+    /// What went wrong with its workers.
+    pub setbacks: Setbacks,
     /// Since when it has worked without interruption.
     pub sound_since: Option<Instant>,
     /// No repair before.
@@ -53,6 +56,7 @@ impl Core {
             renounced: false,
             withdrawn: false,
             failures: 0,
+            setbacks: Setbacks::default(),
             sound_since: None,
             not_before: None,
             growth: None,
@@ -77,6 +81,21 @@ pub struct View {
     pub worker_pid: u32,
     /// Who holds it, where somebody has looked.
     pub holders: Vec<Holder>,
+    /// The backend cannot be reached.
+    pub outage: Option<OutageView>,
+    /// How its last worker ended, where one did that was not asked to.
+    pub last_end: Option<String>,
+}
+
+/// An outage of a mapping's backend, as everybody may see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutageView {
+    /// When it was noticed.
+    pub since_unix_ms: u64,
+    /// Why, as far as known.
+    pub reason: Option<String>,
+    /// Requests that wait in the worker.
+    pub queued: u64,
 }
 
 impl View {
@@ -167,6 +186,8 @@ impl Volume {
             paths: None,
             worker_pid: 0,
             holders: Vec::new(),
+            outage: None,
+            last_end: None,
         };
         Self {
             name: record.name.clone(),
@@ -233,7 +254,11 @@ impl Volume {
 
     /// How it is doing.
     pub fn view(&self) -> View {
-        lock(&self.view).clone()
+        let mut view = lock(&self.view).clone();
+        if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
+            outage.queued = page.snapshot().queued;
+        }
+        view
     }
 
     /// Its counters, if it ever had any.

@@ -19,10 +19,12 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::mapping::WorkerId;
+use super::offload::offload;
 use super::process::{Launcher, Process};
+use super::setbacks::NotStarted;
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
-use crate::worker::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use crate::worker::protocol::{FromWorker, Outage, PROTOCOL_VERSION, Ready, Start, ToWorker};
 
 /// Something that a worker did by itself. A hint to look at its mapping.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,6 +77,26 @@ struct Flags {
     /// The channel has ended or carried nonsense, or an answer did not come in time.
     broken: AtomicBool,
     fenced: AtomicBool,
+    /// What the worker says of its backend.
+    outage: std::sync::Mutex<Option<Outage>>,
+    /// How it ended: whoever asks first takes the exit status.
+    end: std::sync::OnceLock<String>,
+}
+
+/// What opening a volume in a worker led to, if not to a worker.
+enum NotOpened {
+    /// The worker says why.
+    Refused(Error),
+    /// It could not be asked, or said nothing.
+    Broken(Error),
+}
+
+impl NotOpened {
+    fn into_error(self) -> Error {
+        match self {
+            Self::Refused(error) | Self::Broken(error) => error,
+        }
+    }
 }
 
 /// What stands behind a worker's control socket.
@@ -107,9 +129,9 @@ impl Workers {
         let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
-        let process = tokio::task::spawn_blocking(move || launcher.launch(theirs)).await.map_err(
-            |error| Error::new(ErrorKind::Internal, "launching failed").with_source(error),
-        )??;
+        let process = offload(move || launcher.launch(theirs)).await.map_err(|error| {
+            Error::new(ErrorKind::Internal, "launching failed").with_source(error)
+        })??;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
@@ -125,39 +147,54 @@ impl Workers {
         mut start: Start,
         page: Option<Page>,
         deadline: Instant,
-    ) -> Result<Worker> {
+    ) -> Result<Worker, NotStarted> {
         start.log.clone_from(&self.log);
         let Launched { process, link } = launched;
+        let pid = process.id.pid;
         let mapping_id = start.mapping_id.clone();
-        let opened = match timeout_at(deadline, self.open(&link, start, page)).await {
-            Ok(opened) => opened,
-            Err(_) => Err(Error::new(ErrorKind::TimedOut, "the backend did not open in time")),
-        };
-        match opened {
-            Ok((ready, page)) => self.watch(&mapping_id, Arc::new(process), link, ready, page),
-            Err(error) => {
+        let late = || Error::new(ErrorKind::TimedOut, "the backend did not open in time");
+        let opened = timeout_at(deadline, self.open(&link, start, page)).await;
+        match opened.unwrap_or_else(|_| Err(NotOpened::Refused(late()))) {
+            Ok((ready, page)) => self
+                .watch(&mapping_id, Arc::new(process), link, ready, page)
+                .map_err(|error| NotStarted { error, pid, died: None }),
+            Err(failed) => {
                 drop(link);
+                let silent = matches!(failed, NotOpened::Broken(_));
+                let own = Instant::now() + DYING_GRACE;
+                let died = silent && timeout_at(own, exit_of(&process)).await.is_ok();
                 let _ = process.handle.kill();
                 // As long as it takes to die, but not for ever: a process in a backend's system
                 // call may not. The planner then sees it as unreachable, and starts no other.
                 let grace = Instant::now() + KILL_GRACE;
                 let _ = timeout_at(grace, exit_of(&process)).await;
-                process.handle.reap();
-                Err(error)
+                let how = process.handle.reap();
+                let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_END.to_owned()));
+                Err(NotStarted { error: failed.into_error(), pid, died })
             }
         }
     }
 
-    async fn open(&self, link: &Link, start: Start, page: Option<Page>) -> Result<(Ready, Page)> {
-        let listener = self.listen(&start.mapping_id)?;
-        let page = page.map_or_else(|| Page::create().map(|(page, _)| page), Ok)?;
-        let file = page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
-        let generation = start.generation;
-        let mapping_id = start.mapping_id.clone();
-        link.send(&ToWorker::Start(start), &[listener, file]).await.map_err(broke)?;
+    async fn open(
+        &self,
+        link: &Link,
+        start: Start,
+        page: Option<Page>,
+    ) -> Result<(Ready, Page), NotOpened> {
+        let (generation, mapping_id) = (start.generation, start.mapping_id.clone());
+        let send = async {
+            let listener = self.listen(&start.mapping_id)?;
+            let page = page.map_or_else(|| Page::create().map(|(page, _)| page), Ok)?;
+            let file =
+                page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
+            link.send(&ToWorker::Start(start), &[listener, file]).await.map_err(broke)?;
+            Ok(page)
+        };
+        let page = send.await.map_err(NotOpened::Broken)?;
         let (ready, _) = expect_ready(link).await?;
         if ready.mapping_id != mapping_id || ready.generation != generation {
-            return Err(Error::new(ErrorKind::Internal, "the worker speaks for another mapping"));
+            let message = "the worker speaks for another mapping";
+            return Err(NotOpened::Broken(Error::new(ErrorKind::Internal, message)));
         }
         Ok((ready, page))
     }
@@ -185,7 +222,8 @@ impl Workers {
             let adopt =
                 ToWorker::Adopt { version: PROTOCOL_VERSION, mapping_id: mapping_id.to_owned() };
             link.send(&adopt, &[]).await.map_err(broke)?;
-            let (ready, mut descriptors) = expect_ready(&link).await?;
+            let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
+            let (ready, mut descriptors) = ready?;
             if ready.mapping_id != mapping_id || ready.pid != process.id.pid {
                 let message = "its control socket speaks for another worker";
                 return Err(Error::new(ErrorKind::Internal, message));
@@ -223,6 +261,13 @@ impl Workers {
     /// Removes the control socket of a mapping that has ended.
     pub fn forget(&self, mapping_id: &str) {
         let _ = std::fs::remove_file(self.socket_path(mapping_id));
+    }
+
+    /// The mappings for which there is a control socket.
+    pub fn sockets(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter_map(|name| name.strip_suffix(".sock").map(str::to_owned)).collect()
     }
 
     fn socket_path(&self, mapping_id: &str) -> PathBuf {
@@ -303,6 +348,16 @@ impl Worker {
     /// Whether its channel can no longer be used.
     pub fn is_broken(&self) -> bool {
         self.flags.broken.load(Ordering::Acquire)
+    }
+
+    /// The outage of its backend, if there is one.
+    pub fn outage(&self) -> Option<Outage> {
+        self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// How it ended, once it has.
+    pub fn how_it_ended(&self) -> String {
+        end_of(&self.process, &self.flags).to_owned()
     }
 
     /// Whether it has lost its volume to somebody else.
@@ -403,7 +458,18 @@ pub fn has_ended(process: &Process) -> bool {
     nix::poll::poll(&mut set, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
+/// The exit status of a process that has ended, which can be taken once.
+fn end_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
+    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_END.to_owned()))
+}
+
+/// Only the parent is told, and that was an earlier daemon.
+const UNKNOWN_END: &str = "ended in a way that was not told";
+
 const KILL_GRACE: Duration = Duration::from_secs(5);
+
+/// For a worker whose channel has closed to be gone.
+const DYING_GRACE: Duration = Duration::from_secs(1);
 
 /// Reads what a worker says, and notices its end.
 struct Reader {
@@ -422,14 +488,16 @@ impl Reader {
         let mut listening = true;
         loop {
             tokio::select! {
-                _ = exit.readable() => break,
+                // Its last words before its end.
+                biased;
                 message = self.link.receive(), if listening => listening = self.take(message),
+                _ = exit.readable() => break,
             }
         }
         self.flags.broken.store(true, Ordering::Release);
-        let how = self.process.handle.reap().unwrap_or_default();
+        let how = end_of(&self.process, &self.flags);
         self.ended.send_replace(true);
-        self.tell(format!("worker {} has ended {how}", self.process.id.pid));
+        self.tell(format!("worker {} {how}", self.process.id.pid));
     }
 
     /// Whether there may be more.
@@ -441,6 +509,13 @@ impl Reader {
             Ok(Some((FromWorker::Fenced, _))) => {
                 self.flags.fenced.store(true, Ordering::Release);
                 self.tell("the volume belongs to somebody else now".to_owned());
+            }
+            Ok(Some((FromWorker::Outage { outage }, _))) => {
+                let mut known =
+                    self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                *known = outage;
+                drop(known);
+                self.tell("an outage of the backend began, changed or ended".to_owned());
             }
             Ok(Some((FromWorker::SizeChanged { size }, _))) => {
                 self.flags.size.store(size, Ordering::Release);
@@ -484,16 +559,17 @@ async fn exit_of(process: &Process) -> Result<()> {
     exit.readable().await.map_err(failed).map(|_| ())
 }
 
-async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>)> {
-    match link.receive().await.map_err(broke)? {
+async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
+    use NotOpened::{Broken, Refused};
+    match link.receive().await.map_err(|error| Broken(broke(error)))? {
         Some((FromWorker::Ready(ready), _)) if ready.version != PROTOCOL_VERSION => {
             let message = format!("it speaks version {}, not {PROTOCOL_VERSION}", ready.version);
-            Err(Error::new(ErrorKind::Unsupported, message))
+            Err(Refused(Error::new(ErrorKind::Unsupported, message)))
         }
         Some((FromWorker::Ready(ready), descriptors)) => Ok((ready, descriptors)),
-        Some((FromWorker::Failed(failure), _)) => Err(from_failure(failure)),
-        Some((other, _)) => Err(unexpected(&other)),
-        None => Err(gone()),
+        Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),
+        Some((other, _)) => Err(Broken(unexpected(&other))),
+        None => Err(Broken(gone())),
     }
 }
 

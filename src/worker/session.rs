@@ -15,6 +15,7 @@ use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::{Channel, Incoming};
+use super::outage::Watch;
 use super::process::wrong_version;
 use super::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
 use super::sizes::{Order, Sizes};
@@ -31,6 +32,9 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 
 /// How long `Stop` waits for running requests before it cuts them off.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often the reason of an outage is asked for while it lasts.
+const OUTAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Connections to the control socket that have not said `Adopt` yet.
 const MAX_STRANGERS: usize = 4;
@@ -55,6 +59,7 @@ pub(super) struct Session {
     fenced: bool,
     /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
     fenced_before: u64,
+    outage: Watch,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
@@ -88,6 +93,8 @@ impl Session {
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         let events = forward(source, waker.clone())?;
+        server.set_policy(start.policy);
+        server.watch_outages(waker.clone());
         let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
@@ -106,6 +113,7 @@ impl Session {
             disconnecting: false,
             fenced: false,
             fenced_before,
+            outage: Watch::default(),
             alone_since: None,
         })
     }
@@ -122,6 +130,9 @@ impl Session {
                 return Ok(());
             }
             self.look_for_fence();
+            if let Some(message) = self.outage.look(&self.page, self.image.as_ref()) {
+                self.tell(&message);
+            }
             self.on_sizes();
             if turn.channel && self.on_channel() == Next::Exit {
                 return Ok(());
@@ -146,7 +157,9 @@ impl Session {
         ];
         set.extend(self.strangers.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
         set.extend(self.channel.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
-        let timeout = if self.alone_since.is_some() {
+        let timeout = if self.outage.lasts() {
+            PollTimeout::try_from(OUTAGE_INTERVAL).unwrap_or(PollTimeout::MAX)
+        } else if self.alone_since.is_some() {
             PollTimeout::try_from(ORPHAN_PATIENCE).unwrap_or(PollTimeout::MAX)
         } else {
             PollTimeout::NONE
@@ -252,6 +265,12 @@ impl Session {
     fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<FromWorker> {
         match command {
             ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
+            ToWorker::SetPolicy(policy) => {
+                policy.limits.check()?;
+                self.server.set_policy(policy);
+                self.start.policy = policy;
+                Ok(FromWorker::Done)
+            }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             ToWorker::Ping => Ok(FromWorker::Done),
             // Stop and what concerns the size never come here.
@@ -336,6 +355,9 @@ impl Session {
         tracing::info!("adopted by a supervisor");
         if self.fenced {
             channel.send(&FromWorker::Fenced, &[])?;
+        }
+        if self.outage.lasts() {
+            channel.send(&self.outage.message(), &[])?;
         }
         Ok(())
     }

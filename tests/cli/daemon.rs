@@ -26,6 +26,7 @@ pub(crate) enum Seen {
     Map(v1::MapRequest),
     Unmap(v1::UnmapRequest),
     Resize(v1::ResizeRequest),
+    SetOptions(v1::SetOptionsRequest),
 }
 
 /// A running daemon. Its thread ends with the process.
@@ -138,6 +139,9 @@ impl Node for Fake {
             return Err(Status::not_found(format!("{} is not mapped", request.target)));
         }
         let holders = if request.with_holders { vec![mount()] } else { Vec::new() };
+        if let Some(scripted) = self.script.mappings.iter().find(|m| m.name == request.target) {
+            return Ok(Response::new(v1::Mapping { holders, ..scripted.clone() }));
+        }
         Ok(Response::new(v1::Mapping { holders, ..mapping("data", 0) }))
     }
 
@@ -200,6 +204,12 @@ impl Node for Fake {
         ];
         let version = "0.1.0".into();
         Ok(Response::new(v1::HealthResponse { version, pid: 1, started_at_s: 0, checks }))
+    }
+
+    async fn set_options(&self, request: Request<v1::SetOptionsRequest>) -> Answer<v1::Mapping> {
+        self.refused()?;
+        self.note(Seen::SetOptions(request.into_inner()));
+        Ok(Response::new(mapping("data", 0)))
     }
 
     async fn set_fault(&self, _: Request<v1::SetFaultRequest>) -> Answer<v1::SetFaultResponse> {

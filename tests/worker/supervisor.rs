@@ -7,6 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use cleat::error::ErrorKind;
+use cleat::policy::Policy;
 use cleat::statistics::Page;
 use cleat::sys::packet;
 use cleat::sys::process::spawn_with_channel;
@@ -36,6 +37,7 @@ pub fn start_message(uri: &str) -> Start {
         uri: uri.to_owned(),
         read_only: false,
         log: String::new(),
+        policy: Policy::default(),
     }
 }
 

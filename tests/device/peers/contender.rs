@@ -181,7 +181,7 @@ impl Drop for Up {
             shell(&format!(
                 "umount -l {device} 2>/dev/null || true
                  timeout 20 nbd-client -d {device} >/dev/null 2>&1 || true
-                 pkill -f '[n]bd-client.*{device} ' || true"
+                 pkill -x nbd-client || true"
             ));
         }
     }
