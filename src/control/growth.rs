@@ -1,8 +1,8 @@
 //! A volume's size and that of its device: changed by a user, or grown at the backend.
 //!
 //! For a new size the kernel freezes the device's queue and waits for every request in flight
-//! (nbd_set_size, since Linux 6.10), with the lock held under which all netlink commands of the
-//! driver go. One backend that hangs would stop the commands for every other volume. So the
+//! (nbd_set_size; Linux 6.12 does, 6.1 does not), with the lock held under which all netlink commands
+//! of the driver go. One backend that hangs would stop the commands for every other volume. So the
 //! supervisor first sees every request that is running come to its end, and otherwise puts the
 //! growth off, or says no to who asked.
 
