@@ -9,5 +9,6 @@ mod crashes;
 mod everyday;
 mod metrics;
 mod openmetrics;
+mod outages;
 mod sizes;
 mod trouble;
