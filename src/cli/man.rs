@@ -146,7 +146,10 @@ ls         {mappings: [mapping]}
 unmap      {target, was_mapped, remaining_holders}
 status     {version, pid, started_at_s, checks, mappings}
 doctor     {worst, checks: [{name, verdict, finding, repair}]}
-stats      {at_ms, volumes: [{name, device, connections, in_flight, counters, errors, rates}]}
+stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_flight, errors,
+           counters: {OPERATION: {count, bytes, errors, total_ns, latency_buckets, latency}},
+           rates: {OPERATION: {iops, bytes_per_s, errors_per_s, mean_latency_us, latency}}}]}
+  latency  {p50_us, p90_us, p99_us, p999_us, max_us}
 errors     {error: {kind, message, repair, exit_code}}, on stderr";
 
 fn cannot_write(path: &Path, error: io::Error) -> Error {

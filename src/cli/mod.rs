@@ -14,6 +14,7 @@ mod fault;
 mod ls;
 mod man;
 mod map;
+mod metrics;
 mod node;
 pub mod output;
 mod resize;
@@ -104,6 +105,7 @@ enum Command {
     Ls(ls::Ls),
     Status(status::Status),
     Stats(stats::Stats),
+    Metrics(metrics::Metrics),
     Resize(resize::Resize),
     Set(set::Set),
     Serve(serve::Serve),
@@ -143,6 +145,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Ls(args) => ls::run(globals, &args),
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
+        Command::Metrics(args) => metrics::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
         Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),

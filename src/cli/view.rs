@@ -28,6 +28,7 @@ pub(super) struct Mapping {
     pub symlink: Option<String>,
     pub size_bytes: u64,
     pub block_size: u32,
+    /// As asked for, or by the nature of the volume.
     pub read_only: bool,
     /// As asked for; 0 is the daemon's default.
     pub connections: u32,
@@ -103,7 +104,7 @@ impl From<v1::Mapping> for Mapping {
             symlink: text(mapping.symlink),
             size_bytes: mapping.size_bytes,
             block_size: mapping.block_size,
-            read_only: options.read_only,
+            read_only: mapping.read_only || options.read_only,
             connections: options.connections,
             dead_connection_timeout_s: options.dead_connection_timeout_s,
             on_outage: text(options.on_outage),

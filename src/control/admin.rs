@@ -134,7 +134,8 @@ impl Admin {
             Some(convert::statistics(&volume.view(), &page.snapshot()))
         });
         let at_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        api::StatsResponse { volumes: counted.collect(), at_ms }
+        let latency_bounds_ns = convert::latency_bounds_ns();
+        api::StatsResponse { volumes: counted.collect(), at_ms, latency_bounds_ns }
     }
 }
 

@@ -15,7 +15,7 @@ use crate::kernel::{Device, Holder, Identity};
 use crate::policy;
 use crate::proto::v1 as api;
 use crate::request::{IoError, Op};
-use crate::statistics::Snapshot;
+use crate::statistics::{BUCKETS, FIRST_BUCKET_NS, Snapshot};
 
 /// The metadata key of an error's repair; see `node.proto`.
 pub const REPAIR_KEY: &str = "cleat-repair";
@@ -149,6 +149,7 @@ pub fn mapping(view: &View) -> api::Mapping {
         mapped_at_s: record.created_at_s,
         block_size: volume.map_or(0, |volume| volume.block_size),
         holders: view.holders.iter().map(holder).collect(),
+        read_only: view.is_read_only(),
         outage: view.outage.as_ref().map(|outage| api::Outage {
             since_unix_ms: outage.since_unix_ms,
             reason: outage.reason.clone().unwrap_or_default(),
@@ -200,16 +201,28 @@ pub fn holder(holder: &Holder) -> api::Holder {
     api::Holder { kind: Some(kind) }
 }
 
-/// A worker's counters.
+/// What `latency_buckets` are divided by: each bucket but the last has its bound.
+pub fn latency_bounds_ns() -> Vec<u64> {
+    (0..BUCKETS - 1).map(|index| FIRST_BUCKET_NS << index).collect()
+}
+
+/// A volume's counters.
 pub fn statistics(view: &View, snapshot: &Snapshot) -> api::VolumeStats {
     let ops = Op::ALL.iter().map(|op| {
         let counts = snapshot.op(*op);
+        let quantile_ns = |share| counts.quantile_ns(share).unwrap_or(0);
         api::OpStats {
             op: op.name().to_owned(),
             count: counts.count,
             bytes: counts.bytes,
             errors: counts.errors,
             total_ns: counts.total_ns,
+            latency_buckets: counts.latency.to_vec(),
+            p50_ns: quantile_ns(0.5),
+            p90_ns: quantile_ns(0.9),
+            p99_ns: quantile_ns(0.99),
+            p999_ns: quantile_ns(0.999),
+            max_ns: quantile_ns(1.0),
         }
     });
     let errors = IoError::ALL.iter().filter_map(|kind| {

@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep};
 use super::journal::Journal;
 use super::kernel_calls::KernelCalls;
 use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, plan};
+use super::offload::offload;
 use super::random::Random;
 use super::volume::{Guard, OutageView, Register, View, Volume};
 use super::workers::Workers;
@@ -508,7 +509,7 @@ impl Executor {
 pub(super) async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(call)
+    offload(call)
         .await
         .map_err(|error| Error::new(ErrorKind::Internal, "a thread failed").with_source(error))?
 }

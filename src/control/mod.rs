@@ -24,6 +24,7 @@ pub mod mapping;
 pub mod metrics;
 pub mod node;
 mod observe;
+pub mod offload;
 mod operations;
 pub mod process;
 pub mod random;

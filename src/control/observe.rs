@@ -11,13 +11,17 @@ use super::executor::{Executor, Target, held};
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
 use super::process::Process;
-use super::volume::Guard;
+use super::volume::{Guard, Volume};
 use super::workers::{Probe, has_ended};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{Device, DeviceIndex, Holder, Identity};
+use crate::worker::protocol::ToWorker;
 
 /// For a worker to answer on its control socket.
 const ADOPT_LIMIT: Duration = Duration::from_secs(5);
+
+/// For a worker's control thread to give a sign of life.
+const LIFE_LIMIT: Duration = Duration::from_secs(5);
 
 /// For a process that does not listen to have ended: it was perhaps on its way out.
 const ENDING_LIMIT: Duration = Duration::from_secs(1);
@@ -75,6 +79,19 @@ impl Executor {
         self.adopt(guard, process, deadline).await
     }
 
+    /// Asks a mapping's worker for a sign of life. When none comes, the mapping is looked at.
+    pub async fn ask_for_life(&self, volume: &Arc<Volume>) {
+        let Some(guard) = volume.enter_keeper() else { return };
+        let Some(worker) = guard.worker.as_ref() else { return };
+        let limit = Instant::now() + LIFE_LIMIT;
+        if let Err(error) = worker.call(ToWorker::Ping, Vec::new(), limit).await {
+            let pid = worker.id().pid;
+            tracing::warn!(mapping = volume.name, pid, "gives no sign of life: {}", error.report());
+            drop(guard);
+            let _ = self.attention.send(volume.name.clone()).await;
+        }
+    }
+
     /// No process has the worker's number. In a pid namespace other than that of the supervisor
     /// before, this would prove nothing; that nobody listens on its control socket does.
     async fn unseen(&self, guard: &Guard, pid: u32) -> SeenWorker {
@@ -86,7 +103,7 @@ impl Executor {
     }
 
     /// Whether nobody listens on a mapping's control socket, now or after a moment.
-    async fn falls_silent(&self, mapping_id: &str) -> bool {
+    pub(super) async fn falls_silent(&self, mapping_id: &str) -> bool {
         let until = Instant::now() + ENDING_LIMIT;
         while self.workers.probe(mapping_id) == Probe::Answers {
             if Instant::now() >= until {

@@ -24,6 +24,10 @@ use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
 /// connections.
 const CAN_MULTI_CONN: u16 = 1 << 8;
 
+/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
+/// its device refuses writes.
+const READ_ONLY: u16 = 1 << 1;
+
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// For a worker that is being started to keep others from it: longer, and it is not the machine that
@@ -269,10 +273,12 @@ impl Executor {
     async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         if let Some(worker) = &guard.worker {
             worker.stop(STOP_GRACE, deadline).await?;
-        } else if let Some(process) = guard.record.worker.map(|id| self.workers.find(id)) {
+        } else if let Some(id) = guard.record.worker {
             // It does not speak to us. Its device is gone, so nothing is asked of it any more.
-            if let Some(process) = process? {
-                stop_process(&process, deadline).await?;
+            match self.workers.find(id)? {
+                Some(process) => stop_process(&process, deadline).await?,
+                None if self.falls_silent(&guard.record.mapping_id).await => {}
+                None => return Err(unseen(id.pid)),
             }
         }
         guard.worker = None;
@@ -281,8 +287,9 @@ impl Executor {
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
         let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        // The record goes last: without it nobody would look for the socket.
+        self.workers.forget(&id);
         blocking(move || journal.withdraw(&id)).await?;
-        self.workers.forget(&guard.record.mapping_id);
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);
@@ -317,11 +324,13 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
         let message = format!("{} cannot be used over several connections", record.uri);
         return Err(invalid(message).with_repair("map it with connections=1"));
     }
-    if let Some(before) = record.volume
-        && before.transmission_flags & !ready.transmission_flags != 0
-    {
-        let message = format!("{} can do less than when its device was made", record.uri);
-        return Err(Error::new(ErrorKind::Internal, message));
+    if let Some(before) = record.volume {
+        let (had, has) = (before.transmission_flags, ready.transmission_flags);
+        // Among what it must not lose is the right to write, which has a flag for its absence.
+        if had & !has != 0 || has & !had & READ_ONLY != 0 {
+            let message = format!("{} can do less than when its device was made", record.uri);
+            return Err(Error::new(ErrorKind::Internal, message));
+        }
     }
     Ok(Volume {
         size,
@@ -335,6 +344,13 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
 
 fn no_worker(record: &Record) -> Error {
     Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
+}
+
+/// Somebody listens for a worker whose process cannot be seen.
+fn unseen(pid: u32) -> Error {
+    let message = format!("worker {pid} lives on where it cannot be seen from here");
+    Error::new(ErrorKind::Unavailable, message)
+        .with_repair("end it in the pid namespace that it was started in")
 }
 
 /// Connected pairs: the kernel's ends, and the worker's.
@@ -428,7 +444,8 @@ mod tests {
         let mut record = record(1, 0);
         record.volume = Some(volume_of(&record, &ready(8192, 1, 5)).unwrap());
         assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
-        let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
+        assert!(volume_of(&record, &ready(8192, 1, 5 | READ_ONLY)).is_err());
+        let volume = volume_of(&record, &ready(8192, 1, 5 | 1 << 3)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
         // It may have grown by less than a block meanwhile.
         let volume = volume_of(&record, &ready(8192 + 700, 1, 5)).unwrap();

@@ -226,7 +226,9 @@ impl Volume {
             Err(error) => error,
         };
         if self.keepers.load(Ordering::SeqCst) == 0 || self.awaited.swap(true, Ordering::SeqCst) {
-            return Err(error);
+            // A keeper that was about to leave, and is not counted any more, has left by now.
+            tokio::task::yield_now().await;
+            return self.enter().map_err(|_| error);
         }
         let _awaiting = Awaiting(&self.awaited);
         let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());

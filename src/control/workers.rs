@@ -19,6 +19,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::mapping::WorkerId;
+use super::offload::offload;
 use super::process::{Launcher, Process};
 use super::setbacks::NotStarted;
 use crate::error::{Error, ErrorKind, Result};
@@ -128,9 +129,9 @@ impl Workers {
         let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
-        let process = tokio::task::spawn_blocking(move || launcher.launch(theirs)).await.map_err(
-            |error| Error::new(ErrorKind::Internal, "launching failed").with_source(error),
-        )??;
+        let process = offload(move || launcher.launch(theirs)).await.map_err(|error| {
+            Error::new(ErrorKind::Internal, "launching failed").with_source(error)
+        })??;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
@@ -260,6 +261,13 @@ impl Workers {
     /// Removes the control socket of a mapping that has ended.
     pub fn forget(&self, mapping_id: &str) {
         let _ = std::fs::remove_file(self.socket_path(mapping_id));
+    }
+
+    /// The mappings for which there is a control socket.
+    pub fn sockets(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter_map(|name| name.strip_suffix(".sock").map(str::to_owned)).collect()
     }
 
     fn socket_path(&self, mapping_id: &str) -> PathBuf {
@@ -480,8 +488,10 @@ impl Reader {
         let mut listening = true;
         loop {
             tokio::select! {
-                _ = exit.readable() => break,
+                // Its last words before its end.
+                biased;
                 message = self.link.receive(), if listening => listening = self.take(message),
+                _ = exit.readable() => break,
             }
         }
         self.flags.broken.store(true, Ordering::Release);

@@ -165,11 +165,23 @@ impl Node for Fake {
             for reading in 0_u64.. {
                 let count = reading * 50;
                 let (bytes, total_ns) = (count * 4096, count * 100_000);
-                let read = v1::OpStats { op: "read".into(), count, bytes, errors: 0, total_ns };
+                let latency_buckets = vec![0, count];
+                let read = v1::OpStats {
+                    op: "read".into(),
+                    count,
+                    bytes,
+                    total_ns,
+                    latency_buckets,
+                    ..Default::default()
+                };
                 let ops = vec![read];
                 let volume = v1::VolumeStats { name: "data".into(), ops, ..Default::default() };
                 let at_ms = reading * interval_ms;
-                let response = v1::StatsResponse { volumes: vec![volume], at_ms };
+                let response = v1::StatsResponse {
+                    volumes: vec![volume],
+                    at_ms,
+                    latency_bounds_ns: vec![64_000, 128_000],
+                };
                 if send.send(Ok(response)).await.is_err() || interval_ms == 0 {
                     return;
                 }

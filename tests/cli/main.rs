@@ -347,6 +347,9 @@ fn statistics_are_rates_one_reading_a_line() {
     assert_eq!(read["mean_latency_us"], 100.0);
     let text = cleat("stats --interval 100ms --count 2", &daemon.socket);
     assert_eq!(text.stdout.lines().count(), 3, "a heading and two lines: {}", text.stdout);
+    assert_eq!(read["latency"]["p99_us"], 128.0);
+    let text = cleat("stats --interval 100ms --count 1 --latency", &daemon.socket);
+    assert!(text.stdout.contains("P99.9") && text.stdout.contains("128 us"), "{}", text.stdout);
     let total = json(&cleat("stats --total -o json", &daemon.socket).stdout);
     assert_eq!(total["volumes"][0]["rates"], Value::Null);
 }
