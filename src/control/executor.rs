@@ -273,6 +273,12 @@ impl Executor {
             if plan.actions.is_empty() {
                 return Ok(plan.state);
             }
+            // A worker that was just found dead, not for the first time: nobody waits for its successor
+            // so urgently that one may be started after the other.
+            if guard.is_kept() && guard.not_before.is_some_and(|at| at > Instant::now()) {
+                self.later(guard);
+                return Ok(plan.state);
+            }
             for action in plan.actions {
                 tracing::debug!(mapping = guard.volume().name, ?action, "step");
                 self.point(&format!("before {action:?}")).await;

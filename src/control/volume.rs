@@ -347,6 +347,11 @@ impl Volume {
 }
 
 impl Guard {
+    /// Whether the supervisor looks after the mapping by itself, and nobody waits for it.
+    pub fn is_kept(&self) -> bool {
+        self.keeper.is_some()
+    }
+
     /// Whose.
     pub fn volume(&self) -> &Arc<Volume> {
         &self.volume.0

@@ -10,5 +10,6 @@ mod everyday;
 mod forced;
 mod metrics;
 mod openmetrics;
+mod outages;
 mod sizes;
 mod trouble;
