@@ -141,6 +141,11 @@ pub trait Image: Send + Sync {
         Err(crate::error::Error::new(crate::error::ErrorKind::Unsupported, message))
     }
 
+    /// Lets go of the volume, within seconds: called once at the end, after the queues are gone, by
+    /// whoever serves it. Threads that look at the volume may have it longer, so that its drop comes
+    /// too late, or never. Later calls fail.
+    fn close(&self) {}
+
     /// Replaces the faults that are injected; only the `fault:` backend can.
     ///
     /// # Errors

@@ -21,9 +21,9 @@ mod problem;
 mod queue;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -44,6 +44,9 @@ const OPEN_PATIENCE: Duration = Duration::from_secs(15);
 /// How long closing may take before it is left to itself.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 
+/// How often closing looks whether the last user is gone.
+const CLOSE_PAUSE: Duration = Duration::from_millis(2);
+
 /// The longest payload of one request: what NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
 
@@ -55,8 +58,8 @@ const DEFAULTS: [(&str, &str); 1] = [("rbd_cache", "false")];
 
 /// An open image.
 pub(super) struct RbdImage {
-    /// Gone only while it is being closed.
-    open: Option<Open>,
+    /// `None` once it was closed. Locked by calls of the control half only.
+    open: Mutex<Option<Open>>,
     name: String,
     blocks: BlockSizes,
     features: Features,
@@ -184,12 +187,15 @@ impl RbdImage {
             multi_connection: true,
             outlives_worker: true,
         };
-        let open = Some(Open { changes, image });
+        let open = Mutex::new(Some(Open { changes, image }));
         Ok(Self { open, name, blocks: block_sizes(stat), features, shared })
     }
 
-    fn image(&self) -> &Arc<librbd::Image> {
-        &self.open.as_ref().expect("it is only taken by the drop").image
+    fn image(&self) -> Result<Arc<librbd::Image>> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.as_ref().map(|open| Arc::clone(&open.image)).ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, format!("{} is closed already", self.name))
+        })
     }
 
     fn change_size(&self, size: u64, shrink: bool) -> Result<()> {
@@ -204,7 +210,7 @@ impl RbdImage {
         if size == 0 {
             return Err(invalid(format!("{} cannot be made empty", self.name)));
         }
-        let resized = self.image().resize(size, shrink, &mut |_, _| {});
+        let resized = self.image()?.resize(size, shrink, &mut |_, _| {});
         resized.map_err(|error| self.failed(error))?;
         self.refresh_size().map(drop)
     }
@@ -231,12 +237,12 @@ impl Image for RbdImage {
     }
 
     fn queue(&self, _ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
-        let (image, shared) = (self.image(), Arc::clone(&self.shared));
-        Ok(Box::new(RbdQueue::new(image, shared, waker.clone())))
+        let (image, shared) = (self.image()?, Arc::clone(&self.shared));
+        Ok(Box::new(RbdQueue::new(&image, shared, waker.clone())))
     }
 
     fn refresh_size(&self) -> Result<u64> {
-        let size = self.image().size().map_err(|error| self.failed(error))?;
+        let size = self.image()?.size().map_err(|error| self.failed(error))?;
         self.shared.size.store(size, Ordering::Release);
         Ok(size)
     }
@@ -248,31 +254,47 @@ impl Image for RbdImage {
     fn shrink(&self, size: u64) -> Result<()> {
         self.change_size(size, true)
     }
-}
 
-/// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away. The
-/// cluster forgets a client that is gone by itself.
-impl Drop for RbdImage {
-    fn drop(&mut self) {
-        let Some(Open { changes, image }) = self.open.take() else { return };
+    /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:
+    /// it forgets a client that is gone by itself.
+    fn close(&self) {
+        let taken = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(open) = taken else { return };
         let (sender, closed) = mpsc::channel();
-        let close = move || {
-            if let Some(Changes { watch, thread }) = changes {
-                drop(watch);
-                let _ = thread.join();
-            }
-            // Queues may have it still; then the last of them closes it.
-            let ended = Arc::into_inner(image).map_or(Ok(()), librbd::Image::close);
-            let _ = sender.send(ended);
-        };
+        let close = move || _ = sender.send(open.close());
         if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
-            tracing::warn!(image = %self.name, %error, "closed without a limit, for lack of a thread");
+            tracing::warn!(image = %self.name, %error, "no thread for the close, which had no limit");
             return;
         }
         match closed.recv_timeout(CLOSE_PATIENCE) {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::warn!(image = %self.name, %error, "the close failed"),
             Err(_) => tracing::warn!(image = %self.name, "the cluster does not let it be closed"),
+        }
+    }
+}
+
+impl Drop for RbdImage {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Open {
+    /// Ends what follows the size and waits for the last queue.
+    fn close(self) -> librbd::Result<()> {
+        if let Some(Changes { watch, thread }) = self.changes {
+            drop(watch);
+            let _ = thread.join();
+        }
+        let mut image = self.image;
+        loop {
+            match Arc::try_unwrap(image) {
+                Ok(image) => return image.close(),
+                // A connection's thread, say, that has not ended quite.
+                Err(shared) => image = shared,
+            }
+            thread::sleep(CLOSE_PAUSE);
         }
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 
+use super::offload::offload;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 
@@ -34,6 +35,9 @@ pub const MAX_COMMANDS: usize = 12;
 /// Calls that wait for udev, for a flush or for a disconnect.
 pub const MAX_WAITS: usize = 36;
 
+/// As both, for looks at the devices and for what is done by force.
+pub const MAX_URGENT: usize = 16;
+
 /// For one command, once it is its turn.
 pub const COMMAND_LIMIT: Duration = Duration::from_secs(10);
 
@@ -45,6 +49,12 @@ impl KernelCalls {
     pub fn new(kernel: Arc<dyn Kernel>) -> Self {
         let commands = Arc::new(Semaphore::new(MAX_COMMANDS));
         Self { kernel, commands, waits: Arc::new(Semaphore::new(MAX_WAITS)) }
+    }
+
+    /// Calls to the same kernel that never wait behind others.
+    pub fn urgent(&self) -> Self {
+        let room = Arc::new(Semaphore::new(MAX_URGENT));
+        Self { kernel: Arc::clone(&self.kernel), commands: Arc::clone(&room), waits: room }
     }
 
     /// The kernel itself, for calls that may block the caller.
@@ -132,7 +142,7 @@ impl KernelCalls {
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
         let deadline = limit.map_or(deadline, |limit| deadline.min(Instant::now() + limit));
         let kernel = Arc::clone(&self.kernel);
-        let thread = tokio::task::spawn_blocking(move || {
+        let thread = offload(move || {
             // Kept until the call returns, however long nobody waits for it any more.
             let _permit = permit;
             call(kernel.as_ref(), deadline.into_std())

@@ -20,10 +20,11 @@ use super::admin::{Admin, MAX_MESSAGE, PeerCheck};
 use super::directory::{check_shared, create_private};
 use super::executor::{Executor, Halt, Settings};
 use super::journal::{Journal, lock};
-use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
+use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
 use super::mapping::{Options, State};
 use super::metrics::calls::{Calls, Count};
 use super::metrics::{Endpoint, Source};
+use super::offload::is_simulated;
 use super::process::{Launcher, Processes};
 use super::random::Random;
 use super::workers::{WorkerEvent, Workers};
@@ -78,7 +79,7 @@ pub fn run(config: &Config) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         // Beyond the kernel's calls: journal, launches.
-        .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + 16)
+        .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + MAX_URGENT + 16)
         .thread_keep_alive(Duration::from_secs(2))
         .thread_name("cleat-node")
         .enable_all()
@@ -148,9 +149,12 @@ impl Node {
         let (worker_events, worker_receiver) = mpsc::channel(1024);
         let log = config.log().decided().to_string();
         let launcher = parts.launcher;
+        let kernel = KernelCalls::new((parts.kernel)());
         let executor = Arc::new(Executor {
             journal,
-            kernel: KernelCalls::new((parts.kernel)()),
+            urgent: kernel.urgent(),
+            left: std::sync::Mutex::default(),
+            kernel,
             workers: Workers::new(launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
             register: super::volume::Register::default(),
@@ -365,6 +369,10 @@ fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
     let (sender, receiver) = mpsc::channel(1024);
     let kernel = Arc::clone(executor.kernel.kernel());
     let mut subscribed = subscribe(kernel.as_ref());
+    if is_simulated() {
+        tokio::spawn(relay(subscribed, sender));
+        return receiver;
+    }
     // Not the executor itself, which would live as long as the thread.
     let executor = Arc::downgrade(executor);
     std::thread::spawn(move || {
@@ -386,6 +394,19 @@ fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
         }
     });
     receiver
+}
+
+/// The same without a thread.
+async fn relay(
+    subscribed: Option<crossbeam_channel::Receiver<KernelEvent>>,
+    sender: mpsc::Sender<KernelEvent>,
+) {
+    while !sender.is_closed() {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        for event in subscribed.iter().flat_map(crossbeam_channel::Receiver::try_iter) {
+            let _ = sender.try_send(event);
+        }
+    }
 }
 
 fn subscribe(kernel: &dyn Kernel) -> Option<crossbeam_channel::Receiver<KernelEvent>> {
@@ -414,11 +435,12 @@ async fn watch_kernel(executor: Arc<Executor>, mut events: mpsc::Receiver<Kernel
     }
 }
 
-/// Finds what no event told: every mapping whose device is not as it should be, or that does not
-/// work.
+/// Finds what no event told: every mapping whose device is not as it should be, that does not work,
+/// or whose worker gives no sign of life.
 async fn sweep(executor: Arc<Executor>) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut asking = JoinSet::new();
     loop {
         tick.tick().await;
         let devices = match executor.devices(Instant::now() + SWEEP_INTERVAL).await {
@@ -428,6 +450,7 @@ async fn sweep(executor: Arc<Executor>) {
                 continue;
             }
         };
+        while asking.try_join_next().is_some() {}
         for volume in executor.register().all() {
             let view = volume.view();
             let device = view.device.and_then(|seen| {
@@ -442,6 +465,9 @@ async fn sweep(executor: Arc<Executor>) {
             if view.state != State::Mapped || !right || !served {
                 // A full queue: at the next sweep.
                 let _ = executor.attention.try_send(volume.name.clone());
+            } else {
+                let executor = Arc::clone(&executor);
+                asking.spawn(async move { executor.ask_for_life(&volume).await });
             }
         }
     }

@@ -46,7 +46,13 @@ impl Executor {
             tasks.spawn(async move {
                 // The semaphore is never closed.
                 let _permit = room.acquire().await;
-                executor.bring_back(&volume).await;
+                let brought = volume.giving_way(async {
+                    executor.bring_back(&volume).await;
+                    Ok(())
+                });
+                if let Err(error) = brought.await {
+                    tracing::info!(mapping = volume.name, "{}", error.report());
+                }
             });
         }
         let until = Instant::now() + RECOVERY_LIMIT;
@@ -94,7 +100,7 @@ impl Executor {
     async fn bring_back(&self, volume: &Arc<Volume>) {
         // Nobody else can have it yet; if somebody did, that one would look after it.
         if let Ok(mut guard) = volume.enter() {
-            guard.renounced = guard.record.intent == Intent::Unmapped;
+            guard.renounced = guard.record.intent != Intent::Mapped;
             if !guard.record.established && guard.record.intent == Intent::Mapped {
                 guard.record.intent = Intent::Unmapped;
                 let undone = self.take_down(&mut guard, Instant::now() + UNDO_LIMIT).await;
@@ -130,7 +136,10 @@ impl Executor {
     /// # Errors
     /// When the kernel cannot be asked.
     pub async fn clear_orphans(&self, deadline: Instant) -> Result<()> {
-        for (device, identity) in self.orphans(deadline).await? {
+        let orphans = self.orphans(deadline).await?;
+        let mut known = self.register.ids();
+        known.extend(orphans.iter().map(|(_, identity)| identity.mapping_id().to_owned()));
+        for (device, identity) in orphans {
             let name = format!("/dev/nbd{} ({})", device.index, identity.as_str());
             // Absent proves nothing: the worker may belong to a daemon with other directories.
             if self.workers.probe(identity.mapping_id()) != Probe::Refused {
@@ -142,6 +151,12 @@ impl Executor {
                 Err(error) => {
                     self.found(format!("{name} has no record and no worker: {}", error.report()));
                 }
+            }
+        }
+        // What is left of mappings that have ended otherwise.
+        for id in self.workers.sockets().iter().filter(|id| !known.contains(*id)) {
+            if self.workers.probe(id) == Probe::Refused {
+                self.workers.forget(id);
             }
         }
         Ok(())

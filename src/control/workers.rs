@@ -18,7 +18,9 @@ use tokio::sync::{Mutex, mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
+use super::listener::listener_of;
 use super::mapping::WorkerId;
+use super::offload::offload;
 use super::process::{Launcher, Process};
 use super::setbacks::NotStarted;
 use crate::error::{Error, ErrorKind, Result};
@@ -128,9 +130,9 @@ impl Workers {
         let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
-        let process = tokio::task::spawn_blocking(move || launcher.launch(theirs)).await.map_err(
-            |error| Error::new(ErrorKind::Internal, "launching failed").with_source(error),
-        )??;
+        let process = offload(move || launcher.launch(theirs)).await.map_err(|error| {
+            Error::new(ErrorKind::Internal, "launching failed").with_source(error)
+        })??;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
@@ -246,6 +248,19 @@ impl Workers {
         self.launcher.find(id)
     }
 
+    /// The process that listens on the control socket of a mapping that nothing else is known of.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn listener(&self, mapping_id: &str) -> Result<Option<Process>> {
+        let path = self.socket_path(mapping_id);
+        let Some(pid) = listener_of(&path)? else { return Ok(None) };
+        let process = self.launcher.of_number(pid)?;
+        // Still the one that listens: so it is the one that the descriptor names.
+        let same = listener_of(&path)? == Some(pid);
+        Ok(process.filter(|_| same))
+    }
+
     /// Looks at the control socket of a mapping that nothing else is known of.
     pub fn probe(&self, mapping_id: &str) -> Probe {
         match self.connect(mapping_id) {
@@ -260,6 +275,13 @@ impl Workers {
     /// Removes the control socket of a mapping that has ended.
     pub fn forget(&self, mapping_id: &str) {
         let _ = std::fs::remove_file(self.socket_path(mapping_id));
+    }
+
+    /// The mappings for which there is a control socket.
+    pub fn sockets(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        names.filter_map(|name| name.strip_suffix(".sock").map(str::to_owned)).collect()
     }
 
     fn socket_path(&self, mapping_id: &str) -> PathBuf {
@@ -480,8 +502,10 @@ impl Reader {
         let mut listening = true;
         loop {
             tokio::select! {
-                _ = exit.readable() => break,
+                // Its last words before its end.
+                biased;
                 message = self.link.receive(), if listening => listening = self.take(message),
+                _ = exit.readable() => break,
             }
         }
         self.flags.broken.store(true, Ordering::Release);

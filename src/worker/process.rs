@@ -59,7 +59,10 @@ pub fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match session.run(channel) {
+    let image = session.image();
+    let ended = session.run(channel);
+    image.close();
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(error = %error.report(), "the worker failed");

@@ -161,7 +161,9 @@ fn unsafe_stays_in_its_room() {
     }
     none(&wrong);
     let blocks = rust().into_iter().filter(|file| inside(&file)).flat_map(|file| {
-        let unsafe_words = words(&strip(&file.text)).filter(|word| *word == "unsafe").count();
+        // A type that is a pointer to an unsafe function says what its callers owe, elsewhere.
+        let code = strip(&file.text);
+        let unsafe_words = code.matches("unsafe").count() - code.matches("unsafe extern").count();
         let reasons = file.text.matches("// SAFETY:").count();
         (unsafe_words > 0 && reasons == 0).then(|| format!("{}: no SAFETY comment", file.path))
     });

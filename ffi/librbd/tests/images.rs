@@ -228,7 +228,7 @@ fn one_client_has_the_lock() {
     a.lock_acquire().unwrap();
     assert!(a.is_lock_owner().unwrap() && !b.is_lock_owner().unwrap());
     let address = pool_a.cluster().addresses().unwrap();
-    assert_eq!(b.lock_owners().unwrap(), [address.clone()]);
+    assert_eq!(b.lock_owners().unwrap(), std::slice::from_ref(&address));
     assert!(b.watchers().unwrap().iter().any(|watcher| watcher.address == address));
     assert_eq!(errno(b.lock_acquire()), libc::EROFS);
     a.lock_release().unwrap();

@@ -2,7 +2,7 @@
 //! and nothing is left behind.
 //!
 //! `CLEAT_TEST_VALGRIND` stands for being run under valgrind: fewer rounds.
-#![allow(unsafe_code, clippy::unwrap_used)]
+#![allow(unsafe_code, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 use std::collections::HashMap;
 use std::sync::Arc;

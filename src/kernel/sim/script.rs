@@ -1,6 +1,6 @@
 //! What goes wrong on a simulated kernel: faults put on single calls, and seeded random ones.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 
@@ -15,6 +15,10 @@ pub enum Call {
     Resize,
     /// [`Kernel::disconnect`](crate::kernel::Kernel::disconnect)
     Disconnect,
+    /// [`Kernel::detach`](crate::kernel::Kernel::detach)
+    Detach,
+    /// [`Kernel::sever`](crate::kernel::Kernel::sever)
+    Sever,
     /// [`Kernel::devices`](crate::kernel::Kernel::devices)
     Devices,
     /// [`Kernel::holders`](crate::kernel::Kernel::holders)
@@ -68,6 +72,8 @@ pub struct Script {
     /// Whether a thread watches the connections, as the kernel does. Without it a dead connection
     /// is noticed in the next call, or by `SimKernel::check_links`: deterministic.
     pub watch_links: bool,
+    /// What time it is; a simulation has its own.
+    pub now: fn() -> Instant,
 }
 
 impl Default for Script {
@@ -81,6 +87,7 @@ impl Default for Script {
             command_timeout: Duration::from_secs(10),
             hurry: false,
             watch_links: true,
+            now: Instant::now,
         }
     }
 }
@@ -131,10 +138,10 @@ impl Random {
             Call::Reconfigure => {
                 &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
             }
-            Call::Resize | Call::Disconnect => {
+            Call::Resize | Call::Disconnect | Call::Sever => {
                 &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
             }
-            Call::WaitReady | Call::Flush => &[Fault::Fail(Internal), Fault::Hang],
+            Call::WaitReady | Call::Flush | Call::Detach => &[Fault::Fail(Internal), Fault::Hang],
             Call::Devices | Call::Holders | Call::Events => &[Fault::Fail(Unavailable)],
         };
         let index = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);
