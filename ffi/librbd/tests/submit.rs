@@ -1,7 +1,7 @@
 //! Asynchronous I/O on a real cluster: everything comes back once, whatever becomes of the submitter,
 //! and nothing is left behind.
 //!
-//! `CLEAT_TEST_VALGRIND` stands for being run under valgrind: fewer rounds.
+//! The last test runs others again under valgrind; there, CLEAT_TEST_VALGRIND is set.
 #![allow(unsafe_code, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 use std::collections::HashMap;
@@ -196,6 +196,27 @@ fn an_image_is_closed_after_its_operations() {
     cluster.tell("resume osd");
     closing.join().unwrap().unwrap();
     assert_eq!(live.load(Ordering::SeqCst), 0);
+}
+
+/// Nothing is lost and nothing is read that was freed: a submitter's whole life, its operations'
+/// orphaned and not, as valgrind sees it.
+#[test]
+fn valgrind_finds_nothing() {
+    if std::env::var_os("CLEAT_TEST_VALGRIND").is_some() {
+        return;
+    }
+    let output = std::process::Command::new("valgrind")
+        .args(["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"])
+        .args(["--error-exitcode=9", "--num-callers=25"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--test-threads=1", "operations_come_back", "a_dropped_submitter"])
+        .env("CLEAT_TEST_VALGRIND", "1")
+        .output()
+        .expect("valgrind runs (apt install valgrind)");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let passed = String::from_utf8_lossy(&output.stdout).contains("2 passed");
+    assert!(output.status.success() && passed, "{said}");
+    assert!(said.contains("definitely lost: 0 bytes"), "{said}");
 }
 
 fn wait_until(condition: impl Fn() -> bool) {
