@@ -18,9 +18,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, ErrorKind};
 use crate::kernel::{DeviceIndex, Holder, Identity};
 
-/// What is remembered of a mapping, durably. See `journal`.
+/// What is remembered of a mapping, durably. See `journal`. Fields are only added, each with a
+/// default, and unknown ones ignored: records of older and newer builds can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Record {
     /// [`Record::VERSION`].
     pub version: u32,
@@ -60,7 +60,6 @@ impl Record {
 
 /// How a volume is mapped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Options {
     /// Nothing is ever written.
     pub read_only: bool,
@@ -86,7 +85,6 @@ pub enum Intent {
 
 /// A process that cannot be mistaken for a later one of the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct WorkerId {
     /// Its number.
     pub pid: u32,
@@ -96,7 +94,6 @@ pub struct WorkerId {
 
 /// What a device is made from, as the worker said it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Volume {
     /// In bytes.
     pub size: u64,

@@ -4,6 +4,9 @@
 //! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the
 //! channel as the descriptor [`CHANNEL_FD`]; a supervisor that comes later connects to the worker's
 //! `control_socket`. The newest connection is the one in charge.
+//!
+//! Old and new builds speak to each other: fields are only added, with defaults, and unknown ones are
+//! ignored; a command that a worker does not know it refuses by name.
 
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +25,7 @@ pub use crate::sys::packet::MAX_DESCRIPTORS;
 
 /// To the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "command", rename_all = "snake_case")]
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: one listening SOCK_SEQPACKET socket
     /// (the control socket, for supervisors to come), one memory file for the statistics page.
@@ -49,7 +52,6 @@ pub enum ToWorker {
 
 /// What a new worker needs to know.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Start {
     /// [`PROTOCOL_VERSION`] of the supervisor.
     pub version: u32,
@@ -69,7 +71,7 @@ pub struct Start {
 
 /// From the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "event", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "event", rename_all = "snake_case")]
 pub enum FromWorker {
     /// The volume is open, the worker confined.
     Ready(Ready),
@@ -90,7 +92,6 @@ pub enum FromWorker {
 
 /// What the device needs to know of the volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Ready {
     /// [`PROTOCOL_VERSION`] of the worker.
     pub version: u32,
@@ -116,7 +117,6 @@ pub struct Ready {
 
 /// An [`crate::error::Error`] on its way between processes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Failure {
     /// See `error::ErrorKind`.
     pub kind: crate::error::ErrorKind,

@@ -174,7 +174,6 @@ fn bad_beginnings_are_refused_with_a_reason() {
         ("garbage".to_owned(), ErrorKind::InvalidArgument, "protocol"),
         (String::from("{\"command\":\"ping\"}"), ErrorKind::InvalidArgument, "must be start"),
         (changed("version", 99.into()), ErrorKind::Unsupported, "version 99"),
-        (changed("surprise", 1.into()), ErrorKind::InvalidArgument, "protocol"),
         (changed("uri", "mem:1X".into()), ErrorKind::InvalidArgument, "1X"),
         (changed("uri", long.into()), ErrorKind::InvalidArgument, "longer"),
         (changed("uri", "file:/missing".into()), ErrorKind::NotFound, "/missing"),
