@@ -347,11 +347,14 @@ impl Executor {
         let message = match state {
             State::Failed(trouble) => explain(trouble),
             State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
+            State::Mapped => core.refusal.clone().unwrap_or_default(),
             _ => String::new(),
         };
         let keep = matches!(state, State::Recovering | State::Unmapping);
         let (record, paths) = (core.record.clone(), core.paths.clone());
-        let worker_pid = core.worker.as_ref().map_or(0, |worker| worker.id().pid);
+        let serving = core.worker.as_ref();
+        let worker_pid = serving.map_or(0, |worker| worker.id().pid);
+        let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
         let device = observed.devices.first().copied();
         let state = state.clone();
         let failed = matches!(state, State::Failed(_));
@@ -359,7 +362,15 @@ impl Executor {
             if !(keep && view.state == state) {
                 view.message = message;
             }
-            *view = View { record, state, device, paths, worker_pid, ..view.clone() };
+            *view = View {
+                record,
+                state,
+                device,
+                paths,
+                worker_pid,
+                worker_build,
+                ..view.clone()
+            };
         }) && failed
         {
             tracing::error!(mapping = view.record.name, "failed: {}", view.message);
@@ -442,6 +453,7 @@ impl Executor {
             intent: Intent::Mapped,
             generation: 0,
             worker: None,
+            predecessor: None,
             volume: None,
             established: false,
             created_at_s: since_epoch.as_secs(),

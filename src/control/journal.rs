@@ -234,6 +234,7 @@ mod tests {
             intent: Intent::Mapped,
             generation: 1,
             worker: None,
+            predecessor: None,
             volume: None,
             established: false,
             created_at_s: 1,

@@ -10,8 +10,10 @@
 //! - a volume whose content died with its worker is reported lost, never replaced by zeroes.
 //!
 //! Places kept for what comes: a forced unmap is a third [`Intent`] with an action that fails I/O
-//! before `Disconnect`; a planned hand-over is an action beside `StartWorker`; a fenced claim is
-//! one more [`SeenWorker`].
+//! before `Disconnect`; a fenced claim is one more [`SeenWorker`].
+//!
+//! A planned hand-over is begun by `upgrade`, not by a plan. What is planned is its end, however it
+//! was cut short: of two workers of a mapping one serves, and the baton tells which.
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +40,9 @@ pub struct Record {
     pub generation: u64,
     /// The newest worker; written before it is told anything, so that it can always be found.
     pub worker: Option<WorkerId>,
+    /// While `worker` is about to succeed a worker that still serves: that one.
+    #[serde(default)]
+    pub predecessor: Option<WorkerId>,
     /// What the device was made from; written before it is connected.
     pub volume: Option<Volume>,
     /// Whether `map` has succeeded: from here on a missing device is a fault, not work to do.
@@ -112,6 +117,10 @@ pub struct Observed {
     pub devices: Vec<SeenDevice>,
     /// Its worker.
     pub worker: SeenWorker,
+    /// The worker that it is to succeed; `Gone` when there is none.
+    pub predecessor: SeenWorker,
+    /// With a predecessor: whether the worker has taken over from it; `None` when nobody can tell.
+    pub taken: Option<bool>,
     /// Who holds the devices. Looked for whenever the intent is to unmap, as looking takes long.
     pub holders: Vec<Holder>,
     /// Whether the device's paths have been seen since the supervisor started.
@@ -178,6 +187,10 @@ pub enum Action {
     Disconnect(DeviceIndex),
     /// End the worker; by SIGKILL when it does not go. Proved before this succeeds.
     StopWorker,
+    /// End the worker that was succeeded, as `StopWorker` does, and forget it.
+    EndPredecessor,
+    /// Make the worker that was not succeeded the worker again.
+    Reinstate,
     /// Forget the mapping.
     WithdrawRecord,
 }
@@ -247,10 +260,39 @@ pub const MAX_FAILURES: u32 = 10;
 
 /// Decides.
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
+    if record.predecessor.is_some() {
+        return plan_succession(record, observed);
+    }
     match record.intent {
         Intent::Mapped => plan_mapped(record, observed),
         Intent::Unmapped => plan_unmapped(record, observed),
     }
+}
+
+/// Two workers: the end of a hand-over, forwards or backwards. A new one that did not take over is
+/// ended even when the old one is gone: it has the volume open through the old one's description, so
+/// that only the next one's claim proves the old one's last writes to be over.
+fn plan_succession(record: &Record, observed: &Observed) -> Plan {
+    let gone = SeenWorker::Gone;
+    let actions = match (observed.taken, &observed.worker, &observed.predecessor) {
+        (Some(true), _, _) => vec![Action::EndPredecessor],
+        (_, worker, predecessor) if *worker == gone && *predecessor == gone => {
+            vec![Action::EndPredecessor]
+        }
+        (_, worker, _) if *worker == gone => vec![Action::Reinstate],
+        (Some(false), _, predecessor) if *predecessor == gone => vec![Action::StopWorker],
+        (Some(false), _, _) => vec![Action::StopWorker, Action::Reinstate],
+        (None, SeenWorker::Unreachable { pid, reason }, _) => {
+            return unreachable_worker(record, *pid, reason);
+        }
+        // Who answers has the page, which tells.
+        (None, _, _) => vec![Action::StopWorker, Action::Reinstate],
+    };
+    let state = match record.intent {
+        Intent::Mapped => State::Recovering,
+        Intent::Unmapped => State::Unmapping,
+    };
+    Plan { state, actions }
 }
 
 fn plan_mapped(record: &Record, observed: &Observed) -> Plan {

@@ -27,6 +27,7 @@ pub mod process;
 pub mod random;
 pub mod recover;
 mod steps;
+mod upgrade;
 pub mod validate;
 pub mod volume;
 pub mod workers;

@@ -12,12 +12,12 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::executor::{Change, Executor, blocking, held};
 use super::kernel_calls::COMMAND_LIMIT;
-use super::mapping::{Action, Intent, Record, Volume};
+use super::mapping::{Action, Intent, Record, Volume, WorkerId};
 use super::volume::Guard;
-use super::workers::stop_process;
+use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex};
-use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
+use crate::worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
 
 /// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
 /// connections.
@@ -65,6 +65,10 @@ impl Executor {
             }
             Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
             Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,
+            Action::EndPredecessor => {
+                self.end_predecessor(guard, within(deadline, STOP_LIMIT)).await
+            }
+            Action::Reinstate => self.reinstate(guard).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
         }
     }
@@ -82,20 +86,11 @@ impl Executor {
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
         self.point("worker recorded").await;
-        let record = &guard.record;
-        let start = Start {
-            version: PROTOCOL_VERSION,
-            mapping_id: record.mapping_id.clone(),
-            name: record.name.clone(),
-            generation: record.generation,
-            uri: record.uri.clone(),
-            read_only: record.options.read_only,
-            log: String::new(),
-        };
+        let start = start_message(&guard.record, false);
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(crate::statistics::Page::take_over);
-        let mut starting = pin!(self.workers.start(launched, start, page, deadline));
+        let mut starting = pin!(self.workers.start(launched, start, page, Vec::new(), deadline));
         let worker = match timeout(TURN_LIMIT, &mut starting).await {
             Ok(started) => started?,
             Err(_) => {
@@ -261,16 +256,25 @@ impl Executor {
     }
 
     async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        if let Some(worker) = &guard.worker {
-            worker.stop(STOP_GRACE, deadline).await?;
-        } else if let Some(process) = guard.record.worker.map(|id| self.workers.find(id)) {
-            // It does not speak to us. Its device is gone, so nothing is asked of it any more.
-            if let Some(process) = process? {
-                stop_process(&process, deadline).await?;
-            }
-        }
+        self.end_worker(guard.worker.as_ref(), guard.record.worker, deadline).await?;
         guard.worker = None;
         Ok(())
+    }
+
+    /// Ends a worker that nothing is asked of any more, whether it speaks to us or not.
+    pub(super) async fn end_worker(
+        &self,
+        worker: Option<&Worker>,
+        id: Option<WorkerId>,
+        deadline: Instant,
+    ) -> Result<()> {
+        if let Some(worker) = worker {
+            return worker.stop(STOP_GRACE, deadline).await;
+        }
+        match id.map(|id| self.workers.find(id)).transpose()?.flatten() {
+            Some(process) => stop_process(&process, deadline).await,
+            None => Ok(()),
+        }
     }
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
@@ -285,8 +289,24 @@ impl Executor {
     }
 }
 
+/// What a worker is told first; who speaks and where logs go is filled in by `workers`.
+pub(super) fn start_message(record: &Record, successor: bool) -> Start {
+    Start {
+        version: PROTOCOL_VERSION,
+        oldest: OLDEST_PROTOCOL,
+        build: String::new(),
+        mapping_id: record.mapping_id.clone(),
+        name: record.name.clone(),
+        generation: record.generation,
+        uri: record.uri.clone(),
+        read_only: record.options.read_only,
+        log: String::new(),
+        successor,
+    }
+}
+
 /// What the device is made from. A worker that replaces another must offer no less.
-fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
+pub(super) fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
     let asked = record.options.block_size;
     let before = record.volume.map(|volume| volume.block_size);
@@ -327,7 +347,7 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
     })
 }
 
-fn no_worker(record: &Record) -> Error {
+pub(super) fn no_worker(record: &Record) -> Error {
     Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
 }
 
@@ -349,7 +369,7 @@ fn hung_up(socket: &OwnedFd) -> bool {
     polled && set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
 }
 
-fn within(deadline: Instant, limit: Duration) -> Instant {
+pub(super) fn within(deadline: Instant, limit: Duration) -> Instant {
     deadline.min(Instant::now() + limit)
 }
 
@@ -374,6 +394,7 @@ mod tests {
             intent: Intent::Mapped,
             generation: 1,
             worker: None,
+            predecessor: None,
             volume: None,
             established: false,
             created_at_s: 0,
@@ -384,6 +405,9 @@ mod tests {
     fn ready(size: u64, minimum_block: u32, transmission_flags: u16) -> Ready {
         Ready {
             version: PROTOCOL_VERSION,
+            oldest: 0,
+            build: String::new(),
+            binary: String::new(),
             mapping_id: "00000000000000aa".into(),
             generation: 1,
             pid: 1,

@@ -9,6 +9,7 @@ use nix::sys::socket::{getsockopt, setsockopt};
 use nix::sys::time::TimeVal;
 
 use super::protocol::{Failure, FromWorker, MAX_PACKET, ToWorker};
+use super::version::BUILD;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::packet;
 
@@ -96,9 +97,7 @@ impl Channel {
             return Ok(Incoming::End);
         }
         let command = serde_json::from_slice(&buffer[..length]).map_err(|e| {
-            Error::new(ErrorKind::InvalidArgument, "not a message of the worker protocol")
-                .with_repair("supervisor and worker must be the same build")
-                .with_source(e)
+            not_understood(&buffer[..length], e)
         })?;
         Ok(Incoming::Command(command, descriptors))
     }
@@ -137,6 +136,27 @@ impl AsFd for Channel {
 }
 
 const MESSAGE_BYTES: usize = 8192;
+
+/// A command of a newer supervisor is refused by its name, so that it can tell who must be replaced.
+fn not_understood(message: &[u8], error: serde_json::Error) -> Error {
+    #[derive(serde::Deserialize)]
+    struct Named {
+        command: String,
+    }
+    let named = serde_json::from_slice::<Named>(message).ok();
+    // serde's words for a tag that is not in the enum.
+    match named.filter(|_| error.to_string().starts_with("unknown variant")) {
+        Some(Named { command }) => {
+            let command: String = command.chars().take(64).collect();
+            let message = format!("this worker, {BUILD}, does not know the command {command:?}");
+            Error::new(ErrorKind::Unsupported, message)
+        }
+        None => {
+            Error::new(ErrorKind::InvalidArgument, "not a message of the worker protocol")
+                .with_source(error)
+        }
+    }
+}
 
 fn broken(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the supervisor broke").with_source(error)

@@ -10,10 +10,15 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::backend::Legacy;
 use crate::request::Op;
 
-/// Raised when a message changes its meaning. Both sides say theirs in the first message.
+/// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
+/// say theirs in the first message; see `version`.
 pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The oldest version that this build speaks.
+pub const OLDEST_PROTOCOL: u32 = 1;
 
 /// The descriptor under which a worker inherits its end of the channel.
 pub const CHANNEL_FD: i32 = 3;
@@ -29,11 +34,19 @@ pub use crate::sys::packet::MAX_DESCRIPTORS;
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: one listening SOCK_SEQPACKET socket
     /// (the control socket, for supervisors to come), one memory file for the statistics page.
+    /// For a successor: then, what its predecessor's `Bequeathed` carried.
     /// Answered by `Ready` or `Failed`.
     Start(Start),
     /// The first message on a connection to the control socket. Answered by `Ready`, with the
     /// statistics page as descriptor.
-    Adopt { version: u32, mapping_id: String },
+    Adopt {
+        version: u32,
+        #[serde(default)]
+        oldest: u32,
+        #[serde(default)]
+        build: String,
+        mapping_id: String,
+    },
     /// Serve these kernel connections. Descriptors: one connected stream socket each.
     /// Answered by `Serving`.
     Serve,
@@ -48,13 +61,36 @@ pub enum ToWorker {
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
     Ping,
+    // Planned hand-over, see `succession`.
+    /// Give what a successor opens the volume with, and serve on. Answered by `Bequeathed`.
+    Bequeath,
+    /// Bring every connection to rest within the limit and offer the sockets to the worker of
+    /// `generation`. Answered by `AtRest`, or `Failed` with everything as it was. Without another
+    /// word for a second, the worker takes them back and serves on.
+    HandOver { generation: u64, limit_ms: u32 },
+    /// Serve these kernel connections, which the predecessor has brought to rest. Descriptors and
+    /// fields as in its `AtRest`. Answered by `Serving`, or `Failed` with nothing touched.
+    TakeOver {
+        unread: Vec<u32>,
+        #[serde(default)]
+        legacy: Legacy,
+    },
+    /// There is no successor after all: serve on. Answered by `Done`; or by the end of the channel,
+    /// when the successor was faster.
+    Resume,
 }
 
 /// What a new worker needs to know.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
-    /// [`PROTOCOL_VERSION`] of the supervisor.
+    /// The newest version that the supervisor speaks.
     pub version: u32,
+    /// The oldest; 0: only the newest.
+    #[serde(default)]
+    pub oldest: u32,
+    /// The supervisor's build.
+    #[serde(default)]
+    pub build: String,
     /// The mapping that this worker serves.
     pub mapping_id: String,
     /// The mapping's name, for logs and the process title.
@@ -67,6 +103,10 @@ pub struct Start {
     pub read_only: bool,
     /// Where logs go: the supervisor's choice, see `telemetry`.
     pub log: String,
+    /// Another worker serves the volume; this one opens it with what that one bequeathed, and waits
+    /// for `TakeOver`.
+    #[serde(default)]
+    pub successor: bool,
 }
 
 /// From the worker.
@@ -83,6 +123,16 @@ pub enum FromWorker {
     Size { size: u64 },
     /// The last command was carried out.
     Done,
+    /// Descriptors: what a successor opens the volume with; perhaps none.
+    Bequeathed,
+    /// Every connection rests. Descriptors: where any bytes are unread, a memory file of exactly
+    /// those bytes, one connection's after the other's; then the connections' sockets.
+    AtRest {
+        /// How many bytes of each connection.
+        unread: Vec<u32>,
+        #[serde(default)]
+        legacy: Legacy,
+    },
     /// By itself: every kernel connection has ended in order (the device was disconnected), and the
     /// worker is about to exit.
     Disconnected,
@@ -93,8 +143,17 @@ pub enum FromWorker {
 /// What the device needs to know of the volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// [`PROTOCOL_VERSION`] of the worker.
+    /// The newest version that the worker speaks.
     pub version: u32,
+    /// The oldest; 0: only the newest.
+    #[serde(default)]
+    pub oldest: u32,
+    /// The worker's build, for people.
+    #[serde(default)]
+    pub build: String,
+    /// Of its executable, see `version::binary_id`.
+    #[serde(default)]
+    pub binary: String,
     /// As in `Start`.
     pub mapping_id: String,
     /// As in `Start`.
