@@ -22,6 +22,7 @@ mod size;
 mod stats;
 mod status;
 mod unmap;
+mod upgrade;
 mod version;
 mod view;
 
@@ -104,6 +105,7 @@ enum Command {
     Status(status::Status),
     Stats(stats::Stats),
     Resize(resize::Resize),
+    Upgrade(upgrade::Upgrade),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fault(fault::Fault),
@@ -142,6 +144,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
+        Command::Upgrade(args) => upgrade::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

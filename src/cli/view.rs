@@ -34,6 +34,8 @@ pub(super) struct Mapping {
     /// As asked for; 0 is the daemon's default.
     pub dead_connection_timeout_s: u32,
     pub worker_pid: Option<u32>,
+    /// The build of the worker.
+    pub worker_version: Option<String>,
     pub mapping_id: Option<String>,
     pub generation: u64,
     pub mapped_at_s: Option<u64>,
@@ -86,6 +88,7 @@ impl From<v1::Mapping> for Mapping {
             connections: options.connections,
             dead_connection_timeout_s: options.dead_connection_timeout_s,
             worker_pid: number(mapping.worker_pid),
+            worker_version: text(mapping.worker_version),
             mapping_id: text(mapping.mapping_id),
             generation: mapping.generation,
             mapped_at_s: Some(mapping.mapped_at_s).filter(|&at| at > 0),
@@ -178,6 +181,7 @@ pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
             "BLOCK",
             "CONNECTIONS",
             "WORKER",
+            "VERSION",
             "GENERATION",
             "AGE",
             "MESSAGE",
@@ -199,6 +203,7 @@ pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
                 mapping.block_size.to_string(),
                 connections(mapping),
                 mapping.worker_pid.map(|pid| pid.to_string()).unwrap_or_default(),
+                or_empty(mapping.worker_version.as_deref()),
                 mapping.generation.to_string(),
                 mapping.mapped_at_s.map(age).unwrap_or_default(),
                 or_empty(mapping.message.as_deref()),
@@ -225,6 +230,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
     line("mode", mode(mapping).to_owned());
     line("connections", connections(mapping));
     line("worker", mapping.worker_pid.map_or(String::new(), |pid| format!("process {pid}")));
+    line("worker version", or_empty(mapping.worker_version.as_deref()));
     line("generation", mapping.generation.to_string());
     line("mapping id", or_empty(mapping.mapping_id.as_deref()));
     line("mapped", mapping.mapped_at_s.map_or(String::new(), |at| format!("{} ago", age(at))));
@@ -277,7 +283,8 @@ fn age(since_s: u64) -> String {
     humantime::format_duration(Duration::from_secs(now.saturating_sub(since_s))).to_string()
 }
 
-fn text(value: String) -> Option<String> {
+/// `None` for what is empty.
+pub(super) fn text(value: String) -> Option<String> {
     Some(value).filter(|value| !value.is_empty())
 }
 

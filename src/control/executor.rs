@@ -2,6 +2,7 @@
 //!
 //! The calls that users make are here; `observe` looks, `steps` acts, `recover` begins.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -70,6 +71,8 @@ pub struct Executor {
     pub(super) attention: mpsc::Sender<String>,
     pub(super) changes: broadcast::Sender<Change>,
     pub(super) halt: Option<Halt>,
+    /// The executable that the daemon is to go on as.
+    pub(super) restart: tokio::sync::watch::Sender<Option<PathBuf>>,
     /// What an operator should know of how the daemon began.
     pub(super) findings: std::sync::Mutex<Vec<String>>,
 }

@@ -1,173 +1,169 @@
-//! A planned hand-over: a worker of the build at hand succeeds the one that serves, and the device
-//! waits only from the moment that the old one's connections rest until the new one reads.
-//!
-//! The order, which makes every crash recoverable: the new process is recorded beside the old one
-//! before it is told anything; it opens the volume and is found to answer before the old one is asked
-//! for anything that costs time. Who serves is decided by the baton (`statistics::baton`), and how it
-//! ends by the planner, which looks at it: forwards, ending the old worker, or backwards, ending the
-//! new one.
+//! What `cleat upgrade` asks for: the daemon becomes what is on disk, then its workers, one by one.
 
-use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tonic::Status;
 
-use super::executor::Executor;
-use super::mapping::State;
-use super::steps::{no_worker, start_message, volume_of, within};
-use super::volume::Guard;
-use super::workers::{Launched, unexpected};
+use super::convert;
+use super::executor::{Executor, blocking};
+use super::mapping::{Intent, State};
+use super::restart::{self, Binary};
+use super::volume::Volume;
 use crate::error::{Error, ErrorKind, Result};
-use crate::worker::protocol::{FromWorker, ToWorker};
+use crate::proto::v1::{self as api, upgrade_event::Outcome};
+use crate::worker::version::BUILD;
 
-/// For the new worker to open the volume.
-const OPEN_LIMIT: Duration = Duration::from_secs(20);
+/// How long the caller gets to hear that the daemon starts anew, before it does.
+const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
 
-/// For the old worker to bring its connections to rest; what the backend does not finish in this
-/// time keeps the volume where it is.
-const REST_LIMIT: Duration = Duration::from_secs(2);
+/// For calls to the kernel that are under way.
+const STUCK_LIMIT: Duration = Duration::from_secs(3);
 
-/// For an answer that should come at once.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-
-/// How long nobody served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Pause(pub(super) Duration);
+type Events = mpsc::Sender<Result<api::UpgradeEvent, Status>>;
 
 impl Executor {
-    /// Has a new worker succeed the one that serves. The mapping must be at rest.
+    /// Upgrades, and tells what becomes of each part as it happens. When nobody listens any more it
+    /// ends after the volume at hand.
     ///
     /// # Errors
-    /// Anything; then the old worker serves on, unless the error's report says otherwise.
-    pub(super) async fn hand_over(&self, guard: &mut Guard, deadline: Instant) -> Result<Pause> {
-        let old = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
-        let until = within(deadline, ANSWER_LIMIT);
-        let (answer, bequeathed) = old.exchange(ToWorker::Bequeath, Vec::new(), until).await?;
-        if answer != FromWorker::Bequeathed {
-            return Err(unexpected(&answer));
+    /// `NotFound` for a target that is not mapped; then nothing has been done.
+    pub async fn upgrade(
+        self: &Arc<Self>,
+        request: api::UpgradeRequest,
+        limit: Duration,
+    ) -> Result<mpsc::Receiver<Result<api::UpgradeEvent, Status>>> {
+        let mut volumes = Vec::new();
+        for target in request.targets {
+            let target = convert::target(target)?;
+            volumes.push(self.get(&target, Instant::now() + limit).await?);
         }
-        let turn = timeout_at(deadline, self.starts.acquire()).await.map_err(|_| {
-            Error::new(ErrorKind::TimedOut, "other workers were being started until the deadline")
-        })?;
-        let launched = self.workers.launch().await?;
-        self.point("successor launched").await;
-        self.record_successor(guard, &launched).await?;
-        self.point("successor recorded").await;
-        let passed = self.pass(guard, launched, bequeathed, deadline).await;
-        drop(turn);
-        self.point("passed or not").await;
-        // Forwards or backwards, by what is to be seen.
-        let state = self.converge(guard, deadline).await;
-        match (passed, state) {
-            (Ok(pause), Ok(State::Mapped)) => Ok(pause),
-            (Err(error), Ok(State::Mapped)) => Err(error),
-            (Err(error), Ok(state)) => {
-                let message = format!("{}; it is now {state:?}", error.report());
-                Err(Error::new(error.kind(), message))
-            }
-            (Ok(_), Ok(state)) => {
-                let message = format!("it was handed over and is now {state:?}");
-                Err(Error::new(ErrorKind::Unavailable, message))
-            }
-            (Ok(_), Err(after)) => Err(after),
-            (Err(error), Err(after)) => {
-                let message = format!("{}; after that: {}", error.report(), after.report());
-                Err(Error::new(error.kind(), message))
-            }
+        if volumes.is_empty() {
+            volumes = self.register().all();
         }
+        let (events, receiver) = mpsc::channel(1);
+        let executor = Arc::clone(self);
+        tokio::spawn(async move {
+            if !request.workers_only && executor.upgrade_daemon(&events).await {
+                return;
+            }
+            for volume in volumes {
+                let event = executor.upgrade_volume(&volume, request.force, limit).await;
+                if events.send(Ok(event)).await.is_err() {
+                    tracing::info!("nobody waits for the upgrade any more; it ends here");
+                    return;
+                }
+            }
+        });
+        Ok(receiver)
     }
 
-    async fn record_successor(&self, guard: &mut Guard, launched: &Launched) -> Result<()> {
-        let before = guard.record.clone();
-        guard.record.generation += 1;
-        guard.record.predecessor = guard.record.worker;
-        guard.record.worker = Some(launched.id());
-        if let Err(error) = self.store(guard).await {
-            guard.record = before;
-            return Err(error);
-        }
-        guard.predecessor = guard.worker.take();
-        Ok(())
+    /// Returns whether the daemon starts anew: then the caller asks the next one for the rest.
+    async fn upgrade_daemon(&self, events: &Events) -> bool {
+        let mut event =
+            api::UpgradeEvent { from_version: BUILD.to_owned(), ..api::UpgradeEvent::default() };
+        let found = match self.binary_on_disk().await {
+            Ok(Binary::Current) => {
+                event.set_outcome(Outcome::Current);
+                None
+            }
+            Ok(Binary::Other { path, version, id }) => {
+                event.set_outcome(Outcome::Restarting);
+                (event.to_version, event.binary) = (version, id);
+                Some(path)
+            }
+            Err(error) => {
+                event.set_outcome(Outcome::Failed);
+                event.message = error.report();
+                event.repair = error.repair().unwrap_or_default().to_owned();
+                None
+            }
+        };
+        let _ = events.send(Ok(event)).await;
+        let Some(path) = found else { return false };
+        // The caller hangs up when it has heard; one that does not must not keep the old build.
+        let _ = tokio::time::timeout(LAST_WORD_LIMIT, events.closed()).await;
+        self.restart.send_replace(Some(path));
+        true
     }
 
-    /// From the start of the new process to the moment that it serves.
-    async fn pass(
+    async fn binary_on_disk(&self) -> Result<Binary> {
+        let binary = blocking(restart::on_disk).await?;
+        // A thread that the kernel does not let go would keep the process from going on as another
+        // executable, and everything else in it.
+        if binary != Binary::Current && !self.kernel.rest(Instant::now() + STUCK_LIMIT).await {
+            let message = "a call to the kernel is stuck; the daemon cannot start anew";
+            return Err(Error::new(ErrorKind::Unavailable, message)
+                .with_repair("see the kernel's log for what it waits for"));
+        }
+        Ok(binary)
+    }
+
+    async fn upgrade_volume(
         &self,
-        guard: &mut Guard,
-        launched: Launched,
-        bequeathed: Vec<OwnedFd>,
+        volume: &Arc<Volume>,
+        force: bool,
+        limit: Duration,
+    ) -> api::UpgradeEvent {
+        let mut event = api::UpgradeEvent {
+            name: volume.name.clone(),
+            from_version: volume.view().worker_build,
+            ..api::UpgradeEvent::default()
+        };
+        match self.upgrade_worker(volume, force, Instant::now() + limit).await {
+            Ok(None) => event.set_outcome(Outcome::Current),
+            Ok(Some(pause)) => {
+                event.set_outcome(Outcome::HandedOver);
+                event.paused_us = u32::try_from(pause.as_micros()).unwrap_or(u32::MAX);
+                event.to_version = volume.view().worker_build;
+                let paused_ms = pause.as_millis();
+                tracing::info!(mapping = volume.name, paused_ms, "handed over to a new worker");
+            }
+            Err(error) => {
+                event.set_outcome(Outcome::Failed);
+                event.message = error.report();
+                event.repair = error.repair().unwrap_or_default().to_owned();
+                tracing::warn!(mapping = volume.name, "not handed over: {}", event.message);
+            }
+        }
+        event
+    }
+
+    /// `None`: its worker is of this build already, or it is not mapped any more.
+    async fn upgrade_worker(
+        &self,
+        volume: &Arc<Volume>,
+        force: bool,
         deadline: Instant,
-    ) -> Result<Pause> {
-        let start = start_message(&guard.record, true);
-        let page = guard.statistics.clone();
-        let until = within(deadline, OPEN_LIMIT);
-        let new = self.workers.start(launched, start, page, bequeathed, until).await?;
-        let volume = volume_of(&guard.record, &new.ready);
-        let before = guard.record.volume;
-        // From here on the planner ends it, where this comes to nothing.
-        let new = guard.worker.insert(new);
-        let volume = volume?;
-        if before.is_some_and(|before| volume.size < before.size) {
-            let message = "the new worker finds the volume smaller than its device";
-            return Err(Error::new(ErrorKind::Internal, message));
+    ) -> Result<Option<Duration>> {
+        let mut guard = volume.enter_call().await?;
+        if guard.withdrawn || guard.record.intent == Intent::Unmapped {
+            return Ok(None);
         }
-        new.call(ToWorker::Ping, Vec::new(), within(deadline, ANSWER_LIMIT)).await?;
-        self.point("successor ready").await;
-        self.switch(guard).await
-    }
-
-    /// The only part in which the device waits.
-    async fn switch(&self, guard: &Guard) -> Result<Pause> {
-        let (Some(old), Some(new)) = (&guard.predecessor, &guard.worker) else {
-            return Err(no_worker(&guard.record));
-        };
-        let began = Instant::now();
-        let limit_ms = u32::try_from(REST_LIMIT.as_millis()).unwrap_or(u32::MAX);
-        let rest = ToWorker::HandOver { generation: guard.record.generation, limit_ms };
-        let rested = old.exchange(rest, Vec::new(), began + REST_LIMIT + ANSWER_LIMIT).await?;
-        self.point("at rest").await;
-        let (FromWorker::AtRest { unread, legacy }, descriptors) = rested else {
-            return Err(unexpected(&rested.0));
-        };
-        let take = ToWorker::TakeOver { unread, legacy };
-        let taken = new.call(take, descriptors, Instant::now() + ANSWER_LIMIT).await;
-        let pause = Pause(began.elapsed());
-        self.point("taken over").await;
-        if let Err(error) = taken {
-            // At once: nobody serves. Where the new one was faster all the same, the old one ends.
-            let until = Instant::now() + ANSWER_LIMIT;
-            let _ = old.call(ToWorker::Resume, Vec::new(), until).await;
-            return Err(error);
+        match self.converge(&mut guard, deadline).await? {
+            State::Mapped => {}
+            State::Failed(trouble) => return Err(trouble.into_error()),
+            state => {
+                let message = format!("{} is not at rest: {state:?}", volume.name);
+                return Err(Error::new(ErrorKind::Unavailable, message));
+            }
         }
-        Ok(pause)
-    }
-
-    /// Ends the worker that was succeeded, and forgets it.
-    pub(super) async fn end_predecessor(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        self.end_worker(guard.predecessor.as_ref(), guard.record.predecessor, deadline).await?;
-        guard.predecessor = None;
-        let predecessor = guard.record.predecessor.take();
-        let stored = self.store(guard).await;
-        if stored.is_err() {
-            guard.record.predecessor = predecessor;
+        let binary = self.workers.binary();
+        let runs = guard.worker.as_ref().map(|worker| worker.ready.binary.as_str());
+        if !force && !binary.is_empty() && runs == Some(&binary) {
+            return Ok(None);
         }
-        stored
-    }
-
-    /// Makes the old worker the worker again, once the new one's end is proved.
-    pub(super) async fn reinstate(&self, guard: &mut Guard) -> Result<()> {
-        let page = guard.statistics.as_ref();
-        if page.is_some_and(|page| page.was_taken(guard.record.generation)) {
-            // It took over with its last breath; the next plan knows.
-            return Ok(());
-        }
-        let before = guard.record.clone();
-        guard.record.worker = guard.record.predecessor.take();
-        if let Err(error) = self.store(guard).await {
-            guard.record = before;
-            return Err(error);
-        }
-        guard.worker = guard.predecessor.take();
-        Ok(())
+        let passed = self.hand_over(&mut guard, deadline).await;
+        // What lasts, and not what another attempt may change.
+        let refusal = passed.as_ref().err().filter(|error| error.kind() == ErrorKind::Unsupported);
+        guard.refusal = refusal.map(|error| {
+            let why = error.report();
+            format!("its worker stays until it is unmapped, and cannot be handed over: {why}")
+        });
+        let message = guard.refusal.clone().unwrap_or_default();
+        self.publish(volume, |view| view.message = message);
+        passed.map(Some)
     }
 }
