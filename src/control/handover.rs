@@ -52,6 +52,9 @@ impl Executor {
         self.point("successor recorded").await;
         let passed = self.pass(guard, launched, bequeathed, deadline).await;
         drop(turn);
+        if passed.is_ok() {
+            self.counted(guard).await;
+        }
         self.point("passed or not").await;
         // Forwards or backwards, by what is to be seen.
         let state = self.converge(guard, deadline).await;
@@ -108,8 +111,10 @@ impl Executor {
             let message = "the new worker finds the volume smaller than its device";
             return Err(Error::new(ErrorKind::Internal, message));
         }
-        new.call(ToWorker::Ping, Vec::new(), within(deadline, ANSWER_LIMIT)).await?;
         self.point("successor ready").await;
+        // Before the device has to wait for it.
+        new.call(ToWorker::Ping, Vec::new(), within(deadline, ANSWER_LIMIT)).await?;
+        self.point("before the pause").await;
         self.switch(guard).await
     }
 

@@ -216,7 +216,7 @@ impl Executor {
 
     /// Waits until the worker's counters show its connections, so that the next look does not take
     /// them for missing. When they never do, the next look decides.
-    async fn counted(&self, guard: &Guard) {
+    pub(super) async fn counted(&self, guard: &Guard) {
         let Some(worker) = &guard.worker else { return };
         let wanted = u64::from(guard.record.options.connections);
         let until = Instant::now() + COUNTED_LIMIT;

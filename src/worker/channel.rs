@@ -96,9 +96,12 @@ impl Channel {
         if length == 0 {
             return Ok(Incoming::End);
         }
-        let command = serde_json::from_slice(&buffer[..length]).map_err(|e| {
-            not_understood(&buffer[..length], e)
-        })?;
+        let message = &buffer[..length];
+        let command = match pretends_ignorance(message) {
+            None => serde_json::from_slice(message),
+            Some(error) => Err(error),
+        }
+        .map_err(|error| not_understood(message, error))?;
         Ok(Incoming::Command(command, descriptors))
     }
 
@@ -137,12 +140,24 @@ impl AsFd for Channel {
 
 const MESSAGE_BYTES: usize = 8192;
 
+/// A message, as far as its name goes.
+#[derive(serde::Deserialize)]
+struct Named {
+    command: String,
+}
+
+/// A test has a worker pretend to be older, by a command that it does not know.
+fn pretends_ignorance(message: &[u8]) -> Option<serde_json::Error> {
+    if !cfg!(feature = "fault") {
+        return None;
+    }
+    let unknown = std::env::var("CLEAT_TEST_UNKNOWN").ok()?;
+    let Named { command } = serde_json::from_slice(message).ok()?;
+    (command == unknown).then(|| serde::de::Error::unknown_variant(&command, &[]))
+}
+
 /// A command of a newer supervisor is refused by its name, so that it can tell who must be replaced.
 fn not_understood(message: &[u8], error: serde_json::Error) -> Error {
-    #[derive(serde::Deserialize)]
-    struct Named {
-        command: String,
-    }
     let named = serde_json::from_slice::<Named>(message).ok();
     // serde's words for a tag that is not in the enum.
     match named.filter(|_| error.to_string().starts_with("unknown variant")) {

@@ -8,3 +8,4 @@ mod bench;
 mod crashes;
 mod everyday;
 mod trouble;
+mod upgrades;
