@@ -3,6 +3,7 @@
 //! Every key with its meaning and default stands in `systemd/cleat.toml`, which a test here keeps
 //! in step.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -43,6 +44,8 @@ pub struct Config {
     pub map: MapConfig,
     /// Bounds.
     pub limits: Limits,
+    /// The endpoint for Prometheus.
+    pub metrics: MetricsConfig,
 }
 
 /// Logs.
@@ -80,6 +83,37 @@ pub struct Limits {
     pub mappings: usize,
 }
 
+/// The endpoint for Prometheus.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MetricsConfig {
+    /// Where it listens.
+    #[serde(deserialize_with = "listen")]
+    pub listen: Listen,
+    /// Of the unix socket.
+    #[serde(deserialize_with = "mode")]
+    pub socket_mode: u32,
+    /// Whether it may listen beyond this machine.
+    pub allow_remote: bool,
+}
+
+/// Where the metrics are served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Listen {
+    /// Nowhere.
+    Off,
+    /// On `metrics.sock` in the runtime directory.
+    Unix,
+    /// On a TCP port.
+    Tcp(SocketAddr),
+}
+
+impl Default for MetricsConfig {
+    fn default() -> Self {
+        Self { listen: Listen::Unix, socket_mode: 0o600, allow_remote: false }
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -91,6 +125,7 @@ impl Default for Config {
             log: LogConfig::default(),
             map: MapConfig::default(),
             limits: Limits::default(),
+            metrics: MetricsConfig::default(),
         }
     }
 }
@@ -211,6 +246,17 @@ impl Config {
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
         }
+        if let Listen::Tcp(address) = self.metrics.listen
+            && !address.ip().is_loopback()
+            && !self.metrics.allow_remote
+        {
+            let why = format!(
+                "must be a loopback address: {} can be reached from other machines, which see every \
+                 volume's name and URI; metrics.allow_remote = true allows it",
+                address.ip()
+            );
+            return invalid("metrics.listen", why);
+        }
         Log::check_filter(&self.log.level)
             .or_else(|why| invalid("log.level", format!("is no level or filter: {why}")))
     }
@@ -231,6 +277,29 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
     let text = String::deserialize(deserializer)?;
     humantime::parse_duration(&text).map_err(|error| {
         serde::de::Error::custom(format!("{text:?} is no duration such as \"30s\": {error}"))
+    })
+}
+
+/// "off", "unix", or an address and a port.
+fn listen<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Listen, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    match text.as_str() {
+        "off" => Ok(Listen::Off),
+        "unix" => Ok(Listen::Unix),
+        address => address.parse().map(Listen::Tcp).map_err(|_| {
+            serde::de::Error::custom(format!(
+                "{text:?} is neither \"unix\" nor \"off\" nor an address such as \"127.0.0.1:9599\""
+            ))
+        }),
+    }
+}
+
+/// The mode of a file in octal, as chmod takes it: only read and write, which sockets know.
+fn mode<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let mode = u32::from_str_radix(&text, 8).ok().filter(|mode| mode & !0o666 == 0);
+    mode.filter(|mode| mode & 0o600 == 0o600).ok_or_else(|| {
+        serde::de::Error::custom(format!("{text:?} is no mode such as \"0600\" or \"0660\""))
     })
 }
 
@@ -270,6 +339,9 @@ mod tests {
             "replay_delay",
             "timeout",
             "mappings",
+            "listen",
+            "socket_mode",
+            "allow_remote",
         ] {
             assert!(uncommented.lines().any(|l| l.starts_with(&format!("{key} ="))), "{key}");
         }
@@ -297,12 +369,28 @@ mod tests {
             ("[limits]\nmappings = 0", "limits.mappings"),
             ("[log]\nformat = \"xml\"", "journald"),
             ("[log]\nlevel = \"cleat=loud\"", "log.level"),
+            ("[metrics]\nlisten = \"9599\"", "127.0.0.1:9599"),
+            ("[metrics]\nlisten = \"0.0.0.0:9599\"", "allow_remote"),
+            ("[metrics]\nlisten = \"[2001:db8::1]:9599\"", "loopback"),
+            ("[metrics]\nsocket_mode = \"0777\"", "0660"),
+            ("[metrics]\nsocket_mode = \"0060\"", "0660"),
             ("modprobe", "line 1"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.report().contains(part), "{text}: {}", error.report());
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         }
+    }
+
+    #[test]
+    fn metrics_are_served_where_the_file_says() {
+        let listen = |text: &str| parse(&format!("[metrics]\n{text}")).unwrap().metrics;
+        assert_eq!(listen("listen = \"off\"").listen, Listen::Off);
+        let local = Listen::Tcp("[::1]:9599".parse().unwrap());
+        assert_eq!(listen("listen = \"[::1]:9599\"").listen, local);
+        let anywhere = listen("listen = \"0.0.0.0:9599\"\nallow_remote = true\n");
+        assert_eq!(anywhere.listen, Listen::Tcp("0.0.0.0:9599".parse().unwrap()));
+        assert_eq!(listen("socket_mode = \"660\"").socket_mode, 0o660);
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod data;
 pub mod doctor;
 pub mod error;
 pub mod kernel;
+pub mod policy;
 pub mod proto;
 pub mod request;
 pub mod statistics;

@@ -115,6 +115,21 @@ impl IoError {
         Self::Broken,
     ];
 
+    /// The kind's name in statistics and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Retry => "retry",
+            Self::Fenced => "fenced",
+            Self::NoSpace => "nospace",
+            Self::Invalid => "invalid",
+            Self::ReadOnly => "readonly",
+            Self::Unsupported => "unsupported",
+            Self::NoMemory => "nomemory",
+            Self::Shutdown => "shutdown",
+            Self::Broken => "broken",
+        }
+    }
+
     /// The kind that an operating-system error number stands for, as a local file gives it.
     pub fn from_errno(errno: i32) -> Self {
         match errno {

@@ -17,6 +17,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op};
@@ -61,6 +62,16 @@ pub struct Snapshot {
     pub in_flight: u64,
     /// Connections that are being served now.
     pub connections: u64,
+    /// When the oldest running request came, in nanoseconds of [`now_ns`]; 0: none is running.
+    pub oldest_ns: u64,
+    /// Requests that wait for a backend which cannot be reached; running ones, too.
+    pub queued: u64,
+    /// Since when a backend cannot be reached, on the boot-time clock; 0: it can.
+    pub outage_since_ns: u64,
+    /// Time in outages that are over, summed over the connections.
+    pub stalled_ns: u64,
+    /// Time in which a limit held requests back, summed over the connections.
+    pub limited_ns: u64,
 }
 
 /// One operation's counts since the page was made.
@@ -76,6 +87,15 @@ pub struct OpSnapshot {
     pub total_ns: u64,
     /// Requests by latency, see [`BUCKETS`].
     pub latency: [u64; BUCKETS],
+}
+
+/// The clock of [`Snapshot::oldest_ns`], the same in every process of the machine: nanoseconds since
+/// its boot, without the time that it slept.
+pub fn now_ns() -> u64 {
+    use nix::time::{ClockId, clock_gettime};
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    // 64 bits of nanoseconds last for 584 years.
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Page {
@@ -152,10 +172,18 @@ impl Page {
     /// that takes its place, before it serves.
     pub fn take_over(&self) {
         for slot in 0..self.used() {
-            let words = slot_words(&self.memory, slot);
-            words[CONNECTED].store(0, Relaxed);
-            words[IN_FLIGHT].store(0, Relaxed);
+            disconnect(slot_words(&self.memory, slot));
         }
+    }
+
+    /// Counts that the device's dead connections were replaced. For the supervisor alone.
+    pub fn count_reconnect(&self) {
+        self.memory.words()[RECONNECTS].fetch_add(1, Relaxed);
+    }
+
+    /// How often the device's dead connections were replaced.
+    pub fn reconnects(&self) -> u64 {
+        self.memory.words()[RECONNECTS].load(Relaxed)
     }
 
     /// What the page says now.
@@ -184,8 +212,8 @@ impl Recorder {
         if !self.begun {
             self.begun = true;
             self.memory.words()[USED].fetch_max(self.slot as u64 + 1, Relaxed);
+            disconnect(slot_words(&self.memory, self.slot));
             self.word(CONNECTED).store(1, Relaxed);
-            self.word(IN_FLIGHT).store(0, Relaxed);
         }
     }
 
@@ -215,6 +243,28 @@ impl Recorder {
         self.word(IN_FLIGHT).store(requests, Relaxed);
     }
 
+    /// Says when the oldest running request came, on the clock of [`now_ns`]; 0: none is running.
+    pub fn set_oldest(&self, oldest_ns: u64) {
+        self.word(OLDEST_NS).store(oldest_ns, Relaxed);
+    }
+
+    /// Says how many requests wait for the backend, and since when it cannot be reached (on the
+    /// boot-time clock, 0: it can).
+    pub fn set_outage(&self, queued: u64, since_ns: u64) {
+        self.word(QUEUED).store(queued, Relaxed);
+        self.word(OUTAGE_SINCE_NS).store(since_ns, Relaxed);
+    }
+
+    /// Counts the time of an outage that is over.
+    pub fn stalled(&self, time_ns: u64) {
+        add(self.word(STALLED_NS), time_ns);
+    }
+
+    /// Counts time in which a limit held requests back.
+    pub fn limited(&self, time_ns: u64) {
+        add(self.word(LIMITED_NS), time_ns);
+    }
+
     fn word(&self, index: usize) -> &AtomicU64 {
         &slot_words(&self.memory, self.slot)[index]
     }
@@ -223,8 +273,7 @@ impl Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         if self.begun {
-            self.word(CONNECTED).store(0, Relaxed);
-            self.word(IN_FLIGHT).store(0, Relaxed);
+            disconnect(slot_words(&self.memory, self.slot));
         }
         self.taken.fetch_and(!(1 << self.slot), Relaxed);
     }
@@ -248,6 +297,17 @@ impl Snapshot {
         };
         add(&mut self.connections, CONNECTED);
         add(&mut self.in_flight, IN_FLIGHT);
+        let oldest = words[OLDEST_NS].load(Relaxed);
+        if oldest != 0 && (self.oldest_ns == 0 || oldest < self.oldest_ns) {
+            self.oldest_ns = oldest;
+        }
+        add(&mut self.queued, QUEUED);
+        add(&mut self.stalled_ns, STALLED_NS);
+        add(&mut self.limited_ns, LIMITED_NS);
+        self.outage_since_ns = match (self.outage_since_ns, words[OUTAGE_SINCE_NS].load(Relaxed)) {
+            (0, since_ns) | (since_ns, 0) => since_ns,
+            (one, other) => one.min(other),
+        };
         for (kind, errors) in self.errors.iter_mut().enumerate() {
             add(errors, KINDS + kind);
         }
@@ -289,6 +349,8 @@ const MOST: [u64; 6] =
 const USED: usize = HEADER.len();
 /// In the header: see `baton`.
 const BATON: usize = USED + 1;
+/// In the header: see [`Page::count_reconnect`].
+const RECONNECTS: usize = BATON + 1;
 /// Words before the first slot; the unused ones are zero.
 const HEADER_WORDS: usize = 512;
 /// Words of one slot: a whole number of cache lines, with room for more counters.
@@ -298,6 +360,11 @@ const PAGE_BYTES: u64 = ((HEADER_WORDS + SLOTS * SLOT_WORDS) * 8) as u64;
 // Inside a slot.
 const CONNECTED: usize = 0;
 const IN_FLIGHT: usize = 1;
+const QUEUED: usize = 2;
+const OUTAGE_SINCE_NS: usize = 3;
+const STALLED_NS: usize = 4;
+const LIMITED_NS: usize = 5;
+const OLDEST_NS: usize = 6;
 const KINDS: usize = 16;
 const OPS: usize = 64;
 const OP_WORDS: usize = 64;
@@ -315,6 +382,13 @@ const _: () = assert!(SLOTS <= 64, "a bit each in `taken`");
 
 fn slot_words(memory: &SharedMemory, slot: usize) -> &[AtomicU64] {
     &memory.words()[HEADER_WORDS + slot * SLOT_WORDS..][..SLOT_WORDS]
+}
+
+/// Clears what is true of a connection only while it lives.
+fn disconnect(words: &[AtomicU64]) {
+    for index in [CONNECTED, IN_FLIGHT, QUEUED, OUTAGE_SINCE_NS, OLDEST_NS] {
+        words[index].store(0, Relaxed);
+    }
 }
 
 /// Adds to a word that only the caller writes.
@@ -372,10 +446,13 @@ mod tests {
         let dead = page.recorder(2).unwrap();
         dead.ended(Op::Flush, 0, 9, Ok(()));
         dead.set_in_flight(7);
+        dead.set_outage(3, 4711);
+        dead.stalled(5);
         let successor = Page::from_fd(file).unwrap();
         successor.take_over();
         let seen = successor.snapshot();
         assert_eq!((seen.connections, seen.in_flight, seen.op(Op::Flush).count), (0, 0, 1));
+        assert_eq!((seen.queued, seen.outage_since_ns, seen.stalled_ns), (0, 0, 5));
     }
 
     #[test]
@@ -424,6 +501,20 @@ mod tests {
         }
         words[5].store(1, Relaxed);
         assert!(read(&file).is_err());
+    }
+
+    #[test]
+    fn an_outage_began_with_the_first_connection_that_met_it() {
+        let (page, _file) = Page::create().unwrap();
+        let all = [0, 1, 2].map(|slot| page.recorder(slot).unwrap());
+        assert_eq!(page.snapshot().outage_since_ns, 0);
+        all[1].set_outage(2, 900);
+        all[2].set_outage(3, 700);
+        all[0].limited(8);
+        let seen = page.snapshot();
+        assert_eq!((seen.queued, seen.outage_since_ns, seen.limited_ns), (5, 700, 8));
+        all[2].set_outage(0, 0);
+        assert_eq!(page.snapshot().outage_since_ns, 900);
     }
 
     #[test]

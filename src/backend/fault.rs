@@ -108,6 +108,10 @@ impl Image for FaultImage {
         legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
     }
 
+    fn shrink(&self, size: u64) -> Result<()> {
+        self.inner.shrink(size)
+    }
+
     fn set_fault(&self, plan: &str) -> Result<()> {
         let plan: Plan = plan.parse()?;
         tracing::info!(%plan, "the injected faults were replaced");

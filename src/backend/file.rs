@@ -177,30 +177,21 @@ impl Image for FileImage {
     }
 
     fn resize(&self, size: u64) -> Result<()> {
-        if self.device {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("{} is a block device, whose size is not cleat's to change", self.path),
-            )
-            .with_repair("resize it where it comes from (lvextend, losetup -c, …), then refresh"));
-        }
-        if self.read_only {
-            return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
-        }
-        if !size.is_multiple_of(u64::from(self.blocks.minimum)) {
-            let block = self.blocks.minimum;
-            return Err(invalid(format!("{size} is no multiple of the block size, {block}")));
-        }
+        self.check_resizable(size)?;
         let now = self.refresh_size()?;
         if size < now {
             let (size, now) = (Size(size), Size(now));
             return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.path)));
         }
-        self.file
-            .set_len(size)
-            .and_then(|()| self.file.sync_data())
-            .map_err(|e| Error::from_io(format!("cannot grow {}", self.path), e))?;
-        self.refresh_size().map(drop)
+        self.set_length(size)
+    }
+
+    fn shrink(&self, size: u64) -> Result<()> {
+        self.check_resizable(size)?;
+        if size == 0 {
+            return Err(invalid(format!("{} cannot be made empty", self.path)));
+        }
+        self.set_length(size)
     }
 
     fn bequeath(&self) -> Result<Inheritance> {
@@ -218,6 +209,34 @@ impl Image for FileImage {
             self.abilities.set_sync_failed();
         }
         // It may have grown since this one opened it.
+        self.refresh_size().map(drop)
+    }
+}
+
+impl FileImage {
+    fn check_resizable(&self, size: u64) -> Result<()> {
+        if self.device {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("{} is a block device, whose size is not cleat's to change", self.path),
+            )
+            .with_repair("resize it where it comes from (lvextend, losetup -c, …), then refresh"));
+        }
+        if self.read_only {
+            return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
+        }
+        if !size.is_multiple_of(u64::from(self.blocks.minimum)) {
+            let block = self.blocks.minimum;
+            return Err(invalid(format!("{size} is no multiple of the block size, {block}")));
+        }
+        Ok(())
+    }
+
+    fn set_length(&self, size: u64) -> Result<()> {
+        self.file
+            .set_len(size)
+            .and_then(|()| self.file.sync_data())
+            .map_err(|e| Error::from_io(format!("cannot resize {}", self.path), e))?;
         self.refresh_size().map(drop)
     }
 }

@@ -117,7 +117,7 @@ pub trait Image: Send + Sync {
     /// When the backend cannot be asked.
     fn refresh_size(&self) -> Result<u64>;
 
-    /// Changes the size at the backend.
+    /// Changes the size at the backend. Never makes it smaller: that is [`Image::shrink`].
     ///
     /// # Errors
     /// `Unsupported` where the backend cannot; what the backend gives otherwise.
@@ -156,6 +156,17 @@ pub trait Image: Send + Sync {
     fn succeed(&self, legacy: &Legacy) -> Result<()> {
         let _ = legacy;
         Err(succession::impossible())
+    }
+
+    /// Cuts the end off at the backend; only ever called when somebody has asked for just that, and
+    /// no request can reach what goes.
+    ///
+    /// # Errors
+    /// `Unsupported` where the backend cannot; what the backend gives otherwise.
+    fn shrink(&self, size: u64) -> Result<()> {
+        let _ = size;
+        let message = "this volume cannot be made smaller";
+        Err(crate::error::Error::new(crate::error::ErrorKind::Unsupported, message))
     }
 
     /// Replaces the faults that are injected; only the `fault:` backend can.

@@ -13,14 +13,21 @@ Examples:
     $ cleat resize data 20G
     $ resize2fs /dev/disk/by-id/cleat-data
 
-  The file grew by other means; let the device follow:
+  The file grew by other means; the device follows by itself within seconds, or at once:
     $ truncate -s 20G /var/lib/images/a.img
     $ cleat resize data
+
+  Make it smaller, once the filesystem on it is, and nothing holds the device:
+    $ umount /mnt && e2fsck -f /dev/disk/by-id/cleat-data
+    $ resize2fs /dev/disk/by-id/cleat-data 5G
+    $ cleat resize data 5G --shrink
 ";
 
 /// Change a volume's size, online
 ///
-/// Without SIZE the device takes over the size that the volume has now. Shrinking is refused.
+/// Without SIZE the device takes over the size that the volume has now. A volume becomes smaller only
+/// with --shrink, and only while nothing has its device mounted or open: what is on it must have been
+/// made to fit before. Not all volumes can.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Resize {
@@ -29,6 +36,9 @@ pub(super) struct Resize {
     /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(value_parser = new_size)]
     size: Option<u64>,
+    /// Allow a smaller size: what lies behind the new end is lost
+    #[arg(long)]
+    shrink: bool,
 }
 
 /// Runs the command.
@@ -36,7 +46,11 @@ pub(super) struct Resize {
 /// # Errors
 /// What the daemon answers.
 pub(super) fn run(globals: &Globals, args: Resize) -> Result<()> {
-    let request = ResizeRequest { target: args.target, size_bytes: args.size.unwrap_or(0) };
+    let request = ResizeRequest {
+        target: args.target,
+        size_bytes: args.size.unwrap_or(0),
+        allow_shrink: args.shrink,
+    };
     let mapping: view::Mapping = client::run(globals, async |client| {
         let limit = OPERATION_TIMEOUT + GRACE;
         client.call(limit, async |mut node| node.resize(request).await).await

@@ -18,6 +18,7 @@ use tonic::{Request, Response, Status};
 
 use super::convert;
 use super::executor::Executor;
+use super::growth::NewSize;
 use super::volume::{View, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1 as api;
@@ -81,6 +82,11 @@ impl Admin {
             started: Instant::now(),
             started_at_s: since_epoch.as_secs(),
         }
+    }
+
+    /// When the daemon started, in seconds since the epoch.
+    pub fn started_at_s(&self) -> u64 {
+        self.started_at_s
     }
 
     /// Runs a call as a task of its own.
@@ -221,7 +227,8 @@ impl api::node_server::Node for Admin {
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
         self.detached(async move {
-            let view = executor.resize(&target, request.size_bytes, deadline).await?;
+            let wanted = NewSize { bytes: request.size_bytes, shrink: request.allow_shrink };
+            let view = executor.resize(&target, wanted, deadline).await?;
             Ok(convert::mapping(&view))
         })
         .await

@@ -188,7 +188,7 @@ pub fn statistics(view: &View, snapshot: &Snapshot) -> api::VolumeStats {
     });
     let errors = IoError::ALL.iter().filter_map(|kind| {
         let count = snapshot.errors_of(*kind);
-        (count > 0).then(|| (format!("{kind:?}").to_lowercase(), count))
+        (count > 0).then(|| (kind.name().to_owned(), count))
     });
     api::VolumeStats {
         name: view.record.name.clone(),

@@ -100,7 +100,7 @@ const UNDO_LIMIT: Duration = Duration::from_secs(20);
 const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long udev may look at a device before it counts as a holder.
-const TRANSIENT_LIMIT: Duration = Duration::from_secs(3);
+pub(super) const TRANSIENT_LIMIT: Duration = Duration::from_secs(3);
 
 /// A mapping that has worked for so long has recovered from what was before.
 const SOUND_AFTER: Duration = Duration::from_secs(60);
@@ -350,7 +350,10 @@ impl Executor {
         let message = match state {
             State::Failed(trouble) => explain(trouble),
             State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
-            State::Mapped => core.refusal.clone().unwrap_or_default(),
+            State::Mapped => {
+                let growth = core.growth.as_ref().map(|(_, why)| why.clone());
+                growth.or_else(|| core.refusal.clone()).unwrap_or_default()
+            }
             _ => String::new(),
         };
         let keep = matches!(state, State::Recovering | State::Unmapping);
@@ -425,6 +428,11 @@ impl Executor {
     /// What an operator should know of how the daemon began.
     pub fn findings(&self) -> Vec<String> {
         self.findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// How much the kernel has to do for us.
+    pub fn kernel_load(&self) -> super::kernel_calls::Load {
+        self.kernel.load()
     }
 
     /// Every change from now on.
@@ -502,7 +510,7 @@ fn may_pass(kind: ErrorKind) -> bool {
 }
 
 /// udev and what it runs.
-fn is_transient(holder: &Holder) -> bool {
+pub(super) fn is_transient(holder: &Holder) -> bool {
     let Holder::Process { command, .. } = holder else { return false };
     ["(udev-worker)", "systemd-udevd", "udevd", "blkid"].iter().any(|name| command.contains(name))
 }

@@ -17,6 +17,17 @@ pub struct KernelCalls {
     waits: Arc<Semaphore>,
 }
 
+/// How much the kernel has to do for us.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    /// Commands under way.
+    pub commands: usize,
+    /// Calls that wait for something.
+    pub waits: usize,
+    /// Those that nobody waits for any more.
+    pub stuck: usize,
+}
+
 /// Commands that may be under way, stuck ones included.
 pub const MAX_COMMANDS: usize = 12;
 
@@ -49,6 +60,15 @@ impl KernelCalls {
             drop(self.waits.acquire_many(all(MAX_WAITS)).await);
         };
         timeout_at(deadline, quiet).await.is_ok()
+    }
+
+    /// What is under way now.
+    pub fn load(&self) -> Load {
+        Load {
+            commands: MAX_COMMANDS - self.commands.available_permits(),
+            waits: MAX_WAITS - self.waits.available_permits(),
+            stuck: self.kernel.stuck(),
+        }
     }
 
     /// A call that should return soon. Its turn may come as late as `deadline`; from there on it

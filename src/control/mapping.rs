@@ -110,6 +110,13 @@ pub struct Volume {
     pub outlives_worker: bool,
 }
 
+impl Volume {
+    /// Whether its device refuses writes: NBD_FLAG_READ_ONLY among the transmission flags.
+    pub fn is_read_only(&self) -> bool {
+        self.transmission_flags & 1 << 1 != 0
+    }
+}
+
 /// What is, as far as this mapping is concerned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Observed {
@@ -127,6 +134,8 @@ pub struct Observed {
     pub announced: bool,
     /// Repairs that did not last, in a row.
     pub failures: u32,
+    /// A growth of the device could not be carried out a moment ago.
+    pub growth_waits: bool,
 }
 
 /// A device with our identity.
@@ -178,6 +187,14 @@ pub enum Action {
         index: DeviceIndex,
         /// Connections to replace.
         missing: u32,
+    },
+    /// Make the device as large as its volume has become, in bytes. One that cannot be done now is
+    /// put off, and no failure: the mapping works.
+    Grow {
+        /// The device.
+        index: DeviceIndex,
+        /// Of the volume, in whole blocks.
+        size: u64,
     },
     /// Remember that the mapping is being taken down.
     Renounce,
@@ -350,6 +367,8 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
             if !after.is_empty() && observed.failures >= MAX_FAILURES {
                 return given_up(record);
             }
+            let grown = grown(record, observed, device);
+            after.extend(grown.map(|size| Action::Grow { index: device.index, size }));
             Plan { state, actions: after }
         }
         SeenWorker::Alive { .. } | SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
@@ -372,6 +391,16 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
         SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
         SeenWorker::Fenced => fenced(record),
     }
+}
+
+/// The size that the device should have, where the volume has grown by a block or more.
+fn grown(record: &Record, observed: &Observed, device: SeenDevice) -> Option<u64> {
+    let SeenWorker::Alive { size, .. } = observed.worker else { return None };
+    let block_size = record.volume.map(|volume| u64::from(volume.block_size))?;
+    // What is no whole block cannot be reached through the device.
+    let size = size - size % block_size.max(1);
+    let grows = record.established && !observed.growth_waits && size > device.size;
+    grows.then_some(size)
 }
 
 fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {

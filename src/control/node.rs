@@ -2,6 +2,7 @@
 //! and keeps an eye on kernel and workers until it is told to end.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,6 +22,8 @@ use super::executor::{Executor, Halt, Settings};
 use super::journal::{Journal, lock};
 use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
 use super::mapping::{Options, State};
+use super::metrics::calls::{Calls, Count};
+use super::metrics::{Endpoint, Source};
 use super::process::{Launcher, Processes};
 use super::random::Random;
 use super::restart;
@@ -52,6 +55,7 @@ pub struct Node {
     stop_server: Option<oneshot::Sender<()>>,
     unmap_on_shutdown: bool,
     socket: PathBuf,
+    metrics_address: Option<SocketAddr>,
     _lock: Flock<std::fs::File>,
 }
 
@@ -193,6 +197,7 @@ impl Node {
         let runtime_lock = lock(&config.runtime_dir.join("lock"))?;
         let journal = Arc::new(Journal::open(&config.state_dir)?);
         let listener = listen(&config.socket()).await?;
+        let metrics = Endpoint::bind(&config.metrics, &config.runtime_dir).await?;
 
         let (attention, attention_receiver) = mpsc::channel(4096);
         let (worker_events, worker_receiver) = mpsc::channel(1024);
@@ -226,7 +231,13 @@ impl Node {
         tasks.spawn(sweep(Arc::clone(&executor)));
         let (stop_server, stopped) = oneshot::channel();
         let admin = Admin::new(Arc::clone(&executor), config.map.timeout);
-        tasks.spawn(serve(admin, listener, stopped));
+        let (calls, metrics_address) = (Arc::new(Calls::default()), metrics.address());
+        tasks.spawn(metrics.serve(Source {
+            executor: Arc::clone(&executor),
+            calls: Arc::clone(&calls),
+            started_at_s: admin.started_at_s(),
+        }));
+        tasks.spawn(serve(admin, listener, calls, stopped));
         tracing::info!(socket = %config.socket().display(), "ready: {}", status(&executor));
         Ok(Self {
             executor,
@@ -234,6 +245,7 @@ impl Node {
             stop_server: Some(stop_server),
             unmap_on_shutdown: config.unmap_on_shutdown,
             socket: config.socket(),
+            metrics_address,
             _lock: runtime_lock,
         })
     }
@@ -241,6 +253,11 @@ impl Node {
     /// The executor, for calls from the same process.
     pub fn executor(&self) -> &Arc<Executor> {
         &self.executor
+    }
+
+    /// Where metrics are served over TCP, if they are.
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.metrics_address
     }
 
     /// Ends in order. Mappings stay, unless the configuration says otherwise.
@@ -315,8 +332,8 @@ fn status(executor: &Executor) -> String {
     }
 }
 
-/// The control socket. One that a dead daemon left is replaced.
-async fn listen(path: &Path) -> Result<UnixListener> {
+/// A socket for root and our own user. One that a dead daemon left is replaced.
+pub(super) async fn listen(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
     match path.parent() {
         Some(parent) if parent.exists() => check_shared(parent)?,
@@ -355,13 +372,19 @@ async fn is_abandoned(path: &Path) -> bool {
     connected.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)
 }
 
-async fn serve(admin: Admin, listener: UnixListener, stopped: oneshot::Receiver<()>) {
+async fn serve(
+    admin: Admin,
+    listener: UnixListener,
+    calls: Arc<Calls>,
+    stopped: oneshot::Receiver<()>,
+) {
     let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
     let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);
     let served = tonic::transport::Server::builder()
         .concurrency_limit_per_connection(256)
         .max_concurrent_streams(256)
         .http2_max_header_list_size(16 * 1024)
+        .layer(Count(calls))
         .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), async {
             // An error means that the daemon is gone.
             let _ = stopped.await;

@@ -45,8 +45,19 @@ impl Executor {
         let predecessor = self.observe_worker(guard, Seat::Predecessor, deadline).await?;
         let page = guard.statistics.as_ref().filter(|_| guard.record.predecessor.is_some());
         let taken = page.map(|page| page.was_taken(guard.record.generation));
-        let (announced, failures) = (guard.paths.is_some(), guard.failures);
-        Ok(Observed { devices, worker, predecessor, taken, holders, announced, failures })
+        let announced = guard.paths.is_some();
+        let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
+        let failures = guard.failures;
+        Ok(Observed {
+            devices,
+            worker,
+            predecessor,
+            taken,
+            holders,
+            announced,
+            failures,
+            growth_waits,
+        })
     }
 
     /// Every nbd device.
@@ -287,6 +298,6 @@ impl Seat {
 fn alive(worker: &Worker) -> SeenWorker {
     SeenWorker::Alive {
         connections: u32::try_from(worker.statistics.snapshot().connections).unwrap_or(u32::MAX),
-        size: worker.ready.size,
+        size: worker.size(),
     }
 }

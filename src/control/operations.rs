@@ -1,12 +1,12 @@
-//! What users ask of a mapping that exists: another size, other faults.
+//! What users ask of a mapping that exists: which it is, other faults. Another size: `growth`.
 
 use tokio::time::Instant;
 
 use super::executor::{Executor, Target};
-use super::mapping::{Intent, State};
-use super::volume::{Guard, View, Volume};
+use super::mapping::Intent;
+use super::volume::{Guard, Volume};
 use crate::error::{Error, ErrorKind, Result};
-use crate::worker::protocol::{FromWorker, ToWorker};
+use crate::worker::protocol::ToWorker;
 use std::sync::Arc;
 
 impl Executor {
@@ -29,62 +29,6 @@ impl Executor {
         }
     }
 
-    /// Sets the size of a volume and of its device; 0 takes over the size that the backend has.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for what would shrink the device.
-    pub async fn resize(&self, target: &str, size: u64, deadline: Instant) -> Result<View> {
-        let volume = self.get(target, deadline).await?;
-        let mut guard = self.enter_mapped(&volume).await?;
-        let state = self.converge(&mut guard, deadline).await?;
-        if let State::Failed(trouble) = state {
-            return Err(trouble.into_error());
-        }
-        let view = volume.view();
-        let (Some(device), Some(made_of)) = (view.device, guard.record.volume) else {
-            return Err(not_mapped(&volume));
-        };
-        let name = &volume.name;
-        let shrinks = |to: u64| {
-            let message = format!("{name} is {} bytes long and would shrink to {to}", device.size);
-            Err(Error::new(ErrorKind::InvalidArgument, message)
-                .with_repair("a device is not shrunk: what is on it would be cut off"))
-        };
-        let block = u64::from(made_of.block_size);
-        if size != 0 && !size.is_multiple_of(block) {
-            let message = format!("{size} bytes are not a multiple of the block size, {block}");
-            return Err(Error::new(ErrorKind::InvalidArgument, message));
-        }
-        if size != 0 && size < device.size {
-            return shrinks(size);
-        }
-        let command = if size == 0 { ToWorker::RefreshSize } else { ToWorker::Resize { size } };
-        let worker = guard.worker.as_mut().ok_or_else(|| not_mapped(&volume))?;
-        let size = match worker.call(command, Vec::new(), deadline).await? {
-            FromWorker::Size { size } => size,
-            other => {
-                let message = format!("the worker answered out of turn: {other:?}");
-                return Err(Error::new(ErrorKind::Internal, message));
-            }
-        };
-        // The end of a volume that is no whole block cannot be reached through the device.
-        let size = size - size % block;
-        if size < device.size {
-            return shrinks(size);
-        }
-        worker.ready.size = size;
-        if size > device.size {
-            let (index, identity) = (device.index, guard.record.identity());
-            self.kernel
-                .command("resize the device", deadline, move |k| k.resize(index, &identity, size))
-                .await?;
-        }
-        guard.record.volume = Some(super::mapping::Volume { size, ..made_of });
-        self.store(&guard).await?;
-        self.converge(&mut guard, deadline).await?;
-        Ok(volume.view())
-    }
-
     /// Replaces the faults that a `fault:` volume injects.
     ///
     /// # Errors
@@ -97,7 +41,7 @@ impl Executor {
         worker.call(command, Vec::new(), deadline).await.map(|_| ())
     }
 
-    async fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {
+    pub(super) async fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {
         let guard = volume.enter_call().await?;
         if guard.withdrawn || guard.record.intent != Intent::Mapped {
             return Err(not_mapped(volume));
@@ -106,7 +50,7 @@ impl Executor {
     }
 }
 
-fn not_mapped(volume: &Volume) -> Error {
+pub(super) fn not_mapped(volume: &Volume) -> Error {
     Error::new(ErrorKind::Unavailable, format!("{} does not work just now", volume.name))
         .with_repair(format!("cleat status {} says why", volume.name))
 }

@@ -17,6 +17,7 @@ use super::volume::Guard;
 use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex};
+use crate::statistics::Page;
 use crate::worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
 
 /// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
@@ -57,6 +58,7 @@ impl Executor {
             Action::Reconnect { index, missing } => {
                 self.reconnect(guard, index, missing, deadline).await
             }
+            Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
                 self.kernel
@@ -89,7 +91,7 @@ impl Executor {
         let start = start_message(&guard.record, false);
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
-        page.iter().for_each(crate::statistics::Page::take_over);
+        page.iter().for_each(Page::take_over);
         let mut starting = pin!(self.workers.start(launched, start, page, Vec::new(), deadline));
         let worker = match timeout(TURN_LIMIT, &mut starting).await {
             Ok(started) => started?,
@@ -195,6 +197,7 @@ impl Executor {
             }
             if missing == 0 {
                 self.counted(guard).await;
+                guard.statistics.iter().for_each(Page::count_reconnect);
                 tracing::info!(mapping = guard.record.name, device = index, "reconnected");
                 return Ok(());
             }

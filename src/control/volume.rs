@@ -42,6 +42,8 @@ pub struct Core {
     pub sound_since: Option<Instant>,
     /// No repair before.
     pub not_before: Option<Instant>,
+    /// A growth of the device that was put off, until when and why.
+    pub growth: Option<(Instant, String)>,
 }
 
 impl Core {
@@ -59,6 +61,7 @@ impl Core {
             failures: 0,
             sound_since: None,
             not_before: None,
+            growth: None,
         }
     }
 }
@@ -89,6 +92,12 @@ impl View {
     pub fn node(&self) -> Option<PathBuf> {
         let known = self.paths.as_ref().map(|paths| paths.node.clone());
         known.or_else(|| self.device.map(|device| node_of(device.index)))
+    }
+
+    /// Whether nothing can be written: asked for, or the nature of the volume (a snapshot).
+    pub fn is_read_only(&self) -> bool {
+        let by_itself = self.record.volume.is_some_and(|volume| volume.is_read_only());
+        self.record.options.read_only || by_itself
     }
 }
 

@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::sys::socket::{
@@ -71,6 +71,8 @@ pub struct Worker {
 
 #[derive(Debug, Default)]
 struct Flags {
+    /// Of the volume, in bytes, as last heard.
+    size: AtomicU64,
     /// The channel has ended or carried nonsense, or an answer did not come in time.
     broken: AtomicBool,
     fenced: AtomicBool,
@@ -299,7 +301,7 @@ impl Workers {
         let failed = |error| Error::from_io("cannot watch a worker", error);
         let exit = exit_descriptor(&process).map_err(failed)?;
         let link = Arc::new(link);
-        let flags = Arc::new(Flags::default());
+        let flags = Arc::new(Flags { size: ready.size.into(), ..Flags::default() });
         let (reply_sender, replies) = mpsc::channel(1);
         let (ended_sender, ended) = watch::channel(false);
         let reader = Reader {
@@ -341,6 +343,11 @@ impl Worker {
     /// Whether it has lost its volume to somebody else.
     pub fn is_fenced(&self) -> bool {
         self.flags.fenced.load(Ordering::Acquire)
+    }
+
+    /// The volume's size in bytes, as the worker last said it.
+    pub fn size(&self) -> u64 {
+        self.flags.size.load(Ordering::Acquire)
     }
 
     /// Gives it connections to serve, and returns once it does.
@@ -485,7 +492,14 @@ impl Reader {
                 self.flags.fenced.store(true, Ordering::Release);
                 self.tell("the volume belongs to somebody else now".to_owned());
             }
+            Ok(Some((FromWorker::SizeChanged { size }, _))) => {
+                self.flags.size.store(size, Ordering::Release);
+                self.tell(format!("the volume has {size} bytes now"));
+            }
             Ok(Some(reply)) => {
+                if let FromWorker::Size { size } = reply.0 {
+                    self.flags.size.store(size, Ordering::Release);
+                }
                 // One command is under way at most; a second answer is nonsense.
                 if self.replies.as_ref().is_none_or(|replies| replies.try_send(reply).is_err()) {
                     return self.give_up("answered twice");

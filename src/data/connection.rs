@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
@@ -20,12 +20,14 @@ use super::nbd::transmission::{Event, MAX_PAYLOAD, Transmission};
 use super::nbd::wire::simple_reply;
 use super::outbound::Outbound;
 use super::pool::{LARGEST, Pool};
+use super::retry::Retries;
+use super::rules::Rules;
 use super::server::Limits;
 use super::slab::{Running, Slab};
 use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op, Request};
-use crate::statistics::Recorder;
+use crate::statistics::{self, Recorder};
 use crate::sys::buffer::Buffer;
 use crate::sys::ring::{Completion, FileSlot, Ring, Token};
 
@@ -51,39 +53,46 @@ const IDLE_AFTER: Duration = Duration::from_secs(1);
 
 /// One connection, made and run on its own thread.
 pub(super) struct Connection {
-    queue: Box<dyn ImageQueue>,
+    pub(super) queue: Box<dyn ImageQueue>,
     pub(super) ring: Ring,
     pub(super) socket: FileSlot,
     wake: FileSlot,
     pub(super) file: OwnedFd,
     pub(super) mailbox: Arc<Mailbox>,
-    image: Arc<dyn Image>,
+    pub(super) image: Arc<dyn Image>,
+    pub(super) rules: Arc<Rules>,
     pub(super) parser: Transmission,
     pub(super) inbound: Inbound,
     pub(super) outbound: Outbound,
     pub(super) pool: Pool,
     pub(super) slab: Slab,
+    pub(super) retries: Retries,
     depth: usize,
-    /// A request that waits for a buffer.
+    /// A request that waits for a buffer, or for the limits.
     pub(super) held: Option<(u64, Request)>,
+    /// Since when the limits hold requests back, and when they may let the next one pass.
+    limited_since_ns: Option<u64>,
+    limited_until_ns: u64,
     /// Everything that arrived is understood: more has to come.
     hungry: bool,
     /// Set when nothing more will be read.
     pub(super) ending: Option<End>,
     /// The receive under way has been cancelled and has not ended yet.
     pub(super) cancelling: bool,
-    fail_io: bool,
+    pub(super) fail_io: bool,
     /// Running requests that are answered already.
-    answered: usize,
+    pub(super) answered: usize,
     wake_armed: bool,
     /// The pool's count of takes when the idle timer was set.
     trim_armed: Option<u64>,
     woken: Vec<(RequestId, Outcome)>,
-    recorder: Recorder,
+    pub(super) recorder: Recorder,
     ended: Vec<Ended>,
     in_flight_shown: usize,
-    clock: Instant,
-    now_ns: u64,
+    oldest_shown_ns: u64,
+    /// The beginning of the connection's clock on the clock that the statistics share.
+    clock_began_ns: u64,
+    pub(super) now_ns: u64,
 }
 
 /// A request that ended and is not counted yet.
@@ -117,6 +126,7 @@ impl Connection {
         unread: &[u8],
         image: Arc<dyn Image>,
         mailbox: Arc<Mailbox>,
+        rules: Arc<Rules>,
         recorder: Recorder,
         limits: Limits,
     ) -> Result<Self> {
@@ -137,6 +147,7 @@ impl Connection {
         let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
         let queue = image.queue(&mut ring, mailbox.waker())?;
         let depth = limits.depth as usize;
+        let clock_began_ns = statistics::now_ns().saturating_sub(rules.elapsed_ns());
         Ok(Self {
             queue,
             ring,
@@ -146,12 +157,16 @@ impl Connection {
             mailbox,
             parser: Transmission::new(image.features(), image.block_sizes()),
             image,
+            rules,
             inbound,
             outbound: Outbound::new(depth),
             pool: Pool::new(limits.buffer_bytes),
             slab: Slab::new(limits.depth),
+            retries: Retries::new(depth),
             depth,
             held: None,
+            limited_since_ns: None,
+            limited_until_ns: 0,
             hungry: false,
             ending: None,
             cancelling: false,
@@ -163,7 +178,8 @@ impl Connection {
             recorder,
             ended: Vec::with_capacity(depth * 2),
             in_flight_shown: 0,
-            clock: Instant::now(),
+            oldest_shown_ns: 0,
+            clock_began_ns,
             now_ns: 0,
         })
     }
@@ -173,6 +189,7 @@ impl Connection {
         // What the handshake left over may hold requests already.
         self.parse();
         loop {
+            self.tend_outage();
             if let Some(end) = self.finished() {
                 return end;
             }
@@ -203,6 +220,9 @@ impl Connection {
         // reason to wake up; the limit is for the send that does not end.
         if sending && self.hungry && self.ending.is_none() {
             self.ring.submit_and_wait_for(2, SEND_PATIENCE)?;
+        } else if let Some(due_ns) = self.due_ns() {
+            let left_ns = due_ns.saturating_sub(self.elapsed_ns());
+            self.ring.submit_and_wait_for(1, Duration::from_nanos(left_ns))?;
         } else {
             self.ring.submit_and_wait()?;
         }
@@ -211,6 +231,17 @@ impl Connection {
             self.complete(completion);
         }
         Ok(())
+    }
+
+    /// When there is something to do though nothing completes: what waits for the backend or for the
+    /// limits.
+    fn due_ns(&self) -> Option<u64> {
+        let retry_ns = self.retries.due_ns(self.rules.patience_ns());
+        let limited = self.limited_since_ns.is_some() && self.held.is_some();
+        if !limited || self.ending.is_some() {
+            return retry_ns;
+        }
+        Some(retry_ns.map_or(self.limited_until_ns, |at_ns| at_ns.min(self.limited_until_ns)))
     }
 
     fn finished(&mut self) -> Option<End> {
@@ -299,6 +330,8 @@ impl Connection {
             self.finish(id, outcome);
         }
         self.woken = woken;
+        // The limits may have changed.
+        self.limited_until_ns = 0;
         if self.mailbox.desired() == Desired::Stop {
             self.ending.get_or_insert(End::Stopped);
         }
@@ -308,11 +341,12 @@ impl Connection {
     /// ends are awaited in silence.
     fn set_fail_io(&mut self, fail_io: bool) {
         if fail_io && !self.fail_io {
+            self.fail_waiting();
             for running in self.slab.iter_mut().filter(|running| !running.answered) {
                 running.answered = true;
                 self.answered += 1;
                 self.outbound.push(&simple_reply(running.cookie, Err(IoError::Broken)));
-                let Running { op, length, started_ns, .. } = *running;
+                let Running { request: Request { op, length, .. }, started_ns, .. } = *running;
                 self.ended.push(Ended { op, length, started_ns, result: Err(IoError::Broken) });
             }
         }
@@ -377,7 +411,10 @@ impl Connection {
     fn admits(&self) -> bool {
         let unanswered = self.slab.len() - self.answered;
         unanswered + self.outbound.queued() < self.depth
-            && (self.fail_io || self.slab.has_room() && !self.held_without_buffer())
+            && (self.fail_io
+                || self.slab.has_room()
+                    && self.limited_until_ns <= self.now_ns
+                    && !self.held_without_buffer())
     }
 
     fn held_without_buffer(&self) -> bool {
@@ -392,16 +429,42 @@ impl Connection {
             let failed = Err(IoError::Broken);
             return self.answer(cookie, Some(op), length, self.now_ns, failed, None);
         }
-        if !matches!(request.op, Op::Read | Op::Write) {
+        let has_payload = matches!(request.op, Op::Read | Op::Write);
+        let room = !has_payload || self.pool.has_room(payload_len(&request));
+        // The limits last: whom they let pass is charged.
+        if !room || !self.is_within_limits(&request) {
+            self.held = Some((cookie, request));
+            return;
+        }
+        if !has_payload {
             return self.start(cookie, request, None);
         }
         match self.pool.take(payload_len(&request)) {
-            None => self.held = Some((cookie, request)),
             Some(buffer) if request.op == Op::Write => {
                 self.inbound.begin_write(cookie, request, buffer);
             }
             buffer => self.start(cookie, request, buffer),
         }
+    }
+
+    /// Whether the limits let a request pass now; if not, the loop asks again when they may.
+    fn is_within_limits(&mut self, request: &Request) -> bool {
+        // One that was read already is not what a hand-over should have to wait for.
+        if !self.is_pausing()
+            && let Err(wait_ns) = self.rules.limiter.admit(request, self.now_ns)
+        {
+            self.limited_since_ns.get_or_insert(self.now_ns);
+            self.limited_until_ns = self.now_ns.saturating_add(wait_ns);
+            return false;
+        }
+        let Some(since_ns) = self.limited_since_ns.take() else { return true };
+        self.recorder.limited(self.now_ns.saturating_sub(since_ns));
+        let left = self.peer_has_left();
+        if left {
+            // Meanwhile it may have asked elsewhere, see `retry`.
+            self.ending = Some(End::Closed);
+        }
+        !left
     }
 
     fn start_write(&mut self, write: Write) {
@@ -416,26 +479,37 @@ impl Connection {
             let failed = Err(IoError::Broken);
             return self.answer(cookie, Some(op), length, started_ns, failed, buffer);
         }
-        let running = Running { cookie, op, length, started_ns, answered: false };
+        let running = Running { cookie, request, started_ns, answered: false, retried: false };
         let id = self.slab.insert(running);
+        self.start_at_backend(id, request, buffer);
+    }
+
+    /// Hands a request to the backend, for the first time or again.
+    pub(super) fn start_at_backend(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+    ) {
         match self.queue.start(id, request, buffer, &mut self.ring) {
             Started::Done(outcome) => self.finish(id, outcome),
             Started::Pending => {}
         }
     }
 
-    fn finish(&mut self, id: RequestId, outcome: Outcome) {
-        let Running { cookie, op, length, started_ns, answered } = self.slab.remove(id);
-        let Outcome { result, buffer } = outcome;
+    pub(super) fn finish(&mut self, id: RequestId, outcome: Outcome) {
+        let Some(Outcome { result, buffer }) = self.settle(id, outcome) else { return };
+        let Running { cookie, request, started_ns, answered, .. } = self.slab.remove(id);
         if answered {
             self.answered -= 1;
             buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
         } else {
+            let Request { op, length, .. } = request;
             self.answer(cookie, Some(op), length, started_ns, result, buffer);
         }
     }
 
-    fn answer(
+    pub(super) fn answer(
         &mut self,
         cookie: u64,
         op: Option<Op>,
@@ -469,6 +543,11 @@ impl Connection {
             self.in_flight_shown = self.slab.len();
             self.recorder.set_in_flight(self.in_flight_shown as u64);
         }
+        let oldest_ns = self.slab.oldest().map_or(0, |ns| self.clock_began_ns.saturating_add(ns));
+        if oldest_ns != self.oldest_shown_ns {
+            self.oldest_shown_ns = oldest_ns;
+            self.recorder.set_oldest(oldest_ns);
+        }
         if self.ended.is_empty() {
             return;
         }
@@ -478,9 +557,8 @@ impl Connection {
         }
     }
 
-    fn elapsed_ns(&self) -> u64 {
-        // 64 bits of nanoseconds last for 584 years.
-        u64::try_from(self.clock.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    pub(super) fn elapsed_ns(&self) -> u64 {
+        self.rules.elapsed_ns()
     }
 }
 

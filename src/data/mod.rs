@@ -13,11 +13,14 @@ mod connection;
 mod greeting;
 pub mod handover;
 mod inbound;
+mod limiter;
 pub mod listener;
 mod mailbox;
 pub mod nbd;
 mod outbound;
 mod pool;
+mod retry;
+mod rules;
 pub mod server;
 mod slab;
 

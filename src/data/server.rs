@@ -18,8 +18,10 @@ use super::mailbox::{Desired, Mailbox};
 use super::nbd::handshake::{Export, MAX_STRING};
 use super::nbd::transmission::MAX_PAYLOAD;
 use super::nbd::wire::transmission_flags;
-use crate::backend::Image;
+use super::rules::Rules;
+use crate::backend::{Image, Waker};
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy::Policy;
 use crate::statistics::{Page, Recorder, SLOTS};
 
 /// Ends that may wait to be read before connection threads wait for the reader.
@@ -84,6 +86,7 @@ pub struct Server {
     export: ExportName,
     page: Page,
     limits: Limits,
+    rules: Arc<Rules>,
     connections: Mutex<Vec<Handle>>,
     live: Arc<Live>,
     next_id: AtomicU64,
@@ -120,9 +123,20 @@ impl Server {
             return Err(invalid(format!("an export's name is longer than {MAX_STRING} bytes")));
         }
         let (events, receiver) = bounded(EVENTS);
+        let rules = Arc::new(Rules::new(Policy::default()));
         let (connections, live, next_id, fail_io) = Default::default();
-        let server =
-            Self { image, export, page, limits, connections, live, next_id, fail_io, events };
+        let server = Self {
+            image,
+            export,
+            page,
+            limits,
+            rules,
+            connections,
+            live,
+            next_id,
+            fail_io,
+            events,
+        };
         Ok((server, receiver))
     }
 
@@ -155,6 +169,20 @@ impl Server {
         let handles = self.lock();
         self.fail_io.store(fail, Ordering::Relaxed);
         handles.iter().for_each(|handle| handle.mailbox.set_fail_io(fail));
+    }
+
+    /// Has every connection follow `policy` from now on, what waits already included. Without it, it
+    /// is the default one.
+    pub fn set_policy(&self, policy: Policy) {
+        let handles = self.lock();
+        self.rules.set(policy);
+        handles.iter().for_each(|handle| handle.mailbox.waker().wake());
+    }
+
+    /// Has `waker` woken whenever the statistics page shows an outage of the backend that it did not
+    /// show before, or no longer shows one.
+    pub fn watch_outages(&self, waker: Waker) {
+        self.rules.set_watcher(waker);
     }
 
     /// Ends every connection: running requests are finished and answered, until `limit` has passed;
@@ -232,6 +260,7 @@ impl Server {
             image: Arc::clone(&self.image),
             export: self.export.clone(),
             mailbox: Arc::clone(&mailbox),
+            rules: Arc::clone(&self.rules),
             limits: self.limits,
             events: self.events.clone(),
         };
@@ -309,6 +338,7 @@ struct Task {
     image: Arc<dyn Image>,
     export: ExportName,
     mailbox: Arc<Mailbox>,
+    rules: Arc<Rules>,
     limits: Limits,
     events: Sender<Event>,
 }
@@ -333,9 +363,9 @@ impl Task {
             Kind::Kernel => None,
             Kind::Client => Some(self.export()),
         };
-        let Self { image, mailbox, limits, .. } = self;
+        let Self { image, mailbox, rules, limits, .. } = self;
         let connection =
-            Connection::new(socket, &self.unread, image, mailbox, recorder, limits);
+            Connection::new(socket, &self.unread, image, mailbox, rules, recorder, limits);
         let mut connection = match connection {
             Ok(connection) => connection,
             Err(error) => {

@@ -214,6 +214,11 @@ pub trait Kernel: Send + Sync {
     /// # Errors
     /// When the kernel refuses the subscription.
     fn events(&self) -> Result<crossbeam_channel::Receiver<KernelEvent>>;
+
+    /// Calls that were given up and have not returned yet.
+    fn stuck(&self) -> usize {
+        0
+    }
 }
 
 /// Where a device is found.

@@ -239,6 +239,10 @@ impl Kernel for RealKernel {
         self.load_module()?;
         self.subscribe(EVENT_QUEUE)
     }
+
+    fn stuck(&self) -> usize {
+        self.threads.stuck() + self.flushes.threads.stuck()
+    }
 }
 
 /// Flushes under way: one a device, as one that hangs tells all that another would.

@@ -14,5 +14,6 @@ pub mod process;
 pub mod protocol;
 pub mod sandbox;
 mod session;
+mod sizes;
 mod succession;
 pub mod version;

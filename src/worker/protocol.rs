@@ -55,8 +55,12 @@ pub enum ToWorker {
     Stop,
     /// Ask for the backend's size again. Answered by `Size`.
     RefreshSize,
-    /// Change the size at the backend. Answered by `Size`.
-    Resize { size: u64 },
+    /// Change the size at the backend; make it smaller only with `shrink`. Answered by `Size`.
+    Resize {
+        size: u64,
+        #[serde(default)]
+        shrink: bool,
+    },
     /// Replace the injected faults. Answered by `Done`.
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
@@ -138,6 +142,9 @@ pub enum FromWorker {
     Disconnected,
     /// By itself: the volume was lost to somebody else.
     Fenced,
+    // Sizes.
+    /// By itself: the volume has another size at the backend, in bytes.
+    SizeChanged { size: u64 },
 }
 
 /// What the device needs to know of the volume.

@@ -16,6 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::{Channel, Incoming};
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
+use super::sizes::{Order, Sizes};
 use super::succession::Pause;
 use super::version::Spoken;
 use crate::backend::{Image, Waker};
@@ -40,6 +41,7 @@ pub(super) struct Session {
     pub(super) start: Start,
     pub(super) image: Arc<dyn Image>,
     pub(super) page: Page,
+    sizes: Sizes,
     listener: UnixListener,
     pub(super) server: Server,
     events: Receiver<Event>,
@@ -95,11 +97,13 @@ impl Session {
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         let events = forward(source, waker.clone())?;
+        let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
             start,
             image,
             page,
+            sizes,
             listener,
             server,
             events,
@@ -139,6 +143,7 @@ impl Session {
                 return Ok(());
             }
             self.look_for_fence();
+            self.on_sizes();
             if turn.channel && self.on_channel() == Next::Exit {
                 return Ok(());
             }
@@ -221,6 +226,11 @@ impl Session {
                 }
                 Next::Exit
             }
+            Ok(Incoming::Command(ToWorker::RefreshSize, _)) => self.order(Order::Refresh),
+            Ok(Incoming::Command(ToWorker::Resize { size, shrink }, _)) => {
+                let smaller = shrink && size < self.image.size();
+                self.order(if smaller { Order::Shrink(size) } else { Order::Resize(size) })
+            }
             Ok(Incoming::Command(command, descriptors)) => {
                 match self.execute(command, descriptors) {
                     Ok((answer, descriptors)) => self.tell_with(&answer, &descriptors),
@@ -243,6 +253,14 @@ impl Session {
         }
     }
 
+    /// Answered once the backend has.
+    fn order(&mut self, order: Order) -> Next {
+        if let Err(error) = self.sizes.order(order) {
+            self.tell_failure(&error);
+        }
+        Next::Continue
+    }
+
     fn on_channel_end(&mut self) -> Next {
         self.channel = None;
         if self.served {
@@ -251,6 +269,17 @@ impl Session {
         }
         tracing::info!("the supervisor is gone before anything was served");
         Next::Exit
+    }
+
+    fn on_sizes(&mut self) {
+        match self.sizes.answer() {
+            Some(Ok(size)) => self.tell(&FromWorker::Size { size }),
+            Some(Err(error)) => self.tell_failure(&error),
+            None => {}
+        }
+        if let Some(size) = self.sizes.change() {
+            self.tell(&FromWorker::SizeChanged { size });
+        }
     }
 
     fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<Answer> {
@@ -266,24 +295,20 @@ impl Session {
         command: ToWorker,
         descriptors: Vec<OwnedFd>,
     ) -> Result<FromWorker> {
-        let size = |size| Ok(FromWorker::Size { size });
         match command {
             ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
-            ToWorker::RefreshSize => size(self.image.refresh_size()?),
-            ToWorker::Resize { size: wanted } => {
-                self.image.resize(wanted)?;
-                size(self.image.refresh_size()?)
-            }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             // With every command, `Resume` too, a pause has ended already.
             ToWorker::Ping | ToWorker::Resume => Ok(FromWorker::Done),
             ToWorker::TakeOver { unread, legacy } => {
                 self.take_over(&unread, &legacy, descriptors).map(|()| FromWorker::Serving)
             }
-            // Neither `Stop` nor what is answered with descriptors comes here.
+            // What is answered elsewhere, or with descriptors, never comes here.
             ToWorker::Start(_)
             | ToWorker::Adopt { .. }
             | ToWorker::Stop
+            | ToWorker::RefreshSize
+            | ToWorker::Resize { .. }
             | ToWorker::Bequeath
             | ToWorker::HandOver { .. } => {
                 let message = "only the first message on a channel can be start or adopt";
@@ -352,14 +377,16 @@ impl Session {
         Next::Continue
     }
 
-    fn adopt(&self, channel: &Channel, supervisor: &Spoken, mapping_id: &str) -> Result<()> {
+    fn adopt(&mut self, channel: &Channel, supervisor: &Spoken, mapping_id: &str) -> Result<()> {
         Spoken::here().common(supervisor)?;
         if mapping_id != self.start.mapping_id {
             let message = format!("this worker serves the mapping {}", self.start.mapping_id);
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let page = self.page.file().map_err(|e| Error::from_io("the statistics page", e))?;
-        channel.send(&FromWorker::Ready(self.ready()), &[page.as_fd()])?;
+        let ready = self.ready();
+        self.sizes.start_over(ready.size);
+        channel.send(&FromWorker::Ready(ready), &[page.as_fd()])?;
         tracing::info!("adopted by a supervisor");
         if self.fenced {
             channel.send(&FromWorker::Fenced, &[])?;
@@ -388,7 +415,7 @@ impl Session {
         }
     }
 
-    /// Looked for whenever the loop turns, by the supervisor's pings at the latest. Nothing waits
+    /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
         let count = self.page.snapshot().errors_of(IoError::Fenced);

@@ -57,6 +57,12 @@ impl Session {
             let message = "there is nothing to hand over, or not to an older worker";
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
+        let waiting = self.page.snapshot().queued;
+        if waiting > 0 {
+            let message = format!("{waiting} requests wait for a backend that is out of reach");
+            return Err(Error::new(ErrorKind::Unavailable, message)
+                .with_repair("hand the volume over when its backend is there again"));
+        }
         let limit = Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into());
         let rests = self.server.hand_over(limit)?;
         let packed = pack(rests).and_then(|(unread, descriptors)| {

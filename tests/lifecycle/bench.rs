@@ -257,6 +257,10 @@ impl Supervisor {
         self.runtime().spawn(future)
     }
 
+    pub(crate) fn metrics_address(&self) -> Option<std::net::SocketAddr> {
+        self.node.as_ref().and_then(Node::metrics_address)
+    }
+
     pub(crate) fn client(&self) -> NodeClient<Channel> {
         self.client.clone()
     }

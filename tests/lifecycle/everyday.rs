@@ -198,7 +198,7 @@ fn a_volume_grows_and_does_not_shrink() {
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let resize = |size_bytes| {
-        let request = ResizeRequest { target: "a".into(), size_bytes };
+        let request = ResizeRequest { target: "a".into(), size_bytes, ..Default::default() };
         supervisor.block_on(supervisor.client().resize(request))
     };
     assert_eq!(resize(2 * SIZE).unwrap().into_inner().size_bytes, 2 * SIZE);

@@ -7,5 +7,8 @@
 mod bench;
 mod crashes;
 mod everyday;
+mod metrics;
+mod openmetrics;
+mod sizes;
 mod trouble;
 mod upgrades;

@@ -54,9 +54,9 @@ fn commands_are_answered_one_by_one() {
     let (mut worker, _) = Worker::ready(&uri);
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
     assert_eq!(worker.call(&ToWorker::RefreshSize), FromWorker::Size { size: 1 << 20 });
-    let grown = worker.call(&ToWorker::Resize { size: 2 << 20 });
+    let grown = worker.call(&ToWorker::Resize { size: 2 << 20, shrink: false });
     assert_eq!(grown, FromWorker::Size { size: 2 << 20 });
-    let (kind, message) = failure(worker.call(&ToWorker::Resize { size: 4096 }));
+    let (kind, message) = failure(worker.call(&ToWorker::Resize { size: 4096, shrink: false }));
     assert_eq!(kind, ErrorKind::InvalidArgument, "{message}");
     std::fs::File::options()
         .write(true)

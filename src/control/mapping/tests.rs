@@ -99,6 +99,7 @@ impl World {
             },
             announced: self.announced,
             failures: self.failures,
+            growth_waits: false,
         }
     }
 
@@ -107,23 +108,7 @@ impl World {
         let ours_count = self.devices.iter().filter(|device| device.0).count();
         let record = self.record.as_mut().expect("no action without a record");
         match action {
-            Action::StartWorker => {
-                assert!(
-                    matches!(self.worker, ModelWorker::None | ModelWorker::Dead),
-                    "a second worker beside {:?}",
-                    self.worker
-                );
-                assert!(record.predecessor.is_none(), "a third worker");
-                record.generation += 1;
-                if fail {
-                    self.worker = ModelWorker::Dead;
-                    return Err(());
-                }
-                if !record.volume.expect("set").outlives_worker && ours_count > 0 {
-                    self.replaced_by_zeroes = true;
-                }
-                self.worker = ModelWorker::Alive(0);
-            }
+            Action::StartWorker => return self.start_worker(ours_count, fail),
             Action::Connect => {
                 assert_eq!(ours_count, 0, "a second device");
                 if fail {
@@ -133,9 +118,17 @@ impl World {
                 *connections = record.options.connections;
                 self.devices.push((true, record.options.connections));
             }
-            Action::WaitReady if fail => return Err(()),
+            Action::WaitReady
+            | Action::Establish
+            | Action::Renounce
+            | Action::StopWorker
+            | Action::EndPredecessor
+            | Action::Reinstate
+                if fail =>
+            {
+                return Err(());
+            }
             Action::WaitReady => self.announced = true,
-            Action::Establish if fail => return Err(()),
             Action::Establish => record.established = true,
             Action::Reconnect { index, missing } => {
                 let device = &mut self.devices[index as usize];
@@ -149,7 +142,7 @@ impl World {
                     return Err(());
                 }
             }
-            Action::Renounce if fail => return Err(()),
+            Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
@@ -164,20 +157,17 @@ impl World {
                 }
                 self.devices[index as usize] = (false, 0);
             }
-            Action::StopWorker if fail => return Err(()),
             Action::StopWorker => {
                 let serves = record.predecessor.is_none() || self.taken;
                 assert!(!serves || record.intent == Intent::Unmapped, "ends who serves");
                 self.worker = ModelWorker::Dead;
             }
-            Action::EndPredecessor if fail => return Err(()),
             Action::EndPredecessor => {
                 let serves = matches!(self.predecessor, ModelWorker::Alive(_) | ModelWorker::Hung);
                 assert!(!serves || self.taken, "ends who serves");
                 self.predecessor = ModelWorker::None;
                 record.predecessor = None;
             }
-            Action::Reinstate if fail => return Err(()),
             Action::Reinstate => {
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
                 assert!(!self.taken || !matches!(self.predecessor, ModelWorker::Alive(_)));
@@ -193,6 +183,21 @@ impl World {
                 self.record = None;
             }
         }
+        Ok(())
+    }
+
+    fn start_worker(&mut self, devices: usize, fail: bool) -> Result<(), ()> {
+        let free = matches!(self.worker, ModelWorker::None | ModelWorker::Dead);
+        assert!(free, "a second worker beside {:?}", self.worker);
+        let record = self.record.as_mut().expect("no action without a record");
+        assert!(record.predecessor.is_none(), "a third worker");
+        record.generation += 1;
+        if fail {
+            self.worker = ModelWorker::Dead;
+            return Err(());
+        }
+        self.replaced_by_zeroes |= !record.volume.expect("set").outlives_worker && devices > 0;
+        self.worker = ModelWorker::Alive(0);
         Ok(())
     }
 
@@ -475,8 +480,39 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         holders: Vec::new(),
         announced: true,
         failures: 0,
+        growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
     assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
+}
+
+#[test]
+fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
+    let mut record = record(1, true);
+    record.established = true;
+    let grows = |record: &Record, size, connections, growth_waits| {
+        let observed = Observed {
+            devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+            worker: SeenWorker::Alive { connections, size },
+            predecessor: SeenWorker::Gone,
+            taken: None,
+            holders: Vec::new(),
+            announced: true,
+            failures: MAX_FAILURES,
+            growth_waits,
+        };
+        let plan = plan(record, &observed);
+        assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
+        plan.actions
+    };
+    let action = Action::Grow { index: 3, size: (1 << 20) + 1024 };
+    assert_eq!(grows(&record, (1 << 20) + 1024 + 511, 1, false), [action]);
+    assert_eq!(grows(&record, (1 << 20) + 511, 1, false), []);
+    assert_eq!(grows(&record, (1 << 20) + 1024, 1, true), []);
+    // First it works again, then it grows; and nothing shrinks by itself.
+    for (size, connections) in [((1 << 20) + 1024, 0), (1 << 19, 1)] {
+        let actions = grows(&record, size, connections, false);
+        assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
+    }
 }

@@ -1,0 +1,254 @@
+//! The volume's size, asked for and changed on a thread of its own: a backend that hangs must not
+//! take the control thread with it, which has to answer for the worker all the same.
+//!
+//! The thread also asks by itself every [`INTERVAL`], so that a volume which has grown at the
+//! backend is noticed. A backend that is told of changes stores the size that [`Image::size`] gives
+//! and wakes the control thread.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
+
+use crate::backend::{Image, Waker};
+use crate::error::{Error, ErrorKind, Result};
+
+/// How often the backend is asked.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Enough for what a backend's library does; touched pages are what costs memory.
+const STACK_BYTES: usize = 256 << 10;
+
+/// What the control thread knows of the size, and the way to the thread that asks.
+pub(super) struct Sizes {
+    image: Arc<dyn Image>,
+    orders: Sender<(u64, Order)>,
+    answers: Receiver<(u64, Result<u64>)>,
+    /// The number of the last order.
+    last: u64,
+    /// The order whose answer the supervisor waits for.
+    owed: Option<u64>,
+    /// What the supervisor knows.
+    told: u64,
+}
+
+/// What the supervisor may ask for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    Refresh,
+    Resize(u64),
+    Shrink(u64),
+}
+
+impl Sizes {
+    /// Starts the thread, which ends with this; `waker` wakes the control thread.
+    pub(super) fn start(image: Arc<dyn Image>, waker: Waker) -> Result<Self> {
+        let (orders, incoming) = bounded(1);
+        // An order under way and one that waits: nobody ever waits to answer.
+        let (outgoing, answers) = bounded(2);
+        let asker = Asker { image: Arc::clone(&image), waker, failing: false };
+        std::thread::Builder::new()
+            .name("size".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || asker.run(&incoming, &outgoing))
+            .map_err(|e| Error::from_io("cannot start the thread that asks for the size", e))?;
+        let told = image.size();
+        Ok(Self { image, orders, answers, last: 0, owed: None, told })
+    }
+
+    /// Has the thread carry `order` out; the answer comes through [`Sizes::answer`].
+    ///
+    /// # Errors
+    /// `Unavailable` while earlier orders are stuck at the backend.
+    pub(super) fn order(&mut self, order: Order) -> Result<()> {
+        self.last += 1;
+        match self.orders.try_send((self.last, order)) {
+            Ok(()) => {
+                self.owed = Some(self.last);
+                Ok(())
+            }
+            Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
+                let message = "the backend has not answered earlier questions for the size";
+                Err(Error::new(ErrorKind::Unavailable, message)
+                    .with_repair("see whether the backend can be reached"))
+            }
+        }
+    }
+
+    /// The answer that the supervisor waits for, once it is there.
+    pub(super) fn answer(&mut self) -> Option<Result<u64>> {
+        while let Ok((number, answer)) = self.answers.try_recv() {
+            if self.owed == Some(number) {
+                self.owed = None;
+                self.told = *answer.as_ref().unwrap_or(&self.told);
+                return Some(answer);
+            }
+        }
+        None
+    }
+
+    /// The size, where it is not the one that the supervisor knows. Not while it waits for an
+    /// answer, which says it too.
+    pub(super) fn change(&mut self) -> Option<u64> {
+        let size = self.image.size();
+        let changed = self.owed.is_none() && size != self.told;
+        changed.then(|| {
+            self.told = size;
+            size
+        })
+    }
+
+    /// Another supervisor is told `size`; it waits for no answer of ours.
+    pub(super) fn start_over(&mut self, size: u64) {
+        self.owed = None;
+        self.told = size;
+    }
+}
+
+/// The thread.
+struct Asker {
+    image: Arc<dyn Image>,
+    waker: Waker,
+    failing: bool,
+}
+
+impl Asker {
+    fn run(mut self, orders: &Receiver<(u64, Order)>, answers: &Sender<(u64, Result<u64>)>) {
+        loop {
+            match orders.recv_timeout(INTERVAL) {
+                Ok((number, order)) => {
+                    let answer = self.carry_out(order);
+                    if answers.send((number, answer)).is_err() {
+                        return;
+                    }
+                    self.waker.wake();
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    self.look();
+                    // Whatever it found: the control thread has other things to look for that nobody
+                    // tells it of, such as a fence.
+                    self.waker.wake();
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn carry_out(&self, order: Order) -> Result<u64> {
+        match order {
+            Order::Refresh => {}
+            Order::Resize(size) => self.image.resize(size)?,
+            Order::Shrink(size) => self.image.shrink(size)?,
+        }
+        self.image.refresh_size()
+    }
+
+    fn look(&mut self) {
+        let before = self.image.size();
+        match self.image.refresh_size() {
+            Ok(size) => {
+                self.failing = false;
+                if size != before {
+                    tracing::info!(before, size, "the volume has another size at the backend");
+                }
+            }
+            Err(error) => {
+                // Once: a backend that is away for hours must not fill the log.
+                if !std::mem::replace(&mut self.failing, true) {
+                    tracing::warn!("the volume's size cannot be asked for: {}", error.report());
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::backend::{BlockSizes, Features, ImageQueue};
+    use crate::sys::ring::Ring;
+
+    /// A volume whose size is asked for under a lock that a test may hold.
+    #[derive(Default)]
+    struct Slow {
+        size: AtomicU64,
+        answers: Mutex<()>,
+    }
+
+    impl Image for Slow {
+        fn size(&self) -> u64 {
+            self.size.load(Ordering::SeqCst)
+        }
+
+        fn block_sizes(&self) -> BlockSizes {
+            BlockSizes { minimum: 1, preferred: 1, maximum: 1 }
+        }
+
+        fn features(&self) -> Features {
+            Features::default()
+        }
+
+        fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
+            Err(Error::new(ErrorKind::Unsupported, "no data"))
+        }
+
+        fn refresh_size(&self) -> Result<u64> {
+            let _turn = self.answers.lock().unwrap();
+            Ok(self.size())
+        }
+
+        fn resize(&self, size: u64) -> Result<()> {
+            self.size.store(size, Ordering::SeqCst);
+            Ok(())
+        }
+    }
+
+    fn answer(sizes: &mut Sizes) -> Result<u64> {
+        let until = std::time::Instant::now() + Duration::from_secs(10);
+        loop {
+            if let Some(answer) = sizes.answer() {
+                return answer;
+            }
+            assert!(std::time::Instant::now() < until, "no answer");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn an_order_is_answered_and_tells_no_change_besides() {
+        let image = Arc::new(Slow::default());
+        let mut sizes = Sizes::start(image.clone(), Waker::new().unwrap()).unwrap();
+        assert_eq!(sizes.change(), None);
+        sizes.order(Order::Resize(4096)).unwrap();
+        assert_eq!(answer(&mut sizes).unwrap(), 4096);
+        assert_eq!(sizes.change(), None);
+        sizes.order(Order::Shrink(512)).unwrap();
+        assert_eq!(answer(&mut sizes).unwrap_err().kind(), ErrorKind::Unsupported);
+        // As a backend does that is told of changes.
+        image.resize(8192).unwrap();
+        assert_eq!((sizes.change(), sizes.change()), (Some(8192), None));
+    }
+
+    #[test]
+    fn a_backend_that_hangs_costs_two_orders_and_no_answer_goes_to_the_wrong_one() {
+        let image = Arc::new(Slow::default());
+        let mut sizes = Sizes::start(image.clone(), Waker::new().unwrap()).unwrap();
+        let hangs = image.answers.lock().unwrap();
+        sizes.order(Order::Resize(512)).unwrap();
+        while sizes.image.size() == 0 {
+            std::thread::yield_now();
+        }
+        // Another supervisor comes and asks, too.
+        sizes.start_over(512);
+        sizes.order(Order::Resize(1024)).unwrap();
+        let error = sizes.order(Order::Refresh).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(sizes.answer().is_none());
+        drop(hangs);
+        assert_eq!(answer(&mut sizes).unwrap(), 1024);
+        assert!(sizes.answer().is_none());
+    }
+}
