@@ -343,8 +343,7 @@ const VERSION: u64 = 1;
 const HEADER: [u64; 6] =
     [MAGIC, VERSION, Op::ALL.len() as u64, IoError::ALL.len() as u64, BUCKETS as u64, SLOTS as u64];
 /// Header words that may be smaller or larger than ours: operations and kinds that have a place.
-const MOST: [u64; 6] =
-    [0, 0, ((SLOT_WORDS - OPS) / OP_WORDS) as u64, (OPS - KINDS) as u64, 0, 0];
+const MOST: [u64; 6] = [0, 0, ((SLOT_WORDS - OPS) / OP_WORDS) as u64, (OPS - KINDS) as u64, 0, 0];
 /// In the header: one more than the highest slot that ever had a writer.
 const USED: usize = HEADER.len();
 /// In the header: see `baton`.

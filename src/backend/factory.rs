@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{Image, Inheritance};
 #[cfg(feature = "fault")]
 use super::fault;
 use super::file::FileImage;
 use super::mem::MemImage;
 use super::uri::{Spec, VolumeUri};
+use super::{Image, Inheritance};
 use crate::error::Result;
 
 /// How a volume is opened, beyond what its URI says.

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::uri::{MemSpec, Size, invalid};
-use super::{Inheritance, Legacy};
 use super::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker, index};
+use super::{Inheritance, Legacy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op, Request};
 use crate::sys::buffer::Buffer;

@@ -41,4 +41,3 @@ pub(super) fn impossible() -> Error {
     let message = "this kind of volume cannot be handed over to another process";
     Error::new(ErrorKind::Unsupported, message)
 }
-

@@ -136,7 +136,7 @@ A field without a value is null. Sizes are in bytes, times in seconds since the 
 
 map, resize, status TARGET: a mapping
   name uri state message device symlink size_bytes block_size read_only connections
-  dead_connection_timeout_s worker_pid mapping_id generation mapped_at_s holders
+  dead_connection_timeout_s worker_pid worker_version mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
   holders  {kind: mount, path, filesystem, namespace_pid} | {kind: process, pid, command}
            | {kind: device, name}

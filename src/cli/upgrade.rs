@@ -87,9 +87,8 @@ pub(super) fn run(globals: &Globals, args: Upgrade) -> Result<()> {
         force: args.force,
     };
     let asked = request.clone();
-    let restarting = client::run(globals, async |client| {
-        follow(globals, &client, asked, &mut done).await
-    })?;
+    let restarting =
+        client::run(globals, async |client| follow(globals, &client, asked, &mut done).await)?;
     if let Some(binary) = restarting {
         wait_for(globals, &binary)?;
         request.workers_only = true;
@@ -247,8 +246,7 @@ mod tests {
 
     #[test]
     fn a_failure_of_one_part_is_one_of_the_command() {
-        let globals =
-            Globals { socket: None, socket_typed: false, output: None, verbose: 0 };
+        let globals = Globals { socket: None, socket_typed: false, output: None, verbose: 0 };
         let mut done = Upgraded::default();
         done.volumes.push(event(Outcome::HandedOver).into());
         finish(&globals, &done).expect("all went well");

@@ -368,15 +368,7 @@ impl Executor {
             if !(keep && view.state == state) {
                 view.message = message;
             }
-            *view = View {
-                record,
-                state,
-                device,
-                paths,
-                worker_pid,
-                worker_build,
-                ..view.clone()
-            };
+            *view = View { record, state, device, paths, worker_pid, worker_build, ..view.clone() };
         }) && failed
         {
             tracing::error!(mapping = view.record.name, "failed: {}", view.message);

@@ -306,7 +306,8 @@ mod tests {
         let path = journal.path(&a.mapping_id).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         let newer = text.replace("\"read_only\"", "\"later\": {\"x\": 1}, \"read_only\"");
-        fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\"")).unwrap();
+        fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\""))
+            .unwrap();
         let loaded = journal.load().unwrap();
         assert_eq!((loaded.records, loaded.corrupt.len()), (vec![a], 0));
     }

@@ -165,7 +165,8 @@ impl Connection {
     pub(super) fn moor(&self) {
         let (mailbox, file) = (&self.mailbox, &self.file);
         let still = || self.is_pausing();
-        let rest = || Ok(Rest { socket: file.try_clone()?, unread: self.inbound.unread().to_vec() });
+        let rest =
+            || Ok(Rest { socket: file.try_clone()?, unread: self.inbound.unread().to_vec() });
         mailbox.berth.moor(still, rest);
     }
 

@@ -166,10 +166,8 @@ fn not_understood(message: &[u8], error: serde_json::Error) -> Error {
             let message = format!("this worker, {BUILD}, does not know the command {command:?}");
             Error::new(ErrorKind::Unsupported, message)
         }
-        None => {
-            Error::new(ErrorKind::InvalidArgument, "not a message of the worker protocol")
-                .with_source(error)
-        }
+        None => Error::new(ErrorKind::InvalidArgument, "not a message of the worker protocol")
+            .with_source(error),
     }
 }
 

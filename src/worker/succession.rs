@@ -187,7 +187,10 @@ fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Result<Vec<Rest>> {
             let file = file.as_fd().try_clone_to_owned();
             descriptors.next();
             let whole = file.and_then(|file| SharedMemory::from_fd(file, total));
-            Some(whole.map_err(|e| invalid("bytes that were received are missing").with_source(e))?)
+            Some(
+                whole
+                    .map_err(|e| invalid("bytes that were received are missing").with_source(e))?,
+            )
         }
     };
     if descriptors.len() != unread.len() {

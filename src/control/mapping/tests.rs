@@ -291,7 +291,13 @@ fn worlds() -> impl Strategy<Value = World> {
     let devices = proptest::collection::vec((any::<bool>(), 0u32..5), 0..4);
     let bits = proptest::array::uniform5(any::<bool>());
     (worker, devices, bits, 1u32..5, 0..MAX_FAILURES + 2).prop_map(
-        |((worker, handing), devices, [outlives, established, unmapped, held, announced], n, failures)| {
+        |(
+            (worker, handing),
+            devices,
+            [outlives, established, unmapped, held, announced],
+            n,
+            failures,
+        )| {
             let mut record = record(n, outlives);
             record.established = established;
             record.intent = if unmapped { Intent::Unmapped } else { Intent::Mapped };
