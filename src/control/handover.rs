@@ -61,13 +61,14 @@ impl Executor {
         match (passed, state) {
             (Ok(pause), Ok(State::Mapped)) => Ok(pause),
             (Err(error), Ok(State::Mapped)) => Err(error),
-            (Err(error), Ok(state)) => {
-                let message = format!("{}; it is now {state:?}", error.report());
-                Err(Error::new(error.kind(), message))
+            (Err(error), Ok(State::Failed(trouble))) => {
+                let message = format!("{}; after that: {}", error.report(), trouble.message);
+                Err(Error::new(error.kind(), message).with_repair(trouble.repair))
             }
-            (Ok(_), Ok(state)) => {
-                let message = format!("it was handed over and is now {state:?}");
-                Err(Error::new(ErrorKind::Unavailable, message))
+            (Ok(_), Ok(State::Failed(trouble))) => Err(trouble.into_error()),
+            (_, Ok(state)) => {
+                let message = format!("the hand-over came to rest in {state:?}");
+                Err(Error::new(ErrorKind::Internal, message))
             }
             (Ok(_), Err(after)) => Err(after),
             (Err(error), Err(after)) => {

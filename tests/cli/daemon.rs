@@ -220,7 +220,7 @@ impl Node for Fake {
             ],
         };
         for event in events {
-            sender.send(Ok(event)).await.unwrap();
+            sender.send(Ok(event)).await.expect("the receiver is here");
         }
         Ok(Response::new(ReceiverStream::new(receiver)))
     }

@@ -157,6 +157,25 @@ impl World {
                 }
                 self.devices[index as usize] = (false, 0);
             }
+            Action::StopWorker | Action::EndPredecessor | Action::Reinstate => {
+                self.change_workers(action);
+            }
+            Action::WithdrawRecord => {
+                assert_eq!(ours_count, 0, "a device without a record");
+                assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
+                if fail {
+                    return Err(());
+                }
+                self.record = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// What ends a hand-over, one way or the other.
+    fn change_workers(&mut self, action: Action) {
+        let record = self.record.as_mut().expect("no action without a record");
+        match action {
             Action::StopWorker => {
                 let serves = record.predecessor.is_none() || self.taken;
                 assert!(!serves || record.intent == Intent::Unmapped, "ends who serves");
@@ -174,16 +193,8 @@ impl World {
                 record.worker = record.predecessor.take();
                 self.worker = std::mem::replace(&mut self.predecessor, ModelWorker::None);
             }
-            Action::WithdrawRecord => {
-                assert_eq!(ours_count, 0, "a device without a record");
-                assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
-                if fail {
-                    return Err(());
-                }
-                self.record = None;
-            }
+            _ => unreachable!("{action:?} is not about workers"),
         }
-        Ok(())
     }
 
     fn start_worker(&mut self, devices: usize, fail: bool) -> Result<(), ()> {
