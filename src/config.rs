@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::backend::uri::parse_size;
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy::{OnOutage, Policy, RateLimits};
 use crate::telemetry::{Format, Log};
 
 /// Where the configuration is looked for when no other place is given. May be absent.
@@ -70,6 +72,13 @@ pub struct MapConfig {
     /// How soon after a repair the kernel repeats what a dead worker left.
     #[serde(deserialize_with = "duration")]
     pub replay_delay: Duration,
+    /// What becomes of requests while the backend cannot be reached.
+    pub on_outage: OnOutage,
+    /// Requests per second; 0: no limit.
+    pub iops: u64,
+    /// Bytes per second; 0: no limit.
+    #[serde(deserialize_with = "size_or_zero")]
+    pub bps: u64,
     /// Bound on calls that give none.
     #[serde(deserialize_with = "duration")]
     pub timeout: Duration,
@@ -144,8 +153,19 @@ impl Default for MapConfig {
             connections: 1,
             dead_connection_timeout: Duration::from_secs(300),
             replay_delay: Duration::from_secs(1),
+            on_outage: OnOutage::Queue,
+            iops: 0,
+            bps: 0,
             timeout: Duration::from_secs(30),
         }
+    }
+}
+
+impl MapConfig {
+    /// The policy of a mapping that asks for none.
+    pub fn policy(&self) -> Policy {
+        let limits = RateLimits { iops: self.iops, bytes_per_s: self.bps };
+        Policy { outage: self.on_outage, limits }
     }
 }
 
@@ -243,6 +263,9 @@ impl Config {
         if !(Duration::from_secs(1)..=day).contains(&self.map.timeout) {
             return invalid("map.timeout", "must be at least 1s and at most a day".to_owned());
         }
+        if let Err(error) = self.map.policy().limits.check() {
+            return invalid("map.iops or map.bps", format!("is out of range: {}", error.message()));
+        }
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
         }
@@ -278,6 +301,13 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
     humantime::parse_duration(&text).map_err(|error| {
         serde::de::Error::custom(format!("{text:?} is no duration such as \"30s\": {error}"))
     })
+}
+
+/// A size as people write it, "100M"; "0" is none.
+fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let size = if text == "0" { Ok(0) } else { parse_size(&text) };
+    size.map_err(|error| serde::de::Error::custom(error.message()))
 }
 
 /// "off", "unix", or an address and a port.
@@ -337,6 +367,9 @@ mod tests {
             "connections",
             "dead_connection_timeout",
             "replay_delay",
+            "on_outage",
+            "iops",
+            "bps",
             "timeout",
             "mappings",
             "listen",
@@ -366,6 +399,9 @@ mod tests {
             ("[map]\ntimeout = 30", "line 2"),
             ("[map]\ndead_connection_timeout = \"1500ms\"", "whole"),
             ("[map]\nreplay_delay = \"5ms\"", "100ms"),
+            ("[map]\non_outage = \"wait\"", "outage"),
+            ("[map]\nbps = \"100\"", "map.bps"),
+            ("[map]\nbps = \"fast\"", "fast"),
             ("[limits]\nmappings = 0", "limits.mappings"),
             ("[log]\nformat = \"xml\"", "journald"),
             ("[log]\nlevel = \"cleat=loud\"", "log.level"),

@@ -54,6 +54,36 @@ pub const MIN_BYTES_PER_S: u64 = 4096;
 /// A pebibyte a second.
 pub const MAX_BYTES_PER_S: u64 = 1 << 50;
 
+/// What is to become different; `None` stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Change {
+    /// While the backend cannot be reached.
+    pub outage: Option<OnOutage>,
+    /// See [`RateLimits::iops`].
+    pub iops: Option<u64>,
+    /// See [`RateLimits::bytes_per_s`].
+    pub bytes_per_s: Option<u64>,
+}
+
+impl Change {
+    /// The policy with the change made.
+    pub fn apply(self, policy: Policy) -> Policy {
+        let Policy { outage, limits } = policy;
+        Policy {
+            outage: self.outage.unwrap_or(outage),
+            limits: RateLimits {
+                iops: self.iops.unwrap_or(limits.iops),
+                bytes_per_s: self.bytes_per_s.unwrap_or(limits.bytes_per_s),
+            },
+        }
+    }
+
+    /// Whether it asks for nothing.
+    pub fn is_empty(self) -> bool {
+        self == Self::default()
+    }
+}
+
 impl OnOutage {
     /// How long an outage may last before requests fail; `None`: for ever.
     pub fn patience(self) -> Option<Duration> {

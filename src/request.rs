@@ -73,6 +73,10 @@ pub struct Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum IoError {
     /// the backend cannot be reached just now; the same request may succeed later
+    ///
+    /// Promises that nothing of the request is still on its way, else it could land after its
+    /// repetition, on top of what has been written since; and that the repetition means all that the
+    /// request meant: a flush after writes may have been lost is `Broken`.
     #[error("the backend cannot be reached just now")]
     Retry,
     /// somebody else owns the volume; nothing will be written until it is opened anew
@@ -139,7 +143,20 @@ impl IoError {
             libc::EOPNOTSUPP | libc::ENOSYS => Self::Unsupported,
             libc::ENOMEM | libc::ENOBUFS => Self::NoMemory,
             libc::ESHUTDOWN => Self::Fenced,
-            libc::EAGAIN | libc::ETIMEDOUT => Self::Retry,
+            // Of a transport below the file: all paths of a multipath or remote device are down (the
+            // block layer's TIMEOUT and TRANSPORT), or a network file system gave up for now. EIO and
+            // what is final for an open file (ESTALE, ENODEV) are not among them.
+            libc::EAGAIN
+            | libc::ETIMEDOUT
+            | libc::ENOLINK
+            | libc::EHOSTDOWN
+            | libc::EHOSTUNREACH
+            | libc::ENETDOWN
+            | libc::ENETUNREACH
+            | libc::ECONNREFUSED
+            | libc::ECONNRESET
+            | libc::ECONNABORTED
+            | libc::ENOTCONN => Self::Retry,
             _ => Self::Broken,
         }
     }

@@ -19,6 +19,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use nix::time::{ClockId, clock_gettime};
+
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op};
 use crate::sys::shared::SharedMemory;
@@ -92,8 +94,16 @@ pub struct OpSnapshot {
 /// The clock of [`Snapshot::oldest_ns`], the same in every process of the machine: nanoseconds since
 /// its boot, without the time that it slept.
 pub fn now_ns() -> u64 {
-    use nix::time::{ClockId, clock_gettime};
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    clock_ns(ClockId::CLOCK_MONOTONIC)
+}
+
+/// The clock of [`Snapshot::outage_since_ns`]: nanoseconds since the boot.
+pub fn boot_now_ns() -> u64 {
+    clock_ns(ClockId::CLOCK_BOOTTIME)
+}
+
+fn clock_ns(clock: ClockId) -> u64 {
+    let now = clock_gettime(clock).map(Duration::from).unwrap_or_default();
     // 64 bits of nanoseconds last for 584 years.
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -328,14 +338,20 @@ impl OpSnapshot {
     /// The latency, in nanoseconds, that `share` (0 to 1) of the requests stayed below: the upper
     /// bound of its bucket. `None` when nothing was counted.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
-        let total = self.latency.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
-        let wanted = (total as f64 * share).ceil().max(1.0);
-        let mut seen = 0_u64;
-        self.latency.iter().enumerate().find_map(|(index, count)| {
-            seen = seen.saturating_add(*count);
-            (total > 0 && seen as f64 >= wanted).then(|| FIRST_BUCKET_NS << index)
-        })
+        quantile(&self.latency, share).map(|index| FIRST_BUCKET_NS << index)
     }
+}
+
+/// The bucket in which `share` (0 to 1) of what was counted has been reached; `None` when nothing was
+/// counted.
+pub fn quantile(buckets: &[u64], share: f64) -> Option<usize> {
+    let total = buckets.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
+    let wanted = (total as f64 * share).ceil().max(1.0);
+    let mut seen = 0_u64;
+    buckets.iter().position(|count| {
+        seen = seen.saturating_add(*count);
+        total > 0 && seen as f64 >= wanted
+    })
 }
 
 const MAGIC: u64 = u64::from_le_bytes(*b"cleatst\0");

@@ -108,6 +108,11 @@ impl Image for FaultImage {
         legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
     }
 
+    fn trouble(&self) -> Option<String> {
+        let plan = Arc::clone(&lock(&self.shared.plan));
+        plan.is_outage().then(|| format!("injected: {plan}")).or_else(|| self.inner.trouble())
+    }
+
     fn shrink(&self, size: u64) -> Result<()> {
         self.inner.shrink(size)
     }

@@ -8,6 +8,9 @@
 //!   undefined, and a range that once read as zero must never turn back.
 //! - WRITE_ZEROES punches, or zeroes the range and keeps it allocated; where the file system can do
 //!   neither, zeroes are written in bounded pieces.
+//! - Errors of a lost transport below (`IoError::from_errno`) are `Retry`, except where a sync may
+//!   have failed: a page that could not be written back is lost, and no repetition brings it back. So
+//!   only direct access sits out an outage of the storage below.
 //! - CACHE lets the kernel read ahead, a bounded part of the range.
 //! - A writable volume is claimed: a file by an OFD lock on all of it (which excludes qemu as
 //!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
@@ -120,7 +123,7 @@ impl FileImage {
             direct: spec.direct,
             size: AtomicU64::new(0),
             blocks,
-            abilities: Arc::new(Abilities::new(device)),
+            abilities: Arc::new(Abilities::new(device, spec.direct)),
         })
     }
 }

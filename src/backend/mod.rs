@@ -12,6 +12,8 @@
 //!   WRITE_ZEROES always reads zeroes; `fast_zero` fails with `Unsupported` rather than be slow;
 //!   `no_hole` keeps the range allocated.
 //! - Once `Fenced`, always `Fenced`: nothing more is written until the volume is opened anew.
+//! - A request that ended with `Retry` ([`IoError::Retry`] says what that promises) is started again;
+//!   the payload of a write comes back as it was.
 //! - Every request that was started completes exactly once, with its buffer; or its queue is dropped
 //!   first, when a connection is cut off. Then nobody waits for it any more, but its buffer is not
 //!   freed while a foreign thread may touch it. (What is in the ring, the ring keeps, which lives
@@ -156,6 +158,12 @@ pub trait Image: Send + Sync {
     fn succeed(&self, legacy: &Legacy) -> Result<()> {
         let _ = legacy;
         Err(succession::impossible())
+    }
+
+    /// Why the backend cannot be reached, for people, where that is known; asked for while requests
+    /// end with `Retry`. Must not wait for the backend.
+    fn trouble(&self) -> Option<String> {
+        None
     }
 
     /// Cuts the end off at the backend; only ever called when somebody has asked for just that, and

@@ -134,17 +134,22 @@ const JSON: &str = "\
 With -o json each command prints one document (stats: one a line). Fields are only ever added.
 A field without a value is null. Sizes are in bytes, times in seconds since the epoch.
 
-map, resize, status TARGET: a mapping
+map, set, resize, status TARGET: a mapping
   name uri state message device symlink size_bytes block_size read_only connections
-  dead_connection_timeout_s worker_pid worker_version mapping_id generation mapped_at_s holders
+  dead_connection_timeout_s on_outage iops bytes_per_s outage worker_pid worker_version
+  last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
+  outage   {since_unix_ms, reason, queued, policy}: the backend cannot be reached; or null
   holders  {kind: mount, path, filesystem, namespace_pid} | {kind: process, pid, command}
            | {kind: device, name}
 ls         {mappings: [mapping]}
 unmap      {target, was_mapped, remaining_holders}
 status     {version, pid, started_at_s, checks, mappings}
 doctor     {worst, checks: [{name, verdict, finding, repair}]}
-stats      {at_ms, volumes: [{name, device, connections, in_flight, counters, errors, rates}]}
+stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_flight, errors,
+           counters: {OPERATION: {count, bytes, errors, total_ns, latency_buckets, latency}},
+           rates: {OPERATION: {iops, bytes_per_s, errors_per_s, mean_latency_us, latency}}}]}
+  latency  {p50_us, p90_us, p99_us, p999_us, max_us}
 errors     {error: {kind, message, repair, exit_code}}, on stderr";
 
 fn cannot_write(path: &Path, error: io::Error) -> Error {

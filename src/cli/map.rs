@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::client::{self, GRACE, milliseconds};
 use super::output::{self, Format};
+use super::set::PolicyArgs;
 use super::{Globals, size, view};
 use crate::backend::uri::VolumeUri;
 use crate::config::MAX_CONNECTIONS;
@@ -23,6 +24,9 @@ Examples:
 
   A file that is made when it is not there:
     $ cleat map 'file:/var/lib/images/b.img?create=10G'
+
+  At most 500 requests and 50 MiB per second; fail when the backend is away for two minutes:
+    $ cleat map file:/mnt/far/c.img --iops 500 --bps 50M --on-outage queue:2m
 
   A volume in memory, gone when it is unmapped:
     $ cleat map mem:1G --name scratch
@@ -60,6 +64,8 @@ pub(super) struct Map {
     /// How long I/O waits while no worker serves the device before it fails [default: the daemon's]
     #[arg(long, value_name = "DURATION", value_parser = size::duration)]
     dead_connection_timeout: Option<Duration>,
+    #[command(flatten)]
+    policy: PolicyArgs,
     /// Give up after this long
     #[arg(long, value_name = "DURATION", value_parser = size::duration, default_value = "30s")]
     timeout: Duration,
@@ -81,6 +87,9 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         dead_connection_timeout_s: args
             .dead_connection_timeout
             .map_or(0, |duration| milliseconds(duration).div_ceil(1000)),
+        on_outage: args.policy.on_outage.map(|policy| policy.to_string()).unwrap_or_default(),
+        iops: args.policy.iops,
+        bytes_per_s: args.policy.bps,
     };
     let request = MapRequest {
         uri: args.uri,

@@ -14,10 +14,12 @@ mod fault;
 mod ls;
 mod man;
 mod map;
+mod metrics;
 mod node;
 pub mod output;
 mod resize;
 mod serve;
+mod set;
 mod size;
 mod stats;
 mod status;
@@ -104,8 +106,10 @@ enum Command {
     Ls(ls::Ls),
     Status(status::Status),
     Stats(stats::Stats),
+    Metrics(metrics::Metrics),
     Resize(resize::Resize),
     Upgrade(upgrade::Upgrade),
+    Set(set::Set),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fault(fault::Fault),
@@ -143,8 +147,10 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Ls(args) => ls::run(globals, &args),
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),
+        Command::Metrics(args) => metrics::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
         Command::Upgrade(args) => upgrade::run(globals, args),
+        Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

@@ -3,10 +3,12 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use super::set::PolicyArgs;
 use super::{Globals, output};
 use crate::backend::uri::VolumeUri;
 use crate::data::listener::{self, Address, ServeOptions};
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy::{self, Policy};
 use crate::statistics::SLOTS;
 use crate::telemetry::{Format, Log};
 
@@ -47,6 +49,8 @@ pub(super) struct Serve {
     /// The export's name; clients may also leave it empty
     #[arg(long, value_name = "NAME", default_value = "")]
     export_name: String,
+    #[command(flatten)]
+    policy: PolicyArgs,
 }
 
 /// Runs the command: serves until a signal ends it.
@@ -67,12 +71,16 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
                 .with_repair("give --socket PATH or --listen IP:PORT"));
         }
     };
+    let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s } = args.policy;
+    let policy = policy::Change { outage, iops, bytes_per_s }.apply(Policy::default());
+    policy.limits.check()?;
     let options = ServeOptions {
         uri: args.uri,
         address,
         read_only: args.read_only,
         connections: usize::from(args.connections),
         export_name: args.export_name,
+        policy,
     };
     listener::run(&options, |address| {
         // Whoever started the server without reading its output still gets the server.

@@ -1,11 +1,11 @@
 //! `cleat stats`: what the volumes do, live.
 //!
-//! The daemon sends counters; the rates between two readings are made here.
+//! The daemon sends counters; the rates between two readings are made in `reading`.
 
-use std::collections::BTreeMap;
+mod reading;
+
 use std::time::Duration;
 
-use serde::Serialize;
 use tokio_stream::StreamExt as _;
 use tonic::Streaming;
 
@@ -13,7 +13,8 @@ use super::client::{self, Client, GRACE, QUERY_TIMEOUT, milliseconds};
 use super::output::{self, Format, Table};
 use super::{Globals, size};
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::v1::{OpStats, StatsRequest, StatsResponse, VolumeStats};
+use crate::proto::v1::{StatsRequest, StatsResponse};
+use reading::{Latency, Reading};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -23,7 +24,10 @@ Examples:
   One of them, ten readings, two seconds apart:
     $ cleat stats data --interval 2s --count 10
 
-  The counters since the mapping's worker started, once:
+  How long do requests take? A line for each operation that was used in the last two seconds:
+    $ cleat stats data --latency --interval 2s
+
+  The counters since the volume was mapped, once:
     $ cleat stats data --total
 
   As a stream of JSON documents, one a line:
@@ -42,51 +46,13 @@ pub(super) struct Stats {
     /// End after this many readings
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     count: Option<u32>,
-    /// Show the counters since the worker started, once
+    /// Show how latency is distributed, by operation: the times that 50, 90, 99 and 99.9 % of the
+    /// requests, and all of them, stayed below, rounded up to a power of two
+    #[arg(long, conflicts_with = "total")]
+    latency: bool,
+    /// Show the counters since the volume was mapped, once
     #[arg(long, conflicts_with_all = ["count", "interval"])]
     total: bool,
-}
-
-/// One reading in JSON.
-#[derive(Debug, Serialize)]
-struct Reading {
-    /// Monotonic, of the daemon.
-    at_ms: u64,
-    volumes: Vec<Volume>,
-}
-
-/// One volume in a reading.
-#[derive(Debug, Serialize)]
-struct Volume {
-    name: String,
-    device: String,
-    connections: u32,
-    in_flight: u32,
-    /// Since the worker started, by operation.
-    counters: BTreeMap<String, Counters>,
-    /// Since the worker started, by kind.
-    errors: BTreeMap<String, u64>,
-    /// Since the reading before, by operation; null with `--total`.
-    rates: Option<BTreeMap<String, Rates>>,
-}
-
-/// What has been counted of one operation.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-struct Counters {
-    count: u64,
-    bytes: u64,
-    errors: u64,
-    total_ns: u64,
-}
-
-/// What happened between two readings.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-struct Rates {
-    iops: f64,
-    bytes_per_s: f64,
-    errors_per_s: f64,
-    /// Null when nothing ended in between.
-    mean_latency_us: Option<f64>,
 }
 
 /// Runs the command.
@@ -121,7 +87,7 @@ async fn live(globals: &Globals, client: &Client, target: String, args: &Stats) 
     while args.count.is_none_or(|count| shown < count) {
         let now = next(client, &mut stream, limit).await?;
         let reading = Reading::new(Some(&before), &now);
-        if !show(globals, &reading, shown == 0)? {
+        if !show(globals, &reading, args.latency, shown == 0)? {
             break;
         }
         before = now;
@@ -131,11 +97,14 @@ async fn live(globals: &Globals, client: &Client, target: String, args: &Stats) 
 }
 
 /// Shows one reading; returns whether anybody still reads.
-fn show(globals: &Globals, reading: &Reading, first: bool) -> Result<bool> {
+fn show(globals: &Globals, reading: &Reading, latency: bool, first: bool) -> Result<bool> {
     if globals.output == Some(Format::Json) {
         return output::json_line(reading);
     }
-    let table = rates_table(reading, globals.output == Some(Format::Wide));
+    let table = match latency {
+        true => latency_table(reading),
+        false => rates_table(reading, globals.output == Some(Format::Wide)),
+    };
     if output::is_terminal() {
         // Home, the table, erase the rest of each line and of the screen: no flicker.
         let frame = table.replace('\n', "\x1b[K\r\n");
@@ -163,83 +132,6 @@ async fn next(
             .with_repair("see whether it was stopped: systemctl status cleat")),
         Err(_) => Err(Error::new(ErrorKind::TimedOut, "the daemon sends no more statistics")
             .with_repair("look into its log: journalctl -u cleat")),
-    }
-}
-
-impl Reading {
-    fn new(before: Option<&StatsResponse>, now: &StatsResponse) -> Self {
-        let elapsed_ms = before.map(|before| now.at_ms.saturating_sub(before.at_ms));
-        let mut volumes: Vec<Volume> = now
-            .volumes
-            .iter()
-            .map(|volume| {
-                let same = |old: &&VolumeStats| old.name == volume.name;
-                let old = before.map(|before| before.volumes.iter().find(same));
-                Volume::new(volume, old.zip(elapsed_ms))
-            })
-            .collect();
-        volumes.sort_by(|a, b| a.name.cmp(&b.name));
-        Self { at_ms: now.at_ms, volumes }
-    }
-}
-
-impl Volume {
-    /// `before`: the reading before, which may not have this volume, and how long ago it was.
-    fn new(now: &VolumeStats, before: Option<(Option<&VolumeStats>, u64)>) -> Self {
-        let counters = counters_by_name(now);
-        let rates = before.map(|(old, elapsed_ms)| {
-            let old = old.map(counters_by_name).unwrap_or_default();
-            let rate = |(op, now): (&String, &Counters)| {
-                let old = old.get(op).copied().unwrap_or_default();
-                (op.clone(), Rates::between(old, *now, elapsed_ms))
-            };
-            counters.iter().map(rate).collect()
-        });
-        Self {
-            name: now.name.clone(),
-            device: now.device.clone(),
-            connections: now.connections,
-            in_flight: now.in_flight,
-            counters,
-            errors: now.errors.iter().map(|(kind, count)| (kind.clone(), *count)).collect(),
-            rates,
-        }
-    }
-
-    fn rates(&self, op: &str) -> Rates {
-        self.rates.as_ref().and_then(|rates| rates.get(op)).copied().unwrap_or_default()
-    }
-
-    fn failed(&self) -> u64 {
-        self.counters.values().map(|counters| counters.errors).sum()
-    }
-}
-
-fn counters_by_name(volume: &VolumeStats) -> BTreeMap<String, Counters> {
-    volume.ops.iter().map(|op| (op.op.clone(), Counters::from(op))).collect()
-}
-
-impl From<&OpStats> for Counters {
-    fn from(op: &OpStats) -> Self {
-        Self { count: op.count, bytes: op.bytes, errors: op.errors, total_ns: op.total_ns }
-    }
-}
-
-impl Rates {
-    /// Counters that went down were started anew, with a new worker: they count from zero.
-    #[allow(clippy::cast_precision_loss)] // Rates are for the eye; 53 bits are enough.
-    fn between(before: Counters, now: Counters, elapsed_ms: u64) -> Self {
-        let before = if now.count < before.count { Counters::default() } else { before };
-        let seconds = elapsed_ms.max(1) as f64 / 1000.0;
-        let delta = |now: u64, before: u64| now.saturating_sub(before) as f64;
-        let ended = delta(now.count, before.count);
-        let spent_us = delta(now.total_ns, before.total_ns) / 1000.0;
-        Self {
-            iops: ended / seconds,
-            bytes_per_s: delta(now.bytes, before.bytes) / seconds,
-            errors_per_s: delta(now.errors, before.errors) / seconds,
-            mean_latency_us: (ended > 0.0).then(|| spent_us / ended),
-        }
     }
 }
 
@@ -281,20 +173,45 @@ fn rates_table(reading: &Reading, wide: bool) -> String {
     table.render()
 }
 
+/// The headings of [`Latency::columns`].
+const LATENCY: [&str; 5] = ["P50", "P90", "P99", "P99.9", "MAX"];
+
+fn latency_cells(latencies: &Latency) -> impl Iterator<Item = String> {
+    latencies.columns().into_iter().map(latency)
+}
+
+/// A line for each operation that has been used since the reading before.
+fn latency_table(reading: &Reading) -> String {
+    let headings = [&["NAME", "OPERATION", "/s", "MEAN"][..], &LATENCY].concat();
+    let mut table = Table::new(&headings).align_right(2..9);
+    for volume in &reading.volumes {
+        let rates = volume.rates.iter().flatten().filter(|(_, rates)| rates.iops > 0.0);
+        for (op, rates) in rates {
+            let mut cells = vec![volume.name.clone(), op.clone(), format!("{:.0}", rates.iops)];
+            cells.push(latency(rates.mean_latency_us));
+            cells.extend(latency_cells(&rates.latency));
+            table.row(cells);
+        }
+    }
+    table.render()
+}
+
 fn totals_table(reading: &Reading) -> String {
-    let mut table = Table::new(&["NAME", "OPERATION", "COUNT", "BYTES", "ERRORS", "MEAN"])
-        .align_right([2, 3, 4, 5]);
+    let headings =
+        [&["NAME", "OPERATION", "COUNT", "BYTES", "ERRORS", "MEAN"][..], &LATENCY].concat();
+    let mut table = Table::new(&headings).align_right(2..11);
     for volume in &reading.volumes {
         for (op, counters) in &volume.counters {
-            let mean = Rates::between(Counters::default(), *counters, 1000).mean_latency_us;
-            table.row(vec![
+            let mut cells = vec![
                 volume.name.clone(),
                 op.clone(),
                 counters.count.to_string(),
                 size::human(counters.bytes),
                 counters.errors.to_string(),
-                latency(mean),
-            ]);
+                latency(counters.mean_us()),
+            ];
+            cells.extend(latency_cells(&counters.latency));
+            table.row(cells);
         }
     }
     let mut text = table.render();
@@ -307,8 +224,8 @@ fn totals_table(reading: &Reading) -> String {
     text
 }
 
-fn latency(mean_us: Option<f64>) -> String {
-    match mean_us {
+fn latency(us: Option<f64>) -> String {
+    match us {
         None => String::new(),
         Some(us) if us < 1000.0 => format!("{us:.0} us"),
         Some(us) if us < 1_000_000.0 => format!("{:.1} ms", us / 1000.0),
@@ -326,17 +243,44 @@ fn interval(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::reading::Rates;
     use super::*;
+    use crate::proto::v1::{OpStats, VolumeStats};
 
     fn reading_of(at_ms: u64, count: u64, bytes: u64, total_ns: u64) -> StatsResponse {
-        let read = OpStats { op: "read".into(), count, bytes, errors: 0, total_ns };
+        let read = OpStats { op: "read".into(), count, bytes, total_ns, ..Default::default() };
         let volume = VolumeStats {
             name: "data".into(),
             ops: vec![read],
             in_flight: 3,
             ..Default::default()
         };
-        StatsResponse { volumes: vec![volume], at_ms }
+        StatsResponse { volumes: vec![volume], at_ms, latency_bounds_ns: vec![1024, 2048, 4096] }
+    }
+
+    fn with_buckets(mut response: StatsResponse, buckets: [u64; 4]) -> StatsResponse {
+        response.volumes[0].ops[0].latency_buckets = buckets.to_vec();
+        response
+    }
+
+    #[test]
+    fn quantiles_are_those_of_the_interval() {
+        let before = with_buckets(reading_of(0, 1000, 0, 0), [1000, 0, 0, 0]);
+        let now = with_buckets(reading_of(1000, 1100, 0, 0), [1050, 45, 4, 1]);
+        let reading = Reading::new(Some(&before), &now);
+        let of_interval = reading.volumes[0].rates("read").latency.columns();
+        assert_eq!(of_interval, [1.024, 2.048, 4.096, 4.096, 4.096].map(Some));
+        let in_all = reading.volumes[0].counters["read"].latency.columns();
+        assert_eq!(in_all, [1.024, 1.024, 2.048, 4.096, 4.096].map(Some));
+        let table = latency_table(&reading);
+        let cells: Vec<&str> = table.lines().nth(1).expect("a line").split_whitespace().collect();
+        assert_eq!(cells[..7], ["data", "read", "100", "0", "us", "1", "us"]);
+        // Without requests there is nothing to say, and a daemon that sends no buckets is understood.
+        let idle = Reading::new(Some(&now), &now);
+        assert_eq!(idle.volumes[0].rates("read").latency, Latency::default());
+        assert_eq!(latency_table(&idle).lines().count(), 1);
+        let old = Reading::new(Some(&reading_of(0, 0, 0, 0)), &reading_of(1000, 5, 0, 0));
+        assert_eq!(old.volumes[0].rates("read").latency, Latency::default());
     }
 
     #[test]
@@ -364,7 +308,7 @@ mod tests {
 
     #[test]
     fn a_volume_mapped_between_two_readings_counts_from_zero() {
-        let before = StatsResponse { volumes: Vec::new(), at_ms: 0 };
+        let before = StatsResponse::default();
         let reading = Reading::new(Some(&before), &reading_of(500, 10, 10, 10));
         assert_eq!(reading.volumes[0].rates("read").iops, 20.0);
     }

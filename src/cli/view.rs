@@ -28,11 +28,22 @@ pub(super) struct Mapping {
     pub symlink: Option<String>,
     pub size_bytes: u64,
     pub block_size: u32,
+    /// As asked for, or by the nature of the volume.
     pub read_only: bool,
     /// As asked for; 0 is the daemon's default.
     pub connections: u32,
     /// As asked for; 0 is the daemon's default.
     pub dead_connection_timeout_s: u32,
+    /// queue, queue:DURATION, fail
+    pub on_outage: Option<String>,
+    /// Per second; 0 is no limit.
+    pub iops: u64,
+    /// 0 is no limit.
+    pub bytes_per_s: u64,
+    /// The backend cannot be reached.
+    pub outage: Option<Outage>,
+    /// How its last worker ended, where one did that was not asked to.
+    pub last_worker_end: Option<String>,
     pub worker_pid: Option<u32>,
     /// The build of the worker.
     pub worker_version: Option<String>,
@@ -41,6 +52,17 @@ pub(super) struct Mapping {
     pub mapped_at_s: Option<u64>,
     /// Filled by `status TARGET` only.
     pub holders: Vec<Holder>,
+}
+
+/// An outage of a mapping's backend.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Outage {
+    /// Milliseconds since the epoch.
+    pub since_unix_ms: u64,
+    pub reason: Option<String>,
+    /// Requests that wait.
+    pub queued: u64,
+    pub policy: String,
 }
 
 /// Who uses a device.
@@ -84,9 +106,19 @@ impl From<v1::Mapping> for Mapping {
             symlink: text(mapping.symlink),
             size_bytes: mapping.size_bytes,
             block_size: mapping.block_size,
-            read_only: options.read_only,
+            read_only: mapping.read_only || options.read_only,
             connections: options.connections,
             dead_connection_timeout_s: options.dead_connection_timeout_s,
+            on_outage: text(options.on_outage),
+            iops: options.iops.unwrap_or(0),
+            bytes_per_s: options.bytes_per_s.unwrap_or(0),
+            outage: mapping.outage.map(|outage| Outage {
+                since_unix_ms: outage.since_unix_ms,
+                reason: text(outage.reason),
+                queued: outage.queued,
+                policy: outage.policy,
+            }),
+            last_worker_end: text(mapping.last_worker_end),
             worker_pid: number(mapping.worker_pid),
             worker_version: text(mapping.worker_version),
             mapping_id: text(mapping.mapping_id),
@@ -160,6 +192,25 @@ impl std::fmt::Display for Holder {
     }
 }
 
+/// For people: what happens, since when, why, and what becomes of I/O.
+impl std::fmt::Display for Outage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let since = SystemTime::UNIX_EPOCH + Duration::from_millis(self.since_unix_ms);
+        let lasts = SystemTime::now().duration_since(since).unwrap_or_default();
+        write!(
+            f,
+            "the backend does not answer since {} ({})",
+            humantime::format_rfc3339_seconds(since),
+            humantime::format_duration(Duration::from_secs(lasts.as_secs()))
+        )?;
+        if let Some(reason) = &self.reason {
+            write!(f, ": {reason}")?;
+        }
+        let requests = if self.queued == 1 { "request waits" } else { "requests wait" };
+        write!(f, "; {} {requests}; policy: {}", self.queued, self.policy)
+    }
+}
+
 impl Verdict {
     /// The verdict as a word.
     pub(super) fn name(self) -> &'static str {
@@ -193,7 +244,10 @@ pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
             mapping.name.clone(),
             or_empty(mapping.device.as_deref()),
             size::human(mapping.size_bytes),
-            mapping.state.to_owned(),
+            match mapping.outage {
+                Some(_) => format!("{} (outage)", mapping.state),
+                None => mapping.state.to_owned(),
+            },
             mapping.uri.clone(),
         ];
         if wide {
@@ -223,6 +277,9 @@ pub(super) fn details(mapping: &Mapping) -> String {
     if let Some(message) = &mapping.message {
         line("message", message.clone());
     }
+    if let Some(outage) = &mapping.outage {
+        line("outage", outage.to_string());
+    }
     line("device", or_empty(mapping.device.as_deref()));
     line("symlink", or_empty(mapping.symlink.as_deref()));
     line("size", format!("{} ({} bytes)", size::human(mapping.size_bytes), mapping.size_bytes));
@@ -231,6 +288,11 @@ pub(super) fn details(mapping: &Mapping) -> String {
     line("connections", connections(mapping));
     line("worker", mapping.worker_pid.map_or(String::new(), |pid| format!("process {pid}")));
     line("worker version", or_empty(mapping.worker_version.as_deref()));
+    if let Some(end) = &mapping.last_worker_end {
+        line("last worker", end.clone());
+    }
+    line("on outage", or_empty(mapping.on_outage.as_deref()));
+    line("limits", limits(mapping));
     line("generation", mapping.generation.to_string());
     line("mapping id", or_empty(mapping.mapping_id.as_deref()));
     line("mapped", mapping.mapped_at_s.map_or(String::new(), |at| format!("{} ago", age(at))));
@@ -272,6 +334,14 @@ fn state_name(state: v1::MappingState) -> &'static str {
 
 fn mode(mapping: &Mapping) -> &'static str {
     if mapping.read_only { "read-only" } else { "read-write" }
+}
+
+fn limits(mapping: &Mapping) -> String {
+    let requests = (mapping.iops > 0).then(|| format!("{} requests/s", mapping.iops));
+    let bytes =
+        (mapping.bytes_per_s > 0).then(|| format!("{}/s", size::human(mapping.bytes_per_s)));
+    let limits: Vec<String> = requests.into_iter().chain(bytes).collect();
+    if limits.is_empty() { "none".to_owned() } else { limits.join(", ") }
 }
 
 fn connections(mapping: &Mapping) -> String {

@@ -135,7 +135,8 @@ impl Admin {
             Some(convert::statistics(&volume.view(), &page.snapshot()))
         });
         let at_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        api::StatsResponse { volumes: counted.collect(), at_ms }
+        let latency_bounds_ns = convert::latency_bounds_ns();
+        api::StatsResponse { volumes: counted.collect(), at_ms, latency_bounds_ns }
     }
 }
 
@@ -292,6 +293,23 @@ impl api::node_server::Node for Admin {
             build: BUILD.to_owned(),
             binary: binary_id(std::path::Path::new("/proc/self/exe")),
         }))
+    }
+
+    async fn set_options(
+        &self,
+        request: Request<api::SetOptionsRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let request = request.into_inner();
+        let target = checked(convert::target(request.target))?;
+        let (iops, bytes_per_s) = (request.iops, request.bytes_per_s);
+        let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
+        let deadline = self.deadline(0)?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(async move {
+            let view = executor.set_policy(&target, change, deadline).await?;
+            Ok(convert::mapping(&view))
+        })
+        .await
     }
 
     async fn set_fault(

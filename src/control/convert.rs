@@ -12,9 +12,10 @@ use super::validate;
 use super::volume::{View, node_of};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{Device, Holder, Identity};
+use crate::policy;
 use crate::proto::v1 as api;
 use crate::request::{IoError, Op};
-use crate::statistics::Snapshot;
+use crate::statistics::{BUCKETS, FIRST_BUCKET_NS, Snapshot};
 
 /// The metadata key of an error's repair; see `node.proto`.
 pub const REPAIR_KEY: &str = "cleat-repair";
@@ -72,7 +73,23 @@ pub fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
         connections: options.connections,
         block_size: options.block_size,
         dead_connection_timeout_s: options.dead_connection_timeout_s,
+        policy: policy_change(&options.on_outage, options.iops, options.bytes_per_s)?,
     })
+}
+
+/// What of a policy a caller asks for, checked; the empty text and no number leave it as it is.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn policy_change(
+    on_outage: &str,
+    iops: Option<u64>,
+    bytes_per_s: Option<u64>,
+) -> Result<policy::Change> {
+    let outage = (!on_outage.is_empty()).then(|| on_outage.parse()).transpose()?;
+    let change = policy::Change { outage, iops, bytes_per_s };
+    change.apply(policy::Policy::default()).limits.check()?;
+    Ok(change)
 }
 
 /// A target, checked: a name, a URI or a path.
@@ -117,6 +134,9 @@ pub fn mapping(view: &View) -> api::Mapping {
             connections: record.options.connections,
             block_size: record.options.block_size,
             dead_connection_timeout_s: record.options.dead_connection_timeout_s,
+            on_outage: record.options.policy.outage.to_string(),
+            iops: Some(record.options.policy.limits.iops),
+            bytes_per_s: Some(record.options.policy.limits.bytes_per_s),
         }),
         state: state(&view.state).into(),
         message: view.message.clone(),
@@ -130,6 +150,14 @@ pub fn mapping(view: &View) -> api::Mapping {
         mapped_at_s: record.created_at_s,
         block_size: volume.map_or(0, |volume| volume.block_size),
         holders: view.holders.iter().map(holder).collect(),
+        read_only: view.is_read_only(),
+        outage: view.outage.as_ref().map(|outage| api::Outage {
+            since_unix_ms: outage.since_unix_ms,
+            reason: outage.reason.clone().unwrap_or_default(),
+            queued: outage.queued,
+            policy: record.options.policy.outage.to_string(),
+        }),
+        last_worker_end: view.last_end.clone().unwrap_or_default(),
     }
 }
 
@@ -174,16 +202,28 @@ pub fn holder(holder: &Holder) -> api::Holder {
     api::Holder { kind: Some(kind) }
 }
 
-/// A worker's counters.
+/// What `latency_buckets` are divided by: each bucket but the last has its bound.
+pub fn latency_bounds_ns() -> Vec<u64> {
+    (0..BUCKETS - 1).map(|index| FIRST_BUCKET_NS << index).collect()
+}
+
+/// A volume's counters.
 pub fn statistics(view: &View, snapshot: &Snapshot) -> api::VolumeStats {
     let ops = Op::ALL.iter().map(|op| {
         let counts = snapshot.op(*op);
+        let quantile_ns = |share| counts.quantile_ns(share).unwrap_or(0);
         api::OpStats {
             op: op.name().to_owned(),
             count: counts.count,
             bytes: counts.bytes,
             errors: counts.errors,
             total_ns: counts.total_ns,
+            latency_buckets: counts.latency.to_vec(),
+            p50_ns: quantile_ns(0.5),
+            p90_ns: quantile_ns(0.9),
+            p99_ns: quantile_ns(0.99),
+            p999_ns: quantile_ns(0.999),
+            max_ns: quantile_ns(1.0),
         }
     });
     let errors = IoError::ALL.iter().filter_map(|kind| {
@@ -197,6 +237,9 @@ pub fn statistics(view: &View, snapshot: &Snapshot) -> api::VolumeStats {
         in_flight: u32::try_from(snapshot.in_flight).unwrap_or(u32::MAX),
         connections: u32::try_from(snapshot.connections).unwrap_or(u32::MAX),
         errors: errors.collect(),
+        queued: snapshot.queued,
+        stalled_ns: snapshot.stalled_ns,
+        limited_ns: snapshot.limited_ns,
     }
 }
 

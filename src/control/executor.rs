@@ -12,11 +12,13 @@ use tokio::time::{Instant, sleep};
 use super::journal::Journal;
 use super::kernel_calls::KernelCalls;
 use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, plan};
+use super::offload::offload;
 use super::random::Random;
-use super::volume::{Guard, Register, View, Volume};
+use super::volume::{Guard, OutageView, Register, View, Volume};
 use super::workers::Workers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, Holder, Identity};
+use crate::policy;
 
 /// What stays the same while the daemon runs.
 #[derive(Debug, Clone)]
@@ -44,6 +46,8 @@ pub struct MapSpec {
     pub block_size: u32,
     /// 0: as above.
     pub dead_connection_timeout_s: u32,
+    /// What differs from the defaults.
+    pub policy: policy::Change,
 }
 
 /// A mapping as it is now, or that it is no more.
@@ -102,8 +106,9 @@ const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 /// How long udev may look at a device before it counts as a holder.
 pub(super) const TRANSIENT_LIMIT: Duration = Duration::from_secs(3);
 
-/// A mapping that has worked for so long has recovered from what was before.
-const SOUND_AFTER: Duration = Duration::from_secs(60);
+/// A mapping that has worked for so long has recovered from what was before. Short, so that only
+/// workers which die soon after their start are given up: with the others, I/O gets on.
+const SOUND_AFTER: Duration = Duration::from_secs(5);
 
 impl Executor {
     /// Maps a volume, or returns the mapping that is there already.
@@ -303,11 +308,29 @@ impl Executor {
 
     /// A failure that nobody may be waiting for: shown, counted, and tried again later.
     fn failed_attempt(&self, guard: &mut Guard, error: &Error) {
+        let policy = guard.record.options.policy.outage;
+        let refusals = guard.setbacks.outwait(policy);
         let name = &guard.volume().name;
-        tracing::warn!(mapping = name, attempt = guard.failures + 1, "{}", error.report());
-        let message = error.report();
-        self.publish(guard.volume(), |view| view.message = message);
-        self.count_failure(guard);
+        let mut message = error.report();
+        match refusals {
+            Some(attempt) => {
+                message = format!("waits for its backend: {message}");
+                // An outage may last for days.
+                if attempt <= 3 || attempt.is_multiple_of(60) {
+                    tracing::warn!(mapping = name, attempt, "{message}");
+                }
+            }
+            None => tracing::warn!(mapping = name, attempt = guard.failures + 1, "{message}"),
+        }
+        let outage = outage_of(guard);
+        self.publish(guard.volume(), |view| {
+            view.message = message;
+            view.outage = outage;
+        });
+        match refusals {
+            Some(attempt) => self.pause(guard, attempt),
+            None => self.count_failure(guard),
+        }
         self.later(guard);
     }
 
@@ -317,10 +340,14 @@ impl Executor {
             guard.failures = 0;
         }
         guard.failures = guard.failures.saturating_add(1);
-        // The first repair is immediate: its cause is most likely past.
-        if guard.failures > 1 {
+        self.pause(guard, guard.failures);
+    }
+
+    /// The first repair is immediate: its cause is most likely past. The others wait ever longer.
+    fn pause(&self, guard: &mut Guard, attempts: u32) {
+        if attempts > 1 {
             let (first, most) = (Duration::from_millis(100), Duration::from_secs(10));
-            let wait = self.random.backoff(guard.failures - 1, first, most);
+            let wait = self.random.backoff(attempts - 1, first, most);
             guard.not_before = Some(Instant::now() + wait);
         }
     }
@@ -362,13 +389,29 @@ impl Executor {
         let worker_pid = serving.map_or(0, |worker| worker.id().pid);
         let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
         let device = observed.devices.first().copied();
+        let outage = outage_of(core);
+        let last_end = core.setbacks.last_end();
         let state = state.clone();
         let failed = matches!(state, State::Failed(_));
         if let Some(view) = self.publish(guard.volume(), |view| {
             if !(keep && view.state == state) {
                 view.message = message;
             }
-            *view = View { record, state, device, paths, worker_pid, worker_build, ..view.clone() };
+            tell_outage(&record.name, view.outage.as_ref(), outage.as_ref());
+            let holders = std::mem::take(&mut view.holders);
+            let message = std::mem::take(&mut view.message);
+            *view = View {
+                record,
+                state,
+                message,
+                device,
+                paths,
+                worker_pid,
+                worker_build,
+                holders,
+                outage,
+                last_end,
+            };
         }) && failed
         {
             tracing::error!(mapping = view.record.name, "failed: {}", view.message);
@@ -452,6 +495,7 @@ impl Executor {
                 ),
                 // With several connections a short tick kills live sockets under load.
                 replay_delay_ms: if connections == 1 { defaults.replay_delay_ms } else { 0 },
+                policy: spec.policy.apply(defaults.policy),
             },
             intent: Intent::Mapped,
             generation: 0,
@@ -469,7 +513,7 @@ impl Executor {
 pub(super) async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(call)
+    offload(call)
         .await
         .map_err(|error| Error::new(ErrorKind::Internal, "a thread failed").with_source(error))?
 }
@@ -491,8 +535,35 @@ fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
         Some("another block size".to_owned())
     } else if differs(spec.dead_connection_timeout_s, options.dead_connection_timeout_s) {
         Some(format!("dead_connection_timeout={}s", options.dead_connection_timeout_s))
+    } else if spec.policy.apply(options.policy) != options.policy {
+        Some("another outage policy or other limits (cleat set changes them)".to_owned())
     } else {
         None
+    }
+}
+
+/// The outage that a mapping's worker, or the attempts to start one, have met.
+fn outage_of(core: &super::volume::Core) -> Option<OutageView> {
+    if let Some(worker) = &core.worker {
+        let outage = worker.outage()?;
+        let (since_unix_ms, reason) = (outage.since_unix_ms, outage.reason);
+        return Some(OutageView { since_unix_ms, reason, queued: 0 });
+    }
+    let refusal = core.setbacks.refusal()?;
+    let since = refusal.since.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+    Some(OutageView { since_unix_ms, reason: Some(refusal.reason.clone()), queued: 0 })
+}
+
+fn tell_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>) {
+    match (before, now) {
+        (None, Some(outage)) => tracing::warn!(
+            mapping = name,
+            reason = outage.reason.as_deref().unwrap_or("unknown"),
+            "the backend does not answer"
+        ),
+        (Some(_), None) => tracing::info!(mapping = name, "the backend answers again"),
+        _ => {}
     }
 }
 

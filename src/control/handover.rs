@@ -102,7 +102,8 @@ impl Executor {
         let start = start_message(&guard.record, true);
         let page = guard.statistics.clone();
         let until = within(deadline, OPEN_LIMIT);
-        let new = self.workers.start(launched, start, page, bequeathed, until).await?;
+        let started = self.workers.start(launched, start, page, bequeathed, until).await;
+        let new = started.map_err(|failed| failed.error)?;
         let volume = volume_of(&guard.record, &new.ready);
         let before = guard.record.volume;
         // From here on the planner ends it, where this comes to nothing.
@@ -147,7 +148,8 @@ impl Executor {
 
     /// Ends the worker that was succeeded, and forgets it.
     pub(super) async fn end_predecessor(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        self.end_worker(guard.predecessor.as_ref(), guard.record.predecessor, deadline).await?;
+        let (worker, id) = (guard.predecessor.as_ref(), guard.record.predecessor);
+        self.end_worker(guard, worker, id, deadline).await?;
         guard.predecessor = None;
         let predecessor = guard.record.predecessor.take();
         let stored = self.store(guard).await;

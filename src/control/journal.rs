@@ -230,6 +230,7 @@ mod tests {
                 block_size: 0,
                 dead_connection_timeout_s: 60,
                 replay_delay_ms: 0,
+                policy: crate::policy::Policy::default(),
             },
             intent: Intent::Mapped,
             generation: 1,

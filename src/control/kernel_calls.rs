@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 
+use super::offload::offload;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 
@@ -142,7 +143,7 @@ impl KernelCalls {
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
         let deadline = limit.map_or(deadline, |limit| deadline.min(Instant::now() + limit));
         let kernel = Arc::clone(&self.kernel);
-        let thread = tokio::task::spawn_blocking(move || {
+        let thread = offload(move || {
             // Kept until the call returns, however long nobody waits for it any more.
             let _permit = permit;
             call(kernel.as_ref(), deadline.into_std())

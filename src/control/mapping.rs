@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind};
 use crate::kernel::{DeviceIndex, Holder, Identity};
+use crate::policy::Policy;
 
 /// What is remembered of a mapping, durably. See `journal`. Fields are only added, each with a
 /// default, and unknown ones ignored: records of older and newer builds can be read.
@@ -76,6 +77,9 @@ pub struct Options {
     pub dead_connection_timeout_s: u32,
     /// How soon after a repair the kernel repeats what the dead worker left; 0: the kernel's 30 s.
     pub replay_delay_ms: u32,
+    /// What happens in an outage of the backend, and how fast the mapping may go. Changed live.
+    #[serde(default)]
+    pub policy: Policy,
 }
 
 /// What the user wants of a mapping.
@@ -134,6 +138,8 @@ pub struct Observed {
     pub announced: bool,
     /// Repairs that did not last, in a row.
     pub failures: u32,
+    /// How the last of them ended, for the reader.
+    pub history: String,
     /// A growth of the device could not be carried out a moment ago.
     pub growth_waits: bool,
 }
@@ -365,14 +371,14 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
                 (false, false) => State::Mapping,
             };
             if !after.is_empty() && observed.failures >= MAX_FAILURES {
-                return given_up(record);
+                return given_up(record, observed);
             }
             let grown = grown(record, observed, device);
             after.extend(grown.map(|size| Action::Grow { index: device.index, size }));
             Plan { state, actions: after }
         }
         SeenWorker::Alive { .. } | SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
-            given_up(record)
+            given_up(record, observed)
         }
         SeenWorker::Alive { connections, .. } => {
             let missing = wanted - connections;
@@ -451,11 +457,23 @@ fn lost(record: &Record) -> Plan {
     ))
 }
 
-fn given_up(record: &Record) -> Plan {
+fn given_up(record: &Record, observed: &Observed) -> Plan {
+    let Record { name, uri, options, .. } = record;
+    let why = match observed.history.as_str() {
+        "" => String::new(),
+        history => format!(": {history}"),
+    };
     Plan::fail(Trouble::new(
         ErrorKind::Unavailable,
-        format!("{} could not be repaired in {MAX_FAILURES} attempts", record.name),
-        format!("see the daemon's log for the cause; cleat unmap {} gives it up", record.name),
+        format!(
+            "{name} could not be repaired in {MAX_FAILURES} attempts{why}; new I/O fails once it has \
+             waited for {} s",
+            options.dead_connection_timeout_s
+        ),
+        format!(
+            "see the daemon's log for the cause; when it is removed, cleat map '{uri}' --name {name} \
+             tries again, and cleat unmap {name} gives it up"
+        ),
     ))
 }
 

@@ -24,6 +24,7 @@ use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
 use super::mapping::{Options, State};
 use super::metrics::calls::{Calls, Count};
 use super::metrics::{Endpoint, Source};
+use super::offload::is_simulated;
 use super::process::{Launcher, Processes};
 use super::random::Random;
 use super::restart;
@@ -317,6 +318,7 @@ fn settings(config: &Config, boot_id: String) -> Settings {
             block_size: 0,
             dead_connection_timeout_s: u32::try_from(seconds).unwrap_or(u32::MAX),
             replay_delay_ms: u32::try_from(delay_ms).unwrap_or(u32::MAX),
+            policy: config.map.policy(),
         },
         mappings: config.limits.mappings,
         boot_id,
@@ -425,6 +427,10 @@ fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
     let (sender, receiver) = mpsc::channel(1024);
     let kernel = Arc::clone(executor.kernel.kernel());
     let mut subscribed = subscribe(kernel.as_ref());
+    if is_simulated() {
+        tokio::spawn(relay(subscribed, sender));
+        return receiver;
+    }
     // Not the executor itself, which would live as long as the thread.
     let executor = Arc::downgrade(executor);
     std::thread::spawn(move || {
@@ -446,6 +452,19 @@ fn kernel_events(executor: &Arc<Executor>) -> mpsc::Receiver<KernelEvent> {
         }
     });
     receiver
+}
+
+/// The same without a thread.
+async fn relay(
+    subscribed: Option<crossbeam_channel::Receiver<KernelEvent>>,
+    sender: mpsc::Sender<KernelEvent>,
+) {
+    while !sender.is_closed() {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        for event in subscribed.iter().flat_map(crossbeam_channel::Receiver::try_iter) {
+            let _ = sender.try_send(event);
+        }
+    }
 }
 
 fn subscribe(kernel: &dyn Kernel) -> Option<crossbeam_channel::Receiver<KernelEvent>> {
@@ -474,11 +493,12 @@ async fn watch_kernel(executor: Arc<Executor>, mut events: mpsc::Receiver<Kernel
     }
 }
 
-/// Finds what no event told: every mapping whose device is not as it should be, or that does not
-/// work.
+/// Finds what no event told: every mapping whose device is not as it should be, that does not work,
+/// or whose worker gives no sign of life.
 async fn sweep(executor: Arc<Executor>) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut asking = JoinSet::new();
     loop {
         tick.tick().await;
         let devices = match executor.devices(Instant::now() + SWEEP_INTERVAL).await {
@@ -488,6 +508,7 @@ async fn sweep(executor: Arc<Executor>) {
                 continue;
             }
         };
+        while asking.try_join_next().is_some() {}
         for volume in executor.register().all() {
             let view = volume.view();
             let device = view.device.and_then(|seen| {
@@ -502,6 +523,9 @@ async fn sweep(executor: Arc<Executor>) {
             if view.state != State::Mapped || !right || !served {
                 // A full queue: at the next sweep.
                 let _ = executor.attention.try_send(volume.name.clone());
+            } else {
+                let executor = Arc::clone(&executor);
+                asking.spawn(async move { executor.ask_for_life(&volume).await });
             }
         }
     }

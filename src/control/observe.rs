@@ -11,13 +11,17 @@ use super::executor::{Executor, Target, held};
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
 use super::process::Process;
-use super::volume::Guard;
+use super::volume::{Guard, Volume};
 use super::workers::{Probe, Worker, has_ended};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{Device, DeviceIndex, Holder, Identity};
+use crate::worker::protocol::ToWorker;
 
 /// For a worker to answer on its control socket.
 const ADOPT_LIMIT: Duration = Duration::from_secs(5);
+
+/// For a worker's control thread to give a sign of life.
+const LIFE_LIMIT: Duration = Duration::from_secs(5);
 
 /// For a process that does not listen to have ended: it was perhaps on its way out.
 const ENDING_LIMIT: Duration = Duration::from_secs(1);
@@ -47,7 +51,7 @@ impl Executor {
         let taken = page.map(|page| page.was_taken(guard.record.generation));
         let announced = guard.paths.is_some();
         let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
-        let failures = guard.failures;
+        let (failures, history) = (guard.failures, guard.setbacks.history());
         Ok(Observed {
             devices,
             worker,
@@ -56,6 +60,7 @@ impl Executor {
             holders,
             announced,
             failures,
+            history,
             growth_waits,
         })
     }
@@ -96,6 +101,19 @@ impl Executor {
         self.adopt(guard, seat, process, deadline).await
     }
 
+    /// Asks a mapping's worker for a sign of life. When none comes, the mapping is looked at.
+    pub async fn ask_for_life(&self, volume: &Arc<Volume>) {
+        let Some(guard) = volume.enter_keeper() else { return };
+        let Some(worker) = guard.worker.as_ref() else { return };
+        let limit = Instant::now() + LIFE_LIMIT;
+        if let Err(error) = worker.call(ToWorker::Ping, Vec::new(), limit).await {
+            let pid = worker.id().pid;
+            tracing::warn!(mapping = volume.name, pid, "gives no sign of life: {}", error.report());
+            drop(guard);
+            let _ = self.attention.send(volume.name.clone()).await;
+        }
+    }
+
     /// No process has the worker's number. In a pid namespace other than that of the supervisor
     /// before, this would prove nothing; that nobody listens on its control socket does.
     async fn unseen(&self, guard: &Guard, pid: u32) -> SeenWorker {
@@ -108,7 +126,7 @@ impl Executor {
     }
 
     /// Whether nobody listens on a control socket, now or after a moment.
-    async fn falls_silent(&self, probe: impl Fn() -> Probe) -> bool {
+    pub(super) async fn falls_silent(&self, probe: impl Fn() -> Probe) -> bool {
         let until = Instant::now() + ENDING_LIMIT;
         while probe() == Probe::Answers {
             if Instant::now() >= until {
@@ -153,11 +171,18 @@ impl Executor {
 
     /// The worker's end is proved.
     fn bury(&self, guard: &mut Guard, seat: Seat) -> SeenWorker {
-        let had_one = seat.of(guard).take().is_some();
+        let worker = seat.of(guard).take();
         // One of two may end: that is what a hand-over comes to, either way.
-        let alone = guard.record.predecessor.is_none();
-        if had_one && alone && guard.record.established && guard.record.intent == Intent::Mapped {
-            tracing::warn!(mapping = guard.volume().name, "its worker has died");
+        if guard.record.predecessor.is_some() {
+            return SeenWorker::Gone;
+        }
+        if let Some(worker) = &worker {
+            let (pid, how) = (worker.id().pid, worker.how_it_ended());
+            guard.setbacks.ended(pid, how);
+        }
+        if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
+            let how = guard.setbacks.last_end().unwrap_or_default();
+            tracing::warn!(mapping = guard.volume().name, "its worker has died: {how}");
             self.count_failure(guard);
         }
         SeenWorker::Gone

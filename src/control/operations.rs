@@ -1,11 +1,13 @@
-//! What users ask of a mapping that exists: which it is, other faults. Another size: `growth`.
+//! What users ask of a mapping that exists: which it is, another policy, other faults. Another size:
+//! `growth`.
 
 use tokio::time::Instant;
 
 use super::executor::{Executor, Target};
 use super::mapping::Intent;
-use super::volume::{Guard, Volume};
+use super::volume::{Guard, View, Volume};
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy;
 use crate::worker::protocol::ToWorker;
 use std::sync::Arc;
 
@@ -39,6 +41,39 @@ impl Executor {
         let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&volume))?;
         let command = ToWorker::SetFault { plan: plan.to_owned() };
         worker.call(command, Vec::new(), deadline).await.map(|_| ())
+    }
+
+    /// Changes what happens in an outage of the backend, and how fast a mapping may go. What is asked
+    /// for is kept even where there is no worker to be told: the next one is.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when nothing is asked for; what the journal or the worker gives.
+    pub async fn set_policy(
+        &self,
+        target: &str,
+        change: policy::Change,
+        deadline: Instant,
+    ) -> Result<View> {
+        if change.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "nothing is to be changed")
+                .with_repair("say what: cleat set --help"));
+        }
+        let volume = self.get(target, deadline).await?;
+        let mut guard = self.enter_mapped(&volume).await?;
+        let before = guard.record.options.policy;
+        let policy = change.apply(before);
+        guard.record.options.policy = policy;
+        if let Err(error) = self.store(&guard).await {
+            guard.record.options.policy = before;
+            return Err(error);
+        }
+        let record = guard.record.clone();
+        self.publish(&volume, |view| view.record = record);
+        tracing::info!(mapping = volume.name, ?policy, "the policy was changed");
+        if let Some(worker) = guard.worker.as_ref().filter(|worker| !worker.has_ended()) {
+            worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline).await?;
+        }
+        Ok(volume.view())
     }
 
     pub(super) async fn enter_mapped(&self, volume: &Arc<Volume>) -> Result<Guard> {

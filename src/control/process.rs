@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use nix::errno::Errno;
-use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::sys::signal::Signal;
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 
 use super::mapping::WorkerId;
 use crate::error::{Error, Result};
@@ -146,12 +147,25 @@ impl Handle for PidFd {
     fn reap(&self) -> Option<String> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
         match waitid(Id::PIDFd(self.as_fd()), flags) {
-            Ok(status) => Some(format!("{status:?}")),
+            Ok(status) => described(status),
             // Started by an earlier supervisor: its parent is init, which reaps it.
             Err(Errno::ECHILD) => None,
             Err(errno) => Some(errno.to_string()),
         }
     }
+}
+
+/// How a process ended; `None` when it has not.
+fn described(status: WaitStatus) -> Option<String> {
+    Some(match status {
+        WaitStatus::Exited(_, code) => format!("exited with code {code}"),
+        WaitStatus::Signaled(_, Signal::SIGKILL, _) => {
+            // The system does so, too, when memory runs out.
+            "was killed by SIGKILL".to_owned()
+        }
+        WaitStatus::Signaled(_, signal, _) => format!("was ended by {signal}"),
+        _ => return None,
+    })
 }
 
 /// Field 22 of /proc/pid/stat. The second field, the command, may hold anything but ends with the

@@ -130,7 +130,10 @@ impl Executor {
     /// # Errors
     /// When the kernel cannot be asked.
     pub async fn clear_orphans(&self, deadline: Instant) -> Result<()> {
-        for (device, identity) in self.orphans(deadline).await? {
+        let orphans = self.orphans(deadline).await?;
+        let mut known = self.register.ids();
+        known.extend(orphans.iter().map(|(_, identity)| identity.mapping_id().to_owned()));
+        for (device, identity) in orphans {
             let name = format!("/dev/nbd{} ({})", device.index, identity.as_str());
             // Absent proves nothing: the worker may belong to a daemon with other directories.
             if self.workers.probe(identity.mapping_id()) != Probe::Refused {
@@ -142,6 +145,12 @@ impl Executor {
                 Err(error) => {
                     self.found(format!("{name} has no record and no worker: {}", error.report()));
                 }
+            }
+        }
+        // What is left of mappings that have ended otherwise.
+        for (id, _) in self.workers.sockets().iter().filter(|(id, _)| !known.contains(id)) {
+            if self.workers.probe(id) == Probe::Refused {
+                self.workers.forget(id);
             }
         }
         Ok(())

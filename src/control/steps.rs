@@ -24,6 +24,10 @@ use crate::worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
 /// connections.
 const CAN_MULTI_CONN: u16 = 1 << 8;
 
+/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
+/// its device refuses writes.
+const READ_ONLY: u16 = 1 << 1;
+
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// For a worker that is being started to keep others from it: longer, and it is not the machine that
@@ -93,14 +97,16 @@ impl Executor {
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(Page::take_over);
         let mut starting = pin!(self.workers.start(launched, start, page, Vec::new(), deadline));
-        let worker = match timeout(TURN_LIMIT, &mut starting).await {
-            Ok(started) => started?,
+        let started = match timeout(TURN_LIMIT, &mut starting).await {
+            Ok(started) => started,
             Err(_) => {
                 // It waits for its backend, which takes nothing from others.
                 drop(turn);
-                starting.await?
+                starting.await
             }
         };
+        let worker = started.map_err(|failed| guard.setbacks.not_started(failed))?;
+        guard.setbacks.started();
         self.point("worker started").await;
         let volume = match volume_of(&guard.record, &worker.ready) {
             Ok(volume) => volume,
@@ -259,7 +265,7 @@ impl Executor {
     }
 
     async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        self.end_worker(guard.worker.as_ref(), guard.record.worker, deadline).await?;
+        self.end_worker(guard, guard.worker.as_ref(), guard.record.worker, deadline).await?;
         guard.worker = None;
         Ok(())
     }
@@ -267,6 +273,7 @@ impl Executor {
     /// Ends a worker that nothing is asked of any more, whether it speaks to us or not.
     pub(super) async fn end_worker(
         &self,
+        guard: &Guard,
         worker: Option<&Worker>,
         id: Option<WorkerId>,
         deadline: Instant,
@@ -274,16 +281,20 @@ impl Executor {
         if let Some(worker) = worker {
             return worker.stop(STOP_GRACE, deadline).await;
         }
-        match id.map(|id| self.workers.find(id)).transpose()?.flatten() {
+        let Some(id) = id else { return Ok(()) };
+        let socket = || self.workers.probe_worker(&guard.record.mapping_id, id.pid);
+        match self.workers.find(id)? {
             Some(process) => stop_process(&process, deadline).await,
-            None => Ok(()),
+            None if self.falls_silent(socket).await => Ok(()),
+            None => Err(unseen(id.pid)),
         }
     }
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
         let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        // The record goes last: without it nobody would look for the socket.
+        self.workers.forget(&id);
         blocking(move || journal.withdraw(&id)).await?;
-        self.workers.forget(&guard.record.mapping_id);
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);
@@ -304,6 +315,7 @@ pub(super) fn start_message(record: &Record, successor: bool) -> Start {
         uri: record.uri.clone(),
         read_only: record.options.read_only,
         log: String::new(),
+        policy: record.options.policy,
         successor,
     }
 }
@@ -334,11 +346,13 @@ pub(super) fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
         let message = format!("{} cannot be used over several connections", record.uri);
         return Err(invalid(message).with_repair("map it with connections=1"));
     }
-    if let Some(before) = record.volume
-        && before.transmission_flags & !ready.transmission_flags != 0
-    {
-        let message = format!("{} can do less than when its device was made", record.uri);
-        return Err(Error::new(ErrorKind::Internal, message));
+    if let Some(before) = record.volume {
+        let (had, has) = (before.transmission_flags, ready.transmission_flags);
+        // Among what it must not lose is the right to write, which has a flag for its absence.
+        if had & !has != 0 || has & !had & READ_ONLY != 0 {
+            let message = format!("{} can do less than when its device was made", record.uri);
+            return Err(Error::new(ErrorKind::Internal, message));
+        }
     }
     Ok(Volume {
         size,
@@ -352,6 +366,13 @@ pub(super) fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
 
 pub(super) fn no_worker(record: &Record) -> Error {
     Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
+}
+
+/// Somebody listens for a worker whose process cannot be seen.
+fn unseen(pid: u32) -> Error {
+    let message = format!("worker {pid} lives on where it cannot be seen from here");
+    Error::new(ErrorKind::Unavailable, message)
+        .with_repair("end it in the pid namespace that it was started in")
 }
 
 /// Connected pairs: the kernel's ends, and the worker's.
@@ -380,6 +401,7 @@ pub(super) fn within(deadline: Instant, limit: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::control::mapping::Options;
+    use crate::policy::Policy;
 
     fn record(connections: u32, block_size: u32) -> Record {
         Record {
@@ -393,6 +415,7 @@ mod tests {
                 block_size,
                 dead_connection_timeout_s: 1,
                 replay_delay_ms: 0,
+                policy: Policy::default(),
             },
             intent: Intent::Mapped,
             generation: 1,
@@ -447,7 +470,8 @@ mod tests {
         let mut record = record(1, 0);
         record.volume = Some(volume_of(&record, &ready(8192, 1, 5)).unwrap());
         assert!(volume_of(&record, &ready(8192, 1, 1)).is_err());
-        let volume = volume_of(&record, &ready(8192, 1, 7)).unwrap();
+        assert!(volume_of(&record, &ready(8192, 1, 5 | READ_ONLY)).is_err());
+        let volume = volume_of(&record, &ready(8192, 1, 5 | 1 << 3)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
         // It may have grown by less than a block meanwhile.
         let volume = volume_of(&record, &ready(8192 + 700, 1, 5)).unwrap();

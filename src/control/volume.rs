@@ -13,6 +13,7 @@ use tokio::sync::{OwnedMutexGuard, mpsc};
 use tokio::time::{Instant, timeout};
 
 use super::mapping::{Record, SeenDevice, State};
+use super::setbacks::Setbacks;
 use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, DevicePaths, Holder};
@@ -38,6 +39,8 @@ pub struct Core {
     pub withdrawn: bool,
     /// Repairs that failed or did not last, in a row.
     pub failures: u32,
+    /// What went wrong with its workers.
+    pub setbacks: Setbacks,
     /// Since when it has worked without interruption.
     pub sound_since: Option<Instant>,
     /// No repair before.
@@ -59,6 +62,7 @@ impl Core {
             renounced: false,
             withdrawn: false,
             failures: 0,
+            setbacks: Setbacks::default(),
             sound_since: None,
             not_before: None,
             growth: None,
@@ -85,6 +89,21 @@ pub struct View {
     pub worker_build: String,
     /// Who holds it, where somebody has looked.
     pub holders: Vec<Holder>,
+    /// The backend cannot be reached.
+    pub outage: Option<OutageView>,
+    /// How its last worker ended, where one did that was not asked to.
+    pub last_end: Option<String>,
+}
+
+/// An outage of a mapping's backend, as everybody may see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutageView {
+    /// When it was noticed.
+    pub since_unix_ms: u64,
+    /// Why, as far as known.
+    pub reason: Option<String>,
+    /// Requests that wait in the worker.
+    pub queued: u64,
 }
 
 impl View {
@@ -176,6 +195,8 @@ impl Volume {
             worker_pid: 0,
             worker_build: String::new(),
             holders: Vec::new(),
+            outage: None,
+            last_end: None,
         };
         Self {
             name: record.name.clone(),
@@ -214,7 +235,9 @@ impl Volume {
             Err(error) => error,
         };
         if self.keepers.load(Ordering::SeqCst) == 0 || self.awaited.swap(true, Ordering::SeqCst) {
-            return Err(error);
+            // A keeper that was about to leave, and is not counted any more, has left by now.
+            tokio::task::yield_now().await;
+            return self.enter().map_err(|_| error);
         }
         let _awaiting = Awaiting(&self.awaited);
         let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());
@@ -240,7 +263,11 @@ impl Volume {
 
     /// How it is doing.
     pub fn view(&self) -> View {
-        lock(&self.view).clone()
+        let mut view = lock(&self.view).clone();
+        if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
+            outage.queued = page.snapshot().queued;
+        }
+        view
     }
 
     /// Its counters, if it ever had any.

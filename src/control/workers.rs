@@ -19,10 +19,12 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::mapping::WorkerId;
+use super::offload::offload;
 use super::process::{Launcher, Process};
+use super::setbacks::NotStarted;
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
-use crate::worker::protocol::{FromWorker, Ready, Start, ToWorker};
+use crate::worker::protocol::{FromWorker, Outage, Ready, Start, ToWorker};
 use crate::worker::version::Spoken;
 
 /// Something that a worker did by itself. A hint to look at its mapping.
@@ -76,6 +78,26 @@ struct Flags {
     /// The channel has ended or carried nonsense, or an answer did not come in time.
     broken: AtomicBool,
     fenced: AtomicBool,
+    /// What the worker says of its backend.
+    outage: std::sync::Mutex<Option<Outage>>,
+    /// How it ended: whoever asks first takes the exit status.
+    end: std::sync::OnceLock<String>,
+}
+
+/// What opening a volume in a worker led to, if not to a worker.
+enum NotOpened {
+    /// The worker says why.
+    Refused(Error),
+    /// It could not be asked, or said nothing.
+    Broken(Error),
+}
+
+impl NotOpened {
+    fn into_error(self) -> Error {
+        match self {
+            Self::Refused(error) | Self::Broken(error) => error,
+        }
+    }
 }
 
 /// What stands behind a worker's control socket.
@@ -113,9 +135,9 @@ impl Workers {
         let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
-        let process = tokio::task::spawn_blocking(move || launcher.launch(theirs)).await.map_err(
-            |error| Error::new(ErrorKind::Internal, "launching failed").with_source(error),
-        )??;
+        let process = offload(move || launcher.launch(theirs)).await.map_err(|error| {
+            Error::new(ErrorKind::Internal, "launching failed").with_source(error)
+        })??;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
@@ -133,29 +155,33 @@ impl Workers {
         page: Option<Page>,
         bequeathed: Vec<OwnedFd>,
         deadline: Instant,
-    ) -> Result<Worker> {
+    ) -> Result<Worker, NotStarted> {
         start.log.clone_from(&self.log);
         let Spoken { newest, oldest, build } = Spoken::here();
         (start.version, start.oldest, start.build) = (newest, oldest, build);
         let Launched { process, link } = launched;
-        let mapping_id = start.mapping_id.clone();
         let pid = process.id.pid;
+        let mapping_id = start.mapping_id.clone();
+        let late = || Error::new(ErrorKind::TimedOut, "the backend did not open in time");
         let opening = self.open(&link, pid, start, page, bequeathed);
-        let opened = match timeout_at(deadline, opening).await {
-            Ok(opened) => opened,
-            Err(_) => Err(Error::new(ErrorKind::TimedOut, "the backend did not open in time")),
-        };
-        match opened {
-            Ok((ready, page)) => self.watch(&mapping_id, Arc::new(process), link, ready, page),
-            Err(error) => {
+        let opened = timeout_at(deadline, opening).await;
+        match opened.unwrap_or_else(|_| Err(NotOpened::Refused(late()))) {
+            Ok((ready, page)) => self
+                .watch(&mapping_id, Arc::new(process), link, ready, page)
+                .map_err(|error| NotStarted { error, pid, died: None }),
+            Err(failed) => {
                 drop(link);
+                let silent = matches!(failed, NotOpened::Broken(_));
+                let own = Instant::now() + DYING_GRACE;
+                let died = silent && timeout_at(own, exit_of(&process)).await.is_ok();
                 let _ = process.handle.kill();
                 // As long as it takes to die, but not for ever: a process in a backend's system
                 // call may not. The planner then sees it as unreachable, and starts no other.
                 let grace = Instant::now() + KILL_GRACE;
                 let _ = timeout_at(grace, exit_of(&process)).await;
-                process.handle.reap();
-                Err(error)
+                let how = process.handle.reap();
+                let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_END.to_owned()));
+                Err(NotStarted { error: failed.into_error(), pid, died })
             }
         }
     }
@@ -167,18 +193,23 @@ impl Workers {
         start: Start,
         page: Option<Page>,
         bequeathed: Vec<OwnedFd>,
-    ) -> Result<(Ready, Page)> {
-        let listener = self.listen(&start, pid)?;
-        let page = page.map_or_else(|| Page::create().map(|(page, _)| page), Ok)?;
-        let file = page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
-        let generation = start.generation;
-        let mapping_id = start.mapping_id.clone();
-        let mut descriptors = vec![listener, file];
-        descriptors.extend(bequeathed);
-        link.send(&ToWorker::Start(start), &descriptors).await.map_err(broke)?;
+    ) -> Result<(Ready, Page), NotOpened> {
+        let (generation, mapping_id) = (start.generation, start.mapping_id.clone());
+        let send = async {
+            let listener = self.listen(&start, pid)?;
+            let page = page.map_or_else(|| Page::create().map(|(page, _)| page), Ok)?;
+            let file =
+                page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
+            let mut descriptors = vec![listener, file];
+            descriptors.extend(bequeathed);
+            link.send(&ToWorker::Start(start), &descriptors).await.map_err(broke)?;
+            Ok(page)
+        };
+        let page = send.await.map_err(NotOpened::Broken)?;
         let (ready, _) = expect_ready(link).await?;
         if ready.mapping_id != mapping_id || ready.generation != generation {
-            return Err(Error::new(ErrorKind::Internal, "the worker speaks for another mapping"));
+            let message = "the worker speaks for another mapping";
+            return Err(NotOpened::Broken(Error::new(ErrorKind::Internal, message)));
         }
         Ok((ready, page))
     }
@@ -207,7 +238,8 @@ impl Workers {
             let mapping_id = mapping_id.to_owned();
             let adopt = ToWorker::Adopt { version, oldest, build, mapping_id: mapping_id.clone() };
             link.send(&adopt, &[]).await.map_err(broke)?;
-            let (ready, mut descriptors) = expect_ready(&link).await?;
+            let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
+            let (ready, mut descriptors) = ready?;
             if ready.mapping_id != mapping_id || ready.pid != process.id.pid {
                 let message = "its control socket speaks for another worker";
                 return Err(Error::new(ErrorKind::Internal, message));
@@ -233,7 +265,7 @@ impl Workers {
 
     /// Looks at the control sockets of a mapping that nothing else is known of.
     pub fn probe(&self, mapping_id: &str) -> Probe {
-        let probes = self.sockets(mapping_id).into_iter().map(|path| probe(&path));
+        let probes = self.sockets_of(mapping_id).into_iter().map(|path| probe(&path));
         probes.fold(Probe::Absent, |sum, one| match (sum, one) {
             (Probe::Answers, _) | (_, Probe::Answers) => Probe::Answers,
             (Probe::Refused, _) | (_, Probe::Refused) => Probe::Refused,
@@ -248,7 +280,7 @@ impl Workers {
 
     /// Removes the control sockets of a mapping that has ended.
     pub fn forget(&self, mapping_id: &str) {
-        for path in self.sockets(mapping_id) {
+        for path in self.sockets_of(mapping_id) {
             let _ = std::fs::remove_file(path);
         }
     }
@@ -259,14 +291,21 @@ impl Workers {
         self.directory.join(format!("{mapping_id}.{pid}.sock"))
     }
 
-    fn sockets(&self, mapping_id: &str) -> Vec<PathBuf> {
-        let ours = |name: &std::ffi::OsStr| {
-            let rest = name.to_str().and_then(|name| name.strip_prefix(mapping_id));
-            rest.is_some_and(|rest| rest.starts_with('.') && rest.ends_with(".sock"))
-        };
+    fn sockets_of(&self, mapping_id: &str) -> Vec<PathBuf> {
+        let found = self.sockets().into_iter().filter(|(id, _)| id == mapping_id);
+        found.map(|(_, path)| path).collect()
+    }
+
+    /// Every control socket, with the id of its mapping.
+    pub fn sockets(&self) -> Vec<(String, PathBuf)> {
         // Unreadable, it is as good as empty: nobody can be reached there.
         let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
-        entries.filter(|entry| ours(&entry.file_name())).map(|entry| entry.path()).collect()
+        let named = entries.filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let (id, _pid) = name.strip_suffix(".sock")?.split_once('.')?;
+            Some((id.to_owned(), entry.path()))
+        });
+        named.collect()
     }
 
     /// The listening socket through which later supervisors find the worker.
@@ -338,6 +377,16 @@ impl Worker {
     /// Whether its channel can no longer be used.
     pub fn is_broken(&self) -> bool {
         self.flags.broken.load(Ordering::Acquire)
+    }
+
+    /// The outage of its backend, if there is one.
+    pub fn outage(&self) -> Option<Outage> {
+        self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// How it ended, once it has.
+    pub fn how_it_ended(&self) -> String {
+        end_of(&self.process, &self.flags).to_owned()
     }
 
     /// Whether it has lost its volume to somebody else.
@@ -453,7 +502,18 @@ pub fn has_ended(process: &Process) -> bool {
     nix::poll::poll(&mut set, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
+/// The exit status of a process that has ended, which can be taken once.
+fn end_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
+    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_END.to_owned()))
+}
+
+/// Only the parent is told, and that was an earlier daemon.
+const UNKNOWN_END: &str = "ended in a way that was not told";
+
 const KILL_GRACE: Duration = Duration::from_secs(5);
+
+/// For a worker whose channel has closed to be gone.
+const DYING_GRACE: Duration = Duration::from_secs(1);
 
 /// Reads what a worker says, and notices its end.
 struct Reader {
@@ -472,14 +532,16 @@ impl Reader {
         let mut listening = true;
         loop {
             tokio::select! {
-                _ = exit.readable() => break,
+                // Its last words before its end.
+                biased;
                 message = self.link.receive(), if listening => listening = self.take(message),
+                _ = exit.readable() => break,
             }
         }
         self.flags.broken.store(true, Ordering::Release);
-        let how = self.process.handle.reap().unwrap_or_default();
+        let how = end_of(&self.process, &self.flags);
         self.ended.send_replace(true);
-        self.tell(format!("worker {} has ended {how}", self.process.id.pid));
+        self.tell(format!("worker {} {how}", self.process.id.pid));
     }
 
     /// Whether there may be more.
@@ -491,6 +553,13 @@ impl Reader {
             Ok(Some((FromWorker::Fenced, _))) => {
                 self.flags.fenced.store(true, Ordering::Release);
                 self.tell("the volume belongs to somebody else now".to_owned());
+            }
+            Ok(Some((FromWorker::Outage { outage }, _))) => {
+                let mut known =
+                    self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                *known = outage;
+                drop(known);
+                self.tell("an outage of the backend began, changed or ended".to_owned());
             }
             Ok(Some((FromWorker::SizeChanged { size }, _))) => {
                 self.flags.size.store(size, Ordering::Release);
@@ -534,16 +603,17 @@ async fn exit_of(process: &Process) -> Result<()> {
     exit.readable().await.map_err(failed).map(|_| ())
 }
 
-async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>)> {
-    match link.receive().await.map_err(broke)? {
+async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
+    use NotOpened::{Broken, Refused};
+    match link.receive().await.map_err(|error| Broken(broke(error)))? {
         Some((FromWorker::Ready(ready), descriptors)) => {
             let (newest, oldest, build) = (ready.version, ready.oldest, ready.build.clone());
-            Spoken::here().common(&Spoken { newest, oldest, build })?;
+            Spoken::here().common(&Spoken { newest, oldest, build }).map_err(Refused)?;
             Ok((ready, descriptors))
         }
-        Some((FromWorker::Failed(failure), _)) => Err(from_failure(failure)),
-        Some((other, _)) => Err(unexpected(&other)),
-        None => Err(gone()),
+        Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),
+        Some((other, _)) => Err(Broken(unexpected(&other))),
+        None => Err(Broken(gone())),
     }
 }
 

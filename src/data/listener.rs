@@ -24,6 +24,7 @@ use super::server::{Event, ExportName, Limits, Server};
 use crate::backend::uri::VolumeUri;
 use crate::backend::{OpenOptions, open};
 use crate::error::{Error, ErrorKind, Result};
+use crate::policy::Policy;
 use crate::statistics::Page;
 
 /// Connections that may wait to be accepted.
@@ -55,6 +56,8 @@ pub struct ServeOptions {
     pub connections: usize,
     /// The export's name; the empty one works for every client.
     pub export_name: String,
+    /// What happens in an outage of the backend, and how fast the volume may go.
+    pub policy: Policy,
 }
 
 /// Where clients connect.
@@ -88,6 +91,7 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };
     let (server, events) = Server::new(image, export, page, limits)?;
+    server.set_policy(options.policy);
     let listener = Listener::bind(&options.address)?;
     let log = std::thread::Builder::new().name("events".into()).spawn(move || {
         for Event::ConnectionEnded { id, end, .. } in events {

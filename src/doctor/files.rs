@@ -106,8 +106,8 @@ impl Machine {
         }
     }
 
-    /// The driver's events reach the initial network namespace only, and the holders of a device
-    /// are seen in one's own pid namespace only.
+    /// The driver's events reach the initial network namespace only (on 6.1 its commands work only
+    /// from there, too), and the holders of a device are seen in one's own pid namespace only.
     pub(super) fn namespaces(&self) -> Check {
         const NAME: &str = "namespaces";
         let link = |path: &str| fs::read_link(self.path(path)).ok();

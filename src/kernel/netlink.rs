@@ -10,6 +10,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -307,6 +308,14 @@ fn resolve(socket: &NlSocketHandle) -> Result<Family> {
     let attributes = std::iter::once(name).collect();
     let reply = exchange(socket, CTRL_FAMILY, CTRL_CMD_GETFAMILY, attributes);
     let reply = reply.map_err(|error| match error {
+        // Before Linux 6.12 (seen on 6.1) only the initial network namespace has the family.
+        Refusal::Errno(libc::ENOENT) if Path::new("/sys/module/nbd").exists() => Error::new(
+            ErrorKind::Unsupported,
+            "the nbd driver is loaded, but out of reach from here",
+        )
+        .with_repair(
+            "run cleat node in the host's network namespace (in a pod: hostNetwork: true)",
+        ),
         Refusal::Errno(libc::ENOENT) => module_missing(),
         Refusal::Errno(errno) => {
             Error::new(ErrorKind::Internal, "netlink does not resolve the family nbd")

@@ -11,6 +11,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Legacy;
+use crate::policy::Policy;
 use crate::request::Op;
 
 /// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
@@ -61,6 +62,8 @@ pub enum ToWorker {
         #[serde(default)]
         shrink: bool,
     },
+    /// Follow another policy from now on, what waits already included. Answered by `Done`.
+    SetPolicy(Policy),
     /// Replace the injected faults. Answered by `Done`.
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
@@ -111,6 +114,9 @@ pub struct Start {
     /// for `TakeOver`.
     #[serde(default)]
     pub successor: bool,
+    /// What happens in an outage, and how fast the volume may go.
+    #[serde(default)]
+    pub policy: Policy,
 }
 
 /// From the worker.
@@ -142,9 +148,25 @@ pub enum FromWorker {
     Disconnected,
     /// By itself: the volume was lost to somebody else.
     Fenced,
+    /// By itself: the backend cannot be reached, or why not has changed; `None`: it can again. Told to
+    /// every supervisor that adopts the worker meanwhile. How many requests wait is in the statistics.
+    Outage {
+        /// The one that lasts.
+        outage: Option<Outage>,
+    },
     // Sizes.
     /// By itself: the volume has another size at the backend, in bytes.
     SizeChanged { size: u64 },
+}
+
+/// An outage of the backend.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outage {
+    /// When it was noticed, in milliseconds since the epoch.
+    pub since_unix_ms: u64,
+    /// What the backend knows of it.
+    #[serde(default)]
+    pub reason: Option<String>,
 }
 
 /// What the device needs to know of the volume.

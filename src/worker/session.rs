@@ -15,6 +15,7 @@ use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::{Channel, Incoming};
+use super::outage::Watch;
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
 use super::sizes::{Order, Sizes};
 use super::succession::Pause;
@@ -32,6 +33,9 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 
 /// How long `Stop` waits for running requests before it cuts them off.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often the reason of an outage is asked for while it lasts.
+const OUTAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Connections to the control socket that have not said `Adopt` yet.
 const MAX_STRANGERS: usize = 4;
@@ -60,6 +64,7 @@ pub(super) struct Session {
     fenced: bool,
     /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
     fenced_before: u64,
+    outage: Watch,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
@@ -97,6 +102,8 @@ impl Session {
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         let events = forward(source, waker.clone())?;
+        server.set_policy(start.policy);
+        server.watch_outages(waker.clone());
         let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
@@ -117,6 +124,7 @@ impl Session {
             disconnecting: false,
             fenced: false,
             fenced_before,
+            outage: Watch::default(),
             alone_since: None,
         })
     }
@@ -143,6 +151,9 @@ impl Session {
                 return Ok(());
             }
             self.look_for_fence();
+            if let Some(message) = self.outage.look(&self.page, self.image.as_ref()) {
+                self.tell(&message);
+            }
             self.on_sizes();
             if turn.channel && self.on_channel() == Next::Exit {
                 return Ok(());
@@ -169,10 +180,15 @@ impl Session {
         ];
         set.extend(self.strangers.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
         set.extend(self.channel.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
-        let timeout = match (&self.pause, self.alone_since) {
-            (Some(pause), _) => PollTimeout::try_from(pause.left()).unwrap_or(PollTimeout::MAX),
-            (None, Some(_)) => PollTimeout::try_from(ORPHAN_PATIENCE).unwrap_or(PollTimeout::MAX),
-            (None, None) => PollTimeout::NONE,
+        let patience = match (&self.pause, self.alone_since) {
+            (Some(pause), _) => Some(pause.left()),
+            (None, _) if self.outage.lasts() => Some(OUTAGE_INTERVAL),
+            (None, Some(_)) => Some(ORPHAN_PATIENCE),
+            (None, None) => None,
+        };
+        let timeout = match patience {
+            Some(patience) => PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX),
+            None => PollTimeout::NONE,
         };
         match poll(&mut set, timeout) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
@@ -297,6 +313,12 @@ impl Session {
     ) -> Result<FromWorker> {
         match command {
             ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
+            ToWorker::SetPolicy(policy) => {
+                policy.limits.check()?;
+                self.server.set_policy(policy);
+                self.start.policy = policy;
+                Ok(FromWorker::Done)
+            }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             // With every command, `Resume` too, a pause has ended already.
             ToWorker::Ping | ToWorker::Resume => Ok(FromWorker::Done),
@@ -390,6 +412,9 @@ impl Session {
         tracing::info!("adopted by a supervisor");
         if self.fenced {
             channel.send(&FromWorker::Fenced, &[])?;
+        }
+        if self.outage.lasts() {
+            channel.send(&self.outage.message(), &[])?;
         }
         Ok(())
     }

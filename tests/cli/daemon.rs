@@ -26,6 +26,7 @@ pub(crate) enum Seen {
     Map(v1::MapRequest),
     Unmap(v1::UnmapRequest),
     Resize(v1::ResizeRequest),
+    SetOptions(v1::SetOptionsRequest),
 }
 
 /// A running daemon. Its thread ends with the process.
@@ -139,6 +140,9 @@ impl Node for Fake {
             return Err(Status::not_found(format!("{} is not mapped", request.target)));
         }
         let holders = if request.with_holders { vec![mount()] } else { Vec::new() };
+        if let Some(scripted) = self.script.mappings.iter().find(|m| m.name == request.target) {
+            return Ok(Response::new(v1::Mapping { holders, ..scripted.clone() }));
+        }
         Ok(Response::new(v1::Mapping { holders, ..mapping("data", 0) }))
     }
 
@@ -162,11 +166,23 @@ impl Node for Fake {
             for reading in 0_u64.. {
                 let count = reading * 50;
                 let (bytes, total_ns) = (count * 4096, count * 100_000);
-                let read = v1::OpStats { op: "read".into(), count, bytes, errors: 0, total_ns };
+                let latency_buckets = vec![0, count];
+                let read = v1::OpStats {
+                    op: "read".into(),
+                    count,
+                    bytes,
+                    total_ns,
+                    latency_buckets,
+                    ..Default::default()
+                };
                 let ops = vec![read];
                 let volume = v1::VolumeStats { name: "data".into(), ops, ..Default::default() };
                 let at_ms = reading * interval_ms;
-                let response = v1::StatsResponse { volumes: vec![volume], at_ms };
+                let response = v1::StatsResponse {
+                    volumes: vec![volume],
+                    at_ms,
+                    latency_bounds_ns: vec![64_000, 128_000],
+                };
                 if send.send(Ok(response)).await.is_err() || interval_ms == 0 {
                     return;
                 }
@@ -223,6 +239,12 @@ impl Node for Fake {
             sender.send(Ok(event)).await.expect("the receiver is here");
         }
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn set_options(&self, request: Request<v1::SetOptionsRequest>) -> Answer<v1::Mapping> {
+        self.refused()?;
+        self.note(Seen::SetOptions(request.into_inner()));
+        Ok(Response::new(mapping("data", 0)))
     }
 
     async fn set_fault(&self, _: Request<v1::SetFaultRequest>) -> Answer<v1::SetFaultResponse> {

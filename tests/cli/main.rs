@@ -179,9 +179,10 @@ fn a_mapping_in_json_has_the_documented_fields() {
     let mapping = json(&cleat("map mem:1G -o json", &daemon.socket).stdout);
     let fields: Vec<&str> =
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
-    let documented = "block_size connections dead_connection_timeout_s device generation holders \
-                      mapped_at_s mapping_id message name read_only size_bytes state symlink uri \
-                      worker_pid worker_version";
+    let documented = "block_size bytes_per_s connections dead_connection_timeout_s device \
+                      generation holders iops last_worker_end mapped_at_s mapping_id message name \
+                      on_outage outage read_only size_bytes state symlink uri worker_pid \
+                      worker_version";
     assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());
     assert_eq!(mapping["size_bytes"], 1_u64 << 30);
     assert_eq!(mapping["device"], "/dev/nbd0");
@@ -301,6 +302,49 @@ fn resize_sends_the_size_in_bytes() {
 }
 
 #[test]
+fn set_sends_what_is_to_change_and_nothing_else() {
+    let daemon = Daemon::start(Script::default());
+    let run = cleat("set data --on-outage queue:90s --bps 50M", &daemon.socket);
+    assert_eq!((run.code, run.stdout.as_str()), (0, ""), "{}", run.stderr);
+    let Seen::SetOptions(seen) = daemon.seen() else { panic!("the daemon was asked to set") };
+    assert_eq!((seen.target.as_str(), seen.on_outage.as_str()), ("data", "queue:1m30s"));
+    assert_eq!((seen.iops, seen.bytes_per_s), (None, Some(50 << 20)));
+    cleat("set data --iops 0", &daemon.socket);
+    let Seen::SetOptions(seen) = daemon.seen() else { panic!("the daemon was asked to set") };
+    assert_eq!((seen.on_outage.as_str(), seen.iops, seen.bytes_per_s), ("", Some(0), None));
+    for wrong in ["set data", "set data --on-outage perhaps", "set data --bps fast"] {
+        let run = cleat(wrong, &daemon.socket);
+        assert_eq!(run.code, 2, "{wrong}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn an_outage_is_told_wherever_the_mapping_is_shown() {
+    let outage = cleat::proto::v1::Outage {
+        since_unix_ms: 1000,
+        reason: "no route".into(),
+        queued: 17,
+        policy: "queue".into(),
+    };
+    let mapping = cleat::proto::v1::Mapping {
+        outage: Some(outage),
+        last_worker_end: "worker 7 was killed by SIGKILL".into(),
+        ..mapping("data", 0)
+    };
+    let daemon = Daemon::start(Script { mappings: vec![mapping], ..Script::default() });
+    let listed = cleat("ls", &daemon.socket);
+    assert!(listed.stdout.contains("(outage)"), "{}", listed.stdout);
+    let json: Value =
+        serde_json::from_str(&cleat("ls -o json", &daemon.socket).stdout).expect("JSON");
+    assert_eq!(json["mappings"][0]["outage"]["queued"], 17);
+    assert_eq!(json["mappings"][0]["last_worker_end"], "worker 7 was killed by SIGKILL");
+    let status = cleat("status data", &daemon.socket).stdout;
+    assert!(status.contains("since 1970-01-01T00:00:01Z"), "{status}");
+    assert!(status.contains("no route; 17 requests wait; policy: queue"), "{status}");
+    assert!(status.contains("was killed by SIGKILL"), "{status}");
+}
+
+#[test]
 fn status_shows_the_daemon_or_a_mapping_with_its_holders() {
     let daemon = Daemon::start(Script::default());
     let health = cleat("status", &daemon.socket);
@@ -325,6 +369,9 @@ fn statistics_are_rates_one_reading_a_line() {
     assert_eq!(read["mean_latency_us"], 100.0);
     let text = cleat("stats --interval 100ms --count 2", &daemon.socket);
     assert_eq!(text.stdout.lines().count(), 3, "a heading and two lines: {}", text.stdout);
+    assert_eq!(read["latency"]["p99_us"], 128.0);
+    let text = cleat("stats --interval 100ms --count 1 --latency", &daemon.socket);
+    assert!(text.stdout.contains("P99.9") && text.stdout.contains("128 us"), "{}", text.stdout);
     let total = json(&cleat("stats --total -o json", &daemon.socket).stdout);
     assert_eq!(total["volumes"][0]["rates"], Value::Null);
 }

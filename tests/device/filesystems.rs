@@ -42,7 +42,10 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 fn round_trip(store: Store, filesystem: &str, connections: u32) {
     let _node = Node::start();
-    let image = Image::new("fs", "320M");
+    let image = match store {
+        Store::DirectFile => Image::on_disk("fs", "320M"),
+        _ => Image::new("fs", "320M"),
+    };
     let below = Loop::new("fs", "320M");
     let uri = match store {
         Store::Memory => "mem:320M".to_owned(),

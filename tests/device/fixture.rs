@@ -1,5 +1,6 @@
 //! A daemon of our own for each test, and what a user does with it.
 
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 const LOG: &str = "/out/node.log";
+const SOCKET: &str = "/run/cleat/cleat.sock";
 
 /// A running `cleat node`. Dropped, it is killed with its workers, and the devices are taken down.
 pub(crate) struct Node {
@@ -66,7 +68,8 @@ fn spawn() -> Child {
         .spawn()
         .expect("cleat node starts");
     let done = Instant::now() + PATIENCE;
-    while !cleat(&["ls"]).status.success() {
+    // A connection first: asking by the command line costs the machine a process.
+    while UnixStream::connect(SOCKET).is_err() || !cleat(&["ls"]).status.success() {
         assert!(Instant::now() < done, "the daemon does not answer; see {LOG}");
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -161,12 +164,31 @@ pub(crate) fn shell(script: &str) -> String {
     String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
 }
 
-/// A sparse file under /tmp, removed when dropped.
+/// One block, aligned for direct access.
+#[repr(align(4096))]
+pub(crate) struct Block(pub(crate) [u8; 4096]);
+
+impl Block {
+    pub(crate) fn new() -> Box<Self> {
+        Box::new(Self([0; 4096]))
+    }
+}
+
+/// A sparse file, removed when dropped.
 pub(crate) struct Image(PathBuf);
 
 impl Image {
     pub(crate) fn new(name: &str, size: &str) -> Self {
-        let path = PathBuf::from(format!("/tmp/{name}.img"));
+        Self::below("/tmp", name, size)
+    }
+
+    /// On a disk: tmpfs knows no direct access before Linux 6.6.
+    pub(crate) fn on_disk(name: &str, size: &str) -> Self {
+        Self::below("/var/tmp", name, size)
+    }
+
+    fn below(directory: &str, name: &str, size: &str) -> Self {
+        let path = PathBuf::from(format!("{directory}/{name}.img"));
         shell(&format!("rm -f {0}; truncate -s {size} {0}", path.display()));
         Self(path)
     }

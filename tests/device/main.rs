@@ -7,11 +7,16 @@
 
 #![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
 
+mod campaign;
 mod crash;
+mod facts;
 mod filesystems;
 mod fixture;
 mod host;
 mod lifecycle;
+mod peers;
+mod readonly;
+mod resize;
 mod systemd;
 mod verify;
 
@@ -34,10 +39,20 @@ fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
         return systemd::trials();
     }
-    [lifecycle::trials(), filesystems::trials(), verify::trials(), crash::trials()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        lifecycle::trials(),
+        filesystems::trials(),
+        verify::trials(),
+        crash::trials(),
+        facts::trials(),
+        campaign::trials(),
+        peers::trials(),
+        resize::trials(),
+        readonly::trials(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// A named test that fails by panicking.

@@ -9,6 +9,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use cleat::error::ErrorKind;
+use cleat::policy::{OnOutage, Policy, RateLimits};
 use cleat::request::{IoError, Op};
 use cleat::worker::protocol::{FromWorker, ToWorker};
 use supervisor::{Worker, adopt, failure, receive, seqpacket_pair, start_message};
@@ -305,4 +306,63 @@ fn an_idle_worker_is_small() {
         format!("idle worker, 4 connections: PSS {pss_kib} KiB\n").as_bytes(),
     );
     assert!(pss_kib < if cfg!(debug_assertions) { 40 << 10 } else { 10 << 10 }, "{rollup}");
+}
+
+#[test]
+fn an_outage_is_told_and_waited_out_and_ended_by_another_policy() {
+    let (mut worker, sockets) = Worker::serving("fault:mem:1M", 1);
+    let fault = |plan: &str| ToWorker::SetFault { plan: plan.to_owned() };
+    assert_eq!(worker.call(&fault("error=retry")), FromWorker::Done);
+    nbd::send(&sockets[0], nbd::WRITE, 7, 0, 512, &[3; 512]);
+    let FromWorker::Outage { outage: Some(outage) } = worker.receive() else { panic!("no outage") };
+    let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_millis() as u64;
+    assert!(now - outage.since_unix_ms < 10_000, "{now} {outage:?}");
+    assert_eq!(outage.reason.as_deref(), Some("injected: error=retry"));
+    assert_eq!(worker.page.snapshot().queued, 1);
+    // A later supervisor learns of it, too.
+    worker.adopt();
+    assert_eq!(worker.receive(), FromWorker::Outage { outage: Some(outage) });
+    assert_eq!(worker.call(&fault("")), FromWorker::Done);
+    assert_eq!(nbd::reply(&sockets[0]), (7, 0));
+    assert_eq!(worker.receive(), FromWorker::Outage { outage: None });
+
+    assert_eq!(worker.call(&fault("error=retry")), FromWorker::Done);
+    nbd::send(&sockets[0], nbd::WRITE, 8, 0, 512, &[3; 512]);
+    assert!(matches!(worker.receive(), FromWorker::Outage { outage: Some(_) }));
+    let fail = Policy { outage: OnOutage::Fail, ..Policy::default() };
+    assert_eq!(worker.call(&ToWorker::SetPolicy(fail)), FromWorker::Done);
+    assert_eq!(nbd::reply(&sockets[0]), (8, 5), "EIO");
+    assert_eq!(nbd::write(&sockets[0], 0, &[4; 512]), 5, "EIO");
+}
+
+#[test]
+fn a_limited_worker_sleeps_and_keeps_its_limit_from_the_start() {
+    let worker = Worker::launch();
+    let mut start = start_message("mem:1M");
+    start.policy.limits.iops = 1;
+    worker.send_start(&start);
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    let mut worker = worker;
+    let sockets = worker.serve(1);
+    for cookie in 0..3 {
+        nbd::send(&sockets[0], nbd::WRITE, cookie, 0, 512, &[3; 512]);
+    }
+    assert_eq!(nbd::reply(&sockets[0]), (0, 0));
+    let spent_ns = || -> u64 {
+        let threads = std::fs::read_dir(worker.proc("task")).unwrap();
+        let stat = |thread: std::fs::DirEntry| {
+            let stat = std::fs::read_to_string(thread.path().join("schedstat")).unwrap();
+            stat.split(' ').next().unwrap().parse::<u64>().unwrap()
+        };
+        threads.map(|thread| stat(thread.unwrap())).sum()
+    };
+    let before = spent_ns();
+    std::thread::sleep(Duration::from_millis(600));
+    let spent = spent_ns() - before;
+    assert!(spent < 60_000_000, "{spent} ns of CPU time in 600 ms of waiting");
+    assert_eq!(nbd::reply(&sockets[0]), (1, 0));
+    assert!(worker.page.snapshot().limited_ns > 500_000_000);
+    let wrong = RateLimits { iops: 0, bytes_per_s: 1 };
+    let wrong = ToWorker::SetPolicy(Policy { limits: wrong, ..Policy::default() });
+    assert_eq!(failure(worker.call(&wrong)).0, ErrorKind::InvalidArgument);
 }

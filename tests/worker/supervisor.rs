@@ -7,6 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use cleat::error::ErrorKind;
+use cleat::policy::Policy;
 use cleat::statistics::Page;
 use cleat::sys::packet;
 use cleat::sys::process::spawn_with_channel;
@@ -39,6 +40,7 @@ pub fn start_message(uri: &str) -> Start {
         oldest: 0,
         build: "the supervisor of a test".to_owned(),
         successor: false,
+        policy: Policy::default(),
     }
 }
 

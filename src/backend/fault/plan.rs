@@ -112,6 +112,11 @@ impl Plan {
         options
     }
 
+    /// Whether it plays a backend that cannot be reached.
+    pub(super) fn is_outage(&self) -> bool {
+        self.error == Some(IoError::Retry)
+    }
+
     /// What befalls the volume's request number `number`; `None`: nothing.
     pub(super) fn fate(&self, number: u64, request: &Request) -> Option<Fate> {
         let delayed = !self.latency.is_zero() || !self.jitter.is_zero();

@@ -29,6 +29,8 @@ const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 #[derive(Debug)]
 pub(super) struct Abilities {
     device: bool,
+    /// Past the page cache.
+    direct: bool,
     punch: AtomicBool,
     zero_range: AtomicBool,
     /// An `fdatasync` has failed. The kernel reports lost pages once for each open description,
@@ -38,9 +40,10 @@ pub(super) struct Abilities {
 
 impl Abilities {
     /// Everything is possible until an attempt shows that it is not.
-    pub(super) fn new(device: bool) -> Self {
+    pub(super) fn new(device: bool, direct: bool) -> Self {
         Self {
             device,
+            direct,
             punch: AtomicBool::new(true),
             zero_range: AtomicBool::new(true),
             sync_failed: AtomicBool::new(false),
@@ -273,8 +276,15 @@ impl FileQueue {
                     self.zeroing(&task.request)
                 };
             }
-            Step::Transfer if task.request.flags.fua && error == IoError::Broken => {
+            // Through the page cache it is as much a sync as a write, and what failed may be the sync,
+            // of other pages, too: to repeat it would hide that.
+            Step::Transfer
+                if task.request.flags.fua
+                    && (error == IoError::Broken
+                        || error == IoError::Retry && !self.abilities.direct) =>
+            {
                 self.abilities.set_sync_failed();
+                return Err(IoError::Broken);
             }
             Step::Sync => {
                 self.abilities.set_sync_failed();
@@ -377,7 +387,7 @@ mod tests {
 
     #[test]
     fn a_failed_sync_is_never_forgotten_by_any_queue() {
-        let abilities = Arc::new(Abilities::new(false));
+        let abilities = Arc::new(Abilities::new(false, false));
         let (one, two) = (queue(&abilities, 1), queue(&abilities, 1));
         let flush = task(Op::Flush, Flags::default(), Step::Sync, 0);
         assert_eq!(two.first(&flush.request), Ok(Some(Step::Sync)));
@@ -385,7 +395,7 @@ mod tests {
         // The kernel would now report success.
         assert_eq!(two.first(&flush.request), Err(IoError::Broken));
 
-        let abilities = Arc::new(Abilities::new(false));
+        let abilities = Arc::new(Abilities::new(false, false));
         let one = queue(&abilities, 1);
         let fua = Flags { fua: true, ..Flags::default() };
         let mut write = task(Op::Write, fua, Step::Transfer, 512);
@@ -396,10 +406,29 @@ mod tests {
     }
 
     #[test]
+    fn a_lost_transport_is_sat_out_where_no_page_can_be_lost() {
+        let fua = Flags { fua: true, ..Flags::default() };
+        for (direct, flags, expected) in [
+            (false, Flags::default(), IoError::Retry),
+            (false, fua, IoError::Broken),
+            (true, fua, IoError::Retry),
+        ] {
+            let abilities = Arc::new(Abilities::new(true, direct));
+            let queue = queue(&abilities, 512);
+            let mut write = task(Op::Write, flags, Step::Transfer, 512);
+            assert_eq!(queue.advance(&mut write, -libc::ENOLINK), Err(expected), "{direct}");
+            let flush = task(Op::Flush, Flags::default(), Step::Sync, 0);
+            let lost = expected == IoError::Broken;
+            assert_eq!(queue.first(&flush.request).is_err(), lost, "{direct}");
+            assert_eq!(queue.advance(&mut flush.clone(), -libc::ETIMEDOUT), Err(IoError::Broken));
+        }
+    }
+
+    #[test]
     fn what_is_not_supported_is_done_another_way_and_remembered() {
         let none = Flags::default();
         let fast = Flags { fast_zero: true, ..none };
-        let abilities = Arc::new(Abilities::new(false));
+        let abilities = Arc::new(Abilities::new(false, false));
         let queue = queue(&abilities, 1);
         let mut zero = task(Op::WriteZeroes, none, Step::Punch, 4096);
         assert_eq!(queue.first(&zero.request), Ok(Some(Step::Punch)));
@@ -415,7 +444,7 @@ mod tests {
 
     #[test]
     fn a_device_is_not_asked_to_keep_a_range_fast() {
-        let device = queue(&Arc::new(Abilities::new(true)), 512);
+        let device = queue(&Arc::new(Abilities::new(true, false)), 512);
         let flags = Flags { no_hole: true, fast_zero: true, fua: false };
         let mut zero = task(Op::WriteZeroes, flags, Step::Punch, 1 << 30);
         assert_eq!(device.first(&zero.request), Err(IoError::Unsupported));
@@ -429,7 +458,7 @@ mod tests {
 
     #[test]
     fn short_transfers_go_on_at_a_block_and_nothing_is_an_end() {
-        let abilities = Arc::new(Abilities::new(false));
+        let abilities = Arc::new(Abilities::new(false, false));
         let direct = queue(&abilities, 512);
         let mut read = task(Op::Read, Flags::default(), Step::Transfer, 4096);
         assert_eq!(direct.advance(&mut read, 1000), Ok(Some(Step::Transfer)));

@@ -45,6 +45,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
             block_size: 0,
             dead_connection_timeout_s: 60,
             replay_delay_ms: 1000,
+            policy: Policy::default(),
         },
         intent: Intent::Mapped,
         generation: 0,
@@ -99,6 +100,7 @@ impl World {
             },
             announced: self.announced,
             failures: self.failures,
+            history: String::new(),
             growth_waits: false,
         }
     }
@@ -497,6 +499,7 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         holders: Vec::new(),
         announced: true,
         failures: 0,
+        history: String::new(),
         growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
@@ -517,6 +520,7 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
             holders: Vec::new(),
             announced: true,
             failures: MAX_FAILURES,
+            history: String::new(),
             growth_waits,
         };
         let plan = plan(record, &observed);

@@ -4,7 +4,9 @@ use std::fmt;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeCounterValue, MetricEncoder, NoLabelSet,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
@@ -22,6 +24,36 @@ const STATES: [&str; 5] = ["mapping", "mapped", "recovering", "failed", "unmappi
 
 /// These are shown from the beginning; the others once they have happened.
 const EXPECTED: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
+
+/// The same text in Prometheus' own format, which is older (text/plain; version=0.0.4): a family bears
+/// the name of its samples, suffix and all, what is an info there is a gauge here, and nothing marks
+/// the end.
+pub(super) fn classic(text: &str) -> String {
+    let mut classic = String::with_capacity(text.len());
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        let descriptor = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' '));
+        let kind = lines.peek().and_then(|line| line.rsplit_once(' '));
+        if let (Some((family, help)), Some((_, kind))) = (descriptor, kind) {
+            let (suffix, kind) = match kind {
+                "counter" => ("_total", "counter"),
+                "info" => ("_info", "gauge"),
+                other => ("", other),
+            };
+            for part in ["# HELP ", family, suffix, " ", help, "\n"] {
+                classic.push_str(part);
+            }
+            for part in ["# TYPE ", family, suffix, " ", kind, "\n"] {
+                classic.push_str(part);
+            }
+            lines.next();
+        } else if line != "# EOF" {
+            classic.push_str(line);
+            classic.push('\n');
+        }
+    }
+    classic
+}
 
 /// The text of a scrape.
 pub(super) fn text(scene: Scene) -> Result<String, fmt::Error> {
@@ -72,11 +104,11 @@ impl Writer<'_, '_> {
         })
     }
 
-    fn counters<'a, const N: usize>(
+    fn counters<'a, const N: usize, V: EncodeCounterValue>(
         &mut self,
         name: &str,
         help: &str,
-        values: impl Iterator<Item = ([Label<'a>; N], u64)>,
+        values: impl Iterator<Item = ([Label<'a>; N], V)>,
     ) -> fmt::Result {
         let mut values = values;
         self.family(name, help, MetricType::Counter, |samples| {
@@ -214,6 +246,16 @@ impl Scene {
                 .map(move |(kind, count)| ([name(volume), ("kind", kind.name())], *count))
         });
         writer.counters("volume_errors", "Requests that failed, by kind", errors)?;
+        writer.counters(
+            "volume_stalled_seconds",
+            "Time in outages of the backend that are over, summed over the connections",
+            self.counted(|counted| seconds(counted.snapshot.stalled_ns)),
+        )?;
+        writer.counters(
+            "volume_limited_seconds",
+            "Time in which a limit held requests back, summed over the connections",
+            self.counted(|counted| seconds(counted.snapshot.limited_ns)),
+        )?;
         writer.family(
             "volume_request_duration_seconds",
             "From a request's arrival to its reply",
@@ -230,6 +272,19 @@ impl Scene {
     }
 
     fn encode_now(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
+        writer.gauges(
+            "volume_queued_requests",
+            "Requests that wait for a backend which cannot be reached",
+            self.counted(|counted| counted.snapshot.queued as f64),
+        )?;
+        writer.gauges(
+            "volume_outage_seconds",
+            "How long the backend has not been reached; 0 while it is",
+            self.counted(|counted| match counted.snapshot.outage_since_ns {
+                0 => 0.0,
+                since => seconds(self.boot_now_ns.saturating_sub(since)),
+            }),
+        )?;
         writer.gauges(
             "volume_connections",
             "Connections of the device that are served",
@@ -341,6 +396,7 @@ mod tests {
             kernel: Load { commands: 1, waits: 2, stuck: 3 },
             calls: Vec::new(),
             now_ns: 3_000_000_000,
+            boot_now_ns: 5_000_000_000,
         }
     }
 
@@ -374,6 +430,18 @@ mod tests {
         snapshot.errors.fill(u64::MAX);
         let text = text(scene(snapshot)).unwrap();
         assert!(text.contains("cleat_volume_oldest_request_seconds{volume=\"v\"} 0.0\n"), "{text}");
+    }
+
+    #[test]
+    fn the_classic_format_names_families_as_their_samples() {
+        let text = "# HELP a Some a\n# TYPE a info\na_info{x=\"# EOF\"} 1\n# HELP b_c Some counter\n\
+                    # TYPE b_c counter\nb_c_total 2\n# HELP d A d\n# TYPE d gauge\n# EOF\n";
+        assert_eq!(
+            classic(text),
+            "# HELP a_info Some a\n# TYPE a_info gauge\na_info{x=\"# EOF\"} 1\n\
+             # HELP b_c_total Some counter\n# TYPE b_c_total counter\nb_c_total 2\n\
+             # HELP d A d\n# TYPE d gauge\n"
+        );
     }
 
     #[test]

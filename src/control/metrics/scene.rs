@@ -8,7 +8,7 @@ use super::Source;
 use crate::control::kernel_calls::Load;
 use crate::control::mapping::{SeenDevice, State};
 use crate::control::volume::View;
-use crate::statistics::{Snapshot, now_ns};
+use crate::statistics::{Snapshot, boot_now_ns, now_ns};
 
 /// For the kernel's list of devices. A scrape without it is better than none.
 const KERNEL_LIMIT: Duration = Duration::from_secs(2);
@@ -26,6 +26,8 @@ pub(super) struct Scene {
     pub(super) calls: Vec<((String, &'static str), u64)>,
     /// On the clock of the statistics.
     pub(super) now_ns: u64,
+    /// On that of outages, which counts the time that the machine slept.
+    pub(super) boot_now_ns: u64,
 }
 
 /// A mapping that is shown.
@@ -74,5 +76,6 @@ pub(super) async fn take(source: &Source) -> Scene {
         kernel: executor.kernel_load(),
         calls: source.calls.counts(),
         now_ns: now_ns(),
+        boot_now_ns: boot_now_ns(),
     }
 }

@@ -37,6 +37,8 @@ pub(super) struct Config {
     pub(super) disconnected: bool,
     /// The next request's cookie.
     pub(super) cookies: u64,
+    /// Never the same for two configurations.
+    pub(super) instance: u64,
 }
 
 /// A connection: the kernel's end of a socket.
@@ -46,6 +48,8 @@ pub(super) struct Link {
     pub(super) state: Mutex<LinkState>,
     /// Held while one message is sent.
     pub(super) sending: Mutex<()>,
+    /// What has arrived and not been taken, of requests that are carried on by turns.
+    pub(super) inbox: Mutex<Vec<u8>>,
     /// Held from a request to its reply: a simulated kernel has one request in flight a link.
     pub(super) round_trip: Mutex<()>,
 }
@@ -57,7 +61,7 @@ pub(super) enum LinkState {
 }
 
 impl Config {
-    pub(super) fn new(spec: ConnectSpec, link_at: Option<Instant>) -> Self {
+    pub(super) fn new(spec: ConnectSpec, link_at: Option<Instant>, instance: u64) -> Self {
         Self {
             links: spec.sockets.into_iter().map(Link::new).collect(),
             size: spec.size,
@@ -69,11 +73,12 @@ impl Config {
             dead_since: None,
             disconnected: false,
             cookies: 0,
+            instance,
         }
     }
 
     /// A device that somebody else configured, without sockets that we know of.
-    pub(super) fn foreign(size: u64, backend: Option<String>) -> Self {
+    pub(super) fn foreign(size: u64, backend: Option<String>, instance: u64) -> Self {
         Self {
             links: Vec::new(),
             size,
@@ -85,6 +90,7 @@ impl Config {
             dead_since: None,
             disconnected: false,
             cookies: 0,
+            instance,
         }
     }
 
@@ -98,12 +104,12 @@ impl Config {
     }
 
     /// Marks connections whose peer is gone as dead. Returns how many died.
-    pub(super) fn bury(&mut self) -> usize {
+    pub(super) fn bury(&mut self, now: Instant) -> usize {
         let died =
             self.links.iter().filter(|link| link.is_alive() && link.hung_up() && link.kill());
         let died = died.count();
         if !self.links.is_empty() && self.links.iter().all(|link| !link.is_alive()) {
-            self.dead_since.get_or_insert_with(Instant::now);
+            self.dead_since.get_or_insert(now);
         } else {
             self.dead_since = None;
         }
@@ -134,6 +140,7 @@ impl Link {
             socket,
             state: Mutex::new(LinkState::Alive),
             sending: Mutex::new(()),
+            inbox: Mutex::new(Vec::new()),
             round_trip: Mutex::new(()),
         })
     }

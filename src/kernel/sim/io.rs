@@ -16,11 +16,11 @@ use crate::kernel::DeviceIndex;
 /// NBD protocol, "request message" and "simple reply message".
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
-const CMD_READ: u16 = 0;
-const CMD_WRITE: u16 = 1;
+pub(super) const CMD_READ: u16 = 0;
+pub(super) const CMD_WRITE: u16 = 1;
 const CMD_DISC: u16 = 2;
-const CMD_FLUSH: u16 = 3;
-const REPLY_BYTES: usize = 16;
+pub(super) const CMD_FLUSH: u16 = 3;
+pub(super) const REPLY_BYTES: usize = 16;
 /// NBD_FLAG_SEND_FLUSH.
 const SEND_FLUSH: u16 = 1 << 2;
 /// How long a request waits for its reply.
@@ -60,6 +60,10 @@ impl SimKernel {
         if flags & SEND_FLUSH == 0 {
             return Ok(());
         }
+        let far_end = self.state().far_end.clone();
+        if let Some(far_end) = far_end {
+            return self.flush_by_turns(index, &far_end);
+        }
         self.request(index, (CMD_FLUSH, 0, 0), &[], &mut [], deadline)
     }
 
@@ -73,14 +77,7 @@ impl SimKernel {
     ) -> io::Result<()> {
         loop {
             let (link, cookie) = self.wait_for_link(index, deadline)?;
-            let mut message = Vec::with_capacity(28 + payload.len());
-            message.extend_from_slice(&REQUEST_MAGIC.to_be_bytes());
-            message.extend_from_slice(&0u16.to_be_bytes());
-            message.extend_from_slice(&command.to_be_bytes());
-            message.extend_from_slice(&cookie.to_be_bytes());
-            message.extend_from_slice(&offset.to_be_bytes());
-            message.extend_from_slice(&length.to_be_bytes());
-            message.extend_from_slice(payload);
+            let message = request_message(command, cookie, offset, length, payload);
             match round_trip(&link, &message, cookie, into, deadline) {
                 Ok(0) => return Ok(()),
                 Ok(code) => return Err(io::Error::other(format!("NBD error {code}"))),
@@ -135,6 +132,33 @@ pub(super) fn send_disconnect(link: &Link, deadline: Instant) -> bool {
     }
 }
 
+/// A request as it goes over the wire.
+pub(super) fn request_message(
+    command: u16,
+    cookie: u64,
+    offset: u64,
+    length: u32,
+    payload: &[u8],
+) -> Vec<u8> {
+    let mut message = Vec::with_capacity(28 + payload.len());
+    message.extend_from_slice(&REQUEST_MAGIC.to_be_bytes());
+    message.extend_from_slice(&0u16.to_be_bytes());
+    message.extend_from_slice(&command.to_be_bytes());
+    message.extend_from_slice(&cookie.to_be_bytes());
+    message.extend_from_slice(&offset.to_be_bytes());
+    message.extend_from_slice(&length.to_be_bytes());
+    message.extend_from_slice(payload);
+    message
+}
+
+/// The cookie and the error number of a reply; `None` when it is none.
+pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
+    let word =
+        |at: usize| u32::from_be_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
+    let cookie = u64::from(word(8)) << 32 | u64::from(word(12));
+    (word(0) == REPLY_MAGIC).then_some((cookie, word(4)))
+}
+
 /// Sends a request and takes its reply. Returns the reply's error number.
 fn round_trip(
     link: &Link,
@@ -150,15 +174,13 @@ fn round_trip(
     }
     let mut reply = [0; REPLY_BYTES];
     receive_exact(link, &mut reply, deadline)?;
-    let word =
-        |at: usize| u32::from_be_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
-    if word(0) != REPLY_MAGIC || reply[8..] != cookie.to_be_bytes() {
+    let Some((_, error)) = parse_reply(&reply).filter(|(found, _)| *found == cookie) else {
         return Err(io::ErrorKind::InvalidData.into());
-    }
-    if word(4) == 0 {
+    };
+    if error == 0 {
         receive_exact(link, into, deadline)?;
     }
-    Ok(word(4))
+    Ok(error)
 }
 
 fn send_all(link: &Link, mut message: &[u8], deadline: Instant) -> io::Result<()> {

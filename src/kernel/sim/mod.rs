@@ -12,11 +12,12 @@
 //!   configured (sysfs `pid`), because openers hold the configuration;
 //! - LINK_DEAD is not sent for a connection that ends by a disconnect.
 
+mod block;
 mod device;
 mod io;
 mod script;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -31,6 +32,7 @@ use super::{
     KernelEvent,
 };
 use crate::error::{Error, ErrorKind, Result};
+pub use block::{Completion, FarEnd, Io, Ticket};
 use device::{Config, Link, PEER_CLOSED, SimDevice};
 pub use script::{Call, Fault, Script};
 use script::{Random, failure, timed_out};
@@ -57,6 +59,16 @@ struct State {
     devices: BTreeMap<DeviceIndex, SimDevice>,
     faults: Vec<(Call, Fault)>,
     subscribers: Vec<Sender<KernelEvent>>,
+    /// Devices that somebody else disconnected, by their backend identifier.
+    vanished: BTreeSet<String>,
+    /// Configurations that there have been.
+    instances: u64,
+    far_end: Option<FarEnd>,
+    requests: Vec<block::Request>,
+    completions: Vec<Completion>,
+    tickets: Ticket,
+    /// Raised with everything that happens to a request.
+    progress: u64,
 }
 
 /// The test's side.
@@ -76,6 +88,13 @@ impl SimKernel {
             devices,
             faults: Vec::new(),
             subscribers: Vec::new(),
+            vanished: BTreeSet::new(),
+            instances: 0,
+            far_end: None,
+            requests: Vec::new(),
+            completions: Vec::new(),
+            tickets: 0,
+            progress: 0,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         Self(Arc::new(Shared { state, changed, wake: Arc::new(wake) }))
@@ -89,6 +108,13 @@ impl SimKernel {
     /// Sets how many calls in a thousand misbehave at random from now on.
     pub fn set_fault_rate(&self, per_mille: u32) {
         self.state().script.faults_per_mille = per_mille;
+    }
+
+    /// Makes every misbehaviour end, that to come included.
+    pub fn clear_faults(&self) {
+        let mut state = self.state();
+        state.faults.clear();
+        state.script.faults_per_mille = 0;
     }
 
     /// Loads or unloads the module.
@@ -122,23 +148,36 @@ impl SimKernel {
         self.touched();
     }
 
+    /// Whether somebody else has disconnected the device of `identity`.
+    pub fn has_vanished(&self, identity: &Identity) -> bool {
+        self.state().vanished.contains(identity.as_str())
+    }
+
     /// Connects a device for somebody else, with that backend identifier.
     pub fn add_foreign(&self, index: DeviceIndex, size: u64, backend: Option<&str>) {
-        let config = Config::foreign(size, backend.map(str::to_owned));
-        self.state().devices.entry(index).or_default().config = Some(config);
+        let mut state = self.state();
+        let config = Config::foreign(size, backend.map(str::to_owned), state.next_instance());
+        state.devices.entry(index).or_default().config = Some(config);
+        drop(state);
         self.touched();
     }
 
     /// The kernel gives up the device's connections (its request timeout, say).
     pub fn kill_links(&self, index: DeviceIndex) {
         let mut state = self.state();
+        let now = (state.script.now)();
         if let Some(config) = state.devices.get_mut(&index).and_then(|d| d.config.as_mut()) {
             config.shut_down();
-            config.bury();
+            config.bury(now);
             state.emit(KernelEvent::LinkDead(index));
         }
         drop(state);
         self.touched();
+    }
+
+    /// Every device, whatever goes wrong.
+    pub fn show(&self) -> Vec<Device> {
+        self.state().devices.iter().map(|(index, device)| device.show(*index)).collect()
     }
 
     /// Notices connections whose peer is gone, as the kernel does by itself.
@@ -166,9 +205,9 @@ impl Kernel for SimKernel {
         let index = state.free_index()?;
         let link_at = match fault {
             Some(Fault::LoseLink) => None,
-            _ => Some(Instant::now() + state.script.link_delay),
+            _ => Some((state.script.now)() + state.script.link_delay),
         };
-        let config = Config::new(spec, link_at);
+        let config = Config::new(spec, link_at, state.next_instance());
         state.devices.entry(index).or_default().config = Some(config);
         state.emit(KernelEvent::Changed(index));
         if fault == Some(Fault::Vanish) {
@@ -224,7 +263,8 @@ impl Kernel for SimKernel {
 
     fn devices(&self) -> Result<Vec<Device>> {
         let (state, _) = self.enter(Call::Devices, None)?;
-        Ok(state.devices.iter().map(|(index, device)| device.show(*index)).collect())
+        drop(state);
+        Ok(self.show())
     }
 
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
@@ -241,6 +281,7 @@ impl Kernel for SimKernel {
     ) -> Result<DevicePaths> {
         drop(self.enter(Call::WaitReady, Some(deadline))?);
         self.wait(Call::WaitReady, deadline, |state| {
+            let now = (state.script.now)();
             let config = match state.config(index, identity) {
                 Ok(config) => config,
                 Err(error) => return Ok(Err(error)),
@@ -248,7 +289,7 @@ impl Kernel for SimKernel {
             if config.size != size {
                 return Err("its size is another");
             }
-            let ready = config.link_at.is_some_and(|at| at <= Instant::now());
+            let ready = config.link_at.is_some_and(|at| at <= now);
             if ready { Ok(Ok(())) } else { Err("udev made no symlink") }
         })??;
         let symlink = PathBuf::from(format!("/dev/disk/by-id/cleat-{}", identity.name()));
@@ -293,6 +334,7 @@ impl SimKernel {
             return Err(super::permission_missing());
         }
         let fault = state.take_fault(call);
+        tracing::trace!(?call, ?fault, "kernel");
         match fault {
             Some(Fault::Fail(kind)) => return Err(failure(call, kind)),
             Some(Fault::Hang) => {
@@ -382,18 +424,25 @@ impl State {
             .ok_or_else(|| super::not_ours(index, identity))
     }
 
+    fn next_instance(&mut self) -> u64 {
+        self.instances += 1;
+        self.instances
+    }
+
     fn vanish(&mut self, index: DeviceIndex) {
         if let Some(mut config) = self.devices.get_mut(&index).and_then(|d| d.config.take()) {
             config.shut_down();
+            self.vanished.extend(config.backend);
             self.emit(KernelEvent::Changed(index));
         }
     }
 
     fn check_links(&mut self) {
         let mut dead = Vec::new();
+        let now = (self.script.now)();
         for (index, device) in &mut self.devices {
             let Some(config) = &mut device.config else { continue };
-            let died = config.bury();
+            let died = config.bury(now);
             if !config.disconnected {
                 dead.extend(std::iter::repeat_n(*index, died));
             }

@@ -1,6 +1,6 @@
 //! What goes wrong on a simulated kernel: faults put on single calls, and seeded random ones.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 
@@ -68,6 +68,8 @@ pub struct Script {
     /// Whether a thread watches the connections, as the kernel does. Without it a dead connection
     /// is noticed in the next call, or by `SimKernel::check_links`: deterministic.
     pub watch_links: bool,
+    /// What time it is; a simulation has its own.
+    pub now: fn() -> Instant,
 }
 
 impl Default for Script {
@@ -81,6 +83,7 @@ impl Default for Script {
             command_timeout: Duration::from_secs(10),
             hurry: false,
             watch_links: true,
+            now: Instant::now,
         }
     }
 }

@@ -1,0 +1,126 @@
+//! `cleat metrics`: what Prometheus would get.
+
+use std::io::{Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::{DEFAULT_SOCKET, Globals, output};
+use crate::error::{Error, ErrorKind, Result};
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  Everything that is measured of one volume:
+    $ cleat metrics | grep 'volume=\"data\"'
+
+  From a daemon that serves them over TCP:
+    $ cleat metrics 127.0.0.1:9599
+
+  As Prometheus fetches them, with [metrics] listen = \"127.0.0.1:9599\" in cleat.toml:
+    scrape_configs:
+      - job_name: cleat
+        static_configs:
+          - targets: ['127.0.0.1:9599']
+
+  How it would be done by hand:
+    $ curl --unix-socket /run/cleat/metrics.sock http://cleat/metrics
+";
+
+/// Bound on each step of the exchange.
+const STEP_LIMIT: Duration = Duration::from_secs(10);
+
+/// The longest text, in bytes: tens of thousands of volumes.
+const MAX_TEXT: u64 = 1 << 30;
+
+/// Print the metrics that the daemon serves for Prometheus
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Metrics {
+    /// The endpoint: a socket's path, or an address and a port [default: metrics.sock beside the
+    /// daemon's socket]
+    endpoint: Option<String>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// `Unavailable` when nobody serves metrics there.
+pub(super) fn run(globals: &Globals, args: Metrics) -> Result<()> {
+    let socket = globals.socket.as_deref().unwrap_or(Path::new(DEFAULT_SOCKET));
+    let beside = || socket.with_file_name("metrics.sock").to_string_lossy().into_owned();
+    let endpoint = args.endpoint.unwrap_or_else(beside);
+    let failed = |error| {
+        Error::from_io(format!("no metrics from {endpoint}"), error)
+            .with_repair("see metrics.listen in the daemon's configuration; is it running?")
+    };
+    let answer = match endpoint.contains('/') {
+        true => over_unix(Path::new(&endpoint)),
+        false => over_tcp(&endpoint),
+    };
+    output::bytes(body(&answer.map_err(failed)?)?)
+}
+
+fn over_unix(path: &Path) -> std::io::Result<Vec<u8>> {
+    let stream = UnixStream::connect(PathBuf::from(path))?;
+    stream.set_read_timeout(Some(STEP_LIMIT))?;
+    stream.set_write_timeout(Some(STEP_LIMIT))?;
+    exchange(stream)
+}
+
+fn over_tcp(address: &str) -> std::io::Result<Vec<u8>> {
+    let addresses = address.to_socket_addrs()?;
+    let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+    for address in addresses {
+        match TcpStream::connect_timeout(&address, STEP_LIMIT) {
+            Ok(stream) => {
+                stream.set_read_timeout(Some(STEP_LIMIT))?;
+                stream.set_write_timeout(Some(STEP_LIMIT))?;
+                return exchange(stream);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// HTTP/1.0: the answer comes as it is and ends with the connection.
+fn exchange(mut stream: impl Read + Write) -> std::io::Result<Vec<u8>> {
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
+    let mut answer = Vec::new();
+    stream.take(MAX_TEXT).read_to_end(&mut answer)?;
+    Ok(answer)
+}
+
+fn body(answer: &[u8]) -> Result<&[u8]> {
+    let end = answer.windows(4).position(|four| four == b"\r\n\r\n");
+    let (head, body) = match end {
+        Some(end) => (&answer[..end], &answer[end + 4..]),
+        None => (answer, &[][..]),
+    };
+    let status = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    if status.starts_with(b"HTTP/1.") && status.get(8..12) == Some(b" 200") {
+        return Ok(body);
+    }
+    let status: String = String::from_utf8_lossy(status).chars().take(80).collect();
+    let message = format!("no metrics are served there: {status:?}");
+    Err(Error::new(ErrorKind::Unavailable, message)
+        .with_repair("name the endpoint of metrics.listen, not the daemon's control socket"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_metrics_are_printed() {
+        assert_eq!(
+            body(b"HTTP/1.0 200 OK\r\nA: b\r\n\r\nx 1\r\n\r\n").expect("200"),
+            b"x 1\r\n\r\n"
+        );
+        for other in [&b"HTTP/1.1 404 Not Found\r\n\r\nx"[..], b"", b"\0\0\x06\x04", b"HTTP/1.1 2"]
+        {
+            assert_eq!(body(other).expect_err("no metrics").kind(), ErrorKind::Unavailable);
+        }
+    }
+}

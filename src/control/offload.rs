@@ -1,0 +1,58 @@
+//! Calls that may block, off the event loop: each on a thread of the runtime's pool.
+//!
+//! In a simulation, where everything happens on one thread in an order that a seed decides, they
+//! run on the event loop, and the simulation says what passes before and after each.
+
+use tokio::task::JoinHandle;
+
+/// Runs `call` on a thread of its own. It goes on when nobody waits for it any more.
+pub(super) fn offload<T: Send + 'static>(
+    call: impl FnOnce() -> T + Send + 'static,
+) -> JoinHandle<T> {
+    #[cfg(feature = "fault")]
+    if let Some(gate) = simulation::gate() {
+        let (before, after) = gate();
+        return tokio::spawn(async move {
+            before.await;
+            let result = call();
+            after.await;
+            result
+        });
+    }
+    tokio::task::spawn_blocking(call)
+}
+
+/// Whether this thread simulates. Then there is no other thread.
+pub(super) fn is_simulated() -> bool {
+    #[cfg(feature = "fault")]
+    return simulation::gate().is_some();
+    #[cfg(not(feature = "fault"))]
+    false
+}
+
+/// The simulation's side. For tests.
+#[cfg(feature = "fault")]
+pub mod simulation {
+    use std::cell::RefCell;
+    use std::pin::Pin;
+    use std::sync::Arc;
+
+    /// Something that passes: a delay, or the end of everything.
+    pub type Moment = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+    /// Asked with every call: what passes before it, and between its effect and its return.
+    pub type Gate = Arc<dyn Fn() -> (Moment, Moment) + Send + Sync>;
+
+    thread_local! {
+        static GATE: RefCell<Option<Gate>> = const { RefCell::new(None) };
+    }
+
+    /// Has this thread simulate from now on, or no longer.
+    pub fn install(gate: Option<Gate>) {
+        GATE.set(gate);
+    }
+
+    pub(super) fn gate() -> Option<Gate> {
+        GATE.with_borrow(Clone::clone)
+    }
+}

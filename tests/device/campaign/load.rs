@@ -1,0 +1,226 @@
+//! What runs on a device while processes are killed: fio, which verifies what it wrote, and a prober,
+//! which writes and reads one block at a time and tells how long each took.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::fixture::{Block, PATIENCE};
+
+/// fio on a file or device: random reads and writes past the cache, with checksums.
+pub(crate) struct Fio {
+    child: Child,
+    report: PathBuf,
+}
+
+/// What fio says in the end.
+#[derive(Debug)]
+pub(crate) struct Report {
+    /// The longest that a read or write took, from its submission.
+    pub(crate) longest: Duration,
+    pub(crate) read_mib: u64,
+    pub(crate) written_mib: u64,
+}
+
+impl Fio {
+    /// Works on the first `size` bytes of `target` (fio's notation) for so long.
+    pub(crate) fn start(target: &str, size: &str, runtime: Duration) -> Self {
+        let report = PathBuf::from("/out/campaign-fio.json");
+        // The report of another run must not be taken for this one's.
+        let _ = std::fs::remove_file(&report);
+        let child = Command::new("fio")
+            .args(["--name=campaign", "--direct=1", "--ioengine=libaio", "--iodepth=8"])
+            .args(["--rw=randrw", "--bsrange=4k-32k", "--verify=crc32c", "--verify_backlog=128"])
+            .args(["--verify_fatal=1", "--fsync=64", "--randseed=11", "--time_based"])
+            .arg(format!("--filename={target}"))
+            .arg(format!("--size={size}"))
+            .arg(format!("--runtime={}", runtime.as_secs()))
+            .args(["--output-format=json", &format!("--output={}", report.display())])
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("fio starts");
+        Self { child, report }
+    }
+
+    /// Whether it still works.
+    pub(crate) fn runs(&mut self) -> bool {
+        self.child.try_wait().expect("waiting for fio").is_none()
+    }
+
+    /// Waits for its end, which must be a good one.
+    pub(crate) fn finish(self, limit: Duration) -> Report {
+        self.outcome(limit).expect("fio succeeds")
+    }
+
+    /// Waits for its end, and says what it did or why it failed.
+    pub(crate) fn outcome(mut self, limit: Duration) -> Result<Report, String> {
+        let deadline = Instant::now() + limit;
+        while self.runs() {
+            if Instant::now() >= deadline {
+                return Err("its requests hang".to_owned());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let status = self.child.wait().expect("waiting for fio");
+        let text = std::fs::read_to_string(&self.report).expect("fio's report");
+        let start = text.find('{').ok_or_else(|| format!("it failed: {status}"))?;
+        let json: serde_json::Value = serde_json::from_str(&text[start..]).expect("fio's JSON");
+        let job = &json["jobs"][0];
+        let number = |value: &serde_json::Value| value.as_u64().expect("a number of fio's");
+        match number(&job["error"]) {
+            0 if status.success() => {}
+            errno => {
+                let errno = i32::try_from(errno).expect("an error number");
+                return Err(std::io::Error::from_raw_os_error(errno).to_string());
+            }
+        }
+        let longest = ["read", "write"].map(|way| number(&job[way]["clat_ns"]["max"]));
+        Ok(Report {
+            longest: Duration::from_nanos(longest.into_iter().max().unwrap_or(0)),
+            read_mib: number(&job["read"]["io_bytes"]) >> 20,
+            written_mib: number(&job["write"]["io_bytes"]) >> 20,
+        })
+    }
+}
+
+impl Drop for Fio {
+    fn drop(&mut self) {
+        // Ended already, unless the test failed.
+        let _ = self.child.kill();
+    }
+}
+
+/// One block's write or read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Probe {
+    pub(crate) at: Instant,
+    pub(crate) took: Duration,
+}
+
+/// Writes a block, reads it back and compares it, every millisecond or as soon as it can, round and
+/// round over a region of its own. In the end all of them must hold what was written last.
+pub(crate) struct Prober {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<(Vec<Probe>, Option<String>)>,
+}
+
+/// Blocks of a prober's region.
+const BLOCKS: usize = 256;
+/// The size of a prober's region, in bytes.
+pub(crate) const REGION: usize = BLOCKS * 4096;
+const PAUSE: Duration = Duration::from_millis(1);
+
+impl Prober {
+    /// Probes the region of `target` that begins at `offset`.
+    pub(crate) fn start(target: &str, offset: u64) -> Self {
+        let mut options = File::options();
+        options.read(true).write(true).custom_flags(libc::O_DIRECT);
+        let file = options.open(target).expect("the prober's target opens");
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || run(&file, offset, &stopped));
+        Self { stop, thread }
+    }
+
+    /// Ends it and returns every probe. Panics where one failed or read something else.
+    pub(crate) fn finish(self) -> Vec<Probe> {
+        let (probes, failure) = self.outcome();
+        assert_eq!(failure, None, "a probe failed");
+        probes
+    }
+
+    /// Ends it and returns every probe, and what was wrong with the last one.
+    pub(crate) fn outcome(self) -> (Vec<Probe>, Option<String>) {
+        self.stop.store(true, Ordering::Relaxed);
+        let deadline = Instant::now() + PATIENCE;
+        while !self.thread.is_finished() {
+            if Instant::now() >= deadline {
+                return (Vec::new(), Some("it hangs".to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.thread.join().expect("the prober does not panic")
+    }
+}
+
+fn run(file: &File, offset: u64, stopped: &AtomicBool) -> (Vec<Probe>, Option<String>) {
+    let mut probes = Vec::new();
+    let failure = probe(file, offset, stopped, &mut probes).err().map(|error| error.to_string());
+    (probes, failure)
+}
+
+fn probe(
+    file: &File,
+    offset: u64,
+    stopped: &AtomicBool,
+    probes: &mut Vec<Probe>,
+) -> std::io::Result<()> {
+    let mut block = Block::new();
+    let mut written = vec![0; BLOCKS];
+    for (number, slot) in (1_u64..).zip((0..BLOCKS).cycle()) {
+        if stopped.load(Ordering::Relaxed) {
+            break;
+        }
+        let place = offset + slot as u64 * 4096;
+        block.0[..8].copy_from_slice(&number.to_le_bytes());
+        timed(probes, || file.write_all_at(&block.0, place))?;
+        written[slot] = number;
+        block.0[..8].fill(0);
+        timed(probes, || file.read_exact_at(&mut block.0, place))?;
+        compare(&block, number)?;
+    }
+    for (slot, number) in written.into_iter().enumerate().filter(|(_, number)| *number > 0) {
+        file.read_exact_at(&mut block.0, offset + slot as u64 * 4096)?;
+        compare(&block, number)?;
+    }
+    Ok(())
+}
+
+fn compare(block: &Block, number: u64) -> std::io::Result<()> {
+    if block.0[..8] == number.to_le_bytes() {
+        return Ok(());
+    }
+    Err(std::io::Error::other(format!("write {number} is lost: {:?}", &block.0[..8])))
+}
+
+fn timed(
+    probes: &mut Vec<Probe>,
+    call: impl FnOnce() -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    let at = Instant::now();
+    let result = call();
+    let took = at.elapsed();
+    probes.push(Probe { at, took });
+    std::thread::sleep(PAUSE.saturating_sub(took));
+    result
+}
+
+/// The longest probe that was under way between two instants.
+pub(crate) fn longest(probes: &[Probe], from: Instant, until: Instant) -> Duration {
+    let within = |probe: &&Probe| probe.at < until && probe.at + probe.took > from;
+    probes.iter().filter(within).map(|probe| probe.took).max().unwrap_or_default()
+}
+
+/// Percentiles, maximum and number of the probes that began within those spans of time.
+pub(crate) fn distribution(probes: &[Probe], spans: &[(Instant, Instant)]) -> String {
+    let mut times: Vec<Duration> = probes
+        .iter()
+        .filter(|probe| spans.iter().any(|(from, until)| (from..until).contains(&&probe.at)))
+        .map(|probe| probe.took)
+        .collect();
+    times.sort_unstable();
+    let Some(most) = times.last() else { return "no probe".to_owned() };
+    let at = |part: usize| times[(times.len() - 1) * part / 1000];
+    format!(
+        "p50 {:.2?} p99 {:.1?} p99.9 {:.1?} max {most:.1?} ({} probes)",
+        at(500),
+        at(990),
+        at(999),
+        times.len()
+    )
+}

@@ -1,0 +1,370 @@
+//! The far end of a kernel socket, as a test wants it: it answers, holds what it gets, or dies. And
+//! a device that is made of such ends.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::netlink::{self, Setup};
+use crate::fixture::{Block, PATIENCE, shell};
+
+/// HAS_FLAGS, SEND_FLUSH, CAN_MULTI_CONN.
+pub(crate) const FLAGS: u64 = 1 | 1 << 2 | 1 << 8;
+pub(crate) const SIZE: u64 = 64 << 20;
+/// What tests read and write lies from here on; below, the kernel looks for partitions.
+pub(crate) const OURS: u64 = 1 << 20;
+/// NBD_CMD_READ, NBD_CMD_WRITE, NBD_CMD_DISC.
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+const DISC: u16 = 2;
+
+/// A request as it came.
+#[derive(Debug, Clone, Copy)]
+struct Request {
+    command: u16,
+    cookie: [u8; 8],
+    offset: u64,
+    length: usize,
+}
+
+/// The far end of one socket. Dropped, it is closed.
+pub(crate) struct Peer {
+    stream: UnixStream,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    holds: bool,
+    held: Vec<Request>,
+    /// Offsets of the requests from `OURS` on.
+    seen: Vec<u64>,
+    disconnected: bool,
+}
+
+impl Peer {
+    /// A peer that answers, and the kernel's end.
+    pub(crate) fn new() -> (Self, OwnedFd) {
+        let (peer, theirs) = Self::deaf();
+        let (shared, stream) = (Arc::clone(&peer.shared), peer.copy());
+        std::thread::spawn(move || {
+            // Ends with its socket.
+            let _ = serve(&shared, stream);
+        });
+        (peer, theirs)
+    }
+
+    /// A peer that reads nothing.
+    pub(crate) fn deaf() -> (Self, OwnedFd) {
+        let (stream, theirs) = UnixStream::pair().expect("a pair of sockets");
+        (Self { stream, shared: Arc::default() }, theirs.into())
+    }
+
+    /// From now on requests are kept and not answered.
+    pub(crate) fn hold(&self) {
+        self.shared.state.lock().expect("the peer's state").holds = true;
+    }
+
+    /// Answers what was held, and what comes.
+    pub(crate) fn release(&self) {
+        let mut state = self.shared.state.lock().expect("the peer's state");
+        state.holds = false;
+        for request in std::mem::take(&mut state.held) {
+            // The kernel may have hung up meanwhile.
+            let _ = answer(&self.stream, request);
+        }
+    }
+
+    /// Offsets of the tests' requests so far, in the order of their arrival.
+    pub(crate) fn seen(&self) -> Vec<u64> {
+        self.shared.state.lock().expect("the peer's state").seen.clone()
+    }
+
+    /// Whether NBD_CMD_DISC came.
+    pub(crate) fn disconnected(&self) -> bool {
+        self.shared.state.lock().expect("the peer's state").disconnected
+    }
+
+    /// Waits until that many of the tests' requests have come.
+    pub(crate) fn wait_seen(&self, count: usize) {
+        let state = self.shared.state.lock().expect("the peer's state");
+        let more = |state: &mut State| state.seen.len() < count;
+        let waited = self.shared.changed.wait_timeout_while(state, PATIENCE, more);
+        let (state, late) = waited.expect("the peer's state");
+        assert!(!late.timed_out(), "{} of {count} requests came", state.seen.len());
+    }
+
+    /// A second descriptor of the same socket.
+    pub(crate) fn copy(&self) -> UnixStream {
+        self.stream.try_clone().expect("a second descriptor")
+    }
+
+    /// Dies: every copy is shut.
+    pub(crate) fn die(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// Whether the kernel's end is closed within `limit`.
+    pub(crate) fn hangs_up(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        loop {
+            let mut set = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
+            poll(&mut set, PollTimeout::from(50_u8)).expect("poll");
+            if set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)) {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.die();
+    }
+}
+
+fn serve(shared: &Shared, mut stream: UnixStream) -> io::Result<()> {
+    loop {
+        let mut header = [0; 28];
+        stream.read_exact(&mut header)?;
+        assert_eq!(header[..4], 0x2560_9513_u32.to_be_bytes(), "the kernel's request magic");
+        let request = Request {
+            command: u16::from_be_bytes([header[6], header[7]]),
+            cookie: header[8..16].try_into().expect("8 bytes"),
+            offset: u64::from_be_bytes(header[16..24].try_into().expect("8 bytes")),
+            length: u32::from_be_bytes(header[24..28].try_into().expect("4 bytes")) as usize,
+        };
+        if request.command == WRITE {
+            stream.read_exact(&mut vec![0; request.length])?;
+        }
+        let mut state = shared.state.lock().expect("the peer's state");
+        if request.offset >= OURS {
+            state.seen.push(request.offset);
+        }
+        if request.command == DISC {
+            state.disconnected = true;
+        } else if state.holds {
+            state.held.push(request);
+        } else {
+            answer(&stream, request)?;
+        }
+        shared.changed.notify_all();
+    }
+}
+
+fn answer(mut stream: &UnixStream, request: Request) -> io::Result<()> {
+    let mut reply = 0x6744_6698_u32.to_be_bytes().to_vec();
+    reply.extend([0; 4]);
+    reply.extend(request.cookie);
+    if request.command == READ {
+        reply.resize(16 + request.length, 0);
+    }
+    stream.write_all(&reply)
+}
+
+/// How a device is set up; the rest is as for every other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Make {
+    pub(crate) connections: usize,
+    pub(crate) timeout_s: Option<u64>,
+    pub(crate) dead_timeout_s: u64,
+    pub(crate) io_timeout_ms: Option<u32>,
+}
+
+impl Default for Make {
+    fn default() -> Self {
+        Self { connections: 1, timeout_s: Some(0), dead_timeout_s: 120, io_timeout_ms: None }
+    }
+}
+
+/// A connected device and its peers. Dropped, it is taken down, whatever state it is in.
+pub(crate) struct Device {
+    pub(crate) index: u32,
+    pub(crate) identifier: String,
+    pub(crate) peers: Vec<Peer>,
+    file: Option<Arc<File>>,
+}
+
+impl Device {
+    pub(crate) fn connect(make: Make) -> Self {
+        let (peers, ends): (Vec<_>, Vec<_>) = (0..make.connections).map(|_| Peer::new()).unzip();
+        Self::connect_to(make, peers, ends)
+    }
+
+    /// With peers of the test's own making.
+    pub(crate) fn connect_to(make: Make, peers: Vec<Peer>, ends: Vec<OwnedFd>) -> Self {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let identifier = format!("facts.{}.{number}", std::process::id());
+        let setup = Setup {
+            size: SIZE,
+            flags: FLAGS,
+            identifier: &identifier,
+            timeout_s: make.timeout_s,
+            dead_timeout_s: make.dead_timeout_s,
+        };
+        let index = netlink::connect(setup, &ends).expect("CONNECT");
+        drop(ends);
+        let mut device = Self { index, identifier, peers, file: None };
+        if let Some(ms) = make.io_timeout_ms {
+            set_io_timeout(device.index, ms);
+        }
+        device.file = Some(Arc::new(device.open()));
+        device
+    }
+
+    /// Another opener.
+    pub(crate) fn open(&self) -> File {
+        let mut options = File::options();
+        options.read(true).write(true).custom_flags(libc::O_DIRECT);
+        options.open(self.node()).expect("the device opens")
+    }
+
+    pub(crate) fn node(&self) -> String {
+        format!("/dev/nbd{}", self.index)
+    }
+
+    pub(crate) fn attribute(&self, name: &str) -> Option<String> {
+        let text = std::fs::read_to_string(format!("/sys/block/nbd{}/{name}", self.index)).ok()?;
+        Some(text.trim_end().to_owned())
+    }
+
+    /// Starts a read of one block.
+    pub(crate) fn read(&self, offset: u64) -> Io {
+        let file = Arc::clone(self.file.as_ref().expect("an open device"));
+        Io::start(move || file.read_exact_at(&mut Block::new().0, offset))
+    }
+
+    /// Starts a write of one block.
+    pub(crate) fn write(&self, offset: u64) -> Io {
+        let file = Arc::clone(self.file.as_ref().expect("an open device"));
+        Io::start(move || file.write_all_at(&Block::new().0, offset))
+    }
+
+    /// Gives the device a new peer, and returns it.
+    pub(crate) fn reconfigure(&self) -> Peer {
+        let (peer, end) = Peer::new();
+        self.reconfigure_with(vec![end]).expect("RECONFIGURE");
+        peer
+    }
+
+    pub(crate) fn reconfigure_with(&self, ends: Vec<OwnedFd>) -> Result<(), nix::errno::Errno> {
+        netlink::reconfigure(self.index, Some(&self.identifier), &ends, None)
+    }
+
+    /// Gives the device a new peer once it takes one; returns it, and how many were dropped before.
+    pub(crate) fn replace(&self) -> (Peer, u32) {
+        let deadline = Instant::now() + PATIENCE;
+        for dropped in 0.. {
+            let peer = self.reconfigure();
+            if !peer.hangs_up(Duration::ZERO) {
+                return (peer, dropped);
+            }
+            assert!(Instant::now() < deadline, "no socket of the device is dead");
+        }
+        unreachable!("the range has no end");
+    }
+
+    /// Closes the test's own opener.
+    pub(crate) fn close(&mut self) {
+        self.file = None;
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        self.peers.clear();
+        let _ = netlink::disconnect(self.index);
+        self.file = None;
+        let deadline = Instant::now() + PATIENCE;
+        let pid = format!("/sys/block/nbd{}/pid", self.index);
+        while Path::new(&pid).exists() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// The queue's timer, for requests that are started from now on.
+pub(crate) fn set_io_timeout(index: u32, ms: u32) {
+    let path = format!("/sys/block/nbd{index}/queue/io_timeout");
+    std::fs::write(path, ms.to_string()).expect("io_timeout is written");
+}
+
+/// Whether this kernel is of that series or a later one.
+pub(crate) fn kernel_is_at_least(major: u32, minor: u32) -> bool {
+    let release = shell("uname -r");
+    let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
+}
+
+/// Something on a thread of its own that may take long.
+pub(crate) struct Io<T = io::Result<()>> {
+    started: Instant,
+    result: mpsc::Receiver<(T, Instant)>,
+}
+
+impl<T: Send + 'static> Io<T> {
+    pub(crate) fn start(call: impl FnOnce() -> T + Send + 'static) -> Self {
+        let (sender, result) = mpsc::channel();
+        let started = Instant::now();
+        std::thread::spawn(move || {
+            // Nobody may wait for it any more.
+            let _ = sender.send((call(), Instant::now()));
+        });
+        Self { started, result }
+    }
+
+    /// Its result, and how long it took. Panics when it takes longer than `limit`.
+    pub(crate) fn finish(self, limit: Duration) -> (T, Duration) {
+        let ended = self.result.recv_timeout(limit);
+        let (result, at) = ended.unwrap_or_else(|_| panic!("not done in {limit:?}"));
+        (result, at - self.started)
+    }
+
+    /// Whether it does not end within `limit`.
+    pub(crate) fn hangs_for(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        while Instant::now() < deadline {
+            match self.result.try_recv() {
+                Err(mpsc::TryRecvError::Empty) => {}
+                _ => return false,
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+}
+
+/// Keeps udev from looking at devices while requests are counted and held.
+pub(crate) struct Quiet;
+
+impl Quiet {
+    pub(crate) fn new() -> Self {
+        shell("udevadm settle --timeout=30; udevadm control --stop-exec-queue");
+        Self
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        shell("udevadm control --start-exec-queue; udevadm settle --timeout=30 || true");
+    }
+}

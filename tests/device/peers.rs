@@ -1,0 +1,237 @@
+//! The same troubles for cleat and for nbd-client with nbdkit, in the same virtual machine: their
+//! servers are killed under load, and devices that hang are detached by force. What cleat promises
+//! is asserted; what the others do is only told. rbd-nbd needs a Ceph cluster and is not measured.
+
+mod contender;
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::Trial;
+
+use crate::campaign::load::{Fio, Prober, REGION, longest};
+use crate::fixture::{shell, signal};
+use crate::host::COMPARISON;
+use crate::trial;
+use contender::{Contender, Setup, Up};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    if std::env::var_os(COMPARISON).is_none() {
+        return Vec::new();
+    }
+    vec![
+        trial("peers_whose_server_is_killed", || table("server killed under load", crashes)),
+        trial("peers_that_are_detached_by_force", || table("forced detach", detaches)),
+    ]
+}
+
+const KILLS: u32 = 3;
+const PERIOD: Duration = Duration::from_secs(6);
+/// How long a forced detach may take before it counts as hanging.
+const PATIENCE: Duration = Duration::from_secs(30);
+const MOUNT: &str = "/mnt/peers";
+
+/// Prints one row for each contender, and fails where cleat's is not as promised.
+fn table(title: &str, rows: fn(Setup) -> Vec<Row>) {
+    let mut lines = Vec::new();
+    let mut broken = Vec::new();
+    for setup in Setup::ALL {
+        for row in rows(setup) {
+            if setup == Setup::Cleat && !row.good {
+                broken.push(row.text.clone());
+            }
+            lines.push(format!("{:<42} {}", setup.title(), row.text));
+        }
+    }
+    println!("figures: {title}\n  {}", lines.join("\n  "));
+    assert!(broken.is_empty(), "cleat breaks its promise: {broken:?}");
+}
+
+/// What one contender did in one situation.
+struct Row {
+    good: bool,
+    text: String,
+}
+
+fn crashes(setup: Setup) -> Vec<Row> {
+    let contender = Contender::new(setup);
+    let up = contender.up();
+    let node = &up.device;
+    shell("dmesg --clear");
+    shell(&format!(
+        "mkfs.ext4 -q {node}; mkdir -p {MOUNT}; mount {node} {MOUNT}
+         dd if=/dev/zero of={MOUNT}/data bs=1M count=64 conv=fsync status=none
+         dd if=/dev/zero of={MOUNT}/probed bs={REGION} count=1 conv=fsync status=none"
+    ));
+    let fio = Fio::start(&format!("{MOUNT}/data"), "64M", PERIOD * (KILLS + 1));
+    let prober = Prober::start(&format!("{MOUNT}/probed"), 0);
+    let mut kills = Vec::new();
+    for _ in 0..KILLS {
+        std::thread::sleep(PERIOD / 2);
+        kills.push(Instant::now());
+        up.kill_server();
+        std::thread::sleep(PERIOD / 2);
+    }
+    let (probes, probe_failure) = prober.outcome();
+    let fio = fio.outcome(PERIOD * 5);
+    let errors =
+        shell("dmesg | grep -cE 'I/O error|EXT4-fs error|Aborting journal|Remounting' || true");
+    let stall = kills.iter().map(|at| longest(&probes, *at, *at + PERIOD)).max();
+    let stall = stall.unwrap_or_default();
+    let told = match (&fio, probe_failure) {
+        (Ok(report), None) => {
+            format!(
+                "works on, {} MiB written verified, longest stall {stall:.1?}",
+                report.written_mib
+            )
+        }
+        (Err(why), _) => format!("load fails: {why}"),
+        (Ok(_), Some(why)) => format!("load fails: {why}"),
+    };
+    let good = fio.is_ok() && told.starts_with("works") && errors == "0";
+    let unmounted = ended_within(&format!("umount {MOUNT}"), PATIENCE);
+    let check = unmounted && ended_within(&format!("e2fsck -fn {node}"), PATIENCE);
+    drop(up);
+    let check = if check { "file system clean" } else { "file system not clean" };
+    vec![Row {
+        good: good && check == "file system clean",
+        text: format!("{told}; {errors} error messages of the kernel; {check}"),
+    }]
+}
+
+/// What makes a device hard to detach.
+#[derive(Debug, Clone, Copy)]
+enum Trouble {
+    ServerStopped,
+    ReadUnderWay,
+    DirtyPages,
+    BlockedFsync,
+    OpenForever,
+}
+
+impl Trouble {
+    const ALL: [Self; 5] = [
+        Self::ServerStopped,
+        Self::ReadUnderWay,
+        Self::DirtyPages,
+        Self::BlockedFsync,
+        Self::OpenForever,
+    ];
+
+    fn title(self) -> &'static str {
+        match self {
+            Self::ServerStopped => "server stopped, idle",
+            Self::ReadUnderWay => "server stopped, a read under way",
+            Self::DirtyPages => "server stopped, dirty pages under ext4",
+            Self::BlockedFsync => "server stopped, a process in fsync",
+            Self::OpenForever => "server works, an opener never closes",
+        }
+    }
+
+    fn is_mounted(self) -> bool {
+        matches!(self, Self::DirtyPages | Self::BlockedFsync)
+    }
+
+    /// Brings it about. Returns the process that is stuck or holds the device.
+    fn cause(self, up: &Up) -> Option<Child> {
+        let node = &up.device;
+        if self.is_mounted() {
+            shell(&format!(
+                "mkfs.ext4 -q {node}; mkdir -p {MOUNT}; mount {node} {MOUNT}; sync -f {MOUNT}"
+            ));
+        }
+        shell("udevadm settle --timeout=30 || true");
+        if !matches!(self, Self::OpenForever) {
+            signal("STOP", up.server());
+        }
+        let script = match self {
+            Self::ServerStopped => return None,
+            Self::ReadUnderWay => {
+                format!("exec dd if={node} of=/dev/null bs=64k iflag=direct count=1")
+            }
+            Self::DirtyPages => {
+                // In the cache only; written back by the kernel when it likes, or not at all.
+                shell(&format!("head -c 24M /dev/zero | tr '\\0' x > {MOUNT}/dirty"));
+                return None;
+            }
+            Self::BlockedFsync => {
+                format!("exec dd if=/dev/zero of={MOUNT}/synced bs=1M count=8 conv=fsync")
+            }
+            Self::OpenForever => format!("exec sleep 600 <{node}"),
+        };
+        let mut command = Command::new("bash");
+        command.args(["-c", &script]).stdin(Stdio::null()).stderr(Stdio::null());
+        let child = command.spawn().expect("bash starts");
+        std::thread::sleep(Duration::from_secs(2));
+        Some(child)
+    }
+}
+
+fn detaches(setup: Setup) -> Vec<Row> {
+    if !setup.detaches() {
+        return Vec::new();
+    }
+    Trouble::ALL.map(|trouble| detach(setup, trouble)).into()
+}
+
+fn detach(setup: Setup, trouble: Trouble) -> Row {
+    let contender = Contender::new(setup);
+    let up = contender.up();
+    let stuck = trouble.cause(&up);
+    let started = Instant::now();
+    let returned = ended_within(&up.detach_script(trouble.is_mounted().then_some(MOUNT)), PATIENCE);
+    let took = started.elapsed();
+    std::thread::sleep(Duration::from_secs(2));
+    let blocked = blocked_tasks();
+    let configured = up.is_configured();
+    let works = contender.another_works();
+    let before = up.checksum();
+    up.wake_server();
+    std::thread::sleep(Duration::from_secs(2));
+    let late = returned && before != up.checksum();
+    if let Some(mut stuck) = stuck {
+        // A process in D state ends only when its requests do.
+        let _ = stuck.kill();
+        if !matches!(trouble, Trouble::OpenForever) || returned {
+            let _ = stuck.try_wait();
+        }
+    }
+    drop(up);
+    let good = returned && took < Duration::from_secs(6) && blocked == 0 && works && !late;
+    let text = format!(
+        "{:<40} {}, {blocked} tasks in D state, device {}, a new one {}{}",
+        trouble.title(),
+        if returned {
+            format!("returns after {took:.1?}")
+        } else {
+            format!("hangs for {PATIENCE:?}")
+        },
+        if configured { "still configured" } else { "free" },
+        if works { "works" } else { "DOES NOT WORK" },
+        if late { ", WRITES REACHED THE SERVER AFTER IT" } else { "" },
+    );
+    Row { good, text }
+}
+
+/// Runs a script that may hang for ever; says whether it succeeded in time.
+fn ended_within(script: &str, limit: Duration) -> bool {
+    let mut command = Command::new("bash");
+    command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let (sender, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // Nobody waits for one that is too late.
+        let _ = sender.send(command.status().is_ok_and(|status| status.success()));
+    });
+    ended.recv_timeout(limit).unwrap_or(false)
+}
+
+/// Tasks in uninterruptible sleep, threads of the kernel included.
+fn blocked_tasks() -> u32 {
+    let list = || shell("ps -eLo state,comm | grep -c '^D' || true").parse().expect("a number");
+    // One that is blocked is so twice.
+    let (first, second): (u32, u32) = (list(), {
+        std::thread::sleep(Duration::from_millis(300));
+        list()
+    });
+    first.min(second)
+}

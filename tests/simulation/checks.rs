@@ -1,0 +1,425 @@
+//! What must hold: after calls that succeeded or failed, and at the end, when all is calm: every
+//! mapping works, or is gone without a trace, or is reported with a reason that is true; and every
+//! one can be taken down.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat::control::executor::Executor;
+use cleat::control::mapping::{Intent, State, Trouble};
+use cleat::control::volume::View;
+use cleat::error::Error;
+use cleat::kernel::Device;
+use tokio::time::{Instant, sleep};
+
+use crate::clock;
+use crate::disks::SECTORS;
+use crate::scenario::{Lasting, Volume};
+use crate::world::{World, cleat_devices};
+
+/// For an unmap, where nothing is wrong any more.
+const UNMAP_LIMIT: Duration = Duration::from_secs(60);
+
+/// For requests, where nothing is wrong any more; what several connections repeat takes longest.
+const IO_LIMIT: Duration = Duration::from_secs(90);
+
+/// For a worker without supervisor and device to end by itself.
+const ORPHAN_LIMIT: Duration = Duration::from_secs(700);
+
+/// Makes everything right again, but for what is to stay wrong.
+pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasting>) {
+    tracing::debug!(?lasting, "CALM");
+    let kernel = world.kernel();
+    kernel.clear_faults();
+    kernel.lose_events(false);
+    kernel.set_module(true);
+    for device in kernel.show() {
+        kernel.set_holders(device.index, Vec::new());
+    }
+    let mut state = world.state();
+    state.quirks.clear();
+    for worker in state.workers.values_mut() {
+        worker.calm_down(clock::now());
+    }
+    for disk in state.disks.values_mut() {
+        (disk.gone, disk.hung) = (false, false);
+    }
+    drop(state);
+    match lasting {
+        Some(Lasting::Stopped(at)) => {
+            let pid = world.worker_of(volumes[at].name);
+            let mut state = world.state();
+            if let Some(worker) = pid.and_then(|pid| state.workers.get_mut(&pid)) {
+                (worker.stopped, worker.was_stopped) = (true, true);
+            }
+        }
+        Some(Lasting::Gone(at)) => {
+            if let Some(disk) = world.state().disks.get_mut(&volumes[at].uri) {
+                disk.gone = true;
+            }
+        }
+        Some(Lasting::Held(at)) => {
+            for device in world.devices_of(volumes[at].name) {
+                let holder = cleat::kernel::Holder::Process { pid: 4711, command: "dd".to_owned() };
+                kernel.set_holders(device.index, vec![holder]);
+            }
+        }
+        None => {}
+    }
+}
+
+/// Ids and names in the journal.
+pub(crate) fn records(world: &World) -> Vec<(String, String)> {
+    let Ok(entries) = std::fs::read_dir(world.records()) else { return Vec::new() };
+    let mut found: Vec<(String, String)> = entries
+        .flatten()
+        .filter(|entry| entry.path().extension().is_some_and(|e| e == "json"))
+        .filter_map(|entry| {
+            let id = entry.path().file_stem()?.to_str()?.to_owned();
+            let text = std::fs::read(entry.path()).ok()?;
+            let record: serde_json::Value = serde_json::from_slice(&text).ok()?;
+            Some((id, record["name"].as_str()?.to_owned()))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// `map` has said that it is done.
+pub(crate) fn after_map(world: &World, view: &View) {
+    let id = &view.record.mapping_id;
+    if !world.state().touched.contains(id) && !records(world).iter().any(|(known, _)| known == id) {
+        world.violation(format!("{id} was mapped and is in no journal"));
+    }
+    let identity = view.record.identity();
+    let devices = world.devices_of(&view.record.name);
+    if !devices.iter().any(|device| device.identity().as_ref() == Some(&identity))
+        && !world.kernel().has_vanished(&identity)
+    {
+        world.violation(format!("{id} was mapped and has no device"));
+    }
+}
+
+/// Devices and workers that are there for a name.
+pub(crate) fn traces(world: &World, name: &str) -> BTreeSet<String> {
+    let devices = world.devices_of(name);
+    let of_devices =
+        devices.iter().filter_map(Device::identity).map(|id| id.mapping_id().to_owned());
+    let state = world.state();
+    let starts = state.workers.values().filter_map(|worker| worker.start.as_ref());
+    let of_workers = starts.filter(|s| s.name == name).map(|s| s.mapping_id.clone());
+    of_devices.chain(of_workers).collect()
+}
+
+/// `map` has failed and said of nothing that it stays.
+pub(crate) fn after_failed_map(
+    world: &World,
+    executor: &Executor,
+    name: &str,
+    before: &BTreeSet<String>,
+    error: &Error,
+) {
+    if executor.register().get(name).is_some() {
+        // Somebody else's call for the same name.
+        return;
+    }
+    let left: Vec<String> = traces(world, name).difference(before).cloned().collect();
+    if !left.is_empty() {
+        world.violation(format!("a failed map of {name} left {left:?}: {}", error.report()));
+    }
+}
+
+/// `unmap` has said that nothing is left.
+pub(crate) fn after_unmap(world: &World, id: &str) {
+    world.state().gone.insert(id.to_owned());
+    let left = |what: &str| world.violation(format!("{id} was unmapped and has {what}"));
+    if cleat_devices(world.kernel()).iter().any(|d| is_of(d, id)) {
+        left("a device");
+    }
+    if records(world).iter().any(|(known, _)| known == id) {
+        left("a record");
+    }
+    if world.config().runtime_dir.join(format!("workers/{id}.sock")).exists() {
+        left("a control socket");
+    }
+    let alive = world.state().workers.values().any(|worker| worker.mapping_id() == Some(id));
+    if alive {
+        left("a worker");
+    }
+}
+
+fn is_of(device: &Device, id: &str) -> bool {
+    device.identity().is_some_and(|identity| identity.mapping_id() == id)
+}
+
+/// All is calm, and there was time enough.
+pub(crate) async fn at_the_end(
+    world: &World,
+    volumes: &[Volume],
+    lasting: Option<Lasting>,
+    executor: &Arc<Executor>,
+) {
+    let lasting_name = |wanted: fn(&Lasting) -> Option<usize>| {
+        lasting.as_ref().and_then(wanted).map(|at| volumes[at].name)
+    };
+    let gone = lasting_name(|l| if let Lasting::Gone(at) = l { Some(*at) } else { None });
+    let held = lasting_name(|l| if let Lasting::Held(at) = l { Some(*at) } else { None });
+    for volume in executor.register().all() {
+        let view = volume.view();
+        let name = view.record.name.as_str();
+        tracing::debug!(name, state = ?view.state, message = view.message, "END");
+        let right = match &view.state {
+            State::Mapped => works(world, &view).await,
+            State::Failed(trouble) => holds(world, &view, trouble, gone == Some(name)),
+            State::Recovering => is_open_elsewhere_or(world, &view, gone == Some(name)),
+            State::Held(_) if held == Some(name) => Ok(()),
+            State::Held(_) | State::Mapping | State::Unmapping | State::Unmapped => {
+                Err("is not at rest".to_owned())
+            }
+        };
+        if let Err(why) = right {
+            let (state, message) = (&view.state, &view.message);
+            world.violation(format!("{name} at the end: {why}; {state:?} {message:?}"));
+        }
+    }
+    compare(world);
+    everything_is_known(world, executor).await;
+    calm_down(world, volumes, None);
+    take_everything_down(world, executor).await;
+    if !world.state().workers.is_empty() {
+        // Of mappings whose records were lost.
+        sleep(ORPHAN_LIMIT).await;
+    }
+    for volume in volumes {
+        if world.violations().is_empty() {
+            map_again(world, volume, executor).await;
+        }
+    }
+    nothing_is_left(world, executor);
+}
+
+/// A mapping that calls itself mapped does what devices are for.
+async fn works(world: &World, view: &View) -> Result<(), String> {
+    let id = &view.record.mapping_id;
+    let all = cleat_devices(world.kernel());
+    let devices: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
+    let [device] = devices.as_slice() else { return Err(format!("has devices {devices:?}")) };
+    if view.device.map(|seen| (seen.index, seen.size)) != Some((device.index, device.size)) {
+        return Err(format!("is shown as {:?}, is {device:?}", view.device));
+    }
+    let links = world.kernel().live_links(device.index);
+    if links != view.record.options.connections as usize {
+        return Err(format!("has {links} connections"));
+    }
+    let serves = |w: &crate::workers::Worker| w.is_sane() && w.mapping_id() == Some(id);
+    if !world.state().workers.get(&view.worker_pid).is_some_and(serves) {
+        return Err(format!("has no worker {}", view.worker_pid));
+    }
+    for writes in [!view.record.options.read_only, false] {
+        for sector in 0..SECTORS {
+            let until = Instant::now() + IO_LIMIT;
+            let ticket = loop {
+                if let Some(ticket) = world.submit(device, sector, writes) {
+                    break ticket;
+                }
+                if Instant::now() > until {
+                    return Err(format!("sector {sector} has a request that does not end"));
+                }
+                sleep(Duration::from_secs(1)).await;
+            };
+            let before = world.state().model.done;
+            while world.state().model.is_running(ticket) {
+                if Instant::now() > until {
+                    return Err(format!("I/O to sector {sector} does not end"));
+                }
+                sleep(Duration::from_millis(200)).await;
+            }
+            if world.state().model.done == before {
+                return Err(format!("I/O to sector {sector} fails"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A reported reason is true.
+fn holds(world: &World, view: &View, trouble: &Trouble, gone: bool) -> Result<(), String> {
+    let (record, id) = (&view.record, view.record.mapping_id.as_str());
+    let all = cleat_devices(world.kernel());
+    let devices: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
+    let state = world.state();
+    let workers: Vec<_> =
+        state.workers.values().filter(|worker| worker.mapping_id() == Some(id)).collect();
+    let message = &trouble.message;
+    let is_true = if message.contains("by somebody else") {
+        devices.is_empty() && world.kernel().has_vanished(&record.identity())
+    } else if message.contains("lived in memory") {
+        record.uri.starts_with("mem:") && workers.is_empty()
+    } else if message.contains("somebody else owns") {
+        workers.iter().any(|worker| worker.fenced)
+    } else if message.contains("is alive but") {
+        workers.iter().any(|worker| !worker.is_sane())
+            || record.worker.is_none_or(|id| {
+                state.workers.get(&id.pid).is_some_and(|worker| worker.id == id && worker.stopped)
+            })
+    } else if message.contains("has shrunk") {
+        let size = state.disks.get(&record.uri).map_or(0, |disk| disk.size);
+        devices.iter().any(|device| size < device.size) || workers.iter().any(|w| w.has_lied)
+    } else if message.contains("carry the identity") {
+        devices.len() > 1
+    } else if message.contains("could not be repaired") {
+        drop(state);
+        return is_open_elsewhere_or(world, view, gone || view.record.intent == Intent::Mapped);
+    } else {
+        false
+    };
+    if is_true { Ok(()) } else { Err("reports what is not true".to_owned()) }
+}
+
+/// A mapping that is still being repaired has a reason for that.
+fn is_open_elsewhere_or(world: &World, view: &View, otherwise: bool) -> Result<(), String> {
+    let state = world.state();
+    let claims = state.disks.get(&view.record.uri).map(|disk| &disk.claims);
+    let elsewhere =
+        claims.is_some_and(|all| all.iter().any(|c| c.mapping_id != view.record.mapping_id));
+    match elsewhere || otherwise {
+        true if view.message.is_empty() => Err("does not say why".to_owned()),
+        true => Ok(()),
+        false => Err("is not repaired, though nothing is wrong any more".to_owned()),
+    }
+}
+
+/// What volumes hold is what was written.
+fn compare(world: &World) {
+    let mut state = world.state();
+    let crate::world::State { disks, model, .. } = &mut *state;
+    let results: Vec<_> = disks.iter().map(|(key, disk)| model.compare(key, disk)).collect();
+    drop(state);
+    results.into_iter().filter_map(Result::err).for_each(|error| world.violation(error));
+}
+
+/// Every device, record and process belongs to a mapping that is listed, or is reported.
+async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
+    let known = executor.register().ids();
+    let orphans = match executor.orphans(Instant::now() + UNMAP_LIMIT).await {
+        Ok(orphans) => orphans,
+        Err(error) => return world.violation(format!("orphans: {}", error.report())),
+    };
+    let reported: BTreeSet<String> =
+        orphans.iter().map(|(_, identity)| identity.mapping_id().to_owned()).collect();
+    for device in cleat_devices(world.kernel()) {
+        let id = device.identity().map(|id| id.mapping_id().to_owned()).unwrap_or_default();
+        if !known.contains(&id) && !reported.contains(&id) {
+            world.violation(format!("nobody knows of {device:?}"));
+        }
+    }
+    for (id, name) in records(world) {
+        if !known.contains(&id) && !executor.findings().iter().any(|f| f.contains(&id)) {
+            world.violation(format!("nobody knows of the record {id} of {name}"));
+        }
+    }
+    let unknown = || -> Vec<u32> {
+        let state = world.state();
+        let is_known = |id: &str| known.contains(id) || reported.contains(id);
+        // One whose record was lost ends by itself, unless it is stopped.
+        let stray = state
+            .workers
+            .values()
+            .filter(|worker| !worker.stopped && !worker.mapping_id().is_some_and(is_known));
+        stray.map(|worker| worker.id.pid).collect()
+    };
+    if !unknown().is_empty() {
+        sleep(ORPHAN_LIMIT).await;
+    }
+    let unknown = unknown();
+    if !unknown.is_empty() {
+        world.violation(format!("nobody knows of the workers {unknown:?}"));
+    }
+}
+
+/// From whatever state it is in, an unmap leads to nothing.
+async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
+    for volume in executor.register().all() {
+        let mut last = Ok(true);
+        for _ in 0..4 {
+            last = executor.unmap(&volume.name, Instant::now() + UNMAP_LIMIT).await;
+            if last.is_ok() {
+                break;
+            }
+            sleep(Duration::from_secs(12)).await;
+        }
+        match last {
+            Ok(_) => after_unmap(world, &volume.mapping_id),
+            Err(error) => {
+                let (name, state) = (&volume.name, volume.view().state);
+                let error = error.report();
+                world.violation(format!("{name}, {state:?}, cannot be unmapped: {error}"));
+            }
+        }
+    }
+    let orphans = executor.orphans(Instant::now() + UNMAP_LIMIT).await.unwrap_or_default();
+    for (device, _) in orphans {
+        let path = format!("/dev/nbd{}", device.index);
+        let id = device.identity().map(|id| id.mapping_id().to_owned());
+        let mut state = world.state();
+        let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
+        let worker = worker.map(|worker| (worker.id.pid, worker.fenced));
+        if world.kernel().live_links(device.index) == 0 || worker.is_some_and(|w| w.1) {
+            // What its page cache holds can go nowhere: only force takes it down.
+            world.kernel().vanish(device.index);
+            worker.into_iter().for_each(|(pid, _)| state.end(pid));
+            continue;
+        }
+        drop(state);
+        if let Err(error) = executor.unmap(&path, Instant::now() + UNMAP_LIMIT).await {
+            world.violation(format!("the orphan {path} cannot be unmapped: {}", error.report()));
+        }
+    }
+}
+
+/// What was taken down can be mapped again.
+async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
+    let spec = crate::lives::spec_of(volume);
+    match executor.map(&spec, Instant::now() + UNMAP_LIMIT).await {
+        Ok(view) => {
+            after_map(world, &view);
+            if let Err(why) = works(world, &view).await {
+                world.violation(format!("{}, mapped again: {why}", volume.name));
+            }
+        }
+        Err(error) => {
+            world.violation(format!("{} cannot be mapped again: {}", volume.name, error.report()));
+        }
+    }
+    if let Err(error) = executor.unmap(volume.name, Instant::now() + UNMAP_LIMIT).await {
+        world.violation(format!("{} cannot be unmapped again: {}", volume.name, error.report()));
+    }
+}
+
+/// No device, record, socket or process.
+fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
+    let devices = cleat_devices(world.kernel());
+    let workers: Vec<u32> = world.state().workers.keys().copied().collect();
+    let records = records(world);
+    let left = executor.register().all().len();
+    let files = |directory| -> Vec<_> {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name()).collect()
+    };
+    let mut sockets = files(world.config().runtime_dir.join("workers"));
+    // Of a mapping whose record was lost: until the next start.
+    sockets.retain(|socket| {
+        let id = socket.to_str().and_then(|name| name.strip_suffix(".sock"));
+        !id.is_some_and(|id| world.state().touched.contains(id))
+    });
+    if !(devices.is_empty() && workers.is_empty() && records.is_empty() && left == 0) {
+        world.violation(format!(
+            "left at the end: devices {devices:?}, workers {workers:?}, records {records:?}, \
+             {left} mappings"
+        ));
+    }
+    if !sockets.is_empty() {
+        world.violation(format!("left at the end: {sockets:?}"));
+    }
+}

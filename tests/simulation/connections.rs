@@ -1,0 +1,164 @@
+//! A worker's side of a connection to the kernel: requests in, replies out, and what happens to them
+//! at the backend in between.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use cleat::data::nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
+use cleat::request::IoError;
+use cleat::statistics::Recorder;
+
+use crate::disks::SECTOR;
+use crate::world::Surroundings;
+
+/// One connection.
+pub(crate) struct Connection {
+    /// `None`: its process has ended.
+    socket: Option<UnixStream>,
+    inbox: Vec<u8>,
+    /// At the backend, in order.
+    running: VecDeque<Running>,
+    /// Nothing more will come.
+    at_end: bool,
+    /// The kernel has disconnected.
+    pub(crate) said_goodbye: bool,
+    /// Counts the connection as long as it lives.
+    _recorder: Option<Recorder>,
+}
+
+struct Running {
+    due: Instant,
+    header: RequestHeader,
+    payload: Vec<u8>,
+}
+
+impl Connection {
+    pub(crate) fn new(socket: OwnedFd, recorder: Option<Recorder>) -> Self {
+        Self {
+            socket: Some(socket.into()),
+            inbox: Vec::new(),
+            running: VecDeque::new(),
+            at_end: false,
+            said_goodbye: false,
+            _recorder: recorder,
+        }
+    }
+
+    /// Whether nothing runs and nothing will.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.at_end && self.running.is_empty()
+    }
+
+    pub(crate) fn close(&mut self) {
+        self.socket = None;
+        self.running.clear();
+    }
+
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        self.running.front().map(|running| running.due)
+    }
+
+    /// Does what there is to do. One whose process is dying takes nothing more and answers nothing,
+    /// but what the backend has goes on.
+    pub(crate) fn turn(
+        &mut self,
+        around: &mut Surroundings<'_>,
+        disk: &str,
+        (epoch, latency, fenced, alive): (u64, Duration, bool, bool),
+    ) -> bool {
+        let mut moved = alive && self.receive(around, latency);
+        while !around.is_hung(disk) && self.next_due().is_some_and(|due| due <= around.now) {
+            let Some(running) = self.running.pop_front() else { break };
+            moved = true;
+            let (result, data) =
+                around.execute(disk, epoch, fenced, &running.header, &running.payload);
+            if alive {
+                let mut reply = simple_reply(running.header.cookie, result).to_vec();
+                reply.extend(data);
+                // A kernel that has gone gets no reply.
+                let _ = self.socket.as_mut().map(|socket| socket.write_all(&reply));
+            }
+        }
+        moved
+    }
+
+    fn receive(&mut self, around: &mut Surroundings<'_>, latency: Duration) -> bool {
+        if self.at_end {
+            return false;
+        }
+        let mut bytes = [0; 4096];
+        let Some(socket) = &mut self.socket else { return false };
+        match socket.read(&mut bytes) {
+            Ok(0) => self.at_end = true,
+            Ok(received) => self.inbox.extend_from_slice(&bytes[..received]),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return false,
+            Err(_) => self.at_end = true,
+        }
+        while let Some(header) = self.inbox.first_chunk::<REQUEST_LEN>() {
+            let Ok(header) = RequestHeader::parse(header) else {
+                around.violation("the kernel's stream is out of step".into());
+                self.at_end = true;
+                break;
+            };
+            let writes = header.command == command::WRITE;
+            let payload = if writes { header.length as usize } else { 0 };
+            if self.inbox.len() < REQUEST_LEN + payload {
+                break;
+            }
+            let payload = self.inbox.drain(..REQUEST_LEN + payload).skip(REQUEST_LEN).collect();
+            if header.command == command::DISC {
+                (self.at_end, self.said_goodbye) = (true, true);
+                break;
+            }
+            self.running.push_back(Running { due: around.now + latency, header, payload });
+        }
+        true
+    }
+}
+
+impl Surroundings<'_> {
+    /// Whether the backend answers nothing.
+    fn is_hung(&self, disk: &str) -> bool {
+        self.disks.get(disk).is_some_and(|disk| disk.hung)
+    }
+
+    /// A request at the backend.
+    fn execute(
+        &mut self,
+        name: &str,
+        epoch: u64,
+        fenced: bool,
+        header: &RequestHeader,
+        payload: &[u8],
+    ) -> (Result<(), IoError>, Vec<u8>) {
+        let Some(disk) = self.disks.get_mut(name) else {
+            return (Err(IoError::Broken), Vec::new());
+        };
+        if fenced {
+            return (Err(IoError::Fenced), Vec::new());
+        }
+        if header.offset + u64::from(header.length) > disk.size {
+            return (Err(IoError::Broken), Vec::new());
+        }
+        let sector = header.offset / SECTOR;
+        match header.command {
+            command::READ => {
+                let stamp = disk.sectors.get(&sector).copied().unwrap_or(0);
+                let mut data = stamp.to_le_bytes().to_vec();
+                data.resize(header.length as usize, 0);
+                (Ok(()), data)
+            }
+            command::WRITE => {
+                let stamp = payload.first_chunk().map_or(0, |chunk| u64::from_le_bytes(*chunk));
+                if let Err(error) = disk.write(sector, stamp, epoch) {
+                    self.violation(format!("{name}: {error}"));
+                }
+                (Ok(()), Vec::new())
+            }
+            _ => (Ok(()), Vec::new()),
+        }
+    }
+}

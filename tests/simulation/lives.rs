@@ -1,0 +1,390 @@
+//! Carries a scenario out: supervisors live and end, things happen, calls are made and held to what
+//! they promise.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use cleat::control::executor::{Executor, Halt, MapSpec};
+use cleat::control::mapping::State;
+use cleat::control::node::{Node, Parts};
+use cleat::control::offload::simulation;
+use cleat::control::random::Random;
+use cleat::control::volume::View;
+use cleat::error::{Error, ErrorKind};
+use cleat::kernel::Holder;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::checks;
+use crate::clock::{self, Pulse};
+use crate::disks::Disk;
+use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Volume};
+use crate::world::{SimLauncher, World};
+
+/// A life that lasts longer is stuck.
+const LIFE_LIMIT: Duration = Duration::from_secs(3600);
+
+/// For everything that is wrong to be put right, once nothing new happens.
+const CALM: Duration = Duration::from_secs(150);
+
+/// Runs a scenario. What went wrong, if anything did.
+pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
+    let world = World::new(seed, scenario.faults_per_mille);
+    for volume in scenario.volumes.iter().filter(|volume| volume.uri.starts_with("file:")) {
+        world.state().disks.insert(volume.uri.clone(), Disk::new(1 << 16));
+    }
+    let mut boot = 1;
+    let last = scenario.lives.len() - 1;
+    for (nth, life) in scenario.lives.iter().enumerate() {
+        let stays = nth == last && !scenario.fresh;
+        tracing::debug!(nth, end = ?life.end, "LIFE");
+        let player = Player { world: world.clone(), volumes: &scenario.volumes };
+        let dice = Dice::new(seed ^ 0x5eed ^ (nth as u64) << 32);
+        lead(&player, life, (boot, dice), stays.then_some(scenario.lasting));
+        if world.violations().is_empty() && !stays {
+            for op in &life.between {
+                tracing::debug!(?op, "BETWEEN");
+                boot += u64::from(matches!(op, Op::Reboot));
+                player.happen_between(op);
+            }
+        }
+    }
+    if scenario.fresh && world.violations().is_empty() {
+        let quiet = Life { steps: Vec::new(), end: End::Crash, between: Vec::new(), blind: false };
+        tracing::debug!("LIFE to the end");
+        let player = Player { world: world.clone(), volumes: &scenario.volumes };
+        lead(&player, &quiet, (boot, Dice::new(seed)), Some(scenario.lasting));
+    }
+    world.violations()
+}
+
+/// One life of a supervisor. `to_the_end`: all becomes calm then, and is looked at.
+fn lead(
+    player: &Player<'_>,
+    life: &Life,
+    (boot, dice): (u64, Dice),
+    to_the_end: Option<Option<Lasting>>,
+) {
+    let world = &player.world;
+    world.state().blind = life.blind;
+    if life.steps.is_empty() {
+        checks::calm_down(world, player.volumes, to_the_end.flatten());
+    }
+    let end = if to_the_end.is_some() { End::Crash } else { life.end };
+    simulation::install(Some(gate(world, end, dice)));
+    let pulse = Arc::new(Pulse::default());
+    let runtime = clock::runtime(&pulse);
+    runtime.block_on(async {
+        clock::begin();
+        tokio::spawn(clock::beat(Arc::clone(&pulse), world.clone()));
+        let lived = pin!(timeout(LIFE_LIMIT, live(player, life, boot, end, to_the_end)));
+        tokio::select! {
+            biased;
+            () = world.crashed() => tracing::debug!("CRASH"),
+            lived = lived => if lived.is_err() {
+                world.violation("a life did not end".into());
+            },
+        }
+        clock::end();
+    });
+    // In the middle of everything.
+    drop(runtime);
+    simulation::install(None);
+    world.bury_supervisor();
+}
+
+async fn live(
+    player: &Player<'_>,
+    life: &Life,
+    boot: u64,
+    end: End,
+    to_the_end: Option<Option<Lasting>>,
+) {
+    let world = &player.world;
+    let passed = AtomicU64::new(0);
+    let halting = world.clone();
+    let halt: Halt = Arc::new(move |point: &str| {
+        let here = end == End::AtPoint(passed.fetch_add(1, Ordering::Relaxed));
+        if here {
+            tracing::debug!(point, "HALT");
+            halting.crash();
+        }
+        here || halting.has_crashed()
+    });
+    let kernel = world.kernel().clone();
+    let parts = Parts {
+        kernel: Box::new(move || Arc::new(kernel)),
+        launcher: Arc::new(SimLauncher(world.clone())),
+        random: Random::seeded(boot ^ world.state().next_life()),
+        boot_id: format!("boot {boot}"),
+        halt: Some(halt),
+    };
+    let node = match Node::start(&world.config(), parts).await {
+        Ok(node) => node,
+        Err(error) => return world.violation(format!("it does not start: {}", error.report())),
+    };
+    for (pause, op) in &life.steps {
+        sleep(*pause).await;
+        tracing::debug!(?op, "STEP");
+        player.happen(op, node.executor()).await;
+    }
+    if let Some(lasting) = to_the_end {
+        if !life.steps.is_empty() {
+            checks::calm_down(world, player.volumes, lasting);
+        }
+        world.state().blind = false;
+        sleep(CALM).await;
+        checks::at_the_end(world, player.volumes, lasting, node.executor()).await;
+    } else if life.end == End::Shutdown {
+        node.shutdown().await;
+    }
+}
+
+/// What passes around every call that may block: now and then some time, and the crash that a
+/// script wants there.
+fn gate(world: &World, end: End, dice: Dice) -> simulation::Gate {
+    let calls = AtomicU64::new(0);
+    let dice = std::sync::Mutex::new(dice);
+    let world = world.clone();
+    let moment = move |crashes: bool, delay: Duration| -> simulation::Moment {
+        let world = world.clone();
+        Box::pin(async move {
+            if !delay.is_zero() {
+                sleep(delay).await;
+            }
+            if crashes {
+                tracing::debug!("HALT in a call");
+                world.crash();
+            }
+            if world.has_crashed() {
+                std::future::pending::<()>().await;
+            }
+        })
+    };
+    Arc::new(move || {
+        let nth = calls.fetch_add(1, Ordering::Relaxed);
+        let mut dice = dice.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let slow = dice.below(12) == 0;
+        let delay = if slow { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
+        (
+            moment(end == End::AtCall(nth, false), delay),
+            moment(end == End::AtCall(nth, true), delay),
+        )
+    })
+}
+
+/// Does what a script says.
+struct Player<'a> {
+    world: World,
+    volumes: &'a [Volume],
+}
+
+impl Player<'_> {
+    fn name(&self, at: usize) -> &'static str {
+        self.volumes[at].name
+    }
+
+    fn worker(&self, at: usize) -> Option<u32> {
+        self.world.worker_of(self.name(at))
+    }
+
+    async fn happen(&self, op: &Op, executor: &Arc<Executor>) {
+        let world = &self.world;
+        let (executor, name) = (Arc::clone(executor), |at: usize| self.name(at));
+        match op {
+            Op::Map(at, seconds) => {
+                let spec = spec_of(&self.volumes[*at]);
+                let deadline = Instant::now() + Duration::from_secs(*seconds);
+                tokio::spawn(map(world.clone(), executor, spec, deadline));
+            }
+            Op::Unmap(at, by) => {
+                let target = match by {
+                    By::Name => name(*at).to_owned(),
+                    By::Uri => self.volumes[*at].uri.clone(),
+                    By::Device => {
+                        let device = world.devices_of(name(*at)).into_iter().next();
+                        device.map_or(name(*at).to_owned(), |d| format!("/dev/nbd{}", d.index))
+                    }
+                };
+                tokio::spawn(unmap(world.clone(), executor, target));
+            }
+            Op::Resize(at, size) => {
+                tokio::spawn(resize(world.clone(), executor, name(*at), *size));
+            }
+            Op::Pass(time) => sleep(*time).await,
+            other => self.happen_between(other),
+        }
+    }
+
+    /// What needs no supervisor.
+    fn happen_between(&self, op: &Op) {
+        let (world, kernel) = (&self.world, self.world.kernel());
+        let seen = |at: &usize| world.devices_of(self.name(*at)).into_iter().next();
+        let device = |at: &usize| seen(at).map(|device| device.index);
+        let submit = |at: &usize, sector: &u64, writes: bool| {
+            seen(at).map(|device| world.submit(&device, *sector, writes));
+        };
+        let uri = |at: &usize| self.volumes[*at].uri.as_str();
+        match op {
+            Op::Write(at, sector) => submit(at, sector, true),
+            Op::Read(at, sector) => submit(at, sector, false),
+            Op::Kill(at) => self.worker(*at).into_iter().for_each(|pid| world.kill(pid)),
+            Op::Stop(at) => self.with_worker(*at, |worker| {
+                (worker.stopped, worker.was_stopped) = (true, true);
+            }),
+            Op::Continue(at) => self.with_worker(*at, |worker| worker.stopped = false),
+            Op::CutChannel(at) => self.with_worker(*at, |worker| worker.cut_channel()),
+            Op::Fence(at) => self.with_worker(*at, |worker| worker.fenced = true),
+            Op::Latency(at, time) => self.with_worker(*at, |worker| worker.quirks.latency = *time),
+            Op::Next(quirks) => world.state().quirks.push_back(quirks.clone()),
+            Op::Inject(call, fault) => kernel.inject(*call, *fault),
+            Op::Vanish(at) => device(at).into_iter().for_each(|index| kernel.vanish(index)),
+            Op::KillLinks(at) => device(at).into_iter().for_each(|index| kernel.kill_links(index)),
+            Op::LoseEvents(lost) => kernel.lose_events(*lost),
+            Op::Hold(at) => self.hold(*at),
+            Op::Release(at) => {
+                device(at).into_iter().for_each(|index| kernel.set_holders(index, Vec::new()));
+            }
+            Op::Module(loaded) => kernel.set_module(*loaded),
+            Op::Foreign(index) => {
+                if kernel.show().iter().any(|d| d.index == *index && !d.connected) {
+                    kernel.add_foreign(*index, 1 << 20, Some("somebody else's"));
+                }
+            }
+            Op::Gone(at, gone) => self.with_disk(uri(at), |disk| disk.gone = *gone),
+            Op::Hung(at, hung) => self.with_disk(uri(at), |disk| disk.hung = *hung),
+            Op::Size(at, size) => self.with_disk(uri(at), |disk| disk.size = *size),
+            Op::JournalFull(at) => self.with_record(*at, |path| {
+                // Every write to it fails as on a full disk.
+                let _ = std::os::unix::fs::symlink("/dev/full", path.with_extension("tmp"));
+            }),
+            Op::Corrupt(at) => self.with_record(*at, |path| {
+                let text = std::fs::read(path).unwrap_or_default();
+                let _ = std::fs::write(path, &text[..text.len() / 2]);
+            }),
+            Op::Forget(at) => self.with_record(*at, |path| {
+                let _ = std::fs::remove_file(path);
+            }),
+            Op::Reboot => self.reboot(),
+            Op::Pass(time) => self.pass(*time),
+            Op::Map(..) | Op::Unmap(..) | Op::Resize(..) => {}
+        }
+    }
+
+    fn hold(&self, at: usize) {
+        for device in self.world.devices_of(self.name(at)) {
+            let holder = Holder::Process { pid: 4711, command: "dd".into() };
+            self.world.kernel().set_holders(device.index, vec![holder]);
+        }
+    }
+
+    fn with_worker(&self, at: usize, action: impl FnOnce(&mut crate::workers::Worker)) {
+        let Some(pid) = self.worker(at) else { return };
+        self.world.state().workers.get_mut(&pid).map(action);
+    }
+
+    fn with_disk(&self, uri: &str, action: impl FnOnce(&mut Disk)) {
+        self.world.state().disks.get_mut(uri).map(action);
+    }
+
+    fn with_record(&self, at: usize, action: impl FnOnce(&std::path::Path)) {
+        let found = checks::records(&self.world).into_iter().find(|(_, n)| n == self.name(at));
+        if let Some((id, _)) = found {
+            self.world.state().touched.insert(id.clone());
+            action(&self.world.records().join(format!("{id}.json")));
+        }
+    }
+
+    /// Everything of the kernel's goes, and what lies under /run.
+    fn reboot(&self) {
+        let pids: Vec<u32> = self.world.state().workers.keys().copied().collect();
+        for pid in pids {
+            self.world.state().end(pid);
+        }
+        for device in self.world.kernel().show() {
+            self.world.kernel().set_holders(device.index, Vec::new());
+            self.world.kernel().vanish(device.index);
+        }
+        let _ = std::fs::remove_dir_all(self.world.config().runtime_dir);
+    }
+
+    /// Time without a supervisor: the rest of the world goes on.
+    fn pass(&self, time: Duration) {
+        let until = clock::now() + time;
+        loop {
+            while self.world.turn() {}
+            let left = until.saturating_duration_since(clock::now());
+            match self.world.next_due() {
+                Some(due) if due < left => clock::pass(due),
+                _ => return clock::pass(left),
+            }
+        }
+    }
+}
+
+pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
+    MapSpec {
+        name: volume.name.to_owned(),
+        uri: volume.uri.clone(),
+        read_only: volume.read_only,
+        connections: volume.connections,
+        block_size: 0,
+        dead_connection_timeout_s: 0,
+    }
+}
+
+async fn map(world: World, executor: Arc<Executor>, spec: MapSpec, deadline: Instant) {
+    let known = executor.register().get(&spec.name).is_some();
+    let before = checks::traces(&world, &spec.name);
+    let result = executor.map(&spec, deadline).await;
+    tracing::debug!(name = spec.name, result = ?result.as_ref().map(brief).map_err(Error::report), "MAPPED");
+    match result {
+        Ok(view) => checks::after_map(&world, &view),
+        Err(error) => {
+            late(&world, "map", deadline, Duration::from_secs(45));
+            let undone = !error.report().contains("undoing it failed");
+            if !known && undone && error.kind() != ErrorKind::Aborted {
+                checks::after_failed_map(&world, &executor, &spec.name, &before, &error);
+            }
+        }
+    }
+}
+
+async fn unmap(world: World, executor: Arc<Executor>, target: String) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let volume = executor.register().get(&target);
+    let result = executor.unmap(&target, deadline).await;
+    tracing::debug!(target, result = ?result.as_ref().map_err(Error::report), "UNMAPPED");
+    late(&world, "unmap", deadline, Duration::from_secs(10));
+    if let (Ok(_), Some(volume)) = (&result, volume) {
+        checks::after_unmap(&world, &volume.mapping_id);
+    }
+}
+
+async fn resize(world: World, executor: Arc<Executor>, name: &'static str, size: u64) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let result = executor.resize(name, size, deadline).await;
+    tracing::debug!(name, size, result = ?result.as_ref().map(brief).map_err(Error::report), "RESIZED");
+    late(&world, "resize", deadline, Duration::from_secs(10));
+    if let Ok(view) = result
+        && size != 0
+        && view.state == State::Mapped
+        && view.device.is_some_and(|device| device.size < size)
+        && !world.state().has_liar(&view.record.mapping_id)
+    {
+        world.violation(format!("{name} was resized to {size} and is {:?}", view.device));
+    }
+}
+
+/// No call may take much longer than it was given.
+fn late(world: &World, what: &str, deadline: Instant, slack: Duration) {
+    if Instant::now() > deadline + slack {
+        let by = Instant::now() - deadline;
+        world.violation(format!("{what} came back {by:?} after its deadline"));
+    }
+}
+
+fn brief(view: &View) -> String {
+    format!("{:?} {:?}", view.state, view.device)
+}

@@ -1,0 +1,118 @@
+//! Seeded runs of the whole control side: the supervisor as it is, on a simulated kernel, simulated
+//! workers, volumes, users and mishaps, in virtual time and on one thread. From whatever state it
+//! gets into, it must come to mapped and working, or to unmapped and reported.
+//!
+//! A seed that fails prints its scenario and what happened. `CLEAT_SIM_SEED=n` runs one again, with
+//! all its events; `CLEAT_SIM_SEEDS=from..to` runs others than the ones that every run takes.
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+mod checks;
+mod clock;
+mod connections;
+mod disks;
+mod lives;
+mod scenario;
+mod trace;
+mod workers;
+mod world;
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Runs of a full test.
+const SEEDS: Range<u64> = 0..10_000;
+
+/// Seeds that have found something: what it was, is in the history of this line.
+const REGRESSIONS: &[u64] = &[];
+
+/// Failures that are shown; the rest is counted.
+const SHOWN: usize = 3;
+
+#[test]
+fn every_seed_ends_well() {
+    if let Some(seed) = number("CLEAT_SIM_SEED") {
+        let (failures, trace) = trace::record(|| run(seed));
+        println!("{:#?}\n{trace}", scenario::of(seed));
+        assert!(failures.is_empty(), "seed {seed}: {failures:#?}");
+        return;
+    }
+    let seeds = seeds();
+    let next = AtomicU64::new(seeds.start);
+    let failed = Mutex::new(Vec::new());
+    let threads = std::thread::available_parallelism().map_or(2, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    let failures = run(seed);
+                    if !failures.is_empty() {
+                        failed.lock().unwrap().push((seed, failures));
+                    }
+                }
+            });
+        }
+    });
+    let mut failed = failed.into_inner().unwrap();
+    failed.sort();
+    for (seed, failures) in failed.iter().take(SHOWN) {
+        show(*seed, failures);
+    }
+    for (seed, failures) in failed.iter().skip(SHOWN) {
+        println!("seed {seed}: {}", failures[0]);
+    }
+    let all: Vec<u64> = failed.iter().map(|(seed, _)| *seed).collect();
+    assert!(all.is_empty(), "{} of {seeds:?} failed: {all:?}", all.len());
+}
+
+#[test]
+fn what_once_failed_does_not_fail_again() {
+    for seed in REGRESSIONS {
+        let failures = run(*seed);
+        if !failures.is_empty() {
+            show(*seed, &failures);
+        }
+        assert!(failures.is_empty(), "seed {seed} fails again");
+    }
+}
+
+/// The same seed is the same run: what a failure prints can be run again.
+#[test]
+fn a_seed_replays() {
+    for seed in 0..20 {
+        let (first, again) = (trace::record(|| run(seed)).1, trace::record(|| run(seed)).1);
+        assert_eq!(first, again, "seed {seed}");
+    }
+}
+
+/// What went wrong under a seed.
+fn run(seed: u64) -> Vec<String> {
+    let scenario = scenario::of(seed);
+    catch_unwind(AssertUnwindSafe(|| lives::run(seed, &scenario))).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?");
+        vec![format!("panicked: {text}")]
+    })
+}
+
+fn show(seed: u64, failures: &[String]) {
+    let (again, trace) = trace::record(|| run(seed));
+    let replayed = if again == failures { "" } else { " (the second run went otherwise)" };
+    println!("seed {seed}{replayed}: {failures:#?}\n{:#?}\n{trace}", scenario::of(seed));
+    println!("run it again with CLEAT_SIM_SEED={seed}");
+}
+
+fn seeds() -> Range<u64> {
+    let Ok(text) = std::env::var("CLEAT_SIM_SEEDS") else { return SEEDS };
+    let (from, to) = text.split_once("..").expect("CLEAT_SIM_SEEDS=from..to");
+    from.parse().unwrap()..to.parse().unwrap()
+}
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok()?.parse().ok()
+}

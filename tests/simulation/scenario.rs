@@ -1,0 +1,287 @@
+//! What a seed stands for: lives of supervisors, what users and fate do in each, and how it ends.
+
+use std::time::Duration;
+
+use cleat::control::random::Random;
+use cleat::error::ErrorKind;
+use cleat::kernel::sim::{Call, Fault};
+
+use crate::workers::{Open, Quirks};
+
+/// All of it.
+#[derive(Debug)]
+pub(crate) struct Scenario {
+    pub(crate) volumes: Vec<Volume>,
+    /// Kernel calls in a thousand that misbehave, until all is calm.
+    pub(crate) faults_per_mille: u32,
+    pub(crate) lives: Vec<Life>,
+    /// What stays wrong to the end.
+    pub(crate) lasting: Option<Lasting>,
+    /// Whether the last supervisor lives to the end, or a fresh one follows.
+    pub(crate) fresh: bool,
+}
+
+/// A volume and how it is mapped.
+#[derive(Debug)]
+pub(crate) struct Volume {
+    pub(crate) name: &'static str,
+    pub(crate) uri: String,
+    pub(crate) connections: u32,
+    pub(crate) read_only: bool,
+}
+
+/// From a supervisor's start to the next one's.
+#[derive(Debug)]
+pub(crate) struct Life {
+    /// Each after a pause.
+    pub(crate) steps: Vec<(Duration, Op)>,
+    pub(crate) end: End,
+    /// While there is no supervisor.
+    pub(crate) between: Vec<Op>,
+    /// It cannot see its workers' processes.
+    pub(crate) blind: bool,
+}
+
+/// How a life ends; the steps' end is its end in any case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    Crash,
+    /// At the nth point that the executor passes.
+    AtPoint(u64),
+    /// At the nth call that may block: before it, or after its effect.
+    AtCall(u64, bool),
+    Shutdown,
+}
+
+/// Something that stays as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lasting {
+    Stopped(usize),
+    Gone(usize),
+    Held(usize),
+}
+
+/// Something that happens. Volumes are meant by their place.
+#[derive(Debug, Clone)]
+pub(crate) enum Op {
+    Map(usize, u64),
+    Unmap(usize, By),
+    Resize(usize, u64),
+    Write(usize, u64),
+    Read(usize, u64),
+    Kill(usize),
+    Stop(usize),
+    Continue(usize),
+    CutChannel(usize),
+    Fence(usize),
+    Latency(usize, Duration),
+    Next(Quirks),
+    Inject(Call, Fault),
+    Vanish(usize),
+    KillLinks(usize),
+    LoseEvents(bool),
+    Hold(usize),
+    Release(usize),
+    Module(bool),
+    Foreign(u32),
+    Gone(usize, bool),
+    Hung(usize, bool),
+    Size(usize, u64),
+    JournalFull(usize),
+    /// Between lives only.
+    Corrupt(usize),
+    Forget(usize),
+    Reboot,
+    Pass(Duration),
+}
+
+/// What a user calls a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum By {
+    Name,
+    Uri,
+    Device,
+}
+
+/// What a seed stands for.
+pub(crate) fn of(seed: u64) -> Scenario {
+    Dice::new(seed).scenario()
+}
+
+/// The one source of chance.
+pub(crate) struct Dice(Random);
+
+impl Dice {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(Random::seeded(seed))
+    }
+
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.0.next() % bound
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    fn pick<T: Clone>(&mut self, from: &[T]) -> T {
+        let at = self.below(from.len() as u64);
+        from[usize::try_from(at).unwrap_or(0)].clone()
+    }
+
+    fn millis(&mut self, of: &[u64]) -> Duration {
+        Duration::from_millis(self.pick(of))
+    }
+
+    fn scenario(&mut self) -> Scenario {
+        let count = self.pick(&[1, 1, 1, 2, 2, 3]);
+        let volumes: Vec<Volume> = (0..count).map(|at| self.volume(at)).collect();
+        let faults_per_mille = self.pick(&[0, 0, 10, 50, 150]);
+        let lives = self.pick(&[1, 2, 2, 3, 4]);
+        let lives = (0..lives).map(|nth| self.life(count, nth == 0)).collect();
+        let at = usize::try_from(self.below(count as u64)).unwrap_or(0);
+        let lasting = [Lasting::Stopped(at), Lasting::Gone(at), Lasting::Held(at)];
+        let lasting = self.one_in(4).then(|| self.pick(&lasting));
+        Scenario { volumes, faults_per_mille, lives, lasting, fresh: !self.one_in(3) }
+    }
+
+    fn volume(&mut self, at: usize) -> Volume {
+        let name = ["a", "b", "c"][at];
+        let uri = match self.below(8) {
+            0 | 1 => "mem:64K".to_owned(),
+            // Now and then two names want the same volume.
+            2 => "file:/a".to_owned(),
+            _ => format!("file:/{name}"),
+        };
+        let read_only = self.one_in(12);
+        Volume { name, uri, connections: self.pick(&[1, 1, 1, 2, 3]), read_only }
+    }
+
+    fn life(&mut self, volumes: usize, first: bool) -> Life {
+        let count = 2 + self.below(9);
+        let mut steps: Vec<(Duration, Op)> = (0..count)
+            .map(|_| {
+                let pause = self.millis(&[0, 0, 0, 1, 10, 100, 1000, 4000, 12_000]);
+                (pause, self.op(volumes))
+            })
+            .collect();
+        if first {
+            // Nothing much happens to what is not mapped.
+            steps.splice(0..0, (0..volumes).map(|at| (Duration::ZERO, Op::Map(at, 30))));
+        }
+        let end = match self.below(8) {
+            0 => End::Shutdown,
+            1 | 2 => End::AtPoint(self.below(60)),
+            3..=5 => End::AtCall(self.below(80), self.one_in(2)),
+            _ => End::Crash,
+        };
+        let between = (0..self.below(4)).map(|_| self.between(volumes)).collect();
+        Life { steps, end, between, blind: self.one_in(16) }
+    }
+
+    fn op(&mut self, volumes: usize) -> Op {
+        let at = usize::try_from(self.below(volumes as u64)).unwrap_or(0);
+        let sector = self.below(crate::disks::SECTORS);
+        match self.below(60) {
+            0..=7 => Op::Map(at, self.pick(&[1, 5, 30, 60])),
+            8..=12 => Op::Unmap(at, self.pick(&[By::Name, By::Name, By::Uri, By::Device])),
+            13 | 14 => Op::Resize(at, self.pick(&[0, 1 << 16, 1 << 17, (1 << 17) + 512, 100])),
+            15..=23 => Op::Write(at, sector),
+            24..=26 => Op::Read(at, sector),
+            27..=31 => Op::Kill(at),
+            32 | 33 => Op::Stop(at),
+            34 | 35 => Op::Continue(at),
+            36 => Op::CutChannel(at),
+            37 => self.rarely(Op::Fence(at)),
+            38 => Op::Latency(at, self.millis(&[0, 5, 300, 5000])),
+            39..=43 => Op::Next(self.quirks()),
+            44..=46 => self.inject(),
+            47 => Op::Vanish(at),
+            48 | 49 => Op::KillLinks(at),
+            50 => Op::LoseEvents(self.one_in(2)),
+            51 => Op::Hold(at),
+            52 => Op::Release(at),
+            53 => Op::Module(!self.one_in(3)),
+            54 => Op::Foreign(u32::try_from(self.below(6)).unwrap_or(0)),
+            55 => Op::Gone(at, self.one_in(2)),
+            56 => Op::Hung(at, self.one_in(2)),
+            57 => Op::Size(at, self.pick(&[1 << 15, 1 << 16, 1 << 17])),
+            58 => Op::JournalFull(at),
+            _ => Op::Pass(Duration::from_secs(20)),
+        }
+    }
+
+    fn rarely(&mut self, op: Op) -> Op {
+        if self.one_in(3) { op } else { Op::Pass(Duration::from_secs(1)) }
+    }
+
+    fn between(&mut self, volumes: usize) -> Op {
+        let at = usize::try_from(self.below(volumes as u64)).unwrap_or(0);
+        let sector = self.below(crate::disks::SECTORS);
+        match self.below(16) {
+            0..=3 => Op::Kill(at),
+            4 => Op::Stop(at),
+            5 => Op::Vanish(at),
+            6 => Op::Corrupt(at),
+            7 => Op::Forget(at),
+            8 => self.rarely(Op::Reboot),
+            9 | 10 => Op::Write(at, sector),
+            11 => Op::Next(self.quirks()),
+            12 => Op::KillLinks(at),
+            13 => Op::Hold(at),
+            _ => Op::Pass(self.millis(&[1, 1000, 30_000])),
+        }
+    }
+
+    fn quirks(&mut self) -> Quirks {
+        use ErrorKind::{InUse, InvalidArgument, NotFound, Unavailable};
+        let nth = u32::try_from(self.below(4)).unwrap_or(0);
+        let none = Quirks::default();
+        match self.below(13) {
+            0 => Quirks { not_launched: true, ..none },
+            1 => Quirks { dies_at_start: true, ..none },
+            2 => {
+                let kinds = [NotFound, Unavailable, InUse, InvalidArgument];
+                Quirks { open: Open::Fails(self.pick(&kinds)), ..none }
+            }
+            3 => Quirks { open: Open::Takes(self.millis(&[100, 3000, 25_000])), ..none },
+            4 => Quirks { open: Open::Hangs, ..none },
+            5 | 6 => Quirks { dies_at_answer: Some((nth, self.one_in(2))), ..none },
+            7 => Quirks { mute_at_answer: Some(nth), ..none },
+            8 => Quirks { nonsense_at_answer: Some(nth), ..none },
+            9 => Quirks { hangs_up_at_answer: Some(nth), ..none },
+            10 => Quirks { size_lie: self.pick(&[-4096, -512, 100, 512, 8192]), ..none },
+            11 => Quirks { ignores_stop: true, ..none },
+            _ => Quirks {
+                linger: self.millis(&[20, 900, 4000, 15_000]),
+                latency: self.millis(&[0, 500]),
+                ..none
+            },
+        }
+    }
+
+    fn inject(&mut self) -> Op {
+        use ErrorKind::{Internal, NotFound, TimedOut, Unavailable};
+        let call = self.pick(&[
+            Call::Connect,
+            Call::Connect,
+            Call::Reconfigure,
+            Call::Reconfigure,
+            Call::Resize,
+            Call::Disconnect,
+            Call::Devices,
+            Call::Holders,
+            Call::WaitReady,
+            Call::Flush,
+        ]);
+        let mut faults =
+            vec![Fault::Fail(self.pick(&[Internal, NotFound, TimedOut, Unavailable])), Fault::Hang];
+        match call {
+            Call::Connect => faults.extend([Fault::LateEffect, Fault::LoseLink, Fault::Vanish]),
+            Call::Reconfigure => faults.extend([Fault::LateEffect, Fault::DropSockets]),
+            Call::Resize | Call::Disconnect => faults.push(Fault::LateEffect),
+            _ => {}
+        }
+        Op::Inject(call, self.pick(&faults))
+    }
+}

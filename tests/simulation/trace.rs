@@ -1,0 +1,54 @@
+//! What happened in a run, line by line with the world's time: the supervisor's own log among it.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::FormatTime;
+
+use crate::clock;
+
+/// Runs something, and says what it gave and what happened.
+pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, String) {
+    let lines = Lines::default();
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter("cleat=trace,simulation=trace")
+        .with_writer(lines.clone())
+        .with_ansi(false)
+        .with_timer(WorldTime)
+        .finish();
+    let result = tracing::subscriber::with_default(subscriber, run);
+    let bytes = lines.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    (result, String::from_utf8_lossy(&bytes).into_owned())
+}
+
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl MakeWriter<'_> for Lines {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
+
+struct WorldTime;
+
+impl FormatTime for WorldTime {
+    fn format_time(&self, writer: &mut Writer<'_>) -> std::fmt::Result {
+        write!(writer, "{:>9.3}", clock::elapsed().as_secs_f64())
+    }
+}

@@ -1,0 +1,536 @@
+//! Worker processes without processes: each does, when it gets its turn, what `cleat worker` would,
+//! on the real channel, control socket and connections; and what a script has it do wrong.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use cleat::backend::Features;
+use cleat::control::mapping::WorkerId;
+use cleat::data::nbd::wire::transmission_flags;
+use cleat::error::ErrorKind;
+use cleat::statistics::{Page, Recorder};
+use cleat::sys::packet;
+use cleat::worker::protocol::{Failure, FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::EventFd;
+
+use crate::connections::Connection;
+use crate::world::Surroundings;
+
+/// What a worker does wrong.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Quirks {
+    /// The process cannot be started at all.
+    pub(crate) not_launched: bool,
+    /// Ends before it reads anything.
+    pub(crate) dies_at_start: bool,
+    /// How opening the volume goes.
+    pub(crate) open: Open,
+    /// Dies in the place of its nth answer; before or after it has done what was asked.
+    pub(crate) dies_at_answer: Option<(u32, bool)>,
+    /// Says nothing more from its nth answer on, and serves.
+    pub(crate) mute_at_answer: Option<u32>,
+    /// Its nth answer is none.
+    pub(crate) nonsense_at_answer: Option<u32>,
+    /// Closes its channel in the place of its nth answer, and serves.
+    pub(crate) hangs_up_at_answer: Option<u32>,
+    /// Added to the size that it tells.
+    pub(crate) size_lie: i64,
+    /// Does nothing when told to stop.
+    pub(crate) ignores_stop: bool,
+    /// How long SIGKILL takes: it waits in the kernel.
+    pub(crate) linger: Duration,
+    /// From a request to its effect and answer.
+    pub(crate) latency: Duration,
+}
+
+/// How opening a volume goes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Open {
+    #[default]
+    Well,
+    Fails(ErrorKind),
+    Takes(Duration),
+    Hangs,
+}
+
+/// A simulated worker process.
+pub(crate) struct Worker {
+    pub(crate) id: WorkerId,
+    /// Written to when it ends: what a pidfd tells.
+    pub(crate) exit: EventFd,
+    pub(crate) quirks: Quirks,
+    /// By SIGSTOP.
+    pub(crate) stopped: bool,
+    /// It has been stopped at some time.
+    pub(crate) was_stopped: bool,
+    /// SIGKILL takes effect then.
+    pub(crate) dying: Option<Instant>,
+    pub(crate) start: Option<Start>,
+    pub(crate) fenced: bool,
+    /// About the size of its volume.
+    pub(crate) has_lied: bool,
+    /// Counts the opens of all volumes: which one this is.
+    pub(crate) epoch: u64,
+    /// Its name in the disks.
+    pub(crate) disk: String,
+    /// Of its volume, as last looked at.
+    size: u64,
+    pub(crate) connections: Vec<Connection>,
+    pub(crate) page: Option<Page>,
+    channel: Option<OwnedFd>,
+    listener: Option<UnixListener>,
+    strangers: Vec<OwnedFd>,
+    opens_at: Option<Instant>,
+    answers: u32,
+    mute: bool,
+    served: bool,
+    disconnecting: bool,
+    told_fenced: bool,
+    alone_since: Option<Instant>,
+}
+
+/// How a turn went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turn {
+    Quiet,
+    Moved,
+    Ends,
+}
+
+/// As the worker's own: without supervisor and connections it waits so long.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
+
+/// The longest message that a supervisor of these tests sends.
+const MESSAGE_BYTES: usize = 4096;
+
+enum Message {
+    Nothing,
+    End,
+    Bad,
+    Command(ToWorker, Vec<OwnedFd>),
+}
+
+impl Worker {
+    pub(crate) fn new(id: WorkerId, exit: EventFd, channel: OwnedFd, quirks: Quirks) -> Self {
+        set_nonblocking(&channel);
+        let quirks_lie = quirks.size_lie != 0;
+        Self {
+            id,
+            exit,
+            quirks,
+            stopped: false,
+            was_stopped: false,
+            dying: None,
+            start: None,
+            fenced: false,
+            has_lied: quirks_lie,
+            epoch: 0,
+            disk: String::new(),
+            size: 0,
+            connections: Vec::new(),
+            page: None,
+            channel: Some(channel),
+            listener: None,
+            strangers: Vec::new(),
+            opens_at: None,
+            answers: 0,
+            mute: false,
+            served: false,
+            disconnecting: false,
+            told_fenced: false,
+            alone_since: None,
+        }
+    }
+
+    /// The mapping that it was started for, once it knows.
+    pub(crate) fn mapping_id(&self) -> Option<&str> {
+        self.start.as_ref().map(|start| start.mapping_id.as_str())
+    }
+
+    /// Whether it answers a supervisor that asks in order.
+    pub(crate) fn is_sane(&self) -> bool {
+        !self.stopped && !self.mute && self.dying.is_none() && self.opens_at.is_none()
+    }
+
+    /// Makes a script's faults end.
+    pub(crate) fn calm_down(&mut self, now: Instant) {
+        let linger = self.quirks.linger;
+        self.quirks = Quirks { linger, ..Quirks::default() };
+        self.stopped = false;
+        // Whatever it waits for when it opens, comes now.
+        self.opens_at = self.opens_at.map(|at| at.min(now));
+        self.mute = false;
+    }
+
+    /// When it would do something by itself.
+    pub(crate) fn next_due(&self, hung: bool) -> Option<Instant> {
+        let orphan = self.alone_since.map(|since| since + ORPHAN_PATIENCE);
+        let running = self.connections.iter().filter(|_| !hung).filter_map(Connection::next_due);
+        let own = [self.opens_at, orphan].into_iter().flatten();
+        let own = own.chain(running).filter(|_| !self.stopped);
+        own.chain(self.dying).min()
+    }
+
+    /// Whether its threads run.
+    pub(crate) fn is_alive(&self) -> bool {
+        !self.stopped && self.dying.is_none()
+    }
+
+    /// Closes everything, as its end does. What its page counts nobody takes back.
+    pub(crate) fn close(&mut self) {
+        self.cut_channel();
+        self.listener = None;
+        self.strangers.clear();
+        self.connections.iter_mut().for_each(Connection::close);
+    }
+
+    /// Lets go of the channel, as a broken one.
+    pub(crate) fn cut_channel(&mut self) {
+        self.channel = None;
+    }
+
+    /// Does what there is to do now.
+    pub(crate) fn turn(&mut self, around: &mut Surroundings<'_>) -> Turn {
+        if self.dying.is_some_and(|at| at <= around.now) {
+            return Turn::Ends;
+        }
+        if self.stopped {
+            return Turn::Quiet;
+        }
+        if self.dying.is_some() {
+            // Its threads are gone but for what they wait for in the kernel.
+            return if self.serve(around, false) { Turn::Moved } else { Turn::Quiet };
+        }
+        if self.quirks.dies_at_start {
+            return Turn::Ends;
+        }
+        let mut moved = self.serve(around, true);
+        if self.disconnecting && self.connections.is_empty() {
+            self.tell(&FromWorker::Disconnected, &[]);
+            return Turn::Ends;
+        }
+        if self.fenced && !self.told_fenced && self.start.is_some() {
+            self.told_fenced = true;
+            self.tell(&FromWorker::Fenced, &[]);
+        }
+        if self.opens_at.is_some_and(|at| at <= around.now) {
+            self.opens_at = None;
+            if !self.open(around) {
+                return Turn::Ends;
+            }
+            moved = true;
+        }
+        if self.opens_at.is_none() && !self.mute {
+            match self.listen(around) {
+                Turn::Quiet => {}
+                Turn::Moved => moved = true,
+                Turn::Ends => return Turn::Ends,
+            }
+        }
+        if self.is_orphan(around.now) {
+            return Turn::Ends;
+        }
+        if moved { Turn::Moved } else { Turn::Quiet }
+    }
+
+    /// Everything that its connections can do. Says whether they did.
+    pub(crate) fn serve(&mut self, around: &mut Surroundings<'_>, alive: bool) -> bool {
+        let mut moved = false;
+        let (epoch, fenced) = (self.epoch, self.fenced);
+        let latency = self.quirks.latency;
+        for connection in &mut self.connections {
+            moved |= connection.turn(around, &self.disk, (epoch, latency, fenced, alive));
+        }
+        if alive {
+            let ended = |connection: &Connection| connection.has_ended();
+            self.disconnecting |= self.connections.iter().any(|c| ended(c) && c.said_goodbye);
+            let before = self.connections.len();
+            self.connections.retain(|connection| !ended(connection));
+            moved |= before != self.connections.len();
+        }
+        moved
+    }
+
+    /// Reads what supervisors say.
+    fn listen(&mut self, around: &mut Surroundings<'_>) -> Turn {
+        let [channel, listener] = self.ready();
+        let mut turn = Turn::Quiet;
+        if channel {
+            turn = Turn::Moved;
+            let message = self.channel.as_ref().map_or(Message::Nothing, receive);
+            if self.take(message, around) == Turn::Ends {
+                return Turn::Ends;
+            }
+        }
+        let mut strangers = std::mem::take(&mut self.strangers);
+        strangers.retain_mut(|stranger| match receive(stranger) {
+            Message::Nothing => true,
+            message => {
+                turn = Turn::Moved;
+                let socket = stranger.try_clone().expect("a descriptor is left");
+                self.take_stranger(socket, message);
+                false
+            }
+        });
+        self.strangers.append(&mut strangers);
+        if listener && let Some(listener) = &self.listener {
+            // The type is for stream sockets, but accept4(2) is the same for every connected kind.
+            if let Ok((socket, _)) = listener.accept() {
+                turn = Turn::Moved;
+                let socket = OwnedFd::from(socket);
+                set_nonblocking(&socket);
+                self.strangers.push(socket);
+            }
+        }
+        turn
+    }
+
+    /// Whether the channel and the listener have something.
+    fn ready(&self) -> [bool; 2] {
+        let look = |socket: Option<BorrowedFd<'_>>| {
+            socket.is_some_and(|socket| {
+                let mut set = [PollFd::new(socket, PollFlags::POLLIN)];
+                poll(&mut set, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+            })
+        };
+        [
+            look(self.channel.as_ref().map(AsFd::as_fd)),
+            look(self.listener.as_ref().map(AsFd::as_fd)),
+        ]
+    }
+
+    fn take(&mut self, message: Message, around: &mut Surroundings<'_>) -> Turn {
+        match message {
+            Message::Nothing => Turn::Quiet,
+            Message::End => {
+                self.channel = None;
+                if self.served { Turn::Moved } else { Turn::Ends }
+            }
+            Message::Bad => {
+                around.violation(format!("worker {} was sent nonsense", self.id.pid));
+                Turn::Ends
+            }
+            Message::Command(ToWorker::Start(start), descriptors) if self.start.is_none() => {
+                self.begin(start, descriptors, around)
+            }
+            Message::Command(command, descriptors) => self.obey(command, descriptors, around),
+        }
+    }
+
+    fn begin(
+        &mut self,
+        start: Start,
+        mut descriptors: Vec<OwnedFd>,
+        around: &mut Surroundings<'_>,
+    ) -> Turn {
+        around.started(self, &start);
+        let page = descriptors.pop().and_then(|file| Page::from_fd(file).ok());
+        let (Some(page), Some(listener)) = (page, descriptors.pop()) else {
+            around.violation("a worker was started without its descriptors".into());
+            return Turn::Ends;
+        };
+        set_nonblocking(&listener);
+        let listener = UnixListener::from(listener);
+        (self.page, self.listener, self.start) = (Some(page), Some(listener), Some(start));
+        match self.quirks.open {
+            Open::Well | Open::Fails(_) => {
+                if self.open(around) {
+                    Turn::Moved
+                } else {
+                    Turn::Ends
+                }
+            }
+            Open::Takes(time) => {
+                self.opens_at = Some(around.now + time);
+                Turn::Moved
+            }
+            Open::Hangs => {
+                self.opens_at = Some(around.now + Duration::from_secs(1 << 30));
+                Turn::Moved
+            }
+        }
+    }
+
+    /// Whether it lives on.
+    fn open(&mut self, around: &mut Surroundings<'_>) -> bool {
+        let opened = match self.quirks.open {
+            Open::Fails(kind) => Err((kind, "the script has it fail".to_owned())),
+            _ => around.open(self),
+        };
+        match opened {
+            Ok(()) => {
+                self.look(around);
+                let ready = FromWorker::Ready(self.describe());
+                self.answer(&ready)
+            }
+            Err((kind, message)) => {
+                self.answer(&refusal(kind, message));
+                false
+            }
+        }
+    }
+
+    fn obey(
+        &mut self,
+        command: ToWorker,
+        descriptors: Vec<OwnedFd>,
+        around: &mut Surroundings<'_>,
+    ) -> Turn {
+        if self.dies_before_answer() {
+            return Turn::Ends;
+        }
+        let reply = match command {
+            ToWorker::Stop if self.quirks.ignores_stop => return Turn::Moved,
+            ToWorker::Stop => return Turn::Ends,
+            ToWorker::Serve => {
+                self.disconnecting = false;
+                self.served = true;
+                for socket in descriptors {
+                    set_nonblocking(&socket);
+                    let recorder = self.recorder();
+                    self.connections.push(Connection::new(socket, recorder));
+                }
+                FromWorker::Serving
+            }
+            ToWorker::RefreshSize => self.look(around),
+            ToWorker::Resize { size } => {
+                if let Some(disk) = around.disks.get_mut(&self.disk) {
+                    disk.size = size;
+                }
+                self.look(around)
+            }
+            ToWorker::Ping => FromWorker::Done,
+            other => refusal(ErrorKind::Unsupported, format!("{other:?}")),
+        };
+        if self.answer(&reply) { Turn::Moved } else { Turn::Ends }
+    }
+
+    fn take_stranger(&mut self, socket: OwnedFd, message: Message) {
+        let Message::Command(ToWorker::Adopt { version, mapping_id, .. }, _) = message else {
+            return;
+        };
+        let right = version == PROTOCOL_VERSION && self.mapping_id() == Some(mapping_id.as_str());
+        let before = self.channel.replace(socket);
+        if !right {
+            self.tell(&refusal(ErrorKind::InvalidArgument, "another mapping's".into()), &[]);
+            self.channel = before;
+            return;
+        }
+        let page = self.page.as_ref().and_then(|page| page.file().ok());
+        let page: Vec<OwnedFd> = page.into_iter().collect();
+        self.tell(&FromWorker::Ready(self.describe()), &page);
+        if self.fenced {
+            self.tell(&FromWorker::Fenced, &[]);
+        }
+    }
+
+    fn describe(&self) -> Ready {
+        let start = self.start.as_ref();
+        let features = Features {
+            read_only: start.is_some_and(|start| start.read_only),
+            flush: true,
+            fua: true,
+            multi_connection: true,
+            outlives_worker: start.is_some_and(|start| start.uri.starts_with("file:")),
+            ..Features::default()
+        };
+        Ready {
+            version: PROTOCOL_VERSION,
+            oldest: 0,
+            build: String::new(),
+            binary: String::new(),
+            mapping_id: start.map_or_else(String::new, |start| start.mapping_id.clone()),
+            generation: start.map_or(0, |start| start.generation),
+            pid: self.id.pid,
+            size: self.size.saturating_add_signed(self.quirks.size_lie),
+            minimum_block: 512,
+            preferred_block: 4096,
+            transmission_flags: transmission_flags(features),
+            outlives_worker: features.outlives_worker,
+            connections: u32::try_from(self.connections.len()).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// Looks at the size of its volume.
+    fn look(&mut self, around: &Surroundings<'_>) -> FromWorker {
+        self.size = around.disks.get(&self.disk).map_or(0, |disk| disk.size);
+        FromWorker::Size { size: self.size.saturating_add_signed(self.quirks.size_lie) }
+    }
+
+    fn recorder(&self) -> Option<Recorder> {
+        self.page.as_ref()?.any_recorder()
+    }
+
+    fn is_orphan(&mut self, now: Instant) -> bool {
+        if self.channel.is_some() || !self.connections.is_empty() {
+            self.alone_since = None;
+            return false;
+        }
+        now.saturating_duration_since(*self.alone_since.get_or_insert(now)) >= ORPHAN_PATIENCE
+    }
+
+    fn dies_before_answer(&self) -> bool {
+        self.quirks.dies_at_answer == Some((self.answers, false))
+    }
+
+    /// Answers as its script wants it. Whether it lives on.
+    fn answer(&mut self, message: &FromWorker) -> bool {
+        let nth = self.answers;
+        self.answers += 1;
+        if self.quirks.dies_at_answer.is_some_and(|(at, _)| at == nth) {
+            return false;
+        }
+        self.mute |= self.quirks.mute_at_answer == Some(nth);
+        if self.quirks.hangs_up_at_answer == Some(nth) {
+            self.channel = None;
+            return self.served;
+        }
+        if self.mute {
+            return true;
+        }
+        if self.quirks.nonsense_at_answer == Some(nth) {
+            self.send(b"{\"event\":\"sing\"}", &[]);
+            return true;
+        }
+        self.tell(message, &[]);
+        true
+    }
+
+    fn tell(&mut self, message: &FromWorker, descriptors: &[OwnedFd]) {
+        let bytes = serde_json::to_vec(message).expect("every message can be encoded");
+        self.send(&bytes, descriptors);
+    }
+
+    fn send(&mut self, bytes: &[u8], descriptors: &[OwnedFd]) {
+        let Some(channel) = &self.channel else { return };
+        let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        if packet::send(channel.as_fd(), bytes, &borrowed).is_err() && self.served {
+            self.channel = None;
+        }
+    }
+}
+
+fn refusal(kind: ErrorKind, message: String) -> FromWorker {
+    FromWorker::Failed(Failure { kind, message, repair: None })
+}
+
+fn receive(socket: &OwnedFd) -> Message {
+    let mut buffer = [0; MESSAGE_BYTES];
+    match packet::receive(socket.as_fd(), &mut buffer) {
+        Ok((0, _)) => Message::End,
+        Ok((length, descriptors)) => match serde_json::from_slice(&buffer[..length]) {
+            Ok(command) => Message::Command(command, descriptors),
+            Err(_) => Message::Bad,
+        },
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Message::Nothing,
+        Err(_) => Message::End,
+    }
+}
+
+pub(crate) fn set_nonblocking(socket: &OwnedFd) {
+    let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL).expect("it is open"));
+    fcntl(socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK)).expect("it is open");
+}

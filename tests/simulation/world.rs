@@ -1,0 +1,443 @@
+//! Everything around a supervisor, which outlives it: the kernel, worker processes, volumes, and what
+//! their users know. Nothing here has a thread; [`World::turn`] moves it on.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cleat::config::Config;
+use cleat::control::mapping::WorkerId;
+use cleat::control::process::{Handle, Launcher, Process};
+use cleat::error::{Error, ErrorKind, Result};
+use cleat::kernel::Device;
+use cleat::kernel::sim::{Io, Script, SimKernel};
+use cleat::worker::protocol::Start;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use tokio::sync::Notify;
+
+use crate::clock;
+use crate::disks::{Disk, Model, SECTOR};
+use crate::workers::{Quirks, Turn, Worker};
+
+/// A handle on a world.
+#[derive(Clone)]
+pub(crate) struct World(Arc<Shared>);
+
+struct Shared {
+    kernel: SimKernel,
+    directory: tempfile::TempDir,
+    state: Mutex<State>,
+    crash: Notify,
+    crashed: AtomicBool,
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    pub(crate) workers: BTreeMap<u32, Worker>,
+    pub(crate) disks: BTreeMap<String, Disk>,
+    pub(crate) model: Model,
+    /// Of the workers that are launched next.
+    pub(crate) quirks: VecDeque<Quirks>,
+    /// The supervisor lives in another pid namespace than its workers.
+    pub(crate) blind: bool,
+    /// Mappings that a supervisor has called gone.
+    pub(crate) gone: BTreeSet<String>,
+    /// Ended and not reaped: children of the supervisor that lives.
+    zombies: Vec<(WorkerId, OwnedFd)>,
+    /// What dead workers had counted: nobody takes it back from the page.
+    graveyard: Vec<Worker>,
+    violations: Vec<String>,
+    generations: BTreeMap<String, u64>,
+    epochs: u64,
+    launches: u64,
+    lives: u64,
+    /// Mappings whose records a script has damaged.
+    pub(crate) touched: BTreeSet<String>,
+}
+
+/// What a worker sees of the world in its turn.
+pub(crate) struct Surroundings<'a> {
+    pub(crate) now: Instant,
+    pub(crate) disks: &'a mut BTreeMap<String, Disk>,
+    violations: &'a mut Vec<String>,
+    generations: &'a mut BTreeMap<String, u64>,
+    gone: &'a BTreeSet<String>,
+    touched: &'a BTreeSet<String>,
+    epochs: &'a mut u64,
+    records: PathBuf,
+}
+
+impl World {
+    /// A world for one seed.
+    pub(crate) fn new(seed: u64, faults_per_mille: u32) -> Self {
+        clock::reset();
+        // In memory where there is room: a journal that syncs needs no disk here.
+        let memory = std::path::Path::new("/dev/shm");
+        let directory = match memory.is_dir() {
+            true => tempfile::tempdir_in(memory),
+            false => tempfile::tempdir(),
+        };
+        let script = Script { now: clock::now, ..Script::seeded(seed, faults_per_mille) };
+        let world = Self(Arc::new(Shared {
+            kernel: SimKernel::new(script),
+            directory: directory.expect("a directory can be made"),
+            state: Mutex::default(),
+            crash: Notify::new(),
+            crashed: AtomicBool::new(false),
+        }));
+        let shared = Arc::downgrade(&world.0);
+        world.kernel().set_far_end(Arc::new(move || {
+            shared.upgrade().is_some_and(|shared| Self(shared).serve())
+        }));
+        world
+    }
+
+    pub(crate) fn kernel(&self) -> &SimKernel {
+        &self.0.kernel
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        let root = self.0.directory.path();
+        Config { runtime_dir: root.join("run"), state_dir: root.join("state"), ..Config::default() }
+    }
+
+    pub(crate) fn records(&self) -> PathBuf {
+        self.0.directory.path().join("state/mappings")
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Something happened that must not.
+    pub(crate) fn violation(&self, what: String) {
+        tracing::error!("VIOLATION: {what}");
+        self.state().violations.push(what);
+    }
+
+    pub(crate) fn violations(&self) -> Vec<String> {
+        self.state().violations.clone()
+    }
+
+    /// Ends the supervisor here and now.
+    pub(crate) fn crash(&self) {
+        self.0.crashed.store(true, Ordering::Relaxed);
+        self.0.crash.notify_one();
+    }
+
+    pub(crate) fn has_crashed(&self) -> bool {
+        self.0.crashed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) async fn crashed(&self) {
+        self.0.crash.notified().await;
+    }
+
+    /// A supervisor has ended: whoever it was the parent of, init reaps.
+    pub(crate) fn bury_supervisor(&self) {
+        self.state().zombies.clear();
+        self.0.crashed.store(false, Ordering::Relaxed);
+    }
+
+    /// When something happens by itself, from now.
+    pub(crate) fn next_due(&self) -> Option<Duration> {
+        let state = self.state();
+        let hung = |worker: &Worker| state.disks.get(&worker.disk).is_some_and(|disk| disk.hung);
+        let due = state.workers.values().filter_map(|worker| worker.next_due(hung(worker))).min();
+        due.map(|due| due.saturating_duration_since(clock::now()))
+    }
+
+    /// Moves everything on as far as it goes now. Says whether anything moved.
+    pub(crate) fn turn(&self) -> bool {
+        let mut moved = self.kernel().turn();
+        for done in self.kernel().completions() {
+            let read = done.result.as_ref().ok().map(Vec::as_slice);
+            let ended = self.state().model.ended(done.ticket, read);
+            if let Err(error) = ended {
+                self.violation(error);
+            }
+        }
+        let pids: Vec<u32> = self.state().workers.keys().copied().collect();
+        for pid in pids {
+            let mut state = self.state();
+            match state.with(pid, self.records(), |worker, around| worker.turn(around)) {
+                Some(Turn::Ends) => {
+                    state.end(pid);
+                    moved = true;
+                }
+                Some(Turn::Moved) => moved = true,
+                Some(Turn::Quiet) | None => {}
+            }
+        }
+        moved
+    }
+
+    /// Gives the far ends of the kernel's connections a turn, and nothing else.
+    fn serve(&self) -> bool {
+        let mut state = self.state();
+        let pids: Vec<u32> = state.workers.keys().copied().collect();
+        let mut moved = false;
+        for pid in pids {
+            let served = state.with(pid, self.records(), |worker, around| {
+                worker.is_alive() && worker.serve(around, true)
+            });
+            moved |= served.unwrap_or(false);
+        }
+        moved
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(&self, pid: u32) {
+        let mut state = self.state();
+        let Some(worker) = state.workers.get_mut(&pid) else { return };
+        tracing::debug!(pid, "WORLD killed");
+        if worker.quirks.linger.is_zero() {
+            state.end(pid);
+        } else if worker.dying.is_none() {
+            worker.dying = Some(clock::now() + worker.quirks.linger);
+        }
+        drop(state);
+        self.kernel().check_links();
+    }
+
+    /// The process that serves the mapping of that name, or was started to.
+    pub(crate) fn worker_of(&self, name: &str) -> Option<u32> {
+        let state = self.state();
+        let serves = |worker: &&Worker| worker.start.as_ref().is_some_and(|s| s.name == name);
+        state.workers.values().rfind(serves).map(|worker| worker.id.pid)
+    }
+
+    /// Connected devices of the mapping of that name.
+    pub(crate) fn devices_of(&self, name: &str) -> Vec<Device> {
+        let all = cleat_devices(self.kernel());
+        all.into_iter().filter(|d| d.identity().is_some_and(|id| id.name() == name)).collect()
+    }
+
+    /// A device writes, or reads, a sector.
+    pub(crate) fn submit(&self, device: &Device, sector: u64, writes: bool) -> Option<u64> {
+        let identity = device.identity()?;
+        let mut state = self.state();
+        let key = state.key_of(identity.mapping_id())?;
+        let stamp = state.model.next_stamp(&key, sector)?;
+        let offset = sector * SECTOR;
+        if !writes {
+            let length = u32::try_from(SECTOR).unwrap_or(0);
+            let ticket = self.kernel().submit(device.index, Io::Read { offset, length }).ok()?;
+            state.model.reading(ticket, &key, sector);
+            return Some(ticket);
+        }
+        let mut data = stamp.to_le_bytes().to_vec();
+        data.resize(usize::try_from(SECTOR).unwrap_or(0), 0);
+        let ticket = self.kernel().submit(device.index, Io::Write { offset, data }).ok()?;
+        state.model.writing(ticket, &key, sector, stamp);
+        Some(ticket)
+    }
+}
+
+/// Connected devices that carry an identity of ours.
+pub(crate) fn cleat_devices(kernel: &SimKernel) -> Vec<Device> {
+    let all = kernel.show();
+    all.into_iter().filter(|device| device.connected && device.identity().is_some()).collect()
+}
+
+impl State {
+    /// Has a worker do something.
+    fn with<T>(
+        &mut self,
+        pid: u32,
+        records: PathBuf,
+        action: impl FnOnce(&mut Worker, &mut Surroundings<'_>) -> T,
+    ) -> Option<T> {
+        let worker = self.workers.get_mut(&pid)?;
+        let mut around = Surroundings {
+            now: clock::now(),
+            disks: &mut self.disks,
+            violations: &mut self.violations,
+            generations: &mut self.generations,
+            gone: &self.gone,
+            touched: &self.touched,
+            epochs: &mut self.epochs,
+            records,
+        };
+        Some(action(worker, &mut around))
+    }
+
+    fn has_process(&self, pid: u64) -> bool {
+        u32::try_from(pid).is_ok_and(|pid| self.workers.contains_key(&pid))
+    }
+
+    /// Whether a worker of a mapping has told a wrong size.
+    pub(crate) fn has_liar(&self, mapping_id: &str) -> bool {
+        let known = self.workers.values().chain(&self.graveyard);
+        known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
+    }
+
+    /// Of the supervisors, in their order.
+    pub(crate) fn next_life(&mut self) -> u64 {
+        self.lives += 1;
+        self.lives << 32
+    }
+
+    /// Ends a process: everything that it had is closed.
+    pub(crate) fn end(&mut self, pid: u32) {
+        let Some(mut worker) = self.workers.remove(&pid) else { return };
+        tracing::debug!(pid, mapping = worker.mapping_id(), "WORLD a worker ends");
+        worker.close();
+        for disk in self.disks.values_mut() {
+            disk.claims.retain(|claim| claim.pid != pid);
+        }
+        if worker.disk.starts_with("mem:") {
+            self.disks.remove(&worker.disk);
+        }
+        let _ = worker.exit.write(1);
+        let exit = worker.exit.as_fd().try_clone_to_owned().expect("a descriptor is left");
+        self.zombies.push((worker.id, exit));
+        self.graveyard.push(worker);
+    }
+
+    /// The name under which users know a mapping's volume: memory is another one with each mapping.
+    pub(crate) fn key_of(&self, mapping_id: &str) -> Option<String> {
+        self.generations.contains_key(mapping_id).then_some(())?;
+        let known = self.workers.values().chain(&self.graveyard);
+        let mut of_mapping = known.filter(|worker| worker.mapping_id() == Some(mapping_id));
+        of_mapping.find_map(|worker| Some(disk_name(worker.start.as_ref()?)))
+    }
+}
+
+/// Where a worker's volume is.
+fn disk_name(start: &Start) -> String {
+    match start.uri.starts_with("mem:") {
+        true => format!("{}@{}", start.uri, start.mapping_id),
+        false => start.uri.clone(),
+    }
+}
+
+/// Who has a volume open.
+#[derive(Debug, Clone)]
+pub(crate) struct Claim {
+    pub(crate) pid: u32,
+    read_only: bool,
+    pub(crate) mapping_id: String,
+}
+
+impl Surroundings<'_> {
+    pub(crate) fn violation(&mut self, what: String) {
+        tracing::error!("VIOLATION: {what}");
+        self.violations.push(what);
+    }
+
+    /// A worker has been told what to serve.
+    pub(crate) fn started(&mut self, worker: &Worker, start: &Start) {
+        let id = &start.mapping_id;
+        tracing::debug!(pid = worker.id.pid, id, generation = start.generation, "WORLD started");
+        let before = self.generations.insert(id.clone(), start.generation).unwrap_or(0);
+        if start.generation <= before {
+            self.violation(format!("{id}: generation {} after {before}", start.generation));
+        }
+        if self.gone.contains(id) {
+            self.violation(format!("{id}: a worker was started for what is gone"));
+        }
+        // A stopped one reads late what was right when it was sent.
+        let record = std::fs::read(self.records.join(format!("{id}.json"))).unwrap_or_default();
+        let record: serde_json::Value = serde_json::from_slice(&record).unwrap_or_default();
+        let recorded = record["worker"]["pid"] == worker.id.pid
+            && record["worker"]["started_ticks"] == worker.id.started_ticks
+            && record["generation"] == start.generation;
+        if !recorded && !worker.was_stopped && !self.touched.contains(id) {
+            self.violation(format!("{id}: a worker was told to start before it was recorded"));
+        }
+    }
+
+    /// Opens the volume of a worker.
+    pub(crate) fn open(&mut self, worker: &mut Worker) -> Result<(), (ErrorKind, String)> {
+        let Some(start) = &worker.start else { return Err((ErrorKind::Internal, "?".into())) };
+        let name = disk_name(start);
+        if name.starts_with("mem:") {
+            self.disks.insert(name.clone(), Disk::new(1 << 16));
+        }
+        let claim = Claim {
+            pid: worker.id.pid,
+            read_only: start.read_only,
+            mapping_id: start.mapping_id.clone(),
+        };
+        let disk = self.disks.get_mut(&name).filter(|disk| !disk.gone);
+        let Some(disk) = disk else {
+            return Err((ErrorKind::NotFound, format!("{name} does not exist")));
+        };
+        let clash = disk.claims.iter().find(|other| !(other.read_only && claim.read_only)).cloned();
+        if let Some(other) = clash {
+            if other.mapping_id == claim.mapping_id {
+                let (one, two) = (other.pid, claim.pid);
+                self.violation(format!("worker {two} was started while {one} could still write"));
+            }
+            return Err((ErrorKind::InUse, format!("{name} is open elsewhere")));
+        }
+        disk.claims.push(claim);
+        *self.epochs += 1;
+        (worker.epoch, worker.disk) = (*self.epochs, name);
+        Ok(())
+    }
+}
+
+/// Starts simulated workers.
+pub(crate) struct SimLauncher(pub(crate) World);
+
+impl Launcher for SimLauncher {
+    fn launch(&self, channel: OwnedFd) -> Result<Process> {
+        let mut state = self.0.state();
+        let quirks = state.quirks.pop_front().unwrap_or_default();
+        if quirks.not_launched {
+            return Err(Error::new(ErrorKind::NoSpace, "no process can be started"));
+        }
+        state.launches += 1;
+        // Numbers come back soon, as those of a busy node do.
+        let mut numbers = (0..8).map(|n| 100 + (n + state.launches * 3) % 8);
+        let free = numbers.find(|pid| !state.has_process(*pid)).unwrap_or(200 + state.launches);
+        let pid = u32::try_from(free).unwrap_or(0);
+        let id = WorkerId { pid, started_ticks: state.launches };
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let exit = EventFd::from_flags(flags).expect("a descriptor is left");
+        let process = self.process(id, exit.as_fd());
+        tracing::debug!(pid, ticks = id.started_ticks, ?quirks, "WORLD launched");
+        state.workers.insert(pid, Worker::new(id, exit, channel, quirks));
+        Ok(process)
+    }
+
+    fn find(&self, id: WorkerId) -> Result<Option<Process>> {
+        let state = self.0.state();
+        if state.blind {
+            return Ok(None);
+        }
+        let alive = state.workers.get(&id.pid).filter(|worker| worker.id == id);
+        let exit = alive.map(|worker| worker.exit.as_fd());
+        let zombie = || state.zombies.iter().find(|(dead, _)| *dead == id).map(|z| z.1.as_fd());
+        Ok(exit.or_else(zombie).map(|exit| self.process(id, exit)))
+    }
+}
+
+impl SimLauncher {
+    fn process(&self, id: WorkerId, exit: BorrowedFd<'_>) -> Process {
+        let exit = exit.try_clone_to_owned().expect("a descriptor is left");
+        Process { id, exit, handle: Box::new(SimHandle(self.0.clone(), id)) }
+    }
+}
+
+struct SimHandle(World, WorkerId);
+
+impl Handle for SimHandle {
+    fn kill(&self) -> std::io::Result<()> {
+        let right = self.0.state().workers.get(&self.1.pid).is_some_and(|w| w.id == self.1);
+        if right {
+            self.0.kill(self.1.pid);
+        }
+        Ok(())
+    }
+
+    fn reap(&self) -> Option<String> {
+        self.0.state().zombies.retain(|(id, _)| *id != self.1);
+        None
+    }
+}
