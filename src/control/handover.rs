@@ -83,12 +83,14 @@ impl Executor {
         guard.record.generation += 1;
         guard.record.predecessor = guard.record.worker;
         guard.record.worker = Some(launched.id());
-        if let Err(error) = self.store(guard).await {
-            guard.record = before;
-            return Err(error);
-        }
+        // Together with the record: this may be cut off while it is being stored.
         guard.predecessor = guard.worker.take();
-        Ok(())
+        let stored = self.store(guard).await;
+        if stored.is_err() {
+            guard.record = before;
+            guard.worker = guard.predecessor.take();
+        }
+        stored
     }
 
     /// From the start of the new process to the moment that it serves.
@@ -168,11 +170,12 @@ impl Executor {
         }
         let before = guard.record.clone();
         guard.record.worker = guard.record.predecessor.take();
-        if let Err(error) = self.store(guard).await {
-            guard.record = before;
-            return Err(error);
-        }
         guard.worker = guard.predecessor.take();
-        Ok(())
+        let stored = self.store(guard).await;
+        if stored.is_err() {
+            guard.record = before;
+            guard.predecessor = guard.worker.take();
+        }
+        stored
     }
 }

@@ -59,6 +59,15 @@ pub trait Launcher: Send + Sync {
     fn binary(&self) -> String {
         String::new()
     }
+
+    /// The process that has this number now; `None` where there is none, or they have no numbers.
+    ///
+    /// # Errors
+    /// When it cannot be told.
+    fn of_number(&self, pid: u32) -> Result<Option<Process>> {
+        let _ = pid;
+        Ok(None)
+    }
 }
 
 /// Real processes: this executable as `cleat worker`.
@@ -131,6 +140,14 @@ impl Launcher for Processes {
 
     fn binary(&self) -> String {
         binary_id(&self.executable)
+    }
+
+    fn of_number(&self, pid: u32) -> Result<Option<Process>> {
+        match started_ticks(pid) {
+            Ok(started_ticks) => self.find(WorkerId { pid, started_ticks }),
+            // It is gone.
+            Err(_) => Ok(None),
+        }
     }
 }
 

@@ -10,13 +10,14 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::executor::{Change, Executor, blocking, held};
+use super::executor::{Change, Executor, held};
+use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, Record, Volume, WorkerId};
 use super::volume::Guard;
 use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::{ConnectSpec, DeviceIndex};
+use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 use crate::statistics::Page;
 use crate::worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
 
@@ -35,6 +36,7 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 const TURN_LIMIT: Duration = Duration::from_secs(2);
 const SERVE_LIMIT: Duration = Duration::from_secs(10);
 const STOP_GRACE: Duration = Duration::from_secs(2);
+const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
 const STOP_LIMIT: Duration = Duration::from_secs(7);
 /// For the kernel to notice that the dead worker's sockets are closed.
 const DEAD_LINK_LIMIT: Duration = Duration::from_secs(3);
@@ -65,17 +67,23 @@ impl Executor {
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
-                self.kernel
-                    .wait("flush the device", deadline, None, move |k, until| k.flush(index, until))
-                    .await
+                let flush = move |k: &dyn Kernel, until| k.flush(index, until);
+                let flushed = self.kernel.wait("flush the device", deadline, None, flush).await;
+                flushed.map_err(|error| or_by_force(error, &guard.record.name))
             }
             Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
+            Action::StopWorker if matches!(guard.record.intent, Intent::Forced(_)) => {
+                self.forced_step(guard, action, deadline).await
+            }
             Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,
             Action::EndPredecessor => {
                 self.end_predecessor(guard, within(deadline, STOP_LIMIT)).await
             }
             Action::Reinstate => self.reinstate(guard).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
+            Action::FailIo | Action::Detach(..) | Action::Sever(_) | Action::ProveSilence => {
+                self.forced_step(guard, action, deadline).await
+            }
         }
     }
 
@@ -243,7 +251,6 @@ impl Executor {
         }
         // Nothing was ever recorded of a map that failed early.
         if guard.record.worker.is_some() {
-            guard.record.intent = Intent::Unmapped;
             self.store(guard).await?;
         }
         guard.renounced = true;
@@ -264,7 +271,7 @@ impl Executor {
             .await
     }
 
-    async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    pub(super) async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         self.end_worker(guard, guard.worker.as_ref(), guard.record.worker, deadline).await?;
         guard.worker = None;
         Ok(())
@@ -279,7 +286,9 @@ impl Executor {
         deadline: Instant,
     ) -> Result<()> {
         if let Some(worker) = worker {
-            return worker.stop(STOP_GRACE, deadline).await;
+            let forced = matches!(guard.record.intent, Intent::Forced(_));
+            let grace = if forced { FORCED_STOP_GRACE } else { STOP_GRACE };
+            return worker.stop(grace, deadline).await;
         }
         let Some(id) = id else { return Ok(()) };
         let socket = || self.workers.probe_worker(&guard.record.mapping_id, id.pid);
@@ -291,10 +300,10 @@ impl Executor {
     }
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
-        let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        let id = guard.record.mapping_id.clone();
         // The record goes last: without it nobody would look for the socket.
         self.workers.forget(&id);
-        blocking(move || journal.withdraw(&id)).await?;
+        self.write_journal(guard, move |journal| journal.withdraw(&id)).await?;
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);

@@ -112,7 +112,8 @@ impl Executor {
             from_version: volume.view().worker_build,
             ..api::UpgradeEvent::default()
         };
-        match self.upgrade_worker(volume, force, Instant::now() + limit).await {
+        let upgraded = self.upgrade_worker(volume, force, Instant::now() + limit);
+        match volume.giving_way(upgraded).await {
             Ok(None) => event.set_outcome(Outcome::Current),
             Ok(Some(pause)) => {
                 event.set_outcome(Outcome::HandedOver);

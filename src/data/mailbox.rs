@@ -3,7 +3,7 @@
 //! Levels, not messages: the thread looks at them when it is woken, so nothing queues up and nothing
 //! is lost.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
 use super::handover::Berth;
 use crate::backend::Waker;
@@ -32,8 +32,12 @@ pub(super) struct Mailbox {
     /// The socket has been given away: nobody here shuts it down.
     given: AtomicBool,
     pub(super) berth: Berth,
+    /// [`NOT_FAILING`], or how many requests, all answered, the backend still has.
+    failing: AtomicU32,
     waker: Waker,
 }
+
+const NOT_FAILING: u32 = u32::MAX;
 
 impl Mailbox {
     /// All quiet: `desired`, fail nothing.
@@ -46,6 +50,7 @@ impl Mailbox {
             fail_io: AtomicBool::new(false),
             given: AtomicBool::new(false),
             berth: Berth::default(),
+            failing: AtomicU32::new(NOT_FAILING),
             waker: Waker::new()?,
         })
     }
@@ -94,6 +99,18 @@ impl Mailbox {
     /// Whether every request is to fail.
     pub(super) fn fail_io(&self) -> bool {
         self.fail_io.load(Ordering::Acquire)
+    }
+
+    /// Says, on the connection's thread, that all it had is answered and that it starts nothing more;
+    /// `at_backend` requests have not ended there. `None`: it serves.
+    pub(super) fn tell_failing(&self, at_backend: Option<usize>) {
+        let count = at_backend.map(|count| u32::try_from(count).unwrap_or(NOT_FAILING - 1));
+        self.failing.store(count.unwrap_or(NOT_FAILING), Ordering::Release);
+    }
+
+    /// What [`Mailbox::tell_failing`] said last.
+    pub(super) fn failing(&self) -> Option<u32> {
+        Some(self.failing.load(Ordering::Acquire)).filter(|count| *count != NOT_FAILING)
     }
 
     /// Wakes the thread; the backend's waker as well.

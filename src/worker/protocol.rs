@@ -68,7 +68,7 @@ pub enum ToWorker {
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
     Ping,
-    // Planned hand-over, see `succession`.
+    // --- planned hand-over, see `succession`
     /// Give what a successor opens the volume with, and serve on. Answered by `Bequeathed`.
     Bequeath,
     /// Bring every connection to rest within the limit and offer the sockets to the worker of
@@ -85,6 +85,10 @@ pub enum ToWorker {
     /// There is no successor after all: serve on. Answered by `Done`; or by the end of the channel,
     /// when the successor was faster.
     Resume,
+    // --- forced unmap
+    /// With `fail`: answer every request, running ones and those to come, with an I/O error, and
+    /// start nothing more at the backend. Answered by `IoFails`. Without: serve again; `Done`.
+    FailIo { fail: bool },
 }
 
 /// What a new worker needs to know.
@@ -133,6 +137,7 @@ pub enum FromWorker {
     Size { size: u64 },
     /// The last command was carried out.
     Done,
+    // --- planned hand-over
     /// Descriptors: what a successor opens the volume with; perhaps none.
     Bequeathed,
     /// Every connection rests. Descriptors: where any bytes are unread, a memory file of exactly
@@ -143,6 +148,10 @@ pub enum FromWorker {
         #[serde(default)]
         legacy: Legacy,
     },
+    // --- forced unmap
+    /// Every connection has answered all that it had; so many requests have not ended at the backend.
+    IoFails { at_backend: u32 },
+    // --- by itself
     /// By itself: every kernel connection has ended in order (the device was disconnected), and the
     /// worker is about to exit.
     Disconnected,

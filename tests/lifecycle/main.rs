@@ -7,8 +7,10 @@
 mod bench;
 mod crashes;
 mod everyday;
+mod forced;
 mod metrics;
 mod openmetrics;
+mod outages;
 mod sizes;
 mod trouble;
 mod upgrades;

@@ -174,6 +174,11 @@ impl Scene {
             one(load.stuck as f64),
         )?;
         writer.counters(
+            "log_lines_dropped",
+            "Lines of the daemon's log that were lost because nobody took them in time",
+            std::iter::once(([], self.log_lines_dropped)),
+        )?;
+        writer.counters(
             "api_calls",
             "Calls of the control API that were answered",
             self.calls.iter().map(|((method, code), count)| {
@@ -392,6 +397,7 @@ mod tests {
             volumes: vec![ShownVolume { view, size: Some(4096), counted }],
             started_at_s: 1,
             findings: 0,
+            log_lines_dropped: 0,
             orphans: None,
             kernel: Load { commands: 1, waits: 2, stuck: 3 },
             calls: Vec::new(),
