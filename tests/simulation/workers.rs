@@ -415,7 +415,9 @@ impl Worker {
     }
 
     fn take_stranger(&mut self, socket: OwnedFd, message: Message) {
-        let Message::Command(ToWorker::Adopt { version, mapping_id }, _) = message else { return };
+        let Message::Command(ToWorker::Adopt { version, mapping_id, .. }, _) = message else {
+            return;
+        };
         let right = version == PROTOCOL_VERSION && self.mapping_id() == Some(mapping_id.as_str());
         let before = self.channel.replace(socket);
         if !right {
@@ -446,6 +448,9 @@ impl Worker {
         };
         Ready {
             version: PROTOCOL_VERSION,
+            oldest: 0,
+            build: String::new(),
+            binary: String::new(),
             mapping_id: start.map_or_else(String::new, |start| start.mapping_id.clone()),
             generation: start.map_or(0, |start| start.generation),
             pid: self.id.pid,
