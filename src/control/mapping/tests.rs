@@ -480,6 +480,8 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
         announced: true,
         failures: 0,
+        overdue: false,
+        refusing: false,
         growth_waits: false,
         history: String::new(),
     };
