@@ -6,6 +6,7 @@
 //! supervisor first sees every request that is running come to its end, and otherwise puts the
 //! growth off, or says no to who asked.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -51,12 +52,21 @@ impl Executor {
     /// somebody holds; `Unavailable` while the backend does not answer.
     pub async fn resize(&self, target: &str, wanted: NewSize, deadline: Instant) -> Result<View> {
         let volume = self.get(target, deadline).await?;
-        let mut guard = self.enter_mapped(&volume).await?;
+        volume.giving_way(self.resize_volume(&volume, wanted, deadline)).await
+    }
+
+    async fn resize_volume(
+        &self,
+        volume: &Arc<super::volume::Volume>,
+        wanted: NewSize,
+        deadline: Instant,
+    ) -> Result<View> {
+        let mut guard = self.enter_mapped(volume).await?;
         // Whoever asks wants it tried now.
         guard.growth = None;
         let state = self.converge(&mut guard, deadline).await?;
         let (Some(device), Some(made_of)) = (volume.view().device, guard.record.volume) else {
-            return Err(not_mapped(&volume));
+            return Err(not_mapped(volume));
         };
         match state {
             State::Failed(trouble) if !(wanted.shrink && has_shrunk(&guard, device)) => {

@@ -9,14 +9,16 @@
 //! - a device that somebody holds is not disconnected;
 //! - a volume whose content died with its worker is reported lost, never replaced by zeroes.
 //!
-//! Places kept for what comes: a forced unmap is a third [`Intent`] with an action that fails I/O
-//! before `Disconnect`; a planned hand-over is an action beside `StartWorker`; a fenced claim is
-//! one more [`SeenWorker`].
+//! An unmap by force is the exception to the third rule, as its user wants: it rests nowhere before
+//! the mapping is gone. See `force` for the order of what it does.
+//!
+//! Places kept for what comes: a planned hand-over is an action beside `StartWorker`; a fenced claim
+//! is one more [`SeenWorker`].
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind};
-use crate::kernel::{DeviceIndex, Holder, Identity};
+use crate::kernel::{DeviceIndex, Holder, Identity, Unmount};
 use crate::policy::Policy;
 
 /// What is remembered of a mapping, durably. See `journal`.
@@ -86,6 +88,8 @@ pub enum Intent {
     Mapped,
     /// Nothing left.
     Unmapped,
+    /// Nothing left, whatever hangs and whoever holds it.
+    Forced(Unmount),
 }
 
 /// A process that cannot be mistaken for a later one of the same number.
@@ -206,6 +210,14 @@ pub enum Action {
     StopWorker,
     /// Forget the mapping.
     WithdrawRecord,
+    /// Have the worker answer every request with an error; end one that does not do so.
+    FailIo,
+    /// Unmount the device lazily. That it hangs is no failure.
+    Detach(DeviceIndex, Unmount),
+    /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
+    Sever(DeviceIndex),
+    /// Make sure that nothing of the worker, whose end is proved, is under way at the backend.
+    ProveSilence,
 }
 
 /// How a mapping is doing.
@@ -276,6 +288,7 @@ pub fn plan(record: &Record, observed: &Observed) -> Plan {
     match record.intent {
         Intent::Mapped => plan_mapped(record, observed),
         Intent::Unmapped => plan_unmapped(record, observed),
+        Intent::Forced(unmount) => plan_forced(observed, unmount),
     }
 }
 
@@ -396,6 +409,20 @@ fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
         actions.push(Action::StopWorker);
     }
     actions.push(Action::WithdrawRecord);
+    Plan { state: State::Unmapping, actions }
+}
+
+/// The worker goes last: as long as it answers everything with an error, nothing waits, neither what
+/// an unmount writes back nor DISCONNECT, which sends through its sockets.
+fn plan_forced(observed: &Observed, unmount: Unmount) -> Plan {
+    let mut actions = vec![Action::Renounce];
+    let worker = observed.worker != SeenWorker::Gone;
+    actions.extend(worker.then_some(Action::FailIo));
+    let devices = || observed.devices.iter().map(|device| device.index);
+    actions.extend(devices().map(|index| Action::Detach(index, unmount)));
+    actions.extend(devices().map(Action::Sever));
+    actions.extend(worker.then_some(Action::StopWorker));
+    actions.extend([Action::ProveSilence, Action::WithdrawRecord]);
     Plan { state: State::Unmapping, actions }
 }
 

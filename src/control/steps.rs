@@ -10,13 +10,14 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::executor::{Change, Executor, blocking, held};
+use super::executor::{Change, Executor, held};
+use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, Record, Volume};
 use super::volume::Guard;
 use super::workers::stop_process;
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::{ConnectSpec, DeviceIndex};
+use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 use crate::statistics::Page;
 use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
 
@@ -65,13 +66,19 @@ impl Executor {
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
-                self.kernel
-                    .wait("flush the device", deadline, None, move |k, until| k.flush(index, until))
-                    .await
+                let flush = move |k: &dyn Kernel, until| k.flush(index, until);
+                let flushed = self.kernel.wait("flush the device", deadline, None, flush).await;
+                flushed.map_err(|error| or_by_force(error, &guard.record.name))
             }
             Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
+            Action::StopWorker if matches!(guard.record.intent, Intent::Forced(_)) => {
+                self.forced_step(guard, action, deadline).await
+            }
             Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
+            Action::FailIo | Action::Detach(..) | Action::Sever(_) | Action::ProveSilence => {
+                self.forced_step(guard, action, deadline).await
+            }
         }
     }
 
@@ -249,7 +256,6 @@ impl Executor {
         }
         // Nothing was ever recorded of a map that failed early.
         if guard.record.worker.is_some() {
-            guard.record.intent = Intent::Unmapped;
             self.store(guard).await?;
         }
         guard.renounced = true;
@@ -270,7 +276,7 @@ impl Executor {
             .await
     }
 
-    async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    pub(super) async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         if let Some(worker) = &guard.worker {
             worker.stop(STOP_GRACE, deadline).await?;
         } else if let Some(id) = guard.record.worker {
@@ -286,10 +292,10 @@ impl Executor {
     }
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
-        let (journal, id) = (Arc::clone(&self.journal), guard.record.mapping_id.clone());
+        let id = guard.record.mapping_id.clone();
         // The record goes last: without it nobody would look for the socket.
         self.workers.forget(&id);
-        blocking(move || journal.withdraw(&id)).await?;
+        self.write_journal(guard, move |journal| journal.withdraw(&id)).await?;
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);

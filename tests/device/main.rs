@@ -12,6 +12,7 @@ mod crash;
 mod facts;
 mod filesystems;
 mod fixture;
+mod force;
 mod host;
 mod lifecycle;
 mod peers;
@@ -49,6 +50,7 @@ fn trials() -> Vec<Trial> {
         peers::trials(),
         resize::trials(),
         readonly::trials(),
+        force::trials(),
     ]
     .into_iter()
     .flatten()
