@@ -236,7 +236,7 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
                 if Instant::now() > until {
                     return Err(format!("I/O to sector {sector} does not end"));
                 }
-                sleep(Duration::from_millis(200)).await;
+                sleep(Duration::from_millis(1)).await;
             }
             if world.state().model.done == before {
                 return Err(format!("I/O to sector {sector} fails"));

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -55,6 +55,11 @@ impl Connection {
     pub(crate) fn close(&mut self) {
         self.socket = None;
         self.running.clear();
+    }
+
+    /// What it reads from, while something may come.
+    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_ref().filter(|_| !self.at_end).map(AsFd::as_fd)
     }
 
     pub(crate) fn next_due(&self) -> Option<Instant> {

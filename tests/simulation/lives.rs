@@ -28,7 +28,7 @@ use crate::world::{SimLauncher, World};
 const LIFE_LIMIT: Duration = Duration::from_secs(3600);
 
 /// For everything that is wrong to be put right, once nothing new happens.
-const CALM: Duration = Duration::from_secs(150);
+const CALM: Duration = Duration::from_secs(100);
 
 /// Runs a scenario. What went wrong, if anything did.
 pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {

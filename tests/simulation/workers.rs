@@ -191,6 +191,14 @@ impl Worker {
         self.connections.iter_mut().for_each(Connection::close);
     }
 
+    /// Everything that it reads from.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let hears = !self.mute && self.opens_at.is_none() && self.dying.is_none();
+        let channel = self.channel.iter().chain(&self.strangers).map(AsFd::as_fd);
+        let own = channel.chain(self.listener.iter().map(AsFd::as_fd)).filter(move |_| hears);
+        own.chain(self.connections.iter().filter_map(Connection::descriptor))
+    }
+
     /// Lets go of the channel, as a broken one.
     pub(crate) fn cut_channel(&mut self) {
         self.channel = None;
