@@ -21,11 +21,11 @@ NATIVE_TESTS = $(filter-out device,$(sort $(basename $(notdir $(wildcard tests/*
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
 
 .DEFAULT_GOAL := build
-.PHONY: help build release demo test lint unit device bench install uninstall clean \
+.PHONY: help build release demo test lint unit device comparison bench install uninstall clean \
 	deps-build deps-test
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: release ## Build the release binary (target/release/cleat)
 
@@ -48,6 +48,9 @@ unit: deps-test ## Tests that need no kernel of their own
 
 device: deps-test ## Tests on /dev/nbdX, in virtual machines
 	$(CARGO) test --release --locked --features fault --test device
+
+comparison: deps-test ## nbd-client with nbdkit in the same troubles, in a virtual machine
+	CLEAT_COMPARISON=1 $(CARGO) test --release --locked --features fault --test device -- peers_
 
 bench: deps-test ## Benchmarks against peers
 	$(CARGO) bench --locked

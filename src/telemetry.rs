@@ -1,9 +1,15 @@
 //! Logs: journald under systemd, lines for people at a terminal, JSON by choice. A worker is told
 //! the supervisor's choice as text ([`Log`] to and from a string).
+//!
+//! Logging never waits: who does not take the lines in time loses them, and they are counted.
+
+mod journal;
+mod stderr;
 
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Deserialize;
 use tracing_subscriber::filter::EnvFilter;
@@ -24,6 +30,18 @@ pub enum Format {
     Json,
     /// journald's own protocol, with fields.
     Journald,
+}
+
+/// Lines that this process could not get rid of.
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+/// How many lines of this process's log were lost, because they were not taken in time.
+pub fn dropped_lines() -> u64 {
+    DROPPED.load(Ordering::Relaxed)
+}
+
+fn drop_line() {
+    DROPPED.fetch_add(1, Ordering::Relaxed);
 }
 
 /// What is logged, and how.
@@ -68,13 +86,11 @@ impl Log {
                 .with_source(error)
         })?;
         let registry = tracing_subscriber::registry().with(filter);
-        let stderr = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+        let stderr = tracing_subscriber::fmt::layer().with_writer(|| stderr::Stderr);
         let done = match self.decided().format {
             Format::Json => registry.with(stderr.json().flatten_event(true)).try_init(),
-            Format::Journald => match tracing_journald::layer() {
-                Ok(journal) => registry
-                    .with(journal.with_field_prefix(None).with_syslog_identifier("cleat".into()))
-                    .try_init(),
+            Format::Journald => match journal::Journal::new() {
+                Ok(journal) => registry.with(journal).try_init(),
                 // Started by hand with JOURNAL_STREAM left over, or in a container without journald.
                 Err(_) => registry.with(stderr.with_ansi(false)).try_init(),
             },

@@ -249,6 +249,35 @@ fn failing_all_io_answers_even_what_hangs() {
 }
 
 #[test]
+fn failing_all_io_tells_what_the_backend_still_has() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    (0..4).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    slow.wait_for(4);
+    assert_eq!(bench.server.fail_all_io(Duration::from_millis(50)).unwrap(), 4);
+    for _ in 0..4 {
+        assert_eq!(client.reply().1, Err(IoError::Broken));
+    }
+    slow.release(3);
+    let still = || bench.server.fail_all_io(Duration::ZERO).unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while still() != 1 && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    assert_eq!(still(), 1);
+    slow.release(1000);
+    assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
+    client.send(command::FLUSH, 9, 0, 0);
+    client.expect(9, Err(IoError::Broken));
+    // Who serves again is not taken for failing, and no count is left over.
+    bench.server.set_fail_io(false);
+    client.send(command::FLUSH, 10, 0, 0);
+    client.expect(10, Ok(()));
+    assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
+}
+
+#[test]
 fn failing_all_io_needs_no_buffer() {
     let slow = Slow::new();
     let limits = Limits { buffer_bytes: 64 << 10, ..Limits::default() };

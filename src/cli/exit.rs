@@ -9,6 +9,9 @@ pub const DOCTOR_WARNING: u8 = 20;
 /// `doctor`: at least one finding is an error.
 pub const DOCTOR_ERROR: u8 = 21;
 
+/// `unmap --force`: done, but something is left of it, which the report names.
+pub const LEFT_BEHIND: u8 = 22;
+
 /// The exit code that stands for `kind`. Part of the interface: a code never changes its meaning.
 pub fn code(kind: ErrorKind) -> u8 {
     match kind {
@@ -28,7 +31,7 @@ pub fn code(kind: ErrorKind) -> u8 {
 }
 
 /// Every exit code with its meaning, for the manual and the help.
-pub const TABLE: [(u8, &str); 15] = [
+pub const TABLE: [(u8, &str); 16] = [
     (OK, "done"),
     (1, "something failed that should not have: I/O, an answer of the kernel, a defect"),
     (2, "wrong usage or argument: option, URI, option key, size"),
@@ -44,6 +47,11 @@ pub const TABLE: [(u8, &str); 15] = [
     (12, "fenced: somebody else owns the volume now"),
     (DOCTOR_WARNING, "doctor: the worst finding is a warning"),
     (DOCTOR_ERROR, "doctor: at least one finding is an error"),
+    (
+        LEFT_BEHIND,
+        "unmap --force: done, but somebody still holds the device, or it is not known \
+         whether the volume has got its last request",
+    ),
 ];
 
 #[cfg(test)]
@@ -69,7 +77,7 @@ mod tests {
     fn every_kind_has_a_code_of_its_own_and_an_entry_in_the_table() {
         let mut codes: Vec<u8> = KINDS.map(code).to_vec();
         assert!(codes.iter().all(|code| TABLE.iter().any(|(entry, _)| entry == code)));
-        codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR]);
+        codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR, LEFT_BEHIND]);
         codes.sort_unstable();
         codes.dedup();
         assert_eq!(codes.len(), TABLE.len());

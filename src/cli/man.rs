@@ -143,7 +143,8 @@ map, set, resize, status TARGET: a mapping
   holders  {kind: mount, path, filesystem, namespace_pid} | {kind: process, pid, command}
            | {kind: device, name}
 ls         {mappings: [mapping]}
-unmap      {target, was_mapped, remaining_holders}
+unmap      {target, was_mapped, remaining_holders, steps: [{step, took_ms, note}], unmounted: [holder],
+           device_left, unproven}; all but the first two are for --force
 status     {version, pid, started_at_s, checks, mappings}
 doctor     {worst, checks: [{name, verdict, finding, repair}]}
 stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_flight, errors,

@@ -139,9 +139,9 @@ fn run(cli: Cli) -> Result<u8> {
     let globals = &cli.globals;
     match cli.command {
         Command::Doctor(args) => return doctor::run(globals, &args),
+        Command::Unmap(args) => return unmap::run(globals, args),
         Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
-        Command::Unmap(args) => unmap::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),
         Command::Status(args) => status::run(globals, args),
         Command::Stats(args) => stats::run(globals, args),

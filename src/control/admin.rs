@@ -32,6 +32,12 @@ const MAX_CALLS: usize = 512;
 /// Streams at one time.
 const MAX_STREAMS: usize = 128;
 
+/// Bound on a forced unmap that gives none.
+const FORCE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// For the holders of a device that has no record.
+const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
+
 /// Bound on calls that only look.
 const QUERY_LIMIT: Duration = Duration::from_secs(10);
 
@@ -115,7 +121,13 @@ impl Admin {
         let mut mappings: Vec<api::Mapping> =
             self.executor.register().all().iter().map(|v| convert::mapping(&v.view())).collect();
         let orphans = self.executor.orphans(Instant::now() + QUERY_LIMIT).await?;
-        mappings.extend(orphans.iter().map(|(device, id)| convert::orphan(device, id)));
+        for (device, identity) in orphans {
+            let left = self.executor.is_left(device.index, &identity);
+            let look = self.executor.holders(device.index, Instant::now() + HOLDERS_LIMIT);
+            // Without them, it is listed all the same.
+            let holders = look.await.unwrap_or_default();
+            mappings.push(convert::orphan(&device, &identity, left, &holders));
+        }
         Ok(mappings)
     }
 
@@ -165,18 +177,21 @@ impl api::node_server::Node for Admin {
         request: Request<api::UnmapRequest>,
     ) -> Result<Response<api::UnmapResponse>, Status> {
         let request = request.into_inner();
-        if request.force {
-            let message = "this daemon cannot unmap by force yet";
-            let error = Error::new(ErrorKind::Unsupported, message)
-                .with_repair("end what holds the device (cleat status), then unmap without force");
-            return Err(convert::status(&error));
-        }
-        let deadline = self.deadline(request.timeout_ms)?;
+        let unmount = convert::unmount(request.unmount());
+        let default = if request.force { FORCE_TIMEOUT } else { self.timeout };
+        let deadline = Instant::now() + checked(convert::timeout(request.timeout_ms, default))?;
         let target = checked(convert::target(request.target))?;
         let executor = Arc::clone(&self.executor);
+        if request.force {
+            let call = async move {
+                let forced = executor.force(&target, unmount, deadline).await?;
+                Ok(convert::forced(forced.as_ref()))
+            };
+            return self.detached(call).await;
+        }
         self.detached(async move {
             let was_mapped = executor.unmap(&target, deadline).await?;
-            Ok(api::UnmapResponse { was_mapped, remaining_holders: Vec::new() })
+            Ok(api::UnmapResponse { was_mapped, ..api::UnmapResponse::default() })
         })
         .await
     }

@@ -7,11 +7,12 @@ use tonic::metadata::MetadataValue;
 use tonic::{Code, Status};
 
 use super::executor::MapSpec;
+use super::force::Forced;
 use super::mapping::State;
 use super::validate;
 use super::volume::{View, node_of};
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::{Device, Holder, Identity};
+use crate::kernel::{Device, Holder, Identity, Unmount};
 use crate::policy;
 use crate::proto::v1 as api;
 use crate::request::{IoError, Op};
@@ -161,16 +162,56 @@ pub fn mapping(view: &View) -> api::Mapping {
 }
 
 /// A device without a record as the caller sees it.
-pub fn orphan(device: &Device, identity: &Identity) -> api::Mapping {
+///
+/// `left`: it was unmapped by force.
+pub fn orphan(
+    device: &Device,
+    identity: &Identity,
+    left: bool,
+    holders: &[Holder],
+) -> api::Mapping {
     let node = node_of(device.index).to_string_lossy().into_owned();
+    let message = match left {
+        true => "unmapped by force; it goes once its holders let go".to_owned(),
+        false => format!("it has cleat's identity and no record; cleat unmap {node} removes it"),
+    };
     api::Mapping {
         name: identity.name().to_owned(),
         state: api::MappingState::Orphan.into(),
-        message: format!("it has cleat's identity and no record; cleat unmap {node} removes it"),
+        message,
+        holders: holders.iter().map(holder).collect(),
         device: node,
         size_bytes: device.size,
         mapping_id: identity.mapping_id().to_owned(),
         ..api::Mapping::default()
+    }
+}
+
+/// What a forced unmap did; `None`: nothing was mapped.
+pub fn forced(forced: Option<&Forced>) -> api::UnmapResponse {
+    let Some(forced) = forced else { return api::UnmapResponse::default() };
+    let steps = forced.steps.iter().map(|done| api::ForcedStep {
+        step: done.step.to_owned(),
+        took_ms: u32::try_from(done.took.as_millis()).unwrap_or(u32::MAX),
+        note: done.note.clone(),
+    });
+    let left = forced.device_left.map(|index| node_of(index).to_string_lossy().into_owned());
+    api::UnmapResponse {
+        was_mapped: true,
+        remaining_holders: forced.holders.iter().map(holder).collect(),
+        steps: steps.collect(),
+        unmounted: forced.unmounted.iter().map(holder).collect(),
+        device_left: left.unwrap_or_default(),
+        unproven: forced.unproven.clone().unwrap_or_default(),
+    }
+}
+
+/// Which mounts a forced unmap takes away.
+pub fn unmount(unmount: api::Unmount) -> Unmount {
+    match unmount {
+        api::Unmount::Unspecified | api::Unmount::All => Unmount::All,
+        api::Unmount::Own => Unmount::Own,
+        api::Unmount::None => Unmount::None,
     }
 }
 

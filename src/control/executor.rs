@@ -2,12 +2,14 @@
 //!
 //! The calls that users make are here; `observe` looks, `steps` acts, `recover` begins.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{broadcast, mpsc};
 use tokio::time::{Instant, sleep};
 
+use super::force::or_by_force;
 use super::journal::Journal;
 use super::kernel_calls::KernelCalls;
 use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, plan};
@@ -65,6 +67,11 @@ pub type Halt = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 pub struct Executor {
     pub(super) journal: Arc<Journal>,
     pub(super) kernel: KernelCalls,
+    /// The same kernel, with room of its own: for looks at the devices, and for what is done by force
+    /// while others are stuck.
+    pub(super) urgent: KernelCalls,
+    /// Devices that were severed and are held.
+    pub(super) left: std::sync::Mutex<BTreeSet<(DeviceIndex, Identity)>>,
     pub(super) workers: Workers,
     /// Workers that may be starting at one time.
     pub(super) starts: tokio::sync::Semaphore,
@@ -118,11 +125,11 @@ impl Executor {
             let limit = self.settings.mappings;
             let (volume, fresh) = self.register.find_or_insert(&spec.name, limit, make)?;
             if let Some(guard) = fresh {
-                return self.map_new(guard, deadline).await;
+                return volume.giving_way(self.map_new(guard, deadline)).await;
             }
             let guard = volume.enter_call().await?;
             if !guard.withdrawn {
-                return self.map_again(guard, spec, deadline).await;
+                return volume.giving_way(self.map_again(guard, spec, deadline)).await;
             }
         }
         Err(Error::new(ErrorKind::Aborted, format!("{} comes and goes too quickly", spec.name)))
@@ -159,7 +166,7 @@ impl Executor {
             return Err(Error::new(ErrorKind::AlreadyExists, message)
                 .with_repair("choose another name, or unmap it first"));
         }
-        if guard.record.intent == Intent::Unmapped {
+        if guard.record.intent != Intent::Mapped {
             let message = format!("{} is being taken down", spec.name);
             return Err(Error::new(ErrorKind::Aborted, message));
         }
@@ -191,15 +198,23 @@ impl Executor {
                 return self.drop_orphan(index, identity, deadline).await.map(|()| true);
             }
         };
-        let mut guard = volume.enter_call().await?;
+        let guard = volume.enter_call().await?;
         if guard.withdrawn {
             return Ok(false);
         }
+        volume.giving_way(self.unmap_entered(guard, deadline)).await.map(|()| true)
+    }
+
+    async fn unmap_entered(&self, mut guard: Guard, deadline: Instant) -> Result<()> {
+        let volume = Arc::clone(guard.volume());
         let (intent, view) = (guard.record.intent, volume.view());
-        guard.record.intent = Intent::Unmapped;
+        // What was begun by force is finished by force.
+        if intent == Intent::Mapped {
+            guard.record.intent = Intent::Unmapped;
+        }
         let Err(error) = self.take_down(&mut guard, deadline).await else {
             tracing::info!(mapping = volume.name, "unmapped");
-            return Ok(true);
+            return Ok(());
         };
         if intent == Intent::Mapped && (!guard.renounced || error.kind() == ErrorKind::InUse) {
             guard.record.intent = Intent::Mapped;
@@ -222,17 +237,27 @@ impl Executor {
         if guard.withdrawn {
             return;
         }
+        let tended = volume.giving_way(async {
+            self.tend_entered(&mut guard).await;
+            Ok(())
+        });
+        if let Err(error) = tended.await {
+            tracing::info!(mapping = volume.name, "{}", error.report());
+        }
+    }
+
+    async fn tend_entered(&self, guard: &mut Guard) {
         if guard.not_before.is_some_and(|at| at > Instant::now()) {
-            return self.later(&mut guard);
+            return self.later(guard);
         }
         guard.not_before = None;
         let deadline = Instant::now() + REPAIR_LIMIT;
-        match self.converge(&mut guard, deadline).await {
+        match self.converge(guard, deadline).await {
             Ok(State::Failed(trouble)) => {
-                tracing::debug!(mapping = volume.name, "failed: {}", trouble.message);
+                tracing::debug!(mapping = guard.volume().name, "failed: {}", trouble.message);
             }
             Ok(_) => {}
-            Err(error) => self.failed_attempt(&mut guard, &error),
+            Err(error) => self.failed_attempt(guard, &error),
         }
     }
 
@@ -248,10 +273,18 @@ impl Executor {
             if plan.actions.is_empty() {
                 return Ok(plan.state);
             }
+            // A worker that was just found dead, not for the first time: nobody waits for its successor
+            // so urgently that one may be started after the other.
+            if guard.is_kept() && guard.not_before.is_some_and(|at| at > Instant::now()) {
+                self.later(guard);
+                return Ok(plan.state);
+            }
             for action in plan.actions {
                 tracing::debug!(mapping = guard.volume().name, ?action, "step");
                 self.point(&format!("before {action:?}")).await;
+                guard.step_begins(action);
                 self.step(guard, action, deadline).await?;
+                guard.step_ends();
                 if action == Action::WithdrawRecord {
                     return Ok(State::Unmapped);
                 }
@@ -293,7 +326,10 @@ impl Executor {
                 {
                     sleep(Duration::from_millis(50)).await;
                 }
-                State::Held(holders) => return Err(held(&guard.volume().name, &holders)),
+                State::Held(holders) => {
+                    let name = &guard.volume().name;
+                    return Err(or_by_force(held(name, &holders), name));
+                }
                 State::Failed(trouble) => return Err(trouble.into_error()),
                 other => {
                     let message = format!("unmap came to rest in {other:?}");
@@ -304,7 +340,7 @@ impl Executor {
     }
 
     /// A failure that nobody may be waiting for: shown, counted, and tried again later.
-    fn failed_attempt(&self, guard: &mut Guard, error: &Error) {
+    pub(super) fn failed_attempt(&self, guard: &mut Guard, error: &Error) {
         let policy = guard.record.options.policy.outage;
         let refusals = guard.setbacks.outwait(policy);
         let name = &guard.volume().name;
@@ -335,6 +371,7 @@ impl Executor {
     pub(super) fn count_failure(&self, guard: &mut Guard) {
         if guard.sound_since.take().is_some_and(|since| since.elapsed() > SOUND_AFTER) {
             guard.failures = 0;
+            guard.dead_since = None;
         }
         guard.failures = guard.failures.saturating_add(1);
         self.pause(guard, guard.failures);
@@ -435,8 +472,24 @@ impl Executor {
 
     /// Stores the record, off the event loop.
     pub(super) async fn store(&self, guard: &Guard) -> Result<()> {
-        let (journal, record) = (Arc::clone(&self.journal), guard.record.clone());
-        blocking(move || journal.store(&record)).await
+        let record = guard.record.clone();
+        self.write_journal(guard, move |journal| journal.store(&record)).await
+    }
+
+    /// Writes to the journal. A call that gives way in the middle leaves its write under way: the next
+    /// one of the mapping waits for it, so that they reach the disk in their order.
+    pub(super) async fn write_journal(
+        &self,
+        guard: &Guard,
+        write: impl FnOnce(&Journal) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        let turn = guard.volume().turn_to_write().await;
+        let journal = Arc::clone(&self.journal);
+        blocking(move || {
+            let _turn = turn;
+            write(&journal)
+        })
+        .await
     }
 
     /// A point at which tests make the executor crash.

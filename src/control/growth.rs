@@ -1,16 +1,18 @@
 //! A volume's size and that of its device: changed by a user, or grown at the backend.
 //!
 //! For a new size the kernel freezes the device's queue and waits for every request in flight
-//! (nbd_set_size, since Linux 6.10), with the lock held under which all netlink commands of the
-//! driver go. One backend that hangs would stop the commands for every other volume. So the
+//! (nbd_set_size; Linux 6.12 does, 6.1 does not), with the lock held under which all netlink commands
+//! of the driver go. One backend that hangs would stop the commands for every other volume. So the
 //! supervisor first sees every request that is running come to its end, and otherwise puts the
 //! growth off, or says no to who asked.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
 use super::executor::{Executor, TRANSIENT_LIMIT, held, is_transient};
+use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{SeenDevice, State, Volume};
 use super::operations::not_mapped;
 use super::volume::{Guard, View};
@@ -31,6 +33,9 @@ pub struct NewSize {
 /// For everything that is running to end before a resize.
 const FLOW_LIMIT: Duration = Duration::from_secs(2);
 
+/// The same for a growth that nobody has asked for: calls wait meanwhile, and it can be put off.
+const GROWTH_FLOW_LIMIT: Duration = Duration::from_millis(300);
+
 /// How soon a growth that was put off is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 
@@ -46,12 +51,21 @@ impl Executor {
     /// somebody holds; `Unavailable` while the backend does not answer.
     pub async fn resize(&self, target: &str, wanted: NewSize, deadline: Instant) -> Result<View> {
         let volume = self.get(target, deadline).await?;
-        let mut guard = self.enter_mapped(&volume).await?;
+        volume.giving_way(self.resize_volume(&volume, wanted, deadline)).await
+    }
+
+    async fn resize_volume(
+        &self,
+        volume: &Arc<super::volume::Volume>,
+        wanted: NewSize,
+        deadline: Instant,
+    ) -> Result<View> {
+        let mut guard = self.enter_mapped(volume).await?;
         // Whoever asks wants it tried now.
         guard.growth = None;
         let state = self.converge(&mut guard, deadline).await?;
         let (Some(device), Some(made_of)) = (volume.view().device, guard.record.volume) else {
-            return Err(not_mapped(&volume));
+            return Err(not_mapped(volume));
         };
         match state {
             State::Failed(trouble) if !(wanted.shrink && has_shrunk(&guard, device)) => {
@@ -87,7 +101,11 @@ impl Executor {
         size: u64,
         deadline: Instant,
     ) -> Result<()> {
-        let Err(error) = self.resize_device(guard, index, size, deadline).await else {
+        let resized = async {
+            self.check_flow(guard, GROWTH_FLOW_LIMIT).await?;
+            self.resize_device(guard, index, size, deadline).await
+        };
+        let Err(error) = resized.await else {
             guard.growth = None;
             tracing::info!(mapping = guard.record.name, size, "grown with its volume");
             return self.remember_size(guard).await;
@@ -147,6 +165,7 @@ impl Executor {
         if size == device.size {
             return Ok(());
         }
+        self.check_flow(guard, FLOW_LIMIT).await?;
         self.resize_device(guard, device.index, size, deadline).await
     }
 
@@ -167,12 +186,13 @@ impl Executor {
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         self.check_unheld(guard, device.index, deadline).await?;
+        self.check_flow(guard, FLOW_LIMIT).await?;
         self.resize_device(guard, device.index, size, deadline).await?;
         self.point("device shrunk, volume not").await;
         let command = ToWorker::Resize { size, shrink: true };
         let Err(error) = self.tell_size(guard, command, deadline).await else { return Ok(()) };
         // What the backend did in the end, the next look tells: the device follows a larger volume.
-        let until = Instant::now() + FLOW_LIMIT;
+        let until = Instant::now() + COMMAND_LIMIT;
         if let Err(back) = self.resize_device(guard, device.index, device.size, until).await {
             tracing::warn!(mapping = guard.record.name, "stays shrunk: {}", back.report());
         }
@@ -210,6 +230,7 @@ impl Executor {
         }
     }
 
+    /// Only once [`Executor::check_flow`] is content.
     async fn resize_device(
         &self,
         guard: &Guard,
@@ -217,7 +238,6 @@ impl Executor {
         size: u64,
         deadline: Instant,
     ) -> Result<()> {
-        self.check_flow(guard).await?;
         let identity = guard.record.identity();
         self.kernel
             .command("resize the device", deadline, move |k| k.resize(index, &identity, size))
@@ -225,7 +245,7 @@ impl Executor {
     }
 
     /// Sees to it that nothing keeps the kernel waiting.
-    async fn check_flow(&self, guard: &Guard) -> Result<()> {
+    async fn check_flow(&self, guard: &Guard, limit: Duration) -> Result<()> {
         let record = &guard.record;
         let replaying = guard.sound_since.map_or(Duration::ZERO, |since| since.elapsed());
         if record.generation > 1 && record.options.connections > 1 && replaying < REPLAY_LIMIT {
@@ -239,7 +259,7 @@ impl Executor {
                 .with_repair(format!("try again in {left} seconds")));
         }
         let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(guard.volume()))?;
-        if flows(&worker.statistics, FLOW_LIMIT).await {
+        if flows(&worker.statistics, limit).await {
             return Ok(());
         }
         let message =

@@ -35,6 +35,9 @@ pub const MAX_COMMANDS: usize = 12;
 /// Calls that wait for udev, for a flush or for a disconnect.
 pub const MAX_WAITS: usize = 36;
 
+/// As both, for looks at the devices and for what is done by force.
+pub const MAX_URGENT: usize = 16;
+
 /// For one command, once it is its turn.
 pub const COMMAND_LIMIT: Duration = Duration::from_secs(10);
 
@@ -46,6 +49,12 @@ impl KernelCalls {
     pub fn new(kernel: Arc<dyn Kernel>) -> Self {
         let commands = Arc::new(Semaphore::new(MAX_COMMANDS));
         Self { kernel, commands, waits: Arc::new(Semaphore::new(MAX_WAITS)) }
+    }
+
+    /// Calls to the same kernel that never wait behind others.
+    pub fn urgent(&self) -> Self {
+        let room = Arc::new(Semaphore::new(MAX_URGENT));
+        Self { kernel: Arc::clone(&self.kernel), commands: Arc::clone(&room), waits: room }
     }
 
     /// The kernel itself, for calls that may block the caller.

@@ -9,14 +9,16 @@
 //! - a device that somebody holds is not disconnected;
 //! - a volume whose content died with its worker is reported lost, never replaced by zeroes.
 //!
-//! Places kept for what comes: a forced unmap is a third [`Intent`] with an action that fails I/O
-//! before `Disconnect`; a planned hand-over is an action beside `StartWorker`; a fenced claim is
-//! one more [`SeenWorker`].
+//! An unmap by force is the exception to the third rule, as its user wants: it rests nowhere before
+//! the mapping is gone. See `force` for the order of what it does.
+//!
+//! Places kept for what comes: a planned hand-over is an action beside `StartWorker`; a fenced claim
+//! is one more [`SeenWorker`].
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind};
-use crate::kernel::{DeviceIndex, Holder, Identity};
+use crate::kernel::{DeviceIndex, Holder, Identity, Unmount};
 use crate::policy::Policy;
 
 /// What is remembered of a mapping, durably. See `journal`.
@@ -86,6 +88,8 @@ pub enum Intent {
     Mapped,
     /// Nothing left.
     Unmapped,
+    /// Nothing left, whatever hangs and whoever holds it.
+    Forced(Unmount),
 }
 
 /// A process that cannot be mistaken for a later one of the same number.
@@ -134,6 +138,10 @@ pub struct Observed {
     pub failures: u32,
     /// How the last of them ended, for the reader.
     pub history: String,
+    /// No worker has served the device for as long as I/O may wait.
+    pub overdue: bool,
+    /// In place of a worker, somebody answers each request with an error.
+    pub refusing: bool,
     /// A growth of the device could not be carried out a moment ago.
     pub growth_waits: bool,
 }
@@ -196,6 +204,13 @@ pub enum Action {
         /// Of the volume, in whole blocks.
         size: u64,
     },
+    /// Have the device's requests answered with errors, those included that a worker left.
+    Refuse {
+        /// The device.
+        index: DeviceIndex,
+        /// Its connections.
+        connections: u32,
+    },
     /// Remember that the mapping is being taken down.
     Renounce,
     /// Write back what the device's page cache holds.
@@ -206,6 +221,14 @@ pub enum Action {
     StopWorker,
     /// Forget the mapping.
     WithdrawRecord,
+    /// Have the worker answer every request with an error; end one that does not do so.
+    FailIo,
+    /// Unmount the device lazily. That it hangs is no failure.
+    Detach(DeviceIndex, Unmount),
+    /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
+    Sever(DeviceIndex),
+    /// Make sure that nothing of the worker, whose end is proved, is under way at the backend.
+    ProveSilence,
 }
 
 /// How a mapping is doing.
@@ -276,6 +299,7 @@ pub fn plan(record: &Record, observed: &Observed) -> Plan {
     match record.intent {
         Intent::Mapped => plan_mapped(record, observed),
         Intent::Unmapped => plan_unmapped(record, observed),
+        Intent::Forced(unmount) => plan_forced(observed, unmount),
     }
 }
 
@@ -338,8 +362,9 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
             after.extend(grown.map(|size| Action::Grow { index: device.index, size }));
             Plan { state, actions: after }
         }
-        SeenWorker::Alive { .. } | SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
-            given_up(record, observed)
+        SeenWorker::Alive { .. } if observed.failures >= MAX_FAILURES => given_up(record, observed),
+        SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
+            refused(given_up(record, observed), record, observed, device)
         }
         SeenWorker::Alive { connections, .. } => {
             let missing = wanted - connections;
@@ -347,7 +372,7 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
             actions.extend(after);
             Plan { state: State::Recovering, actions }
         }
-        SeenWorker::Gone if !outlives => lost(record),
+        SeenWorker::Gone if !outlives => refused(lost(record), record, observed, device),
         SeenWorker::Gone => {
             let index = device.index;
             let mut actions =
@@ -358,6 +383,15 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
         SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
         SeenWorker::Fenced => fenced(record),
     }
+}
+
+/// A mapping that no worker will serve again: what waits does not wait for ever.
+fn refused(mut plan: Plan, record: &Record, observed: &Observed, device: SeenDevice) -> Plan {
+    if observed.overdue && !observed.refusing {
+        let connections = record.options.connections;
+        plan.actions.push(Action::Refuse { index: device.index, connections });
+    }
+    plan
 }
 
 /// The size that the device should have, where the volume has grown by a block or more.
@@ -399,6 +433,20 @@ fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     Plan { state: State::Unmapping, actions }
 }
 
+/// The worker goes last: as long as it answers everything with an error, nothing waits, neither what
+/// an unmount writes back nor DISCONNECT, which sends through its sockets.
+fn plan_forced(observed: &Observed, unmount: Unmount) -> Plan {
+    let mut actions = vec![Action::Renounce];
+    let worker = observed.worker != SeenWorker::Gone;
+    actions.extend(worker.then_some(Action::FailIo));
+    let devices = || observed.devices.iter().map(|device| device.index);
+    actions.extend(devices().map(|index| Action::Detach(index, unmount)));
+    actions.extend(devices().map(Action::Sever));
+    actions.extend(worker.then_some(Action::StopWorker));
+    actions.extend([Action::ProveSilence, Action::WithdrawRecord]);
+    Plan { state: State::Unmapping, actions }
+}
+
 fn shrunk(record: &Record, size: u64, device: SeenDevice) -> Plan {
     Plan::fail(Trouble::new(
         ErrorKind::Internal,
@@ -427,9 +475,16 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
     Plan::fail(Trouble::new(
         ErrorKind::Unavailable,
         format!(
-            "{name} could not be repaired in {MAX_FAILURES} attempts{why}; new I/O fails once it has \
-             waited for {} s",
-            options.dead_connection_timeout_s
+            "{name} could not be repaired in {MAX_FAILURES} attempts{why}; {}",
+            match observed.refusing {
+                true => "its I/O fails".to_owned(),
+                false => {
+                    format!(
+                        "its I/O fails once it has waited for {} s",
+                        options.dead_connection_timeout_s
+                    )
+                }
+            }
         ),
         format!(
             "see the daemon's log for the cause; when it is removed, cleat map '{uri}' --name {name} \

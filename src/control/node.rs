@@ -20,7 +20,7 @@ use super::admin::{Admin, MAX_MESSAGE, PeerCheck};
 use super::directory::{check_shared, create_private};
 use super::executor::{Executor, Halt, Settings};
 use super::journal::{Journal, lock};
-use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_WAITS};
+use super::kernel_calls::{KernelCalls, MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
 use super::mapping::{Options, State};
 use super::metrics::calls::{Calls, Count};
 use super::metrics::{Endpoint, Source};
@@ -79,7 +79,7 @@ pub fn run(config: &Config) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         // Beyond the kernel's calls: journal, launches.
-        .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + 16)
+        .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + MAX_URGENT + 16)
         .thread_keep_alive(Duration::from_secs(2))
         .thread_name("cleat-node")
         .enable_all()
@@ -149,9 +149,12 @@ impl Node {
         let (worker_events, worker_receiver) = mpsc::channel(1024);
         let log = config.log().decided().to_string();
         let launcher = parts.launcher;
+        let kernel = KernelCalls::new((parts.kernel)());
         let executor = Arc::new(Executor {
             journal,
-            kernel: KernelCalls::new((parts.kernel)()),
+            urgent: kernel.urgent(),
+            left: std::sync::Mutex::default(),
+            kernel,
             workers: Workers::new(launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
             register: super::volume::Register::default(),

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::executor::{Executor, Target, held};
+use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
 use super::process::Process;
@@ -19,6 +20,9 @@ use crate::worker::protocol::ToWorker;
 
 /// For a worker to answer on its control socket.
 const ADOPT_LIMIT: Duration = Duration::from_secs(5);
+
+/// As above, when it is killed if it does not.
+const FORCED_ADOPT_LIMIT: Duration = Duration::from_millis(500);
 
 /// For a worker's control thread to give a sign of life.
 const LIFE_LIMIT: Duration = Duration::from_secs(5);
@@ -49,12 +53,28 @@ impl Executor {
         let announced = guard.paths.is_some();
         let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
         let (failures, history) = (guard.failures, guard.setbacks.history());
-        Ok(Observed { devices, worker, holders, announced, failures, history, growth_waits })
+        if worker == SeenWorker::Gone && !devices.is_empty() {
+            guard.dead_since.get_or_insert_with(Instant::now);
+        }
+        let limit_s = guard.record.options.dead_connection_timeout_s;
+        let limit = Duration::from_secs(u64::from(limit_s));
+        let overdue = guard.dead_since.is_some_and(|since| since.elapsed() >= limit);
+        Ok(Observed {
+            devices,
+            worker,
+            holders,
+            announced,
+            failures,
+            history,
+            overdue,
+            refusing: guard.refusing.is_some(),
+            growth_waits,
+        })
     }
 
     /// Every nbd device.
     pub(super) async fn devices(&self, deadline: Instant) -> Result<Vec<Device>> {
-        self.kernel.command("list nbd devices", deadline, |kernel| kernel.devices()).await
+        self.urgent.command("list nbd devices", deadline, |kernel| kernel.devices()).await
     }
 
     /// Who holds a device.
@@ -84,7 +104,10 @@ impl Executor {
         let Some(guard) = volume.enter_keeper() else { return };
         let Some(worker) = guard.worker.as_ref() else { return };
         let limit = Instant::now() + LIFE_LIMIT;
-        if let Err(error) = worker.call(ToWorker::Ping, Vec::new(), limit).await {
+        let asked = volume.giving_way(worker.call(ToWorker::Ping, Vec::new(), limit)).await;
+        if let Err(error) = asked
+            && error.kind() != ErrorKind::Aborted
+        {
             let pid = worker.id().pid;
             tracing::warn!(mapping = volume.name, pid, "gives no sign of life: {}", error.report());
             drop(guard);
@@ -120,7 +143,12 @@ impl Executor {
         process: Arc<Process>,
         deadline: Instant,
     ) -> Result<SeenWorker> {
-        let limit = deadline.min(Instant::now() + ADOPT_LIMIT);
+        let forced = matches!(guard.record.intent, Intent::Forced(_));
+        let (adopting, ending) = match forced {
+            true => (FORCED_ADOPT_LIMIT, Duration::ZERO),
+            false => (ADOPT_LIMIT, ENDING_LIMIT),
+        };
+        let limit = deadline.min(Instant::now() + adopting);
         let mapping_id = guard.record.mapping_id.clone();
         match self.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
             Ok(worker) => {
@@ -131,7 +159,7 @@ impl Executor {
                 Ok(alive(guard))
             }
             Err(error) => {
-                let until = Instant::now() + ENDING_LIMIT;
+                let until = Instant::now() + ending;
                 while !has_ended(&process) && Instant::now() < until {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -253,7 +281,8 @@ impl Executor {
     ) -> Result<()> {
         let holders = self.holders(index, deadline).await?;
         if !holders.is_empty() {
-            return Err(held(&format!("/dev/nbd{index}"), &holders));
+            let name = format!("/dev/nbd{index}");
+            return Err(or_by_force(held(&name, &holders), &name));
         }
         let mapping_id = identity.mapping_id().to_owned();
         if self.workers.probe(&mapping_id) == Probe::Answers {

@@ -40,7 +40,7 @@ impl Executor {
         let guard = self.enter_mapped(&volume).await?;
         let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&volume))?;
         let command = ToWorker::SetFault { plan: plan.to_owned() };
-        worker.call(command, Vec::new(), deadline).await.map(|_| ())
+        volume.giving_way(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
     }
 
     /// Changes what happens in an outage of the backend, and how fast a mapping may go. What is asked
@@ -71,7 +71,8 @@ impl Executor {
         self.publish(&volume, |view| view.record = record);
         tracing::info!(mapping = volume.name, ?policy, "the policy was changed");
         if let Some(worker) = guard.worker.as_ref().filter(|worker| !worker.has_ended()) {
-            worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline).await?;
+            let call = worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline);
+            volume.giving_way(call).await?;
         }
         Ok(volume.view())
     }

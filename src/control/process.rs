@@ -52,6 +52,15 @@ pub trait Launcher: Send + Sync {
     /// # Errors
     /// When it cannot be told.
     fn find(&self, id: WorkerId) -> Result<Option<Process>>;
+
+    /// The process that has this number now; `None` where there is none, or they have no numbers.
+    ///
+    /// # Errors
+    /// When it cannot be told.
+    fn of_number(&self, pid: u32) -> Result<Option<Process>> {
+        let _ = pid;
+        Ok(None)
+    }
 }
 
 /// Real processes: this executable as `cleat worker`.
@@ -110,6 +119,14 @@ impl Launcher for Processes {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
             Err(error) => Err(failed(error)),
+        }
+    }
+
+    fn of_number(&self, pid: u32) -> Result<Option<Process>> {
+        match started_ticks(pid) {
+            Ok(started_ticks) => self.find(WorkerId { pid, started_ticks }),
+            // It is gone.
+            Err(_) => Ok(None),
         }
     }
 }

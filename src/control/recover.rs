@@ -46,7 +46,13 @@ impl Executor {
             tasks.spawn(async move {
                 // The semaphore is never closed.
                 let _permit = room.acquire().await;
-                executor.bring_back(&volume).await;
+                let brought = volume.giving_way(async {
+                    executor.bring_back(&volume).await;
+                    Ok(())
+                });
+                if let Err(error) = brought.await {
+                    tracing::info!(mapping = volume.name, "{}", error.report());
+                }
             });
         }
         let until = Instant::now() + RECOVERY_LIMIT;
@@ -94,7 +100,7 @@ impl Executor {
     async fn bring_back(&self, volume: &Arc<Volume>) {
         // Nobody else can have it yet; if somebody did, that one would look after it.
         if let Ok(mut guard) = volume.enter() {
-            guard.renounced = guard.record.intent == Intent::Unmapped;
+            guard.renounced = guard.record.intent != Intent::Mapped;
             if !guard.record.established && guard.record.intent == Intent::Mapped {
                 guard.record.intent = Intent::Unmapped;
                 let undone = self.take_down(&mut guard, Instant::now() + UNDO_LIMIT).await;

@@ -9,15 +9,17 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedMutexGuard, mpsc};
-use tokio::time::{Instant, timeout};
+use tokio::sync::{OwnedMutexGuard, mpsc, watch};
+use tokio::time::{Instant, timeout, timeout_at};
 
+use super::force::Progress;
 use super::mapping::{Record, SeenDevice, State};
 use super::setbacks::Setbacks;
 use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, DevicePaths, Holder};
 use crate::statistics::Page;
+use crate::worker::refuse::Refusing;
 
 /// What the guard protects.
 pub struct Core {
@@ -39,8 +41,16 @@ pub struct Core {
     pub setbacks: Setbacks,
     /// Since when it has worked without interruption.
     pub sound_since: Option<Instant>,
+    /// Since when no worker lived for long, if so.
+    pub dead_since: Option<Instant>,
+    /// Answers in place of a worker.
+    pub refusing: Option<Refusing>,
     /// No repair before.
     pub not_before: Option<Instant>,
+    /// Nothing of a worker that was told to fail its I/O is under way at the backend.
+    pub silent: bool,
+    /// Of a forced unmap that somebody waits for.
+    pub progress: Option<Progress>,
     /// A growth of the device that was put off, until when and why.
     pub growth: Option<(Instant, String)>,
 }
@@ -58,7 +68,11 @@ impl Core {
             failures: 0,
             setbacks: Setbacks::default(),
             sound_since: None,
+            dead_since: None,
+            refusing: None,
             not_before: None,
+            silent: false,
+            progress: None,
             growth: None,
         }
     }
@@ -132,6 +146,10 @@ pub struct Volume {
     keepers: AtomicU32,
     /// A call waits for a keeper to be done.
     awaited: AtomicBool,
+    /// Forced unmaps that wait for the guard: whoever has it gives way.
+    wanted: watch::Sender<u32>,
+    /// Held while a record is being written, beyond the end of a call that gave way.
+    writing: Arc<tokio::sync::Mutex<()>>,
     attention: mpsc::Sender<String>,
 }
 
@@ -172,6 +190,22 @@ impl Drop for Awaiting<'_> {
     }
 }
 
+/// Counts a forced unmap that wants the guard.
+struct Wanting<'a>(&'a watch::Sender<u32>);
+
+impl<'a> Wanting<'a> {
+    fn new(wanted: &'a watch::Sender<u32>) -> Self {
+        wanted.send_modify(|count| *count += 1);
+        Self(wanted)
+    }
+}
+
+impl Drop for Wanting<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
+
 /// How long a call waits for what the supervisor does by itself, most of which only looks.
 const KEEPER_LIMIT: Duration = Duration::from_secs(2);
 
@@ -198,6 +232,8 @@ impl Volume {
             again: AtomicBool::new(false),
             keepers: AtomicU32::new(0),
             awaited: AtomicBool::new(false),
+            wanted: watch::Sender::new(0),
+            writing: Arc::default(),
             attention,
         }
     }
@@ -226,7 +262,9 @@ impl Volume {
             Err(error) => error,
         };
         if self.keepers.load(Ordering::SeqCst) == 0 || self.awaited.swap(true, Ordering::SeqCst) {
-            return Err(error);
+            // A keeper that was about to leave, and is not counted any more, has left by now.
+            tokio::task::yield_now().await;
+            return self.enter().map_err(|_| error);
         }
         let _awaiting = Awaiting(&self.awaited);
         let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());
@@ -243,6 +281,43 @@ impl Volume {
         self.again.store(false, Ordering::SeqCst);
         guard.keeper = Some(keeper);
         Some(guard)
+    }
+
+    /// The right to change it, for a forced unmap: whoever has it gives way, unless it is another
+    /// forced unmap, which is waited for.
+    ///
+    /// # Errors
+    /// `TimedOut` at `deadline`.
+    pub async fn enter_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
+        let _wanting = Wanting::new(&self.wanted);
+        let core = timeout_at(deadline, Arc::clone(&self.core).lock_owned()).await;
+        let core = core.map_err(|_| {
+            let message = format!("another forced unmap of {} is under way", self.name);
+            Error::new(ErrorKind::TimedOut, message).with_repair("try again when it has ended")
+        })?;
+        Ok(self.guard(core))
+    }
+
+    /// Does `work`, which has the guard or is given it, until a forced unmap wants it. Plans may be
+    /// cut anywhere, and so may this; what is under way on other threads ends there.
+    ///
+    /// # Errors
+    /// What `work` gives; `Aborted` when it gave way.
+    pub async fn giving_way<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut wanted = self.wanted.subscribe();
+        tokio::select! {
+            biased;
+            _ = wanted.wait_for(|count| *count > 0) => {
+                let message = format!("it gave way to a forced unmap of {}", self.name);
+                Err(Error::new(ErrorKind::Aborted, message))
+            }
+            done = work => done,
+        }
+    }
+
+    /// The right to write its record; kept by the thread that writes.
+    pub async fn turn_to_write(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.writing).lock_owned().await
     }
 
     fn busy(&self) -> Error {
@@ -279,6 +354,11 @@ impl Volume {
 }
 
 impl Guard {
+    /// Whether the supervisor looks after the mapping by itself, and nobody waits for it.
+    pub fn is_kept(&self) -> bool {
+        self.keeper.is_some()
+    }
+
     /// Whose.
     pub fn volume(&self) -> &Arc<Volume> {
         &self.volume.0

@@ -18,6 +18,7 @@ use tokio::sync::{Mutex, mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
+use super::listener::listener_of;
 use super::mapping::WorkerId;
 use super::offload::offload;
 use super::process::{Launcher, Process};
@@ -245,6 +246,19 @@ impl Workers {
     /// When it cannot be told.
     pub fn find(&self, id: WorkerId) -> Result<Option<Process>> {
         self.launcher.find(id)
+    }
+
+    /// The process that listens on the control socket of a mapping that nothing else is known of.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn listener(&self, mapping_id: &str) -> Result<Option<Process>> {
+        let path = self.socket_path(mapping_id);
+        let Some(pid) = listener_of(&path)? else { return Ok(None) };
+        let process = self.launcher.of_number(pid)?;
+        // Still the one that listens: so it is the one that the descriptor names.
+        let same = listener_of(&path)? == Some(pid);
+        Ok(process.filter(|_| same))
     }
 
     /// Looks at the control socket of a mapping that nothing else is known of.

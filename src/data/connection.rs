@@ -324,7 +324,10 @@ impl Connection {
     /// From now on every request fails. Those that the backend still has are answered now, and their
     /// ends are awaited in silence.
     fn set_fail_io(&mut self, fail_io: bool) {
-        if fail_io && !self.fail_io {
+        if fail_io == self.fail_io {
+            return;
+        }
+        if fail_io {
             self.fail_waiting();
             for running in self.slab.iter_mut().filter(|running| !running.answered) {
                 running.answered = true;
@@ -335,6 +338,7 @@ impl Connection {
             }
         }
         self.fail_io = fail_io;
+        self.mailbox.tell_failing(fail_io.then(|| self.slab.len()));
     }
 
     /// Understands and starts what has arrived, as far as the bounds allow.
@@ -477,6 +481,9 @@ impl Connection {
         let Running { cookie, request, started_ns, answered, .. } = self.slab.remove(id);
         if answered {
             self.answered -= 1;
+            if self.fail_io {
+                self.mailbox.tell_failing(Some(self.slab.len()));
+            }
             buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
         } else {
             let Request { op, length, .. } = request;

@@ -4,7 +4,7 @@
 //! is lost. (A planned hand-over of the socket will be another [`Desired`] value, at which the loop
 //! stops reading at a request boundary.)
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
 use crate::backend::Waker;
 
@@ -24,8 +24,12 @@ pub(super) enum Desired {
 pub(super) struct Mailbox {
     desired: AtomicU8,
     fail_io: AtomicBool,
+    /// [`NOT_FAILING`], or how many requests, all answered, the backend still has.
+    failing: AtomicU32,
     waker: Waker,
 }
+
+const NOT_FAILING: u32 = u32::MAX;
 
 impl Mailbox {
     /// All quiet: run, fail nothing.
@@ -34,7 +38,8 @@ impl Mailbox {
     /// When the process has no descriptor left.
     pub(super) fn new() -> std::io::Result<Self> {
         let waker = Waker::new()?;
-        Ok(Self { desired: AtomicU8::new(0), fail_io: AtomicBool::new(false), waker })
+        let failing = AtomicU32::new(NOT_FAILING);
+        Ok(Self { desired: AtomicU8::new(0), fail_io: AtomicBool::new(false), failing, waker })
     }
 
     /// Asks for `desired`; what was asked for before and goes further stays.
@@ -61,6 +66,18 @@ impl Mailbox {
     /// Whether every request is to fail.
     pub(super) fn fail_io(&self) -> bool {
         self.fail_io.load(Ordering::Acquire)
+    }
+
+    /// Says, on the connection's thread, that all it had is answered and that it starts nothing more;
+    /// `at_backend` requests have not ended there. `None`: it serves.
+    pub(super) fn tell_failing(&self, at_backend: Option<usize>) {
+        let count = at_backend.map(|count| u32::try_from(count).unwrap_or(NOT_FAILING - 1));
+        self.failing.store(count.unwrap_or(NOT_FAILING), Ordering::Release);
+    }
+
+    /// What [`Mailbox::tell_failing`] said last.
+    pub(super) fn failing(&self) -> Option<u32> {
+        Some(self.failing.load(Ordering::Acquire)).filter(|count| *count != NOT_FAILING)
     }
 
     /// Wakes the thread; the backend's waker as well.

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 
@@ -169,6 +169,35 @@ impl Server {
         let handles = self.lock();
         self.fail_io.store(fail, Ordering::Relaxed);
         handles.iter().for_each(|handle| handle.mailbox.set_fail_io(fail));
+    }
+
+    /// As [`Server::set_fail_io`], and returns once every connection has answered all that it had
+    /// and starts nothing more at the backend. What runs there gets the rest of `limit` to end;
+    /// returns how many requests still do.
+    ///
+    /// # Errors
+    /// `TimedOut` when a connection's thread does not get to it within `limit`.
+    pub fn fail_all_io(&self, limit: Duration) -> Result<u32> {
+        const LOOK_AGAIN: Duration = Duration::from_millis(1);
+        let until = Instant::now() + limit;
+        self.set_fail_io(true);
+        loop {
+            // A thread that has ended has nothing at the backend: its ring is gone.
+            let handles = self.lock();
+            let serving = handles.iter().filter(|handle| !handle.thread.is_finished());
+            let failing: Option<u32> = serving.map(|handle| handle.mailbox.failing()).sum();
+            drop(handles);
+            let over = Instant::now() >= until;
+            match failing {
+                Some(0) => return Ok(0),
+                Some(at_backend) if over => return Ok(at_backend),
+                None if over => {
+                    let message = "a connection's thread hangs: it has not failed its requests";
+                    return Err(Error::new(ErrorKind::TimedOut, message));
+                }
+                _ => std::thread::sleep(LOOK_AGAIN),
+            }
+        }
     }
 
     /// Has every connection follow `policy` from now on, what waits already included. Without it, it

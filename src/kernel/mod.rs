@@ -8,6 +8,7 @@
 //! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
 //! runs on both.
 
+mod detach;
 mod disposable;
 mod events;
 mod mounts;
@@ -53,7 +54,7 @@ pub struct ConnectSpec {
 
 /// Who a device belongs to: `cleat.<mapping id>.<name>`, kept by the kernel as the nbd backend
 /// identifier, so that a device is never adopted by its number.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity(String);
 
 impl Identity {
@@ -130,6 +131,30 @@ pub enum Holder {
     Device { name: String },
 }
 
+/// Which mounts of a device are taken away when it is unmapped by force.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Unmount {
+    /// Those in every mount namespace.
+    #[default]
+    All,
+    /// Those in the supervisor's own mount namespace.
+    Own,
+    /// None.
+    None,
+}
+
+/// What became of a device that was severed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Severed {
+    /// Nothing is configured any more.
+    Free,
+    /// Every request of it fails; its configuration stays until whoever holds it lets go.
+    Held,
+}
+
 /// Something that the kernel told by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KernelEvent {
@@ -173,6 +198,23 @@ pub trait Kernel: Send + Sync {
     /// # Errors
     /// `TimedOut` at the deadline; the command may still take effect later.
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()>;
+
+    /// Unmounts the device and its partitions lazily, where `which` allows: whoever uses the
+    /// filesystems keeps what he has open, and nobody comes in any more. Returns when that is done
+    /// and what they had to write is written, or has failed. What is mounted on them goes along.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline: it goes on behind the scenes. What cannot be unmounted is no
+    /// error; it shows among the holders.
+    fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()>;
+
+    /// Disconnects, whoever holds the device, and takes its names away, so that a new device can have
+    /// them. Waits a moment for those who only look at it to let go. A device that is not connected,
+    /// or no longer has this identity, is free.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline; the command may still take effect later.
+    fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed>;
 
     /// Every nbd device that exists.
     ///

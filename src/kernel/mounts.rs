@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use super::Holder;
 use super::sysfs::{Family, parse_number};
 use crate::error::{Error, ErrorKind, Result};
-use crate::sys::descriptor::{DeviceNumber, block_device};
+use crate::sys::descriptor::{Behind, DeviceNumber, block_device, device_behind};
 
 /// Bytes of one mountinfo; a mount takes about 150.
-const MOUNTINFO_MAX: u64 = 64 << 20;
+pub(super) const MOUNTINFO_MAX: u64 = 64 << 20;
 const PROCESSES_MAX: usize = 1 << 17;
 const DESCRIPTORS_MAX: usize = 1 << 21;
 const MOUNTS_MAX: usize = 1 << 16;
@@ -42,6 +42,9 @@ pub(super) struct Usage {
     mounts: Vec<(Mount, Option<u32>)>,
     /// The processes, with the block devices that they have open.
     opens: Vec<(u32, String, Vec<DeviceNumber>)>,
+    /// The processes that use a filesystem which is mounted nowhere any more: it was unmounted
+    /// lazily, and lives on for them.
+    lingering: Vec<(u32, String, Vec<DeviceNumber>)>,
     swaps: Vec<PathBuf>,
 }
 
@@ -57,10 +60,13 @@ impl Usage {
             })
             .collect();
         let ours = |numbers: &[DeviceNumber]| numbers.iter().any(|n| family.numbers.contains(n));
-        let opens = self.opens.iter().filter(|(.., numbers)| ours(numbers));
-        holders.extend(
-            opens.map(|(pid, command, _)| Holder::Process { pid: *pid, command: command.clone() }),
-        );
+        let opens = self.opens.iter().chain(&self.lingering).filter(|(.., numbers)| ours(numbers));
+        for (pid, command, _) in opens {
+            let process = Holder::Process { pid: *pid, command: command.clone() };
+            if !holders.contains(&process) {
+                holders.push(process);
+            }
+        }
         let swap = self.swaps.iter().any(|path| is_ours(path, family));
         holders.extend(swap.then(|| Holder::Device { name: "swap".into() }));
         if holders.len() > HOLDERS_MAX {
@@ -78,7 +84,7 @@ impl Proc {
         let (mut mounts, mut views) = (HashSet::new(), HashSet::new());
         views.extend(self.view("self"));
         self.mounts("self", None, &mut mounts, &mut usage.mounts)?;
-        let mut descriptors = 0;
+        let (mut descriptors, mut used) = (0, Vec::new());
         for pid in self.processes()? {
             let process = pid.to_string();
             // Processes that see the same mounts are asked once.
@@ -87,11 +93,17 @@ impl Proc {
             {
                 self.mounts(&process, Some(pid), &mut mounts, &mut usage.mounts)?;
             }
-            let numbers = self.opens(&process, &mut descriptors)?;
-            if !numbers.is_empty() {
-                let command = fs::read_to_string(self.0.join(&process).join("comm"));
-                let command = command.unwrap_or_default().trim_end().to_owned();
-                usage.opens.push((pid, command, numbers));
+            let (devices, filesystems) = self.opens(&process, &mut descriptors)?;
+            if !devices.is_empty() {
+                usage.opens.push((pid, self.command(pid), devices));
+            }
+            used.push((pid, filesystems));
+        }
+        let mounted: HashSet<_> = usage.mounts.iter().map(|(mount, _)| mount.number).collect();
+        for (pid, mut filesystems) in used {
+            filesystems.retain(|number| !mounted.contains(number));
+            if !filesystems.is_empty() {
+                usage.lingering.push((pid, self.command(pid), filesystems));
             }
         }
         let swaps = fs::read(self.0.join("swaps")).unwrap_or_default();
@@ -99,7 +111,7 @@ impl Proc {
         Ok(usage)
     }
 
-    fn processes(&self) -> Result<Vec<u32>> {
+    pub(super) fn processes(&self) -> Result<Vec<u32>> {
         let unreadable = |error| Error::from_io(format!("cannot read {}", self.0.display()), error);
         let entries = fs::read_dir(&self.0).map_err(unreadable)?;
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -149,27 +161,41 @@ impl Proc {
         Ok(())
     }
 
-    /// The block devices that the process has open.
-    fn opens(&self, process: &str, descriptors: &mut usize) -> Result<Vec<DeviceNumber>> {
-        let mut numbers = Vec::new();
+    /// The block devices that the process has open, and the devices of the filesystems that it uses.
+    fn opens(&self, process: &str, descriptors: &mut usize) -> Result<Opens> {
+        let directory = self.0.join(process);
+        let (mut devices, mut filesystems) = (Vec::new(), Vec::new());
+        let mut note = |path: &Path| {
+            // By number, not by name: the node may have any name, in any namespace.
+            let (list, number) = match device_behind(path) {
+                Ok(Behind::Device(number)) => (&mut devices, number),
+                Ok(Behind::Filesystem(number)) if number.major != 0 => (&mut filesystems, number),
+                _ => return,
+            };
+            if !list.contains(&number) {
+                list.push(number);
+            }
+        };
+        ["cwd", "root", "exe"].iter().for_each(|name| note(&directory.join(name)));
         // Another user's process, where we are not root, or one that is gone.
-        let Ok(entries) = fs::read_dir(self.0.join(process).join("fd")) else { return Ok(numbers) };
-        for entry in entries.filter_map(io::Result::ok) {
+        let entries = fs::read_dir(directory.join("fd"));
+        for entry in entries.into_iter().flatten().filter_map(io::Result::ok) {
             *descriptors += 1;
             if *descriptors > DESCRIPTORS_MAX {
                 return Err(too_much("open files"));
             }
-            // By number, not by name: the node may have any name, in any namespace.
-            if let Some(number) = block_device(&entry.path()).ok().flatten()
-                && !numbers.contains(&number)
-            {
-                numbers.push(number);
-            }
+            note(&entry.path());
         }
-        Ok(numbers)
+        Ok((devices, filesystems))
+    }
+
+    fn command(&self, pid: u32) -> String {
+        let command = fs::read_to_string(self.0.join(pid.to_string()).join("comm"));
+        command.unwrap_or_default().trim_end().to_owned()
     }
 }
 
+type Opens = (Vec<DeviceNumber>, Vec<DeviceNumber>);
 type View = (PathBuf, Option<(u64, u64)>);
 
 impl Mount {
@@ -180,7 +206,7 @@ impl Mount {
 
     /// Whether the filesystem lies on one of these devices. A filesystem with a device number of
     /// its own (btrfs: major 0) is known by its source.
-    fn is_on(&self, family: &Family) -> bool {
+    pub(super) fn is_on(&self, family: &Family) -> bool {
         family.numbers.contains(&self.number)
             || self.number.major == 0 && is_ours(Path::new(&self.source), family)
     }
@@ -192,7 +218,7 @@ pub(crate) fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
 }
 
 /// `36 35 98:0 /root /mount/point options [optional]... - type source super-options`
-fn parse_mount(line: &[u8]) -> Option<Mount> {
+pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let number = parse_number(std::str::from_utf8(fields.nth(2)?).ok()?)?;
     let path = PathBuf::from(unescape(fields.nth(1)?));
@@ -242,7 +268,7 @@ fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-fn too_much(what: &str) -> Error {
+pub(super) fn too_much(what: &str) -> Error {
     let message = format!("too many {what} on this machine to tell who uses the device");
     Error::new(ErrorKind::Unavailable, message)
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
+use super::detach::detach;
 use super::disposable::Disposable;
 use super::events::Hub;
 use super::mounts::{Proc, Usage};
@@ -19,7 +20,7 @@ use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
 use super::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
-    KernelEvent, module_missing, not_ours,
+    KernelEvent, Severed, Unmount, module_missing, not_ours,
 };
 use crate::error::{Error, ErrorKind, Result};
 
@@ -39,6 +40,10 @@ const HINT_QUEUE: usize = 32;
 const STUCK_COMMANDS: usize = 8;
 /// Flushes that may be stuck, one a device: each waits for a backend of its own.
 const STUCK_FLUSHES: usize = 64;
+/// Unmounts that may be stuck, one a device and namespace: each waits for a backend of its own.
+const STUCK_UNMOUNTS: usize = 64;
+/// How long those who only look at a device may take to close it.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long udev may take to remove a symlink before it is removed here.
 const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -54,6 +59,7 @@ pub struct RealKernel {
     /// never stop commands.
     threads: Disposable,
     flushes: Flushes,
+    unmounts: Disposable,
     netlink: Netlink,
     hub: Mutex<Option<Hub>>,
     loads_module: bool,
@@ -77,6 +83,7 @@ impl RealKernel {
             netlink: Netlink::new(threads.clone()),
             threads,
             flushes: Flushes::default(),
+            unmounts: Disposable::new(STUCK_UNMOUNTS),
             hub: Mutex::new(None),
             loads_module: true,
         };
@@ -178,6 +185,30 @@ impl Kernel for RealKernel {
             gone.ok_or_else(|| still_configured(index))?;
         }
         self.withdraw(index, identity, deadline)
+    }
+
+    fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()> {
+        let family = self.sysfs.family(index)?;
+        detach(&self.proc, &self.unmounts, &family, which, deadline)
+    }
+
+    fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed> {
+        let meant = self.meant(identity.clone());
+        match self.netlink.disconnect(index, deadline, move || meant(index)) {
+            // It went by itself.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            result => result?,
+        }
+        let patience = deadline.min(Instant::now() + CLOSE_TIMEOUT);
+        let gone = self.wait(patience, None, || {
+            let device = self.sysfs.connected_device(index, identity)?;
+            Ok(device.is_none().then_some(()))
+        })?;
+        if gone.is_none() {
+            self.disown(index, identity);
+        }
+        self.withdraw(index, identity, deadline)?;
+        Ok(if gone.is_some() { Severed::Free } else { Severed::Held })
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -348,9 +379,20 @@ impl RealKernel {
         Ok(())
     }
 
+    /// Has udev take back the names of a device that is disconnected and held: it would keep them for
+    /// as long as the holder pleases, and from a new device of that name.
+    fn disown(&self, index: DeviceIndex, identity: &Identity) {
+        self.names.withdraw(identity);
+        self.sysfs.announce(index);
+        self.sysfs.announce_partitions(index);
+    }
+
     /// Takes the names away. A device without its properties loses the symlink at its next event.
     fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let others: Vec<_> = self.devices()?.iter().filter_map(Device::identity).collect();
+        let devices = self.devices()?;
+        // The device itself may be left, disconnected and held.
+        let others = devices.iter().filter(|device| device.index != index);
+        let others: Vec<_> = others.filter_map(Device::identity).collect();
         if others.contains(identity) {
             return Ok(());
         }

@@ -119,10 +119,13 @@ impl Sysfs {
 
     /// Has the kernel announce the device again, for a udev that missed it or came too early.
     pub(super) fn announce(&self, index: DeviceIndex) {
-        // Only a hint: where sysfs is read-only, the caller's wait ends by its deadline.
-        if let Err(error) = fs::write(self.directory(index).join("uevent"), "change") {
-            tracing::debug!(index, %error, "cannot announce the device again");
-        }
+        announce(&self.directory(index));
+    }
+
+    /// As [`Sysfs::announce`], for the partitions.
+    pub(super) fn announce_partitions(&self, index: DeviceIndex) {
+        let names = self.family(index).map(|family| family.names).unwrap_or_default();
+        names.iter().skip(1).for_each(|name| announce(&self.directory(index).join(name)));
     }
 
     fn directory(&self, index: DeviceIndex) -> PathBuf {
@@ -143,6 +146,13 @@ impl Sysfs {
             }
             Err(error) => Err(unreadable(&path, error)),
         }
+    }
+}
+
+fn announce(directory: &Path) {
+    // Only a hint: where sysfs is read-only, the caller's wait ends by its deadline.
+    if let Err(error) = fs::write(directory.join("uevent"), "change") {
+        tracing::debug!(path = %directory.display(), %error, "cannot announce a device again");
     }
 }
 

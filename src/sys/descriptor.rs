@@ -31,6 +31,27 @@ pub fn of_netlink(socket: &NlSocketHandle) -> BorrowedFd<'_> {
 /// # Errors
 /// What `statx` gives.
 pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
+    Ok(match device_behind(path)? {
+        Behind::Device(number) => Some(number),
+        Behind::Filesystem(_) => None,
+    })
+}
+
+/// What stands behind an open file or a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Behind {
+    /// It is this block device.
+    Device(DeviceNumber),
+    /// It lies on a filesystem of this number: that of its block device, or with a major number of 0
+    /// one that means nothing elsewhere.
+    Filesystem(DeviceNumber),
+}
+
+/// What stands behind `path`, as [`block_device`] finds it.
+///
+/// # Errors
+/// What `statx` gives.
+pub fn device_behind(path: &Path) -> io::Result<Behind> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut found = MaybeUninit::<libc::statx>::zeroed();
     // SAFETY: `path` ends with a zero byte, `found` is writable and of the type that is asked for.
@@ -49,6 +70,14 @@ pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
     // SAFETY: `statx` consists of integers, for which the zeroes it began with are valid.
     let found = unsafe { found.assume_init() };
     let is_block = u32::from(found.stx_mode) & libc::S_IFMT == libc::S_IFBLK;
-    let number = DeviceNumber { major: found.stx_rdev_major, minor: found.stx_rdev_minor };
-    Ok(is_block.then_some(number))
+    Ok(match is_block {
+        true => Behind::Device(DeviceNumber {
+            major: found.stx_rdev_major,
+            minor: found.stx_rdev_minor,
+        }),
+        false => Behind::Filesystem(DeviceNumber {
+            major: found.stx_dev_major,
+            minor: found.stx_dev_minor,
+        }),
+    })
 }

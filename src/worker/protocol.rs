@@ -52,6 +52,10 @@ pub enum ToWorker {
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
     Ping,
+    // --- forced unmap
+    /// With `fail`: answer every request, running ones and those to come, with an I/O error, and
+    /// start nothing more at the backend. Answered by `IoFails`. Without: serve again; `Done`.
+    FailIo { fail: bool },
 }
 
 /// What a new worker needs to know.
@@ -91,6 +95,10 @@ pub enum FromWorker {
     Size { size: u64 },
     /// The last command was carried out.
     Done,
+    // --- forced unmap
+    /// Every connection has answered all that it had; so many requests have not ended at the backend.
+    IoFails { at_backend: u32 },
+    // --- by itself
     /// By itself: every kernel connection has ended in order (the device was disconnected), and the
     /// worker is about to exit.
     Disconnected,

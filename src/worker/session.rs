@@ -33,6 +33,9 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 /// How long `Stop` waits for running requests before it cuts them off.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
+/// How long `FailIo` waits for the connections, and for what they have at the backend.
+const FAIL_PATIENCE: Duration = Duration::from_millis(250);
+
 /// How often the reason of an outage is asked for while it lasts.
 const OUTAGE_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -273,6 +276,16 @@ impl Session {
             }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
             ToWorker::Ping => Ok(FromWorker::Done),
+            ToWorker::FailIo { fail: true } => {
+                tracing::warn!("told to fail every request");
+                let at_backend = self.server.fail_all_io(FAIL_PATIENCE)?;
+                // A change of the volume's size reaches it as well.
+                Ok(FromWorker::IoFails { at_backend: at_backend + self.sizes.under_way() })
+            }
+            ToWorker::FailIo { fail: false } => {
+                self.server.set_fail_io(false);
+                Ok(FromWorker::Done)
+            }
             // Stop and what concerns the size never come here.
             ToWorker::Start(_)
             | ToWorker::Adopt { .. }

@@ -26,6 +26,8 @@ pub(super) struct Sizes {
     answers: Receiver<(u64, Result<u64>)>,
     /// The number of the last order.
     last: u64,
+    /// Orders that have not been answered, whoever waits for them.
+    under_way: u32,
     /// The order whose answer the supervisor waits for.
     owed: Option<u64>,
     /// What the supervisor knows.
@@ -53,7 +55,7 @@ impl Sizes {
             .spawn(move || asker.run(&incoming, &outgoing))
             .map_err(|e| Error::from_io("cannot start the thread that asks for the size", e))?;
         let told = image.size();
-        Ok(Self { image, orders, answers, last: 0, owed: None, told })
+        Ok(Self { image, orders, answers, last: 0, under_way: 0, owed: None, told })
     }
 
     /// Has the thread carry `order` out; the answer comes through [`Sizes::answer`].
@@ -65,6 +67,7 @@ impl Sizes {
         match self.orders.try_send((self.last, order)) {
             Ok(()) => {
                 self.owed = Some(self.last);
+                self.under_way += 1;
                 Ok(())
             }
             Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
@@ -78,6 +81,7 @@ impl Sizes {
     /// The answer that the supervisor waits for, once it is there.
     pub(super) fn answer(&mut self) -> Option<Result<u64>> {
         while let Ok((number, answer)) = self.answers.try_recv() {
+            self.under_way -= 1;
             if self.owed == Some(number) {
                 self.owed = None;
                 self.told = *answer.as_ref().unwrap_or(&self.told);
@@ -85,6 +89,11 @@ impl Sizes {
             }
         }
         None
+    }
+
+    /// Orders that the backend may not have carried out yet.
+    pub(super) fn under_way(&self) -> u32 {
+        self.under_way
     }
 
     /// The size, where it is not the one that the supervisor knows. Not while it waits for an

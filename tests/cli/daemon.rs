@@ -124,9 +124,18 @@ impl Node for Fake {
         self.refused()?;
         let request = request.into_inner();
         let was_mapped = request.target == "data";
-        let remaining_holders = if request.force { vec![mount()] } else { Vec::new() };
+        let plain = v1::UnmapResponse { was_mapped, ..v1::UnmapResponse::default() };
+        let step = v1::ForcedStep { step: "fail I/O".into(), took_ms: 7, note: "late".into() };
+        let forced = v1::UnmapResponse {
+            remaining_holders: vec![mount()],
+            steps: vec![step],
+            unmounted: vec![mount()],
+            device_left: "/dev/nbd7".into(),
+            ..plain.clone()
+        };
+        let response = if request.force { forced } else { plain };
         self.note(Seen::Unmap(request));
-        Ok(Response::new(v1::UnmapResponse { was_mapped, remaining_holders }))
+        Ok(Response::new(response))
     }
 
     async fn list(&self, _: Request<v1::ListRequest>) -> Answer<v1::ListResponse> {

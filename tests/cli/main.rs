@@ -12,7 +12,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use cleat::proto::v1::MappingState;
+use cleat::proto::v1::{MappingState, Unmount};
 use serde_json::Value;
 use tempfile::TempDir;
 use tonic::Code;
@@ -251,17 +251,33 @@ fn each_answer_of_the_daemon_has_its_exit_code() {
 fn unmap_sends_its_deadline_and_names_who_is_left() {
     let daemon = Daemon::start(Script::default());
     let run = cleat("unmap data --force", &daemon.socket);
-    assert_eq!(run.code, 0);
-    assert_eq!(run.stderr, "cleat: data is still mounted at /mnt (ext4)\n");
+    // Done, but not all is well.
+    assert_eq!(run.code, 22);
+    assert_eq!(
+        run.stderr,
+        "cleat: data: no longer mounted at /mnt (ext4)\ncleat: data: fail I/O: late\n\
+         cleat: data is gone, and its name and volume are free; /dev/nbd7, on which everything \
+         fails, stays as long as it is mounted at /mnt (ext4)\n"
+    );
     let Seen::Unmap(seen) = daemon.seen() else { panic!("the daemon was asked to unmap") };
     assert_eq!((seen.target.as_str(), seen.force, seen.timeout_ms), ("data", true, 5000));
+    assert_eq!(seen.unmount(), Unmount::Unspecified);
 
-    let run = cleat("unmap data --force --deadline 250ms -o json", &daemon.socket);
+    let options = "--force --unmount own --deadline 250ms -o json";
+    let run = cleat(&format!("unmap data {options}"), &daemon.socket);
+    assert_eq!(run.code, 22);
     let unmapped = json(&run.stdout);
     assert_eq!(unmapped["was_mapped"], true);
     assert_eq!(unmapped["remaining_holders"][0]["kind"], "mount");
+    assert_eq!(unmapped["steps"][0]["took_ms"], 7);
+    assert_eq!(unmapped["unmounted"][0]["path"], "/mnt");
+    assert_eq!(
+        (&unmapped["device_left"], &unmapped["unproven"]),
+        (&"/dev/nbd7".into(), &Value::Null)
+    );
     let Seen::Unmap(seen) = daemon.seen() else { panic!("the daemon was asked to unmap") };
-    assert_eq!(seen.timeout_ms, 250);
+    assert_eq!((seen.timeout_ms, seen.unmount()), (250, Unmount::Own));
+    assert_eq!(cleat("unmap data --unmount own", &daemon.socket).code, 2);
 
     let run = cleat("unmap other", &daemon.socket);
     assert_eq!((run.code, run.stderr.as_str()), (0, "cleat: other was not mapped\n"));

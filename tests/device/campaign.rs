@@ -79,17 +79,16 @@ impl Scene {
         let (target, probed, offset) = match ground {
             Ground::Raw => (device.clone(), device.clone(), 160 << 20),
             Ground::Ext4 => {
-                // Allocated and written beforehand, so that the prober measures the device.
+                // Allocated and written beforehand, so that the device is measured.
                 shell(&format!(
                     "mkfs.ext4 -q {device}; mkdir -p /mnt/campaign; mount {device} /mnt/campaign
+                     dd if=/dev/zero of=/mnt/campaign/data bs=1M count=96 conv=fsync status=none
                      dd if=/dev/zero of=/mnt/campaign/probed bs={REGION} count=1 conv=fsync status=none"
                 ));
                 ("/mnt/campaign/data".to_owned(), "/mnt/campaign/probed".to_owned(), 0)
             }
         };
         let fio = Fio::start(&target, "96M", runtime);
-        // fio lays its file out first.
-        std::thread::sleep(Duration::from_secs(3));
         let prober = Prober::start(&probed, offset);
         Self { node, image, ground, device, fio, prober }
     }

@@ -6,6 +6,9 @@ use std::process::Command;
 /// Set for the run under systemd.
 pub(crate) const SYSTEMD: &str = "CLEAT_TEST_SYSTEMD";
 
+/// Adds the comparison with others, which takes many minutes, most of them theirs.
+pub(crate) const COMPARISON: &str = "CLEAT_COMPARISON";
+
 /// Boots the VM and runs this program in it; returns the exit status to pass on.
 pub(crate) fn run_in_vm() -> i32 {
     let payload = tempfile::tempdir().expect("a temporary directory for the payload");
@@ -70,7 +73,7 @@ fn boot(payload: &Path, init: &str, arguments: &[String]) -> i32 {
     if init == "systemd" {
         vm.arg(format!("{SYSTEMD}=1"));
     }
-    for name in ["CLEAT_VERIFY_SECONDS", "CLEAT_REPEAT"] {
+    for name in ["CLEAT_VERIFY_SECONDS", "CLEAT_REPEAT", COMPARISON] {
         if let Ok(value) = std::env::var(name) {
             vm.arg(format!("{name}={value}"));
         }
@@ -85,11 +88,12 @@ fn boot(payload: &Path, init: &str, arguments: &[String]) -> i32 {
     status.code().unwrap_or(1)
 }
 
-/// The bound of a run: generous, since tcg's speed varies, and longer with a long verification.
+/// The bound of a run: generous, since tcg's speed varies, and longer with what was asked for.
 fn timeout_s() -> String {
-    let verify: u64 = std::env::var("CLEAT_VERIFY_SECONDS")
-        .ok()
-        .and_then(|seconds| seconds.parse().ok())
-        .unwrap_or(0);
-    (1200 + 4 * verify).to_string()
+    let number = |name| -> u64 {
+        std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or_default()
+    };
+    let comparison = if std::env::var_os(COMPARISON).is_some() { 1800 } else { 0 };
+    let asked = 4 * number("CLEAT_VERIFY_SECONDS") + 60 * number("CLEAT_REPEAT") + comparison;
+    (1800 + asked).to_string()
 }

@@ -12,8 +12,10 @@ mod crash;
 mod facts;
 mod filesystems;
 mod fixture;
+mod force;
 mod host;
 mod lifecycle;
+mod outage;
 mod peers;
 mod readonly;
 mod resize;
@@ -49,6 +51,8 @@ fn trials() -> Vec<Trial> {
         peers::trials(),
         resize::trials(),
         readonly::trials(),
+        force::trials(),
+        outage::trials(),
     ]
     .into_iter()
     .flatten()

@@ -11,13 +11,21 @@ use libtest_mimic::Trial;
 
 use crate::campaign::load::{Fio, Prober, REGION, longest};
 use crate::fixture::{shell, signal};
+use crate::host::COMPARISON;
 use crate::trial;
 use contender::{Contender, Setup, Up};
 
 pub(crate) fn trials() -> Vec<Trial> {
+    if std::env::var_os(COMPARISON).is_none() {
+        return Vec::new();
+    }
     vec![
-        trial("peers_whose_server_is_killed", || table("server killed under load", crashes)),
-        trial("peers_that_are_detached_by_force", || table("forced detach", detaches)),
+        trial("peers_whose_server_is_killed", || {
+            table("server killed under load", |_| vec![Box::new(crash)]);
+        }),
+        trial("peers_that_are_detached_by_force", || {
+            table("forced detach", detaches);
+        }),
     ]
 }
 
@@ -27,21 +35,24 @@ const PERIOD: Duration = Duration::from_secs(6);
 const PATIENCE: Duration = Duration::from_secs(30);
 const MOUNT: &str = "/mnt/peers";
 
-/// Prints one row for each contender, and fails where cleat's is not as promised.
-fn table(title: &str, rows: fn(Setup) -> Vec<Row>) {
-    let mut lines = Vec::new();
+/// Prints rows for each contender, and fails where cleat's are not as promised.
+fn table(title: &str, cases: fn(Setup) -> Vec<Case>) {
+    println!("figures: {title}");
     let mut broken = Vec::new();
     for setup in Setup::ALL {
-        for row in rows(setup) {
+        for case in cases(setup) {
+            let row = case(setup);
+            println!("  {:<42} {}", setup.title(), row.text);
             if setup == Setup::Cleat && !row.good {
-                broken.push(row.text.clone());
+                broken.push(row.text);
             }
-            lines.push(format!("{:<42} {}", setup.title(), row.text));
         }
     }
-    println!("figures: {title}\n  {}", lines.join("\n  "));
     assert!(broken.is_empty(), "cleat breaks its promise: {broken:?}");
 }
+
+/// Makes one row.
+type Case = Box<dyn Fn(Setup) -> Row>;
 
 /// What one contender did in one situation.
 struct Row {
@@ -49,17 +60,17 @@ struct Row {
     text: String,
 }
 
-fn crashes(setup: Setup) -> Vec<Row> {
+fn crash(setup: Setup) -> Row {
     let contender = Contender::new(setup);
     let up = contender.up();
     let node = &up.device;
     shell("dmesg --clear");
     shell(&format!(
         "mkfs.ext4 -q {node}; mkdir -p {MOUNT}; mount {node} {MOUNT}
+         dd if=/dev/zero of={MOUNT}/data bs=1M count=64 conv=fsync status=none
          dd if=/dev/zero of={MOUNT}/probed bs={REGION} count=1 conv=fsync status=none"
     ));
     let fio = Fio::start(&format!("{MOUNT}/data"), "64M", PERIOD * (KILLS + 1));
-    std::thread::sleep(Duration::from_secs(3));
     let prober = Prober::start(&format!("{MOUNT}/probed"), 0);
     let mut kills = Vec::new();
     for _ in 0..KILLS {
@@ -85,14 +96,14 @@ fn crashes(setup: Setup) -> Vec<Row> {
         (Ok(_), Some(why)) => format!("load fails: {why}"),
     };
     let good = fio.is_ok() && told.starts_with("works") && errors == "0";
-    let unmounted = ended_within(&format!("umount {MOUNT}"), PATIENCE);
-    let check = unmounted && ended_within(&format!("e2fsck -fn {node}"), PATIENCE);
+    let succeeds = |script: &str| run(script, PATIENCE) == End::Success;
+    let check = succeeds(&format!("umount {MOUNT}")) && succeeds(&format!("e2fsck -fn {node}"));
     drop(up);
     let check = if check { "file system clean" } else { "file system not clean" };
-    vec![Row {
+    Row {
         good: good && check == "file system clean",
         text: format!("{told}; {errors} error messages of the kernel; {check}"),
-    }]
+    }
 }
 
 /// What makes a device hard to detach.
@@ -133,22 +144,22 @@ impl Trouble {
         let node = &up.device;
         if self.is_mounted() {
             shell(&format!(
-                "mkfs.ext4 -q {node}; mkdir -p {MOUNT}; mount {node} {MOUNT}; sync -f {MOUNT}"
+                "mkfs.ext4 -q -E lazy_itable_init=0,lazy_journal_init=0 {node}; mkdir -p {MOUNT}
+                 mount {node} {MOUNT}; touch {MOUNT}/dirty; sync -f {MOUNT}"
             ));
         }
         shell("udevadm settle --timeout=30 || true");
+        if matches!(self, Self::DirtyPages) {
+            // In the cache only; the kernel writes it back seconds later.
+            shell(&format!("head -c 24M /dev/zero | tr '\\0' x > {MOUNT}/dirty"));
+        }
         if !matches!(self, Self::OpenForever) {
             signal("STOP", up.server());
         }
         let script = match self {
-            Self::ServerStopped => return None,
+            Self::ServerStopped | Self::DirtyPages => return None,
             Self::ReadUnderWay => {
                 format!("exec dd if={node} of=/dev/null bs=64k iflag=direct count=1")
-            }
-            Self::DirtyPages => {
-                // In the cache only; written back by the kernel when it likes, or not at all.
-                shell(&format!("head -c 24M /dev/zero | tr '\\0' x > {MOUNT}/dirty"));
-                return None;
             }
             Self::BlockedFsync => {
                 format!("exec dd if=/dev/zero of={MOUNT}/synced bs=1M count=8 conv=fsync")
@@ -163,11 +174,10 @@ impl Trouble {
     }
 }
 
-fn detaches(setup: Setup) -> Vec<Row> {
-    if !setup.detaches() {
-        return Vec::new();
-    }
-    Trouble::ALL.map(|trouble| detach(setup, trouble)).into()
+fn detaches(setup: Setup) -> Vec<Case> {
+    let troubles = Trouble::ALL.into_iter().filter(|_| setup.detaches());
+    let case = |trouble| -> Case { Box::new(move |setup| detach(setup, trouble)) };
+    troubles.map(case).collect()
 }
 
 fn detach(setup: Setup, trouble: Trouble) -> Row {
@@ -175,7 +185,8 @@ fn detach(setup: Setup, trouble: Trouble) -> Row {
     let up = contender.up();
     let stuck = trouble.cause(&up);
     let started = Instant::now();
-    let returned = ended_within(&up.detach_script(trouble.is_mounted().then_some(MOUNT)), PATIENCE);
+    let end = run(&up.detach_script(trouble.is_mounted().then_some(MOUNT)), PATIENCE);
+    let returned = end != End::Never;
     let took = started.elapsed();
     std::thread::sleep(Duration::from_secs(2));
     let blocked = blocked_tasks();
@@ -193,7 +204,8 @@ fn detach(setup: Setup, trouble: Trouble) -> Row {
         }
     }
     drop(up);
-    let good = returned && took < Duration::from_secs(6) && blocked == 0 && works && !late;
+    let good =
+        end == End::Success && took < Duration::from_secs(6) && blocked == 0 && works && !late;
     let text = format!(
         "{:<40} {}, {blocked} tasks in D state, device {}, a new one {}{}",
         trouble.title(),
@@ -209,8 +221,17 @@ fn detach(setup: Setup, trouble: Trouble) -> Row {
     Row { good, text }
 }
 
-/// Runs a script that may hang for ever; says whether it succeeded in time.
-fn ended_within(script: &str, limit: Duration) -> bool {
+/// How a script ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Success,
+    Failure,
+    /// Not in time.
+    Never,
+}
+
+/// Runs a script that may hang for ever.
+fn run(script: &str, limit: Duration) -> End {
     let mut command = Command::new("bash");
     command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let (sender, ended) = std::sync::mpsc::channel();
@@ -218,7 +239,11 @@ fn ended_within(script: &str, limit: Duration) -> bool {
         // Nobody waits for one that is too late.
         let _ = sender.send(command.status().is_ok_and(|status| status.success()));
     });
-    ended.recv_timeout(limit).unwrap_or(false)
+    match ended.recv_timeout(limit) {
+        Ok(true) => End::Success,
+        Ok(false) => End::Failure,
+        Err(_) => End::Never,
+    }
 }
 
 /// Tasks in uninterruptible sleep, threads of the kernel included.

@@ -3,9 +3,6 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use cleat::error::ErrorKind;
-use cleat::kernel::Kernel;
-use cleat::kernel::real::RealKernel;
 use libtest_mimic::Trial;
 
 use crate::fixture::{Image, Node, PATIENCE, cleat, cleat_ok, shell, status};
@@ -19,7 +16,6 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("resize_follows_growth_at_the_backend", follows),
         trial("resize_with_shrink_only_when_nobody_holds_the_device", shrinks),
         trial("resize_with_a_hung_backend_holds_nobody_up", hung),
-        trial("resize_in_the_kernel_waits_for_io_that_hangs", in_the_kernel),
     ]
 }
 
@@ -229,53 +225,4 @@ fn hung() {
     }
     cleat_ok(&["resize", "hung", "192M"]);
     cleat_ok(&["unmap", "hung"]);
-}
-
-/// Why the supervisor looks before it leaps: what the driver itself does.
-fn in_the_kernel() {
-    let _node = Node::start();
-    let image = Image::new("raw", "64M");
-    let uri = format!("fault:{}", image.uri());
-    let device = cleat_ok(&["map", &uri, "--name", "raw"]);
-    let index = device.trim_start_matches("/dev/nbd").parse().expect("a number");
-    let run = std::path::PathBuf::from("/tmp/another-run");
-    std::fs::create_dir_all(&run).expect("a directory");
-    let kernel = RealKernel::new(&run);
-    let devices = kernel.devices().expect("devices");
-    let found = devices.iter().find(|found| found.index == index).expect("the device");
-    let identity = found.identity().expect("it is ours");
-    let hung = HungWrite::start("raw", &device);
-    // The supervisor notices, too, and puts it off.
-    shell(&format!("truncate -s 128M {}", image.path()));
-    let began = Instant::now();
-    let resized = kernel.resize(index, &identity, 128 << 20);
-    let took = began.elapsed();
-    let others = kernel.status();
-    let release = shell("uname -r");
-    println!(
-        "figures: Linux {release}: a resize with a hung write: {} after {took:?}; then listing \
-         devices: {}",
-        resized.as_ref().map_or_else(|error| error.report(), |()| "done".to_owned()),
-        others.as_ref().map_or_else(|error| error.report(), |_| "done".to_owned()),
-    );
-    // nbd_set_size freezes the queue since Linux 6.10; before, it did not wait.
-    let mut parts = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
-    if (parts.next(), parts.next()) >= (Some(6), Some(10)) {
-        assert_eq!(resized.expect_err("it waits").kind(), ErrorKind::TimedOut);
-        assert!(others.is_err(), "the lock is held");
-    } else {
-        resized.expect("it does not wait");
-        others.expect("no lock is held");
-    }
-    // Whatever hung goes on once the backend answers, or everything has been answered with an error.
-    hung.release();
-    let began = Instant::now();
-    while size_of(&device) != 128 << 20 || kernel.status().is_err() {
-        assert!(began.elapsed() < PATIENCE, "the resize does not end");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    drop(kernel);
-    cleat_ok(&["resize", "raw", "192M"]);
-    assert_eq!(size_of(&device), 192 << 20);
-    cleat_ok(&["unmap", "raw"]);
 }

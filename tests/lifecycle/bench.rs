@@ -18,6 +18,7 @@ use cleat::kernel::sim::{Script, SimKernel};
 use cleat::proto::v1::node_client::NodeClient;
 use cleat::proto::v1::{
     GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, UnmapRequest,
+    UnmapResponse,
 };
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -272,6 +273,10 @@ impl Supervisor {
         Ok(self.block_on(self.client().unmap(request))?.into_inner().was_mapped)
     }
 
+    pub(crate) fn force(&self, target: &str) -> Result<UnmapResponse, Status> {
+        self.block_on(self.client().unmap(forced(target))).map(tonic::Response::into_inner)
+    }
+
     pub(crate) fn list(&self) -> Vec<Mapping> {
         self.block_on(self.client().list(ListRequest {})).unwrap().into_inner().mappings
     }
@@ -300,6 +305,11 @@ pub(crate) fn request(name: &str, uri: &str) -> MapRequest {
         options: Some(MapOptions::default()),
         timeout_ms: 0,
     }
+}
+
+/// A request to unmap by force.
+pub(crate) fn forced(target: &str) -> UnmapRequest {
+    UnmapRequest { target: target.into(), force: true, ..UnmapRequest::default() }
 }
 
 /// N of `/dev/nbdN`.

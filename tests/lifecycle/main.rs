@@ -7,7 +7,9 @@
 mod bench;
 mod crashes;
 mod everyday;
+mod forced;
 mod metrics;
 mod openmetrics;
+mod outages;
 mod sizes;
 mod trouble;

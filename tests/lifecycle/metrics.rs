@@ -24,7 +24,10 @@ fn ask(mut stream: impl Read + Write, request: &str) -> (String, String, String)
 }
 
 fn get(stream: impl Read + Write) -> Metrics {
-    let (status, head, body) = ask(stream, "GET /metrics HTTP/1.1\r\nHost: cleat\r\n\r\n");
+    // As Prometheus asks.
+    let request = "GET /metrics HTTP/1.1\r\nHost: cleat\r\nAccept: application/openmetrics-text;\
+                   version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1\r\n\r\n";
+    let (status, head, body) = ask(stream, request);
     assert_eq!(status, "HTTP/1.1 200 OK");
     assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
     assert!(head.contains(&format!("content-length: {}", body.len())), "{head}");
@@ -167,6 +170,9 @@ fn only_what_is_there_is_given_to_those_who_may() {
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
     let path = machine.config.runtime_dir.join("metrics.sock");
     assert_eq!(mode(&path), 0o600);
+    let (plain, head, text) = ask(socket(&machine), "GET /metrics HTTP/1.0\r\n\r\n");
+    assert!(plain.contains("200") && head.contains("text/plain; version=0.0.4"), "{plain} {head}");
+    assert!(text.contains("# TYPE cleat_build_info gauge\n") && !text.contains("# EOF"), "{text}");
     let status = |request: &str| ask(socket(&machine), request).0;
     assert!(status("GET / HTTP/1.1\r\nHost: a\r\n\r\n").contains("404"));
     assert!(status("GET /metrics/../x HTTP/1.1\r\nHost: a\r\n\r\n").contains("404"));

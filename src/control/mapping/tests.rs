@@ -85,6 +85,8 @@ impl World {
             announced: self.announced,
             failures: self.failures,
             history: String::new(),
+            overdue: false,
+            refusing: false,
             growth_waits: false,
         }
     }
@@ -123,7 +125,10 @@ impl World {
                     return Err(());
                 }
             }
+            // Kept, when it says how.
+            Action::Renounce if record.intent != Intent::Mapped => {}
             Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
+            Action::Refuse { .. } => unreachable!("the model has no time"),
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
@@ -147,6 +152,35 @@ impl World {
                 }
                 self.record = None;
             }
+            forced => return self.apply_forced(forced, fail),
+        }
+        Ok(())
+    }
+
+    /// The actions of an unmap by force.
+    fn apply_forced(&mut self, action: Action, fail: bool) -> Result<(), ()> {
+        let forced = self.record.as_ref().is_some_and(|r| matches!(r.intent, Intent::Forced(_)));
+        assert!(forced, "{action:?} without being asked");
+        match action {
+            // One that does not answer is killed.
+            Action::FailIo if self.worker == ModelWorker::Hung && !fail => {
+                self.worker = ModelWorker::Dead;
+            }
+            Action::FailIo | Action::Detach(..) => {}
+            Action::Sever(_) if fail => return Err(()),
+            Action::Sever(index) => {
+                // It may have gone already; another's is not touched.
+                if self.devices[index as usize].0 {
+                    self.devices[index as usize] = (false, 0);
+                }
+            }
+            Action::ProveSilence => {
+                assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
+                if fail {
+                    return Err(());
+                }
+            }
+            other => panic!("{other:?} is none of them"),
         }
         Ok(())
     }
@@ -231,6 +265,15 @@ impl World {
     }
 }
 
+fn intents() -> impl Strategy<Value = Intent> {
+    let forced = [Unmount::All, Unmount::Own, Unmount::None].map(Intent::Forced);
+    prop_oneof![
+        2 => Just(Intent::Mapped),
+        2 => Just(Intent::Unmapped),
+        1 => proptest::sample::select(forced.to_vec()),
+    ]
+}
+
 fn worlds() -> impl Strategy<Value = World> {
     let worker = prop_oneof![
         Just(ModelWorker::None),
@@ -239,12 +282,12 @@ fn worlds() -> impl Strategy<Value = World> {
         Just(ModelWorker::Dead),
     ];
     let devices = proptest::collection::vec((any::<bool>(), 0u32..5), 0..4);
-    let bits = proptest::array::uniform5(any::<bool>());
-    (worker, devices, bits, 1u32..5, 0..MAX_FAILURES + 2).prop_map(
-        |(worker, devices, [outlives, established, unmapped, held, announced], n, failures)| {
+    let bits = proptest::array::uniform4(any::<bool>());
+    (worker, devices, bits, intents(), 1u32..5, 0..MAX_FAILURES + 2).prop_map(
+        |(worker, devices, [outlives, established, held, announced], intent, n, failures)| {
             let mut record = record(n, outlives);
             record.established = established;
-            record.intent = if unmapped { Intent::Unmapped } else { Intent::Mapped };
+            record.intent = intent;
             let worker = match worker {
                 ModelWorker::Alive(connections) => ModelWorker::Alive(connections.min(n)),
                 other => other,
@@ -275,13 +318,18 @@ proptest! {
     fn comes_to_rest_and_tells_the_truth(
         mut world in worlds(),
         troubles in proptest::collection::vec(0u8..9, 0..24),
-        then_unmap in any::<bool>(),
+        then in intents(),
     ) {
         let others: Vec<_> = world.devices.iter().map(|device| !device.0).collect();
         world.run(&mut troubles.into_iter(), 40);
-        if let Some(record) = world.record.as_mut().filter(|_| then_unmap) {
-            record.intent = Intent::Unmapped;
+        let then_unmap = then != Intent::Mapped;
+        // What was begun by force is not taken back.
+        let begun = world.record.as_ref().map(|record| record.intent);
+        let forced = matches!(begun, Some(Intent::Forced(_)));
+        if let Some(record) = world.record.as_mut().filter(|_| then_unmap && !forced) {
+            record.intent = then;
         }
+        let forced = forced || matches!(then, Intent::Forced(_));
         let rest = world.run(&mut std::iter::empty(), 20).expect("comes to rest");
         let again = world.clone().run(&mut std::iter::empty(), 1).expect("stays at rest");
         prop_assert_eq!(&rest, &again);
@@ -297,7 +345,9 @@ proptest! {
                 prop_assert!(!world.devices.iter().any(|device| device.0));
                 prop_assert!(matches!(world.worker, ModelWorker::None | ModelWorker::Dead));
             }
-            State::Held(holders) => prop_assert!(world.held && !holders.is_empty()),
+            State::Held(holders) => {
+                prop_assert!(world.held && !holders.is_empty() && !forced);
+            }
             State::Failed(trouble) => {
                 prop_assert!(!trouble.message.is_empty() && !trouble.repair.is_empty());
                 prop_assert!(!then_unmap, "an unmap ends unmapped or held: {:?}", trouble);
@@ -411,11 +461,40 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         announced: true,
         failures: 0,
         history: String::new(),
+        overdue: false,
+        refusing: false,
         growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
     assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
+}
+
+#[test]
+fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
+    let mut record = record(1, true);
+    record.intent = Intent::Forced(Unmount::Own);
+    let mut observed = Observed {
+        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        worker: SeenWorker::Alive { connections: 1, size: 1 << 20 },
+        holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
+        announced: true,
+        failures: 0,
+        growth_waits: false,
+        history: String::new(),
+    };
+    let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
+    let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
+    let plan_of = |observed: &Observed| plan(&record, observed).actions;
+    assert_eq!(plan_of(&observed)[..2], [Action::Renounce, Action::FailIo]);
+    assert_eq!(plan_of(&observed)[2..], rest);
+    observed.worker = SeenWorker::Gone;
+    assert_eq!(plan_of(&observed)[..3], [Action::Renounce, detach, sever]);
+    assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::WithdrawRecord]);
+    // As the journal keeps it.
+    let text = serde_json::to_string(&record.intent).unwrap();
+    assert_eq!(text, r#"{"forced":"own"}"#);
+    assert_eq!(serde_json::from_str::<Intent>(&text).unwrap(), record.intent);
 }
 
 #[test]
@@ -430,6 +509,8 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
             announced: true,
             failures: MAX_FAILURES,
             history: String::new(),
+            overdue: false,
+            refusing: false,
             growth_waits,
         };
         let plan = plan(record, &observed);
@@ -445,4 +526,42 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
         let actions = grows(&record, size, connections, false);
         assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
     }
+}
+
+#[test]
+fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
+    let mut record = record(2, true);
+    record.established = true;
+    let mut observed = Observed {
+        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        worker: SeenWorker::Gone,
+        holders: Vec::new(),
+        announced: true,
+        failures: MAX_FAILURES,
+        history: "worker 7 was killed by SIGKILL".into(),
+        overdue: false,
+        refusing: false,
+        growth_waits: false,
+    };
+    let refuse = Action::Refuse { index: 3, connections: 2 };
+    let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
+        Plan { state: State::Failed(trouble), actions } => (trouble.message, actions),
+        other => panic!("{other:?}"),
+    };
+    let (message, actions) = failed(&record, &observed);
+    assert!(message.contains("SIGKILL") && message.contains("waited for 60 s"), "{message}");
+    assert_eq!(actions, []);
+    observed.overdue = true;
+    assert_eq!(failed(&record, &observed).1, [refuse]);
+    observed.refusing = true;
+    let (message, actions) = failed(&record, &observed);
+    assert!(message.ends_with("its I/O fails"), "{message}");
+    assert_eq!(actions, []);
+    // Who asks for another attempt gets one; memory that is lost gets none, and waits no longer.
+    observed.failures = 0;
+    let actions = plan(&record, &observed).actions;
+    assert_eq!(actions, [Action::StartWorker, Action::Reconnect { index: 3, missing: 2 }]);
+    record.volume.as_mut().unwrap().outlives_worker = false;
+    observed.refusing = false;
+    assert_eq!(failed(&record, &observed).1, [refuse]);
 }

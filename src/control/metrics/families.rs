@@ -25,6 +25,36 @@ const STATES: [&str; 5] = ["mapping", "mapped", "recovering", "failed", "unmappi
 /// These are shown from the beginning; the others once they have happened.
 const EXPECTED: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
 
+/// The same text in Prometheus' own format, which is older (text/plain; version=0.0.4): a family bears
+/// the name of its samples, suffix and all, what is an info there is a gauge here, and nothing marks
+/// the end.
+pub(super) fn classic(text: &str) -> String {
+    let mut classic = String::with_capacity(text.len());
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        let descriptor = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' '));
+        let kind = lines.peek().and_then(|line| line.rsplit_once(' '));
+        if let (Some((family, help)), Some((_, kind))) = (descriptor, kind) {
+            let (suffix, kind) = match kind {
+                "counter" => ("_total", "counter"),
+                "info" => ("_info", "gauge"),
+                other => ("", other),
+            };
+            for part in ["# HELP ", family, suffix, " ", help, "\n"] {
+                classic.push_str(part);
+            }
+            for part in ["# TYPE ", family, suffix, " ", kind, "\n"] {
+                classic.push_str(part);
+            }
+            lines.next();
+        } else if line != "# EOF" {
+            classic.push_str(line);
+            classic.push('\n');
+        }
+    }
+    classic
+}
+
 /// The text of a scrape.
 pub(super) fn text(scene: Scene) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("cleat");
@@ -142,6 +172,11 @@ impl Scene {
             "kernel_calls_stuck",
             "Calls that the kernel has not returned from in time, and still has",
             one(load.stuck as f64),
+        )?;
+        writer.counters(
+            "log_lines_dropped",
+            "Lines of the daemon's log that were lost because nobody took them in time",
+            std::iter::once(([], self.log_lines_dropped)),
         )?;
         writer.counters(
             "api_calls",
@@ -362,6 +397,7 @@ mod tests {
             volumes: vec![ShownVolume { view, size: Some(4096), counted }],
             started_at_s: 1,
             findings: 0,
+            log_lines_dropped: 0,
             orphans: None,
             kernel: Load { commands: 1, waits: 2, stuck: 3 },
             calls: Vec::new(),
@@ -400,6 +436,18 @@ mod tests {
         snapshot.errors.fill(u64::MAX);
         let text = text(scene(snapshot)).unwrap();
         assert!(text.contains("cleat_volume_oldest_request_seconds{volume=\"v\"} 0.0\n"), "{text}");
+    }
+
+    #[test]
+    fn the_classic_format_names_families_as_their_samples() {
+        let text = "# HELP a Some a\n# TYPE a info\na_info{x=\"# EOF\"} 1\n# HELP b_c Some counter\n\
+                    # TYPE b_c counter\nb_c_total 2\n# HELP d A d\n# TYPE d gauge\n# EOF\n";
+        assert_eq!(
+            classic(text),
+            "# HELP a_info Some a\n# TYPE a_info gauge\na_info{x=\"# EOF\"} 1\n\
+             # HELP b_c_total Some counter\n# TYPE b_c_total counter\nb_c_total 2\n\
+             # HELP d A d\n# TYPE d gauge\n"
+        );
     }
 
     #[test]

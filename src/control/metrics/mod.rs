@@ -1,5 +1,5 @@
-//! The metrics endpoint: what the supervisor and its volumes count, for Prometheus, in the
-//! OpenMetrics text format over HTTP.
+//! The metrics endpoint: what the supervisor and its volumes count, for Prometheus, over HTTP: in the
+//! OpenMetrics text format for who asks for it, else in Prometheus' own, as for curl.
 //!
 //! Comes in: `GET /metrics` on a unix socket or a TCP port. Goes out: one text, made anew for each
 //! scrape from what everybody may see: views of mappings, statistics pages, counts of calls. A volume
@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, ALLOW, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -51,9 +51,12 @@ const HEAD_LIMIT: Duration = Duration::from_secs(2);
 /// For a connection in all: a reader that is slower than this gets no more.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(30);
 
-/// What is served: prometheus-client writes OpenMetrics 1.0.
-const TEXT: HeaderValue =
+/// What prometheus-client writes.
+const OPENMETRICS: HeaderValue =
     HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
+
+/// What everybody understands.
+const CLASSIC: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
 /// The endpoint, bound and not served yet.
 pub struct Endpoint {
@@ -200,11 +203,18 @@ async fn answer(
     }
     let scene = scene::take(source).await;
     // Thousands of lines are milliseconds of work: not on the event loop.
-    let text = tokio::task::spawn_blocking(move || families::text(scene)).await;
+    let accepted = request.headers().get_all(ACCEPT).iter();
+    let mut accepted = accepted.filter_map(|value| value.to_str().ok());
+    let modern = accepted.any(|value| value.contains("application/openmetrics-text"));
+    let write = move || {
+        let text = families::text(scene)?;
+        Ok(if modern { (text, OPENMETRICS) } else { (families::classic(&text), CLASSIC) })
+    };
+    let text: Result<Result<_, std::fmt::Error>, _> = tokio::task::spawn_blocking(write).await;
     Ok(match text {
-        Ok(Ok(text)) => {
+        Ok(Ok((text, kind))) => {
             let mut response = Response::new(Full::new(Bytes::from(text)));
-            response.headers_mut().insert(CONTENT_TYPE, TEXT);
+            response.headers_mut().insert(CONTENT_TYPE, kind);
             response
         }
         Ok(Err(_)) | Err(_) => {

@@ -19,6 +19,7 @@ pub(super) struct Scene {
     pub(super) volumes: Vec<ShownVolume>,
     pub(super) started_at_s: u64,
     pub(super) findings: usize,
+    pub(super) log_lines_dropped: u64,
     /// Devices of ours without a record; `None` when the kernel did not say.
     pub(super) orphans: Option<usize>,
     pub(super) kernel: Load,
@@ -72,6 +73,7 @@ pub(super) async fn take(source: &Source) -> Scene {
         volumes,
         started_at_s: source.started_at_s,
         findings: executor.findings().len(),
+        log_lines_dropped: crate::telemetry::dropped_lines(),
         orphans: orphans.ok().map(|orphans| orphans.len()),
         kernel: executor.kernel_load(),
         calls: source.calls.counts(),

@@ -29,7 +29,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
-    KernelEvent,
+    KernelEvent, Severed, Unmount,
 };
 use crate::error::{Error, ErrorKind, Result};
 pub use block::{Completion, FarEnd, Io, Ticket};
@@ -238,27 +238,32 @@ impl Kernel for SimKernel {
     }
 
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let (mut state, fault) = self.enter(Call::Disconnect, Some(deadline))?;
-        let Ok(config) = state.config(index, identity) else { return Ok(()) };
-        let links = config.links.clone();
-        let hurry = state.script.hurry;
-        drop(state);
-        let until = if hurry { Instant::now() } else { deadline };
-        if !links.iter().all(|link| io::send_disconnect(link, until)) {
-            return Err(timed_out(Call::Disconnect));
-        }
-        let mut state = self.state();
-        if let Ok(config) = state.config(index, identity) {
-            config.disconnected = true;
-            config.shut_down();
-            state.devices.entry(index).or_default().release();
-            state.emit(KernelEvent::Changed(index));
-        }
-        self.leave(state, Call::Disconnect, fault)?;
+        self.cut_off(Call::Disconnect, index, identity, deadline)?;
         self.wait(Call::Disconnect, deadline, |state| match state.config(index, identity) {
             Ok(_) => Err("a holder keeps it configured"),
             Err(_) => Ok(()),
         })
+    }
+
+    fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()> {
+        let (mut state, _) = self.enter(Call::Detach, Some(deadline))?;
+        if let Some(device) = state.devices.get_mut(&index) {
+            device.holders.retain(|holder| match (holder, which) {
+                (Holder::Mount { .. }, Unmount::All) => false,
+                (Holder::Mount { namespace_pid, .. }, Unmount::Own) => namespace_pid.is_some(),
+                _ => true,
+            });
+            device.release();
+        }
+        drop(state);
+        self.touched();
+        Ok(())
+    }
+
+    fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed> {
+        self.cut_off(Call::Sever, index, identity, deadline)?;
+        let held = self.state().config(index, identity).is_ok();
+        Ok(if held { Severed::Held } else { Severed::Free })
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -315,6 +320,33 @@ impl Kernel for SimKernel {
 }
 
 impl SimKernel {
+    /// DISCONNECT: says goodbye on every connection, which blocks, and shuts them down.
+    fn cut_off(
+        &self,
+        call: Call,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<()> {
+        let (mut state, fault) = self.enter(call, Some(deadline))?;
+        let Ok(config) = state.config(index, identity) else { return Ok(()) };
+        let links = config.links.clone();
+        let hurry = state.script.hurry;
+        drop(state);
+        let until = if hurry { Instant::now() } else { deadline };
+        if !links.iter().all(|link| io::send_disconnect(link, until)) {
+            return Err(timed_out(call));
+        }
+        let mut state = self.state();
+        if let Ok(config) = state.config(index, identity) {
+            config.disconnected = true;
+            config.shut_down();
+            state.devices.entry(index).or_default().release();
+            state.emit(KernelEvent::Changed(index));
+        }
+        self.leave(state, call, fault)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.0.state)
     }

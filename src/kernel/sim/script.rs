@@ -15,6 +15,10 @@ pub enum Call {
     Resize,
     /// [`Kernel::disconnect`](crate::kernel::Kernel::disconnect)
     Disconnect,
+    /// [`Kernel::detach`](crate::kernel::Kernel::detach)
+    Detach,
+    /// [`Kernel::sever`](crate::kernel::Kernel::sever)
+    Sever,
     /// [`Kernel::devices`](crate::kernel::Kernel::devices)
     Devices,
     /// [`Kernel::holders`](crate::kernel::Kernel::holders)
@@ -134,10 +138,10 @@ impl Random {
             Call::Reconfigure => {
                 &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
             }
-            Call::Resize | Call::Disconnect => {
+            Call::Resize | Call::Disconnect | Call::Sever => {
                 &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
             }
-            Call::WaitReady | Call::Flush => &[Fault::Fail(Internal), Fault::Hang],
+            Call::WaitReady | Call::Flush | Call::Detach => &[Fault::Fail(Internal), Fault::Hang],
             Call::Devices | Call::Holders | Call::Events => &[Fault::Fail(Unavailable)],
         };
         let index = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);

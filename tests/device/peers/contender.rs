@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::ended_within;
+use super::{End, run};
 use crate::fixture::{Image, Node, PATIENCE, cleat_ok, shell, signal, status};
 
 /// The contenders.
@@ -110,14 +110,12 @@ impl Contender {
             let end = format!("nbd-client -d /dev/nbd1; kill $(cat /tmp/{OTHER}.pid)");
             (make, "/dev/nbd1".to_owned(), end)
         };
-        ended_within(
-            &format!(
-                "set -e; rm -f {image}; truncate -s 16M {image}; {make}; sleep 0.5; device={device}
+        let script = format!(
+            "set -e; rm -f {image}; truncate -s 16M {image}; {make}; sleep 0.5; device={device}
                  dd if=/dev/urandom of=$device bs=64k count=8 oflag=direct
                  dd if=$device of=/dev/null bs=64k count=8 iflag=direct; {end}"
-            ),
-            Duration::from_secs(20),
-        )
+        );
+        run(&script, Duration::from_secs(20)) == End::Success
     }
 }
 
@@ -178,11 +176,10 @@ impl Drop for Up {
         self.wake_server();
         // The last resort of every user: no server, no mounts, no device.
         if self.server.take().is_some() {
-            shell(&format!(
-                "umount -l {device} 2>/dev/null || true
-                 timeout 20 nbd-client -d {device} >/dev/null 2>&1 || true
-                 pkill -f '[n]bd-client.*{device} ' || true"
-            ));
+            let script = format!(
+                "umount -l {device}; timeout 20 nbd-client -d {device}; pkill -x nbd-client"
+            );
+            let _ = run(&script, PATIENCE);
         }
     }
 }

@@ -1,0 +1,228 @@
+//! Lazy unmounts of a device, in every mount namespace that has it mounted.
+//!
+//! A namespace is entered by a thread that is thrown away: one that has left the process's own
+//! namespace must never do anything else. It reads the namespace's mounts from inside, so that the
+//! paths are right there, and through a descriptor of our own /proc, since /proc may be missing or
+//! another one there.
+//!
+//! An unmount returns only when the last one of a filesystem has written back what it can; with a
+//! backend that hangs, never. So each namespace has a thread of its own, with a deadline.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::Instant;
+
+use nix::fcntl::{OFlag, openat};
+use nix::mount::{MntFlags, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::stat::Mode;
+
+use super::Unmount;
+use super::disposable::Disposable;
+use super::mounts::{MOUNTINFO_MAX, Mount, Proc, parse_mount, parse_mountinfo, too_much};
+use super::sysfs::Family;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Namespaces that have the device mounted; each needs a thread.
+const NAMESPACES_MAX: usize = 1024;
+/// Threads at one time.
+const AT_ONCE: usize = 32;
+/// Looks at one namespace: each unmounts at least one of those that lie upon each other.
+const ROUNDS_MAX: u32 = 256;
+
+/// A mount namespace, and whether it is our own.
+struct Namespace {
+    descriptor: File,
+    own: bool,
+}
+
+/// Unmounts `family` lazily in the namespaces of `which`.
+///
+/// # Errors
+/// `TimedOut` when some of it is under way at the deadline; what /proc gives.
+pub(super) fn detach(
+    proc: &Proc,
+    threads: &Disposable,
+    family: &Family,
+    which: Unmount,
+    deadline: Instant,
+) -> Result<()> {
+    if which == Unmount::None {
+        return Ok(());
+    }
+    let unreadable = |error| Error::from_io(format!("cannot open {}", proc.0.display()), error);
+    let directory = File::open(&proc.0).map_err(unreadable)?;
+    let mut failed = None;
+    for some in namespaces(proc, family, which)?.chunks(AT_ONCE) {
+        std::thread::scope(|scope| {
+            let running: Vec<_> = some
+                .iter()
+                .map(|namespace| {
+                    let (directory, family) = (directory.try_clone(), family.clone());
+                    let (own, there) = (namespace.own, namespace.descriptor.try_clone());
+                    let call = move || {
+                        let (directory, there) = (directory?, there?);
+                        if !own {
+                            enter(&there)?;
+                        }
+                        unmount_here(&directory, &family)
+                    };
+                    scope.spawn(move || threads.run("unmount a device", deadline, call, drop))
+                })
+                .collect();
+            for thread in running {
+                match thread.join() {
+                    Ok(Ok(Ok(()))) => {}
+                    // A namespace that we may not enter keeps its mounts: they show as holders.
+                    Ok(Ok(Err(error))) => tracing::warn!(%error, "a namespace keeps its mounts"),
+                    Ok(Err(error)) => failed = Some(error),
+                    Err(_) => {
+                        failed = Some(Error::new(ErrorKind::Internal, "unmounting panicked"));
+                    }
+                }
+            }
+        });
+    }
+    failed.map_or(Ok(()), Err)
+}
+
+/// The namespaces in which the device is mounted, our own first, each once.
+fn namespaces(proc: &Proc, family: &Family, which: Unmount) -> Result<Vec<Namespace>> {
+    let mut found: Vec<Namespace> = Vec::new();
+    let (mut seen, mut entered) = (HashSet::new(), HashSet::new());
+    let own = ("self".to_owned(), true);
+    let others = match which {
+        Unmount::All => proc.processes()?,
+        Unmount::Own | Unmount::None => Vec::new(),
+    };
+    let others = others.into_iter().map(|pid| (pid.to_string(), false));
+    for (process, own) in std::iter::once(own).chain(others) {
+        let directory = proc.0.join(&process);
+        // Opened first: the namespace that is looked at is the one that will be entered. A process
+        // that goes meanwhile has none any more.
+        let Ok(descriptor) = File::open(directory.join("ns/mnt")) else { continue };
+        let identity = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino()));
+        let Ok(namespace) = descriptor.metadata().map(|found| (found.dev(), found.ino())) else {
+            continue;
+        };
+        // Of processes that share a namespace, one may be in a chroot and see less of it than the
+        // others, or than a thread that enters.
+        let view = (namespace, identity(&directory.join("root")).ok());
+        if entered.contains(&namespace) || !seen.insert(view) {
+            continue;
+        }
+        if own || has_mount(proc, &process, family) {
+            entered.insert(namespace);
+            found.push(Namespace { descriptor, own });
+        }
+        if found.len() > NAMESPACES_MAX {
+            return Err(too_much("mount namespaces"));
+        }
+    }
+    Ok(found)
+}
+
+fn has_mount(proc: &Proc, process: &str, family: &Family) -> bool {
+    let mut text = Vec::new();
+    let file = File::open(proc.0.join(process).join("mountinfo"));
+    let read = file.and_then(|file| file.take(MOUNTINFO_MAX).read_to_end(&mut text));
+    read.is_ok() && parse_mountinfo(&text).any(|mount| mount.is_on(family))
+}
+
+/// Moves the calling thread into a mount namespace, for the rest of its life.
+fn enter(namespace: &File) -> io::Result<()> {
+    // Its root and working directory must be its own: setns(2) refuses otherwise.
+    unshare(CloneFlags::CLONE_FS)?;
+    Ok(setns(namespace, CloneFlags::CLONE_NEWNS)?)
+}
+
+/// Unmounts lazily what the calling thread sees of the device, from the top down.
+fn unmount_here(proc: &File, family: &Family) -> io::Result<()> {
+    for _ in 0..ROUNDS_MAX {
+        let text = mountinfo(proc)?;
+        let mut progress = false;
+        let mut refused = None;
+        for mount in uncovered(&text).filter(|mount| mount.is_on(family)) {
+            match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+                Ok(()) => progress = true,
+                // It went with another one, or (EINVAL) is locked by a less privileged namespace.
+                Err(error) => refused = Some(io::Error::from(error)),
+            }
+        }
+        if !progress {
+            return refused.map_or(Ok(()), Err);
+        }
+    }
+    Ok(())
+}
+
+/// The mounts of this thread's namespace as its root sees them (proc_pid_mountinfo(5)).
+fn mountinfo(proc: &File) -> io::Result<Vec<u8>> {
+    let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
+    let file = File::from(openat(proc, "thread-self/mountinfo", flags, Mode::empty())?);
+    let mut text = Vec::new();
+    file.take(MOUNTINFO_MAX).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// Mounts that no other one lies upon at the same path: an unmount by path takes the topmost, and
+/// must not take somebody else's.
+fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
+    let lines = text.split(|byte| *byte == b'\n');
+    let parsed: Vec<(u32, u32, Mount)> = lines
+        .filter_map(|line| {
+            let mut words = line.split(|byte| *byte == b' ').map(std::str::from_utf8);
+            let mut number = || words.next()?.ok()?.parse().ok();
+            Some((number()?, number()?, parse_mount(line)?))
+        })
+        .collect();
+    let paths: HashMap<u32, _> =
+        parsed.iter().map(|(id, _, mount)| (*id, mount.path.clone())).collect();
+    let covered: HashSet<u32> = parsed
+        .iter()
+        .filter(|(id, parent, mount)| id != parent && paths.get(parent) == Some(&mount.path))
+        .map(|(_, parent, _)| *parent)
+        .collect();
+    parsed.into_iter().filter(move |(id, ..)| !covered.contains(id)).map(|(.., mount)| mount)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::descriptor::DeviceNumber;
+
+    fn family(minor: u32) -> Family {
+        Family { names: vec!["nbd1".into()], numbers: vec![DeviceNumber { major: 43, minor }] }
+    }
+
+    #[test]
+    fn what_lies_under_another_mount_is_left_alone() {
+        let text = b"\
+22 1 8:1 / / rw - ext4 /dev/sda1 rw
+36 22 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
+37 22 43:32 / /mnt/b rw - ext4 /dev/nbd1 rw
+38 37 0:40 / /mnt/b rw - tmpfs none rw
+39 36 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
+40 36 0:41 / /mnt/a/sub rw - tmpfs none rw
+";
+        let found: Vec<_> = uncovered(text).filter(|mount| mount.is_on(&family(32))).collect();
+        let paths: Vec<_> = found.iter().map(|mount| mount.path.to_str().unwrap()).collect();
+        // /mnt/a once: the upper one, whose path is the lower one's.
+        assert_eq!(paths, ["/mnt/a"]);
+    }
+
+    #[test]
+    fn a_device_that_is_mounted_nowhere_takes_no_thread_into_a_namespace() {
+        let proc = Proc("/proc".into());
+        let threads = Disposable::new(8);
+        let soon = Instant::now() + std::time::Duration::from_secs(10);
+        let elsewhere = family(0xf_ffff);
+        let found = namespaces(&proc, &elsewhere, Unmount::All).unwrap();
+        assert!(found.len() == 1 && found[0].own);
+        detach(&proc, &threads, &elsewhere, Unmount::All, soon).unwrap();
+        detach(&proc, &threads, &elsewhere, Unmount::None, Instant::now()).unwrap();
+    }
+}

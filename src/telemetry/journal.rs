@@ -1,0 +1,129 @@
+//! journald's own protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL): an event is one datagram of fields.
+//!
+//! It is sent without waiting: a journald that is stopped or overwhelmed costs lines, which are
+//! counted, and never time.
+
+use std::fmt::{self, Write as _};
+use std::io;
+use std::os::unix::net::UnixDatagram;
+
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer};
+
+/// Where journald listens.
+const SOCKET: &str = "/run/systemd/journal/socket";
+
+/// Sends events to journald.
+pub(super) struct Journal(UnixDatagram);
+
+impl Journal {
+    /// Finds journald.
+    ///
+    /// # Errors
+    /// When nobody listens.
+    pub(super) fn new() -> io::Result<Self> {
+        let socket = UnixDatagram::unbound()?;
+        // journald ignores what is empty.
+        socket.send_to(&[], SOCKET)?;
+        socket.set_nonblocking(true)?;
+        Ok(Self(socket))
+    }
+}
+
+impl<S: Subscriber> Layer<S> for Journal {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        if self.0.send_to(&entry(event), SOCKET).is_err() {
+            super::drop_line();
+        }
+    }
+}
+
+fn entry(event: &Event<'_>) -> Vec<u8> {
+    let metadata = event.metadata();
+    let mut fields = Fields(Vec::with_capacity(512));
+    fields.put("SYSLOG_IDENTIFIER", "cleat");
+    fields.put("PRIORITY", priority(*metadata.level()));
+    fields.put("TARGET", metadata.target());
+    if let (Some(file), Some(line)) = (metadata.file(), metadata.line()) {
+        fields.put("CODE_FILE", file);
+        fields.put("CODE_LINE", line);
+    }
+    event.record(&mut fields);
+    fields.0
+}
+
+/// Of syslog: 3 is an error, 7 is for debugging.
+fn priority(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 5,
+        Level::DEBUG => 6,
+        Level::TRACE => 7,
+    }
+}
+
+/// Fields, each as its name, the length of its value and the value, which may hold anything.
+struct Fields(Vec<u8>);
+
+impl Fields {
+    fn put(&mut self, name: &str, value: impl fmt::Display) {
+        let mut text = String::new();
+        // Writing to a string cannot fail; what a value says of itself may be cut short.
+        let _ = write!(text, "{value}");
+        self.0.extend_from_slice(name.as_bytes());
+        self.0.push(b'\n');
+        self.0.extend_from_slice(&(text.len() as u64).to_le_bytes());
+        self.0.extend_from_slice(text.as_bytes());
+        self.0.push(b'\n');
+    }
+}
+
+impl Visit for Fields {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.put(&journal_name(field.name()), value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.put(&journal_name(field.name()), format_args!("{value:?}"));
+    }
+}
+
+/// A name that journald accepts: upper-case letters, digits and underscores, the first a letter (an
+/// underscore is its own).
+fn journal_name(name: &str) -> String {
+    let word =
+        name.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_uppercase() } else { '_' });
+    let name: String = word.skip_while(|c| !c.is_ascii_alphabetic()).take(64).collect();
+    if name.is_empty() { "FIELD".to_owned() } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_become_those_of_journald() {
+        for (name, expected) in [
+            ("message", "MESSAGE"),
+            ("mapping_id", "MAPPING_ID"),
+            ("log.target", "LOG_TARGET"),
+            ("_pid", "PID"),
+            ("__", "FIELD"),
+            ("3rd", "RD"),
+        ] {
+            assert_eq!(journal_name(name), expected);
+        }
+    }
+
+    #[test]
+    fn a_value_of_several_lines_stays_one_value() {
+        let mut fields = Fields(Vec::new());
+        fields.put("MESSAGE", "a\nPRIORITY=0");
+        fields.put("CODE_LINE", 7);
+        let mut expected = b"MESSAGE\n\x0c\0\0\0\0\0\0\0a\nPRIORITY=0\n".to_vec();
+        expected.extend_from_slice(b"CODE_LINE\n\x01\0\0\0\0\0\0\x007\n");
+        assert_eq!(fields.0, expected);
+    }
+}

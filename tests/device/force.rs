@@ -1,0 +1,482 @@
+//! Unmapped by force, whatever hangs and whoever holds the device: within 5 s, with the right report,
+//! nobody left in D state, and the volume mapped again at once. `CLEAT_REPEAT` says how often each.
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::Trial;
+use serde_json::Value;
+
+use crate::fixture::{Image, Node, PATIENCE, cleat, cleat_ok, shell, signal, status};
+use crate::trial;
+
+/// The promise. Under tcg, too: there is no other bound on time in these tests.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// Done, but somebody still holds the device.
+const LEFT_BEHIND: i32 = 22;
+
+/// A situation: sets itself up on the device of the mapping, calls [`force`], and cleans up.
+type Situation = fn(&str);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let situations: [(&str, Situation); 12] = [
+        ("a_hung_backend", hung_backend),
+        ("a_stopped_worker", stopped_worker),
+        ("dirty_pages_under_ext4", |device| dirty_pages(device, "ext4", hang)),
+        ("dirty_pages_under_xfs", |device| dirty_pages(device, "xfs", hang)),
+        ("dirty_pages_under_ext4_and_a_stopped_worker", |device| {
+            dirty_pages(device, "ext4", stop_worker);
+        }),
+        ("dirty_pages_under_xfs_and_a_stopped_worker", |device| {
+            dirty_pages(device, "xfs", stop_worker);
+        }),
+        ("a_process_blocked_in_fsync", blocked_in_fsync),
+        ("an_opener_that_never_closes", opener),
+        ("an_open_file_on_its_filesystem", open_file),
+        ("device_mapper_on_top", device_mapper),
+        ("a_loop_device_on_top", loop_device),
+        ("mounts_in_other_namespaces", namespaces),
+    ];
+    let mut trials: Vec<Trial> = situations
+        .into_iter()
+        .map(|(name, situation)| trial(format!("force_{name}"), move || again(situation)))
+        .collect();
+    trials.push(trial("force_mounts_are_left_alone_where_told", left_alone));
+    trials.push(trial("force_when_another_unmap_hangs", unmap_hangs));
+    trials.push(trial("force_survives_its_supervisor", killed_half_way));
+    trials.push(trial("force_says_so_when_a_worker_cannot_die", unkillable_worker));
+    trials.push(trial("force_says_so_when_the_driver_is_stuck", stuck_driver));
+    trials
+}
+
+/// Runs a situation on a fresh mapping, and the volume again after it.
+fn again(situation: Situation) {
+    let mut node = Node::start();
+    for round in 0..rounds() {
+        let image = Image::new("forced", "320M");
+        let uri = format!("fault:{}", image.uri());
+        let device = cleat_ok(&["map", &uri, "--name", "forced"]);
+        situation(&device);
+        works_again(&uri);
+        if round % 10 == 9 {
+            println!("round {}", round + 1);
+        }
+    }
+    node.terminate();
+}
+
+fn rounds() -> u32 {
+    let given = std::env::var("CLEAT_REPEAT").ok();
+    given.map_or(1, |text| text.parse().expect("CLEAT_REPEAT is a number"))
+}
+
+fn hung_backend(device: &str) {
+    hang();
+    let mut writer = writing(device);
+    let report = force(0, &[]);
+    assert_eq!(report["device_left"], Value::Null, "{report}");
+    assert!(!ended(&mut writer), "a write to a volume that is gone succeeded");
+}
+
+fn stopped_worker(device: &str) {
+    stop_worker();
+    let mut writer = writing(device);
+    let report = force(0, &[]);
+    assert!(report.to_string().contains("was killed"), "{report}");
+    assert!(!ended(&mut writer), "a write to a volume that is gone succeeded");
+}
+
+fn dirty_pages(device: &str, filesystem: &str, trouble: fn()) {
+    mount(device, filesystem);
+    trouble();
+    let mut writer = dirty();
+    let report = force(0, &[]);
+    ended(&mut writer);
+    assert_eq!(report["unmounted"][0]["path"], "/mnt/forced", "{report}");
+    assert_eq!(report["remaining_holders"].as_array().map(Vec::len), Some(0), "{report}");
+    shell("! findmnt /mnt/forced");
+}
+
+fn blocked_in_fsync(device: &str) {
+    mount(device, "ext4");
+    hang();
+    let mut writer =
+        spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc,fsync");
+    wait_for("dd blocks in fsync", || {
+        let state = shell(&format!("cat /proc/{}/stat || true", writer.id()));
+        state.contains(" D ")
+    });
+    // It goes as soon as its fsync has failed; it may still be seen holding the device.
+    let report = force_any();
+    assert!(!ended(&mut writer), "an fsync of what is lost succeeded: {report}");
+    wait_for("the device is free", || orphans().is_empty());
+}
+
+fn opener(device: &str) {
+    let link = "/dev/disk/by-id/cleat-forced";
+    let mut opener = spawn(&format!("exec sleep 1000 < {device}"));
+    wait_for("it is open", || is_open(opener.id(), device));
+    hang();
+    let report = force(LEFT_BEHIND, &[]);
+    assert_eq!(report["device_left"], device, "{report}");
+    assert_eq!(report["remaining_holders"][0]["pid"], opener.id(), "{report}");
+    assert!(!std::path::Path::new(link).is_symlink(), "its name is left");
+    let orphan = orphans().remove(0);
+    assert_eq!(orphan["device"], device, "{orphan}");
+    assert_eq!(orphan["holders"][0]["pid"], opener.id(), "{orphan}");
+
+    // Its name and its volume are another device's now.
+    let image = "fault:file:/tmp/forced.img";
+    let other = cleat_ok(&["map", image, "--name", "forced"]);
+    assert_ne!(other, device);
+    assert_eq!(shell(&format!("readlink -f {link}")), other);
+    // What udev is told of the old one changes nothing.
+    shell(&format!("echo change > /sys/block/{}/uevent; udevadm settle", &device[5..]));
+    assert_eq!(shell(&format!("readlink -f {link}")), other);
+    opener.kill().expect("killing the opener");
+    opener.wait().expect("waiting for the opener");
+    wait_for("the orphan goes by itself", || orphans().is_empty());
+    shell("udevadm settle");
+    assert_eq!(shell(&format!("readlink -f {link}")), other);
+    shell(&format!("dd if=/dev/zero of={other} bs=64k count=4 oflag=direct status=none"));
+    cleat_ok(&["unmap", "forced"]);
+}
+
+fn open_file(device: &str) {
+    mount(device, "ext4");
+    let mut user = spawn("exec sleep 1000 > /mnt/forced/file");
+    wait_for("it is open", || is_open(user.id(), "/mnt/forced/file"));
+    hang();
+    let report = force(LEFT_BEHIND, &[]);
+    assert_eq!(report["unmounted"][0]["path"], "/mnt/forced", "{report}");
+    assert_eq!(report["remaining_holders"][0]["pid"], user.id(), "{report}");
+    user.kill().expect("killing the user");
+    user.wait().expect("waiting for the user");
+    wait_for("the device is free", || orphans().is_empty());
+}
+
+fn device_mapper(device: &str) {
+    let sectors = shell(&format!("blockdev --getsz {device}"));
+    shell(&format!("dmsetup create forced --table '0 {sectors} linear {device} 0'"));
+    mount("/dev/mapper/forced", "ext4");
+    shell("udevadm settle");
+    hang();
+    let mut writer = dirty();
+    let report = force(LEFT_BEHIND, &[]);
+    ended(&mut writer);
+    assert!(report["remaining_holders"][0]["name"].to_string().contains("dm-"), "{report}");
+    // What is mounted on the mapped device is not ours to unmount.
+    shell("findmnt /mnt/forced; umount /mnt/forced; dmsetup remove --retry forced");
+    wait_for("the device is free", || orphans().is_empty());
+}
+
+fn loop_device(device: &str) {
+    let upper = shell(&format!("losetup --find --show {device}"));
+    shell("udevadm settle");
+    hang();
+    let mut writer = spawn(&format!("exec dd if=/dev/zero of={upper} bs=1M count=4"));
+    let report = force(LEFT_BEHIND, &[]);
+    let holders = report["remaining_holders"].to_string();
+    assert!(holders.contains(upper.trim_start_matches("/dev/")), "{report}");
+    ended(&mut writer);
+    shell(&format!("losetup -d {upper}"));
+    wait_for("the device is free", || orphans().is_empty());
+}
+
+/// One namespace with a copy of our mount, one with a mount that nobody else has, under a mount of
+/// somebody else, and all of them with dirty pages.
+fn namespaces(device: &str) {
+    mount(device, "ext4");
+    let mut copy = spawn("exec unshare --mount --propagation private sleep 1000");
+    let mut own = spawn(&format!(
+        "exec unshare --mount --propagation private sh -c '
+           mount -t tmpfs none /srv; mkdir /srv/inner; mount {device} /srv/inner; mkdir /srv/inner/sub
+           mount -t tmpfs none /srv/inner/sub; echo x > /srv/inner/dirty; exec sleep 1000'"
+    ));
+    let mounted = |pid: u32, path: &str| {
+        shell(&format!("cat /proc/{pid}/mountinfo || true")).contains(&format!(" {path} "))
+    };
+    let separate = |pid: u32| {
+        shell(&format!("readlink /proc/{pid}/ns/mnt || true"))
+            != shell("readlink /proc/self/ns/mnt")
+    };
+    wait_for("both are there", || {
+        separate(copy.id())
+            && mounted(copy.id(), "/mnt/forced")
+            && mounted(own.id(), "/srv/inner/sub")
+    });
+    hang();
+    let mut writer = dirty();
+    let report = force(0, &[]);
+    ended(&mut writer);
+    let paths = report["unmounted"].to_string();
+    assert!(paths.contains("\"/mnt/forced\"") && paths.contains("\"/srv/inner\""), "{report}");
+    assert!(!mounted(copy.id(), "/mnt/forced") && !mounted(own.id(), "/srv/inner"));
+    assert!(mounted(own.id(), "/srv"), "somebody else's mount was taken away");
+    for child in [&mut copy, &mut own] {
+        child.kill().expect("killing the process");
+        child.wait().expect("waiting for the process");
+    }
+}
+
+fn left_alone() {
+    let _node = Node::start();
+    let device = cleat_ok(&["map", "mem:64M", "--name", "forced"]);
+    mount(&device, "ext4");
+    let refused = cleat(&["unmap", "forced"]);
+    let hint = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(hint.contains("cleat unmap forced --force"), "{hint}");
+    let report = force(LEFT_BEHIND, &["--unmount", "none"]);
+    assert_eq!(report["remaining_holders"][0]["path"], "/mnt/forced", "{report}");
+    assert_eq!(report["unmounted"].as_array().map(Vec::len), Some(0), "{report}");
+    shell("findmnt /mnt/forced; ! dd if=/dev/zero of=/mnt/forced/x bs=1M count=1 conv=fsync");
+    shell("umount /mnt/forced");
+    wait_for("the device is free", || orphans().is_empty());
+    let nothing = cleat(&["unmap", "forced", "--force"]);
+    assert_eq!(nothing.status.code(), Some(0), "{nothing:?}");
+}
+
+fn unmap_hangs() {
+    let _node = Node::start();
+    let image = Image::new("forced", "64M");
+    let uri = format!("fault:{}", image.uri());
+    cleat_ok(&["map", &uri, "--name", "forced"]);
+    hang();
+    let mut unmap = spawn("exec ./cleat unmap forced");
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(cleat(&["unmap", "forced"]).status.code(), Some(6), "no other call was under way");
+    // The flush of the other call has the device open, until it fails.
+    force(0, &[]);
+    assert_eq!(unmap.wait().expect("waiting for the unmap").code(), Some(6));
+    works_again(&uri);
+}
+
+fn killed_half_way() {
+    let mut node = Node::start();
+    for _ in 0..rounds() {
+        let image = Image::new("forced", "64M");
+        let device = cleat_ok(&["map", &image.uri(), "--name", "forced"]);
+        mount(&device, "ext4");
+        stop_worker();
+        let mut writer = dirty();
+        // The worker is given a second to answer.
+        let mut call = spawn("exec ./cleat unmap forced --force");
+        std::thread::sleep(Duration::from_millis(400));
+        node.kill();
+        assert_ne!(call.wait().expect("waiting for the call").code(), Some(0));
+        node.restart();
+        let begun = Instant::now();
+        let second = cleat(&["unmap", "forced", "--force"]);
+        assert!(begun.elapsed() < LIMIT, "took {:?}", begun.elapsed());
+        assert_eq!(second.status.code(), Some(0), "{second:?}");
+        shell("! findmnt /mnt/forced");
+        ended(&mut writer);
+        nobody_waits();
+        works_again(&image.uri());
+    }
+}
+
+/// What the volume lies on does not let go of the worker, not even of a killed one: nobody is told
+/// that nothing reaches it any more before that is so.
+fn unkillable_worker() {
+    let _node = Node::start();
+    shell(
+        "truncate -s 128M /tmp/below.img; mkfs.ext4 -q -F /tmp/below.img; mkdir -p /mnt/below
+         mount -o loop /tmp/below.img /mnt/below; truncate -s 32M /mnt/below/volume.img",
+    );
+    let uri = "file:/mnt/below/volume.img";
+    let device = cleat_ok(&["map", uri, "--name", "forced"]);
+    shell("fsfreeze --freeze /mnt/below");
+    let mut writer = writing(&device);
+    let (code, message) = refused("4s");
+    let gone = !std::path::Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists();
+    let failed = !ended(&mut writer);
+    shell("fsfreeze --unfreeze /mnt/below");
+    assert_eq!(code, Some(10), "{message}");
+    assert!(message.contains("not done: end the worker"), "{message}");
+    assert!(gone && failed, "the device is left: {message}");
+    wait_for("the rest is done by itself", nothing_is_mapped);
+    works_again(uri);
+    nobody_waits();
+    shell("umount /mnt/below; rm /tmp/below.img");
+}
+
+/// Somebody else's command keeps the driver's lock, because its server is stopped.
+fn stuck_driver() {
+    let _node = Node::start();
+    let image = Image::new("forced", "64M");
+    cleat_ok(&["map", &image.uri(), "--name", "forced"]);
+    let (socket, other) = ("/tmp/other.sock", "/dev/nbd15");
+    shell(&format!(
+        "rm -f {socket}; nbdkit -U {socket} -P /tmp/other.pid memory 64M
+         nbd-client -unix {socket} {other} >&2; kill -STOP $(cat /tmp/other.pid)"
+    ));
+    let mut writer = spawn(&format!("exec dd if=/dev/zero of={other} bs=8M count=4 oflag=direct"));
+    wait_for("its socket is full", || {
+        shell("cat /proc/*/stack 2>/dev/null | grep -c sock_xmit || true") != "0"
+    });
+    let mut client = spawn(&format!("exec nbd-client -d {other}"));
+    wait_for("its command is stuck", || {
+        shell(&format!("cat /proc/{}/stat || true", client.id())).contains(" D ")
+    });
+    let (code, message) = refused("3s");
+    shell("kill -CONT $(cat /tmp/other.pid)");
+    ended(&mut client);
+    ended(&mut writer);
+    assert_eq!(code, Some(10), "{message}");
+    assert!(message.contains("not done: disconnect"), "{message}");
+    wait_for("the rest is done by itself", nothing_is_mapped);
+    works_again(&image.uri());
+    shell("kill $(cat /tmp/other.pid) || true");
+    nobody_waits();
+}
+
+/// By force, and in vain by `deadline`: the exit status, and what was said.
+fn refused(deadline: &str) -> (Option<i32>, String) {
+    let begun = Instant::now();
+    let output = cleat(&["unmap", "forced", "--force", "--deadline", deadline]);
+    assert!(begun.elapsed() < LIMIT, "took {:?}", begun.elapsed());
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{:?}: {message}", begun.elapsed());
+    (output.status.code(), message)
+}
+
+fn nothing_is_mapped() -> bool {
+    cleat_ok(&["ls", "-o", "json"]).contains("\"mappings\": []")
+}
+
+/// By force, within the limit and with that exit status; returns the report.
+fn force(code: i32, options: &[&str]) -> Value {
+    let (report, found) = forced(options);
+    assert_eq!(found, Some(code), "{report}");
+    report
+}
+
+/// As [`force`], with either exit status.
+fn force_any() -> Value {
+    let (report, found) = forced(&[]);
+    assert!(matches!(found, Some(0 | LEFT_BEHIND)), "{found:?}: {report}");
+    report
+}
+
+fn forced(options: &[&str]) -> (Value, Option<i32>) {
+    let worker = status("forced")["worker_pid"].clone();
+    let mut arguments = vec!["unmap", "forced", "--force", "-o", "json"];
+    arguments.extend(options);
+    let begun = Instant::now();
+    let output = cleat(&arguments);
+    let took = begun.elapsed();
+    let report: Value = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|_| panic!("no report after {took:?}: {output:?}"));
+    assert!(took < LIMIT, "took {took:?}: {report}");
+    println!("{took:?}: {}", brief(&report));
+    assert_eq!(report["was_mapped"], true, "{report}");
+    assert_eq!(report["unproven"], Value::Null, "{report}");
+    let alive = std::path::Path::new(&format!("/proc/{worker}")).exists();
+    assert!(!alive, "the worker {worker} lives on: {report}");
+    nobody_waits();
+    (report, output.status.code())
+}
+
+/// The steps with their times, for the reader.
+fn brief(report: &Value) -> String {
+    let steps = report["steps"].as_array().cloned().unwrap_or_default();
+    let steps: Vec<String> = steps
+        .iter()
+        .map(|step| format!("{} {} ms", step["step"].as_str().unwrap_or("?"), step["took_ms"]))
+        .collect();
+    steps.join(", ")
+}
+
+/// No task is left in D state: what waited for the device has got its error.
+fn nobody_waits() {
+    let waiting = || shell("ps -eLo state,pid,wchan:32,args | grep '^D' || true");
+    let done = Instant::now() + Duration::from_secs(10);
+    while !waiting().is_empty() {
+        assert!(Instant::now() < done, "left in D state: {}", waiting());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn works_again(uri: &str) {
+    let device = cleat_ok(&["map", uri, "--name", "forced"]);
+    shell(&format!(
+        "dd if=/dev/zero of={device} bs=64k count=8 oflag=direct conv=fsync status=none"
+    ));
+    cleat_ok(&["unmap", "forced"]);
+}
+
+fn mount(device: &str, filesystem: &str) {
+    let make = if filesystem == "ext4" { "mkfs.ext4 -q -F" } else { "mkfs.xfs -q -f" };
+    shell(&format!("{make} {device}; mkdir -p /mnt/forced; mount {device} /mnt/forced"));
+    // What is written over later needs nothing of the device before that.
+    shell("dd if=/dev/urandom of=/mnt/forced/file bs=1M count=4 status=none; sync -f /mnt/forced");
+}
+
+/// Makes dirty pages of a file that is there, and perhaps waits for the device then.
+fn dirty() -> Child {
+    let mut writer = spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc");
+    let patience = Instant::now() + Duration::from_millis(500);
+    while writer.try_wait().expect("waiting for dd").is_none() && Instant::now() < patience {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    writer
+}
+
+/// From now on, the backend answers nothing.
+fn hang() {
+    cleat_ok(&["fault", "forced", "hang=true"]);
+}
+
+fn stop_worker() {
+    let pid = status("forced")["worker_pid"].as_u64().expect("a worker");
+    signal("STOP", u32::try_from(pid).expect("a pid"));
+}
+
+/// A process that writes to the device, which does not answer.
+fn writing(device: &str) -> Child {
+    let child = spawn(&format!("exec dd if=/dev/zero of={device} bs=64k count=8 oflag=direct"));
+    wait_for("dd waits", || {
+        shell(&format!("cat /proc/{}/stat || true", child.id())).contains(" D ")
+    });
+    child
+}
+
+fn spawn(script: &str) -> Child {
+    let mut command = Command::new("bash");
+    command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null());
+    command.stderr(Stdio::null()).spawn().expect("bash starts")
+}
+
+/// Waits for its end; says whether it succeeded.
+fn ended(child: &mut Child) -> bool {
+    let done = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().expect("waiting for a process") {
+            return status.success();
+        }
+        assert!(Instant::now() < done, "process {} does not end", child.id());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn is_open(pid: u32, path: &str) -> bool {
+    shell(&format!("readlink /proc/{pid}/fd/* || true")).lines().any(|line| line == path)
+}
+
+/// Devices that are listed without a record.
+fn orphans() -> Vec<Value> {
+    let listed: Value = serde_json::from_str(&cleat_ok(&["ls", "-o", "json"])).expect("JSON");
+    let all = listed["mappings"].as_array().expect("a list").clone();
+    all.into_iter().filter(|mapping| mapping["state"] == "orphan").collect()
+}
+
+#[track_caller]
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < until, "waited for too long: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
