@@ -10,7 +10,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::executor::{Change, Executor, held};
+use super::executor::{Change, Executor, blocking, held};
 use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, Record, Volume};
