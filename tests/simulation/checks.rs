@@ -38,6 +38,12 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     for device in kernel.show() {
         kernel.set_holders(device.index, Vec::new());
     }
+    // Where a full disk was, there is room again.
+    for entry in std::fs::read_dir(world.records()).into_iter().flatten().flatten() {
+        if entry.path().extension().is_some_and(|extension| extension == "tmp") {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
     let mut state = world.state();
     state.quirks.clear();
     for worker in state.workers.values_mut() {
