@@ -51,8 +51,9 @@ impl Ground {
 
 /// The promise for a crashed worker.
 const STALL_LIMIT: Duration = Duration::from_secs(3);
-/// Between kills, and after the last.
-const PERIOD: Duration = Duration::from_secs(5);
+/// Between kills, and after the last: longer than a worker must serve before its death counts as the
+/// first one again, since what dies more often is a crash loop, whose repairs wait on purpose.
+const PERIOD: Duration = Duration::from_secs(8);
 /// A request that needed the supervisor would wait for at least so long.
 const SUPERVISOR_AWAY: Duration = Duration::from_secs(1);
 
