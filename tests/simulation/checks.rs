@@ -323,9 +323,10 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
         let state = world.state();
         let is_known = |id: &str| known.contains(id) || reported.contains(id);
         // One whose record was lost ends by itself, unless it is stopped.
-        let stray = state.workers.values().filter(|worker| {
-            !worker.stopped && !worker.mapping_id().is_some_and(is_known)
-        });
+        let stray = state
+            .workers
+            .values()
+            .filter(|worker| !worker.stopped && !worker.mapping_id().is_some_and(is_known));
         stray.map(|worker| worker.id.pid).collect()
     };
     if !unknown().is_empty() {
