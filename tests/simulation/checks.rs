@@ -218,6 +218,9 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
     }
     for writes in [!view.record.options.read_only, false] {
         for sector in 0..SECTORS {
+            if world.is_busy_elsewhere(id, sector) {
+                continue;
+            }
             let until = Instant::now() + IO_LIMIT;
             let ticket = loop {
                 if let Some(ticket) = world.submit(device, sector, writes) {
