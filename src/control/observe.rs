@@ -53,7 +53,23 @@ impl Executor {
         let announced = guard.paths.is_some();
         let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
         let (failures, history) = (guard.failures, guard.setbacks.history());
-        Ok(Observed { devices, worker, holders, announced, failures, history, growth_waits })
+        if worker == SeenWorker::Gone && !devices.is_empty() {
+            guard.dead_since.get_or_insert_with(Instant::now);
+        }
+        let limit_s = guard.record.options.dead_connection_timeout_s;
+        let limit = Duration::from_secs(u64::from(limit_s));
+        let overdue = guard.dead_since.is_some_and(|since| since.elapsed() >= limit);
+        Ok(Observed {
+            devices,
+            worker,
+            holders,
+            announced,
+            failures,
+            history,
+            overdue,
+            refusing: guard.refusing.is_some(),
+            growth_waits,
+        })
     }
 
     /// Every nbd device.

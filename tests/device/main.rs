@@ -15,6 +15,7 @@ mod fixture;
 mod force;
 mod host;
 mod lifecycle;
+mod outage;
 mod peers;
 mod readonly;
 mod resize;
@@ -51,6 +52,7 @@ fn trials() -> Vec<Trial> {
         resize::trials(),
         readonly::trials(),
         force::trials(),
+        outage::trials(),
     ]
     .into_iter()
     .flatten()

@@ -26,7 +26,7 @@ pub(crate) struct Connection {
     /// The kernel has disconnected.
     pub(crate) said_goodbye: bool,
     /// Counts the connection as long as it lives.
-    _recorder: Option<Recorder>,
+    recorder: Option<Recorder>,
 }
 
 struct Running {
@@ -43,7 +43,7 @@ impl Connection {
             running: VecDeque::new(),
             at_end: false,
             said_goodbye: false,
-            _recorder: recorder,
+            recorder,
         }
     }
 
@@ -81,6 +81,10 @@ impl Connection {
                 // A kernel that has gone gets no reply.
                 let _ = self.socket.as_mut().map(|socket| socket.write_all(&reply));
             }
+        }
+        if moved && let Some(recorder) = &self.recorder {
+            // When it came does not matter here: long ago, or not at all.
+            recorder.set_oldest(u64::from(!self.running.is_empty()));
         }
         moved
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cleat::control::executor::{Executor, Halt, MapSpec};
+use cleat::control::growth::NewSize;
 use cleat::control::mapping::State;
 use cleat::control::node::{Node, Parts};
 use cleat::control::offload::simulation;
@@ -14,6 +15,7 @@ use cleat::control::random::Random;
 use cleat::control::volume::View;
 use cleat::error::{Error, ErrorKind};
 use cleat::kernel::Holder;
+use cleat::policy;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::checks;
@@ -212,6 +214,16 @@ impl Player<'_> {
             Op::Resize(at, size) => {
                 tokio::spawn(resize(world.clone(), executor, name(*at), *size));
             }
+            Op::SetPolicy(at, change) => {
+                let deadline = Instant::now() + Duration::from_secs(30);
+                let (name, change, world) = (name(*at), *change, world.clone());
+                tokio::spawn(async move {
+                    let result = executor.set_policy(name, change, deadline).await;
+                    let result = result.as_ref().map(brief).map_err(Error::report);
+                    tracing::debug!(name, ?result, "POLICY SET");
+                    late(&world, "set", deadline, Duration::from_secs(10));
+                });
+            }
             Op::Pass(time) => sleep(*time).await,
             other => self.happen_between(other),
         }
@@ -268,7 +280,7 @@ impl Player<'_> {
             }),
             Op::Reboot => self.reboot(),
             Op::Pass(time) => self.pass(*time),
-            Op::Map(..) | Op::Unmap(..) | Op::Resize(..) => {}
+            Op::Map(..) | Op::Unmap(..) | Op::Resize(..) | Op::SetPolicy(..) => {}
         }
     }
 
@@ -331,6 +343,7 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
         connections: volume.connections,
         block_size: 0,
         dead_connection_timeout_s: 0,
+        policy: policy::Change::default(),
     }
 }
 
@@ -362,9 +375,10 @@ async fn unmap(world: World, executor: Arc<Executor>, target: String) {
     }
 }
 
-async fn resize(world: World, executor: Arc<Executor>, name: &'static str, size: u64) {
+async fn resize(world: World, executor: Arc<Executor>, name: &'static str, wanted: NewSize) {
+    let size = wanted.bytes;
     let deadline = Instant::now() + Duration::from_secs(30);
-    let result = executor.resize(name, size, deadline).await;
+    let result = executor.resize(name, wanted, deadline).await;
     tracing::debug!(name, size, result = ?result.as_ref().map(brief).map_err(Error::report), "RESIZED");
     late(&world, "resize", deadline, Duration::from_secs(10));
     if let Ok(view) = result

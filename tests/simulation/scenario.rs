@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use cleat::control::growth::NewSize;
 use cleat::control::random::Random;
 use cleat::error::ErrorKind;
 use cleat::kernel::sim::{Call, Fault};
+use cleat::policy::{self, OnOutage};
 
 use crate::workers::{Open, Quirks};
 
@@ -66,7 +68,8 @@ pub(crate) enum Lasting {
 pub(crate) enum Op {
     Map(usize, u64),
     Unmap(usize, By),
-    Resize(usize, u64),
+    Resize(usize, NewSize),
+    SetPolicy(usize, policy::Change),
     Write(usize, u64),
     Read(usize, u64),
     Kill(usize),
@@ -185,7 +188,10 @@ impl Dice {
         match self.below(60) {
             0..=7 => Op::Map(at, self.pick(&[1, 5, 30, 60])),
             8..=12 => Op::Unmap(at, self.pick(&[By::Name, By::Name, By::Uri, By::Device])),
-            13 | 14 => Op::Resize(at, self.pick(&[0, 1 << 16, 1 << 17, (1 << 17) + 512, 100])),
+            13 | 14 => {
+                let bytes = self.pick(&[0, 1 << 15, 1 << 16, 1 << 17, (1 << 17) + 512, 100]);
+                Op::Resize(at, NewSize { bytes, shrink: self.one_in(4) })
+            }
             15..=23 => Op::Write(at, sector),
             24..=26 => Op::Read(at, sector),
             27..=31 => Op::Kill(at),
@@ -203,12 +209,19 @@ impl Dice {
             52 => Op::Release(at),
             53 => Op::Module(!self.one_in(3)),
             54 => Op::Foreign(u32::try_from(self.below(6)).unwrap_or(0)),
+            55 if self.one_in(2) => Op::SetPolicy(at, self.policy()),
             55 => Op::Gone(at, self.one_in(2)),
             56 => Op::Hung(at, self.one_in(2)),
             57 => Op::Size(at, self.pick(&[1 << 15, 1 << 16, 1 << 17])),
             58 => Op::JournalFull(at),
             _ => Op::Pass(Duration::from_secs(20)),
         }
+    }
+
+    fn policy(&mut self) -> policy::Change {
+        let patience = OnOutage::QueueFor(Duration::from_secs(30));
+        let outage = Some(self.pick(&[OnOutage::Queue, patience, OnOutage::Fail]));
+        policy::Change { outage, iops: Some(self.below(1000)), bytes_per_s: None }
     }
 
     fn rarely(&mut self, op: Op) -> Op {

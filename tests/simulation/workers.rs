@@ -11,7 +11,9 @@ use cleat::data::nbd::wire::transmission_flags;
 use cleat::error::ErrorKind;
 use cleat::statistics::{Page, Recorder};
 use cleat::sys::packet;
-use cleat::worker::protocol::{Failure, FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use cleat::worker::protocol::{
+    Failure, FromWorker, Outage, PROTOCOL_VERSION, Ready, Start, ToWorker,
+};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
@@ -89,6 +91,7 @@ pub(crate) struct Worker {
     served: bool,
     disconnecting: bool,
     told_fenced: bool,
+    told_outage: bool,
     alone_since: Option<Instant>,
 }
 
@@ -141,6 +144,7 @@ impl Worker {
             served: false,
             disconnecting: false,
             told_fenced: false,
+            told_outage: false,
             alone_since: None,
         }
     }
@@ -216,6 +220,7 @@ impl Worker {
             self.told_fenced = true;
             self.tell(&FromWorker::Fenced, &[]);
         }
+        self.tell_news(around);
         if self.opens_at.is_some_and(|at| at <= around.now) {
             self.opens_at = None;
             if !self.open(around) {
@@ -396,13 +401,14 @@ impl Worker {
                 FromWorker::Serving
             }
             ToWorker::RefreshSize => self.look(around),
-            ToWorker::Resize { size } => {
-                if let Some(disk) = around.disks.get_mut(&self.disk) {
+            ToWorker::Resize { size, shrink } => {
+                let disk = around.disks.get_mut(&self.disk);
+                if let Some(disk) = disk.filter(|disk| shrink || size >= disk.size) {
                     disk.size = size;
                 }
                 self.look(around)
             }
-            ToWorker::Ping => FromWorker::Done,
+            ToWorker::Ping | ToWorker::SetPolicy(_) => FromWorker::Done,
             other => refusal(ErrorKind::Unsupported, format!("{other:?}")),
         };
         if self.answer(&reply) { Turn::Moved } else { Turn::Ends }
@@ -422,6 +428,9 @@ impl Worker {
         self.tell(&FromWorker::Ready(self.describe()), &page);
         if self.fenced {
             self.tell(&FromWorker::Fenced, &[]);
+        }
+        if self.told_outage {
+            self.tell(&self.outage(), &[]);
         }
     }
 
@@ -447,6 +456,24 @@ impl Worker {
             outlives_worker: features.outlives_worker,
             connections: u32::try_from(self.connections.len()).unwrap_or(u32::MAX),
         }
+    }
+
+    /// What happened at the backend by itself.
+    fn tell_news(&mut self, around: &Surroundings<'_>) {
+        let Some(disk) = around.disks.get(&self.disk).filter(|_| !self.mute) else { return };
+        if disk.hung != self.told_outage {
+            self.told_outage = disk.hung;
+            self.tell(&self.outage(), &[]);
+        }
+        if disk.size != self.size && !disk.hung {
+            let FromWorker::Size { size } = self.look(around) else { return };
+            self.tell(&FromWorker::SizeChanged { size }, &[]);
+        }
+    }
+
+    fn outage(&self) -> FromWorker {
+        let outage = Outage { since_unix_ms: 1, reason: Some("the script wants it".into()) };
+        FromWorker::Outage { outage: self.told_outage.then_some(outage) }
     }
 
     /// Looks at the size of its volume.

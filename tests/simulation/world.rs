@@ -223,17 +223,26 @@ impl World {
         let key = state.key_of(identity.mapping_id())?;
         let stamp = state.model.next_stamp(&key, sector)?;
         let offset = sector * SECTOR;
-        if !writes {
-            let length = u32::try_from(SECTOR).unwrap_or(0);
-            let ticket = self.kernel().submit(device.index, Io::Read { offset, length }).ok()?;
-            state.model.reading(ticket, &key, sector);
-            return Some(ticket);
-        }
-        let mut data = stamp.to_le_bytes().to_vec();
-        data.resize(usize::try_from(SECTOR).unwrap_or(0), 0);
-        let ticket = self.kernel().submit(device.index, Io::Write { offset, data }).ok()?;
-        state.model.writing(ticket, &key, sector, stamp);
+        let length = u32::try_from(SECTOR).unwrap_or(0);
+        let io = match writes {
+            false => Io::Read { offset, length },
+            true => {
+                let mut data = stamp.to_le_bytes().to_vec();
+                data.resize(length as usize, 0);
+                Io::Write { offset, data }
+            }
+        };
+        let ticket = self.kernel().submit(device.index, io).ok()?;
+        let whose = (key.as_str(), sector, identity.mapping_id());
+        state.model.begin(ticket, whose, writes.then_some(stamp));
         Some(ticket)
+    }
+
+    /// Whether a sector has a request of another mapping, which need not end.
+    pub(crate) fn is_busy_elsewhere(&self, id: &str, sector: u64) -> bool {
+        let state = self.state();
+        let key = state.key_of(id).unwrap_or_default();
+        state.model.is_busy_elsewhere(&key, sector, id)
     }
 }
 
