@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::Image;
 #[cfg(feature = "fault")]
 use super::fault;
 use super::file::FileImage;
 use super::mem::MemImage;
 use super::rbd::{self, RbdImage};
 use super::uri::{Spec, VolumeUri};
+use super::{Image, Inheritance};
 use crate::error::Result;
 
 /// How a volume is opened, beyond what its URI says.
@@ -61,6 +61,29 @@ pub fn prepare(uri: &VolumeUri) -> Result<()> {
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => prepare(&spec.inner),
     }
+}
+
+/// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.
+/// Nothing is written before [`Image::succeed`].
+///
+/// # Errors
+/// As [`open`]; `InvalidArgument` for descriptors that are not the volume's.
+pub fn inherit(
+    uri: &VolumeUri,
+    options: &OpenOptions,
+    inheritance: Inheritance,
+) -> Result<Arc<dyn Image>> {
+    Ok(match uri.spec() {
+        Spec::Mem(_) => Arc::new(MemImage::inherit(inheritance, options.read_only)?),
+        Spec::File(spec) => Arc::new(FileImage::inherit(spec, inheritance, options.read_only)?),
+        // Its claim is released and acquired; there is nothing to be passed on.
+        Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options.read_only)?),
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => {
+            let inner = inherit(&spec.inner, options, inheritance)?;
+            Arc::new(fault::FaultImage::wrap(inner, spec.plan.clone()))
+        }
+    })
 }
 
 /// When a process can be confined that is about to open `uri`.

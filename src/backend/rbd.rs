@@ -28,7 +28,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::uri::{RbdSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Waker};
+use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
 use problem::problem;
@@ -128,11 +128,20 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
 impl RbdImage {
     /// Opens `spec`, claiming it unless it is only read.
     pub(super) fn open(spec: &RbdSpec, read_only: bool) -> Result<Self> {
+        Self::open_in_time(spec, read_only, true)
+    }
+
+    /// Opens `spec` while another process still serves it; claimed when it succeeds.
+    pub(super) fn inherit(spec: &RbdSpec, read_only: bool) -> Result<Self> {
+        Self::open_in_time(spec, read_only, false)
+    }
+
+    fn open_in_time(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
         preload()?;
         let wanted = spec.clone();
         let (sender, opened) = mpsc::channel();
         // Where nobody waits for it any more, the result is dropped, which closes what was opened.
-        let work = move || _ = sender.send(Self::open_slowly(&wanted, read_only));
+        let work = move || _ = sender.send(Self::open_slowly(&wanted, read_only, claim));
         let thread = thread::Builder::new().name("rbd-open".to_owned()).spawn(work);
         thread.map_err(|e| Error::from_io("cannot start the thread that opens the image", e))?;
         match opened.recv_timeout(OPEN_PATIENCE) {
@@ -150,7 +159,7 @@ impl RbdImage {
         }
     }
 
-    fn open_slowly(spec: &RbdSpec, read_only: bool) -> Result<Self> {
+    fn open_slowly(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
         let name = name(spec);
         let failed = |error| problem(error, &name, spec);
         let cluster = librbd::Cluster::connect(&config(spec)).map_err(failed)?;
@@ -158,8 +167,8 @@ impl RbdImage {
         let read_only = read_only || spec.snapshot.is_some();
         let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
         let image = pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)?;
-        if !read_only {
-            claim::acquire(&image, &name, spec)?;
+        if !read_only && claim {
+            claim::acquire(&image, &name)?;
         }
         let stat = image.stat().map_err(failed)?;
         if stat.size == 0 {
@@ -215,6 +224,14 @@ impl RbdImage {
         self.refresh_size().map(drop)
     }
 
+    fn claim(&self) -> Result<()> {
+        if self.shared.fenced.load(Ordering::Acquire) {
+            let message = format!("{} belongs to somebody else", self.name);
+            return Err(Error::new(ErrorKind::Fenced, message));
+        }
+        if self.shared.read_only { Ok(()) } else { claim::acquire(&*self.image()?, &self.name) }
+    }
+
     fn failed(&self, error: librbd::Error) -> Error {
         if error.errno() == Some(libc::ESHUTDOWN) {
             self.shared.fenced.store(true, Ordering::Release);
@@ -253,6 +270,32 @@ impl Image for RbdImage {
 
     fn shrink(&self, size: u64) -> Result<()> {
         self.change_size(size, true)
+    }
+
+    fn bequeath(&self) -> Result<Inheritance> {
+        Ok(Inheritance { descriptors: Vec::new() })
+    }
+
+    fn let_go(&self) -> Result<Legacy> {
+        let fenced = self.shared.fenced.load(Ordering::Acquire);
+        if !fenced && !self.shared.read_only {
+            self.image()?.lock_release().map_err(|error| self.failed(error))?;
+        }
+        Ok(Legacy { fenced, ..Legacy::default() })
+    }
+
+    fn take_back(&self) -> Result<()> {
+        self.claim()
+    }
+
+    fn succeed(&self, legacy: &Legacy) -> Result<()> {
+        if legacy.fenced {
+            self.shared.fenced.store(true, Ordering::Release);
+            return Ok(());
+        }
+        self.claim()?;
+        // It may have grown since this one opened it.
+        self.refresh_size().map(drop)
     }
 
     /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:

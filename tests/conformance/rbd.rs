@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
-use cleat::backend::{OpenOptions, open};
+use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, IoError, Op};
 use librbd::{Cluster, Config, NewImage, Open, Pool, RBD_FEATURE_LAYERING};
 
 use crate::checks::pattern;
-use crate::lane::{Local, Volume, job, write};
+use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
 
 const MIB: u64 = 1 << 20;
 
@@ -175,6 +175,36 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
     assert!(error.repair().unwrap().contains("rbd feature enable"), "{:?}", error.repair());
     pool(shared(), ID).create("nothing", 0, &NewImage::default()).unwrap();
     assert!(refused(&uri(shared(), "nothing")).message().contains("empty"));
+}
+
+#[test]
+fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
+    let uri = fresh(shared(), "inherited", 8 * MIB);
+    let parsed = uri.parse().unwrap();
+    let options = OpenOptions::default();
+    let old = open(&parsed, &options).unwrap();
+    let new = inherit(&parsed, &options, old.bequeath().unwrap()).unwrap();
+    assert_eq!(new.succeed(&Legacy::default()).unwrap_err().kind(), ErrorKind::InUse);
+    // It does not come to it: the old one goes on.
+    old.let_go().unwrap();
+    old.take_back().unwrap();
+    {
+        let lane: &mut dyn Lane = &mut LocalLane::new(&*old, 64);
+        lane.one(write(0, &pattern(1, 4096)));
+    }
+    let legacy = old.let_go().unwrap();
+    assert!(!legacy.fenced);
+    new.succeed(&legacy).unwrap();
+    assert_eq!(old.take_back().unwrap_err().kind(), ErrorKind::InUse);
+    drop(old);
+    let lane: &mut dyn Lane = &mut LocalLane::new(&*new, 64);
+    assert!(lane.read(0, 4096) == pattern(1, 4096));
+    lane.one(write(0, &pattern(2, 4096)));
+    // What was fenced stays it, in whatever process.
+    let third = inherit(&parsed, &options, new.bequeath().unwrap()).unwrap();
+    third.succeed(&Legacy { fenced: true, ..Legacy::default() }).unwrap();
+    let lane: &mut dyn Lane = &mut LocalLane::new(&*third, 64);
+    assert_eq!(lane.try_one(write(0, &[9; 512])), Err(IoError::Fenced));
 }
 
 /// The monitor stops answering, then the OSD: opening ends in time, and says what is missing.

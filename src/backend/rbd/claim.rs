@@ -8,13 +8,12 @@
 
 use librbd::RBD_FEATURE_EXCLUSIVE_LOCK;
 
-use super::problem::problem;
-use crate::backend::uri::RbdSpec;
+use super::problem::later;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Makes `image` ours until it is closed.
-pub(super) fn acquire(image: &librbd::Image, name: &str, spec: &RbdSpec) -> Result<()> {
-    let failed = |error| problem(error, name, spec);
+pub(super) fn acquire(image: &librbd::Image, name: &str) -> Result<()> {
+    let failed = |error| later(error, name);
     if image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK == 0 {
         let message =
             format!("{name} has no exclusive lock, so a second writer could not be kept out");
