@@ -19,6 +19,7 @@ mod peers;
 mod readonly;
 mod resize;
 mod systemd;
+mod upgrade;
 mod verify;
 
 use libtest_mimic::{Arguments, Trial};
@@ -51,6 +52,7 @@ fn trials() -> Vec<Trial> {
         resize::trials(),
         readonly::trials(),
         force::trials(),
+        upgrade::trials(),
     ]
     .into_iter()
     .flatten()
