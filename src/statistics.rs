@@ -8,7 +8,10 @@
 //!
 //! Layout, in 64-bit words, little-endian as the machine: a header of [`HEADER_WORDS`] (magic,
 //! version, operations, error kinds, buckets, slots), then [`SLOTS`] slots of [`SLOT_WORDS`].
-//! The version is raised with every change of it.
+//! The version is raised when a word changes its meaning; new ones take places that were zero.
+//! Builds differ in how many operations and error kinds they know, within the places there are.
+
+mod baton;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -46,6 +49,8 @@ pub struct Recorder {
     memory: Arc<SharedMemory>,
     taken: Arc<AtomicU64>,
     slot: usize,
+    /// Whether it has begun to write.
+    begun: bool,
 }
 
 /// What a page says at one moment, summed over its connections.
@@ -126,9 +131,11 @@ impl Page {
         let memory = SharedMemory::from_fd(file, PAGE_BYTES).map_err(|error| {
             Error::new(ErrorKind::InvalidArgument, "not a statistics page").with_source(error)
         })?;
-        let differs =
-            memory.words().iter().zip(HEADER).any(|(word, value)| word.load(Relaxed) != value);
-        if differs {
+        let fits = memory.words().iter().zip(HEADER).zip(MOST).all(|((word, own), most)| {
+            let word = word.load(Relaxed);
+            word == own || (1..=most).contains(&word)
+        });
+        if !fits {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 format!("the statistics page is not one of version {VERSION}"),
@@ -147,15 +154,23 @@ impl Page {
 
     /// The writer of `slot`; `None` when there is no such slot, or it has one in this process.
     pub fn recorder(&self, slot: usize) -> Option<Recorder> {
+        let mut recorder = self.reserve(slot)?;
+        recorder.begin();
+        Some(recorder)
+    }
+
+    /// A writer that writes nothing before [`Recorder::begin`]: somebody else may still count in its
+    /// slot. `None` when every slot has one.
+    pub fn silent_recorder(&self) -> Option<Recorder> {
+        (0..SLOTS).find_map(|slot| self.reserve(slot))
+    }
+
+    fn reserve(&self, slot: usize) -> Option<Recorder> {
         if slot >= SLOTS || self.taken.fetch_or(1 << slot, Relaxed) & 1 << slot != 0 {
             return None;
         }
-        self.memory.words()[USED].fetch_max(slot as u64 + 1, Relaxed);
         let (memory, taken) = (Arc::clone(&self.memory), Arc::clone(&self.taken));
-        let recorder = Recorder { memory, taken, slot };
-        disconnect(slot_words(&recorder.memory, slot));
-        recorder.word(CONNECTED).store(1, Relaxed);
-        Some(recorder)
+        Some(Recorder { memory, taken, slot, begun: false })
     }
 
     /// The writer of some free slot; `None` when every slot has one.
@@ -202,6 +217,21 @@ impl Page {
 }
 
 impl Recorder {
+    /// Shows the connection as served. Does nothing the second time.
+    pub fn begin(&mut self) {
+        if !self.begun {
+            self.begun = true;
+            self.memory.words()[USED].fetch_max(self.slot as u64 + 1, Relaxed);
+            disconnect(slot_words(&self.memory, self.slot));
+            self.word(CONNECTED).store(1, Relaxed);
+        }
+    }
+
+    /// Writes no more: somebody else counts in this slot.
+    pub fn leave(&mut self) {
+        self.begun = false;
+    }
+
     /// Counts a request that ended: `bytes` is its length, of which nothing counts on failure.
     pub fn ended(&self, op: Op, bytes: u64, latency_ns: u64, result: Result<(), IoError>) {
         let words = slot_words(&self.memory, self.slot);
@@ -252,7 +282,9 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        disconnect(slot_words(&self.memory, self.slot));
+        if self.begun {
+            disconnect(slot_words(&self.memory, self.slot));
+        }
         self.taken.fetch_and(!(1 << self.slot), Relaxed);
     }
 }
@@ -326,10 +358,14 @@ const MAGIC: u64 = u64::from_le_bytes(*b"cleatst\0");
 const VERSION: u64 = 1;
 const HEADER: [u64; 6] =
     [MAGIC, VERSION, Op::ALL.len() as u64, IoError::ALL.len() as u64, BUCKETS as u64, SLOTS as u64];
+/// Header words that may be smaller or larger than ours: operations and kinds that have a place.
+const MOST: [u64; 6] = [0, 0, ((SLOT_WORDS - OPS) / OP_WORDS) as u64, (OPS - KINDS) as u64, 0, 0];
 /// In the header: one more than the highest slot that ever had a writer.
 const USED: usize = HEADER.len();
-/// In the header, behind a word that a planned hand-over uses: see [`Page::count_reconnect`].
-const RECONNECTS: usize = HEADER.len() + 2;
+/// In the header: see `baton`.
+const BATON: usize = USED + 1;
+/// In the header: see [`Page::count_reconnect`].
+const RECONNECTS: usize = BATON + 1;
 /// Words before the first slot; the unused ones are zero.
 const HEADER_WORDS: usize = 512;
 /// Words of one slot: a whole number of cache lines, with room for more counters.
@@ -444,6 +480,42 @@ mod tests {
         assert_eq!(seen.op(Op::Read).bytes, u64::MAX);
         assert!(seen.op(Op::Read).quantile_ns(0.99).is_some());
         drop(both);
+    }
+
+    #[test]
+    fn a_silent_writer_leaves_the_slot_alone() {
+        let (page, file) = Page::create().unwrap();
+        let old = page.recorder(0).unwrap();
+        old.set_in_flight(7);
+        let successor = Page::from_fd(file).unwrap();
+        let connected = || successor.snapshot().connections;
+        drop(successor.silent_recorder().unwrap());
+        assert_eq!((connected(), successor.snapshot().in_flight), (1, 7));
+        let mut new = successor.silent_recorder().unwrap();
+        let mut old = old;
+        old.leave();
+        new.begin();
+        drop(old);
+        assert_eq!((connected(), successor.snapshot().in_flight), (1, 0));
+        drop(new);
+        assert_eq!(connected(), 0);
+    }
+
+    #[test]
+    fn a_page_of_a_build_that_knows_more_or_fewer_kinds_is_read() {
+        let (page, file) = Page::create().unwrap();
+        let words = page.memory.words();
+        let read = |file: &OwnedFd| Page::from_fd(file.try_clone().unwrap());
+        for (word, fits, not) in [(2, 7, 8), (3, 48, 49)] {
+            let own = words[word].load(Relaxed);
+            for (count, good) in [(fits, true), (own - 1, true), (not, false)] {
+                words[word].store(count, Relaxed);
+                assert_eq!(read(&file).is_ok(), good, "{count} in word {word}");
+            }
+            words[word].store(own, Relaxed);
+        }
+        words[5].store(1, Relaxed);
+        assert!(read(&file).is_err());
     }
 
     #[test]

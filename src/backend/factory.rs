@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::Image;
 #[cfg(feature = "fault")]
 use super::fault;
 use super::file::FileImage;
 use super::mem::MemImage;
 use super::uri::{Spec, VolumeUri};
+use super::{Image, Inheritance};
 use crate::error::Result;
 
 /// How a volume is opened, beyond what its URI says.
@@ -43,6 +43,27 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
+        }
+    })
+}
+
+/// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.
+/// Nothing is written before [`Image::succeed`].
+///
+/// # Errors
+/// As [`open`]; `InvalidArgument` for descriptors that are not the volume's.
+pub fn inherit(
+    uri: &VolumeUri,
+    options: &OpenOptions,
+    inheritance: Inheritance,
+) -> Result<Arc<dyn Image>> {
+    Ok(match uri.spec() {
+        Spec::Mem(_) => Arc::new(MemImage::inherit(inheritance, options.read_only)?),
+        Spec::File(spec) => Arc::new(FileImage::inherit(spec, inheritance, options.read_only)?),
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => {
+            let inner = inherit(&spec.inner, options, inheritance)?;
+            Arc::new(fault::FaultImage::wrap(inner, spec.plan.clone()))
         }
     })
 }

@@ -14,7 +14,7 @@ mod timer;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{BlockSizes, Features, Image, ImageQueue, Waker};
+use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::Result;
 use crate::sys::ring::Ring;
 pub use plan::{PREFIX, Plan};
@@ -86,6 +86,26 @@ impl Image for FaultImage {
 
     fn resize(&self, size: u64) -> Result<()> {
         self.inner.resize(size)
+    }
+
+    fn bequeath(&self) -> Result<Inheritance> {
+        self.inner.bequeath()
+    }
+
+    fn let_go(&self) -> Result<Legacy> {
+        let legacy = self.inner.let_go()?;
+        let fenced = legacy.fenced || self.shared.fenced.load(Ordering::Acquire);
+        Ok(Legacy { fenced, faults: Some(lock(&self.shared.plan).to_string()), ..legacy })
+    }
+
+    fn take_back(&self) -> Result<()> {
+        self.inner.take_back()
+    }
+
+    fn succeed(&self, legacy: &Legacy) -> Result<()> {
+        self.inner.succeed(legacy)?;
+        self.shared.fenced.fetch_or(legacy.fenced, Ordering::AcqRel);
+        legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
     }
 
     fn trouble(&self) -> Option<String> {

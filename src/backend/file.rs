@@ -20,14 +20,16 @@ mod queue;
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+
 use super::uri::{FileSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Waker};
+use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::block;
 use crate::sys::buffer::ALIGNMENT;
@@ -68,17 +70,7 @@ impl FileImage {
                 }
             })?;
         }
-        let blocks = block_sizes(&file, spec.direct, device, &path)?;
-        let image = Self {
-            file,
-            path,
-            device,
-            read_only,
-            direct: spec.direct,
-            size: AtomicU64::new(0),
-            blocks,
-            abilities: Arc::new(Abilities::new(device, spec.direct)),
-        };
+        let image = Self::of(spec, file, read_only)?;
         if image.refresh_size()? == 0 {
             let error = invalid(format!("{} is empty", image.path));
             return Err(if device {
@@ -91,6 +83,48 @@ impl FileImage {
             });
         }
         Ok(image)
+    }
+
+    /// The open description of a process that serves `spec`: its lock, or O_EXCL, is in both hands.
+    pub(super) fn inherit(
+        spec: &FileSpec,
+        inheritance: Inheritance,
+        read_only: bool,
+    ) -> Result<Self> {
+        let path = spec.path.display();
+        let [file]: [OwnedFd; 1] = inheritance.descriptors.try_into().map_err(|got: Vec<_>| {
+            invalid(format!("{path} was handed over with {} descriptors, not one", got.len()))
+        })?;
+        let failed = |e: nix::Error| Error::from_io(format!("cannot look at {path}"), e.into());
+        let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL).map_err(failed)?);
+        let wanted = if read_only { OFlag::O_RDONLY } else { OFlag::O_RDWR };
+        let direct = flags.contains(OFlag::O_DIRECT);
+        if flags & OFlag::O_ACCMODE != wanted || direct != spec.direct {
+            return Err(invalid(format!("{path} was handed over, open in another way")));
+        }
+        let image = Self::of(spec, file.into(), read_only)?;
+        image.refresh_size()?;
+        Ok(image)
+    }
+
+    fn of(spec: &FileSpec, file: File, read_only: bool) -> Result<Self> {
+        let path = spec.path.display().to_string();
+        let metadata = file.metadata().map_err(|e| Error::from_io(format!("stat {path}"), e))?;
+        let device = metadata.file_type().is_block_device();
+        if !device && !metadata.is_file() {
+            return Err(invalid(format!("{path} is neither a file nor a block device")));
+        }
+        let blocks = block_sizes(&file, spec.direct, device, &path)?;
+        Ok(Self {
+            file,
+            path,
+            device,
+            read_only,
+            direct: spec.direct,
+            size: AtomicU64::new(0),
+            blocks,
+            abilities: Arc::new(Abilities::new(device, spec.direct)),
+        })
     }
 }
 
@@ -161,6 +195,24 @@ impl Image for FileImage {
             return Err(invalid(format!("{} cannot be made empty", self.path)));
         }
         self.set_length(size)
+    }
+
+    fn bequeath(&self) -> Result<Inheritance> {
+        let file = self.file.as_fd().try_clone_to_owned();
+        let file = file.map_err(|e| Error::from_io(format!("cannot share {}", self.path), e))?;
+        Ok(Inheritance { descriptors: vec![file] })
+    }
+
+    fn let_go(&self) -> Result<Legacy> {
+        Ok(Legacy { sync_failed: self.abilities.sync_failed(), ..Legacy::default() })
+    }
+
+    fn succeed(&self, legacy: &Legacy) -> Result<()> {
+        if legacy.sync_failed {
+            self.abilities.set_sync_failed();
+        }
+        // It may have grown since this one opened it.
+        self.refresh_size().map(drop)
     }
 }
 

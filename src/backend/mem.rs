@@ -3,10 +3,11 @@
 //! The memory takes room only where it was written. It is gone with the worker.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::uri::{MemSpec, Size, invalid};
 use super::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker, index};
+use super::{Inheritance, Legacy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op, Request};
 use crate::sys::buffer::Buffer;
@@ -41,12 +42,21 @@ struct Segment {
 impl MemImage {
     /// Makes an empty volume.
     pub(super) fn create(spec: &MemSpec, read_only: bool) -> Result<Self> {
-        let memory = Memory {
-            segments: [const { OnceLock::new() }; SEGMENTS],
-            size: AtomicU64::new(0),
-            growing: Mutex::new(0),
-        };
+        let memory = Memory::empty();
         memory.grow(spec.size)?;
+        Ok(Self { memory: Arc::new(memory), read_only })
+    }
+
+    /// The volume of another process, whose memory files these are.
+    pub(super) fn inherit(inheritance: Inheritance, read_only: bool) -> Result<Self> {
+        let memory = Memory::empty();
+        for file in inheritance.descriptors {
+            let foreign = |e| invalid("a descriptor is not memory of a volume").with_source(e);
+            memory.add(&mut memory.lock(), SharedMemory::whole(file).map_err(foreign)?)?;
+        }
+        if memory.size.load(Ordering::Acquire) == 0 {
+            return Err(invalid("a volume in memory was handed over without its memory"));
+        }
         Ok(Self { memory: Arc::new(memory), read_only })
     }
 }
@@ -90,11 +100,36 @@ impl Image for MemImage {
         }
         self.memory.grow(size)
     }
+
+    fn bequeath(&self) -> Result<Inheritance> {
+        let segments = self.memory.segments.iter().map_while(OnceLock::get);
+        let files = segments.map(|segment| segment.memory.file().try_clone_to_owned());
+        let descriptors = files
+            .collect::<std::io::Result<_>>()
+            .map_err(|e| Error::from_io("cannot share the volume's memory", e))?;
+        Ok(Inheritance { descriptors })
+    }
+
+    fn let_go(&self) -> Result<Legacy> {
+        Ok(Legacy::default())
+    }
+
+    fn succeed(&self, _legacy: &Legacy) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl Memory {
+    fn empty() -> Self {
+        Self {
+            segments: [const { OnceLock::new() }; SEGMENTS],
+            size: AtomicU64::new(0),
+            growing: Mutex::new(0),
+        }
+    }
+
     fn grow(&self, size: u64) -> Result<()> {
-        let mut count = self.growing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut count = self.lock();
         let start = self.size.load(Ordering::Acquire);
         if size < start {
             let (size, now) = (Size(size), Size(start));
@@ -103,14 +138,24 @@ impl Memory {
         if size == start {
             return Ok(());
         }
-        let Some(segment) = self.segments.get(*count) else {
-            let message = format!("a volume in memory can grow {} times, no more", SEGMENTS - 1);
-            return Err(Error::new(ErrorKind::NoSpace, message));
-        };
         let memory = SharedMemory::create("cleat-mem", size - start).map_err(|e| {
             Error::new(ErrorKind::NoSpace, format!("no memory for {} more", Size(size - start)))
                 .with_source(e)
         })?;
+        self.add(&mut count, memory)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, count: &mut usize, memory: SharedMemory) -> Result<()> {
+        let Some(segment) = self.segments.get(*count) else {
+            let message = format!("a volume in memory can grow {} times, no more", SEGMENTS - 1);
+            return Err(Error::new(ErrorKind::NoSpace, message));
+        };
+        let start = self.size.load(Ordering::Acquire);
+        let size = start + memory.len() as u64;
         if segment.set(Segment { start, memory }).is_err() {
             return Err(Error::new(ErrorKind::Internal, "a memory segment was set twice"));
         }

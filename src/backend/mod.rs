@@ -27,9 +27,11 @@ mod factory;
 pub mod fault;
 mod file;
 mod mem;
+mod succession;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, open};
+pub use factory::{Confinement, OpenOptions, confinement, inherit, open};
+pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;
 
@@ -122,6 +124,41 @@ pub trait Image: Send + Sync {
     /// # Errors
     /// `Unsupported` where the backend cannot; what the backend gives otherwise.
     fn resize(&self, size: u64) -> Result<()>;
+
+    /// How a successor in another process gets at the volume while this one still serves it. See
+    /// `succession` for the order of these four calls.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason, where it cannot.
+    fn bequeath(&self) -> Result<Inheritance> {
+        Err(succession::impossible())
+    }
+
+    /// Gives up what only one can have, once nothing runs any more, and says what the successor has
+    /// to know. Nothing is written until [`Image::take_back`].
+    ///
+    /// # Errors
+    /// What the backend gives; then nothing has changed.
+    fn let_go(&self) -> Result<Legacy> {
+        Err(succession::impossible())
+    }
+
+    /// Undoes [`Image::let_go`]: there is no successor after all.
+    ///
+    /// # Errors
+    /// What the backend gives; `Fenced` when somebody else has the volume.
+    fn take_back(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// In the successor, after its predecessor has let go and before its first request.
+    ///
+    /// # Errors
+    /// What the backend gives; then the predecessor can take back.
+    fn succeed(&self, legacy: &Legacy) -> Result<()> {
+        let _ = legacy;
+        Err(succession::impossible())
+    }
 
     /// Why the backend cannot be reached, for people, where that is known; asked for while requests
     /// end with `Retry`. Must not wait for the backend.

@@ -24,6 +24,7 @@ mod size;
 mod stats;
 mod status;
 mod unmap;
+mod upgrade;
 mod version;
 mod view;
 
@@ -107,6 +108,7 @@ enum Command {
     Stats(stats::Stats),
     Metrics(metrics::Metrics),
     Resize(resize::Resize),
+    Upgrade(upgrade::Upgrade),
     Set(set::Set),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
@@ -147,6 +149,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Stats(args) => stats::run(globals, args),
         Command::Metrics(args) => metrics::run(globals, args),
         Command::Resize(args) => resize::run(globals, args),
+        Command::Upgrade(args) => upgrade::run(globals, args),
         Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),

@@ -45,6 +45,8 @@ pub(super) struct Mapping {
     /// How its last worker ended, where one did that was not asked to.
     pub last_worker_end: Option<String>,
     pub worker_pid: Option<u32>,
+    /// The build of the worker.
+    pub worker_version: Option<String>,
     pub mapping_id: Option<String>,
     pub generation: u64,
     pub mapped_at_s: Option<u64>,
@@ -118,6 +120,7 @@ impl From<v1::Mapping> for Mapping {
             }),
             last_worker_end: text(mapping.last_worker_end),
             worker_pid: number(mapping.worker_pid),
+            worker_version: text(mapping.worker_version),
             mapping_id: text(mapping.mapping_id),
             generation: mapping.generation,
             mapped_at_s: Some(mapping.mapped_at_s).filter(|&at| at > 0),
@@ -229,6 +232,7 @@ pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
             "BLOCK",
             "CONNECTIONS",
             "WORKER",
+            "VERSION",
             "GENERATION",
             "AGE",
             "MESSAGE",
@@ -253,6 +257,7 @@ pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
                 mapping.block_size.to_string(),
                 connections(mapping),
                 mapping.worker_pid.map(|pid| pid.to_string()).unwrap_or_default(),
+                or_empty(mapping.worker_version.as_deref()),
                 mapping.generation.to_string(),
                 mapping.mapped_at_s.map(age).unwrap_or_default(),
                 or_empty(mapping.message.as_deref()),
@@ -282,6 +287,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
     line("mode", mode(mapping).to_owned());
     line("connections", connections(mapping));
     line("worker", mapping.worker_pid.map_or(String::new(), |pid| format!("process {pid}")));
+    line("worker version", or_empty(mapping.worker_version.as_deref()));
     if let Some(end) = &mapping.last_worker_end {
         line("last worker", end.clone());
     }
@@ -347,7 +353,8 @@ fn age(since_s: u64) -> String {
     humantime::format_duration(Duration::from_secs(now.saturating_sub(since_s))).to_string()
 }
 
-fn text(value: String) -> Option<String> {
+/// `None` for what is empty.
+pub(super) fn text(value: String) -> Option<String> {
     Some(value).filter(|value| !value.is_empty())
 }
 

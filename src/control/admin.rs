@@ -22,6 +22,7 @@ use super::growth::NewSize;
 use super::volume::{View, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1 as api;
+use crate::worker::version::{BUILD, binary_id};
 
 /// The longest request, in bytes: a URI and a name fit many times.
 pub const MAX_MESSAGE: usize = 64 * 1024;
@@ -157,6 +158,7 @@ type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl api::node_server::Node for Admin {
     type WatchStream = Streamed<api::WatchEvent>;
     type StatsStream = Streamed<api::StatsResponse>;
+    type UpgradeStream = Streamed<api::UpgradeEvent>;
 
     async fn map(
         &self,
@@ -286,6 +288,14 @@ impl api::node_server::Node for Admin {
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
+    async fn upgrade(
+        &self,
+        request: Request<api::UpgradeRequest>,
+    ) -> Result<Response<Self::UpgradeStream>, Status> {
+        let events = self.executor.upgrade(request.into_inner(), self.timeout).await;
+        Ok(Response::new(Box::pin(ReceiverStream::new(checked(events)?))))
+    }
+
     async fn health(
         &self,
         _: Request<api::HealthRequest>,
@@ -295,6 +305,8 @@ impl api::node_server::Node for Admin {
             pid: std::process::id(),
             started_at_s: self.started_at_s,
             checks: self.checks().await,
+            build: BUILD.to_owned(),
+            binary: binary_id(std::path::Path::new("/proc/self/exe")),
         }))
     }
 

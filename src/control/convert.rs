@@ -145,6 +145,7 @@ pub fn mapping(view: &View) -> api::Mapping {
         symlink: path(view.paths.as_ref().map(|paths| paths.symlink.clone())),
         size_bytes: view.device.map(|d| d.size).or(volume.map(|v| v.size)).unwrap_or(0),
         worker_pid: view.worker_pid,
+        worker_version: view.worker_build.clone(),
         mapping_id: record.mapping_id.clone(),
         generation: record.generation,
         mapped_at_s: record.created_at_s,

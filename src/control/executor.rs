@@ -3,6 +3,7 @@
 //! The calls that users make are here; `observe` looks, `steps` acts, `recover` begins.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -81,6 +82,8 @@ pub struct Executor {
     pub(super) attention: mpsc::Sender<String>,
     pub(super) changes: broadcast::Sender<Change>,
     pub(super) halt: Option<Halt>,
+    /// The executable that the daemon is to go on as.
+    pub(super) restart: tokio::sync::watch::Sender<Option<PathBuf>>,
     /// What an operator should know of how the daemon began.
     pub(super) findings: std::sync::Mutex<Vec<String>>,
 }
@@ -411,12 +414,17 @@ impl Executor {
         let message = match state {
             State::Failed(trouble) => explain(trouble),
             State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
-            State::Mapped => core.growth.as_ref().map_or(String::new(), |(_, why)| why.clone()),
+            State::Mapped => {
+                let growth = core.growth.as_ref().map(|(_, why)| why.clone());
+                growth.or_else(|| core.refusal.clone()).unwrap_or_default()
+            }
             _ => String::new(),
         };
         let keep = matches!(state, State::Recovering | State::Unmapping);
         let (record, paths) = (core.record.clone(), core.paths.clone());
-        let worker_pid = core.worker.as_ref().map_or(0, |worker| worker.id().pid);
+        let serving = core.worker.as_ref();
+        let worker_pid = serving.map_or(0, |worker| worker.id().pid);
+        let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
         let device = observed.devices.first().copied();
         let outage = outage_of(core);
         let last_end = core.setbacks.last_end();
@@ -436,6 +444,7 @@ impl Executor {
                 device,
                 paths,
                 worker_pid,
+                worker_build,
                 holders,
                 outage,
                 last_end,
@@ -544,6 +553,7 @@ impl Executor {
             intent: Intent::Mapped,
             generation: 0,
             worker: None,
+            predecessor: None,
             volume: None,
             established: false,
             created_at_s: since_epoch.as_secs(),

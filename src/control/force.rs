@@ -23,11 +23,12 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::executor::{Executor, Target};
 use super::mapping::{Action, Intent, State};
 use super::process::Process;
+use super::steps::start_message;
 use super::volume::Guard;
 use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, Holder, Identity, Severed, Unmount};
-use crate::worker::protocol::{FromWorker, PROTOCOL_VERSION, Start, ToWorker};
+use crate::worker::protocol::{FromWorker, ToWorker};
 
 /// What a forced unmap did.
 #[derive(Debug, Clone, Default)]
@@ -167,7 +168,7 @@ impl Executor {
                 guard.progress = Some(progress);
                 severed
             }
-            Action::StopWorker => self.end_worker(guard, deadline).await,
+            Action::StopWorker => self.end_forced(guard, deadline).await,
             Action::ProveSilence => self.prove_silence(guard, deadline).await,
             other => Err(Error::new(ErrorKind::Internal, format!("{other:?} is not forced"))),
         }
@@ -256,7 +257,7 @@ impl Executor {
         Ok(())
     }
 
-    async fn end_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    async fn end_forced(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         match &guard.worker {
             Some(worker) => worker.stop(STOP_GRACE, deadline).await?,
             None => self.stop_worker(guard, deadline).await?,
@@ -309,18 +310,9 @@ impl Executor {
         guard.record.generation += 1;
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
-        let record = &guard.record;
-        let start = Start {
-            version: PROTOCOL_VERSION,
-            mapping_id: record.mapping_id.clone(),
-            name: record.name.clone(),
-            generation: record.generation,
-            uri: record.uri.clone(),
-            read_only: false,
-            log: String::new(),
-            policy: record.options.policy,
-        };
-        let started = timeout_at(deadline, self.workers.start(launched, start, None, deadline));
+        let start = start_message(&guard.record, false);
+        let starting = self.workers.start(launched, start, None, Vec::new(), deadline);
+        let started = timeout_at(deadline, starting);
         let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
         let worker = started.await.map_err(late)?.map_err(|not_started| not_started.error)?;
         worker.stop(STOP_GRACE, deadline).await

@@ -197,7 +197,7 @@ fn read_record(path: &Path) -> Result<Record, String> {
     struct Versioned {
         version: u32,
     }
-    // The version first: a record of a later version may have fields that we would refuse.
+    // The version first: a record of a later version may be another thing altogether.
     let version: Versioned = serde_json::from_str(&text).map_err(|error| error.to_string())?;
     if version.version != Record::VERSION {
         return Err(format!("has version {}, this is {}", version.version, Record::VERSION));
@@ -235,6 +235,7 @@ mod tests {
             intent: Intent::Mapped,
             generation: 1,
             worker: None,
+            predecessor: None,
             volume: None,
             established: false,
             created_at_s: 1,
@@ -276,7 +277,6 @@ mod tests {
         let good = fs::read_to_string(journal.path("00000000000000aa").unwrap()).unwrap();
         let bad = [
             ("00000000000000b0", good[..good.len() / 2].to_owned()),
-            ("00000000000000b1", good.replace("\"generation\"", "\"surprise\": 1, \"generation\"")),
             ("00000000000000b2", good.replace("\"version\": 1", "\"version\": 99")),
             ("00000000000000b3", good.clone()),
             ("00000000000000b4", "x".repeat(70_000)),
@@ -296,6 +296,21 @@ mod tests {
         assert!(loaded.corrupt.iter().all(|(path, _)| path.exists()));
         assert!(journal.load().unwrap().corrupt.is_empty());
         assert!(!journal.directory.join("00000000000000cc.tmp").exists());
+    }
+
+    #[test]
+    fn what_a_newer_build_has_added_is_ignored() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let a = record("00000000000000aa", "a");
+        journal.store(&a).unwrap();
+        let path = journal.path(&a.mapping_id).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        let newer = text.replace("\"read_only\"", "\"later\": {\"x\": 1}, \"read_only\"");
+        fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\""))
+            .unwrap();
+        let loaded = journal.load().unwrap();
+        assert_eq!((loaded.records, loaded.corrupt.len()), (vec![a], 0));
     }
 
     #[test]

@@ -62,6 +62,16 @@ impl KernelCalls {
         &self.kernel
     }
 
+    /// Waits until no call is under way, stuck ones included. Says whether that came about.
+    pub async fn rest(&self, deadline: Instant) -> bool {
+        let all = |calls: usize| u32::try_from(calls).unwrap_or(u32::MAX);
+        let quiet = async {
+            drop(self.commands.acquire_many(all(MAX_COMMANDS)).await);
+            drop(self.waits.acquire_many(all(MAX_WAITS)).await);
+        };
+        timeout_at(deadline, quiet).await.is_ok()
+    }
+
     /// What is under way now.
     pub fn load(&self) -> Load {
         Load {

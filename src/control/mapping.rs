@@ -12,8 +12,10 @@
 //! An unmap by force is the exception to the third rule, as its user wants: it rests nowhere before
 //! the mapping is gone. See `force` for the order of what it does.
 //!
-//! Places kept for what comes: a planned hand-over is an action beside `StartWorker`; a fenced claim
-//! is one more [`SeenWorker`].
+//! A planned hand-over is begun by `upgrade`, not by a plan. What is planned is its end, however it
+//! was cut short: of two workers of a mapping one serves, and the baton tells which.
+//!
+//! A place kept for what comes: a fenced claim is one more [`SeenWorker`].
 
 use serde::{Deserialize, Serialize};
 
@@ -21,9 +23,9 @@ use crate::error::{Error, ErrorKind};
 use crate::kernel::{DeviceIndex, Holder, Identity, Unmount};
 use crate::policy::Policy;
 
-/// What is remembered of a mapping, durably. See `journal`.
+/// What is remembered of a mapping, durably. See `journal`. Fields are only added, each with a
+/// default, and unknown ones ignored: records of older and newer builds can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Record {
     /// [`Record::VERSION`].
     pub version: u32,
@@ -41,6 +43,9 @@ pub struct Record {
     pub generation: u64,
     /// The newest worker; written before it is told anything, so that it can always be found.
     pub worker: Option<WorkerId>,
+    /// While `worker` is about to succeed a worker that still serves: that one.
+    #[serde(default)]
+    pub predecessor: Option<WorkerId>,
     /// What the device was made from; written before it is connected.
     pub volume: Option<Volume>,
     /// Whether `map` has succeeded: from here on a missing device is a fault, not work to do.
@@ -63,7 +68,6 @@ impl Record {
 
 /// How a volume is mapped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Options {
     /// Nothing is ever written.
     pub read_only: bool,
@@ -94,7 +98,6 @@ pub enum Intent {
 
 /// A process that cannot be mistaken for a later one of the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct WorkerId {
     /// Its number.
     pub pid: u32,
@@ -104,7 +107,6 @@ pub struct WorkerId {
 
 /// What a device is made from, as the worker said it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Volume {
     /// In bytes.
     pub size: u64,
@@ -130,6 +132,10 @@ pub struct Observed {
     pub devices: Vec<SeenDevice>,
     /// Its worker.
     pub worker: SeenWorker,
+    /// The worker that it is to succeed; `Gone` when there is none.
+    pub predecessor: SeenWorker,
+    /// With a predecessor: whether the worker has taken over from it; `None` when nobody can tell.
+    pub taken: Option<bool>,
     /// Who holds the devices. Looked for whenever the intent is to unmap, as looking takes long.
     pub holders: Vec<Holder>,
     /// Whether the device's paths have been seen since the supervisor started.
@@ -219,6 +225,10 @@ pub enum Action {
     Disconnect(DeviceIndex),
     /// End the worker; by SIGKILL when it does not go. Proved before this succeeds.
     StopWorker,
+    /// End the worker that was succeeded, as `StopWorker` does, and forget it.
+    EndPredecessor,
+    /// Make the worker that was not succeeded the worker again.
+    Reinstate,
     /// Forget the mapping.
     WithdrawRecord,
     /// Have the worker answer every request with an error; end one that does not do so.
@@ -296,11 +306,42 @@ pub const MAX_FAILURES: u32 = 10;
 
 /// Decides.
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
+    if record.predecessor.is_some() {
+        return plan_succession(record, observed);
+    }
     match record.intent {
         Intent::Mapped => plan_mapped(record, observed),
         Intent::Unmapped => plan_unmapped(record, observed),
         Intent::Forced(unmount) => plan_forced(observed, unmount),
     }
+}
+
+/// Two workers: the end of a hand-over, forwards or backwards. A new one that did not take over is
+/// ended even when the old one is gone: it has the volume open through the old one's description, so
+/// that only the next one's claim proves the old one's last writes to be over.
+fn plan_succession(record: &Record, observed: &Observed) -> Plan {
+    let gone = SeenWorker::Gone;
+    let actions = match (observed.taken, &observed.worker, &observed.predecessor) {
+        (Some(true), _, _) => vec![Action::EndPredecessor],
+        (_, worker, predecessor) if *worker == gone && *predecessor == gone => {
+            vec![Action::EndPredecessor]
+        }
+        (_, worker, _) if *worker == gone => vec![Action::Reinstate],
+        (Some(false), _, predecessor) if *predecessor == gone => vec![Action::StopWorker],
+        (Some(false), _, _) => vec![Action::StopWorker, Action::Reinstate],
+        (None, SeenWorker::Unreachable { pid, reason }, _)
+            if !matches!(record.intent, Intent::Forced(_)) =>
+        {
+            return unreachable_worker(record, *pid, reason);
+        }
+        // Nobody can tell, and all of it goes in any case.
+        (None, _, _) => vec![Action::StopWorker, Action::Reinstate],
+    };
+    let state = match record.intent {
+        Intent::Mapped => State::Recovering,
+        Intent::Unmapped | Intent::Forced(_) => State::Unmapping,
+    };
+    Plan { state, actions }
 }
 
 fn plan_mapped(record: &Record, observed: &Observed) -> Plan {

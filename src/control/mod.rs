@@ -5,7 +5,8 @@
 //!
 //! `mapping` decides, and only it: a pure function from what is wanted and what is seen to what
 //! is done next. `executor` carries it out under a guard per volume; `recover` does so for
-//! everything that an earlier supervisor left.
+//! everything that an earlier supervisor left. `handover` lets a new worker succeed one that serves,
+//! `upgrade` and `restart` do so for all of them and for the daemon itself.
 //!
 //! What may never happen here: a decision from memory where the kernel can be asked; a device taken
 //! by its number; a second worker while the first is not proved dead; a wait without a bound.
@@ -18,6 +19,7 @@ pub mod directory;
 pub mod executor;
 pub mod force;
 pub mod growth;
+mod handover;
 pub mod journal;
 pub mod kernel_calls;
 pub mod link;
@@ -31,8 +33,10 @@ mod operations;
 pub mod process;
 pub mod random;
 pub mod recover;
+mod restart;
 pub mod setbacks;
 mod steps;
+mod upgrade;
 pub mod validate;
 pub mod volume;
 pub mod workers;

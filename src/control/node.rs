@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use nix::fcntl::Flock;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Semaphore, broadcast, mpsc, oneshot};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{Semaphore, broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_stream::wrappers::UnixListenerStream;
@@ -27,6 +27,7 @@ use super::metrics::{Endpoint, Source};
 use super::offload::is_simulated;
 use super::process::{Launcher, Processes};
 use super::random::Random;
+use super::restart;
 use super::workers::{WorkerEvent, Workers};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
@@ -65,6 +66,9 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 /// Workers that are being started at the same time.
 const STARTS_AT_ONCE: usize = 8;
 
+/// For what is left of the daemon before, when it could not go on as another build.
+const RESTART_LIMIT: Duration = Duration::from_secs(10);
+
 /// For calls under way when the daemon ends.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);
 
@@ -92,30 +96,84 @@ pub fn run(config: &Config) -> Result<()> {
 }
 
 async fn run_until_told(config: &Config) -> Result<()> {
-    let failed = |error| Error::from_io("cannot handle signals", error);
-    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
-    let mut hangup = signal(SignalKind::hangup()).map_err(failed)?;
+    // From the first moment on: their default would end the daemon half started.
+    let mut signals = Signals::new()?;
+    let mut node = start_patiently(config, Duration::ZERO).await?;
+    while let Some(path) = attend(&node, &mut signals).await {
+        let now = sd_notify::NotifyState::monotonic_usec_now();
+        let now = now.map_err(|error| Error::from_io("cannot read the clock", error))?;
+        notify(&[sd_notify::NotifyState::Reloading, now]);
+        tracing::info!(executable = %path.display(), "going on as another build");
+        node.end(false).await;
+        // What was held is closed by it: locks, sockets, the control API's and those to workers.
+        let error = restart::become_other(&path);
+        tracing::error!("everything stays as it was: {}", error.report());
+        node = start_patiently(config, RESTART_LIMIT).await?;
+    }
+    notify(&[sd_notify::NotifyState::Stopping]);
+    node.shutdown().await;
+    Ok(())
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> Result<Self> {
+        let failed = |error| Error::from_io("cannot handle signals", error);
+        Ok(Self {
+            terminate: signal(SignalKind::terminate()).map_err(failed)?,
+            interrupt: signal(SignalKind::interrupt()).map_err(failed)?,
+            hangup: signal(SignalKind::hangup()).map_err(failed)?,
+        })
+    }
+}
+
+/// Starts; within `patience` again, while something of the daemon before is still there.
+async fn start_patiently(config: &Config, patience: Duration) -> Result<Node> {
+    let until = Instant::now() + patience;
     let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
-    let parts = Parts {
-        kernel: Box::new(move || Arc::new(RealKernel::new(&directory).loading_module(modprobe))),
-        launcher: Arc::new(Processes::of_this_executable()),
-        random: Random::from_kernel()?,
-        boot_id: boot_id()?,
-        halt: None,
-    };
-    let node = Node::start(config, parts).await?;
-    notify(&[sd_notify::NotifyState::Ready]);
+    loop {
+        let directory = directory.clone();
+        let kernel = move || RealKernel::new(&directory).loading_module(modprobe);
+        let parts = Parts {
+            kernel: Box::new(move || Arc::new(kernel())),
+            launcher: Arc::new(Processes::of_this_executable()),
+            random: Random::from_kernel()?,
+            boot_id: boot_id()?,
+            halt: None,
+        };
+        match Node::start(config, parts).await {
+            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            started => {
+                let node = started?;
+                notify(&[sd_notify::NotifyState::Ready]);
+                return Ok(node);
+            }
+        }
+    }
+}
+
+/// Lets the daemon work until it is told to end, or to go on as another executable.
+async fn attend(node: &Node, signals: &mut Signals) -> Option<PathBuf> {
+    let mut restart = node.executor.restart.subscribe();
     let ticks = sd_notify::watchdog_enabled().map_or(Duration::from_secs(10), |limit| limit / 3);
     let mut tick = interval(ticks);
     loop {
         tokio::select! {
-            _ = terminate.recv() => break,
-            _ = interrupt.recv() => break,
+            _ = signals.terminate.recv() => return None,
+            _ = signals.interrupt.recv() => return None,
+            // The sender is the executor's.
+            Ok(path) = restart.wait_for(Option::is_some) => return path.clone(),
             // Its default is to end the daemon, whose terminal may be long gone.
-            _ = hangup.recv() => tracing::info!(
+            _ = signals.hangup.recv() => tracing::info!(
                 "SIGHUP changes nothing: the configuration is read at the start; a restart stops \
-                 no device"
+                 no device, and cleat upgrade goes to a new build"
             ),
             _ = tick.tick() => {
                 // By way of the threads that do the work: when those hang, the watchdog must bite.
@@ -126,9 +184,6 @@ async fn run_until_told(config: &Config) -> Result<()> {
             }
         }
     }
-    notify(&[sd_notify::NotifyState::Stopping]);
-    node.shutdown().await;
-    Ok(())
 }
 
 impl Node {
@@ -163,6 +218,7 @@ impl Node {
             attention,
             changes: broadcast::channel(1024).0,
             halt: parts.halt,
+            restart: watch::channel(None).0,
             findings: std::sync::Mutex::new(Vec::new()),
         });
         // Before recovery, so that nothing is missed between the look and the watch.
@@ -209,8 +265,13 @@ impl Node {
     }
 
     /// Ends in order. Mappings stay, unless the configuration says otherwise.
-    pub async fn shutdown(mut self) {
-        if self.unmap_on_shutdown {
+    pub async fn shutdown(self) {
+        let unmap = self.unmap_on_shutdown;
+        self.end(unmap).await;
+    }
+
+    async fn end(mut self, unmap: bool) {
+        if unmap {
             self.unmap_all().await;
         }
         if let Some(stop) = self.stop_server.take() {
@@ -402,7 +463,7 @@ async fn relay(
     sender: mpsc::Sender<KernelEvent>,
 ) {
     while !sender.is_closed() {
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
         for event in subscribed.iter().flat_map(crossbeam_channel::Receiver::try_iter) {
             let _ = sender.try_send(event);
         }

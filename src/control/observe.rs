@@ -13,7 +13,7 @@ use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Intent, Observed, SeenDevice, SeenWorker};
 use super::process::Process;
 use super::volume::{Guard, Volume};
-use super::workers::{Probe, has_ended};
+use super::workers::{Probe, Worker, has_ended};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{Device, DeviceIndex, Holder, Identity};
 use crate::worker::protocol::ToWorker;
@@ -49,7 +49,10 @@ impl Executor {
                 holders.extend(self.holders(device.index, deadline).await?);
             }
         }
-        let worker = self.observe_worker(guard, deadline).await?;
+        let worker = self.observe_worker(guard, Seat::Worker, deadline).await?;
+        let predecessor = self.observe_worker(guard, Seat::Predecessor, deadline).await?;
+        let page = guard.statistics.as_ref().filter(|_| guard.record.predecessor.is_some());
+        let taken = page.map(|page| page.was_taken(guard.record.generation));
         let announced = guard.paths.is_some();
         let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
         let (failures, history) = (guard.failures, guard.setbacks.history());
@@ -62,6 +65,8 @@ impl Executor {
         Ok(Observed {
             devices,
             worker,
+            predecessor,
+            taken,
             holders,
             announced,
             failures,
@@ -82,21 +87,30 @@ impl Executor {
         self.kernel.wait("look for holders", deadline, None, move |k, _| k.holders(index)).await
     }
 
-    async fn observe_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<SeenWorker> {
-        let process = match &guard.worker {
-            Some(worker) if worker.has_ended() => return Ok(self.bury(guard)),
+    async fn observe_worker(
+        &self,
+        guard: &mut Guard,
+        seat: Seat,
+        deadline: Instant,
+    ) -> Result<SeenWorker> {
+        let (worker, id) = match seat {
+            Seat::Worker => (&guard.worker, guard.record.worker),
+            Seat::Predecessor => (&guard.predecessor, guard.record.predecessor),
+        };
+        let process = match worker {
+            Some(worker) if worker.has_ended() => return Ok(self.bury(guard, seat)),
             Some(worker) if worker.is_fenced() => return Ok(SeenWorker::Fenced),
-            Some(worker) if !worker.is_broken() => return Ok(alive(guard)),
+            Some(worker) if !worker.is_broken() => return Ok(alive(worker)),
             Some(worker) => worker.process(),
             None => {
-                let Some(id) = guard.record.worker else { return Ok(SeenWorker::Gone) };
+                let Some(id) = id else { return Ok(SeenWorker::Gone) };
                 match self.workers.find(id)? {
                     None => return Ok(self.unseen(guard, id.pid).await),
                     Some(process) => Arc::new(process),
                 }
             }
         };
-        self.adopt(guard, process, deadline).await
+        self.adopt(guard, seat, process, deadline).await
     }
 
     /// Asks a mapping's worker for a sign of life. When none comes, the mapping is looked at.
@@ -118,17 +132,18 @@ impl Executor {
     /// No process has the worker's number. In a pid namespace other than that of the supervisor
     /// before, this would prove nothing; that nobody listens on its control socket does.
     async fn unseen(&self, guard: &Guard, pid: u32) -> SeenWorker {
-        if self.falls_silent(&guard.record.mapping_id).await {
+        let mapping_id = &guard.record.mapping_id;
+        if self.falls_silent(|| self.workers.probe_worker(mapping_id, pid)).await {
             return SeenWorker::Gone;
         }
         let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
         SeenWorker::Unreachable { pid, reason }
     }
 
-    /// Whether nobody listens on a mapping's control socket, now or after a moment.
-    pub(super) async fn falls_silent(&self, mapping_id: &str) -> bool {
+    /// Whether nobody listens on a control socket, now or after a moment.
+    pub(super) async fn falls_silent(&self, probe: impl Fn() -> Probe) -> bool {
         let until = Instant::now() + ENDING_LIMIT;
-        while self.workers.probe(mapping_id) == Probe::Answers {
+        while probe() == Probe::Answers {
             if Instant::now() >= until {
                 return false;
             }
@@ -140,6 +155,7 @@ impl Executor {
     async fn adopt(
         &self,
         guard: &mut Guard,
+        seat: Seat,
         process: Arc<Process>,
         deadline: Instant,
     ) -> Result<SeenWorker> {
@@ -153,10 +169,16 @@ impl Executor {
         match self.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
             Ok(worker) => {
                 tracing::info!(mapping = guard.volume().name, pid = process.id.pid, "adopted");
+                // Who changed its policy last may have died before it was told.
+                let policy = ToWorker::SetPolicy(guard.record.options.policy);
+                if let Err(error) = worker.call(policy, Vec::new(), limit).await {
+                    tracing::warn!(mapping = guard.volume().name, "policy: {}", error.report());
+                }
                 guard.volume().show_statistics(Some(worker.statistics.clone()));
                 guard.statistics = Some(worker.statistics.clone());
-                guard.worker = Some(worker);
-                Ok(alive(guard))
+                let seen = alive(&worker);
+                *seat.of(guard) = Some(worker);
+                Ok(seen)
             }
             Err(error) => {
                 let until = Instant::now() + ending;
@@ -165,7 +187,7 @@ impl Executor {
                 }
                 if has_ended(&process) {
                     process.handle.reap();
-                    return Ok(self.bury(guard));
+                    return Ok(self.bury(guard, seat));
                 }
                 Ok(SeenWorker::Unreachable { pid: process.id.pid, reason: error.report() })
             }
@@ -173,8 +195,12 @@ impl Executor {
     }
 
     /// The worker's end is proved.
-    fn bury(&self, guard: &mut Guard) -> SeenWorker {
-        let worker = guard.worker.take();
+    fn bury(&self, guard: &mut Guard, seat: Seat) -> SeenWorker {
+        let worker = seat.of(guard).take();
+        // One of two may end: that is what a hand-over comes to, either way.
+        if guard.record.predecessor.is_some() {
+            return SeenWorker::Gone;
+        }
         if let Some(worker) = &worker {
             let (pid, how) = (worker.id().pid, worker.how_it_ended());
             guard.setbacks.ended(pid, how);
@@ -297,17 +323,32 @@ impl Executor {
             })
             .await?;
         tracing::warn!(device = index, mapping_id, "disconnected an orphan");
-        if self.falls_silent(&mapping_id).await {
+        if self.falls_silent(|| self.workers.probe(&mapping_id)).await {
             self.workers.forget(&mapping_id);
         }
         Ok(())
     }
 }
 
-fn alive(guard: &Guard) -> SeenWorker {
-    let worker = guard.worker.as_ref();
-    worker.map_or(SeenWorker::Gone, |worker| SeenWorker::Alive {
+/// Which of a mapping's workers, of which there are two during a hand-over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Seat {
+    Worker,
+    Predecessor,
+}
+
+impl Seat {
+    fn of(self, guard: &mut Guard) -> &mut Option<Worker> {
+        match self {
+            Self::Worker => &mut guard.worker,
+            Self::Predecessor => &mut guard.predecessor,
+        }
+    }
+}
+
+fn alive(worker: &Worker) -> SeenWorker {
+    SeenWorker::Alive {
         connections: u32::try_from(worker.statistics.snapshot().connections).unwrap_or(u32::MAX),
         size: worker.size(),
-    })
+    }
 }

@@ -1,5 +1,6 @@
 //! Worker processes as the supervisor holds them: started, found again, watched, ended.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,6 +15,7 @@ use super::mapping::WorkerId;
 use crate::error::{Error, Result};
 use crate::sys::process::{PidFd, spawn_with_channel};
 use crate::worker::protocol::CHANNEL_FD;
+use crate::worker::version::binary_id;
 
 /// A worker process, whoever its parent is.
 pub struct Process {
@@ -53,6 +55,11 @@ pub trait Launcher: Send + Sync {
     /// When it cannot be told.
     fn find(&self, id: WorkerId) -> Result<Option<Process>>;
 
+    /// Of the executable that new workers run, see `worker::version::binary_id`. Empty: not known.
+    fn binary(&self) -> String {
+        String::new()
+    }
+
     /// The process that has this number now; `None` where there is none, or they have no numbers.
     ///
     /// # Errors
@@ -67,17 +74,25 @@ pub trait Launcher: Send + Sync {
 #[derive(Debug)]
 pub struct Processes {
     executable: PathBuf,
+    environment: Vec<(OsString, OsString)>,
 }
 
 impl Processes {
     /// Workers of this very executable, even if its file has been replaced meanwhile.
     pub fn of_this_executable() -> Self {
-        Self { executable: PathBuf::from("/proc/self/exe") }
+        Self::of(PathBuf::from("/proc/self/exe"))
     }
 
     /// Workers of another executable.
     pub fn of(executable: PathBuf) -> Self {
-        Self { executable }
+        Self { executable, environment: Vec::new() }
+    }
+
+    /// Gives every worker a variable more.
+    #[must_use]
+    pub fn with_variable(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
+        self.environment.push((name.into(), value.into()));
+        self
     }
 }
 
@@ -92,6 +107,7 @@ impl Launcher for Processes {
                 command.env(name, value);
             }
         }
+        command.envs(self.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
         let child = spawn_with_channel(&mut command, &channel, CHANNEL_FD).map_err(failed)?;
         drop(channel);
@@ -120,6 +136,10 @@ impl Launcher for Processes {
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
             Err(error) => Err(failed(error)),
         }
+    }
+
+    fn binary(&self) -> String {
+        binary_id(&self.executable)
     }
 
     fn of_number(&self, pid: u32) -> Result<Option<Process>> {

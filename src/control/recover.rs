@@ -154,7 +154,7 @@ impl Executor {
             }
         }
         // What is left of mappings that have ended otherwise.
-        for id in self.workers.sockets().iter().filter(|id| !known.contains(*id)) {
+        for (id, _) in self.workers.sockets().iter().filter(|(id, _)| !known.contains(id)) {
             if self.workers.probe(id) == Probe::Refused {
                 self.workers.forget(id);
             }

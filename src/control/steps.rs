@@ -13,13 +13,13 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::executor::{Change, Executor, blocking, held};
 use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
-use super::mapping::{Action, Intent, Record, Volume};
+use super::mapping::{Action, Intent, Record, Volume, WorkerId};
 use super::volume::Guard;
-use super::workers::stop_process;
+use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 use crate::statistics::Page;
-use crate::worker::protocol::{PROTOCOL_VERSION, Ready, Start};
+use crate::worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
 use crate::worker::refuse::Refusing;
 
 /// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
@@ -37,6 +37,7 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 const TURN_LIMIT: Duration = Duration::from_secs(2);
 const SERVE_LIMIT: Duration = Duration::from_secs(10);
 const STOP_GRACE: Duration = Duration::from_secs(2);
+const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
 const STOP_LIMIT: Duration = Duration::from_secs(7);
 /// For the kernel to notice that the dead worker's sockets are closed.
 const DEAD_LINK_LIMIT: Duration = Duration::from_secs(3);
@@ -79,6 +80,10 @@ impl Executor {
                 self.forced_step(guard, action, deadline).await
             }
             Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,
+            Action::EndPredecessor => {
+                self.end_predecessor(guard, within(deadline, STOP_LIMIT)).await
+            }
+            Action::Reinstate => self.reinstate(guard).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
             Action::FailIo | Action::Detach(..) | Action::Sever(_) | Action::ProveSilence => {
                 self.forced_step(guard, action, deadline).await
@@ -99,21 +104,11 @@ impl Executor {
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
         self.point("worker recorded").await;
-        let record = &guard.record;
-        let start = Start {
-            version: PROTOCOL_VERSION,
-            mapping_id: record.mapping_id.clone(),
-            name: record.name.clone(),
-            generation: record.generation,
-            uri: record.uri.clone(),
-            read_only: record.options.read_only,
-            log: String::new(),
-            policy: record.options.policy,
-        };
+        let start = start_message(&guard.record, false);
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(Page::take_over);
-        let mut starting = pin!(self.workers.start(launched, start, page, deadline));
+        let mut starting = pin!(self.workers.start(launched, start, page, Vec::new(), deadline));
         let started = match timeout(TURN_LIMIT, &mut starting).await {
             Ok(started) => started,
             Err(_) => {
@@ -282,7 +277,7 @@ impl Executor {
 
     /// Waits until the worker's counters show its connections, so that the next look does not take
     /// them for missing. When they never do, the next look decides.
-    async fn counted(&self, guard: &Guard) {
+    pub(super) async fn counted(&self, guard: &Guard) {
         let Some(worker) = &guard.worker else { return };
         let wanted = u64::from(guard.record.options.connections);
         let until = Instant::now() + COUNTED_LIMIT;
@@ -321,18 +316,31 @@ impl Executor {
     }
 
     pub(super) async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        if let Some(worker) = &guard.worker {
-            worker.stop(STOP_GRACE, deadline).await?;
-        } else if let Some(id) = guard.record.worker {
-            // It does not speak to us. Its device is gone, so nothing is asked of it any more.
-            match self.workers.find(id)? {
-                Some(process) => stop_process(&process, deadline).await?,
-                None if self.falls_silent(&guard.record.mapping_id).await => {}
-                None => return Err(unseen(id.pid)),
-            }
-        }
+        self.end_worker(guard, guard.worker.as_ref(), guard.record.worker, deadline).await?;
         guard.worker = None;
         Ok(())
+    }
+
+    /// Ends a worker that nothing is asked of any more, whether it speaks to us or not.
+    pub(super) async fn end_worker(
+        &self,
+        guard: &Guard,
+        worker: Option<&Worker>,
+        id: Option<WorkerId>,
+        deadline: Instant,
+    ) -> Result<()> {
+        if let Some(worker) = worker {
+            let forced = matches!(guard.record.intent, Intent::Forced(_));
+            let grace = if forced { FORCED_STOP_GRACE } else { STOP_GRACE };
+            return worker.stop(grace, deadline).await;
+        }
+        let Some(id) = id else { return Ok(()) };
+        let socket = || self.workers.probe_worker(&guard.record.mapping_id, id.pid);
+        match self.workers.find(id)? {
+            Some(process) => stop_process(&process, deadline).await,
+            None if self.falls_silent(socket).await => Ok(()),
+            None => Err(unseen(id.pid)),
+        }
     }
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
@@ -349,8 +357,25 @@ impl Executor {
     }
 }
 
+/// What a worker is told first; who speaks and where logs go is filled in by `workers`.
+pub(super) fn start_message(record: &Record, successor: bool) -> Start {
+    Start {
+        version: PROTOCOL_VERSION,
+        oldest: OLDEST_PROTOCOL,
+        build: String::new(),
+        mapping_id: record.mapping_id.clone(),
+        name: record.name.clone(),
+        generation: record.generation,
+        uri: record.uri.clone(),
+        read_only: record.options.read_only,
+        log: String::new(),
+        policy: record.options.policy,
+        successor,
+    }
+}
+
 /// What the device is made from. A worker that replaces another must offer no less.
-fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
+pub(super) fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
     let asked = record.options.block_size;
     let before = record.volume.map(|volume| volume.block_size);
@@ -393,7 +418,7 @@ fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
     })
 }
 
-fn no_worker(record: &Record) -> Error {
+pub(super) fn no_worker(record: &Record) -> Error {
     Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
 }
 
@@ -422,7 +447,7 @@ fn hung_up(socket: &OwnedFd) -> bool {
     polled && set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
 }
 
-fn within(deadline: Instant, limit: Duration) -> Instant {
+pub(super) fn within(deadline: Instant, limit: Duration) -> Instant {
     deadline.min(Instant::now() + limit)
 }
 
@@ -449,6 +474,7 @@ mod tests {
             intent: Intent::Mapped,
             generation: 1,
             worker: None,
+            predecessor: None,
             volume: None,
             established: false,
             created_at_s: 0,
@@ -459,6 +485,9 @@ mod tests {
     fn ready(size: u64, minimum_block: u32, transmission_flags: u16) -> Ready {
         Ready {
             version: PROTOCOL_VERSION,
+            oldest: 0,
+            build: String::new(),
+            binary: String::new(),
             mapping_id: "00000000000000aa".into(),
             generation: 1,
             pid: 1,

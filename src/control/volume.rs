@@ -27,6 +27,10 @@ pub struct Core {
     pub record: Record,
     /// The worker, if we have a channel to it.
     pub worker: Option<Worker>,
+    /// The worker that it is to succeed, likewise.
+    pub predecessor: Option<Worker>,
+    /// Why the worker stays although a newer build is there.
+    pub refusal: Option<String>,
     /// Counters; they outlive their worker.
     pub statistics: Option<Page>,
     /// Where the device is, once it has been seen.
@@ -61,6 +65,8 @@ impl Core {
         Self {
             record,
             worker: None,
+            predecessor: None,
+            refusal: None,
             statistics: None,
             paths: None,
             renounced: false,
@@ -93,6 +99,8 @@ pub struct View {
     pub paths: Option<DevicePaths>,
     /// 0: none.
     pub worker_pid: u32,
+    /// Its build.
+    pub worker_build: String,
     /// Who holds it, where somebody has looked.
     pub holders: Vec<Holder>,
     /// The backend cannot be reached.
@@ -219,6 +227,7 @@ impl Volume {
             device: None,
             paths: None,
             worker_pid: 0,
+            worker_build: String::new(),
             holders: Vec::new(),
             outage: None,
             last_end: None,

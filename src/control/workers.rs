@@ -25,7 +25,8 @@ use super::process::{Launcher, Process};
 use super::setbacks::NotStarted;
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
-use crate::worker::protocol::{FromWorker, Outage, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use crate::worker::protocol::{FromWorker, Outage, Ready, Start, ToWorker};
+use crate::worker::version::Spoken;
 
 /// Something that a worker did by itself. A hint to look at its mapping.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,6 +123,11 @@ impl Workers {
         Self { launcher, directory, log, events }
     }
 
+    /// Of the executable that new workers run, see `worker::version::binary_id`. Empty: not known.
+    pub fn binary(&self) -> String {
+        self.launcher.binary()
+    }
+
     /// Starts a process and tells it nothing yet.
     ///
     /// # Errors
@@ -136,7 +142,8 @@ impl Workers {
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
-    /// Has a launched process open its volume. `page` is that of the worker before, if any.
+    /// Has a launched process open its volume. `page` is that of the worker before, if any;
+    /// `bequeathed` what a worker that still serves has given for its successor.
     ///
     /// On failure the process is ended, and this returns once that is proved or `deadline` is over.
     ///
@@ -147,14 +154,18 @@ impl Workers {
         launched: Launched,
         mut start: Start,
         page: Option<Page>,
+        bequeathed: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<Worker, NotStarted> {
         start.log.clone_from(&self.log);
+        let Spoken { newest, oldest, build } = Spoken::here();
+        (start.version, start.oldest, start.build) = (newest, oldest, build);
         let Launched { process, link } = launched;
         let pid = process.id.pid;
         let mapping_id = start.mapping_id.clone();
         let late = || Error::new(ErrorKind::TimedOut, "the backend did not open in time");
-        let opened = timeout_at(deadline, self.open(&link, start, page)).await;
+        let opening = self.open(&link, pid, start, page, bequeathed);
+        let opened = timeout_at(deadline, opening).await;
         match opened.unwrap_or_else(|_| Err(NotOpened::Refused(late()))) {
             Ok((ready, page)) => self
                 .watch(&mapping_id, Arc::new(process), link, ready, page)
@@ -179,16 +190,20 @@ impl Workers {
     async fn open(
         &self,
         link: &Link,
+        pid: u32,
         start: Start,
         page: Option<Page>,
+        bequeathed: Vec<OwnedFd>,
     ) -> Result<(Ready, Page), NotOpened> {
         let (generation, mapping_id) = (start.generation, start.mapping_id.clone());
         let send = async {
-            let listener = self.listen(&start.mapping_id)?;
+            let listener = self.listen(&start, pid)?;
             let page = page.map_or_else(|| Page::create().map(|(page, _)| page), Ok)?;
             let file =
                 page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
-            link.send(&ToWorker::Start(start), &[listener, file]).await.map_err(broke)?;
+            let mut descriptors = vec![listener, file];
+            descriptors.extend(bequeathed);
+            link.send(&ToWorker::Start(start), &descriptors).await.map_err(broke)?;
             Ok(page)
         };
         let page = send.await.map_err(NotOpened::Broken)?;
@@ -212,7 +227,7 @@ impl Workers {
     ) -> Result<Worker> {
         let attempt = async {
             let failed = |error| Error::from_io("its control socket cannot be reached", error);
-            let link = self.connect(mapping_id).map_err(failed)?;
+            let link = connect_to(&self.socket_path(mapping_id, process.id.pid)).map_err(failed)?;
             let link = Link::new(link).map_err(failed)?;
             // Of the process that called listen(2): a supervisor, hence our own user.
             let uid = link.peer_uid().map_err(failed)?;
@@ -220,8 +235,9 @@ impl Workers {
                 let message = format!("its control socket belongs to user {uid}");
                 return Err(Error::new(ErrorKind::PermissionDenied, message));
             }
-            let adopt =
-                ToWorker::Adopt { version: PROTOCOL_VERSION, mapping_id: mapping_id.to_owned() };
+            let Spoken { newest: version, oldest, build } = Spoken::here();
+            let mapping_id = mapping_id.to_owned();
+            let adopt = ToWorker::Adopt { version, oldest, build, mapping_id: mapping_id.clone() };
             link.send(&adopt, &[]).await.map_err(broke)?;
             let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
             let (ready, mut descriptors) = ready?;
@@ -248,51 +264,75 @@ impl Workers {
         self.launcher.find(id)
     }
 
-    /// The process that listens on the control socket of a mapping that nothing else is known of.
+    /// The process that listens on a control socket of a mapping that nothing else is known of.
     ///
     /// # Errors
     /// When /proc cannot be read.
     pub fn listener(&self, mapping_id: &str) -> Result<Option<Process>> {
-        let path = self.socket_path(mapping_id);
-        let Some(pid) = listener_of(&path)? else { return Ok(None) };
-        let process = self.launcher.of_number(pid)?;
-        // Still the one that listens: so it is the one that the descriptor names.
-        let same = listener_of(&path)? == Some(pid);
-        Ok(process.filter(|_| same))
+        for path in self.sockets_of(mapping_id) {
+            let Some(pid) = listener_of(&path)? else { continue };
+            let process = self.launcher.of_number(pid)?;
+            // Still the one that listens: so it is the one that the descriptor names.
+            if process.is_some() && listener_of(&path)? == Some(pid) {
+                return Ok(process);
+            }
+        }
+        Ok(None)
     }
 
-    /// Looks at the control socket of a mapping that nothing else is known of.
+    /// Looks at the control sockets of a mapping that nothing else is known of.
     pub fn probe(&self, mapping_id: &str) -> Probe {
-        match self.connect(mapping_id) {
-            Ok(_) => Probe::Answers,
-            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => Probe::Refused,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Probe::Absent,
-            // A full queue, say: somebody must be there.
-            Err(_) => Probe::Answers,
+        let probes = self.sockets_of(mapping_id).into_iter().map(|path| probe(&path));
+        probes.fold(Probe::Absent, |sum, one| match (sum, one) {
+            (Probe::Answers, _) | (_, Probe::Answers) => Probe::Answers,
+            (Probe::Refused, _) | (_, Probe::Refused) => Probe::Refused,
+            (Probe::Absent, Probe::Absent) => Probe::Absent,
+        })
+    }
+
+    /// Looks at the control socket of one worker of a mapping.
+    pub fn probe_worker(&self, mapping_id: &str, pid: u32) -> Probe {
+        probe(&self.socket_path(mapping_id, pid))
+    }
+
+    /// Removes the control sockets of a mapping that has ended.
+    pub fn forget(&self, mapping_id: &str) {
+        for path in self.sockets_of(mapping_id) {
+            let _ = std::fs::remove_file(path);
         }
     }
 
-    /// Removes the control socket of a mapping that has ended.
-    pub fn forget(&self, mapping_id: &str) {
-        let _ = std::fs::remove_file(self.socket_path(mapping_id));
+    /// Each worker has its own, named after mapping and process: during a planned hand-over there are
+    /// two of one mapping.
+    fn socket_path(&self, mapping_id: &str, pid: u32) -> PathBuf {
+        self.directory.join(format!("{mapping_id}.{pid}.sock"))
     }
 
-    /// The mappings for which there is a control socket.
-    pub fn sockets(&self) -> Vec<String> {
+    fn sockets_of(&self, mapping_id: &str) -> Vec<PathBuf> {
+        let found = self.sockets().into_iter().filter(|(id, _)| id == mapping_id);
+        found.map(|(_, path)| path).collect()
+    }
+
+    /// Every control socket, with the id of its mapping.
+    pub fn sockets(&self) -> Vec<(String, PathBuf)> {
+        // Unreadable, it is as good as empty: nobody can be reached there.
         let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
-        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        names.filter_map(|name| name.strip_suffix(".sock").map(str::to_owned)).collect()
-    }
-
-    fn socket_path(&self, mapping_id: &str) -> PathBuf {
-        self.directory.join(format!("{mapping_id}.sock"))
+        let named = entries.filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let (id, _pid) = name.strip_suffix(".sock")?.split_once('.')?;
+            Some((id.to_owned(), entry.path()))
+        });
+        named.collect()
     }
 
     /// The listening socket through which later supervisors find the worker.
-    fn listen(&self, mapping_id: &str) -> Result<OwnedFd> {
-        let path = self.socket_path(mapping_id);
-        // What lies there belongs to a worker that is proved gone.
-        self.forget(mapping_id);
+    fn listen(&self, start: &Start, pid: u32) -> Result<OwnedFd> {
+        let path = self.socket_path(&start.mapping_id, pid);
+        // What lies there belongs to workers that are proved gone, unless this one is to succeed one.
+        if !start.successor {
+            self.forget(&start.mapping_id);
+        }
+        let _ = std::fs::remove_file(&path);
         let make = || -> std::io::Result<OwnedFd> {
             let socket = seqpacket()?;
             bind(socket.as_raw_fd(), &UnixAddr::new(&path)?)?;
@@ -304,14 +344,6 @@ impl Workers {
         make().map_err(|error| {
             Error::from_io(format!("cannot make the control socket {}", path.display()), error)
         })
-    }
-
-    fn connect(&self, mapping_id: &str) -> std::io::Result<OwnedFd> {
-        let socket = seqpacket()?;
-        // Non-blocking: a listener with a full queue must not stop the event loop.
-        nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
-        connect(socket.as_raw_fd(), &UnixAddr::new(&self.socket_path(mapping_id))?)?;
-        Ok(socket)
     }
 
     fn watch(
@@ -406,6 +438,19 @@ impl Worker {
         descriptors: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<FromWorker> {
+        self.exchange(command, descriptors, deadline).await.map(|(reply, _)| reply)
+    }
+
+    /// As [`Worker::call`], with the descriptors of the answer.
+    ///
+    /// # Errors
+    /// As [`Worker::call`].
+    pub async fn exchange(
+        &self,
+        command: ToWorker,
+        descriptors: Vec<OwnedFd>,
+        deadline: Instant,
+    ) -> Result<(FromWorker, Vec<OwnedFd>)> {
         let mut replies = self.replies.lock().await;
         if self.is_broken() {
             return Err(gone());
@@ -414,14 +459,16 @@ impl Worker {
         self.flags.broken.store(true, Ordering::Release);
         let exchange = async {
             self.link.send(&command, &descriptors).await.map_err(broke)?;
+            // Copies of sockets must not keep them open any longer.
+            drop(descriptors);
             replies.recv().await.ok_or_else(gone)
         };
-        let (reply, _) = timeout_at(deadline, exchange)
+        let reply = timeout_at(deadline, exchange)
             .await
             .map_err(|_| Error::new(ErrorKind::TimedOut, "the worker did not answer in time"))??;
         self.flags.broken.store(false, Ordering::Release);
         match reply {
-            FromWorker::Failed(failure) => Err(from_failure(failure)),
+            (FromWorker::Failed(failure), _) => Err(from_failure(failure)),
             reply => Ok(reply),
         }
     }
@@ -576,11 +623,11 @@ async fn exit_of(process: &Process) -> Result<()> {
 async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
     use NotOpened::{Broken, Refused};
     match link.receive().await.map_err(|error| Broken(broke(error)))? {
-        Some((FromWorker::Ready(ready), _)) if ready.version != PROTOCOL_VERSION => {
-            let message = format!("it speaks version {}, not {PROTOCOL_VERSION}", ready.version);
-            Err(Refused(Error::new(ErrorKind::Unsupported, message)))
+        Some((FromWorker::Ready(ready), descriptors)) => {
+            let (newest, oldest, build) = (ready.version, ready.oldest, ready.build.clone());
+            Spoken::here().common(&Spoken { newest, oldest, build }).map_err(Refused)?;
+            Ok((ready, descriptors))
         }
-        Some((FromWorker::Ready(ready), descriptors)) => Ok((ready, descriptors)),
         Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),
         Some((other, _)) => Err(Broken(unexpected(&other))),
         None => Err(Broken(gone())),
@@ -595,7 +642,7 @@ fn from_failure(failure: crate::worker::protocol::Failure) -> Error {
     }
 }
 
-fn unexpected(message: &FromWorker) -> Error {
+pub(super) fn unexpected(message: &FromWorker) -> Error {
     Error::new(ErrorKind::Internal, format!("the worker answered out of turn: {message:?}"))
 }
 
@@ -606,6 +653,24 @@ fn gone() -> Error {
 
 fn broke(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the worker broke").with_source(error)
+}
+
+fn probe(path: &Path) -> Probe {
+    match connect_to(path) {
+        Ok(_) => Probe::Answers,
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => Probe::Refused,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Probe::Absent,
+        // A full queue, say: somebody must be there.
+        Err(_) => Probe::Answers,
+    }
+}
+
+fn connect_to(path: &Path) -> std::io::Result<OwnedFd> {
+    let socket = seqpacket()?;
+    // Non-blocking: a listener with a full queue must not stop the event loop.
+    nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
+    connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(socket)
 }
 
 fn set_private(path: &Path) -> std::io::Result<()> {

@@ -25,7 +25,7 @@ use super::rules::Rules;
 use super::server::Limits;
 use super::slab::{Running, Slab};
 use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op, Request};
 use crate::statistics::{self, Recorder};
 use crate::sys::buffer::Buffer;
@@ -61,7 +61,7 @@ pub(super) struct Connection {
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) image: Arc<dyn Image>,
     pub(super) rules: Arc<Rules>,
-    parser: Transmission,
+    pub(super) parser: Transmission,
     pub(super) inbound: Inbound,
     pub(super) outbound: Outbound,
     pub(super) pool: Pool,
@@ -69,7 +69,7 @@ pub(super) struct Connection {
     pub(super) retries: Retries,
     depth: usize,
     /// A request that waits for a buffer, or for the limits.
-    held: Option<(u64, Request)>,
+    pub(super) held: Option<(u64, Request)>,
     /// Since when the limits hold requests back, and when they may let the next one pass.
     limited_since_ns: Option<u64>,
     limited_until_ns: u64,
@@ -77,6 +77,8 @@ pub(super) struct Connection {
     hungry: bool,
     /// Set when nothing more will be read.
     pub(super) ending: Option<End>,
+    /// The receive under way has been cancelled and has not ended yet.
+    pub(super) cancelling: bool,
     pub(super) fail_io: bool,
     /// Running requests that are answered already.
     pub(super) answered: usize,
@@ -117,9 +119,11 @@ fn allow_waiting(socket: &OwnedFd) -> io::Result<()> {
 }
 
 impl Connection {
-    /// Sets up the calling thread for the connection on `file`, a connected stream socket.
+    /// Sets up the calling thread for the connection on `file`, a connected stream socket, from which
+    /// `unread` has been received already.
     pub(super) fn new(
         file: OwnedFd,
+        unread: &[u8],
         image: Arc<dyn Image>,
         mailbox: Arc<Mailbox>,
         rules: Arc<Rules>,
@@ -132,6 +136,10 @@ impl Connection {
                  forbids it",
             )
         };
+        let inbound = Inbound::with_unread(unread).ok_or_else(|| {
+            let message = format!("{} bytes that are not read yet: too many", unread.len());
+            Error::new(ErrorKind::InvalidArgument, message)
+        })?;
         allow_waiting(&file).map_err(failed)?;
         widen_send_buffer(&file);
         let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
@@ -150,7 +158,7 @@ impl Connection {
             parser: Transmission::new(image.features(), image.block_sizes()),
             image,
             rules,
-            inbound: Inbound::new(),
+            inbound,
             outbound: Outbound::new(depth),
             pool: Pool::new(limits.buffer_bytes),
             slab: Slab::new(limits.depth),
@@ -161,6 +169,7 @@ impl Connection {
             limited_until_ns: 0,
             hungry: false,
             ending: None,
+            cancelling: false,
             fail_io: false,
             answered: 0,
             wake_armed: false,
@@ -197,6 +206,8 @@ impl Connection {
         let sending = self.outbound.flush(&mut self.ring, self.socket, SEND);
         if self.hungry && self.ending.is_none() {
             self.inbound.receive(&mut self.ring, self.socket, RECEIVE);
+        } else if self.is_pausing() {
+            self.stop_receiving();
         }
         if !self.wake_armed {
             self.wake_armed = self.ring.poll_readable(self.wake, WAKE);
@@ -234,8 +245,12 @@ impl Connection {
     }
 
     fn finished(&mut self) -> Option<End> {
-        if self.mailbox.desired() == Desired::Abort {
-            return Some(End::Aborted);
+        match self.mailbox.desired() {
+            Desired::Abort => return Some(End::Aborted),
+            Desired::Leave if self.is_at_rest() => return Some(End::HandedOver),
+            Desired::Pause if self.is_at_rest() => self.moor(),
+            Desired::Run => self.recorder.begin(),
+            _ => {}
         }
         let quiet = self.slab.len() == self.answered && self.outbound.is_idle();
         self.ending.take_if(|_| quiet)
@@ -271,6 +286,7 @@ impl Connection {
     }
 
     fn received(&mut self, completion: Completion) {
+        self.cancelling = false;
         let buffer = completion.buffer.expect("a receive has a buffer");
         let bytes = usize::try_from(completion.result).unwrap_or(0);
         let (payload, write) = self.inbound.received(buffer, bytes);
@@ -279,7 +295,7 @@ impl Connection {
             0 => self.end_reading(End::Closed),
             1.. => {}
             // Nothing arrived, nothing is lost: the next turn tries again.
-            error if error == -libc::EINTR || error == -libc::EAGAIN => {}
+            error if [-libc::EINTR, -libc::EAGAIN, -libc::ECANCELED].contains(&error) => {}
             error => self.end_reading(End::Socket(io::Error::from_raw_os_error(-error))),
         }
         if let Some(write) = write {
@@ -347,6 +363,7 @@ impl Connection {
         self.set_fail_io(self.mailbox.fail_io());
         let size = self.image.size();
         self.hungry = false;
+        let pausing = self.is_pausing();
         while self.ending.is_none() && !self.inbound.is_receiving() {
             if self.inbound.in_write() {
                 let (bytes, write) = self.inbound.fill_write();
@@ -357,6 +374,11 @@ impl Connection {
                 };
                 self.start_write(write);
                 continue;
+            }
+            if pausing && self.held.is_none() {
+                self.skip_arrived();
+                self.hungry = !self.at_boundary();
+                return;
             }
             if !self.admits() {
                 return;
@@ -431,7 +453,10 @@ impl Connection {
 
     /// Whether the limits let a request pass now; if not, the loop asks again when they may.
     fn is_within_limits(&mut self, request: &Request) -> bool {
-        if let Err(wait_ns) = self.rules.limiter.admit(request, self.now_ns) {
+        // One that was read already is not what a hand-over should have to wait for.
+        if !self.is_pausing()
+            && let Err(wait_ns) = self.rules.limiter.admit(request, self.now_ns)
+        {
             self.limited_since_ns.get_or_insert(self.now_ns);
             self.limited_until_ns = self.now_ns.saturating_add(wait_ns);
             return false;
@@ -545,11 +570,16 @@ impl Connection {
 }
 
 /// Closes the connection for both sides at once, after a panic, too: the ring waits for what the
-/// backend still has, and the peer must not wait with it.
+/// backend still has, and the peer must not wait with it. One that was given away goes on elsewhere.
 impl Drop for Connection {
     fn drop(&mut self) {
-        // ENOTCONN when the peer was faster.
-        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
+        if self.mailbox.is_given() {
+            self.recorder.leave();
+        } else {
+            // ENOTCONN when the peer was faster.
+            let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
+        }
+        self.mailbox.berth.end();
     }
 }
 

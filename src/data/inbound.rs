@@ -63,6 +63,14 @@ impl Inbound {
         }
     }
 
+    /// As [`Inbound::new`], with bytes that somebody else has received. `None` for more than fit.
+    pub(super) fn with_unread(bytes: &[u8]) -> Option<Self> {
+        let mut inbound = Self::new();
+        inbound.buffer.as_mut()?.payload_mut().get_mut(..bytes.len())?.copy_from_slice(bytes);
+        inbound.end = bytes.len();
+        Some(inbound)
+    }
+
     /// Whether a receive is under way; nothing can be eaten meanwhile.
     pub(super) fn is_receiving(&self) -> bool {
         self.receiving.is_some()

@@ -1,11 +1,11 @@
 //! What the rest of the process can tell a connection thread while it serves.
 //!
 //! Levels, not messages: the thread looks at them when it is woken, so nothing queues up and nothing
-//! is lost. (A planned hand-over of the socket will be another [`Desired`] value, at which the loop
-//! stops reading at a request boundary.)
+//! is lost.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
+use super::handover::Berth;
 use crate::backend::Waker;
 
 /// What the connection is meant to do.
@@ -13,6 +13,11 @@ use crate::backend::Waker;
 pub(super) enum Desired {
     /// Serve.
     Run,
+    /// Take no more requests, answer the running ones, and rest; see `handover`. The only level that
+    /// is taken back.
+    Pause,
+    /// End at rest: the socket is somebody else's from now on.
+    Leave,
     /// Take no more requests, answer the running ones, close.
     Stop,
     /// Close now; running requests are dropped or cancelled.
@@ -24,6 +29,9 @@ pub(super) enum Desired {
 pub(super) struct Mailbox {
     desired: AtomicU8,
     fail_io: AtomicBool,
+    /// The socket has been given away: nobody here shuts it down.
+    given: AtomicBool,
+    pub(super) berth: Berth,
     /// [`NOT_FAILING`], or how many requests, all answered, the backend still has.
     failing: AtomicU32,
     waker: Waker,
@@ -32,19 +40,37 @@ pub(super) struct Mailbox {
 const NOT_FAILING: u32 = u32::MAX;
 
 impl Mailbox {
-    /// All quiet: run, fail nothing.
+    /// All quiet: `desired`, fail nothing.
     ///
     /// # Errors
     /// When the process has no descriptor left.
-    pub(super) fn new() -> std::io::Result<Self> {
-        let waker = Waker::new()?;
-        let failing = AtomicU32::new(NOT_FAILING);
-        Ok(Self { desired: AtomicU8::new(0), fail_io: AtomicBool::new(false), failing, waker })
+    pub(super) fn new(desired: Desired) -> std::io::Result<Self> {
+        Ok(Self {
+            desired: AtomicU8::new(desired as u8),
+            fail_io: AtomicBool::new(false),
+            given: AtomicBool::new(false),
+            berth: Berth::default(),
+            failing: AtomicU32::new(NOT_FAILING),
+            waker: Waker::new()?,
+        })
     }
 
     /// Asks for `desired`; what was asked for before and goes further stays.
     pub(super) fn ask(&self, desired: Desired) {
+        if desired == Desired::Leave {
+            self.given.store(true, Ordering::Release);
+        }
         self.desired.fetch_max(desired as u8, Ordering::Release);
+        self.waker.wake();
+    }
+
+    /// Takes [`Desired::Pause`] back.
+    pub(super) fn resume(&self) {
+        let (pause, run) = (Desired::Pause as u8, Desired::Run as u8);
+        // Fails where something else has been asked for meanwhile, which stands.
+        self.berth.clear(|| {
+            let _ = self.desired.compare_exchange(pause, run, Ordering::AcqRel, Ordering::Relaxed);
+        });
         self.waker.wake();
     }
 
@@ -52,9 +78,16 @@ impl Mailbox {
     pub(super) fn desired(&self) -> Desired {
         match self.desired.load(Ordering::Acquire) {
             0 => Desired::Run,
-            1 => Desired::Stop,
+            1 => Desired::Pause,
+            2 => Desired::Leave,
+            3 => Desired::Stop,
             _ => Desired::Abort,
         }
+    }
+
+    /// Whether the socket is somebody else's.
+    pub(super) fn is_given(&self) -> bool {
+        self.given.load(Ordering::Acquire)
     }
 
     /// With `true`, every request, running ones included, is answered with an I/O error from now on.

@@ -11,6 +11,7 @@
 
 mod connection;
 mod greeting;
+pub mod handover;
 mod inbound;
 mod limiter;
 pub mod listener;
@@ -32,6 +33,9 @@ pub enum End {
     /// by us, after the running requests
     #[error("stopped")]
     Stopped,
+    /// by us, at rest: the socket is served by another process
+    #[error("handed over")]
+    HandedOver,
     /// by us, at once
     #[error("aborted")]
     Aborted,
@@ -63,7 +67,10 @@ impl End {
     pub fn is_orderly(&self) -> bool {
         matches!(
             self,
-            Self::Disconnected | Self::Stopped | Self::Refused(nbd::handshake::Refusal::Aborted)
+            Self::Disconnected
+                | Self::Stopped
+                | Self::HandedOver
+                | Self::Refused(nbd::handshake::Refusal::Aborted)
         )
     }
 }

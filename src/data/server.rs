@@ -146,7 +146,7 @@ impl Server {
     /// `Unavailable` at the limit of connections; `Unsupported` or what else io_uring gives; the
     /// backend's, when it cannot serve another thread.
     pub fn add_kernel_connection(&self, socket: OwnedFd) -> Result<ConnectionId> {
-        self.add(socket, Kind::Kernel)
+        self.add(socket, Kind::Kernel, None)
     }
 
     /// Serves the NBD client at the other end of `socket`, beginning with the handshake.
@@ -154,7 +154,7 @@ impl Server {
     /// # Errors
     /// As [`Server::add_kernel_connection`].
     pub fn add_client(&self, socket: OwnedFd) -> Result<ConnectionId> {
-        self.add(socket, Kind::Client)
+        self.add(socket, Kind::Client, None)
     }
 
     /// Connections that are being served.
@@ -236,7 +236,7 @@ impl Server {
     }
 
     /// Waits until every thread has ended, at most for `limit`.
-    fn wait(&self, limit: Duration) -> Result<()> {
+    pub(super) fn wait(&self, limit: Duration) -> Result<()> {
         let left = self.live.wait_for_none(limit);
         if left > 0 {
             let message = format!("{left} connections did not end in time");
@@ -249,7 +249,20 @@ impl Server {
         Ok(())
     }
 
-    fn add(&self, socket: OwnedFd, kind: Kind) -> Result<ConnectionId> {
+    /// The levels of every connection.
+    pub(super) fn mailboxes(&self) -> Vec<Arc<Mailbox>> {
+        let handles = self.lock();
+        let live = handles.iter().filter(|handle| !handle.thread.is_finished());
+        live.map(|handle| Arc::clone(&handle.mailbox)).collect()
+    }
+
+    /// With `unread`, the connection has begun elsewhere and rests.
+    pub(super) fn add(
+        &self,
+        socket: OwnedFd,
+        kind: Kind,
+        unread: Option<Vec<u8>>,
+    ) -> Result<ConnectionId> {
         let mut handles = self.lock();
         handles.retain(|handle| !handle.thread.is_finished());
         let full = || {
@@ -259,15 +272,20 @@ impl Server {
         if handles.len() >= self.limits.connections {
             return Err(full());
         }
-        let recorder = self.page.any_recorder().ok_or_else(full)?;
+        let (desired, recorder) = match unread {
+            None => (Desired::Run, self.page.any_recorder()),
+            Some(_) => (Desired::Pause, self.page.silent_recorder()),
+        };
+        let recorder = recorder.ok_or_else(full)?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let failed = |error| Error::from_io("cannot start a connection's thread", error);
-        let mailbox = Arc::new(Mailbox::new().map_err(failed)?);
+        let mailbox = Arc::new(Mailbox::new(desired).map_err(failed)?);
         mailbox.set_fail_io(self.fail_io.load(Ordering::Relaxed));
         let (ready, started) = bounded(1);
         let task = Task {
             id,
             kind,
+            unread: unread.unwrap_or_default(),
             image: Arc::clone(&self.image),
             export: self.export.clone(),
             mailbox: Arc::clone(&mailbox),
@@ -345,6 +363,7 @@ impl Drop for Alive {
 struct Task {
     id: ConnectionId,
     kind: Kind,
+    unread: Vec<u8>,
     image: Arc<dyn Image>,
     export: ExportName,
     mailbox: Arc<Mailbox>,
@@ -374,7 +393,8 @@ impl Task {
             Kind::Client => Some(self.export()),
         };
         let Self { image, mailbox, rules, limits, .. } = self;
-        let connection = Connection::new(socket, image, mailbox, rules, recorder, limits);
+        let connection =
+            Connection::new(socket, &self.unread, image, mailbox, rules, recorder, limits);
         let mut connection = match connection {
             Ok(connection) => connection,
             Err(error) => {

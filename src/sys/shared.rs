@@ -63,6 +63,16 @@ impl SharedMemory {
         Self::map(file, len)
     }
 
+    /// Maps a memory file that came from elsewhere, whatever its length. It must be sealed against
+    /// shrinking.
+    ///
+    /// # Errors
+    /// As [`SharedMemory::from_fd`].
+    pub fn whole(file: OwnedFd) -> io::Result<Self> {
+        let len = u64::try_from(fstat(&file)?.st_size).map_err(|_| invalid())?;
+        Self::from_fd(file, len)
+    }
+
     /// The length in bytes.
     pub fn len(&self) -> usize {
         self.len

@@ -9,6 +9,7 @@ use nix::sys::socket::{getsockopt, setsockopt};
 use nix::sys::time::TimeVal;
 
 use super::protocol::{Failure, FromWorker, MAX_PACKET, ToWorker};
+use super::version::BUILD;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::packet;
 
@@ -95,11 +96,12 @@ impl Channel {
         if length == 0 {
             return Ok(Incoming::End);
         }
-        let command = serde_json::from_slice(&buffer[..length]).map_err(|e| {
-            Error::new(ErrorKind::InvalidArgument, "not a message of the worker protocol")
-                .with_repair("supervisor and worker must be the same build")
-                .with_source(e)
-        })?;
+        let message = &buffer[..length];
+        let command = match pretends_ignorance(message) {
+            None => serde_json::from_slice(message),
+            Some(error) => Err(error),
+        }
+        .map_err(|error| not_understood(message, error))?;
         Ok(Incoming::Command(command, descriptors))
     }
 
@@ -137,6 +139,37 @@ impl AsFd for Channel {
 }
 
 const MESSAGE_BYTES: usize = 8192;
+
+/// A message, as far as its name goes.
+#[derive(serde::Deserialize)]
+struct Named {
+    command: String,
+}
+
+/// A test has a worker pretend to be older, by a command that it does not know.
+fn pretends_ignorance(message: &[u8]) -> Option<serde_json::Error> {
+    if !cfg!(feature = "fault") {
+        return None;
+    }
+    let unknown = std::env::var("CLEAT_TEST_UNKNOWN").ok()?;
+    let Named { command } = serde_json::from_slice(message).ok()?;
+    (command == unknown).then(|| serde::de::Error::unknown_variant(&command, &[]))
+}
+
+/// A command of a newer supervisor is refused by its name, so that it can tell who must be replaced.
+fn not_understood(message: &[u8], error: serde_json::Error) -> Error {
+    let named = serde_json::from_slice::<Named>(message).ok();
+    // serde's words for a tag that is not in the enum.
+    match named.filter(|_| error.to_string().starts_with("unknown variant")) {
+        Some(Named { command }) => {
+            let command: String = command.chars().take(64).collect();
+            let message = format!("this worker, {BUILD}, does not know the command {command:?}");
+            Error::new(ErrorKind::Unsupported, message)
+        }
+        None => Error::new(ErrorKind::InvalidArgument, "not a message of the worker protocol")
+            .with_source(error),
+    }
+}
 
 fn broken(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the supervisor broke").with_source(error)

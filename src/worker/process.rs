@@ -13,8 +13,8 @@
 //! - No core dumps: they would hold users' data.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -24,11 +24,12 @@ use nix::sys::signal::Signal;
 use nix::sys::socket::{getsockopt, sockopt};
 
 use super::channel::{Channel, Incoming};
-use super::protocol::{CHANNEL_FD, PROTOCOL_VERSION, Start, ToWorker};
+use super::protocol::{CHANNEL_FD, Start, ToWorker};
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
+use super::version::{Spoken, binary_id};
 use crate::backend::uri::{MAX_NAME, VolumeUri};
-use crate::backend::{Confinement, Image, OpenOptions, confinement, open};
+use crate::backend::{Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open};
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
 use crate::sys::prctl;
@@ -78,12 +79,13 @@ fn start(channel: &Channel) -> Result<Session> {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGPIPE] {
         prctl::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
     }
-    let (start, listener, page) = first_message(channel)?;
+    let First { start, listener, page, inheritance } = first_message(channel)?;
     // Before the confinement, since it may open a socket.
     start.log.parse::<Log>()?.init()?;
     let uri: VolumeUri = start.uri.parse()?;
     settle(&start.name);
-    let (image, report) = open_confined(&uri, start.read_only)?;
+    let binary = binary_id(Path::new("/proc/self/exe"));
+    let (image, report) = open_confined(&uri, start.read_only, inheritance)?;
     for (layer, reason) in &report.missing {
         tracing::warn!(layer, %reason, "a layer of the worker's confinement is missing");
     }
@@ -96,27 +98,44 @@ fn start(channel: &Channel) -> Result<Session> {
         confinement = ?report.applied,
         "the volume is open"
     );
-    Session::new(start, image, page, listener)
+    Session::new(start, image, page, listener, binary)
 }
 
 /// Opens the volume and confines the process, in the order that the backend asks for.
-fn open_confined(uri: &VolumeUri, read_only: bool) -> Result<(Arc<dyn Image>, Report)> {
+fn open_confined(
+    uri: &VolumeUri,
+    read_only: bool,
+    inheritance: Option<Inheritance>,
+) -> Result<(Arc<dyn Image>, Report)> {
     let options = OpenOptions { read_only };
     let when = confinement(uri);
     let needs = Needs::from(&when);
+    let open = || match inheritance {
+        Some(inheritance) => inherit(uri, &options, inheritance),
+        None => open(uri, &options),
+    };
     Ok(match when {
         Confinement::AfterOpen => {
-            let image = open(uri, &options)?;
+            let image = open()?;
             (image, sandbox::confine(&needs))
         }
         Confinement::BeforeOpen { .. } => {
             let report = sandbox::confine(&needs);
-            (open(uri, &options)?, report)
+            (open()?, report)
         }
     })
 }
 
-fn first_message(channel: &Channel) -> Result<(Start, UnixListener, Page)> {
+/// What a worker is told first.
+struct First {
+    start: Start,
+    listener: UnixListener,
+    page: Page,
+    /// Of a successor.
+    inheritance: Option<Inheritance>,
+}
+
+fn first_message(channel: &Channel) -> Result<First> {
     use std::os::fd::AsFd;
     let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
     let ready = poll(&mut set, PollTimeout::from(START_PATIENCE_MS));
@@ -133,17 +152,21 @@ fn first_message(channel: &Channel) -> Result<(Start, UnixListener, Page)> {
     let ToWorker::Start(start) = command else {
         return Err(invalid("the first message must be start"));
     };
-    if start.version != PROTOCOL_VERSION {
-        return Err(wrong_version(start.version));
-    }
+    let Start { version: newest, oldest, .. } = start;
+    Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
     let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic());
     let short = |text: &str| !text.is_empty() && text.len() <= MAX_NAME && plain(text);
     if !short(&start.name) || !short(&start.mapping_id) {
         return Err(invalid("the mapping's name or id is not a plain word of 1 to 128 bytes"));
     }
-    let [listener, page]: [OwnedFd; 2] = descriptors.try_into().map_err(|got: Vec<_>| {
-        invalid(&format!("start needs 2 descriptors, control socket and page, got {}", got.len()))
-    })?;
+    let mut descriptors = descriptors.into_iter();
+    let (Some(listener), Some(page)) = (descriptors.next(), descriptors.next()) else {
+        return Err(invalid("start needs 2 descriptors: control socket and page"));
+    };
+    let inheritance = Inheritance { descriptors: descriptors.collect() };
+    if !start.successor && !inheritance.descriptors.is_empty() {
+        return Err(invalid("start came with descriptors that only a successor has a use for"));
+    }
     let listens = getsockopt(&listener, sockopt::AcceptConn).unwrap_or(false);
     let kind = getsockopt(&listener, sockopt::SockType);
     if !listens || kind != Ok(nix::sys::socket::SockType::SeqPacket) {
@@ -153,17 +176,12 @@ fn first_message(channel: &Channel) -> Result<(Start, UnixListener, Page)> {
     // A connection that is gone before it is accepted must not stop the control thread.
     listener.set_nonblocking(true).map_err(|e| Error::from_io("the control socket", e))?;
     let page = Page::from_fd(page)?;
-    // A worker that died left its connections in it.
-    page.take_over();
-    Ok((start, listener, page))
-}
-
-pub(super) fn wrong_version(theirs: u32) -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        format!("the supervisor speaks version {theirs} of the worker protocol, this worker {PROTOCOL_VERSION}"),
-    )
-    .with_repair("start the worker from the same build as the supervisor")
+    let inheritance = start.successor.then_some(inheritance);
+    if inheritance.is_none() {
+        // A worker that died left its connections in it. A predecessor serves on.
+        page.take_over();
+    }
+    Ok(First { start, listener, page, inheritance })
 }
 
 /// Makes the process what the room's head says. Each failure costs robustness, not function.

@@ -4,14 +4,22 @@
 //! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the
 //! channel as the descriptor [`CHANNEL_FD`]; a supervisor that comes later connects to the worker's
 //! `control_socket`. The newest connection is the one in charge.
+//!
+//! Old and new builds speak to each other: fields are only added, with defaults, and unknown ones are
+//! ignored; a command that a worker does not know it refuses by name.
 
 use serde::{Deserialize, Serialize};
 
+use crate::backend::Legacy;
 use crate::policy::Policy;
 use crate::request::Op;
 
-/// Raised when a message changes its meaning. Both sides say theirs in the first message.
+/// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
+/// say theirs in the first message; see `version`.
 pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The oldest version that this build speaks.
+pub const OLDEST_PROTOCOL: u32 = 1;
 
 /// The descriptor under which a worker inherits its end of the channel.
 pub const CHANNEL_FD: i32 = 3;
@@ -23,15 +31,23 @@ pub use crate::sys::packet::MAX_DESCRIPTORS;
 
 /// To the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "command", rename_all = "snake_case")]
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: one listening SOCK_SEQPACKET socket
     /// (the control socket, for supervisors to come), one memory file for the statistics page.
+    /// For a successor: then, what its predecessor's `Bequeathed` carried.
     /// Answered by `Ready` or `Failed`.
     Start(Start),
     /// The first message on a connection to the control socket. Answered by `Ready`, with the
     /// statistics page as descriptor.
-    Adopt { version: u32, mapping_id: String },
+    Adopt {
+        version: u32,
+        #[serde(default)]
+        oldest: u32,
+        #[serde(default)]
+        build: String,
+        mapping_id: String,
+    },
     /// Serve these kernel connections. Descriptors: one connected stream socket each.
     /// Answered by `Serving`.
     Serve,
@@ -52,6 +68,23 @@ pub enum ToWorker {
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
     Ping,
+    // --- planned hand-over, see `succession`
+    /// Give what a successor opens the volume with, and serve on. Answered by `Bequeathed`.
+    Bequeath,
+    /// Bring every connection to rest within the limit and offer the sockets to the worker of
+    /// `generation`. Answered by `AtRest`, or `Failed` with everything as it was. Without another
+    /// word for a second, the worker takes them back and serves on.
+    HandOver { generation: u64, limit_ms: u32 },
+    /// Serve these kernel connections, which the predecessor has brought to rest. Descriptors and
+    /// fields as in its `AtRest`. Answered by `Serving`, or `Failed` with nothing touched.
+    TakeOver {
+        unread: Vec<u32>,
+        #[serde(default)]
+        legacy: Legacy,
+    },
+    /// There is no successor after all: serve on. Answered by `Done`; or by the end of the channel,
+    /// when the successor was faster.
+    Resume,
     // --- forced unmap
     /// With `fail`: answer every request, running ones and those to come, with an I/O error, and
     /// start nothing more at the backend. Answered by `IoFails`. Without: serve again; `Done`.
@@ -60,10 +93,15 @@ pub enum ToWorker {
 
 /// What a new worker needs to know.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Start {
-    /// [`PROTOCOL_VERSION`] of the supervisor.
+    /// The newest version that the supervisor speaks.
     pub version: u32,
+    /// The oldest; 0: only the newest.
+    #[serde(default)]
+    pub oldest: u32,
+    /// The supervisor's build.
+    #[serde(default)]
+    pub build: String,
     /// The mapping that this worker serves.
     pub mapping_id: String,
     /// The mapping's name, for logs and the process title.
@@ -76,6 +114,10 @@ pub struct Start {
     pub read_only: bool,
     /// Where logs go: the supervisor's choice, see `telemetry`.
     pub log: String,
+    /// Another worker serves the volume; this one opens it with what that one bequeathed, and waits
+    /// for `TakeOver`.
+    #[serde(default)]
+    pub successor: bool,
     /// What happens in an outage, and how fast the volume may go.
     #[serde(default)]
     pub policy: Policy,
@@ -83,7 +125,7 @@ pub struct Start {
 
 /// From the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "event", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "event", rename_all = "snake_case")]
 pub enum FromWorker {
     /// The volume is open, the worker confined.
     Ready(Ready),
@@ -95,6 +137,17 @@ pub enum FromWorker {
     Size { size: u64 },
     /// The last command was carried out.
     Done,
+    // --- planned hand-over
+    /// Descriptors: what a successor opens the volume with; perhaps none.
+    Bequeathed,
+    /// Every connection rests. Descriptors: where any bytes are unread, a memory file of exactly
+    /// those bytes, one connection's after the other's; then the connections' sockets.
+    AtRest {
+        /// How many bytes of each connection.
+        unread: Vec<u32>,
+        #[serde(default)]
+        legacy: Legacy,
+    },
     // --- forced unmap
     /// Every connection has answered all that it had; so many requests have not ended at the backend.
     IoFails { at_backend: u32 },
@@ -127,10 +180,18 @@ pub struct Outage {
 
 /// What the device needs to know of the volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Ready {
-    /// [`PROTOCOL_VERSION`] of the worker.
+    /// The newest version that the worker speaks.
     pub version: u32,
+    /// The oldest; 0: only the newest.
+    #[serde(default)]
+    pub oldest: u32,
+    /// The worker's build, for people.
+    #[serde(default)]
+    pub build: String,
+    /// Of its executable, see `version::binary_id`.
+    #[serde(default)]
+    pub binary: String,
     /// As in `Start`.
     pub mapping_id: String,
     /// As in `Start`.
@@ -153,7 +214,6 @@ pub struct Ready {
 
 /// An [`crate::error::Error`] on its way between processes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Failure {
     /// See `error::ErrorKind`.
     pub kind: crate::error::ErrorKind,

@@ -16,9 +16,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::{Channel, Incoming};
 use super::outage::Watch;
-use super::process::wrong_version;
-use super::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use super::protocol::{FromWorker, Ready, Start, ToWorker};
 use super::sizes::{Order, Sizes};
+use super::succession::Pause;
+use super::version::Spoken;
 use crate::backend::{Image, Waker};
 use crate::data::End;
 use crate::data::nbd::wire::transmission_flags;
@@ -44,19 +45,23 @@ const MAX_STRANGERS: usize = 4;
 
 /// A worker at work.
 pub(super) struct Session {
-    start: Start,
-    image: Arc<dyn Image>,
-    page: Page,
+    pub(super) start: Start,
+    pub(super) image: Arc<dyn Image>,
+    pub(super) page: Page,
     sizes: Sizes,
     listener: UnixListener,
-    server: Server,
+    pub(super) server: Server,
     events: Receiver<Event>,
     /// Woken with every event.
     waker: Waker,
     channel: Option<Channel>,
     strangers: Vec<Channel>,
-    live: HashSet<ConnectionId>,
-    served: bool,
+    pub(super) live: HashSet<ConnectionId>,
+    pub(super) served: bool,
+    /// The connections rest, offered to a successor.
+    pub(super) pause: Option<Pause>,
+    /// See `version::binary_id`; looked at before the confinement.
+    binary: String,
     /// The kernel has said goodbye on some connection.
     disconnecting: bool,
     fenced: bool,
@@ -69,10 +74,13 @@ pub(super) struct Session {
 
 /// What the loop does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Next {
+pub(super) enum Next {
     Continue,
     Exit,
 }
+
+/// What a command leads to, with descriptors.
+pub(super) type Answer = (FromWorker, Vec<OwnedFd>);
 
 /// What became readable.
 #[derive(Debug, Default)]
@@ -90,6 +98,7 @@ impl Session {
         image: Arc<dyn Image>,
         page: Page,
         listener: UnixListener,
+        binary: String,
     ) -> Result<Self> {
         let limits = Limits { connections: crate::statistics::SLOTS, ..Limits::default() };
         let export = ExportName::default();
@@ -113,6 +122,8 @@ impl Session {
             strangers: Vec::new(),
             live: HashSet::new(),
             served: false,
+            pause: None,
+            binary,
             disconnecting: false,
             fenced: false,
             fenced_before,
@@ -125,8 +136,18 @@ impl Session {
     pub(super) fn run(mut self, channel: Channel) -> Result<()> {
         channel.send(&FromWorker::Ready(self.ready()), &[])?;
         self.channel = Some(channel);
+        let ended = self.serve_until_the_end();
+        // Whatever ends this worker: sockets that have gone on to another one stay as they are.
+        self.end_pause();
+        ended
+    }
+
+    fn serve_until_the_end(&mut self) -> Result<()> {
         loop {
             let turn = self.wait()?;
+            if self.pause_is_over() && self.end_pause() == Next::Exit {
+                return Ok(());
+            }
             // Events first: an answer must not be older than what happened before the question.
             if turn.events && self.on_events() == Next::Exit {
                 self.tell(&FromWorker::Disconnected);
@@ -141,7 +162,9 @@ impl Session {
                 return Ok(());
             }
             for index in turn.strangers {
-                self.on_stranger(index);
+                if self.on_stranger(index) == Next::Exit {
+                    return Ok(());
+                }
             }
             if turn.listener {
                 self.on_listener();
@@ -160,12 +183,15 @@ impl Session {
         ];
         set.extend(self.strangers.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
         set.extend(self.channel.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
-        let timeout = if self.outage.lasts() {
-            PollTimeout::try_from(OUTAGE_INTERVAL).unwrap_or(PollTimeout::MAX)
-        } else if self.alone_since.is_some() {
-            PollTimeout::try_from(ORPHAN_PATIENCE).unwrap_or(PollTimeout::MAX)
-        } else {
-            PollTimeout::NONE
+        let patience = match (&self.pause, self.alone_since) {
+            (Some(pause), _) => Some(pause.left()),
+            (None, _) if self.outage.lasts() => Some(OUTAGE_INTERVAL),
+            (None, Some(_)) => Some(ORPHAN_PATIENCE),
+            (None, None) => None,
+        };
+        let timeout = match patience {
+            Some(patience) => PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX),
+            None => PollTimeout::NONE,
         };
         match poll(&mut set, timeout) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
@@ -190,6 +216,8 @@ impl Session {
             if matches!(end, End::Disconnected) {
                 self.disconnecting = true;
                 tracing::debug!(id, "a connection was disconnected");
+            } else if matches!(end, End::HandedOver) {
+                tracing::debug!(id, "a connection was handed over");
             } else {
                 tracing::warn!(id, %end, "a connection ended");
             }
@@ -203,7 +231,13 @@ impl Session {
 
     fn on_channel(&mut self) -> Next {
         let Some(channel) = self.channel.as_ref() else { return Next::Continue };
-        match channel.receive() {
+        let received = channel.receive();
+        // Whatever is said to a worker whose connections rest: it is not that they were taken.
+        let other = !matches!(received, Ok(Incoming::Command(ToWorker::Ping, _)));
+        if other && self.end_pause() == Next::Exit {
+            return Next::Exit;
+        }
+        match received {
             Ok(Incoming::Command(ToWorker::Stop, _)) => {
                 tracing::info!("told to stop");
                 if let Err(error) = self.server.stop(STOP_PATIENCE) {
@@ -218,13 +252,15 @@ impl Session {
             }
             Ok(Incoming::Command(command, descriptors)) => {
                 match self.execute(command, descriptors) {
-                    Ok(answer) => self.tell(&answer),
+                    Ok((answer, descriptors)) => self.tell_with(&answer, &descriptors),
                     Err(error) => self.tell_failure(&error),
                 }
                 Next::Continue
             }
             Ok(Incoming::End) => self.on_channel_end(),
-            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+            Err(error)
+                if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported) =>
+            {
                 tracing::warn!(error = %error.report(), "the supervisor sent what is no command");
                 self.tell_failure(&error);
                 Next::Continue
@@ -265,7 +301,19 @@ impl Session {
         }
     }
 
-    fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<FromWorker> {
+    fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<Answer> {
+        match command {
+            ToWorker::Bequeath => self.bequeath(),
+            ToWorker::HandOver { generation, limit_ms } => self.hand_over(generation, limit_ms),
+            other => self.execute_plain(other, descriptors).map(|answer| (answer, Vec::new())),
+        }
+    }
+
+    fn execute_plain(
+        &mut self,
+        command: ToWorker,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<FromWorker> {
         match command {
             ToWorker::Serve => self.serve(descriptors).map(|()| FromWorker::Serving),
             ToWorker::SetPolicy(policy) => {
@@ -275,7 +323,6 @@ impl Session {
                 Ok(FromWorker::Done)
             }
             ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
-            ToWorker::Ping => Ok(FromWorker::Done),
             ToWorker::FailIo { fail: true } => {
                 tracing::warn!("told to fail every request");
                 let at_backend = self.server.fail_all_io(FAIL_PATIENCE)?;
@@ -286,12 +333,19 @@ impl Session {
                 self.server.set_fail_io(false);
                 Ok(FromWorker::Done)
             }
-            // Stop and what concerns the size never come here.
+            // With every command, `Resume` too, a pause has ended already.
+            ToWorker::Ping | ToWorker::Resume => Ok(FromWorker::Done),
+            ToWorker::TakeOver { unread, legacy } => {
+                self.take_over(&unread, &legacy, descriptors).map(|()| FromWorker::Serving)
+            }
+            // What is answered elsewhere, or with descriptors, never comes here.
             ToWorker::Start(_)
             | ToWorker::Adopt { .. }
             | ToWorker::Stop
             | ToWorker::RefreshSize
-            | ToWorker::Resize { .. } => {
+            | ToWorker::Resize { .. }
+            | ToWorker::Bequeath
+            | ToWorker::HandOver { .. } => {
                 let message = "only the first message on a channel can be start or adopt";
                 Err(Error::new(ErrorKind::InvalidArgument, message))
             }
@@ -331,17 +385,21 @@ impl Session {
     }
 
     /// A new connection has spoken, or gone.
-    fn on_stranger(&mut self, index: usize) {
+    fn on_stranger(&mut self, index: usize) -> Next {
         let channel = self.strangers.remove(index);
         let adopted = match channel.receive() {
-            Ok(Incoming::Command(ToWorker::Adopt { version, mapping_id }, _)) => {
-                self.adopt(&channel, version, &mapping_id)
+            Ok(Incoming::Command(ToWorker::Adopt { version, oldest, build, mapping_id }, _)) => {
+                // A new supervisor knows nothing of what the one before was about to do.
+                if self.end_pause() == Next::Exit {
+                    return Next::Exit;
+                }
+                self.adopt(&channel, &Spoken { newest: version, oldest, build }, &mapping_id)
             }
             Ok(Incoming::Command(..)) => Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "the first message on the control socket must be adopt",
             )),
-            Ok(Incoming::End) => return,
+            Ok(Incoming::End) => return Next::Continue,
             Err(error) => Err(error),
         };
         match adopted {
@@ -351,12 +409,11 @@ impl Session {
                 let _ = channel.send_failure(&error);
             }
         }
+        Next::Continue
     }
 
-    fn adopt(&mut self, channel: &Channel, version: u32, mapping_id: &str) -> Result<()> {
-        if version != PROTOCOL_VERSION {
-            return Err(wrong_version(version));
-        }
+    fn adopt(&mut self, channel: &Channel, supervisor: &Spoken, mapping_id: &str) -> Result<()> {
+        Spoken::here().common(supervisor)?;
         if mapping_id != self.start.mapping_id {
             let message = format!("this worker serves the mapping {}", self.start.mapping_id);
             return Err(Error::new(ErrorKind::InvalidArgument, message));
@@ -378,8 +435,12 @@ impl Session {
     fn ready(&self) -> Ready {
         let blocks = self.image.block_sizes();
         let features = self.image.features();
+        let Spoken { newest, oldest, build } = Spoken::here();
         Ready {
-            version: PROTOCOL_VERSION,
+            version: newest,
+            oldest,
+            build,
+            binary: self.binary.clone(),
             mapping_id: self.start.mapping_id.clone(),
             generation: self.start.generation,
             pid: std::process::id(),
@@ -417,7 +478,12 @@ impl Session {
     }
 
     fn tell(&mut self, message: &FromWorker) {
-        let sent = self.channel.as_ref().map_or(Ok(()), |channel| channel.send(message, &[]));
+        self.tell_with(message, &[]);
+    }
+
+    fn tell_with(&mut self, message: &FromWorker, descriptors: &[OwnedFd]) {
+        let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        let sent = self.channel.as_ref().map_or(Ok(()), |channel| channel.send(message, &borrowed));
         self.forget_if_broken(sent);
     }
 

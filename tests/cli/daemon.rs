@@ -113,6 +113,7 @@ type Answer<T> = Result<Response<T>, Status>;
 impl Node for Fake {
     type WatchStream = ReceiverStream<Result<v1::WatchEvent, Status>>;
     type StatsStream = ReceiverStream<Result<v1::StatsResponse, Status>>;
+    type UpgradeStream = ReceiverStream<Result<v1::UpgradeEvent, Status>>;
 
     async fn map(&self, request: Request<v1::MapRequest>) -> Answer<v1::Mapping> {
         self.refused()?;
@@ -212,7 +213,41 @@ impl Node for Fake {
             check("udev", Verdict::Warning, "rules are missing", "make install"),
         ];
         let version = "0.1.0".into();
-        Ok(Response::new(v1::HealthResponse { version, pid: 1, started_at_s: 0, checks }))
+        let (build, binary) = (String::new(), "the new one".into());
+        let (pid, started_at_s) = (1, 0);
+        let health = v1::HealthResponse { version, pid, started_at_s, checks, build, binary };
+        Ok(Response::new(health))
+    }
+
+    /// The daemon is of an old build; of its workers one can be handed over.
+    async fn upgrade(
+        &self,
+        request: Request<v1::UpgradeRequest>,
+    ) -> Answer<ReceiverStream<Result<v1::UpgradeEvent, Status>>> {
+        use v1::upgrade_event::Outcome;
+        self.refused()?;
+        let event = |name: &str, outcome: Outcome, message: &str| v1::UpgradeEvent {
+            name: name.into(),
+            outcome: outcome.into(),
+            from_version: "1 (a)".into(),
+            to_version: if message.is_empty() { "2 (b)".into() } else { String::new() },
+            paused_us: 12_300,
+            message: message.into(),
+            repair: String::new(),
+            binary: if name.is_empty() { "the new one".into() } else { String::new() },
+        };
+        let (sender, receiver) = tokio::sync::mpsc::channel(4);
+        let events = match request.into_inner().workers_only {
+            false => vec![event("", Outcome::Restarting, "")],
+            true => vec![
+                event("data", Outcome::HandedOver, ""),
+                event("other", Outcome::Failed, "its backend hangs"),
+            ],
+        };
+        for event in events {
+            sender.send(Ok(event)).await.expect("the receiver is here");
+        }
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn set_options(&self, request: Request<v1::SetOptionsRequest>) -> Answer<v1::Mapping> {

@@ -181,7 +181,8 @@ fn a_mapping_in_json_has_the_documented_fields() {
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
     let documented = "block_size bytes_per_s connections dead_connection_timeout_s device \
                       generation holders iops last_worker_end mapped_at_s mapping_id message name \
-                      on_outage outage read_only size_bytes state symlink uri worker_pid";
+                      on_outage outage read_only size_bytes state symlink uri worker_pid \
+                      worker_version";
     assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());
     assert_eq!(mapping["size_bytes"], 1_u64 << 30);
     assert_eq!(mapping["device"], "/dev/nbd0");
@@ -281,6 +282,27 @@ fn unmap_sends_its_deadline_and_names_who_is_left() {
 
     let run = cleat("unmap other", &daemon.socket);
     assert_eq!((run.code, run.stderr.as_str()), (0, "cleat: other was not mapped\n"));
+}
+
+#[test]
+fn an_upgrade_goes_on_with_the_daemon_that_comes_back() {
+    let daemon = Daemon::start(Script::default());
+    let run = cleat("upgrade", &daemon.socket);
+    assert_eq!(run.code, 9, "{}", run.stderr);
+    let lines = "daemon: restarted, 1 (a) -> 2 (b)\n\
+                 data: handed over, paused 12.3 ms, 1 (a) -> 2 (b)\n\
+                 other: stays as it was: its backend hangs\n";
+    assert_eq!(run.stdout, lines);
+    assert!(run.stderr.contains("1 of 3 parts stay"), "{}", run.stderr);
+
+    let run = cleat("upgrade -o json --workers-only", &daemon.socket);
+    assert_eq!(run.code, 9);
+    let upgraded = json(&run.stdout);
+    assert_eq!(upgraded["daemon"], Value::Null);
+    assert_eq!(upgraded["volumes"][0]["outcome"], "handed_over");
+    assert_eq!(upgraded["volumes"][0]["paused_us"], 12_300);
+    assert_eq!(upgraded["volumes"][1]["outcome"], "failed");
+    assert_eq!(upgraded["volumes"][1]["message"], "its backend hangs");
 }
 
 #[test]

@@ -38,6 +38,8 @@ pub(crate) struct Machine {
     pub(crate) config: Config,
     pub(crate) boot_id: String,
     pub(crate) seed: u64,
+    /// A variable of the environment that workers are started with.
+    pub(crate) variable: Option<(&'static str, &'static str)>,
     /// How many supervisors have asked for the kernel.
     pub(crate) asked_for: Arc<AtomicU64>,
 }
@@ -65,7 +67,7 @@ impl Machine {
         println!("seed {seed}: run again with CLEAT_TEST_SEED={seed}");
         let boot_id = "this boot".to_owned();
         let kernel = SimKernel::new(script);
-        Self { directory, kernel, config, boot_id, seed, asked_for: Arc::default() }
+        Self { directory, kernel, config, boot_id, seed, variable: None, asked_for: Arc::default() }
     }
 
     /// A volume in a file, as its URI.
@@ -86,7 +88,7 @@ impl Machine {
 
     /// A worker that another test is just starting has, between fork and exec, copies of this
     /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
-    fn start_with(&self, halt: Option<Halt>) -> Supervisor {
+    pub(crate) fn start_with(&self, halt: Option<Halt>) -> Supervisor {
         let until = Instant::now() + PATIENCE;
         loop {
             match self.try_start(halt.clone()) {
@@ -159,12 +161,16 @@ impl Machine {
 
     fn parts(&self, halt: Option<Halt>) -> Parts {
         let (kernel, asked_for) = (self.kernel.clone(), Arc::clone(&self.asked_for));
+        let mut processes = Processes::of(self.executable());
+        if let Some((name, value)) = self.variable {
+            processes = processes.with_variable(name, value);
+        }
         Parts {
             kernel: Box::new(move || {
                 asked_for.fetch_add(1, Ordering::Relaxed);
                 Arc::new(kernel)
             }),
-            launcher: Arc::new(Processes::of(self.executable())),
+            launcher: Arc::new(processes),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),
             halt,

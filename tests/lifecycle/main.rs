@@ -13,3 +13,4 @@ mod openmetrics;
 mod outages;
 mod sizes;
 mod trouble;
+mod upgrades;

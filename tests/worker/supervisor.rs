@@ -37,6 +37,9 @@ pub fn start_message(uri: &str) -> Start {
         uri: uri.to_owned(),
         read_only: false,
         log: String::new(),
+        oldest: 0,
+        build: "the supervisor of a test".to_owned(),
+        successor: false,
         policy: Policy::default(),
     }
 }
@@ -182,7 +185,12 @@ impl Drop for Worker {
 }
 
 pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) {
-    let adopt = ToWorker::Adopt { version: PROTOCOL_VERSION, mapping_id: mapping_id.to_owned() };
+    let adopt = ToWorker::Adopt {
+        version: PROTOCOL_VERSION,
+        oldest: 0,
+        build: String::new(),
+        mapping_id: mapping_id.to_owned(),
+    };
     packet::send(channel.as_fd(), &serde_json::to_vec(&adopt).unwrap(), &[]).unwrap();
     receive(channel).unwrap()
 }

@@ -49,6 +49,16 @@ impl Abilities {
             sync_failed: AtomicBool::new(false),
         }
     }
+
+    /// Whether an `fdatasync` has failed.
+    pub(super) fn sync_failed(&self) -> bool {
+        self.sync_failed.load(Ordering::Relaxed)
+    }
+
+    /// An `fdatasync` has failed, here or in a process that had this open description before.
+    pub(super) fn set_sync_failed(&self) {
+        self.sync_failed.store(true, Ordering::Relaxed);
+    }
 }
 
 /// What a request does next.
@@ -114,7 +124,7 @@ impl FileQueue {
     fn first(&self, request: &Request) -> Next {
         match request.op {
             Op::Read | Op::Write => Ok(Some(Step::Transfer)),
-            Op::Flush if self.abilities.sync_failed.load(Ordering::Relaxed) => Err(IoError::Broken),
+            Op::Flush if self.abilities.sync_failed() => Err(IoError::Broken),
             Op::Flush => Ok(Some(Step::Sync)),
             Op::Trim if self.abilities.punch.load(Ordering::Relaxed) => Ok(Some(Step::Punch)),
             Op::Trim => Ok(None),
@@ -273,11 +283,11 @@ impl FileQueue {
                     && (error == IoError::Broken
                         || error == IoError::Retry && !self.abilities.direct) =>
             {
-                self.abilities.sync_failed.store(true, Ordering::Relaxed);
+                self.abilities.set_sync_failed();
                 return Err(IoError::Broken);
             }
             Step::Sync => {
-                self.abilities.sync_failed.store(true, Ordering::Relaxed);
+                self.abilities.set_sync_failed();
                 // Whatever it was, the data is not durable and will not be.
                 return Err(if error == IoError::NoSpace { error } else { IoError::Broken });
             }

@@ -96,8 +96,7 @@ impl Transmission {
     /// While a write's payload is outstanding.
     pub fn next(&mut self, input: &[u8], size: u64) -> (usize, Event) {
         assert_eq!(self.payload, 0, "a payload comes first");
-        let skipped = usize::try_from(self.skip).map_or(input.len(), |skip| skip.min(input.len()));
-        self.skip -= skipped as u64;
+        let skipped = self.skip_in(input);
         let Some(header) = input[skipped..].first_chunk::<REQUEST_LEN>() else {
             return (skipped, Event::Starved);
         };
@@ -119,6 +118,13 @@ impl Transmission {
     /// Skips the outstanding payload, of which nothing was taken, as that of a refused write.
     pub fn skip_payload(&mut self) {
         self.skip += std::mem::take(&mut self.payload);
+    }
+
+    /// Skips as much of `input` as belongs to what is to be skipped; returns how many bytes.
+    pub fn skip_in(&mut self, input: &[u8]) -> usize {
+        let skipped = usize::try_from(self.skip).map_or(input.len(), |skip| skip.min(input.len()));
+        self.skip -= skipped as u64;
+        skipped
     }
 
     /// Whether the stream stands between two requests.

@@ -1,0 +1,209 @@
+//! A worker's part in a planned hand-over: the old one brings its connections to rest and offers them,
+//! the new one takes them.
+//!
+//! The baton of the shared statistics page decides who has them (`statistics::baton`). The old worker
+//! keeps its sockets and threads until they were taken for certain, so that it can go on at once: when
+//! it is told to, when anything else is said to it, when its supervisor is gone, or when nobody has
+//! said anything for [`PATIENCE`]. The new one does everything that may fail before it takes.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use super::protocol::{FromWorker, MAX_DESCRIPTORS};
+use super::session::{Answer, Next, Session};
+use crate::backend::Legacy;
+use crate::data::handover::Rest;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sys::shared::SharedMemory;
+
+/// How long connections rest at most while nobody says how it goes on.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The longest that connections may be brought to rest.
+const MAX_LIMIT_MS: u32 = 10_000;
+
+/// The most bytes that a connection has received and not understood.
+const MAX_UNREAD: u64 = 1 << 20;
+
+/// Connections at rest, offered to a worker.
+#[derive(Debug)]
+pub(super) struct Pause {
+    generation: u64,
+    until: Instant,
+}
+
+impl Pause {
+    /// Until it is over, rounded up to what `poll` counts in.
+    pub(super) fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now()) + Duration::from_millis(1)
+    }
+}
+
+impl Session {
+    /// Gives what a successor opens the volume with.
+    pub(super) fn bequeath(&self) -> Result<Answer> {
+        let descriptors = self.image.bequeath()?.descriptors;
+        // Beside the control socket and the page.
+        if descriptors.len() > MAX_DESCRIPTORS - 2 {
+            let message = format!("the volume is open in {} pieces: too many", descriptors.len());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        Ok((FromWorker::Bequeathed, descriptors))
+    }
+
+    /// Brings the connections to rest and offers them to the worker of `generation`.
+    pub(super) fn hand_over(&mut self, generation: u64, limit_ms: u32) -> Result<Answer> {
+        if self.live.is_empty() || generation <= self.start.generation {
+            let message = "there is nothing to hand over, or not to an older worker";
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let waiting = self.page.snapshot().queued;
+        if waiting > 0 {
+            let message = format!("{waiting} requests wait for a backend that is out of reach");
+            return Err(Error::new(ErrorKind::Unavailable, message)
+                .with_repair("hand the volume over when its backend is there again"));
+        }
+        let limit = Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into());
+        let rests = self.server.hand_over(limit)?;
+        let packed = pack(rests).and_then(|(unread, descriptors)| {
+            Ok((FromWorker::AtRest { unread, legacy: self.image.let_go()? }, descriptors))
+        });
+        if packed.is_err() {
+            self.server.resume();
+            return packed;
+        }
+        self.page.offer(generation);
+        self.pause = Some(Pause { generation, until: Instant::now() + PATIENCE });
+        packed
+    }
+
+    /// Takes over the connections that the predecessor has offered.
+    pub(super) fn take_over(
+        &mut self,
+        unread: &[u32],
+        legacy: &Legacy,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<()> {
+        if !self.start.successor || self.served {
+            let message = "this worker has no predecessor to take over from";
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let rests = unpack(unread, descriptors)?;
+        let added: Result<Vec<_>> =
+            rests.into_iter().map(|rest| self.server.add_at_rest(rest)).collect();
+        let taken = added.and_then(|ids| self.take(legacy).map(|()| ids));
+        match taken {
+            Ok(ids) => {
+                self.live.extend(ids);
+                self.served = true;
+                tracing::info!("took over from the worker before");
+                Ok(())
+            }
+            Err(error) => {
+                // Theirs still; nothing was read.
+                self.server.leave()?;
+                Err(error)
+            }
+        }
+    }
+
+    /// From here on the sockets are ours, or never were.
+    fn take(&self, legacy: &Legacy) -> Result<()> {
+        let generation = self.start.generation;
+        if !self.page.take(generation) {
+            let message = "the worker before went on by itself";
+            return Err(Error::new(ErrorKind::Aborted, message));
+        }
+        if let Err(error) = self.image.succeed(legacy) {
+            self.page.decline(generation);
+            return Err(error);
+        }
+        self.page.take_over();
+        self.server.resume();
+        Ok(())
+    }
+
+    /// Whether the connections have rested for too long.
+    pub(super) fn pause_is_over(&self) -> bool {
+        self.pause.as_ref().is_some_and(|pause| pause.until <= Instant::now())
+    }
+
+    /// Goes on where nobody has taken the connections, and else lets go of them for good.
+    pub(super) fn end_pause(&mut self) -> Next {
+        let Some(pause) = self.pause.take() else { return Next::Continue };
+        if self.page.take_back(pause.generation) {
+            if let Err(error) = self.image.take_back() {
+                // Every request will say so, too.
+                tracing::error!(error = %error.report(), "the volume cannot be claimed again");
+            }
+            self.server.resume();
+            tracing::info!("not handed over; the device stays served by this worker");
+            return Next::Continue;
+        }
+        if let Err(error) = self.server.leave() {
+            tracing::error!(error = %error.report(), "a connection does not end");
+        }
+        tracing::info!(to = pause.generation, "handed over");
+        Next::Exit
+    }
+}
+
+/// Connections at rest as a message carries them.
+fn pack(rests: Vec<Rest>) -> Result<(Vec<u32>, Vec<OwnedFd>)> {
+    let failed = |e| Error::from_io("no memory for what the connections have received", e);
+    let total: u64 = rests.iter().map(|rest| rest.unread.len() as u64).sum();
+    let mut descriptors = Vec::with_capacity(rests.len() + 1);
+    if total > 0 {
+        let bytes = SharedMemory::create("cleat-unread", total).map_err(failed)?;
+        let mut at = 0;
+        for rest in &rests {
+            bytes.write_at(at, &rest.unread);
+            at += rest.unread.len() as u64;
+        }
+        descriptors.push(bytes.file().try_clone_to_owned().map_err(failed)?);
+    }
+    let lengths = rests.iter().map(|rest| u32::try_from(rest.unread.len()).unwrap_or(u32::MAX));
+    let unread = lengths.collect();
+    descriptors.extend(rests.into_iter().map(|rest| rest.socket));
+    if descriptors.len() > MAX_DESCRIPTORS {
+        let message = format!("{} connections are too many for a message", descriptors.len());
+        return Err(Error::new(ErrorKind::Unsupported, message));
+    }
+    Ok((unread, descriptors))
+}
+
+/// The other way; everything is checked.
+fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Result<Vec<Rest>> {
+    let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message.to_owned());
+    let total: u64 = unread.iter().map(|length| u64::from(*length)).sum();
+    let mut descriptors = descriptors.into_iter();
+    if unread.is_empty() || total > MAX_UNREAD * unread.len() as u64 {
+        return Err(invalid("no connection was handed over, or more bytes than one can hold"));
+    }
+    let bytes = match (total, descriptors.as_slice()) {
+        (0, _) => None,
+        (_, []) => return Err(invalid("bytes that were received are missing")),
+        (_, [file, ..]) => {
+            let file = file.as_fd().try_clone_to_owned();
+            descriptors.next();
+            let whole = file.and_then(|file| SharedMemory::from_fd(file, total));
+            Some(
+                whole
+                    .map_err(|e| invalid("bytes that were received are missing").with_source(e))?,
+            )
+        }
+    };
+    if descriptors.len() != unread.len() {
+        return Err(invalid("the number of sockets is not that of the connections"));
+    }
+    let mut at = 0;
+    let rests = unread.iter().zip(descriptors).map(|(length, socket)| {
+        let mut unread = vec![0; *length as usize];
+        if let Some(bytes) = &bytes {
+            bytes.read_at(at, &mut unread);
+        }
+        at += u64::from(*length);
+        Rest { socket, unread }
+    });
+    Ok(rests.collect())
+}
