@@ -575,8 +575,6 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         overdue: false,
         refusing: false,
         growth_waits: false,
-        overdue: false,
-        refusing: false,
         history: String::new(),
     };
     let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
