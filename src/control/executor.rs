@@ -374,6 +374,7 @@ impl Executor {
     pub(super) fn count_failure(&self, guard: &mut Guard) {
         if guard.sound_since.take().is_some_and(|since| since.elapsed() > SOUND_AFTER) {
             guard.failures = 0;
+            guard.dead_since = None;
         }
         guard.failures = guard.failures.saturating_add(1);
         self.pause(guard, guard.failures);

@@ -13,11 +13,12 @@ use tokio::time::{Instant, sleep};
 
 use super::executor::{Executor, TRANSIENT_LIMIT, held, is_transient};
 use super::kernel_calls::COMMAND_LIMIT;
-use super::mapping::{SeenDevice, State, Volume};
+use super::mapping::{Options, SeenDevice, State, Volume};
 use super::operations::not_mapped;
 use super::volume::{Guard, View};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::DeviceIndex;
+use crate::policy::{Policy, RateLimits};
 use crate::statistics::{self, Page};
 use crate::worker::protocol::{FromWorker, ToWorker};
 
@@ -39,8 +40,8 @@ const GROWTH_FLOW_LIMIT: Duration = Duration::from_millis(300);
 /// How soon a growth that was put off is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// How long a device with several connections may wait for what it sent to a worker that died: the
-/// kernel's tick, and some more (nbd_xmit_timeout).
+/// How long the kernel may take to repeat what it sent to a worker that died, unless it was told to do
+/// so sooner: its tick, and some more (nbd_xmit_timeout).
 const REPLAY_LIMIT: Duration = Duration::from_secs(32);
 
 impl Executor {
@@ -101,11 +102,8 @@ impl Executor {
         size: u64,
         deadline: Instant,
     ) -> Result<()> {
-        let resized = async {
-            self.check_flow(guard, GROWTH_FLOW_LIMIT).await?;
-            self.resize_device(guard, index, size, deadline).await
-        };
-        let Err(error) = resized.await else {
+        let resized = self.resize_device(guard, index, size, GROWTH_FLOW_LIMIT, deadline).await;
+        let Err(error) = resized else {
             guard.growth = None;
             tracing::info!(mapping = guard.record.name, size, "grown with its volume");
             return self.remember_size(guard).await;
@@ -165,8 +163,7 @@ impl Executor {
         if size == device.size {
             return Ok(());
         }
-        self.check_flow(guard, FLOW_LIMIT).await?;
-        self.resize_device(guard, device.index, size, deadline).await
+        self.resize_device(guard, device.index, size, FLOW_LIMIT, deadline).await
     }
 
     /// The device first, for the same reason; and back, when the backend does not follow.
@@ -186,14 +183,14 @@ impl Executor {
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         self.check_unheld(guard, device.index, deadline).await?;
-        self.check_flow(guard, FLOW_LIMIT).await?;
-        self.resize_device(guard, device.index, size, deadline).await?;
+        self.resize_device(guard, device.index, size, FLOW_LIMIT, deadline).await?;
         self.point("device shrunk, volume not").await;
         let command = ToWorker::Resize { size, shrink: true };
         let Err(error) = self.tell_size(guard, command, deadline).await else { return Ok(()) };
         // What the backend did in the end, the next look tells: the device follows a larger volume.
         let until = Instant::now() + COMMAND_LIMIT;
-        if let Err(back) = self.resize_device(guard, device.index, device.size, until).await {
+        let (index, before) = (device.index, device.size);
+        if let Err(back) = self.resize_device(guard, index, before, FLOW_LIMIT, until).await {
             tracing::warn!(mapping = guard.record.name, "stays shrunk: {}", back.report());
         }
         Err(error)
@@ -230,26 +227,51 @@ impl Executor {
         }
     }
 
-    /// Only once [`Executor::check_flow`] is content.
+    /// `flow_limit`: for what is running to end.
     async fn resize_device(
         &self,
         guard: &Guard,
         index: DeviceIndex,
         size: u64,
+        flow_limit: Duration,
         deadline: Instant,
     ) -> Result<()> {
-        let identity = guard.record.identity();
-        self.kernel
-            .command("resize the device", deadline, move |k| k.resize(index, &identity, size))
-            .await
+        // What the limits hold back the kernel would wait for, too.
+        let policy = guard.record.options.policy;
+        let lifted = Policy { limits: RateLimits::default(), ..policy };
+        if lifted != policy {
+            self.tell_policy(guard, lifted, deadline).await?;
+        }
+        let resized = async {
+            self.check_flow(guard, flow_limit).await?;
+            let identity = guard.record.identity();
+            self.kernel
+                .command("resize the device", deadline, move |k| k.resize(index, &identity, size))
+                .await
+        };
+        let resized = resized.await;
+        if lifted != policy {
+            let told = self.tell_policy(guard, policy, Instant::now() + FLOW_LIMIT).await;
+            // A worker that does not hear it is replaced, or adopted anew, and told then.
+            if let Err(error) = told {
+                tracing::warn!(mapping = guard.record.name, "limits wait: {}", error.report());
+            }
+        }
+        resized
+    }
+
+    async fn tell_policy(&self, guard: &Guard, policy: Policy, deadline: Instant) -> Result<()> {
+        let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(guard.volume()))?;
+        worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline).await.map(drop)
     }
 
     /// Sees to it that nothing keeps the kernel waiting.
     async fn check_flow(&self, guard: &Guard, limit: Duration) -> Result<()> {
         let record = &guard.record;
         let replaying = guard.sound_since.map_or(Duration::ZERO, |since| since.elapsed());
-        if record.generation > 1 && record.options.connections > 1 && replaying < REPLAY_LIMIT {
-            let left = (REPLAY_LIMIT - replaying).as_secs();
+        let limit_of_replay = replay_limit(&record.options);
+        if record.generation > 1 && replaying < limit_of_replay {
+            let left = (limit_of_replay - replaying).as_secs() + 1;
             let message = format!(
                 "the resize of {} waits: its worker was replaced, and the kernel may still repeat \
                  what the old one left",
@@ -294,6 +316,13 @@ async fn flows(page: &Page, limit: Duration) -> bool {
             return false;
         }
         sleep(Duration::from_millis(2)).await;
+    }
+}
+
+fn replay_limit(options: &Options) -> Duration {
+    match (options.connections, options.replay_delay_ms) {
+        (1, delay_ms @ 1..) => Duration::from_millis(u64::from(delay_ms) * 3).min(REPLAY_LIMIT),
+        _ => REPLAY_LIMIT,
     }
 }
 

@@ -144,6 +144,10 @@ pub struct Observed {
     pub failures: u32,
     /// How the last of them ended, for the reader.
     pub history: String,
+    /// No worker has served the device for as long as I/O may wait.
+    pub overdue: bool,
+    /// In place of a worker, somebody answers each request with an error.
+    pub refusing: bool,
     /// A growth of the device could not be carried out a moment ago.
     pub growth_waits: bool,
 }
@@ -205,6 +209,13 @@ pub enum Action {
         index: DeviceIndex,
         /// Of the volume, in whole blocks.
         size: u64,
+    },
+    /// Have the device's requests answered with errors, those included that a worker left.
+    Refuse {
+        /// The device.
+        index: DeviceIndex,
+        /// Its connections.
+        connections: u32,
     },
     /// Remember that the mapping is being taken down.
     Renounce,
@@ -392,8 +403,9 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
             after.extend(grown.map(|size| Action::Grow { index: device.index, size }));
             Plan { state, actions: after }
         }
-        SeenWorker::Alive { .. } | SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
-            given_up(record, observed)
+        SeenWorker::Alive { .. } if observed.failures >= MAX_FAILURES => given_up(record, observed),
+        SeenWorker::Gone if observed.failures >= MAX_FAILURES => {
+            refused(given_up(record, observed), record, observed, device)
         }
         SeenWorker::Alive { connections, .. } => {
             let missing = wanted - connections;
@@ -401,7 +413,7 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
             actions.extend(after);
             Plan { state: State::Recovering, actions }
         }
-        SeenWorker::Gone if !outlives => lost(record),
+        SeenWorker::Gone if !outlives => refused(lost(record), record, observed, device),
         SeenWorker::Gone => {
             let index = device.index;
             let mut actions =
@@ -412,6 +424,15 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
         SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
         SeenWorker::Fenced => fenced(record),
     }
+}
+
+/// A mapping that no worker will serve again: what waits does not wait for ever.
+fn refused(mut plan: Plan, record: &Record, observed: &Observed, device: SeenDevice) -> Plan {
+    if observed.overdue && !observed.refusing {
+        let connections = record.options.connections;
+        plan.actions.push(Action::Refuse { index: device.index, connections });
+    }
+    plan
 }
 
 /// The size that the device should have, where the volume has grown by a block or more.
@@ -495,9 +516,16 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
     Plan::fail(Trouble::new(
         ErrorKind::Unavailable,
         format!(
-            "{name} could not be repaired in {MAX_FAILURES} attempts{why}; new I/O fails once it has \
-             waited for {} s",
-            options.dead_connection_timeout_s
+            "{name} could not be repaired in {MAX_FAILURES} attempts{why}; {}",
+            match observed.refusing {
+                true => "its I/O fails".to_owned(),
+                false => {
+                    format!(
+                        "its I/O fails once it has waited for {} s",
+                        options.dead_connection_timeout_s
+                    )
+                }
+            }
         ),
         format!(
             "see the daemon's log for the cause; when it is removed, cleat map '{uri}' --name {name} \

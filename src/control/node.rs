@@ -463,7 +463,7 @@ async fn relay(
     sender: mpsc::Sender<KernelEvent>,
 ) {
     while !sender.is_closed() {
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
         for event in subscribed.iter().flat_map(crossbeam_channel::Receiver::try_iter) {
             let _ = sender.try_send(event);
         }

@@ -56,6 +56,12 @@ impl Executor {
         let announced = guard.paths.is_some();
         let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
         let (failures, history) = (guard.failures, guard.setbacks.history());
+        if worker == SeenWorker::Gone && !devices.is_empty() {
+            guard.dead_since.get_or_insert_with(Instant::now);
+        }
+        let limit_s = guard.record.options.dead_connection_timeout_s;
+        let limit = Duration::from_secs(u64::from(limit_s));
+        let overdue = guard.dead_since.is_some_and(|since| since.elapsed() >= limit);
         Ok(Observed {
             devices,
             worker,
@@ -65,6 +71,8 @@ impl Executor {
             announced,
             failures,
             history,
+            overdue,
+            refusing: guard.refusing.is_some(),
             growth_waits,
         })
     }
@@ -161,6 +169,11 @@ impl Executor {
         match self.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
             Ok(worker) => {
                 tracing::info!(mapping = guard.volume().name, pid = process.id.pid, "adopted");
+                // Who changed its policy last may have died before it was told.
+                let policy = ToWorker::SetPolicy(guard.record.options.policy);
+                if let Err(error) = worker.call(policy, Vec::new(), limit).await {
+                    tracing::warn!(mapping = guard.volume().name, "policy: {}", error.report());
+                }
                 guard.volume().show_statistics(Some(worker.statistics.clone()));
                 guard.statistics = Some(worker.statistics.clone());
                 let seen = alive(&worker);

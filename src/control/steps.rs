@@ -10,7 +10,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::executor::{Change, Executor, held};
+use super::executor::{Change, Executor, blocking, held};
 use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, Record, Volume, WorkerId};
@@ -20,6 +20,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 use crate::statistics::Page;
 use crate::worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
+use crate::worker::refuse::Refusing;
 
 /// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
 /// connections.
@@ -63,6 +64,9 @@ impl Executor {
             }
             Action::Reconnect { index, missing } => {
                 self.reconnect(guard, index, missing, deadline).await
+            }
+            Action::Refuse { index, connections } => {
+                self.refuse(guard, index, connections, deadline).await
             }
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
@@ -193,18 +197,11 @@ impl Executor {
         missing: u32,
         deadline: Instant,
     ) -> Result<()> {
+        self.end_refusal(guard).await?;
         let until = within(deadline, DEAD_LINK_LIMIT);
         let mut missing = missing;
         loop {
-            let (kernel_ends, ends) = socket_pairs(missing)?;
-            let identity = guard.record.identity();
-            self.kernel
-                .command("give the device new connections", deadline, move |kernel| {
-                    kernel.reconfigure(index, &identity, kernel_ends)
-                })
-                .await?;
-            self.point("reconfigured, not served").await;
-            let taken: Vec<OwnedFd> = ends.into_iter().filter(|end| !hung_up(end)).collect();
+            let taken = self.reconfigure(guard, index, missing, deadline).await?;
             missing -= u32::try_from(taken.len()).unwrap_or(missing).min(missing);
             if !taken.is_empty() {
                 self.serve(guard, taken, within(deadline, SERVE_LIMIT)).await?;
@@ -224,6 +221,53 @@ impl Executor {
             }
             sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// Gives the device new sockets; the other ends of those that it took.
+    async fn reconfigure(
+        &self,
+        guard: &Guard,
+        index: DeviceIndex,
+        count: u32,
+        deadline: Instant,
+    ) -> Result<Vec<OwnedFd>> {
+        let (kernel_ends, ends) = socket_pairs(count)?;
+        let identity = guard.record.identity();
+        self.kernel
+            .command("give the device new connections", deadline, move |kernel| {
+                kernel.reconfigure(index, &identity, kernel_ends)
+            })
+            .await?;
+        self.point("reconfigured, not served").await;
+        Ok(ends.into_iter().filter(|end| !hung_up(end)).collect())
+    }
+
+    async fn refuse(
+        &self,
+        guard: &mut Guard,
+        index: DeviceIndex,
+        connections: u32,
+        deadline: Instant,
+    ) -> Result<()> {
+        let taken = self.reconfigure(guard, index, connections, deadline).await?;
+        guard.refusing = Some(blocking(move || Refusing::start(taken)).await?);
+        let name = &guard.record.name;
+        tracing::warn!(
+            mapping = name,
+            device = index,
+            "nobody serves it: its I/O fails from now on"
+        );
+        Ok(())
+    }
+
+    /// Before a worker takes the refusal's place: the kernel takes new sockets for closed ones only.
+    async fn end_refusal(&self, guard: &mut Guard) -> Result<()> {
+        let Some(refusing) = guard.refusing.take() else { return Ok(()) };
+        blocking(move || {
+            drop(refusing);
+            Ok(())
+        })
+        .await
     }
 
     async fn serve(&self, guard: &Guard, ends: Vec<OwnedFd>, deadline: Instant) -> Result<()> {
@@ -300,6 +344,7 @@ impl Executor {
     }
 
     async fn withdraw(&self, guard: &mut Guard) -> Result<()> {
+        self.end_refusal(guard).await?;
         let id = guard.record.mapping_id.clone();
         // The record goes last: without it nobody would look for the socket.
         self.workers.forget(&id);

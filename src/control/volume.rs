@@ -19,6 +19,7 @@ use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, DevicePaths, Holder};
 use crate::statistics::Page;
+use crate::worker::refuse::Refusing;
 
 /// What the guard protects.
 pub struct Core {
@@ -44,6 +45,10 @@ pub struct Core {
     pub setbacks: Setbacks,
     /// Since when it has worked without interruption.
     pub sound_since: Option<Instant>,
+    /// Since when no worker lived for long, if so.
+    pub dead_since: Option<Instant>,
+    /// Answers in place of a worker.
+    pub refusing: Option<Refusing>,
     /// No repair before.
     pub not_before: Option<Instant>,
     /// Nothing of a worker that was told to fail its I/O is under way at the backend.
@@ -69,6 +74,8 @@ impl Core {
             failures: 0,
             setbacks: Setbacks::default(),
             sound_since: None,
+            dead_since: None,
+            refusing: None,
             not_before: None,
             silent: false,
             progress: None,

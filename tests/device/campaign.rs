@@ -51,8 +51,13 @@ impl Ground {
 
 /// The promise for a crashed worker.
 const STALL_LIMIT: Duration = Duration::from_secs(3);
-/// Between kills, and after the last.
-const PERIOD: Duration = Duration::from_secs(5);
+/// Between a repair and the next kill: longer than a worker must serve before its death counts as the
+/// first one again, since what dies more often is a crash loop, whose repairs wait on purpose.
+const SOUND: Duration = Duration::from_secs(6);
+/// For a kill and its repair, generously.
+const REPAIR: Duration = Duration::from_secs(4);
+/// Between kills of supervisors.
+const PERIOD: Duration = Duration::from_secs(4);
 /// A request that needed the supervisor would wait for at least so long.
 const SUPERVISOR_AWAY: Duration = Duration::from_secs(1);
 
@@ -113,11 +118,11 @@ impl Scene {
 }
 
 fn workers(ground: Ground, rounds: u32, kill: impl Fn(u32, u32)) {
-    let mut scene = Scene::set(ground, PERIOD * (rounds + 2));
+    let mut scene = Scene::set(ground, (SOUND + REPAIR) * (rounds + 1));
     let began = Instant::now();
     let mut kills = Vec::new();
     for round in 0..rounds {
-        std::thread::sleep(PERIOD.saturating_sub(began.elapsed() - PERIOD * round));
+        std::thread::sleep(SOUND);
         let before = status("campaign")["worker_pid"].clone();
         assert!(scene.fio.runs(), "the load ended before the campaign did");
         let killed = Instant::now();
@@ -125,10 +130,10 @@ fn workers(ground: Ground, rounds: u32, kill: impl Fn(u32, u32)) {
         kills.push(killed);
         wait_for_another_worker(&before);
     }
-    std::thread::sleep(PERIOD);
-    let (report, probes) = scene.strike(PERIOD * (rounds + 24));
+    std::thread::sleep(SOUND);
+    let (report, probes) = scene.strike((SOUND + REPAIR) * (rounds + 12));
     let stalls: Vec<Duration> =
-        kills.iter().map(|killed| longest(&probes, *killed, *killed + PERIOD)).collect();
+        kills.iter().map(|killed| longest(&probes, *killed, *killed + SOUND)).collect();
     let until = kills.first().copied().unwrap_or(began);
     println!(
         "figures: {rounds} workers killed on {}: 0 errors, {} MiB read and {} MiB written verified; \

@@ -45,6 +45,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("force_mounts_are_left_alone_where_told", left_alone));
     trials.push(trial("force_when_another_unmap_hangs", unmap_hangs));
     trials.push(trial("force_survives_its_supervisor", killed_half_way));
+    trials.push(trial("force_says_so_when_a_worker_cannot_die", unkillable_worker));
+    trials.push(trial("force_says_so_when_the_driver_is_stuck", stuck_driver));
     trials
 }
 
@@ -273,6 +275,75 @@ fn killed_half_way() {
         nobody_waits();
         works_again(&image.uri());
     }
+}
+
+/// What the volume lies on does not let go of the worker, not even of a killed one: nobody is told
+/// that nothing reaches it any more before that is so.
+fn unkillable_worker() {
+    let _node = Node::start();
+    shell(
+        "truncate -s 128M /tmp/below.img; mkfs.ext4 -q -F /tmp/below.img; mkdir -p /mnt/below
+         mount -o loop /tmp/below.img /mnt/below; truncate -s 32M /mnt/below/volume.img",
+    );
+    let uri = "file:/mnt/below/volume.img";
+    let device = cleat_ok(&["map", uri, "--name", "forced"]);
+    shell("fsfreeze --freeze /mnt/below");
+    let mut writer = writing(&device);
+    let (code, message) = refused("4s");
+    let gone = !std::path::Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists();
+    let failed = !ended(&mut writer);
+    shell("fsfreeze --unfreeze /mnt/below");
+    assert_eq!(code, Some(10), "{message}");
+    assert!(message.contains("not done: end the worker"), "{message}");
+    assert!(gone && failed, "the device is left: {message}");
+    wait_for("the rest is done by itself", nothing_is_mapped);
+    works_again(uri);
+    nobody_waits();
+    shell("umount /mnt/below; rm /tmp/below.img");
+}
+
+/// Somebody else's command keeps the driver's lock, because its server is stopped.
+fn stuck_driver() {
+    let _node = Node::start();
+    let image = Image::new("forced", "64M");
+    cleat_ok(&["map", &image.uri(), "--name", "forced"]);
+    let (socket, other) = ("/tmp/other.sock", "/dev/nbd15");
+    shell(&format!(
+        "rm -f {socket}; nbdkit -U {socket} -P /tmp/other.pid memory 64M
+         nbd-client -unix {socket} {other} >&2; kill -STOP $(cat /tmp/other.pid)"
+    ));
+    let mut writer = spawn(&format!("exec dd if=/dev/zero of={other} bs=8M count=4 oflag=direct"));
+    wait_for("its socket is full", || {
+        shell("cat /proc/*/stack 2>/dev/null | grep -c sock_xmit || true") != "0"
+    });
+    let mut client = spawn(&format!("exec nbd-client -d {other}"));
+    wait_for("its command is stuck", || {
+        shell(&format!("cat /proc/{}/stat || true", client.id())).contains(" D ")
+    });
+    let (code, message) = refused("3s");
+    shell("kill -CONT $(cat /tmp/other.pid)");
+    ended(&mut client);
+    ended(&mut writer);
+    assert_eq!(code, Some(10), "{message}");
+    assert!(message.contains("not done: disconnect"), "{message}");
+    wait_for("the rest is done by itself", nothing_is_mapped);
+    works_again(&image.uri());
+    shell("kill $(cat /tmp/other.pid) || true");
+    nobody_waits();
+}
+
+/// By force, and in vain by `deadline`: the exit status, and what was said.
+fn refused(deadline: &str) -> (Option<i32>, String) {
+    let begun = Instant::now();
+    let output = cleat(&["unmap", "forced", "--force", "--deadline", deadline]);
+    assert!(begun.elapsed() < LIMIT, "took {:?}", begun.elapsed());
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{:?}: {message}", begun.elapsed());
+    (output.status.code(), message)
+}
+
+fn nothing_is_mapped() -> bool {
+    cleat_ok(&["ls", "-o", "json"]).contains("\"mappings\": []")
 }
 
 /// By force, within the limit and with that exit status; returns the report.

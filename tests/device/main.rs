@@ -15,6 +15,7 @@ mod fixture;
 mod force;
 mod host;
 mod lifecycle;
+mod outage;
 mod peers;
 mod readonly;
 mod resize;
@@ -53,6 +54,7 @@ fn trials() -> Vec<Trial> {
         readonly::trials(),
         force::trials(),
         upgrade::trials(),
+        outage::trials(),
     ]
     .into_iter()
     .flatten()

@@ -30,7 +30,8 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 const KILLS: u32 = 3;
-const PERIOD: Duration = Duration::from_secs(6);
+/// Between kills: a worker that dies more often is a crash loop, whose repairs wait on purpose.
+const PERIOD: Duration = Duration::from_secs(9);
 /// How long a forced detach may take before it counts as hanging.
 const PATIENCE: Duration = Duration::from_secs(30);
 const MOUNT: &str = "/mnt/peers";

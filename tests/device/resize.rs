@@ -11,6 +11,7 @@ use crate::trial;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("resize_twenty_times_under_verified_load", twenty_times),
+        trial("resize_of_a_volume_with_tight_limits", with_limits),
         trial("resize_of_ext4_under_load", || grows_online("ext4", ["64M", "128M", "192M"])),
         trial("resize_of_xfs_under_load", || grows_online("xfs", ["320M", "512M", "640M"])),
         trial("resize_follows_growth_at_the_backend", follows),
@@ -75,6 +76,37 @@ fn twenty_times() {
     took_ms.sort_unstable();
     println!("figures: resize under load, ms: median {}, worst {}", took_ms[10], took_ms[19]);
     cleat_ok(&["unmap", "grow"]);
+}
+
+/// The kernel waits for what the limits hold back, with a lock that all devices share: they are lifted
+/// for the moment.
+fn with_limits() {
+    let _node = Node::start();
+    let image = Image::new("slow", "64M");
+    let device = cleat_ok(&["map", &image.uri(), "--name", "slow", "--iops", "4"]);
+    let load = Load::start(&format!(
+        "--filename={device} --direct=1 --ioengine=libaio --iodepth=64 --size=48M"
+    ));
+    let written = || {
+        let text = cleat_ok(&["stats", "slow", "--total", "-o", "json"]);
+        let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        stats["volumes"][0]["counters"]["write"]["count"].as_u64().expect("a number")
+    };
+    while written() < 8 {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    // 64 requests at 4 a second would take 16 s.
+    let began = Instant::now();
+    cleat_ok(&["resize", "slow", "128M"]);
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    assert_eq!(size_of(&device), 128 << 20);
+    let before = written();
+    std::thread::sleep(Duration::from_secs(5));
+    let since = written() - before;
+    assert!((5..=40).contains(&since), "{since} writes in 5 s at 4 a second");
+    cleat_ok(&["set", "slow", "--iops", "0"]);
+    load.stop();
+    cleat_ok(&["unmap", "slow"]);
 }
 
 fn grows_online(filesystem: &str, sizes: [&str; 3]) {

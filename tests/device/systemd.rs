@@ -31,9 +31,13 @@ fn unit() {
     assert!(shell("systemctl show cleat -p NFileDescriptorStore").contains('='));
     shell("umount /mnt/unit");
     cleat_ok(&["unmap", "unit"]);
+    // With fields of their own.
+    let entries = "journalctl -t cleat -o json MAPPING=unit";
+    assert!(shell(&format!("{entries} | grep -c '\"MESSAGE\":\"mapped\"'")) == "1");
     assert!(
-        shell("journalctl -u cleat -o cat | wc -l").parse::<u32>().is_ok_and(|lines| lines > 0)
+        shell(&format!("{entries} --output-fields=TARGET,PRIORITY | head -1")).contains("cleat::")
     );
+    a_journald_that_hangs();
     shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
 }
 
@@ -53,4 +57,25 @@ fn reload() {
     // Nothing to do, and no harm.
     shell("systemctl reload-or-restart cleat");
     assert_eq!(pid(), before);
+}
+
+/// Its queue fills up and stays full; nothing of ours waits for it, and what is lost is counted.
+fn a_journald_that_hangs() {
+    shell("systemctl kill -s STOP --kill-who=main systemd-journald");
+    // More lines than the queue has room for (net.unix.max_dgram_qlen), in a bounded time.
+    let loud = "for i in $(seq 3000); do echo MESSAGE=x; echo; done";
+    shell(&format!("({loud}) | timeout 5 logger --journald || true"));
+    let began = std::time::Instant::now();
+    while dropped() == 0 {
+        cleat_ok(&["map", "mem:16M", "--name", "silent", "--timeout", "20s"]);
+        cleat_ok(&["unmap", "silent", "--timeout", "20s"]);
+        assert!(began.elapsed() < crate::fixture::PATIENCE, "nothing is lost");
+    }
+    shell("systemctl kill -s CONT --kill-who=main systemd-journald");
+}
+
+fn dropped() -> u64 {
+    let metrics = cleat_ok(&["metrics"]);
+    let line = metrics.lines().find_map(|line| line.strip_prefix("cleat_log_lines_dropped_total "));
+    line.expect("it is counted").parse().expect("a number")
 }

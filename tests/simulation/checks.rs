@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::clock;
 use crate::disks::SECTORS;
+use crate::lives::Calm;
 use crate::scenario::{Lasting, Volume};
 use crate::world::{World, cleat_devices};
 
@@ -36,6 +37,12 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     kernel.set_module(true);
     for device in kernel.show() {
         kernel.set_holders(device.index, Vec::new());
+    }
+    // Where a full disk was, there is room again.
+    for entry in std::fs::read_dir(world.records()).into_iter().flatten().flatten() {
+        if entry.path().extension().is_some_and(|extension| extension == "tmp") {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
     let mut state = world.state();
     state.quirks.clear();
@@ -132,11 +139,15 @@ pub(crate) fn after_failed_map(
 
 /// `unmap` has said that nothing is left.
 pub(crate) fn after_unmap(world: &World, id: &str) {
+    if cleat_devices(world.kernel()).iter().any(|d| is_of(d, id)) {
+        world.violation(format!("{id} was unmapped and has a device"));
+    }
+    nothing_but_a_device(world, id);
+}
+
+fn nothing_but_a_device(world: &World, id: &str) {
     world.state().gone.insert(id.to_owned());
     let left = |what: &str| world.violation(format!("{id} was unmapped and has {what}"));
-    if cleat_devices(world.kernel()).iter().any(|d| is_of(d, id)) {
-        left("a device");
-    }
     if records(world).iter().any(|(known, _)| known == id) {
         left("a record");
     }
@@ -149,6 +160,17 @@ pub(crate) fn after_unmap(world: &World, id: &str) {
     }
 }
 
+/// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
+pub(crate) fn after_force(world: &World, id: &str) {
+    let held = |device: &Device| world.kernel().is_severed(device.index);
+    let all = cleat_devices(world.kernel());
+    let left: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
+    if left.iter().any(|device| !held(device)) {
+        world.violation(format!("{id} was unmapped by force and has {left:?}"));
+    }
+    nothing_but_a_device(world, id);
+}
+
 fn is_of(device: &Device, id: &str) -> bool {
     device.identity().is_some_and(|identity| identity.mapping_id() == id)
 }
@@ -157,7 +179,7 @@ fn is_of(device: &Device, id: &str) -> bool {
 pub(crate) async fn at_the_end(
     world: &World,
     volumes: &[Volume],
-    lasting: Option<Lasting>,
+    Calm { lasting, by_force }: Calm,
     executor: &Arc<Executor>,
 ) {
     let lasting_name = |wanted: fn(&Lasting) -> Option<usize>| {
@@ -185,6 +207,9 @@ pub(crate) async fn at_the_end(
     }
     compare(world);
     everything_is_known(world, executor).await;
+    if by_force {
+        force_everything_down(world, executor).await;
+    }
     calm_down(world, volumes, None);
     take_everything_down(world, executor).await;
     if !world.state().workers.is_empty() {
@@ -218,6 +243,9 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
     }
     for writes in [!view.record.options.read_only, false] {
         for sector in 0..SECTORS {
+            if world.is_busy_elsewhere(id, sector) {
+                continue;
+            }
             let until = Instant::now() + IO_LIMIT;
             let ticket = loop {
                 if let Some(ticket) = world.submit(device, sector, writes) {
@@ -233,7 +261,7 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
                 if Instant::now() > until {
                     return Err(format!("I/O to sector {sector} does not end"));
                 }
-                sleep(Duration::from_millis(200)).await;
+                sleep(Duration::from_millis(1)).await;
             }
             if world.state().model.done == before {
                 return Err(format!("I/O to sector {sector} fails"));
@@ -338,6 +366,27 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     }
 }
 
+/// From whatever state it is in, and with whatever is wrong, force leads to nothing in time.
+async fn force_everything_down(world: &World, executor: &Arc<Executor>) {
+    for volume in executor.register().all() {
+        let (name, id) = (volume.name.clone(), volume.mapping_id.clone());
+        // What cannot be killed in time, or belongs to another mapping, is not waited for.
+        let excused = {
+            let state = world.state();
+            let lingers = |w: &crate::workers::Worker| !w.quirks.linger.is_zero();
+            let uri = volume.view().record.uri;
+            let claims = state.disks.get(&uri).map(|disk| disk.claims.as_slice());
+            state.workers.values().any(lingers)
+                || claims.unwrap_or_default().iter().any(|claim| claim.mapping_id != id)
+        };
+        if !crate::lives::force(world.clone(), Arc::clone(executor), name.clone()).await && !excused
+        {
+            let state = volume.view().state;
+            world.violation(format!("{name}, {state:?}, cannot be unmapped by force"));
+        }
+    }
+}
+
 /// From whatever state it is in, an unmap leads to nothing.
 async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
     for volume in executor.register().all() {
@@ -366,9 +415,13 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
         let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
         let worker = worker.map(|worker| (worker.id.pid, worker.fenced));
         if world.kernel().live_links(device.index) == 0 || worker.is_some_and(|w| w.1) {
-            // What its page cache holds can go nowhere: only force takes it down.
-            world.kernel().vanish(device.index);
+            // What its page cache holds can go nowhere: only force takes it down. Which process its
+            // worker is, nothing in this world tells a supervisor.
             worker.into_iter().for_each(|(pid, _)| state.end(pid));
+            drop(state);
+            if !crate::lives::force(world.clone(), Arc::clone(executor), path.clone()).await {
+                world.violation(format!("the orphan {path} cannot be unmapped by force"));
+            }
             continue;
         }
         drop(state);

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,8 @@ pub(crate) struct Connection {
     running: VecDeque<Running>,
     /// Nothing more will come.
     at_end: bool,
+    /// Answers everything with an error.
+    fails: bool,
     /// The kernel has disconnected.
     pub(crate) said_goodbye: bool,
     /// Counts the connection as long as it lives.
@@ -30,6 +32,8 @@ pub(crate) struct Connection {
 }
 
 struct Running {
+    /// Nobody waits for it any more.
+    is_answered: bool,
     due: Instant,
     header: RequestHeader,
     payload: Vec<u8>,
@@ -42,6 +46,7 @@ impl Connection {
             inbox: Vec::new(),
             running: VecDeque::new(),
             at_end: false,
+            fails: false,
             said_goodbye: false,
             recorder,
         }
@@ -52,9 +57,35 @@ impl Connection {
         self.at_end && self.running.is_empty()
     }
 
+    /// Answers everything with an error from now on, or no longer. Says how many requests are at the
+    /// backend all the same.
+    pub(crate) fn fail_all(&mut self, fail: bool) -> u32 {
+        self.fails = fail;
+        let waiting = self.running.iter_mut().filter(|running| fail && !running.is_answered);
+        let cookies: Vec<u64> = waiting
+            .map(|running| {
+                running.is_answered = true;
+                running.header.cookie
+            })
+            .collect();
+        cookies.into_iter().for_each(|cookie| self.refuse(cookie));
+        u32::try_from(self.running.len()).unwrap_or(u32::MAX)
+    }
+
+    fn refuse(&mut self, cookie: u64) {
+        let reply = simple_reply(cookie, Err(IoError::Shutdown));
+        // A kernel that has gone gets no reply.
+        let _ = self.socket.as_mut().map(|socket| socket.write_all(&reply));
+    }
+
     pub(crate) fn close(&mut self) {
         self.socket = None;
         self.running.clear();
+    }
+
+    /// What it reads from, while something may come.
+    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_ref().filter(|_| !self.at_end).map(AsFd::as_fd)
     }
 
     pub(crate) fn next_due(&self) -> Option<Instant> {
@@ -75,7 +106,7 @@ impl Connection {
             moved = true;
             let (result, data) =
                 around.execute(disk, epoch, fenced, &running.header, &running.payload);
-            if alive {
+            if alive && !running.is_answered {
                 let mut reply = simple_reply(running.header.cookie, result).to_vec();
                 reply.extend(data);
                 // A kernel that has gone gets no reply.
@@ -117,7 +148,12 @@ impl Connection {
                 (self.at_end, self.said_goodbye) = (true, true);
                 break;
             }
-            self.running.push_back(Running { due: around.now + latency, header, payload });
+            let due = around.now + latency;
+            if self.fails {
+                self.refuse(header.cookie);
+            } else {
+                self.running.push_back(Running { is_answered: false, due, header, payload });
+            }
         }
         true
     }

@@ -52,7 +52,7 @@ impl Disk {
 #[derive(Debug, Default)]
 pub(crate) struct Model {
     volumes: BTreeMap<String, BTreeMap<u64, Sector>>,
-    running: BTreeMap<Ticket, (String, u64, Asked)>,
+    running: BTreeMap<Ticket, Running>,
     stamps: u64,
     /// Requests that have succeeded.
     pub(crate) done: u64,
@@ -65,6 +65,14 @@ struct Sector {
     /// Writes since then whose end is not known: each may have been carried out or not.
     doubtful: Vec<u64>,
     busy: bool,
+}
+
+#[derive(Debug)]
+struct Running {
+    key: String,
+    sector: u64,
+    mapping_id: String,
+    asked: Asked,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -83,23 +91,32 @@ impl Model {
         Some(self.stamps)
     }
 
-    /// A write is under way.
-    pub(crate) fn writing(&mut self, ticket: Ticket, key: &str, sector: u64, stamp: u64) {
-        let known = self.sector(key, sector);
-        known.doubtful.push(stamp);
-        known.busy = true;
-        self.running.insert(ticket, (key.to_owned(), sector, Asked::Write(stamp)));
+    /// Whether it is another mapping's request that is under way.
+    pub(crate) fn is_busy_elsewhere(&self, key: &str, sector: u64, mapping_id: &str) -> bool {
+        let same = |running: &&Running| running.key == key && running.sector == sector;
+        self.running.values().find(same).is_some_and(|running| running.mapping_id != mapping_id)
     }
 
-    /// A read is under way.
-    pub(crate) fn reading(&mut self, ticket: Ticket, key: &str, sector: u64) {
-        self.sector(key, sector).busy = true;
-        self.running.insert(ticket, (key.to_owned(), sector, Asked::Read));
+    /// A mapping's request is under way: a write with its number, or a read.
+    pub(crate) fn begin(
+        &mut self,
+        ticket: Ticket,
+        (key, sector, mapping_id): (&str, u64, &str),
+        stamp: Option<u64>,
+    ) {
+        let known = self.sector(key, sector);
+        known.busy = true;
+        known.doubtful.extend(stamp);
+        let asked = stamp.map_or(Asked::Read, Asked::Write);
+        let (key, mapping_id) = (key.to_owned(), mapping_id.to_owned());
+        self.running.insert(ticket, Running { key, sector, mapping_id, asked });
     }
 
     /// A request has ended. The error says what its user could not have expected.
     pub(crate) fn ended(&mut self, ticket: Ticket, read: Option<&[u8]>) -> Result<(), String> {
-        let Some((key, number, asked)) = self.running.remove(&ticket) else { return Ok(()) };
+        let Some(Running { key, sector: number, asked, .. }) = self.running.remove(&ticket) else {
+            return Ok(());
+        };
         let sector = self.sector(&key, number);
         sector.busy = false;
         let Some(bytes) = read else { return Ok(()) };

@@ -14,7 +14,7 @@ use cleat::control::offload::simulation;
 use cleat::control::random::Random;
 use cleat::control::volume::View;
 use cleat::error::{Error, ErrorKind};
-use cleat::kernel::Holder;
+use cleat::kernel::{Holder, Unmount};
 use cleat::policy;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -28,7 +28,7 @@ use crate::world::{SimLauncher, World};
 const LIFE_LIMIT: Duration = Duration::from_secs(3600);
 
 /// For everything that is wrong to be put right, once nothing new happens.
-const CALM: Duration = Duration::from_secs(150);
+const CALM: Duration = Duration::from_secs(100);
 
 /// Runs a scenario. What went wrong, if anything did.
 pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
@@ -43,7 +43,8 @@ pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
         tracing::debug!(nth, end = ?life.end, "LIFE");
         let player = Player { world: world.clone(), volumes: &scenario.volumes };
         let dice = Dice::new(seed ^ 0x5eed ^ (nth as u64) << 32);
-        lead(&player, life, (boot, dice), stays.then_some(scenario.lasting));
+        let end = Calm { lasting: scenario.lasting, by_force: scenario.by_force };
+        lead(&player, life, (boot, dice), stays.then_some(end));
         if world.violations().is_empty() && !stays {
             for op in &life.between {
                 tracing::debug!(?op, "BETWEEN");
@@ -56,22 +57,25 @@ pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
         let quiet = Life { steps: Vec::new(), end: End::Crash, between: Vec::new(), blind: false };
         tracing::debug!("LIFE to the end");
         let player = Player { world: world.clone(), volumes: &scenario.volumes };
-        lead(&player, &quiet, (boot, Dice::new(seed)), Some(scenario.lasting));
+        let end = Calm { lasting: scenario.lasting, by_force: scenario.by_force };
+        lead(&player, &quiet, (boot, Dice::new(seed)), Some(end));
     }
     world.violations()
 }
 
+/// How it all ends.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Calm {
+    pub(crate) lasting: Option<Lasting>,
+    pub(crate) by_force: bool,
+}
+
 /// One life of a supervisor. `to_the_end`: all becomes calm then, and is looked at.
-fn lead(
-    player: &Player<'_>,
-    life: &Life,
-    (boot, dice): (u64, Dice),
-    to_the_end: Option<Option<Lasting>>,
-) {
+fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end: Option<Calm>) {
     let world = &player.world;
     world.state().blind = life.blind;
     if life.steps.is_empty() {
-        checks::calm_down(world, player.volumes, to_the_end.flatten());
+        checks::calm_down(world, player.volumes, to_the_end.and_then(|end| end.lasting));
     }
     let end = if to_the_end.is_some() { End::Crash } else { life.end };
     simulation::install(Some(gate(world, end, dice)));
@@ -96,13 +100,7 @@ fn lead(
     world.bury_supervisor();
 }
 
-async fn live(
-    player: &Player<'_>,
-    life: &Life,
-    boot: u64,
-    end: End,
-    to_the_end: Option<Option<Lasting>>,
-) {
+async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end: Option<Calm>) {
     let world = &player.world;
     let passed = AtomicU64::new(0);
     let halting = world.clone();
@@ -131,13 +129,13 @@ async fn live(
         tracing::debug!(?op, "STEP");
         player.happen(op, node.executor()).await;
     }
-    if let Some(lasting) = to_the_end {
+    if let Some(calm) = to_the_end {
         if !life.steps.is_empty() {
-            checks::calm_down(world, player.volumes, lasting);
+            checks::calm_down(world, player.volumes, calm.lasting);
         }
         world.state().blind = false;
         sleep(CALM).await;
-        checks::at_the_end(world, player.volumes, lasting, node.executor()).await;
+        checks::at_the_end(world, player.volumes, calm, node.executor()).await;
     } else if life.end == End::Shutdown {
         node.shutdown().await;
     }
@@ -214,6 +212,10 @@ impl Player<'_> {
             Op::Resize(at, size) => {
                 tokio::spawn(resize(world.clone(), executor, name(*at), *size));
             }
+            Op::Force(at) => {
+                let name = name(*at).to_owned();
+                tokio::spawn(force(world.clone(), executor, name));
+            }
             Op::SetPolicy(at, change) => {
                 let deadline = Instant::now() + Duration::from_secs(30);
                 let (name, change, world) = (name(*at), *change, world.clone());
@@ -280,7 +282,7 @@ impl Player<'_> {
             }),
             Op::Reboot => self.reboot(),
             Op::Pass(time) => self.pass(*time),
-            Op::Map(..) | Op::Unmap(..) | Op::Resize(..) | Op::SetPolicy(..) => {}
+            Op::Map(..) | Op::Unmap(..) | Op::Resize(..) | Op::SetPolicy(..) | Op::Force(..) => {}
         }
     }
 
@@ -373,6 +375,20 @@ async fn unmap(world: World, executor: Arc<Executor>, target: String) {
     if let (Ok(_), Some(volume)) = (&result, volume) {
         checks::after_unmap(&world, &volume.mapping_id);
     }
+}
+
+/// A forced unmap with its usual deadline. Says whether it reached its end.
+pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let volume = executor.register().get(&target);
+    let result = executor.force(&target, Unmount::All, deadline).await;
+    tracing::debug!(target, result = ?result.as_ref().map_err(Error::report), "FORCED");
+    late(&world, "a forced unmap", deadline, Duration::from_millis(700));
+    let forced = matches!(result, Ok(Some(_)));
+    if let (true, Some(volume)) = (forced, volume) {
+        checks::after_force(&world, &volume.mapping_id);
+    }
+    forced
 }
 
 async fn resize(world: World, executor: Arc<Executor>, name: &'static str, wanted: NewSize) {

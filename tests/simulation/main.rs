@@ -86,7 +86,8 @@ fn what_once_failed_does_not_fail_again() {
 fn a_seed_replays() {
     for seed in 0..20 {
         let (first, again) = (trace::record(|| run(seed)).1, trace::record(|| run(seed)).1);
-        assert_eq!(first, again, "seed {seed}");
+        let differs = first.lines().zip(again.lines()).find(|(one, other)| one != other);
+        assert_eq!((differs, first.len()), (None, again.len()), "seed {seed}");
     }
 }
 

@@ -21,6 +21,8 @@ pub(crate) struct Scenario {
     pub(crate) lasting: Option<Lasting>,
     /// Whether the last supervisor lives to the end, or a fresh one follows.
     pub(crate) fresh: bool,
+    /// Whether everything is taken down by force in the end, with what is wrong still wrong.
+    pub(crate) by_force: bool,
 }
 
 /// A volume and how it is mapped.
@@ -70,6 +72,7 @@ pub(crate) enum Op {
     Unmap(usize, By),
     Resize(usize, NewSize),
     SetPolicy(usize, policy::Change),
+    Force(usize),
     Write(usize, u64),
     Read(usize, u64),
     Kill(usize),
@@ -145,7 +148,8 @@ impl Dice {
         let at = usize::try_from(self.below(count as u64)).unwrap_or(0);
         let lasting = [Lasting::Stopped(at), Lasting::Gone(at), Lasting::Held(at)];
         let lasting = self.one_in(4).then(|| self.pick(&lasting));
-        Scenario { volumes, faults_per_mille, lives, lasting, fresh: !self.one_in(3) }
+        let (fresh, by_force) = (!self.one_in(3), self.one_in(3));
+        Scenario { volumes, faults_per_mille, lives, lasting, fresh, by_force }
     }
 
     fn volume(&mut self, at: usize) -> Volume {
@@ -187,7 +191,8 @@ impl Dice {
         let sector = self.below(crate::disks::SECTORS);
         match self.below(60) {
             0..=7 => Op::Map(at, self.pick(&[1, 5, 30, 60])),
-            8..=12 => Op::Unmap(at, self.pick(&[By::Name, By::Name, By::Uri, By::Device])),
+            8 => Op::Force(at),
+            9..=12 => Op::Unmap(at, self.pick(&[By::Name, By::Name, By::Uri, By::Device])),
             13 | 14 => {
                 let bytes = self.pick(&[0, 1 << 15, 1 << 16, 1 << 17, (1 << 17) + 512, 100]);
                 Op::Resize(at, NewSize { bytes, shrink: self.one_in(4) })
@@ -205,6 +210,7 @@ impl Dice {
             47 => Op::Vanish(at),
             48 | 49 => Op::KillLinks(at),
             50 => Op::LoseEvents(self.one_in(2)),
+            51 if self.one_in(2) => Op::Force(at),
             51 => Op::Hold(at),
             52 => Op::Release(at),
             53 => Op::Module(!self.one_in(3)),

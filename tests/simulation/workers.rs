@@ -89,6 +89,7 @@ pub(crate) struct Worker {
     answers: u32,
     mute: bool,
     served: bool,
+    fails_io: bool,
     disconnecting: bool,
     told_fenced: bool,
     told_outage: bool,
@@ -142,6 +143,7 @@ impl Worker {
             answers: 0,
             mute: false,
             served: false,
+            fails_io: false,
             disconnecting: false,
             told_fenced: false,
             told_outage: false,
@@ -189,6 +191,14 @@ impl Worker {
         self.listener = None;
         self.strangers.clear();
         self.connections.iter_mut().for_each(Connection::close);
+    }
+
+    /// Everything that it reads from.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let hears = !self.mute && self.opens_at.is_none() && self.dying.is_none();
+        let channel = self.channel.iter().chain(&self.strangers).map(AsFd::as_fd);
+        let own = channel.chain(self.listener.iter().map(AsFd::as_fd)).filter(move |_| hears);
+        own.chain(self.connections.iter().filter_map(Connection::descriptor))
     }
 
     /// Lets go of the channel, as a broken one.
@@ -396,7 +406,9 @@ impl Worker {
                 for socket in descriptors {
                     set_nonblocking(&socket);
                     let recorder = self.recorder();
-                    self.connections.push(Connection::new(socket, recorder));
+                    let mut connection = Connection::new(socket, recorder);
+                    connection.fail_all(self.fails_io);
+                    self.connections.push(connection);
                 }
                 FromWorker::Serving
             }
@@ -409,6 +421,14 @@ impl Worker {
                 self.look(around)
             }
             ToWorker::Ping | ToWorker::SetPolicy(_) => FromWorker::Done,
+            ToWorker::FailIo { fail } => {
+                self.fails_io = fail;
+                let failed = self.connections.iter_mut().map(|c| c.fail_all(fail));
+                match (fail, failed.sum()) {
+                    (true, at_backend) => FromWorker::IoFails { at_backend },
+                    (false, _) => FromWorker::Done,
+                }
+            }
             other => refusal(ErrorKind::Unsupported, format!("{other:?}")),
         };
         if self.answer(&reply) { Turn::Moved } else { Turn::Ends }

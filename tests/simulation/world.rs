@@ -15,6 +15,7 @@ use cleat::error::{Error, ErrorKind, Result};
 use cleat::kernel::Device;
 use cleat::kernel::sim::{Io, Script, SimKernel};
 use cleat::worker::protocol::Start;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::Notify;
 
@@ -30,6 +31,8 @@ struct Shared {
     kernel: SimKernel,
     directory: tempfile::TempDir,
     state: Mutex<State>,
+    /// Something may have changed since the last turn.
+    touched: AtomicBool,
     crash: Notify,
     crashed: AtomicBool,
 }
@@ -85,6 +88,7 @@ impl World {
             kernel: SimKernel::new(script),
             directory: directory.expect("a directory can be made"),
             state: Mutex::default(),
+            touched: AtomicBool::new(true),
             crash: Notify::new(),
             crashed: AtomicBool::new(false),
         }));
@@ -108,7 +112,13 @@ impl World {
         self.0.directory.path().join("state/mappings")
     }
 
+    /// What there is. Whoever changes something has everything get its turn.
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        self.0.touched.store(true, Ordering::Relaxed);
+        self.look()
+    }
+
+    fn look(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -144,7 +154,7 @@ impl World {
 
     /// When something happens by itself, from now.
     pub(crate) fn next_due(&self) -> Option<Duration> {
-        let state = self.state();
+        let state = self.look();
         let hung = |worker: &Worker| state.disks.get(&worker.disk).is_some_and(|disk| disk.hung);
         let due = state.workers.values().filter_map(|worker| worker.next_due(hung(worker))).min();
         due.map(|due| due.saturating_duration_since(clock::now()))
@@ -152,17 +162,20 @@ impl World {
 
     /// Moves everything on as far as it goes now. Says whether anything moved.
     pub(crate) fn turn(&self) -> bool {
+        if !self.0.touched.swap(false, Ordering::Relaxed) && self.is_quiet() {
+            return false;
+        }
         let mut moved = self.kernel().turn();
         for done in self.kernel().completions() {
             let read = done.result.as_ref().ok().map(Vec::as_slice);
-            let ended = self.state().model.ended(done.ticket, read);
+            let ended = self.look().model.ended(done.ticket, read);
             if let Err(error) = ended {
                 self.violation(error);
             }
         }
-        let pids: Vec<u32> = self.state().workers.keys().copied().collect();
+        let pids: Vec<u32> = self.look().workers.keys().copied().collect();
         for pid in pids {
-            let mut state = self.state();
+            let mut state = self.look();
             match state.with(pid, self.records(), |worker, around| worker.turn(around)) {
                 Some(Turn::Ends) => {
                     state.end(pid);
@@ -175,9 +188,23 @@ impl World {
         moved
     }
 
+    /// Whether nobody would do anything.
+    fn is_quiet(&self) -> bool {
+        if self.kernel().has_requests() || self.next_due().is_some_and(|due| due.is_zero()) {
+            return false;
+        }
+        let state = self.look();
+        let running = state.workers.values().filter(|worker| !worker.stopped);
+        let mut set: Vec<PollFd<'_>> = running
+            .flat_map(Worker::descriptors)
+            .map(|descriptor| PollFd::new(descriptor, PollFlags::POLLIN))
+            .collect();
+        set.is_empty() || poll(&mut set, PollTimeout::ZERO).is_ok_and(|ready| ready == 0)
+    }
+
     /// Gives the far ends of the kernel's connections a turn, and nothing else.
     fn serve(&self) -> bool {
-        let mut state = self.state();
+        let mut state = self.look();
         let pids: Vec<u32> = state.workers.keys().copied().collect();
         let mut moved = false;
         for pid in pids {
@@ -223,17 +250,26 @@ impl World {
         let key = state.key_of(identity.mapping_id())?;
         let stamp = state.model.next_stamp(&key, sector)?;
         let offset = sector * SECTOR;
-        if !writes {
-            let length = u32::try_from(SECTOR).unwrap_or(0);
-            let ticket = self.kernel().submit(device.index, Io::Read { offset, length }).ok()?;
-            state.model.reading(ticket, &key, sector);
-            return Some(ticket);
-        }
-        let mut data = stamp.to_le_bytes().to_vec();
-        data.resize(usize::try_from(SECTOR).unwrap_or(0), 0);
-        let ticket = self.kernel().submit(device.index, Io::Write { offset, data }).ok()?;
-        state.model.writing(ticket, &key, sector, stamp);
+        let length = u32::try_from(SECTOR).unwrap_or(0);
+        let io = match writes {
+            false => Io::Read { offset, length },
+            true => {
+                let mut data = stamp.to_le_bytes().to_vec();
+                data.resize(length as usize, 0);
+                Io::Write { offset, data }
+            }
+        };
+        let ticket = self.kernel().submit(device.index, io).ok()?;
+        let whose = (key.as_str(), sector, identity.mapping_id());
+        state.model.begin(ticket, whose, writes.then_some(stamp));
         Some(ticket)
+    }
+
+    /// Whether a sector has a request of another mapping, which need not end.
+    pub(crate) fn is_busy_elsewhere(&self, id: &str, sector: u64) -> bool {
+        let state = self.state();
+        let key = state.key_of(id).unwrap_or_default();
+        state.model.is_busy_elsewhere(&key, sector, id)
     }
 }
 

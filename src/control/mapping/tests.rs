@@ -101,6 +101,8 @@ impl World {
             announced: self.announced,
             failures: self.failures,
             history: String::new(),
+            overdue: false,
+            refusing: false,
             growth_waits: false,
         }
     }
@@ -147,6 +149,7 @@ impl World {
             // Kept, when it says how.
             Action::Renounce if record.intent != Intent::Mapped => {}
             Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
+            Action::Refuse { .. } => unreachable!("the model has no time"),
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
@@ -548,6 +551,8 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         announced: true,
         failures: 0,
         history: String::new(),
+        overdue: false,
+        refusing: false,
         growth_waits: false,
     };
     let actions = plan(&record, &observed).actions;
@@ -567,6 +572,8 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
         announced: true,
         failures: 0,
+        overdue: false,
+        refusing: false,
         growth_waits: false,
         history: String::new(),
     };
@@ -598,6 +605,8 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
             announced: true,
             failures: MAX_FAILURES,
             history: String::new(),
+            overdue: false,
+            refusing: false,
             growth_waits,
         };
         let plan = plan(record, &observed);
@@ -613,4 +622,44 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
         let actions = grows(&record, size, connections, false);
         assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
     }
+}
+
+#[test]
+fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
+    let mut record = record(2, true);
+    record.established = true;
+    let mut observed = Observed {
+        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        worker: SeenWorker::Gone,
+        predecessor: SeenWorker::Gone,
+        taken: None,
+        holders: Vec::new(),
+        announced: true,
+        failures: MAX_FAILURES,
+        history: "worker 7 was killed by SIGKILL".into(),
+        overdue: false,
+        refusing: false,
+        growth_waits: false,
+    };
+    let refuse = Action::Refuse { index: 3, connections: 2 };
+    let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
+        Plan { state: State::Failed(trouble), actions } => (trouble.message, actions),
+        other => panic!("{other:?}"),
+    };
+    let (message, actions) = failed(&record, &observed);
+    assert!(message.contains("SIGKILL") && message.contains("waited for 60 s"), "{message}");
+    assert_eq!(actions, []);
+    observed.overdue = true;
+    assert_eq!(failed(&record, &observed).1, [refuse]);
+    observed.refusing = true;
+    let (message, actions) = failed(&record, &observed);
+    assert!(message.ends_with("its I/O fails"), "{message}");
+    assert_eq!(actions, []);
+    // Who asks for another attempt gets one; memory that is lost gets none, and waits no longer.
+    observed.failures = 0;
+    let actions = plan(&record, &observed).actions;
+    assert_eq!(actions, [Action::StartWorker, Action::Reconnect { index: 3, missing: 2 }]);
+    record.volume.as_mut().unwrap().outlives_worker = false;
+    observed.refusing = false;
+    assert_eq!(failed(&record, &observed).1, [refuse]);
 }

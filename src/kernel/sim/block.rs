@@ -78,6 +78,11 @@ impl SimKernel {
         Ok(ticket)
     }
 
+    /// Whether requests are under way.
+    pub fn has_requests(&self) -> bool {
+        !self.state().requests.is_empty()
+    }
+
     /// Moves every request on as far as it goes. Says whether anything moved.
     pub fn turn(&self) -> bool {
         let mut state = self.state();

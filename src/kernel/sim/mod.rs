@@ -175,6 +175,13 @@ impl SimKernel {
         self.touched();
     }
 
+    /// Whether a device is disconnected, and configured only for those who hold it.
+    pub fn is_severed(&self, index: DeviceIndex) -> bool {
+        let state = self.state();
+        let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
+        config.is_some_and(|config| config.disconnected)
+    }
+
     /// Every device, whatever goes wrong.
     pub fn show(&self) -> Vec<Device> {
         self.state().devices.iter().map(|(index, device)| device.show(*index)).collect()

@@ -153,7 +153,7 @@ impl Up {
     /// What a user types to be rid of it. nbd-client knows nothing of mounts.
     pub(crate) fn detach_script(&self, mounted: Option<&str>) -> String {
         if self.setup == Setup::Cleat {
-            return format!("./cleat unmap {} --force --deadline 5s || test $? = 5", self.name);
+            return format!("./cleat unmap {} --force --deadline 5s || test $? = 22", self.name);
         }
         let unmount = mounted.map(|path| format!("umount -l {path}; ")).unwrap_or_default();
         format!("{unmount}nbd-client -d {}", self.device)
