@@ -120,7 +120,7 @@ fn daemon() {
     }
     // What does not run takes nobody's place.
     shell(
-        "printf '#!/bin/sh\\nexit 1\\n' > cleat.next; chmod +x cleat.next; mv cleat cleat.good; mv cleat.next cleat",
+        "printf '#!/bin/sh\\nexit 1\\n' > cleat.next; chmod +x cleat.next; cp cleat cleat.good; mv cleat.next cleat",
     );
     let output = std::process::Command::new("./cleat.good")
         .args(["upgrade", "-o", "json"])
