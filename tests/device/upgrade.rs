@@ -93,12 +93,11 @@ fn under_fio(ext4: bool) {
 }
 
 /// Puts another file of the same program in its place, as a package manager does.
-fn replace_binary(with: &str) {
-    shell(&format!("cp {with} cleat.next; mv cleat.next cleat"));
+fn replace_binary() {
+    shell("cp cleat cleat.next; mv cleat.next cleat");
 }
 
 fn daemon() {
-    shell("cp cleat cleat.kept");
     let node = Node::start();
     let image = Image::new("daemon", "64M");
     let device = cleat_ok(&["map", &image.uri(), "--name", "up"]);
@@ -107,7 +106,7 @@ fn daemon() {
     let began = executable();
     // There and back.
     for round in 0..2 {
-        replace_binary("cleat.kept");
+        replace_binary();
         assert!(executable().to_string_lossy().ends_with("(deleted)"));
         let before = worker("up");
         shell(&format!("head -c 1M /dev/urandom > /mnt/up/{round}; sync -f /mnt/up"));
@@ -130,10 +129,8 @@ fn daemon() {
     assert_eq!(output.status.code(), Some(9), "{}", String::from_utf8_lossy(&output.stderr));
     let upgraded: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(upgraded["daemon"]["outcome"], "failed", "{upgraded}");
-    replace_binary("cleat.kept");
-    shell("umount /mnt/up");
+    shell("mv cleat.good cleat; umount /mnt/up");
     cleat_ok(&["unmap", "up"]);
-    shell("rm -f cleat.kept cleat.good");
 }
 
 fn memory() {
