@@ -18,7 +18,7 @@ Examples:
 /// List the mappings of this node
 ///
 /// Devices that carry cleat's identity but that the daemon has no record of are listed in the state
-/// `orphan`.
+/// `orphan`, as are those that were unmapped by force and are still held: `-o json` names by whom.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "list", after_long_help = EXAMPLES)]
 pub(super) struct Ls {}

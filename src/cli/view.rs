@@ -50,7 +50,7 @@ pub(super) struct Mapping {
     pub mapping_id: Option<String>,
     pub generation: u64,
     pub mapped_at_s: Option<u64>,
-    /// Filled by `status TARGET` only.
+    /// Filled by `status TARGET`, and by `ls` for orphans.
     pub holders: Vec<Holder>,
 }
 

@@ -152,7 +152,8 @@ impl Executor {
         match action {
             Action::FailIo => self.fail_io(guard, deadline).await,
             Action::Detach(index, unmount) => {
-                let patience = match guard.worker.as_ref().is_some_and(|w| !w.has_ended()) {
+                let served = guard.worker.as_ref().is_some_and(|worker| !worker.has_ended());
+                let patience = match served || guard.refusing.is_some() {
                     true => DETACH_LIMIT,
                     false => DETACH_LIMIT_UNSERVED,
                 };

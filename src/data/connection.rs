@@ -44,9 +44,6 @@ const OWN_ENTRIES: u32 = 8;
 /// Bytes of replies that a socket is asked to take before a send has to wait for the peer.
 const SEND_BUFFER_LEN: usize = 1 << 20;
 
-/// How long a request that has arrived may have to wait for the end of a send that stalls.
-const SEND_PATIENCE: Duration = Duration::from_micros(100);
-
 /// Payload memory that an idle connection keeps, in bytes, and how long it takes to be idle.
 const IDLE_KEEP: usize = 256 << 10;
 const IDLE_AFTER: Duration = Duration::from_secs(1);
@@ -216,21 +213,35 @@ impl Connection {
             let armed = self.ring.timeout(IDLE_AFTER, TRIM);
             self.trim_armed = armed.then(|| self.pool.taken_count());
         }
-        // A send mostly ends within the enter. Where nothing waits for its end, that alone is no
-        // reason to wake up; the limit is for the send that does not end.
         if sending && self.hungry && self.ending.is_none() {
-            self.ring.submit_and_wait_for(2, SEND_PATIENCE)?;
-        } else if let Some(due_ns) = self.due_ns() {
-            let left_ns = due_ns.saturating_sub(self.elapsed_ns());
-            self.ring.submit_and_wait_for(1, Duration::from_nanos(left_ns))?;
-        } else {
-            self.ring.submit_and_wait()?;
+            // A send mostly ends within the enter, and a receive for which bytes are there. The first
+            // alone is no reason to go round; and to wait for a second one with a time limit costs
+            // more than a second enter, since the limit is a timer that must be set.
+            self.ring.submit()?;
+            if self.reap() || self.outbound.has_rest() || self.ending.is_some() {
+                return Ok(());
+            }
         }
+        match self.due_ns() {
+            Some(due_ns) => {
+                let left_ns = due_ns.saturating_sub(self.elapsed_ns());
+                self.ring.submit_and_wait_for(1, Duration::from_nanos(left_ns))?;
+            }
+            None => self.ring.submit_and_wait()?,
+        }
+        self.reap();
+        Ok(())
+    }
+
+    /// Takes what has completed. Returns whether there was more than the end of a send.
+    fn reap(&mut self) -> bool {
         self.now_ns = self.elapsed_ns();
+        let mut more = false;
         while let Some(completion) = self.ring.next() {
+            more |= completion.token != SEND;
             self.complete(completion);
         }
-        Ok(())
+        more
     }
 
     /// When there is something to do though nothing completes: what waits for the backend or for the

@@ -36,6 +36,11 @@ impl Outbound {
         self.queued == 0 && self.spare.is_some()
     }
 
+    /// Whether a send ended short and has to go on.
+    pub(super) fn has_rest(&self) -> bool {
+        self.rest.is_some()
+    }
+
     /// Queues a reply without payload.
     pub(super) fn push(&mut self, header: &[u8]) {
         if !self.broken {

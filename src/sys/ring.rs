@@ -277,6 +277,14 @@ impl Ring {
         self.push(entry, Owned::Nothing, token).is_ok()
     }
 
+    /// Hands over what was pushed, and waits for nothing. What can end at once, ends in here.
+    ///
+    /// # Errors
+    /// As [`Ring::submit_and_wait`].
+    pub fn submit(&mut self) -> io::Result<()> {
+        entered(self.uring.submit())
+    }
+
     /// Hands over what was pushed and waits until at least one operation has completed.
     ///
     /// # Errors
@@ -286,8 +294,7 @@ impl Ring {
         entered(self.uring.submit_and_wait(1))
     }
 
-    /// As [`Ring::submit_and_wait`], for `completions`, but no longer than `limit`: saves an enter
-    /// where one of them is expected at once and is not worth waking up for.
+    /// As [`Ring::submit_and_wait`], for `completions`, but no longer than `limit`.
     ///
     /// # Errors
     /// As [`Ring::submit_and_wait`].

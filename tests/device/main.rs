@@ -20,6 +20,7 @@ mod peers;
 mod readonly;
 mod resize;
 mod systemd;
+mod upgrade;
 mod verify;
 
 use libtest_mimic::{Arguments, Trial};
@@ -53,6 +54,7 @@ fn trials() -> Vec<Trial> {
         readonly::trials(),
         force::trials(),
         outage::trials(),
+        upgrade::trials(),
     ]
     .into_iter()
     .flatten()

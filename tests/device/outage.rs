@@ -151,7 +151,7 @@ fn crash_loop() {
             let pid = now["worker_pid"].as_u64().unwrap_or(0);
             if pid != 0 && pid != last {
                 signal(
-                    if pid % 2 == 0 { "ABRT" } else { "KILL" },
+                    if pid.is_multiple_of(2) { "ABRT" } else { "KILL" },
                     u32::try_from(pid).expect("pid"),
                 );
                 last = pid;

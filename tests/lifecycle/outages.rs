@@ -114,6 +114,7 @@ fn a_backend_that_does_not_let_a_worker_in_is_waited_for() {
     std::fs::rename(&here, &away).unwrap();
     machine.volume("a");
     let claimed = File::options().write(true).open(&here).unwrap();
+    #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
     let lock = libc::flock {
         l_type: libc::F_WRLCK as i16,
         l_whence: libc::SEEK_SET as i16,

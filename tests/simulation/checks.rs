@@ -162,7 +162,10 @@ fn nothing_but_a_device(world: &World, id: &str) {
 
 /// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
 pub(crate) fn after_force(world: &World, id: &str) {
-    let held = |device: &Device| world.kernel().is_severed(device.index);
+    // One whose CONNECT was under way came too late, and nobody serves it; it is listed as an orphan.
+    let held = |device: &Device| {
+        world.kernel().is_severed(device.index) || world.kernel().live_links(device.index) == 0
+    };
     let all = cleat_devices(world.kernel());
     let left: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     if left.iter().any(|device| !held(device)) {
@@ -411,20 +414,20 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
     for (device, _) in orphans {
         let path = format!("/dev/nbd{}", device.index);
         let id = device.identity().map(|id| id.mapping_id().to_owned());
-        let mut state = world.state();
-        let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
-        let worker = worker.map(|worker| (worker.id.pid, worker.fenced));
+        let worker = {
+            let state = world.state();
+            let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
+            worker.map(|worker| (worker.id.pid, worker.fenced))
+        };
         if world.kernel().live_links(device.index) == 0 || worker.is_some_and(|w| w.1) {
             // What its page cache holds can go nowhere: only force takes it down. Which process its
             // worker is, nothing in this world tells a supervisor.
-            worker.into_iter().for_each(|(pid, _)| state.end(pid));
-            drop(state);
+            worker.into_iter().for_each(|(pid, _)| world.state().end(pid));
             if !crate::lives::force(world.clone(), Arc::clone(executor), path.clone()).await {
                 world.violation(format!("the orphan {path} cannot be unmapped by force"));
             }
             continue;
         }
-        drop(state);
         if let Err(error) = executor.unmap(&path, Instant::now() + UNMAP_LIMIT).await {
             world.violation(format!("the orphan {path} cannot be unmapped: {}", error.report()));
         }

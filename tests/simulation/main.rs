@@ -4,7 +4,7 @@
 //!
 //! A seed that fails prints its scenario and what happened. `CLEAT_SIM_SEED=n` runs one again, with
 //! all its events; `CLEAT_SIM_SEEDS=from..to` runs others than the ones that every run takes.
-#![allow(clippy::unwrap_used, reason = "a test")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test, which prints what failed")]
 
 mod checks;
 mod clock;
@@ -38,6 +38,7 @@ fn every_seed_ends_well() {
         assert!(failures.is_empty(), "seed {seed}: {failures:#?}");
         return;
     }
+    a_seed_replays();
     let seeds = seeds();
     let next = AtomicU64::new(seeds.start);
     let failed = Mutex::new(Vec::new());
@@ -82,7 +83,7 @@ fn what_once_failed_does_not_fail_again() {
 }
 
 /// The same seed is the same run: what a failure prints can be run again.
-#[test]
+/// Before the others run: who records what happens, records it for all threads.
 fn a_seed_replays() {
     for seed in 0..20 {
         let (first, again) = (trace::record(|| run(seed)).1, trace::record(|| run(seed)).1);

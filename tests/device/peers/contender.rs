@@ -103,7 +103,7 @@ impl Contender {
             )
         } else {
             let make = format!(
-                "nbdkit -U /tmp/{OTHER}.sock -P /tmp/{OTHER}.pid file {image}
+                "rm -f /tmp/{OTHER}.sock; nbdkit -U /tmp/{OTHER}.sock -P /tmp/{OTHER}.pid file {image}
                  nbd-client -unix /tmp/{OTHER}.sock /dev/nbd1 -b 4096 {}",
                 self.setup.options()
             );
@@ -111,7 +111,7 @@ impl Contender {
             (make, "/dev/nbd1".to_owned(), end)
         };
         let script = format!(
-            "set -e; rm -f {image}; truncate -s 16M {image}; {make}; sleep 0.5; device={device}
+            "set -e; rm -f {image} /tmp/{OTHER}.pid; truncate -s 16M {image}; {make}; sleep 0.5; device={device}
                  dd if=/dev/urandom of=$device bs=64k count=8 oflag=direct
                  dd if=$device of=/dev/null bs=64k count=8 iflag=direct; {end}"
         );
