@@ -86,6 +86,22 @@ fn a_policy_of_failing_answers_at_once_and_the_end_is_noticed_without_requests()
 }
 
 #[test]
+fn a_connection_at_rest_asks_its_backend_for_nothing() {
+    let bench = Bench::new(policy(OnOutage::Fail, 0, 0), 1);
+    let mut client = bench.connect();
+    bench.flaky.down.store(true, Ordering::SeqCst);
+    client.write(1, 0, &[1; 512]);
+    client.expect(1, Err(IoError::Broken));
+    bench.server.hand_over(Duration::from_secs(5)).unwrap();
+    let attempts = bench.flaky.attempts.load(Ordering::SeqCst);
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(bench.flaky.attempts.load(Ordering::SeqCst), attempts);
+    bench.flaky.down.store(false, Ordering::SeqCst);
+    bench.server.resume();
+    bench.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
+}
+
+#[test]
 fn patience_ends_for_what_waits_and_what_comes_later() {
     let limit = Duration::from_millis(700);
     let bench = Bench::new(policy(OnOutage::QueueFor(limit), 0, 0), 1);

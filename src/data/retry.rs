@@ -202,7 +202,8 @@ impl Connection {
     fn probe(&mut self) {
         let length = u64::from(self.image.block_sizes().minimum);
         let buffer = usize::try_from(length).ok().and_then(|length| self.pool.take(length));
-        if self.slab.len() > 0 || buffer.is_none() {
+        // Of a connection that rests the volume may be somebody else's.
+        if self.slab.len() > 0 || buffer.is_none() || self.is_pausing() {
             buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
             return self.retries.arm(self.now_ns);
         }

@@ -57,9 +57,10 @@ impl Session {
             let message = "there is nothing to hand over, or not to an older worker";
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
-        let waiting = self.page.snapshot().queued;
-        if waiting > 0 {
-            let message = format!("{waiting} requests wait for a backend that is out of reach");
+        let seen = self.page.snapshot();
+        if seen.queued > 0 || seen.outage_since_ns != 0 {
+            let message =
+                format!("{} requests wait for a backend that is out of reach", seen.queued);
             return Err(Error::new(ErrorKind::Unavailable, message)
                 .with_repair("hand the volume over when its backend is there again"));
         }
