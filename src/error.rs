@@ -35,7 +35,9 @@ pub enum ErrorKind {
     NoSpace,
     /// Somebody else owns the volume now.
     Fenced,
-    /// Something failed that should not have: I/O, a kernel answer, a defect.
+    /// Something failed that should not have: I/O, a kernel answer, a defect. Also what a process of a
+    /// newer build calls otherwise.
+    #[serde(other)]
     Internal,
 }
 

@@ -582,6 +582,8 @@ impl Reader {
                 self.flags.size.store(size, Ordering::Release);
                 self.tell(format!("the volume has {size} bytes now"));
             }
+            // The worker is of a newer build.
+            Ok(Some((FromWorker::Unknown, _))) => {}
             Ok(Some(reply)) => {
                 if let FromWorker::Size { size } = reply.0 {
                     self.flags.size.store(size, Ordering::Release);

@@ -6,7 +6,9 @@
 //! `control_socket`. The newest connection is the one in charge.
 //!
 //! Old and new builds speak to each other: fields are only added, with defaults, and unknown ones are
-//! ignored; a command that a worker does not know it refuses by name.
+//! ignored; a command that a worker does not know it refuses by name; what a newer worker says by
+//! itself an older supervisor passes over. So no command is ever answered by an event that is younger
+//! than it.
 
 use serde::{Deserialize, Serialize};
 
@@ -166,6 +168,9 @@ pub enum FromWorker {
     // Sizes.
     /// By itself: the volume has another size at the backend, in bytes.
     SizeChanged { size: u64 },
+    /// Of a newer build. Never sent.
+    #[serde(other)]
+    Unknown,
 }
 
 /// An outage of the backend.
@@ -225,3 +230,21 @@ pub struct Failure {
 
 /// The statistics page's number of operations, fixed by the protocol's version.
 pub const STATISTICS_OPS: usize = Op::ALL.len();
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    #[test]
+    fn what_a_newer_worker_says_is_no_nonsense() {
+        let event = r#"{"event":"warmed_up","by":{"degrees":3},"of":[1]}"#;
+        assert_eq!(serde_json::from_str::<FromWorker>(event).unwrap(), FromWorker::Unknown);
+        let event = r#"{"event":"failed","kind":"rate_limited","message":"m","repair":null,"x":1}"#;
+        let FromWorker::Failed(failure) = serde_json::from_str(event).unwrap() else {
+            panic!("another event")
+        };
+        assert_eq!((failure.kind, failure.message.as_str()), (ErrorKind::Internal, "m"));
+        assert!(serde_json::from_str::<FromWorker>(r#"{"size":3}"#).is_err());
+    }
+}
