@@ -143,7 +143,12 @@ impl Executor {
             // At once: nobody serves. Where the new one was faster all the same, the old one ends.
             let until = Instant::now() + ANSWER_LIMIT;
             let _ = old.call(ToWorker::Resume, Vec::new(), until).await;
-            return Err(error);
+            let page = guard.statistics.as_ref();
+            if !page.is_some_and(|page| page.was_taken(guard.record.generation)) {
+                return Err(error);
+            }
+            tracing::warn!(mapping = guard.record.name, "taken over late: {}", error.report());
+            return Ok(began.elapsed());
         }
         Ok(pause)
     }

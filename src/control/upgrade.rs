@@ -156,15 +156,22 @@ impl Executor {
         if !force && !binary.is_empty() && runs == Some(&binary) {
             return Ok(None);
         }
+        guard.refusal = None;
         let passed = self.hand_over(&mut guard, deadline).await;
         // What lasts, and not what another attempt may change.
         let refusal = passed.as_ref().err().filter(|error| error.kind() == ErrorKind::Unsupported);
-        guard.refusal = refusal.map(|error| {
+        if let Some(error) = refusal {
             let why = error.report();
-            format!("its worker stays until it is unmapped, and cannot be handed over: {why}")
-        });
-        let message = guard.refusal.clone().unwrap_or_default();
-        self.publish(volume, |view| view.message = message);
+            let message =
+                format!("its worker stays until it is unmapped, and cannot be handed over: {why}");
+            guard.refusal = Some(message.clone());
+            self.publish(volume, |view| {
+                // Of one that fails it is of more use to know why.
+                if view.state == State::Mapped {
+                    view.message = message;
+                }
+            });
+        }
         passed.map(Some)
     }
 }
