@@ -9,8 +9,9 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
 
-/// The most descriptors that one packet may carry.
-pub const MAX_DESCRIPTORS: usize = 64;
+/// The most descriptors that one packet may carry: those of every connection that a worker can have, or
+/// of every piece of a volume in memory, and a few more.
+pub const MAX_DESCRIPTORS: usize = 128;
 
 /// SCM_MAX_FD of the kernel: what a packet can carry at all. With room for all of them nothing is
 /// cut off, so that every descriptor that arrives is known and can be closed.
