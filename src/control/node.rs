@@ -98,11 +98,12 @@ pub fn run(config: &Config) -> Result<()> {
 async fn run_until_told(config: &Config) -> Result<()> {
     // From the first moment on: their default would end the daemon half started.
     let mut signals = Signals::new()?;
+    restart::reap_left();
     let mut node = start_patiently(config, Duration::ZERO).await?;
     while let Some(path) = attend(&node, &mut signals).await {
         let now = sd_notify::NotifyState::monotonic_usec_now();
         let now = now.map_err(|error| Error::from_io("cannot read the clock", error))?;
-        notify(&[sd_notify::NotifyState::Reloading, now]);
+        notify(&[sd_notify::NotifyState::Reloading, now, sd_notify::NotifyState::Watchdog]);
         tracing::info!(executable = %path.display(), "going on as another build");
         node.end(false).await;
         // What was held is closed by it: locks, sockets, the control API's and those to workers.
@@ -223,7 +224,10 @@ impl Node {
         });
         // Before recovery, so that nothing is missed between the look and the watch.
         let kernel_events = kernel_events(&executor);
+        notify(&[sd_notify::NotifyState::Watchdog]);
         executor.recover().await?;
+        // After a restart in place the service manager's watchdog goes on, and each of the two may last.
+        notify(&[sd_notify::NotifyState::Watchdog]);
         if let Err(error) = executor.clear_orphans(Instant::now() + Duration::from_secs(20)).await {
             executor.found(format!("cannot look for leftovers: {}", error.report()));
         }

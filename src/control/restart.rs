@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+
 use crate::error::{Error, Result};
 use crate::worker::version::binary_id;
 
@@ -61,6 +63,13 @@ pub(super) fn become_other(path: &Path) -> Error {
     let name = arguments.next().unwrap_or_else(|| path.into());
     let error = Command::new(path).arg0(name).args(arguments).exec();
     Error::from_io(format!("cannot go on as {}", path.display()), error)
+}
+
+/// Takes the exit status of every child that has ended: of an executable before this one, in the same
+/// process. To be called before there are children of this one.
+pub(super) fn reap_left() {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
+    while waitid(Id::All, flags).is_ok_and(|status| status != WaitStatus::StillAlive) {}
 }
 
 /// Where the executable was: the kernel marks one whose file has been replaced (proc_pid_exe(5)).
