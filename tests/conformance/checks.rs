@@ -1,10 +1,11 @@
 //! The contract of `backend`, one promise a check.
 
-use cleat::backend::OpenOptions;
 use cleat::backend::uri::VolumeUri;
+use cleat::backend::{Image, OpenOptions, inherit, open};
+use cleat::error::ErrorKind;
 use cleat::request::{Flags, IoError, Op};
 
-use crate::lane::{Job, Local, Volume, job, write};
+use crate::lane::{Job, Lane, Local, LocalLane, Volume, job, write};
 
 /// Bytes that tell where and when they were written.
 pub fn pattern(seed: u64, length: u64) -> Vec<u8> {
@@ -178,4 +179,47 @@ pub fn read_only(uri: &VolumeUri) {
     let read = volume.lane().read(PIECE, PIECE);
     assert!(if keeps { read == data } else { read.iter().all(|byte| *byte == 0) });
     assert!(volume.resize(volume.size() * 2).is_err());
+}
+
+/// As from one process to the next: the volume is never without a claim, and nothing is lost.
+pub fn changes_hands(uri: &VolumeUri) {
+    let options = OpenOptions::default();
+    let successor = |image: &dyn Image| inherit(uri, &options, image.bequeath().unwrap()).unwrap();
+    let put = |image: &dyn Image, at: u64| {
+        let lane: &mut dyn Lane = &mut LocalLane::new(image, 64);
+        lane.one(write(at * PIECE, &pattern(at, PIECE)));
+    };
+    let holds = |image: &dyn Image, pieces: u64| {
+        let lane: &mut dyn Lane = &mut LocalLane::new(image, 64);
+        for at in 0..pieces {
+            assert!(lane.read(at * PIECE, PIECE) == pattern(at, PIECE), "piece {at}");
+        }
+    };
+    let mut old = open(uri, &options).unwrap_or_else(|error| panic!("{}", error.report()));
+    let keeps = old.features().outlives_worker;
+    put(&*old, 0);
+    for round in 0..2 {
+        let new = successor(&*old);
+        assert_eq!((new.size(), new.features()), (old.size(), old.features()));
+        assert_eq!(new.block_sizes(), old.block_sizes());
+        // It serves on, and goes on when it does not come to it.
+        put(&*old, 1);
+        old.let_go().unwrap();
+        old.take_back().unwrap();
+        put(&*old, 2);
+        let legacy = old.let_go().unwrap();
+        new.succeed(&legacy).unwrap();
+        old = new;
+        if keeps {
+            let second = open(uri, &options).err().map(|error| error.kind());
+            assert_eq!(second, Some(ErrorKind::InUse), "round {round}");
+        }
+        holds(&*old, 3 + round);
+        put(&*old, 3 + round);
+    }
+    holds(&*old, 5);
+    drop(old);
+    if keeps {
+        holds(&*open(uri, &options).unwrap(), 5);
+    }
 }

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-use cleat::backend::{OpenOptions, open};
+use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, IoError, Op};
 
@@ -287,4 +287,37 @@ mod fault {
         assert!(first.contains(&true) && first.contains(&false));
         assert_eq!(first, run());
     }
+}
+
+#[test]
+fn a_successor_knows_that_a_sync_has_failed() {
+    let uri = Place::file(places::disk(), "").uri(1 << 20);
+    let options = OpenOptions::default();
+    let mut image = open(&uri, &options).unwrap();
+    let mut legacy = Legacy { sync_failed: true, ..image.let_go().unwrap() };
+    for _ in 0..2 {
+        let next = inherit(&uri, &options, image.bequeath().unwrap()).unwrap();
+        next.succeed(&legacy).unwrap();
+        let lane: &mut dyn Lane = &mut LocalLane::new(&*next, 64);
+        lane.one(write(0, &pattern(1, 4096)));
+        assert_eq!(lane.try_one(job(Op::Flush, 0, 0)), Err(IoError::Broken));
+        legacy = next.let_go().unwrap();
+        assert!(legacy.sync_failed);
+        image = next;
+    }
+}
+
+#[test]
+fn what_is_inherited_must_be_what_was_asked_for() {
+    let place = Place::file(places::disk(), "");
+    let uri = place.uri(1 << 20);
+    let image = open(&uri, &OpenOptions::default()).unwrap();
+    let refused = |uri: &str, read_only: bool| {
+        let options = OpenOptions { read_only };
+        let inherited = inherit(&uri.parse().unwrap(), &options, image.bequeath().unwrap());
+        assert_eq!(inherited.err().map(|error| error.kind()), Some(ErrorKind::InvalidArgument));
+    };
+    refused(&uri.to_string(), true);
+    refused(&format!("{uri}?direct=true"), false);
+    refused("mem:1M", false);
 }

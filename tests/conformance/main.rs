@@ -75,6 +75,16 @@ macro_rules! suite {
             }
 
             #[test]
+            fn changes_hands() {
+                let place: Place = $place;
+                if place.needs_root() && !root() {
+                    places::note(concat!(stringify!($name), ": left out, needs root"));
+                    return;
+                }
+                checks::changes_hands(&place.uri(places::SIZE));
+            }
+
+            #[test]
             fn a_read_only_volume_says_so_and_keeps_its_content() {
                 let place: Place = $place;
                 if place.needs_root() && !root() {
