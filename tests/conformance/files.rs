@@ -291,7 +291,8 @@ mod fault {
 
 #[test]
 fn a_successor_knows_that_a_sync_has_failed() {
-    let uri = Place::file(places::disk(), "").uri(1 << 20);
+    let place = Place::file(places::disk(), "");
+    let uri = place.uri(1 << 20);
     let options = OpenOptions::default();
     let mut image = open(&uri, &options).unwrap();
     let mut legacy = Legacy { sync_failed: true, ..image.let_go().unwrap() };
