@@ -149,7 +149,7 @@ pub fn growing_keeps_the_content(volume: &dyn Volume) {
     lane.one(write(old - PIECE, &data));
     if let Err(error) = volume.resize(old + (1 << 20)) {
         // Not every backend can; it then says so, with a way out, and nothing has changed.
-        assert_eq!(error.kind(), cleat::error::ErrorKind::Unsupported, "{}", error.report());
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{}", error.report());
         assert!(error.repair().is_some());
         assert_eq!(volume.size(), old);
         return;
