@@ -184,6 +184,7 @@ impl Config {
         let place = path.unwrap_or(Path::new(DEFAULT_PATH));
         let failed = |error| {
             Error::from_io(format!("cannot read the configuration {}", place.display()), error)
+                .with_repair("make it readable; without --config, none is needed")
         };
         let text = match read(place) {
             Err(error) if path.is_none() && error.kind() == std::io::ErrorKind::NotFound => {

@@ -123,8 +123,8 @@ impl FromStr for OnOutage {
         };
         let shown: String = text.chars().take(40).collect();
         let limit = limit.and_then(|limit| humantime::parse_duration(limit).ok());
-        let limit =
-            limit.ok_or_else(|| wrong(format!("{shown:?} says not what to do in an outage")))?;
+        let limit = limit
+            .ok_or_else(|| wrong(format!("{shown:?} does not say what to do in an outage")))?;
         // Whole milliseconds, so that the text loses nothing.
         let limit = Duration::from_millis(u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
         if !(Duration::from_millis(1)..=MAX_PATIENCE).contains(&limit) {
@@ -155,14 +155,17 @@ impl RateLimits {
     /// `InvalidArgument`.
     pub fn check(self) -> Result<Self> {
         let Self { iops, bytes_per_s } = self;
-        let invalid = |message| Err(Error::new(ErrorKind::InvalidArgument, message));
+        let invalid = |message| {
+            Err(Error::new(ErrorKind::InvalidArgument, message)
+                .with_repair("give another limit, or 0 for none"))
+        };
         if iops > MAX_IOPS {
             return invalid(format!("a limit of {iops} requests per second is above {MAX_IOPS}"));
         }
         if bytes_per_s != 0 && !(MIN_BYTES_PER_S..=MAX_BYTES_PER_S).contains(&bytes_per_s) {
             return invalid(format!(
-                "a limit of {bytes_per_s} bytes per second: at least {MIN_BYTES_PER_S}, at most \
-                 {MAX_BYTES_PER_S}, or 0 for none"
+                "a limit of {bytes_per_s} bytes per second does not lie between {MIN_BYTES_PER_S} \
+                 and {MAX_BYTES_PER_S}"
             ));
         }
         Ok(self)

@@ -82,4 +82,12 @@ mod tests {
         codes.dedup();
         assert_eq!(codes.len(), TABLE.len());
     }
+
+    #[test]
+    fn the_readme_has_every_code() {
+        let readme = include_str!("../../README.md");
+        for (code, meaning) in TABLE {
+            assert!(readme.contains(&format!("| {code} | {meaning} |")), "{code}");
+        }
+    }
 }

@@ -147,6 +147,9 @@ unmap      {target, was_mapped, remaining_holders, steps: [{step, took_ms, note}
            device_left, unproven}; all but the first two are for --force
 status     {version, pid, started_at_s, checks, mappings}
 doctor     {worst, checks: [{name, verdict, finding, repair}]}
+upgrade    {daemon: part | null, volumes: [part]}
+  part     {name, outcome, from_version, to_version, paused_us, message, repair}
+  outcome  restarted, handed_over, current, failed
 stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_flight, errors,
            counters: {OPERATION: {count, bytes, errors, total_ns, latency_buckets, latency}},
            rates: {OPERATION: {iops, bytes_per_s, errors_per_s, mean_latency_us, latency}}}]}
@@ -155,6 +158,7 @@ errors     {error: {kind, message, repair, exit_code}}, on stderr";
 
 fn cannot_write(path: &Path, error: io::Error) -> Error {
     Error::from_io(format!("{} cannot be written", path.display()), error)
+        .with_repair("name another directory, or write to it as root")
 }
 
 fn not_rendered(error: io::Error) -> Error {

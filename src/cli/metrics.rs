@@ -1,6 +1,6 @@
 //! `cleat metrics`: what Prometheus would get.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind as Io, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -50,9 +50,24 @@ pub(super) fn run(globals: &Globals, args: Metrics) -> Result<()> {
     let socket = globals.socket.as_deref().unwrap_or(Path::new(DEFAULT_SOCKET));
     let beside = || socket.with_file_name("metrics.sock").to_string_lossy().into_owned();
     let endpoint = args.endpoint.unwrap_or_else(beside);
-    let failed = |error| {
-        Error::from_io(format!("no metrics from {endpoint}"), error)
-            .with_repair("see metrics.listen in the daemon's configuration; is it running?")
+    let failed = |error: std::io::Error| {
+        let message = format!("no metrics from {endpoint}");
+        let (kind, repair) = match error.kind() {
+            Io::InvalidInput => (
+                ErrorKind::InvalidArgument,
+                "write the path of a socket with a '/', or an address as 127.0.0.1:9599",
+            ),
+            Io::NotFound | Io::ConnectionRefused => (
+                ErrorKind::Unavailable,
+                "is the daemon running? where it serves metrics, metrics.listen in its \
+                 configuration says",
+            ),
+            _ => {
+                return Error::from_io(message, error)
+                    .with_repair("run it as root, or see metrics.socket_mode in cleat.toml");
+            }
+        };
+        Error::new(kind, message).with_source(error).with_repair(repair)
     };
     let answer = match endpoint.contains('/') {
         true => over_unix(Path::new(&endpoint)),

@@ -227,10 +227,14 @@ mod tests {
     }
 
     #[test]
-    fn every_visible_command_teaches_with_examples() {
+    fn every_visible_command_teaches_with_examples_and_is_in_the_readme() {
+        let readme = include_str!("../../README.md");
         for command in Cli::command().get_subcommands() {
+            let name = command.get_name();
             let help = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-            assert!(help.starts_with("Examples:\n"), "{} has no examples", command.get_name());
+            assert!(help.starts_with("Examples:\n"), "{name} has no examples");
+            let shown = readme.contains(&format!("`cleat {name}`"));
+            assert!(shown || command.is_hide_set() || name == "fault", "{name} is missing");
         }
     }
 

@@ -34,7 +34,7 @@ pub(super) struct Resize {
     /// The mapping's name, its device or its URI
     target: String,
     /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
-    #[arg(value_parser = new_size)]
+    #[arg(allow_negative_numbers = true, value_parser = new_size)]
     size: Option<u64>,
     /// Allow a smaller size: what lies behind the new end is lost
     #[arg(long)]

@@ -46,12 +46,13 @@ pub(super) struct PolicyArgs {
     #[arg(long, value_name = "POLICY")]
     pub(super) on_outage: Option<OnOutage>,
     /// The most requests per second, flushes not counted; 0: no limit
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=MAX_IOPS))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u64).range(..=MAX_IOPS))]
     pub(super) iops: Option<u64>,
     /// The most bytes read and written per second, such as 100M; 0: no limit
     ///
     /// A tenth of a second's worth may come at once; in the long run the rate is kept exactly.
-    #[arg(long, value_name = "SIZE", value_parser = size_or_zero)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = size_or_zero)]
     pub(super) bps: Option<u64>,
 }
 

@@ -17,7 +17,7 @@ Examples:
   After a new build was put in the old one's place (systemctl reload cleat does the same):
     $ cleat upgrade
     daemon: restarted, 0.1.0 (5c1dcf6) -> 0.2.0 (8ac53d1)
-    data: handed over, paused 12 ms
+    data: handed over, paused 12.3 ms, 0.1.0 (5c1dcf6) -> 0.2.0 (8ac53d1)
 
   One volume first:
     $ cleat upgrade data

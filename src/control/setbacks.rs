@@ -3,7 +3,7 @@
 //! first is given up in the end, the second is waited for as long as the policy says.
 
 use std::collections::VecDeque;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use crate::error::{Error, ErrorKind};
 use crate::policy::OnOutage;
@@ -33,6 +33,8 @@ struct End {
 pub struct Refusal {
     /// Since the first attempt that it refused.
     pub since: SystemTime,
+    /// The same for the policy, as the clock of the day may be set.
+    began: Instant,
     /// The newest reason.
     pub reason: String,
     attempts: u32,
@@ -61,6 +63,7 @@ impl Setbacks {
     /// A worker could not be started.
     pub fn not_started(&mut self, failed: NotStarted) -> Error {
         let NotStarted { error, pid, died } = failed;
+        self.fresh = false;
         if let Some(how) = died {
             self.ended(pid, how.clone());
             let message = format!("{}: it {how}", error.message());
@@ -70,12 +73,14 @@ impl Setbacks {
         // `InUse`: most likely its predecessor's claim, which a request that hangs keeps alive.
         let passes = [ErrorKind::Unavailable, ErrorKind::TimedOut, ErrorKind::InUse];
         if passes.contains(&error.kind()) {
-            let (since, attempts) = self
-                .refusal
-                .as_ref()
-                .map_or((SystemTime::now(), 0), |refusal| (refusal.since, refusal.attempts));
-            let attempts = attempts.saturating_add(1);
-            self.refusal = Some(Refusal { since, reason: error.report(), attempts });
+            let refusal = self.refusal.get_or_insert_with(|| Refusal {
+                since: SystemTime::now(),
+                began: Instant::now(),
+                reason: String::new(),
+                attempts: 0,
+            });
+            refusal.attempts = refusal.attempts.saturating_add(1);
+            refusal.reason = error.report();
             self.fresh = true;
         } else {
             self.refusal = None;
@@ -98,9 +103,7 @@ impl Setbacks {
     /// refused. Otherwise the failure counts.
     pub fn outwait(&mut self, policy: OnOutage) -> Option<u32> {
         let refusal = self.refusal.as_ref().filter(|_| std::mem::take(&mut self.fresh))?;
-        let patient = policy
-            .patience()
-            .is_none_or(|limit| refusal.since.elapsed().is_ok_and(|lasted| lasted < limit));
+        let patient = policy.patience().is_none_or(|limit| refusal.began.elapsed() < limit);
         patient.then_some(refusal.attempts)
     }
 

@@ -23,13 +23,13 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::time::{ClockId, clock_gettime};
 
 use super::End;
 use super::connection::Connection;
 use super::slab::Running;
 use crate::backend::{Outcome, RequestId};
 use crate::request::{Flags, IoError, Op, Request};
+use crate::statistics;
 use crate::sys::buffer::Buffer;
 
 const FIRST_PAUSE_NS: u64 = 100_000_000;
@@ -127,7 +127,8 @@ impl Connection {
         self.retries.arm(now_ns);
         let began = self.retries.boot_since_ns == 0;
         if began {
-            self.retries.boot_since_ns = boot_time_ns();
+            // Zero would mean none.
+            self.retries.boot_since_ns = statistics::boot_now_ns().max(1);
         }
         let keep = keep && now_ns < since_ns.saturating_add(self.rules.patience_ns());
         let answered = if keep {
@@ -229,13 +230,6 @@ impl Connection {
         let Retries { waiting, boot_since_ns, .. } = &self.retries;
         self.recorder.set_outage(waiting.len() as u64, *boot_since_ns);
     }
-}
-
-/// Never zero, which means none.
-fn boot_time_ns() -> u64 {
-    let time = clock_gettime(ClockId::CLOCK_BOOTTIME).map(std::time::Duration::from);
-    let time_ns = time.map_or(0, |time| time.as_nanos());
-    u64::try_from(time_ns).unwrap_or(u64::MAX).max(1)
 }
 
 #[cfg(test)]

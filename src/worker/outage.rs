@@ -3,11 +3,9 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use nix::time::{ClockId, clock_gettime};
-
 use super::protocol::{FromWorker, Outage};
 use crate::backend::Image;
-use crate::statistics::Page;
+use crate::statistics::{Page, boot_now_ns};
 
 /// The longest reason that is passed on, in characters.
 const MAX_REASON: usize = 1024;
@@ -64,8 +62,7 @@ impl Watch {
 
 /// A moment on the boot-time clock in milliseconds since the epoch.
 fn unix_ms(boot_ns: u64) -> u64 {
-    let boot = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default();
-    let age = boot.saturating_sub(Duration::from_nanos(boot_ns));
+    let age = Duration::from_nanos(boot_now_ns().saturating_sub(boot_ns));
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.saturating_sub(age).as_millis()).unwrap_or(u64::MAX)
 }

@@ -29,7 +29,7 @@ use tonic::{Code, Status};
 pub(crate) const SIZE: u64 = 1 << 20;
 
 /// For anything to happen that should.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The machine. What is on it survives the supervisor.
 pub(crate) struct Machine {
@@ -86,12 +86,16 @@ impl Machine {
         self.start_with(None)
     }
 
+    pub(crate) fn start_with(&self, halt: Option<Halt>) -> Supervisor {
+        Self::once_free(|| self.try_start(halt.clone()))
+    }
+
     /// A worker that another test is just starting has, between fork and exec, copies of this
     /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
-    pub(crate) fn start_with(&self, halt: Option<Halt>) -> Supervisor {
+    fn once_free<T>(mut start: impl FnMut() -> cleat::error::Result<T>) -> T {
         let until = Instant::now() + PATIENCE;
         loop {
-            match self.try_start(halt.clone()) {
+            match start() {
                 Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
                     std::thread::sleep(Duration::from_millis(20));
                 }
@@ -126,6 +130,10 @@ impl Machine {
     /// Starts one that crashes at the `nth` point that it passes while it starts. Says where that
     /// was; `None` when it came up before.
     pub(crate) fn crash_while_starting(&self, nth: u64) -> Option<String> {
+        Self::once_free(|| self.try_crash_while_starting(nth))
+    }
+
+    fn try_crash_while_starting(&self, nth: u64) -> cleat::error::Result<Option<String>> {
         let (sender, receiver) = std::sync::mpsc::channel();
         let passed = AtomicU64::new(0);
         let halt: Halt = Arc::new(move |point: &str| {
@@ -141,13 +149,12 @@ impl Machine {
         loop {
             if let Ok(point) = receiver.recv_timeout(Duration::from_millis(20)) {
                 runtime.shutdown_timeout(Duration::from_secs(5));
-                return Some(point);
+                return Ok(Some(point));
             }
             if start.is_finished() {
-                let node = runtime.block_on(start).unwrap().unwrap();
+                let node = runtime.block_on(start).unwrap();
                 runtime.shutdown_timeout(Duration::from_secs(5));
-                drop(node);
-                return None;
+                return node.map(|_| None);
             }
         }
     }
@@ -293,14 +300,15 @@ impl Supervisor {
     }
 
     pub(crate) fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
-        let mut last = None;
-        wait_until(&format!("{target} becomes {state:?}, is {last:?}"), || {
+        let until = Instant::now() + PATIENCE;
+        loop {
             let mapping = self.get(target).unwrap();
-            let there = mapping.state == i32::from(state);
-            last = Some(mapping);
-            there
-        });
-        last.unwrap()
+            if mapping.state() == state {
+                return mapping;
+            }
+            assert!(Instant::now() < until, "{target} does not become {state:?}: {mapping:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }
 
