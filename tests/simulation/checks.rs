@@ -108,6 +108,36 @@ pub(crate) fn after_map(world: &World, view: &View) {
     }
 }
 
+/// The processes of a mapping.
+pub(crate) fn processes(world: &World, id: &str) -> BTreeSet<u64> {
+    let state = world.state();
+    let own = state.workers.values().filter(|worker| worker.mapping_id() == Some(id));
+    own.map(|worker| worker.id.started_ticks).collect()
+}
+
+/// A hand-over has reached its end: those that there were are gone.
+pub(crate) fn after_upgrade(world: &World, name: &str, before: &BTreeSet<u64>) {
+    let state = world.state();
+    let left = |w: &&crate::workers::Worker| before.contains(&w.id.started_ticks);
+    let left: Vec<u32> = state.workers.values().filter(left).map(|w| w.id.pid).collect();
+    drop(state);
+    if !left.is_empty() {
+        world.violation(format!("{name} was handed over and has the workers {left:?} still"));
+    }
+}
+
+/// The names of control sockets.
+fn sockets(world: &World) -> Vec<String> {
+    let directory = world.config().runtime_dir.join("workers");
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// Whose one is.
+fn mapping_of(socket: &str) -> &str {
+    socket.split('.').next().unwrap_or(socket)
+}
+
 /// Devices and workers that are there for a name.
 pub(crate) fn traces(world: &World, name: &str) -> BTreeSet<String> {
     let devices = world.devices_of(name);
@@ -151,7 +181,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
     if records(world).iter().any(|(known, _)| known == id) {
         left("a record");
     }
-    if world.config().runtime_dir.join(format!("workers/{id}.sock")).exists() {
+    if sockets(world).iter().any(|socket| mapping_of(socket) == id) {
         left("a control socket");
     }
     let alive = world.state().workers.values().any(|worker| worker.mapping_id() == Some(id));
@@ -459,16 +489,9 @@ fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     let workers: Vec<u32> = world.state().workers.keys().copied().collect();
     let records = records(world);
     let left = executor.register().all().len();
-    let files = |directory| -> Vec<_> {
-        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-        entries.map(|entry| entry.file_name()).collect()
-    };
-    let mut sockets = files(world.config().runtime_dir.join("workers"));
+    let mut sockets = sockets(world);
     // Of a mapping whose record was lost: until the next start.
-    sockets.retain(|socket| {
-        let id = socket.to_str().and_then(|name| name.strip_suffix(".sock"));
-        !id.is_some_and(|id| world.state().touched.contains(id))
-    });
+    sockets.retain(|socket| !world.state().touched.contains(mapping_of(socket)));
     if !(devices.is_empty() && workers.is_empty() && records.is_empty() && left == 0) {
         world.violation(format!(
             "left at the end: devices {devices:?}, workers {workers:?}, records {records:?}, \
