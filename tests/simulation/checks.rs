@@ -192,10 +192,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
 
 /// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
 pub(crate) fn after_force(world: &World, id: &str) {
-    // One whose CONNECT was under way came too late, and nobody serves it; it is listed as an orphan.
-    let held = |device: &Device| {
-        world.kernel().is_severed(device.index) || world.kernel().live_links(device.index) == 0
-    };
+    let held = |device: &Device| world.kernel().is_severed(device.index);
     let all = cleat_devices(world.kernel());
     let left: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     if left.iter().any(|device| !held(device)) {

@@ -225,13 +225,13 @@ impl Dice {
         };
         let between = (0..self.below(4)).map(|_| self.between(volumes)).collect();
         let blind = self.one_in(16);
-        let strike = self.one_in(4).then(|| self.strike());
+        let strike = self.one_in(3).then(|| self.strike());
         if strike.is_some() {
             // After what there is first of all, so that there is something to hand over.
             let at = self.below(steps.len() as u64 + 1).max(volumes as u64);
             let upgrade = self.upgrade(volumes);
             let at = usize::try_from(at).unwrap_or(0).min(steps.len());
-            steps.insert(at, (self.millis(&[0, 200, 4000]), upgrade));
+            steps.insert(at, (self.millis(&[200, 4000, 4000]), upgrade));
         }
         Life { steps, end, between, blind, strike }
     }
