@@ -46,6 +46,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     }
     let mut state = world.state();
     state.quirks.clear();
+    state.upgrading = None;
     for worker in state.workers.values_mut() {
         worker.calm_down(clock::now());
     }
@@ -236,6 +237,7 @@ pub(crate) async fn at_the_end(
         }
     }
     compare(world);
+    reconnects_are_true(world, executor);
     everything_is_known(world, executor).await;
     if by_force {
         force_everything_down(world, executor).await;
@@ -355,6 +357,18 @@ fn compare(world: &World) {
     let results: Vec<_> = disks.iter().map(|(key, disk)| model.compare(key, disk)).collect();
     drop(state);
     results.into_iter().filter_map(Result::err).for_each(|error| world.violation(error));
+}
+
+/// What is counted as reconnected was: the kernel has taken a connection for each.
+fn reconnects_are_true(world: &World, executor: &Executor) {
+    for volume in executor.register().all() {
+        let counted = volume.statistics().map_or(0, |page| page.reconnects());
+        let replaced = world.kernel().replaced(&volume.view().record.identity());
+        if counted > replaced {
+            let name = &volume.name;
+            world.violation(format!("{name} counts {counted} reconnects; there were {replaced}"));
+        }
+    }
 }
 
 /// Every device, record and process belongs to a mapping that is listed, or is reported.

@@ -115,6 +115,7 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
         }
         if let Some((at, blow, for_a_while)) = strike
             && at == point
+            && halting.is_upgrading()
             && !struck.swap(true, Ordering::Relaxed)
         {
             halting.strike(blow);
@@ -427,7 +428,10 @@ async fn upgrade(world: World, executor: Arc<Executor>, name: &'static str, forc
     let before = id.map(|id| checks::processes(&world, &id)).unwrap_or_default();
     let targets = vec![name.to_owned()];
     let request = UpgradeRequest { targets, workers_only: true, force };
-    let Ok(mut events) = executor.upgrade(request, LIMIT).await else { return };
+    let Ok(mut events) = executor.upgrade(request, LIMIT).await else {
+        world.state().upgrading = None;
+        return;
+    };
     while let Some(Ok(event)) = events.recv().await {
         tracing::debug!(?event, "UPGRADED");
         late(&world, "an upgrade", deadline, Duration::from_secs(20));
@@ -435,6 +439,7 @@ async fn upgrade(world: World, executor: Arc<Executor>, name: &'static str, forc
             checks::after_upgrade(&world, name, &before);
         }
     }
+    world.state().upgrading = None;
 }
 
 async fn resize(world: World, executor: Arc<Executor>, name: &'static str, wanted: NewSize) {

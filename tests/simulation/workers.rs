@@ -468,6 +468,8 @@ impl Worker {
             }
             ToWorker::HandOver { generation, limit_ms } => {
                 match self.hand_over(generation, limit_ms, around) {
+                    // At once, where nothing runs.
+                    Ok(()) if self.mind_pause(around) == Turn::Ends => return Turn::Ends,
                     Ok(()) => return Turn::Moved,
                     Err(refusal) => refusal,
                 }

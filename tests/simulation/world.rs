@@ -156,7 +156,10 @@ impl World {
 
     /// A supervisor has ended: whoever it was the parent of, init reaps.
     pub(crate) fn bury_supervisor(&self) {
-        self.state().zombies.clear();
+        let mut state = self.state();
+        state.zombies.clear();
+        state.upgrading = None;
+        drop(state);
         self.0.crashed.store(false, Ordering::Relaxed);
     }
 
@@ -266,6 +269,11 @@ impl World {
                 stop(new);
             }
         }
+    }
+
+    /// Whether a hand-over has been asked for and has not ended.
+    pub(crate) fn is_upgrading(&self) -> bool {
+        self.look().upgrading.is_some()
     }
 
     /// SIGCONT for those that `strike` has stopped.
