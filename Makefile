@@ -18,6 +18,8 @@ RELEASE = $(TARGET)/release/cleat
 # Tests that need no kernel of their own. `device` boots virtual machines and comes last.
 NATIVE_TESTS = $(filter-out device,$(sort $(basename $(notdir $(wildcard tests/*.rs))) \
 	$(notdir $(patsubst %/main.rs,%,$(wildcard tests/*/main.rs)))))
+# The crates around Ceph's libraries, tested on a cluster that they start themselves.
+FFI = librbd-sys librbd
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
 
 .DEFAULT_GOAL := build
@@ -38,13 +40,14 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 test: lint unit device ## Everything: lint, tests, virtual machines
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
-	$(CARGO) fmt --check
-	$(CARGO) clippy --locked --all-targets --features fault -- -D warnings
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets --features cleat/fault -- -D warnings
 	$(CARGO) clippy --locked --bins -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
 
 unit: deps-test ## Tests that need no kernel of their own
 	$(CARGO) test --locked --features fault --lib --bins $(addprefix --test ,$(NATIVE_TESTS))
+	$(CARGO) test --locked $(addprefix --package ,$(FFI))
 
 device: deps-test ## Tests on /dev/nbdX, in virtual machines
 	$(CARGO) test --release --locked --features fault --test device

@@ -20,9 +20,15 @@ build libc6-dev               headers of the C library
 build make                    runs the Makefile
 build pkg-config              finds libraries
 build libudev-dev             headers of libudev
+test  ceph-common             ceph, rbd: a test cluster is made with them
+test  ceph-mon                the test cluster's monitor
+test  ceph-osd                the test cluster's storage, in memory
 test  e2fsprogs               file systems on test devices
 test  fio                     load generator
 test  libnbd-bin              nbdinfo, nbdcopy, nbdsh: a peer
+test  librados2               what the rbd backend loads
+test  librbd-dev              headers that the declarations are compared to
+test  librbd1                 what the rbd backend loads
 test  mandoc                  checks the manual pages
 test  nbd-client              a peer, and the oldest client of the kernel driver
 test  nbdkit                  a peer
@@ -33,6 +39,7 @@ test  qemu-utils              qemu-nbd, qemu-io, qemu-img: peers
 test  shellcheck              checks the shell scripts
 test  systemd                 systemd-analyze verify
 test  udev                    udevadm verify
+test  valgrind                finds leaks around librbd
 vm    busybox-static          programs of the initramfs
 vm    cpio                    packs the initramfs
 vm    debian-archive-keyring  verifies the image's packages

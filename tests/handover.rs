@@ -14,7 +14,7 @@ use cleat::data::End;
 use cleat::data::handover::Rest;
 use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
 use cleat::data::server::{Event, ExportName, Limits, Server};
-use cleat::error::ErrorKind;
+use cleat::error::{Error, ErrorKind};
 use cleat::statistics::Page;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
@@ -242,6 +242,19 @@ fn what_is_unread_goes_along() {
     assert_eq!(replies(&mut client, &|_| 512, 1), [(7, true, vec![0; 512])]);
 }
 
+/// Until a write's header has been read, its connection comes to rest before it.
+fn attempt_until_refused(relay: &Relay, limit: Duration, may_come: impl Fn() -> bool) -> Error {
+    let until = Instant::now() + LIMIT;
+    while may_come() && Instant::now() < until {
+        match relay.serving.0.hand_over(limit) {
+            Ok(_) => relay.serving.0.resume(),
+            Err(error) => return error,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("the header is never read");
+}
+
 #[test]
 fn a_payload_that_does_not_come_keeps_the_connection_where_it_is() {
     let relay = Relay::new();
@@ -249,8 +262,7 @@ fn a_payload_that_does_not_come_keeps_the_connection_where_it_is() {
     let mut client = relay.connect();
     client.write_all(&request(command::WRITE, 7, 0, 4096)).unwrap();
     client.write_all(&[1; 100]).unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    let error = relay.serving.0.hand_over(Duration::from_millis(200)).unwrap_err();
+    let error = attempt_until_refused(&relay, Duration::from_millis(200), || true);
     assert_eq!(error.kind(), ErrorKind::TimedOut);
     // Both go on: the one that had come to rest as well.
     client.write_all(&[1; 3996]).unwrap();
@@ -266,10 +278,10 @@ fn a_connection_that_ends_meanwhile_ends_the_attempt() {
     let client = relay.connect();
     (&client).write_all(&request(command::WRITE, 7, 0, 4096)).unwrap();
     let closing = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(500));
         drop(client);
     });
-    let error = relay.serving.0.hand_over(LIMIT).unwrap_err();
+    let error = attempt_until_refused(&relay, LIMIT, || !closing.is_finished());
     assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
     closing.join().unwrap();
     other.write_all(&request(command::FLUSH, 8, 0, 0)).unwrap();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::fault;
 use super::file::FileImage;
 use super::mem::MemImage;
+use super::rbd::{self, RbdImage};
 use super::uri::{Spec, VolumeUri};
 use super::{Image, Inheritance};
 use crate::error::Result;
@@ -40,11 +41,26 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
     Ok(match uri.spec() {
         Spec::Mem(spec) => Arc::new(MemImage::create(spec, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::open(spec, options.read_only)?),
+        Spec::Rbd(spec) => Arc::new(RbdImage::open(spec, options.read_only)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
         }
     })
+}
+
+/// Reads what a process may not be able to read any more when it opens `uri`: libraries. Starts no
+/// thread, and touches nothing of the volume.
+///
+/// # Errors
+/// `Unsupported` when a library is missing; the repair names it.
+pub fn prepare(uri: &VolumeUri) -> Result<()> {
+    match uri.spec() {
+        Spec::Mem(_) | Spec::File(_) => Ok(()),
+        Spec::Rbd(_) => rbd::preload(),
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => prepare(&spec.inner),
+    }
 }
 
 /// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.
@@ -60,6 +76,8 @@ pub fn inherit(
     Ok(match uri.spec() {
         Spec::Mem(_) => Arc::new(MemImage::inherit(inheritance, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::inherit(spec, inheritance, options.read_only)?),
+        // Its claim is released and acquired; there is nothing to be passed on.
+        Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options.read_only)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             let inner = inherit(&spec.inner, options, inheritance)?;
@@ -72,6 +90,7 @@ pub fn inherit(
 pub fn confinement(uri: &VolumeUri) -> Confinement {
     match uri.spec() {
         Spec::Mem(_) | Spec::File(_) => Confinement::AfterOpen,
+        Spec::Rbd(spec) => Confinement::BeforeOpen { paths: rbd::files(spec), network: true },
         // Its timer thread starts with the first queue, after the opening.
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => confinement(&spec.inner),

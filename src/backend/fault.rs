@@ -117,6 +117,10 @@ impl Image for FaultImage {
         self.inner.shrink(size)
     }
 
+    fn close(&self) {
+        self.inner.close();
+    }
+
     fn set_fault(&self, plan: &str) -> Result<()> {
         let plan: Plan = plan.parse()?;
         tracing::info!(%plan, "the injected faults were replaced");

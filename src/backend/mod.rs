@@ -27,10 +27,11 @@ mod factory;
 pub mod fault;
 mod file;
 mod mem;
+mod rbd;
 mod succession;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, inherit, open};
+pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare};
 pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;
@@ -176,6 +177,11 @@ pub trait Image: Send + Sync {
         let message = "this volume cannot be made smaller";
         Err(crate::error::Error::new(crate::error::ErrorKind::Unsupported, message))
     }
+
+    /// Lets go of the volume, within seconds: called once at the end, after the queues are gone, by
+    /// whoever serves it. Threads that look at the volume may have it longer, so that its drop comes
+    /// too late, or never. Later calls fail.
+    fn close(&self) {}
 
     /// Replaces the faults that are injected; only the `fault:` backend can.
     ///

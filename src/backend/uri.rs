@@ -5,6 +5,10 @@
 //! file:/absolute/path                   a raw file or a block device
 //!     direct=true|false                 past the page cache (O_DIRECT); default false
 //!     create=SIZE                       make the file, sparse, where it is missing or empty
+//! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
+//!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it says
+//!     id=NAME                           the client, without `client.`; default admin
+//!     config.OPTION=VALUE               an option of Ceph, for this volume
 //! fault:URI                             (feature `fault`) any other, with injected faults
 //!     fault.KEY=VALUE                   see `fault::plan`; other options are the inner volume's
 //! ```
@@ -14,6 +18,7 @@
 //! part of a URI.
 
 mod options;
+mod rbd;
 mod size;
 
 use std::ffi::OsString;
@@ -28,6 +33,7 @@ use crate::error::{Error, ErrorKind, Result};
 use options::{Encoded, decode};
 
 pub(crate) use options::Options;
+pub use rbd::RbdSpec;
 pub use size::{Size, parse_size};
 
 /// The longest URI, in bytes.
@@ -49,6 +55,8 @@ pub enum Spec {
     Mem(MemSpec),
     /// `file:`
     File(FileSpec),
+    /// `rbd:`
+    Rbd(RbdSpec),
     /// `fault:`
     #[cfg(feature = "fault")]
     Fault(FaultSpec),
@@ -93,6 +101,7 @@ impl VolumeUri {
         match &self.0 {
             Spec::Mem(_) => "mem",
             Spec::File(_) => "file",
+            Spec::Rbd(_) => "rbd",
             #[cfg(feature = "fault")]
             Spec::Fault(_) => "fault",
         }
@@ -130,6 +139,7 @@ impl VolumeUri {
         match &self.0 {
             Spec::Mem(spec) => Size(spec.size).to_string(),
             Spec::File(spec) => Encoded(spec.path.as_os_str().as_bytes()).to_string(),
+            Spec::Rbd(spec) => spec.location(),
             #[cfg(feature = "fault")]
             Spec::Fault(spec) => format!("{}:{}", spec.inner.scheme(), spec.inner.location()),
         }
@@ -143,6 +153,7 @@ impl VolumeUri {
                 let create = spec.create.map(|size| ("create".to_owned(), Size(size).to_string()));
                 direct.into_iter().chain(create).collect()
             }
+            Spec::Rbd(spec) => spec.options(),
             #[cfg(feature = "fault")]
             Spec::Fault(spec) => {
                 let mut options = spec.inner.options();
@@ -215,6 +226,7 @@ fn parse(text: &str, options: Options) -> Result<Spec> {
     match scheme {
         "mem" => parse_mem(location, options),
         "file" => parse_file(location, options),
+        "rbd" => RbdSpec::parse(location, options).map(Spec::Rbd),
         #[cfg(feature = "fault")]
         "fault" => parse_fault(location, options),
         #[cfg(not(feature = "fault"))]
@@ -223,11 +235,11 @@ fn parse(text: &str, options: Options) -> Result<Spec> {
             "this binary was built without fault: volumes, which are for tests",
         )
         .with_repair("build it with `cargo build --features fault`")),
-        "rbd" | "s3" | "gs" | "az" | "dir" => Err(Error::new(
+        "s3" | "gs" | "az" | "dir" => Err(Error::new(
             ErrorKind::Unsupported,
             format!("{scheme}: volumes are not supported by this version of cleat"),
         )
-        .with_repair("use file: or mem:")),
+        .with_repair("use file:, rbd: or mem:")),
         _ => Err(invalid(format!("the volume scheme {scheme:?} is unknown")).with_repair(EXAMPLES)),
     }
 }
@@ -279,8 +291,7 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     })
 }
 
-const EXAMPLES: &str =
-    "volumes are written as mem:1G, file:/var/lib/images/a.img or file:/dev/sdb?direct=true";
+const EXAMPLES: &str = "volumes are written as mem:1G, file:/var/lib/images/a.img, file:/dev/sdb?direct=true or rbd:pool/image";
 
 #[cfg(test)]
 mod tests {
@@ -317,7 +328,6 @@ mod tests {
             ("/dev/sdb", ErrorKind::InvalidArgument, "no scheme", "file:/dev/sdb"),
             ("disk", ErrorKind::InvalidArgument, "no scheme", "mem:1G"),
             ("nfs:/x", ErrorKind::InvalidArgument, "\"nfs\" is unknown", "mem:1G"),
-            ("rbd:pool/image", ErrorKind::Unsupported, "rbd:", "file:"),
             ("s3://b/p", ErrorKind::Unsupported, "s3:", "file:"),
             ("file:a.img", ErrorKind::InvalidArgument, "absolute", "whole path"),
             ("file:/a?drect=true", ErrorKind::InvalidArgument, "\"drect\"", "direct, create"),
@@ -387,7 +397,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_panics_and_what_parses_is_canonical(text in "(mem|file|fault):.{0,60}") {
+        fn no_text_panics_and_what_parses_is_canonical(text in "(mem|file|fault|rbd):.{0,60}") {
             if let Ok(parsed) = text.parse::<VolumeUri>() {
                 prop_assert_eq!(uri(&parsed.to_string()), parsed);
             }

@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -90,7 +91,7 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };
-    let (server, events) = Server::new(image, export, page, limits)?;
+    let (server, events) = Server::new(Arc::clone(&image), export, page, limits)?;
     server.set_policy(options.policy);
     let listener = Listener::bind(&options.address)?;
     let log = std::thread::Builder::new().name("events".into()).spawn(move || {
@@ -118,7 +119,10 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     let accepted = accept_until_signal(&listener, &signals, &server);
     // No more clients, and nobody who finds a socket that nobody serves.
     drop(listener);
-    accepted.and(server.stop(STOP_LIMIT))
+    let ended = accepted.and(server.stop(STOP_LIMIT));
+    drop(server);
+    image.close();
+    ended
 }
 
 fn catch_signals() -> Result<SignalFd> {

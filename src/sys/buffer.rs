@@ -31,6 +31,18 @@ pub struct Buffer {
 // SAFETY: the memory belongs to this value alone; nothing about it is tied to a thread.
 unsafe impl Send for Buffer {}
 
+// SAFETY: the payload lies in an allocation that this value owns alone and never moves, and all of it
+// is initialised; the length changes only by `set_len`, which needs the value back.
+unsafe impl librbd::IoBuffer for Buffer {
+    fn address(&mut self) -> *mut u8 {
+        self.payload_ptr()
+    }
+
+    fn length(&self) -> usize {
+        self.len()
+    }
+}
+
 impl Buffer {
     /// A buffer whose payload is `len` bytes of zero. Aborts when memory is exhausted, as `Vec`.
     pub fn zeroed(len: usize) -> Self {

@@ -29,7 +29,9 @@ use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use super::version::{Spoken, binary_id};
 use crate::backend::uri::{MAX_NAME, VolumeUri};
-use crate::backend::{Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open};
+use crate::backend::{
+    Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open, prepare,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::statistics::Page;
 use crate::sys::prctl;
@@ -60,7 +62,10 @@ pub fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match session.run(channel) {
+    let image = session.image();
+    let ended = session.run(channel);
+    image.close();
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(error = %error.report(), "the worker failed");
@@ -83,6 +88,8 @@ fn start(channel: &Channel) -> Result<Session> {
     // Before the confinement, since it may open a socket.
     start.log.parse::<Log>()?.init()?;
     let uri: VolumeUri = start.uri.parse()?;
+    // What it loads is to be locked like the rest.
+    prepare(&uri)?;
     settle(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
     let (image, report) = open_confined(&uri, start.read_only, inheritance)?;

@@ -132,6 +132,11 @@ impl Session {
         })
     }
 
+    /// What it serves, to be closed after its end.
+    pub(super) fn image(&self) -> Arc<dyn Image> {
+        Arc::clone(&self.image)
+    }
+
     /// Serves until the end.
     pub(super) fn run(mut self, channel: Channel) -> Result<()> {
         channel.send(&FromWorker::Ready(self.ready()), &[])?;

@@ -8,6 +8,7 @@ mod files;
 mod lane;
 mod model;
 mod places;
+mod rbd;
 
 use cleat::backend::OpenOptions;
 use lane::Local;
@@ -95,6 +96,11 @@ suite! {
     loop_512: Place::loop_device(512, "");
     loop_4096: Place::loop_device(4096, "");
     loop_direct: Place::loop_device(512, "direct=true");
+    rbd_plain: Place::rbd(22, "");
+    // Long ranges come in many pieces.
+    rbd_small_objects: Place::rbd(14, "");
+    // What is written is held back until a flush.
+    rbd_cached: Place::rbd(22, "config.rbd_cache=true&config.rbd_cache_policy=writeback");
 }
 
 #[cfg(feature = "fault")]

@@ -1,10 +1,13 @@
-//! Where fresh volumes come from: memory, directories, loop devices.
+//! Where fresh volumes come from: memory, directories, loop devices, a Ceph cluster.
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 
+use ceph_test_cluster::{ID, POOL, shared};
 use cleat::backend::uri::VolumeUri;
+use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
 
 /// The size that the suite gives its volumes, in bytes: two of the longest payloads.
@@ -21,7 +24,13 @@ pub struct Place {
 enum Kind {
     Mem,
     File,
-    Loop { sector: u32 },
+    Loop {
+        sector: u32,
+    },
+    /// Objects have 2^order bytes.
+    Rbd {
+        order: u8,
+    },
     Faulty(Box<Place>),
 }
 
@@ -47,6 +56,11 @@ impl Place {
         Self::new(Kind::Loop { sector }, disk(), options)
     }
 
+    /// Images of a cluster that all tests share.
+    pub fn rbd(order: u8, options: &str) -> Self {
+        Self::new(Kind::Rbd { order }, disk(), options)
+    }
+
     #[cfg_attr(not(feature = "fault"), allow(dead_code))]
     pub fn faulty(inner: Self, options: &str) -> Self {
         Self::new(Kind::Faulty(Box::new(inner)), disk(), options)
@@ -54,7 +68,7 @@ impl Place {
 
     pub fn needs_root(&self) -> bool {
         match &self.kind {
-            Kind::Mem | Kind::File => false,
+            Kind::Mem | Kind::File | Kind::Rbd { .. } => false,
             Kind::Loop { .. } => true,
             Kind::Faulty(inner) => inner.needs_root(),
         }
@@ -66,6 +80,7 @@ impl Place {
             Kind::Mem => format!("mem:{size}"),
             Kind::File => format!("file:{}", self.sparse(size)),
             Kind::Loop { sector } => format!("file:{}", self.attach(&self.sparse(size), *sector)),
+            Kind::Rbd { order } => self.image(size, *order),
             Kind::Faulty(inner) => format!("fault:{}", inner.uri(size)),
         };
         let separator = match (text.contains('?'), self.options.is_empty()) {
@@ -82,6 +97,19 @@ impl Place {
         path.to_str().unwrap().to_owned()
     }
 
+    fn name(&self) -> String {
+        self.directory.path().file_name().unwrap().to_str().unwrap().to_owned()
+    }
+
+    fn image(&self, size: u64, order: u8) -> String {
+        let name = format!("{}-{size}", self.name());
+        let new = NewImage { order: Some(order), ..NewImage::default() };
+        pool().create(&name, size, &new).unwrap();
+        let (conf, keyring) = (shared().conf(), shared().keyring(ID));
+        let (conf, keyring) = (conf.display(), keyring.display());
+        format!("rbd:{POOL}/{name}?conf={conf}&keyring={keyring}&id={ID}")
+    }
+
     fn attach(&self, file: &str, sector: u32) -> String {
         let sector = sector.to_string();
         let arguments = ["--find", "--show", "--sector-size", &sector, file];
@@ -93,8 +121,29 @@ impl Place {
     }
 }
 
+/// A client of the shared cluster.
+fn pool() -> Arc<Pool> {
+    let config = Config {
+        conf: Some(shared().conf()),
+        id: Some(ID.to_owned()),
+        keyring: Some(shared().keyring(ID)),
+        ..Config::default()
+    };
+    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
+}
+
 impl Drop for Place {
     fn drop(&mut self) {
+        if let Kind::Rbd { .. } = self.kind {
+            let prefix = self.name();
+            let pool = pool();
+            for image in pool.list().unwrap_or_default() {
+                if image.name.starts_with(&prefix) {
+                    let removed = pool.remove(&image.name, &mut |_, _| {});
+                    assert!(removed.is_ok() || std::thread::panicking(), "{removed:?}");
+                }
+            }
+        }
         for device in self.attached.borrow().iter() {
             let detached = Command::new("losetup").args(["--detach", device]).status();
             assert!(detached.is_ok_and(|status| status.success()) || std::thread::panicking());

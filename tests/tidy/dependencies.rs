@@ -40,9 +40,12 @@ fn every_dependency_has_a_licence_that_goes_with_ours() {
 
 #[test]
 fn every_dependency_comes_from_the_registry() {
+    let ours = root().join("ffi");
     let wrong = packages().into_iter().filter_map(|package| {
+        let manifest = package["manifest_path"].as_str().expect("a path");
         let source = package["source"].as_str().unwrap_or("a path");
-        (source != REGISTRY).then(|| format!("{} comes from {source}", package["name"]))
+        let fine = source == REGISTRY || manifest.starts_with(ours.to_str().expect("UTF-8"));
+        (!fine).then(|| format!("{} comes from {source}", package["name"]))
     });
     none(&wrong.collect::<Vec<_>>());
 }
@@ -60,6 +63,35 @@ fn no_dependency_comes_in_two_versions_that_we_could_align() {
     none(&several.map(|(name, found)| format!("{name}: {}", found.join(", "))).collect::<Vec<_>>());
     let doubled = versions.values().filter(|found| found.len() > 1).count();
     assert!(doubled <= 8, "{doubled} crates come in several versions: {versions:?}");
+}
+
+/// What is called through C stays small enough to be read.
+#[test]
+fn the_crates_around_c_depend_on_next_to_nothing() {
+    let allowed = [("librbd", &["libc", "librbd-sys", "thiserror"][..])];
+    let allowed = allowed.into_iter().chain([("librbd-sys", &["libc", "thiserror"][..])]);
+    let allowed: BTreeMap<_, _> = allowed.collect();
+    let metadata = metadata();
+    let ours = root().join("ffi");
+    let mut wrong = Vec::new();
+    let mut seen = 0;
+    for package in metadata["packages"].as_array().expect("packages") {
+        let manifest = package["manifest_path"].as_str().expect("a path");
+        if !manifest.starts_with(ours.to_str().expect("UTF-8")) {
+            continue;
+        }
+        seen += 1;
+        let name = package["name"].as_str().expect("a name");
+        let dependencies = package["dependencies"].as_array().expect("dependencies").iter();
+        for used in dependencies.filter(|dependency| dependency["kind"] != "dev") {
+            let used = used["name"].as_str().expect("a name");
+            if !allowed.get(name).is_some_and(|list| list.contains(&used)) {
+                wrong.push(format!("{name}: depends on {used}"));
+            }
+        }
+    }
+    assert_eq!(seen, allowed.len(), "the crates below ffi/");
+    none(&wrong);
 }
 
 #[test]

@@ -45,7 +45,6 @@ impl Options {
     }
 
     /// Takes the options whose keys begin with `prefix`, and cuts it off them.
-    #[cfg(feature = "fault")]
     pub(crate) fn split_prefix(&mut self, prefix: &str) -> Self {
         let (with, without) =
             std::mem::take(&mut self.0).into_iter().partition(|(key, _)| key.starts_with(prefix));
@@ -53,6 +52,11 @@ impl Options {
         let with: Vec<(String, String)> = with;
         let cut = |(key, value): (String, String)| (key[prefix.len()..].to_owned(), value);
         Self(with.into_iter().map(cut).collect())
+    }
+
+    /// What is left, as it was written.
+    pub(super) fn into_pairs(self) -> Vec<(String, String)> {
+        self.0
     }
 
     /// Cuts `prefix` off the keys that have it.

@@ -184,7 +184,8 @@ const ANY: &[c_long] = &[
 
 /// Older forms that only this architecture has.
 #[cfg(target_arch = "x86_64")]
-const X86_64: &[c_long] = &[libc::SYS_poll, libc::SYS_epoll_wait, libc::SYS_time];
+const X86_64: &[c_long] =
+    &[libc::SYS_poll, libc::SYS_epoll_create, libc::SYS_epoll_wait, libc::SYS_time];
 
 /// For backends that read configuration while they open; Landlock says which.
 const PATHS: &[c_long] = &[
@@ -195,6 +196,6 @@ const PATHS: &[c_long] = &[
     libc::SYS_getcwd,
 ];
 
-/// For backends that speak over a network.
+/// For backends that speak over a network. Librados wakes its own threads through pipes.
 const NETWORK: &[c_long] =
-    &[libc::SYS_connect, libc::SYS_bind, libc::SYS_sendmmsg, libc::SYS_recvmmsg];
+    &[libc::SYS_connect, libc::SYS_bind, libc::SYS_sendmmsg, libc::SYS_recvmmsg, libc::SYS_pipe2];

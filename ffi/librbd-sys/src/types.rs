@@ -1,0 +1,111 @@
+//! Types and constants, as the headers have them. Layouts and values are checked against installed
+//! headers by `tests/headers.rs`.
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_int, c_void};
+
+/// A cluster handle.
+pub type rados_t = *mut c_void;
+/// A pool handle.
+pub type rados_ioctx_t = *mut c_void;
+/// An open image.
+pub type rbd_image_t = *mut c_void;
+/// Options for a new image.
+pub type rbd_image_options_t = *mut c_void;
+/// An asynchronous operation's end.
+pub type rbd_completion_t = *mut c_void;
+/// Shared or exclusive; see [`RBD_LOCK_MODE_EXCLUSIVE`].
+pub type rbd_lock_mode_t = c_int;
+
+/// Called when an operation has ended, on a thread of the library. Must not unwind.
+pub type rbd_callback_t = unsafe extern "C" fn(rbd_completion_t, *mut c_void);
+/// Called with how much of how much is done. A result below zero ends some operations.
+pub type librbd_progress_fn_t = unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
+/// Called when an image's header has changed, on a thread of the library.
+pub type rbd_update_callback_t = unsafe extern "C" fn(*mut c_void);
+/// Called for each extent: offset, length, whether it exists. Below zero ends the walk.
+pub type rbd_diff_fn_t = unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int;
+
+/// What `rbd_stat` tells.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_image_info_t {
+    pub size: u64,
+    pub obj_size: u64,
+    pub num_objs: u64,
+    pub order: c_int,
+    pub block_name_prefix: [c_char; RBD_MAX_BLOCK_NAME_SIZE],
+    pub parent_pool: i64,
+    pub parent_name: [c_char; RBD_MAX_IMAGE_NAME_SIZE],
+}
+
+/// One image of `rbd_list2`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_image_spec_t {
+    pub id: *mut c_char,
+    pub name: *mut c_char,
+}
+
+/// One snapshot of `rbd_snap_list`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_snap_info_t {
+    pub id: u64,
+    pub size: u64,
+    pub name: *const c_char,
+}
+
+/// One watcher of `rbd_watchers_list`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_image_watcher_t {
+    pub addr: *mut c_char,
+    pub id: i64,
+    pub cookie: u64,
+}
+
+/// One option of `rbd_config_image_list`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_config_option_t {
+    pub name: *mut c_char,
+    pub value: *mut c_char,
+    pub source: c_int,
+}
+
+/// One image of `rbd_trash_list`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_trash_image_info_t {
+    pub id: *mut c_char,
+    pub name: *mut c_char,
+    pub source: c_int,
+    pub deletion_time: libc::time_t,
+    pub deferment_end_time: libc::time_t,
+}
+
+pub const RBD_MAX_IMAGE_NAME_SIZE: usize = 96;
+pub const RBD_MAX_BLOCK_NAME_SIZE: usize = 24;
+
+pub const RBD_FEATURE_LAYERING: u64 = 1 << 0;
+pub const RBD_FEATURE_STRIPINGV2: u64 = 1 << 1;
+pub const RBD_FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
+pub const RBD_FEATURE_OBJECT_MAP: u64 = 1 << 3;
+pub const RBD_FEATURE_FAST_DIFF: u64 = 1 << 4;
+pub const RBD_FEATURE_DEEP_FLATTEN: u64 = 1 << 5;
+pub const RBD_FEATURE_JOURNALING: u64 = 1 << 6;
+pub const RBD_FEATURE_DATA_POOL: u64 = 1 << 7;
+
+pub const RBD_FLAG_OBJECT_MAP_INVALID: u64 = 1 << 0;
+pub const RBD_FLAG_FAST_DIFF_INVALID: u64 = 1 << 1;
+
+pub const RBD_IMAGE_OPTION_FEATURES: c_int = 1;
+pub const RBD_IMAGE_OPTION_ORDER: c_int = 2;
+pub const RBD_IMAGE_OPTION_STRIPE_UNIT: c_int = 3;
+pub const RBD_IMAGE_OPTION_STRIPE_COUNT: c_int = 4;
+pub const RBD_IMAGE_OPTION_DATA_POOL: c_int = 10;
+
+pub const RBD_LOCK_MODE_EXCLUSIVE: rbd_lock_mode_t = 0;
+
+pub const RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: c_int = 1;

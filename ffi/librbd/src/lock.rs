@@ -1,0 +1,140 @@
+//! The exclusive lock of an image, and who holds or watches it.
+
+use std::ffi::c_char;
+use std::ptr::null_mut;
+
+use librbd_sys::{RBD_LOCK_MODE_EXCLUSIVE, rbd_image_watcher_t};
+
+use crate::error::{Error, Result, check};
+use crate::image::Image;
+use crate::text::{c_string, owned};
+
+/// A client that has the image open for writing, or as a reader that wants to hear of changes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Watcher {
+    /// As [`crate::Cluster::addresses`] has it.
+    pub address: String,
+    /// The client's number.
+    pub client: i64,
+}
+
+/// Most owners or watchers that are listed.
+const MAX_LISTED: usize = 4096;
+
+impl Image {
+    /// Takes the exclusive lock and keeps it: it is not handed to another client that asks, as one
+    /// taken by writing would be. A lock whose owner no longer watches the image is broken, with the
+    /// owner blocklisted; an owner that holds it in passing hands it over.
+    ///
+    /// # Errors
+    /// EROFS or EBUSY when another client keeps it, EINVAL without the feature.
+    pub fn lock_acquire(&self) -> Result<()> {
+        // SAFETY: the image is open.
+        let returned =
+            unsafe { (self.api().rbd_lock_acquire)(self.raw(), RBD_LOCK_MODE_EXCLUSIVE) };
+        check(returned, || "acquire the image's exclusive lock".to_owned()).map(drop)
+    }
+
+    /// Gives the lock back, after what is in flight. Closing does it too.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn lock_release(&self) -> Result<()> {
+        // SAFETY: the image is open.
+        let returned = unsafe { (self.api().rbd_lock_release)(self.raw()) };
+        check(returned, || "release the image's exclusive lock".to_owned()).map(drop)
+    }
+
+    /// Whether this handle holds the lock, as far as it knows.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn is_lock_owner(&self) -> Result<bool> {
+        let mut owner = 0;
+        // SAFETY: the image is open.
+        let returned =
+            unsafe { (self.api().rbd_is_exclusive_lock_owner)(self.raw(), &raw mut owner) };
+        check(returned, || "ask whether the lock is ours".to_owned())?;
+        Ok(owner != 0)
+    }
+
+    /// The addresses of the clients that hold the lock; none or one.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn lock_owners(&self) -> Result<Vec<String>> {
+        let mut count = 4;
+        loop {
+            let mut mode = 0;
+            let mut owners: Vec<*mut c_char> = vec![null_mut(); count];
+            let room = count;
+            // SAFETY: `owners` has room for `count` texts, which are ours to clean up on success.
+            let returned = unsafe {
+                (self.api().rbd_lock_get_owners)(
+                    self.raw(),
+                    &raw mut mode,
+                    owners.as_mut_ptr(),
+                    &raw mut count,
+                )
+            };
+            match returned {
+                _ if returned == -libc::ENOENT => return Ok(Vec::new()),
+                _ if returned == -libc::ERANGE && count > room && count <= MAX_LISTED => continue,
+                _ => check(returned, || "ask for the lock's owner".to_owned())?,
+            };
+            // SAFETY: the library filled `count` texts; the clean-up frees them and nothing else.
+            unsafe {
+                let listed = owners.iter().take(count).map(|owner| owned(*owner)).collect();
+                (self.api().rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count);
+                return Ok(listed);
+            }
+        }
+    }
+
+    /// Takes the lock from `owner`. Where the configuration says so, which is the default, the
+    /// library blocklists it first.
+    ///
+    /// # Errors
+    /// ENOENT when it does not hold the lock, or what the library gives.
+    pub fn lock_break(&self, owner: &str) -> Result<()> {
+        let text = c_string(owner, "a lock's owner")?;
+        // SAFETY: the image is open, the owner a C string.
+        let returned = unsafe {
+            (self.api().rbd_lock_break)(self.raw(), RBD_LOCK_MODE_EXCLUSIVE, text.as_ptr())
+        };
+        check(returned, || format!("break the lock of {owner}")).map(drop)
+    }
+
+    /// Who watches the image. A client that died is listed until the OSDs give it up, 30 s by
+    /// default.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn watchers(&self) -> Result<Vec<Watcher>> {
+        let mut count = 8;
+        loop {
+            let none = rbd_image_watcher_t { addr: null_mut(), id: 0, cookie: 0 };
+            let mut watchers = vec![none; count];
+            let room = count;
+            // SAFETY: `watchers` has room for `count`, which are ours to clean up on success.
+            let returned = unsafe {
+                (self.api().rbd_watchers_list)(self.raw(), watchers.as_mut_ptr(), &raw mut count)
+            };
+            if returned == -libc::ERANGE && count > room {
+                if count <= MAX_LISTED {
+                    continue;
+                }
+                return Err(Error::invalid("list the image's watchers", "there are too many"));
+            }
+            check(returned, || "list the image's watchers".to_owned())?;
+            // SAFETY: the library filled `count` entries; the clean-up frees their texts.
+            unsafe {
+                let listed = watchers.iter().take(count);
+                let listed = listed.map(|w| Watcher { address: owned(w.addr), client: w.id });
+                let listed = listed.collect();
+                (self.api().rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), count);
+                return Ok(listed);
+            }
+        }
+    }
+}

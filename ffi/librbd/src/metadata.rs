@@ -1,0 +1,115 @@
+//! Texts that are kept with an image, under keys.
+
+use crate::error::{Error, Result, check};
+use crate::image::Image;
+use crate::text::{c_string, growing, until_zero};
+
+/// Entries that are asked for at a time.
+const PAGE: u64 = 64;
+
+/// Bytes that a page of keys or of values may take.
+const MAX_PAGE: usize = 16 << 20;
+
+impl Image {
+    /// The value of `key`; `None` where there is none.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn metadata_get(&self, key: &str) -> Result<Option<String>> {
+        let name = c_string(key, "a key")?;
+        let value = growing(
+            256,
+            || format!("read the image's metadata {key}"),
+            |buffer, size| {
+                // SAFETY: the image is open, and `buffer` has room for `size` bytes.
+                unsafe { (self.api().rbd_metadata_get)(self.raw(), name.as_ptr(), buffer, size) }
+            },
+        );
+        match value {
+            Ok(value) => Ok(Some(until_zero(&value))),
+            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sets `key` to `value`.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn metadata_set(&self, key: &str, value: &str) -> Result<()> {
+        let (name, text) = (c_string(key, "a key")?, c_string(value, "a value")?);
+        // SAFETY: the image is open, the texts are C strings.
+        let returned =
+            unsafe { (self.api().rbd_metadata_set)(self.raw(), name.as_ptr(), text.as_ptr()) };
+        check(returned, || format!("set the image's metadata {key}")).map(drop)
+    }
+
+    /// Forgets `key`.
+    ///
+    /// # Errors
+    /// ENOENT where there is none, or what the library gives.
+    pub fn metadata_remove(&self, key: &str) -> Result<()> {
+        let name = c_string(key, "a key")?;
+        // SAFETY: the image is open, the key a C string.
+        let returned = unsafe { (self.api().rbd_metadata_remove)(self.raw(), name.as_ptr()) };
+        check(returned, || format!("remove the image's metadata {key}")).map(drop)
+    }
+
+    /// All keys with their values, in order of the keys.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn metadata(&self) -> Result<Vec<(String, String)>> {
+        let mut entries: Vec<(String, String)> = Vec::new();
+        loop {
+            let after = entries.last().map_or("", |(key, _)| key);
+            let page = self.metadata_page(after)?;
+            let more = page.len() as u64 == PAGE;
+            entries.extend(page);
+            if !more {
+                return Ok(entries);
+            }
+        }
+    }
+
+    fn metadata_page(&self, after: &str) -> Result<Vec<(String, String)>> {
+        let start = c_string(after, "a key")?;
+        let action = || "list the image's metadata".to_owned();
+        let (mut keys_len, mut values_len) = (4096, 4096);
+        loop {
+            let (mut keys, mut values) = (vec![0_u8; keys_len], vec![0_u8; values_len]);
+            // SAFETY: the image is open, and the buffers have room for as many bytes as is said.
+            let returned = unsafe {
+                (self.api().rbd_metadata_list)(
+                    self.raw(),
+                    start.as_ptr(),
+                    PAGE,
+                    keys.as_mut_ptr().cast(),
+                    &raw mut keys_len,
+                    values.as_mut_ptr().cast(),
+                    &raw mut values_len,
+                )
+            };
+            if returned == -libc::ERANGE {
+                if keys_len.max(values_len) > MAX_PAGE {
+                    return Err(Error::invalid(action(), "the answer is too long"));
+                }
+                // What was long enough may come back as what was used of it.
+                (keys_len, values_len) = (keys_len.max(keys.len()), values_len.max(values.len()));
+                continue;
+            }
+            check(returned, action)?;
+            keys.truncate(keys_len);
+            values.truncate(values_len);
+            return Ok(texts(&keys).zip(texts(&values)).collect());
+        }
+    }
+}
+
+/// Texts with a zero byte after each.
+fn texts(bytes: &[u8]) -> impl Iterator<Item = String> {
+    let ended = bytes.strip_suffix(&[0]);
+    ended.into_iter().flat_map(|all| {
+        all.split(|byte| *byte == 0).map(|text| String::from_utf8_lossy(text).into_owned())
+    })
+}

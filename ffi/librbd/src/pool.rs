@@ -1,0 +1,333 @@
+//! A pool, or a namespace in one: where images are made, found and removed.
+
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use librbd_sys::{
+    RBD_IMAGE_OPTION_DATA_POOL, RBD_IMAGE_OPTION_FEATURES, RBD_IMAGE_OPTION_ORDER,
+    RBD_IMAGE_OPTION_STRIPE_COUNT, RBD_IMAGE_OPTION_STRIPE_UNIT, rados_ioctx_t,
+    rbd_image_options_t, rbd_image_spec_t, rbd_trash_image_info_t,
+};
+
+use crate::cluster::Cluster;
+use crate::error::{Error, Result, check};
+use crate::image::{Image, Open};
+use crate::progress::{Progress, with_progress};
+use crate::text::{c_string, owned};
+
+/// An open pool.
+#[derive(Debug)]
+pub struct Pool {
+    io: rados_ioctx_t,
+    /// Dropped after the pool was closed.
+    pub(crate) cluster: Arc<Cluster>,
+}
+
+// SAFETY: an ioctx may be used from any thread (librados.h) as long as its settings do not change,
+// and they are made before it is shared.
+unsafe impl Send for Pool {}
+// SAFETY: as above.
+unsafe impl Sync for Pool {}
+
+/// How a new image is made; what is `None`, the cluster's configuration decides.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NewImage {
+    /// `RBD_FEATURE_…`
+    pub features: Option<u64>,
+    /// Objects have 2^order bytes.
+    pub order: Option<u8>,
+    /// Stripe unit in bytes, and stripe count.
+    pub stripes: Option<(u64, u64)>,
+    /// Where the data goes, other than here.
+    pub data_pool: Option<String>,
+}
+
+/// An image of a list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageSpec {
+    pub id: String,
+    pub name: String,
+}
+
+/// An image in the trash.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trashed {
+    pub id: String,
+    pub name: String,
+    /// Until when, in seconds since 1970, only `force` removes it.
+    pub kept_until: i64,
+}
+
+/// Most images that are listed.
+const MAX_LISTED: usize = 1 << 20;
+
+impl Pool {
+    /// # Safety
+    /// `io` is open, belongs to `cluster`, and is handed over.
+    pub(crate) unsafe fn from_raw(cluster: Arc<Cluster>, io: rados_ioctx_t) -> Self {
+        Self { io, cluster }
+    }
+
+    /// The client.
+    pub fn cluster(&self) -> &Arc<Cluster> {
+        &self.cluster
+    }
+
+    /// Opens an image, or a snapshot of it, which can only be read.
+    ///
+    /// # Errors
+    /// ENOENT, or what the library gives.
+    pub fn open(
+        self: &Arc<Self>,
+        name: &str,
+        snapshot: Option<&str>,
+        how: Open,
+    ) -> Result<Arc<Image>> {
+        Image::open(self, name, snapshot, how).map(Arc::new)
+    }
+
+    /// All images.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn list(&self) -> Result<Vec<ImageSpec>> {
+        let action = || "list the images".to_owned();
+        let mut count = 64;
+        loop {
+            let none = rbd_image_spec_t { id: null_mut(), name: null_mut() };
+            let mut images = vec![none; count];
+            let room = count;
+            // SAFETY: the pool is open; `images` has room for `count`, which are ours to clean up.
+            let returned =
+                unsafe { (self.api().rbd_list2)(self.io, images.as_mut_ptr(), &raw mut count) };
+            if returned == -libc::ERANGE && count > room {
+                if count > MAX_LISTED {
+                    return Err(Error::invalid(action(), "there are too many"));
+                }
+                continue;
+            }
+            check(returned, action)?;
+            // SAFETY: the library filled `count` entries with C strings, which the clean-up frees.
+            unsafe {
+                let listed = images.iter().take(count);
+                let listed = listed.map(|i| ImageSpec { id: owned(i.id), name: owned(i.name) });
+                let listed = listed.collect();
+                (self.api().rbd_image_spec_list_cleanup)(images.as_mut_ptr(), count);
+                return Ok(listed);
+            }
+        }
+    }
+
+    /// Makes an image of `size` bytes.
+    ///
+    /// # Errors
+    /// EEXIST, EINVAL for features that do not go together, or what the library gives.
+    pub fn create(&self, name: &str, size: u64, new: &NewImage) -> Result<()> {
+        let text = c_string(name, "an image's name")?;
+        let options = Options::of(self, new)?;
+        // SAFETY: the pool is open, the name a C string, the options are live.
+        let returned =
+            unsafe { (self.api().rbd_create4)(self.io, text.as_ptr(), size, options.handle) };
+        check(returned, || format!("create the image {name}")).map(drop)
+    }
+
+    /// Makes the image `name` here as a clone of a protected snapshot of `parent` in `from`.
+    ///
+    /// # Errors
+    /// EEXIST, EINVAL for an unprotected snapshot, or what the library gives.
+    pub fn clone_image(
+        &self,
+        from: &Self,
+        parent: &str,
+        snapshot: &str,
+        name: &str,
+        new: &NewImage,
+    ) -> Result<()> {
+        let old = c_string(parent, "an image's name")?;
+        let at = c_string(snapshot, "a snapshot's name")?;
+        let text = c_string(name, "an image's name")?;
+        let options = Options::of(self, new)?;
+        // SAFETY: both pools are open, the names are C strings, the options are live.
+        let returned = unsafe {
+            (self.api().rbd_clone3)(
+                from.io,
+                old.as_ptr(),
+                at.as_ptr(),
+                self.io,
+                text.as_ptr(),
+                options.handle,
+            )
+        };
+        check(returned, || format!("clone {parent}@{snapshot} to {name}")).map(drop)
+    }
+
+    /// Removes an image with all its data.
+    ///
+    /// # Errors
+    /// ENOENT, EBUSY while it is open, ENOTEMPTY with snapshots, or what the library gives.
+    pub fn remove(&self, name: &str, progress: Progress<'_>) -> Result<()> {
+        let text = c_string(name, "an image's name")?;
+        let returned = with_progress(progress, |callback, argument| {
+            // SAFETY: the pool is open, the name a C string, the callback good for the call.
+            unsafe {
+                (self.api().rbd_remove_with_progress)(self.io, text.as_ptr(), callback, argument)
+            }
+        });
+        check(returned, || format!("remove the image {name}")).map(drop)
+    }
+
+    /// Makes a namespace in this pool.
+    ///
+    /// # Errors
+    /// EEXIST, or what the library gives.
+    pub fn create_namespace(&self, name: &str) -> Result<()> {
+        let text = c_string(name, "a namespace")?;
+        // SAFETY: the pool is open, the name a C string.
+        let returned = unsafe { (self.api().rbd_namespace_create)(self.io, text.as_ptr()) };
+        check(returned, || format!("create the namespace {name}")).map(drop)
+    }
+
+    /// Puts an image into the trash, for `keep_s` seconds at least.
+    ///
+    /// # Errors
+    /// ENOENT, EBUSY while it is open, or what the library gives.
+    pub fn trash(&self, name: &str, keep_s: u64) -> Result<()> {
+        let text = c_string(name, "an image's name")?;
+        // SAFETY: the pool is open, the name a C string.
+        let returned = unsafe { (self.api().rbd_trash_move)(self.io, text.as_ptr(), keep_s) };
+        check(returned, || format!("put the image {name} into the trash")).map(drop)
+    }
+
+    /// What is in the trash.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn trashed(&self) -> Result<Vec<Trashed>> {
+        let action = || "list the trash".to_owned();
+        let mut count = 64;
+        loop {
+            let none = rbd_trash_image_info_t {
+                id: null_mut(),
+                name: null_mut(),
+                source: 0,
+                deletion_time: 0,
+                deferment_end_time: 0,
+            };
+            let mut entries = vec![none; count];
+            let room = count;
+            // SAFETY: the pool is open; `entries` has room for `count`, which are ours to clean up.
+            let returned = unsafe {
+                (self.api().rbd_trash_list)(self.io, entries.as_mut_ptr(), &raw mut count)
+            };
+            if returned == -libc::ERANGE && count > room {
+                if count > MAX_LISTED {
+                    return Err(Error::invalid(action(), "there are too many"));
+                }
+                continue;
+            }
+            check(returned, action)?;
+            // SAFETY: the library filled `count` entries with C strings, which the clean-up frees.
+            unsafe {
+                let listed = entries.iter().take(count).map(|entry| Trashed {
+                    id: owned(entry.id),
+                    name: owned(entry.name),
+                    kept_until: entry.deferment_end_time,
+                });
+                let listed = listed.collect();
+                (self.api().rbd_trash_list_cleanup)(entries.as_mut_ptr(), count);
+                return Ok(listed);
+            }
+        }
+    }
+
+    /// Brings an image back from the trash, under `name`.
+    ///
+    /// # Errors
+    /// ENOENT, EEXIST, or what the library gives.
+    pub fn trash_restore(&self, id: &str, name: &str) -> Result<()> {
+        let (number, text) = (c_string(id, "an image's id")?, c_string(name, "an image's name")?);
+        // SAFETY: the pool is open, the names are C strings.
+        let returned =
+            unsafe { (self.api().rbd_trash_restore)(self.io, number.as_ptr(), text.as_ptr()) };
+        check(returned, || format!("bring {id} back from the trash")).map(drop)
+    }
+
+    /// Removes an image that is in the trash; before its time only with `force`.
+    ///
+    /// # Errors
+    /// ENOENT, EPERM before its time, or what the library gives.
+    pub fn trash_remove(&self, id: &str, force: bool, progress: Progress<'_>) -> Result<()> {
+        let number = c_string(id, "an image's id")?;
+        let returned = with_progress(progress, |callback, argument| {
+            // SAFETY: the pool is open, the id a C string, the callback good for the call.
+            unsafe {
+                (self.api().rbd_trash_remove_with_progress)(
+                    self.io,
+                    number.as_ptr(),
+                    force,
+                    callback,
+                    argument,
+                )
+            }
+        });
+        check(returned, || format!("remove {id} from the trash")).map(drop)
+    }
+
+    pub(crate) fn raw(&self) -> rados_ioctx_t {
+        self.io
+    }
+
+    fn api(&self) -> &'static librbd_sys::Librbd {
+        &self.cluster.api.rbd
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: the pool is open; images hold this value, so none is left.
+        unsafe { (self.cluster.api.rados.rados_ioctx_destroy)(self.io) };
+    }
+}
+
+/// librbd's form of [`NewImage`].
+struct Options<'a> {
+    pool: &'a Pool,
+    handle: rbd_image_options_t,
+}
+
+impl<'a> Options<'a> {
+    fn of(pool: &'a Pool, new: &NewImage) -> Result<Self> {
+        let mut handle = null_mut();
+        // SAFETY: `handle` takes what is made.
+        unsafe { (pool.api().rbd_image_options_create)(&raw mut handle) };
+        let options = Self { pool, handle };
+        let numbers = [
+            (RBD_IMAGE_OPTION_FEATURES, new.features),
+            (RBD_IMAGE_OPTION_ORDER, new.order.map(u64::from)),
+            (RBD_IMAGE_OPTION_STRIPE_UNIT, new.stripes.map(|(unit, _)| unit)),
+            (RBD_IMAGE_OPTION_STRIPE_COUNT, new.stripes.map(|(_, count)| count)),
+        ];
+        for (option, value) in numbers {
+            let Some(value) = value else { continue };
+            // SAFETY: the options are live.
+            let set = unsafe { (pool.api().rbd_image_options_set_uint64)(handle, option, value) };
+            check(set, || format!("use {value} for a new image"))?;
+        }
+        if let Some(data_pool) = &new.data_pool {
+            let text = c_string(data_pool, "a pool's name")?;
+            let option = RBD_IMAGE_OPTION_DATA_POOL;
+            // SAFETY: the options are live, the name a C string, which is copied.
+            let set =
+                unsafe { (pool.api().rbd_image_options_set_string)(handle, option, text.as_ptr()) };
+            check(set, || format!("use the data pool {data_pool}"))?;
+        }
+        Ok(options)
+    }
+}
+
+impl Drop for Options<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the options are live, and used by nobody else.
+        unsafe { (self.pool.api().rbd_image_options_destroy)(self.handle) };
+    }
+}

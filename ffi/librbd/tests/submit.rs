@@ -1,0 +1,228 @@
+//! Asynchronous I/O on a real cluster: everything comes back once, whatever becomes of the submitter,
+//! and nothing is left behind.
+//!
+//! The last test runs others again under valgrind; there, CLEAT_TEST_VALGRIND is set.
+#![allow(unsafe_code, clippy::unwrap_used, clippy::cast_possible_truncation)]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
+use librbd::{Cluster, Config, Image, Io, IoBuffer, NewImage, Open, Submitter};
+
+const MIB: u64 = 1 << 20;
+
+fn open(cluster: &TestCluster, name: &str, size: u64) -> Arc<Image> {
+    let config = Config {
+        conf: Some(cluster.conf()),
+        id: Some(ID.to_owned()),
+        keyring: Some(cluster.keyring(ID)),
+        overrides: vec![("rbd_cache".to_owned(), "false".to_owned())],
+        ..Config::default()
+    };
+    let pool = Cluster::connect(&config).unwrap().pool(POOL, None).unwrap();
+    pool.create(name, size, &NewImage::default()).unwrap();
+    pool.open(name, None, Open::Write).unwrap()
+}
+
+/// A buffer that is counted while it lives.
+struct Counted {
+    bytes: Vec<u8>,
+    live: Arc<AtomicUsize>,
+}
+
+impl Counted {
+    fn new(bytes: Vec<u8>, live: &Arc<AtomicUsize>) -> Self {
+        live.fetch_add(1, Ordering::SeqCst);
+        Self { bytes, live: Arc::clone(live) }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.live.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+// SAFETY: as for the vector that it holds.
+unsafe impl IoBuffer for Counted {
+    fn address(&mut self) -> *mut u8 {
+        self.bytes.as_mut_ptr()
+    }
+
+    fn length(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+fn submitter(image: &Arc<Image>, capacity: usize) -> (Submitter<Counted>, Receiver<()>) {
+    let (sender, receiver) = channel();
+    // Nobody listens any more where the submitter was dropped.
+    (image.submitter(capacity, move || _ = sender.send(())), receiver)
+}
+
+fn rounds(many: usize) -> usize {
+    if std::env::var_os("CLEAT_TEST_VALGRIND").is_some() { many / 20 } else { many }
+}
+
+#[test]
+fn operations_come_back_once_each_with_their_buffers() {
+    let image = open(shared(), "stream", 16 * MIB);
+    let live = Arc::new(AtomicUsize::new(0));
+    let (mut submitter, woken) = submitter(&image, 32);
+    let mut running: HashMap<u64, (usize, usize)> = HashMap::new();
+    let (mut started, mut ended, mut wakes) = (0, 0, 0);
+    let total = rounds(4000);
+    while ended < total {
+        while started < total && submitter.running() < 32 {
+            let token = started as u64;
+            let length = 512 * (1 + started % 9);
+            let offset = token * 4608 % (16 * MIB - 8192);
+            let mut buffer = Counted::new(vec![token as u8; length], &live);
+            running.insert(token, (buffer.address() as usize, length));
+            let io = if started % 2 == 0 { Io::Write { offset } } else { Io::Read { offset } };
+            submitter.start(token, io, Some(buffer)).unwrap_or_else(|r| panic!("{}", r.errno));
+            started += 1;
+        }
+        let refused = (submitter.running() == 32).then(|| submitter.start(0, Io::Flush, None));
+        assert!(refused.is_none_or(|r| r.unwrap_err().errno == libc::EAGAIN));
+        woken.recv_timeout(Duration::from_secs(60)).unwrap();
+        wakes += 1;
+        while let Some(done) = submitter.next() {
+            let mut buffer = done.buffer.unwrap();
+            let (address, length) = running.remove(&done.token).expect("it was running");
+            assert_eq!((buffer.address() as usize, buffer.length()), (address, length));
+            let read = done.token % 2 == 1;
+            assert_eq!(done.result, if read { length as i64 } else { 0 });
+            ended += 1;
+        }
+    }
+    assert!(wakes <= total, "never more wakes than ends");
+    assert_eq!((live.load(Ordering::SeqCst), submitter.running()), (0, 0));
+    // The last callback may still be on its way out.
+    wait_until(|| image.in_flight() == 0);
+}
+
+#[test]
+fn what_was_written_is_read() {
+    let image = open(shared(), "content", 16 * MIB);
+    let live = Arc::new(AtomicUsize::new(0));
+    let (mut submitter, woken) = submitter(&image, 4);
+    let mut run = |io: Io, bytes: Option<Vec<u8>>| {
+        submitter.start(9, io, bytes.map(|bytes| Counted::new(bytes, &live))).ok().unwrap();
+        woken.recv_timeout(Duration::from_secs(60)).unwrap();
+        let done = submitter.next().unwrap();
+        assert!(submitter.next().is_none());
+        (done.result, done.buffer.map(|buffer| buffer.bytes.clone()))
+    };
+    // Across objects, and at odd places.
+    let data: Vec<u8> = (0..9 * MIB).map(|n| (n % 251) as u8).collect();
+    assert_eq!(run(Io::Write { offset: 3 * MIB + 7 }, Some(data.clone())).0, 0);
+    assert_eq!(run(Io::Flush, None).0, 0);
+    let read = run(Io::Read { offset: 3 * MIB + 7 }, Some(vec![0; data.len()]));
+    assert!(read == (9 << 20, Some(data.clone())));
+    let zeroes = Io::WriteZeroes { offset: 4 * MIB + 1, length: 1000, allocate: false };
+    assert_eq!(run(zeroes, None).0, 0);
+    let keep = Io::WriteZeroes { offset: 5 * MIB + 1, length: 5 << 20, allocate: true };
+    assert_eq!(run(keep, None).0, 0);
+    let read = run(Io::Read { offset: 4 * MIB }, Some(vec![9; 1002])).1.unwrap();
+    assert!(read[0] != 0 && read[1..1001].iter().all(|byte| *byte == 0));
+    let read = run(Io::Read { offset: 5 * MIB + 1 }, Some(vec![9; 5 << 20])).1.unwrap();
+    assert!(read.iter().all(|byte| *byte == 0));
+    assert_eq!(run(Io::Discard { offset: 0, length: 16 * MIB }, None).0, 0);
+    // Beyond the end: nothing is read there, and nothing written.
+    assert_eq!(run(Io::Read { offset: 16 * MIB - 100 }, Some(vec![0; 512])).0, 100);
+    assert_eq!(run(Io::Read { offset: 20 * MIB }, Some(vec![0; 512])).0, -i64::from(libc::EINVAL));
+    assert_eq!(run(Io::Write { offset: 20 * MIB }, Some(vec![0; 512])).0, -i64::from(libc::EINVAL));
+}
+
+#[test]
+fn reads_and_writes_need_a_buffer() {
+    let image = open(shared(), "bare", MIB);
+    let (mut submitter, _woken) = submitter(&image, 4);
+    for io in [Io::Read { offset: 0 }, Io::Write { offset: 0 }] {
+        assert_eq!(submitter.start(0, io, None).unwrap_err().errno, libc::EINVAL);
+    }
+    assert_eq!((submitter.running(), image.in_flight()), (0, 0));
+}
+
+/// The library has the buffers while the OSD says nothing; the submitter goes; then the OSD answers.
+#[test]
+fn a_dropped_submitter_leaves_its_operations_to_end() {
+    let cluster = TestCluster::start();
+    let image = open(&cluster, "orphans", 16 * MIB);
+    let live = Arc::new(AtomicUsize::new(0));
+    let (mut submitter, woken) = submitter(&image, 8);
+    cluster.tell("pause osd");
+    for token in 0..8_u64 {
+        let buffer = Counted::new(vec![token as u8 + 1; 4096], &live);
+        let offset = token * 4096;
+        submitter.start(token, Io::Write { offset }, Some(buffer)).ok().unwrap();
+    }
+    let woken = woken.recv_timeout(Duration::from_millis(300));
+    assert!(woken.is_err(), "{:?}", submitter.next().map(|done| done.result));
+    drop(submitter);
+    assert_eq!((live.load(Ordering::SeqCst), image.in_flight()), (8, 8), "nothing was freed");
+    cluster.tell("resume osd");
+    wait_until(|| live.load(Ordering::SeqCst) == 0 && image.in_flight() == 0);
+    let (sender, receiver) = channel();
+    let mut again = image.submitter(1, move || sender.send(()).unwrap());
+    again.start(0, Io::Read { offset: 0 }, Some(vec![0_u8; 8 * 4096])).ok().unwrap();
+    receiver.recv_timeout(Duration::from_secs(60)).unwrap();
+    let read = again.next().unwrap().buffer.unwrap();
+    assert!(read.chunks(4096).zip(1_u8..).all(|(chunk, n)| chunk.iter().all(|byte| *byte == n)));
+}
+
+/// Closing waits for what is in flight, and then everything is gone.
+#[test]
+fn an_image_is_closed_after_its_operations() {
+    let cluster = TestCluster::start();
+    let image = open(&cluster, "closing", 16 * MIB);
+    let live = Arc::new(AtomicUsize::new(0));
+    let (mut submitter, _woken) = submitter(&image, 8);
+    cluster.tell("pause osd");
+    for token in 0..8 {
+        let buffer = Counted::new(vec![1; 4096], &live);
+        submitter.start(token, Io::Write { offset: token * 4096 }, Some(buffer)).ok().unwrap();
+    }
+    drop(submitter);
+    let closing = std::thread::spawn(move || Arc::into_inner(image).unwrap().close());
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!closing.is_finished());
+    assert_eq!(live.load(Ordering::SeqCst), 8);
+    cluster.tell("resume osd");
+    closing.join().unwrap().unwrap();
+    assert_eq!(live.load(Ordering::SeqCst), 0);
+}
+
+/// Nothing is lost and nothing is read that was freed: a submitter's whole life, its operations'
+/// orphaned and not, as valgrind sees it.
+#[test]
+fn valgrind_finds_nothing() {
+    if std::env::var_os("CLEAT_TEST_VALGRIND").is_some() {
+        return;
+    }
+    let output = std::process::Command::new("valgrind")
+        .args(["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"])
+        .args(["--error-exitcode=9", "--num-callers=25"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--test-threads=1", "operations_come_back", "a_dropped_submitter"])
+        .env("CLEAT_TEST_VALGRIND", "1")
+        .output()
+        .expect("valgrind runs (apt install valgrind)");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let passed = String::from_utf8_lossy(&output.stdout).contains("2 passed");
+    assert!(output.status.success() && passed, "{said}");
+    assert!(said.contains("definitely lost: 0 bytes"), "{said}");
+}
+
+fn wait_until(condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it does not come");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

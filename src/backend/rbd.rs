@@ -1,0 +1,468 @@
+//! Images of Ceph's RBD, through librbd, which is looked for only when one is opened.
+//!
+//! - One RADOS client a volume: a client that is cut off takes no other volume along.
+//! - A writable image is claimed by its exclusive lock, kept until it is closed (`claim`). Whoever
+//!   takes it over has the cluster blocklist us first: then every request fails with ESHUTDOWN, which
+//!   is `Fenced`, for good.
+//! - librbd's cache is off, unless an option says otherwise: a write that is answered is replicated,
+//!   so FUA costs nothing. Under a cache that holds writes back, FUA is a write and a flush.
+//! - Requests wait inside the library while the cluster is away, as long as it takes: its own time
+//!   limit (`rados_osd_op_timeout`) would report writes as failed that land later. For the same
+//!   reason a write that ran into it is `Broken` and never `Retry`.
+//! - Payloads are read and filled where they are. Of a write librbd makes one copy:
+//!   `rbd_disable_zero_copy_writes=false` would spare it, but in 16.2 a write that is then refused
+//!   (after a take-over, say) never completes.
+//! - WRITE_ZEROES is librbd's own, which keeps the promise for every byte; a discard leaves the edges
+//!   of objects as they were (`rbd_skip_partial_discard`). Long ranges go piece by piece.
+//! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
+
+mod claim;
+mod problem;
+mod queue;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::uri::{RbdSpec, Size, invalid};
+use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sys::ring::Ring;
+use problem::problem;
+use queue::RbdQueue;
+
+/// How long a monitor may take to answer, at the start and later.
+const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long opening may take in all, less than a supervisor waits for it. OSDs that do not answer have
+/// no limit of their own.
+const OPEN_PATIENCE: Duration = Duration::from_secs(15);
+
+/// How long closing may take before it is left to itself.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often closing looks whether the last user is gone.
+const CLOSE_PAUSE: Duration = Duration::from_millis(2);
+
+/// The longest payload of one request: what NBD clients expect to be able to send.
+const MAX_PAYLOAD: u32 = 32 << 20;
+
+/// Objects that one piece of a long range touches at once.
+const PIECE_OBJECTS: u64 = 64;
+
+/// Options of Ceph that go before the configuration file, and behind those of the volume.
+const DEFAULTS: [(&str, &str); 1] = [("rbd_cache", "false")];
+
+/// An open image.
+pub(super) struct RbdImage {
+    /// `None` once it was closed. Locked by calls of the control half only.
+    open: Mutex<Option<Open>>,
+    name: String,
+    blocks: BlockSizes,
+    features: Features,
+    shared: Arc<Shared>,
+}
+
+/// What closing ends.
+struct Open {
+    changes: Option<Changes>,
+    image: Arc<librbd::Image>,
+}
+
+/// What keeps the size up to date: the thread ends with the watch.
+struct Changes {
+    watch: librbd::Watch,
+    thread: thread::JoinHandle<()>,
+}
+
+/// What the queues share.
+struct Shared {
+    size: AtomicU64,
+    /// Somebody else owns the image, or nobody knows who does.
+    fenced: AtomicBool,
+    /// For a mapping that may write, being refused as a reader means that the lock is lost.
+    read_only: bool,
+    /// A write that is answered survives everything.
+    durable_writes: bool,
+    /// Bytes of a piece of a long range.
+    piece: u64,
+}
+
+/// Loads the libraries, while their files can be read. Starts no thread.
+pub(super) fn preload() -> Result<()> {
+    librbd::load().map_err(|error| {
+        Error::new(ErrorKind::Unsupported, "this machine cannot open RBD images")
+            .with_repair(error.repair())
+            .with_source(error)
+    })
+}
+
+/// Files and directories that the libraries read while they connect.
+pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
+    let system = [
+        "/etc/ceph",
+        // Names of monitors, and what finds them.
+        "/etc/hosts",
+        "/etc/host.conf",
+        "/etc/resolv.conf",
+        "/etc/nsswitch.conf",
+        "/etc/gai.conf",
+        "/etc/services",
+        "/run/systemd/resolve",
+        // The onwire encryption's library.
+        "/etc/ssl/openssl.cnf",
+        "/usr/lib/ssl/openssl.cnf",
+        "/etc/localtime",
+        // How many processors there are.
+        "/sys/devices/system",
+        "/proc/self",
+    ];
+    let own = spec.conf.iter().chain(&spec.keyring).cloned();
+    let all = system.iter().map(PathBuf::from).chain(own);
+    all.filter(|path| path.exists()).collect()
+}
+
+impl RbdImage {
+    /// Opens `spec`, claiming it unless it is only read.
+    pub(super) fn open(spec: &RbdSpec, read_only: bool) -> Result<Self> {
+        Self::open_in_time(spec, read_only, true)
+    }
+
+    /// Opens `spec` while another process still serves it; claimed when it succeeds.
+    pub(super) fn inherit(spec: &RbdSpec, read_only: bool) -> Result<Self> {
+        Self::open_in_time(spec, read_only, false)
+    }
+
+    fn open_in_time(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
+        preload()?;
+        let wanted = spec.clone();
+        let (sender, opened) = mpsc::channel();
+        // Where nobody waits for it any more, the result is dropped, which closes what was opened.
+        let work = move || _ = sender.send(Self::open_slowly(&wanted, read_only, claim));
+        let thread = thread::Builder::new().name("rbd-open".to_owned()).spawn(work);
+        thread.map_err(|e| Error::from_io("cannot start the thread that opens the image", e))?;
+        match opened.recv_timeout(OPEN_PATIENCE) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout) => Err(Error::new(
+                ErrorKind::TimedOut,
+                format!("the cluster did not open {} within {OPEN_PATIENCE:?}", name(spec)),
+            )
+            .with_repair(
+                "see `ceph status`: are the pool's OSDs up, its placement groups active?",
+            )),
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(Error::new(ErrorKind::Internal, "the thread that opens the image panicked"))
+            }
+        }
+    }
+
+    fn open_slowly(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
+        let name = name(spec);
+        let failed = |error| problem(error, &name, spec);
+        let cluster = librbd::Cluster::connect(&config(spec)).map_err(failed)?;
+        let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
+        let read_only = read_only || spec.snapshot.is_some();
+        let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
+        let image = pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)?;
+        if !read_only && claim {
+            claim::acquire(&image, &name)?;
+        }
+        let stat = image.stat().map_err(failed)?;
+        if stat.size == 0 {
+            let error = invalid(format!("{name} is empty"));
+            return Err(error.with_repair(format!("give it a size: rbd resize --size 10G {name}")));
+        }
+        let durable_writes = durable_writes(&image.config().map_err(failed)?);
+        let shared = Arc::new(Shared {
+            size: AtomicU64::new(stat.size),
+            fenced: AtomicBool::new(false),
+            read_only,
+            durable_writes,
+            piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
+        });
+        // A reader is not told of changes.
+        let changes = if read_only { None } else { Some(follow_size(&image, &shared)?) };
+        let features = Features {
+            read_only,
+            flush: true,
+            fua: true,
+            trim: true,
+            write_zeroes: image.can_write_zeroes(),
+            fast_zero: image.can_write_zeroes(),
+            cache: false,
+            multi_connection: true,
+            outlives_worker: true,
+        };
+        let open = Mutex::new(Some(Open { changes, image }));
+        Ok(Self { open, name, blocks: block_sizes(stat), features, shared })
+    }
+
+    fn image(&self) -> Result<Arc<librbd::Image>> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.as_ref().map(|open| Arc::clone(&open.image)).ok_or_else(|| {
+            Error::new(ErrorKind::Unavailable, format!("{} is closed already", self.name))
+        })
+    }
+
+    fn change_size(&self, size: u64, shrink: bool) -> Result<()> {
+        if self.shared.read_only {
+            return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
+        }
+        let now = self.refresh_size()?;
+        if size < now && !shrink {
+            let (size, now) = (Size(size), Size(now));
+            return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.name)));
+        }
+        if size == 0 {
+            return Err(invalid(format!("{} cannot be made empty", self.name)));
+        }
+        let resized = self.image()?.resize(size, shrink, &mut |_, _| {});
+        resized.map_err(|error| self.failed(error))?;
+        self.refresh_size().map(drop)
+    }
+
+    fn claim(&self) -> Result<()> {
+        if self.shared.fenced.load(Ordering::Acquire) {
+            let message = format!("{} belongs to somebody else", self.name);
+            return Err(Error::new(ErrorKind::Fenced, message));
+        }
+        if self.shared.read_only { Ok(()) } else { claim::acquire(&*self.image()?, &self.name) }
+    }
+
+    fn failed(&self, error: librbd::Error) -> Error {
+        if error.errno() == Some(libc::ESHUTDOWN) {
+            self.shared.fenced.store(true, Ordering::Release);
+        }
+        problem::later(error, &self.name)
+    }
+}
+
+impl Image for RbdImage {
+    fn size(&self) -> u64 {
+        self.shared.size.load(Ordering::Acquire)
+    }
+
+    fn block_sizes(&self) -> BlockSizes {
+        self.blocks
+    }
+
+    fn features(&self) -> Features {
+        self.features
+    }
+
+    fn queue(&self, _ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+        let (image, shared) = (self.image()?, Arc::clone(&self.shared));
+        Ok(Box::new(RbdQueue::new(&image, shared, waker.clone())))
+    }
+
+    fn refresh_size(&self) -> Result<u64> {
+        let size = self.image()?.size().map_err(|error| self.failed(error))?;
+        self.shared.size.store(size, Ordering::Release);
+        Ok(size)
+    }
+
+    fn resize(&self, size: u64) -> Result<()> {
+        self.change_size(size, false)
+    }
+
+    fn shrink(&self, size: u64) -> Result<()> {
+        self.change_size(size, true)
+    }
+
+    fn bequeath(&self) -> Result<Inheritance> {
+        Ok(Inheritance { descriptors: Vec::new() })
+    }
+
+    fn let_go(&self) -> Result<Legacy> {
+        let fenced = self.shared.fenced.load(Ordering::Acquire);
+        if !fenced && !self.shared.read_only {
+            self.image()?.lock_release().map_err(|error| self.failed(error))?;
+        }
+        Ok(Legacy { fenced, ..Legacy::default() })
+    }
+
+    fn take_back(&self) -> Result<()> {
+        self.claim()
+    }
+
+    fn succeed(&self, legacy: &Legacy) -> Result<()> {
+        if legacy.fenced {
+            self.shared.fenced.store(true, Ordering::Release);
+            return Ok(());
+        }
+        self.claim()?;
+        // It may have grown since this one opened it.
+        self.refresh_size().map(drop)
+    }
+
+    /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:
+    /// it forgets a client that is gone by itself.
+    fn close(&self) {
+        let taken = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(open) = taken else { return };
+        let (sender, closed) = mpsc::channel();
+        let close = move || _ = sender.send(open.close());
+        if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
+            tracing::warn!(image = %self.name, %error, "no thread for the close, which had no limit");
+            return;
+        }
+        match closed.recv_timeout(CLOSE_PATIENCE) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(image = %self.name, %error, "the close failed"),
+            Err(_) => tracing::warn!(image = %self.name, "the cluster does not let it be closed"),
+        }
+    }
+}
+
+impl Drop for RbdImage {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Open {
+    /// Ends what follows the size and waits for the last queue.
+    fn close(self) -> librbd::Result<()> {
+        if let Some(Changes { watch, thread }) = self.changes {
+            drop(watch);
+            let _ = thread.join();
+        }
+        let mut image = self.image;
+        loop {
+            match Arc::try_unwrap(image) {
+                Ok(image) => return image.close(),
+                // A connection's thread, say, that has not ended quite.
+                Err(shared) => image = shared,
+            }
+            thread::sleep(CLOSE_PAUSE);
+        }
+    }
+}
+
+fn name(spec: &RbdSpec) -> String {
+    let space = spec.namespace.as_ref().map(|name| format!("/{name}")).unwrap_or_default();
+    let snapshot = spec.snapshot.as_ref().map(|name| format!("@{name}")).unwrap_or_default();
+    format!("{}{space}/{}{snapshot}", spec.pool, spec.image)
+}
+
+fn config(spec: &RbdSpec) -> librbd::Config {
+    let defaults = DEFAULTS.iter().filter(|(key, _)| !spec.config.contains_key(*key));
+    let defaults = defaults.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+    let own = spec.config.iter().map(|(key, value)| (key.clone(), value.clone()));
+    librbd::Config {
+        conf: spec.conf.clone(),
+        id: spec.id.clone(),
+        keyring: spec.keyring.clone(),
+        overrides: defaults.chain(own).collect(),
+        monitor_timeout: MONITOR_TIMEOUT,
+    }
+}
+
+fn block_sizes(stat: librbd::Stat) -> BlockSizes {
+    // What lies together: an object, or the part of it that a stripe fills.
+    let together = stat.object_size.min(stat.stripe_unit).clamp(4096, MAX_PAYLOAD.into());
+    let together = u32::try_from(together).unwrap_or(MAX_PAYLOAD);
+    // Powers of two, but for stripes that somebody chose oddly.
+    let preferred = if together.is_power_of_two() { together } else { 4096 };
+    BlockSizes { minimum: 1, preferred, maximum: MAX_PAYLOAD }
+}
+
+/// Whether a write is on the OSDs when it is answered, by librbd's options as they hold for the
+/// image: its own and its pool's go before ours. What is not known is taken for a cache.
+fn durable_writes(config: &[(String, String)]) -> bool {
+    let value = |name: &str| {
+        config.iter().find(|(key, _)| key == name).map_or("", |(_, value)| value.as_str())
+    };
+    let written_back = value("rbd_cache") != "false"
+        && value("rbd_cache_policy") != "writethrough"
+        && value("rbd_cache_max_dirty") != "0";
+    let persistent = !["", "disabled"].contains(&value("rbd_persistent_cache_mode"));
+    !written_back && !persistent
+}
+
+/// Keeps the size up to date. The library's callback may not ask, so a thread does.
+fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Changes> {
+    // One that waits tells of all changes so far.
+    let (sender, changes) = mpsc::sync_channel::<()>(1);
+    let watch = image.watch(move || _ = sender.try_send(())).map_err(|error| {
+        Error::new(ErrorKind::Unavailable, "the image's changes cannot be followed")
+            .with_source(error)
+    })?;
+    let (image, shared) = (Arc::clone(image), Arc::clone(shared));
+    let follow = move || {
+        for () in changes {
+            match image.size() {
+                Ok(size) => shared.size.store(size, Ordering::Release),
+                Err(error) => tracing::warn!(%error, "a change of the image could not be followed"),
+            }
+        }
+    };
+    let thread = thread::Builder::new()
+        .name("rbd-size".to_owned())
+        .spawn(follow)
+        .map_err(|e| Error::from_io("cannot start the thread that follows the size", e))?;
+    Ok(Changes { watch, thread })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(list: &[(&str, &str)]) -> Vec<(String, String)> {
+        list.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn only_a_cache_that_holds_nothing_back_makes_writes_durable() {
+        let off = ("rbd_cache", "false");
+        let on = ("rbd_cache", "true");
+        for (list, durable) in [
+            (&[off][..], true),
+            (&[off, ("rbd_persistent_cache_mode", "disabled")], true),
+            (&[off, ("rbd_persistent_cache_mode", "ssd")], false),
+            (&[on, ("rbd_cache_policy", "writethrough")], true),
+            (&[on, ("rbd_cache_max_dirty", "0")], true),
+            (&[on, ("rbd_cache_policy", "writearound"), ("rbd_cache_max_dirty", "1")], false),
+            (&[on], false),
+            (&[], false),
+        ] {
+            assert_eq!(durable_writes(&options(list)), durable, "{list:?}");
+        }
+    }
+
+    #[test]
+    fn block_sizes_follow_the_objects() {
+        let stat = |object_size, stripe_unit| librbd::Stat {
+            size: 1 << 30,
+            object_size,
+            stripe_unit,
+            stripe_count: 1,
+        };
+        for (object, unit, preferred) in [
+            (4 << 20, 4 << 20, 4 << 20),
+            (4 << 20, 65536, 65536),
+            (64 << 20, 64 << 20, 32 << 20),
+            (4 << 20, 3 << 10, 4096),
+            (12288, 12288, 4096),
+        ] {
+            assert_eq!(block_sizes(stat(object, unit)).preferred, preferred);
+        }
+    }
+
+    #[test]
+    fn the_volumes_options_go_before_the_defaults() {
+        let spec = |text: &str| match text.parse::<super::super::uri::VolumeUri>().unwrap().spec() {
+            super::super::uri::Spec::Rbd(spec) => spec.clone(),
+            other => panic!("{other:?}"),
+        };
+        let plain = config(&spec("rbd:p/i"));
+        assert_eq!(plain.overrides, options(&[("rbd_cache", "false")]));
+        let own = config(&spec("rbd:p/i?config.rbd_cache=true&id=x"));
+        assert_eq!(own.overrides, options(&[("rbd_cache", "true")]));
+        assert_eq!(own.id.as_deref(), Some("x"));
+        assert_eq!(name(&spec("rbd:p/n/i@s")), "p/n/i@s");
+    }
+}

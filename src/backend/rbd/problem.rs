@@ -1,0 +1,60 @@
+//! What librbd's errors mean to whoever opens or changes a volume.
+
+use crate::backend::uri::RbdSpec;
+use crate::error::{Error, ErrorKind};
+
+/// An error while `name` was opened, with what repairs it.
+pub(super) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error {
+    let kind = kind(&error);
+    let client = format!("client.{}", spec.id.as_deref().unwrap_or("admin"));
+    let repair = match kind {
+        ErrorKind::Unsupported => error.load().map(librbd::LoadError::repair),
+        ErrorKind::NotFound => Some(format!(
+            "see that the image exists (rbd info {name}), and the configuration and the key of \
+             {client}; conf=PATH, keyring=PATH and id=NAME in the volume's options say otherwise"
+        )),
+        ErrorKind::PermissionDenied => Some(format!(
+            "see that the key of {client} is in its keyring (id=NAME and keyring=PATH in the \
+             volume's options name others), and that it may use the pool: ceph auth caps {client} \
+             mon 'profile rbd' osd 'profile rbd pool={}'",
+            spec.pool
+        )),
+        ErrorKind::TimedOut => {
+            Some("see that the monitors can be reached from here (ceph status)".to_owned())
+        }
+        ErrorKind::Fenced => {
+            Some("start again as a new client; see `ceph osd blocklist ls`".to_owned())
+        }
+        _ => None,
+    };
+    let opened = Error::new(kind, format!("cannot open the RBD image {name}")).with_source(error);
+    match repair {
+        Some(repair) => opened.with_repair(repair),
+        None => opened,
+    }
+}
+
+/// An error of an image that is open.
+pub(super) fn later(error: librbd::Error, name: &str) -> Error {
+    Error::new(kind(&error), format!("the RBD image {name} does not do it")).with_source(error)
+}
+
+fn kind(error: &librbd::Error) -> ErrorKind {
+    if error.load().is_some() {
+        return ErrorKind::Unsupported;
+    }
+    match error.errno() {
+        // A value with a zero byte, or an answer beyond all bounds.
+        None | Some(libc::EINVAL) => ErrorKind::InvalidArgument,
+        Some(libc::ENOENT) => ErrorKind::NotFound,
+        Some(libc::EPERM | libc::EACCES | libc::EROFS) => ErrorKind::PermissionDenied,
+        Some(libc::EBUSY) => ErrorKind::InUse,
+        Some(libc::EEXIST) => ErrorKind::AlreadyExists,
+        Some(libc::ETIMEDOUT) => ErrorKind::TimedOut,
+        Some(libc::ESHUTDOWN) => ErrorKind::Fenced,
+        Some(libc::ENOSPC | libc::EDQUOT) => ErrorKind::NoSpace,
+        Some(libc::EOPNOTSUPP | libc::ENOSYS) => ErrorKind::Unsupported,
+        Some(libc::ENOTCONN | libc::ECONNREFUSED | libc::ECONNRESET) => ErrorKind::Unavailable,
+        Some(_) => ErrorKind::Internal,
+    }
+}

@@ -1,0 +1,197 @@
+//! The data half: requests become operations of librbd, whose ends come through the waker.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use librbd::{Completion, Io, Refused, Submitter};
+
+use super::Shared;
+use crate::backend::{ImageQueue, Outcome, RequestId, Started, Waker};
+use crate::request::{IoError, Op, Request};
+use crate::sys::buffer::Buffer;
+use crate::sys::ring::{Completion as RingCompletion, Ring};
+
+/// Operations at once: a connection's requests, of which each has one, are bounded below.
+const MAX_OPERATIONS: usize = 1024;
+
+pub(super) struct RbdQueue {
+    submitter: Submitter<Buffer>,
+    shared: Arc<Shared>,
+    can_write_zeroes: bool,
+    /// By request number.
+    tasks: Vec<Option<Task>>,
+}
+
+/// A request under way.
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    request: Request,
+    /// Bytes that are done.
+    progress: u64,
+    /// Bytes that the running operation is for.
+    attempted: u64,
+    /// The running operation makes durable what was done.
+    flushing: bool,
+}
+
+/// What comes next for a request: an operation, or its end.
+type Next = Result<Option<Io>, IoError>;
+
+impl RbdQueue {
+    pub(super) fn new(image: &Arc<librbd::Image>, shared: Arc<Shared>, waker: Waker) -> Self {
+        let submitter = image.submitter(MAX_OPERATIONS, move || waker.wake());
+        Self { submitter, shared, can_write_zeroes: image.can_write_zeroes(), tasks: Vec::new() }
+    }
+
+    /// The operation that a request begins or goes on with.
+    fn operation(&self, task: &mut Task) -> Next {
+        let Request { op, flags, length, .. } = task.request;
+        let offset = task.request.offset + task.progress;
+        let left = length - task.progress;
+        task.attempted = left;
+        Ok(Some(match op {
+            Op::Read => Io::Read { offset },
+            Op::Write => Io::Write { offset },
+            Op::Flush => Io::Flush,
+            Op::Cache => return Ok(None),
+            Op::Trim => {
+                task.attempted = self.piece(offset, left);
+                Io::Discard { offset, length: task.attempted }
+            }
+            // Allocating means writing.
+            Op::WriteZeroes if flags.fast_zero && flags.no_hole => {
+                return Err(IoError::Unsupported);
+            }
+            Op::WriteZeroes if !self.can_write_zeroes => return Err(IoError::Unsupported),
+            Op::WriteZeroes => {
+                task.attempted = self.piece(offset, left);
+                let length = usize::try_from(task.attempted).map_err(|_| IoError::Invalid)?;
+                Io::WriteZeroes { offset, length, allocate: flags.no_hole }
+            }
+        }))
+    }
+
+    /// The part of a long range that is done at once. It ends where pieces of the volume do, and so
+    /// objects: what fills one is removed rather than overwritten.
+    fn piece(&self, offset: u64, left: u64) -> u64 {
+        left.min(self.shared.piece - offset % self.shared.piece)
+    }
+
+    /// What the end of an operation means for its request.
+    fn advance(&self, task: &mut Task, result: i64) -> Next {
+        if result < 0 {
+            let errno = i32::try_from(result.saturating_neg()).unwrap_or(libc::EIO);
+            return Err(self.error(&task.request, errno));
+        }
+        if task.flushing {
+            return Ok(None);
+        }
+        match task.request.op {
+            // Cut off underneath: what is missing must not be taken for zeroes.
+            Op::Read if result.unsigned_abs() != task.request.length => {
+                return Err(IoError::Broken);
+            }
+            Op::Read | Op::Flush | Op::Cache => return Ok(None),
+            Op::Write | Op::Trim | Op::WriteZeroes => {}
+        }
+        task.progress += task.attempted;
+        if task.progress < task.request.length {
+            return self.operation(task);
+        }
+        if task.request.flags.fua && !self.shared.durable_writes {
+            task.flushing = true;
+            return Ok(Some(Io::Flush));
+        }
+        Ok(None)
+    }
+
+    fn error(&self, request: &Request, errno: i32) -> IoError {
+        let error = match errno {
+            // The lock is gone; who has it now nobody knows.
+            libc::EROFS if !self.shared.read_only => IoError::Fenced,
+            // A key that is no longer good for it.
+            libc::EPERM | libc::EACCES => IoError::Broken,
+            errno => IoError::from_errno(errno),
+        };
+        match error {
+            IoError::Fenced => self.shared.fenced.store(true, Ordering::Release),
+            // It may be on its way still, and then lands after its repetition.
+            IoError::Retry if request.op.modifies() => return IoError::Broken,
+            _ => {}
+        }
+        error
+    }
+
+    fn submit(&mut self, id: RequestId, io: Io, buffer: Option<Buffer>) -> Option<Outcome> {
+        if self.shared.fenced.load(Ordering::Acquire) {
+            return Some(Outcome { result: Err(IoError::Fenced), buffer });
+        }
+        match self.submitter.start(id.into(), io, buffer) {
+            Ok(()) => None,
+            Err(Refused { errno, buffer }) => {
+                let error = match (errno, self.task(id)) {
+                    (libc::EAGAIN, _) | (_, None) => IoError::NoMemory,
+                    (errno, Some(task)) => self.error(&task.request, errno),
+                };
+                Some(Outcome { result: Err(error), buffer })
+            }
+        }
+    }
+
+    fn task(&self, id: RequestId) -> Option<Task> {
+        self.tasks.get(id as usize).copied().flatten()
+    }
+
+    /// Goes on with a request, or ends it.
+    fn proceed(&mut self, id: RequestId, next: Next, buffer: Option<Buffer>) -> Option<Outcome> {
+        let ended = match next {
+            Ok(Some(io)) => self.submit(id, io, buffer),
+            Ok(None) => Some(Outcome { result: Ok(()), buffer }),
+            Err(error) => Some(Outcome { result: Err(error), buffer }),
+        };
+        if ended.is_some() {
+            self.tasks[id as usize] = None;
+        }
+        ended
+    }
+}
+
+impl ImageQueue for RbdQueue {
+    fn start(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        let mut task = Task { request, progress: 0, attempted: 0, flushing: false };
+        let next = self.operation(&mut task);
+        let index = id as usize;
+        if self.tasks.len() <= index {
+            self.tasks.resize(index + 1, None);
+        }
+        self.tasks[index] = Some(task);
+        self.proceed(id, next, buffer).map_or(Started::Pending, Started::Done)
+    }
+
+    fn on_ring(
+        &mut self,
+        _completion: RingCompletion,
+        _ring: &mut Ring,
+    ) -> Option<(RequestId, Outcome)> {
+        // Nothing is ever submitted to the ring.
+        None
+    }
+
+    fn on_wake(&mut self, _ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        while let Some(Completion { token, result, buffer }) = self.submitter.next() {
+            let Ok(id) = RequestId::try_from(token) else { continue };
+            let Some(mut task) = self.task(id) else { continue };
+            let next = self.advance(&mut task, result);
+            self.tasks[id as usize] = Some(task);
+            if let Some(outcome) = self.proceed(id, next, buffer) {
+                done.push((id, outcome));
+            }
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! `rbd:pool[/namespace]/image[@snapshot]`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::options::{Encoded, Options, decode};
+use super::{ErrorKind, invalid};
+use crate::error::{Error, Result};
+
+/// An RBD image, and how its cluster is reached. Never a secret itself: only where one is read.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct RbdSpec {
+    /// The pool's name.
+    pub pool: String,
+    /// The namespace in it.
+    pub namespace: Option<String>,
+    /// The image's name.
+    pub image: String,
+    /// The snapshot's name; then the volume can only be read.
+    pub snapshot: Option<String>,
+    /// Ceph's configuration file; absolute.
+    pub conf: Option<PathBuf>,
+    /// The client's name, without `client.`.
+    pub id: Option<String>,
+    /// The file with the client's key; absolute.
+    pub keyring: Option<PathBuf>,
+    /// Options of Ceph, before those of the configuration file.
+    pub config: BTreeMap<String, String>,
+}
+
+/// What the options of Ceph's own begin with.
+const CONFIG: &str = "config.";
+
+/// Options of Ceph that are secrets.
+const SECRETS: [&str; 2] = ["key", "auth_client_key"];
+
+const MAX_NAME: usize = 255;
+
+impl RbdSpec {
+    pub(super) fn parse(location: &str, mut options: Options) -> Result<Self> {
+        let (path, snapshot) = match location.split_once('@') {
+            Some((path, snapshot)) => (path, Some(part(snapshot, "snapshot")?)),
+            None => (location, None),
+        };
+        let parts: Vec<&str> = path.split('/').collect();
+        let (pool, namespace, image) = match parts[..] {
+            [pool, image] => (pool, None, image),
+            [pool, namespace, image] => (pool, Some(part(namespace, "namespace")?), image),
+            _ => {
+                let message = format!("rbd: needs a pool and an image, not {location:?}");
+                return Err(invalid(message).with_repair(
+                    "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE, or either with @SNAPSHOT",
+                ));
+            }
+        };
+        let spec = Self {
+            pool: part(pool, "pool")?,
+            namespace,
+            image: part(image, "image")?,
+            snapshot,
+            conf: file(&mut options, "conf")?,
+            id: options.take("id").map(|id| client(&id)).transpose()?,
+            keyring: file(&mut options, "keyring")?,
+            config: config(options.split_prefix(CONFIG))?,
+        };
+        options.finish("rbd:", &["conf", "id", "keyring", "config.OPTION"])?;
+        Ok(spec)
+    }
+
+    pub(super) fn location(&self) -> String {
+        let encoded = |text: &str| Encoded(text.as_bytes()).to_string();
+        let mut location = encoded(&self.pool);
+        for part in [self.namespace.as_deref(), Some(&*self.image)].into_iter().flatten() {
+            location.push('/');
+            location.push_str(&encoded(part));
+        }
+        if let Some(snapshot) = &self.snapshot {
+            location.push('@');
+            location.push_str(&encoded(snapshot));
+        }
+        location
+    }
+
+    pub(super) fn options(&self) -> Vec<(String, String)> {
+        let path = |path: &PathBuf| path.to_string_lossy().into_owned();
+        let first = [
+            ("conf", self.conf.as_ref().map(path)),
+            ("id", self.id.clone()),
+            ("keyring", self.keyring.as_ref().map(path)),
+        ];
+        let first = first.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
+        let config =
+            self.config.iter().map(|(key, value)| (format!("{CONFIG}{key}"), value.clone()));
+        first.chain(config).collect()
+    }
+}
+
+/// A name between the separators, which it cannot contain: RBD itself could not be told of it.
+fn part(text: &str, what: &str) -> Result<String> {
+    let name = String::from_utf8(decode(text)?)
+        .map_err(|_| invalid(format!("the {what}'s name {text:?} is not UTF-8")))?;
+    if name.is_empty() {
+        return Err(invalid(format!("the {what}'s name is empty")).with_repair(
+            "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE, or either with @SNAPSHOT",
+        ));
+    }
+    if name.len() > MAX_NAME || name.contains(['/', '@', '\0']) {
+        let message = format!("{name:?} cannot be the name of a {what}");
+        return Err(invalid(message)
+            .with_repair(format!("names have 1 to {MAX_NAME} bytes, without /, @ and zero")));
+    }
+    Ok(name)
+}
+
+fn file(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {
+    let Some(path) = options.take(key) else { return Ok(None) };
+    if !path.starts_with('/') || path.contains('\0') {
+        return Err(invalid(format!("{key} needs an absolute path, not {path:?}"))
+            .with_repair(format!("write the whole path, as in {key}=/etc/ceph/…")));
+    }
+    Ok(Some(path.into()))
+}
+
+fn client(id: &str) -> Result<String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if id.is_empty() || id.len() > MAX_NAME || !id.chars().all(plain) {
+        return Err(invalid(format!("{id:?} is no name of a client")));
+    }
+    match id.strip_prefix("client.") {
+        Some(bare) => Err(invalid(format!("the id is {bare:?}, without \"client.\""))
+            .with_repair(format!("write id={bare}"))),
+        None => Ok(id.to_owned()),
+    }
+}
+
+fn config(options: Options) -> Result<BTreeMap<String, String>> {
+    let mut config = BTreeMap::new();
+    for (key, value) in options.into_pairs() {
+        // One spelling for each option.
+        let key = key.replace(['-', ' '], "_");
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        if key.is_empty() || !key.chars().all(plain) || value.contains('\0') {
+            return Err(invalid(format!("{CONFIG}{key} is no option of Ceph")));
+        }
+        if SECRETS.contains(&&*key) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("{CONFIG}{key} would put a secret into the volume's name"),
+            )
+            .with_repair("put the key into a file and name that: keyring=/etc/ceph/…"));
+        }
+        if config.insert(key.clone(), value).is_some() {
+            return Err(invalid(format!("the option {CONFIG}{key} is given twice")));
+        }
+    }
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::{MAX_NAME as MAX_DEFAULT_NAME, VolumeUri};
+    use super::*;
+
+    fn uri(text: &str) -> VolumeUri {
+        text.parse().unwrap_or_else(|error: Error| panic!("{text}: {}", error.report()))
+    }
+
+    #[test]
+    fn canonical_forms_and_names() {
+        for (given, canonical, name) in [
+            ("rbd:p/i", "rbd:p/i", "rbd-p-i"),
+            ("rbd:p/n/i", "rbd:p/n/i", "rbd-p-n-i"),
+            ("rbd:p%2dq/i?id=x&conf=/a%20b", "rbd:p-q/i?conf=/a%20b&id=x", "rbd-p-q-i"),
+            (
+                "rbd:p/i?config.rbd-cache=true&config.a=%26",
+                "rbd:p/i?config.a=%26&config.rbd_cache=true",
+                "rbd-p-i",
+            ),
+        ] {
+            assert_eq!(uri(given).to_string(), canonical);
+            assert_eq!(uri(given).default_name(), name);
+        }
+        let snapshot = uri("rbd:p/n/i@s?keyring=/k");
+        assert_eq!(snapshot.to_string(), "rbd:p/n/i@s?keyring=/k");
+        assert_ne!(snapshot.default_name(), uri("rbd:p/n/i_s").default_name());
+    }
+
+    #[test]
+    fn errors_name_the_cause_and_the_choice() {
+        for (given, cause, repair) in [
+            ("rbd:image", "needs a pool", "rbd:POOL/IMAGE"),
+            ("rbd:a/b/c/d", "needs a pool", "NAMESPACE"),
+            ("rbd:/i", "pool's name is empty", "rbd:POOL/IMAGE"),
+            ("rbd:p/", "image's name is empty", "rbd:POOL/IMAGE"),
+            ("rbd:p//i", "namespace's name is empty", "rbd:POOL"),
+            ("rbd:p/i@", "snapshot's name is empty", "SNAPSHOT"),
+            ("rbd:p/i@a@b", "snapshot", "without"),
+            ("rbd:p/a%2fb", "cannot be the name", "without /"),
+            ("rbd:p/%ff", "not UTF-8", ""),
+            ("rbd:p/i?conf=ceph.conf", "absolute path", "/etc/ceph"),
+            ("rbd:p/i?id=client.x", "without \"client.\"", "id=x"),
+            ("rbd:p/i?id=", "no name of a client", ""),
+            ("rbd:p/i?config.key=AQ", "secret", "keyring="),
+            ("rbd:p/i?config.A=1", "no option of Ceph", ""),
+            ("rbd:p/i?config.a-b=1&config.a_b=2", "twice", ""),
+            ("rbd:p/i?direct=true", "\"direct\"", "config.OPTION"),
+        ] {
+            let error = given.parse::<VolumeUri>().expect_err(given);
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{given}");
+            assert!(error.message().contains(cause), "{given}: {}", error.message());
+            assert!(error.repair().unwrap_or("").contains(repair), "{given}: {:?}", error.repair());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_name_survives_the_round_trip(
+            names in prop::collection::vec("[^/@\0]{1,40}", 2..4),
+            snapshot in prop::option::of("[^/@\0]{1,40}"),
+            conf in prop::option::of("/[^\0]{0,40}"),
+        ) {
+            prop_assume!(names.iter().chain(&snapshot).all(|name| name.len() <= MAX_NAME));
+            let (last, first) = names.split_last().expect("two at least");
+            let spec = RbdSpec {
+                pool: first[0].clone(),
+                namespace: first.get(1).cloned(),
+                image: last.clone(),
+                snapshot,
+                conf: conf.map(PathBuf::from),
+                id: None,
+                keyring: None,
+                config: BTreeMap::from([("rbd_cache".to_owned(), "a&b=c%".to_owned())]),
+            };
+            let original = VolumeUri(super::super::Spec::Rbd(spec));
+            prop_assert_eq!(&uri(&original.to_string()), &original);
+            prop_assert!(original.default_name().len() <= MAX_DEFAULT_NAME);
+        }
+    }
+}

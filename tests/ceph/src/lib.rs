@@ -1,0 +1,106 @@
+//! A small Ceph cluster for tests: one monitor, one OSD in memory, cephx; up in a few seconds.
+//!
+//! `tests/ceph/cluster` makes it and holds it; this starts that and speaks to it. The cluster ends
+//! with the [`Cluster`], or with the process: the script's standard input ends then.
+
+#![allow(clippy::missing_panics_doc, reason = "a test's helper fails by panicking")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// The pool that [`Cluster::ID`] may use.
+pub const POOL: &str = "volumes";
+
+/// The client that may use [`POOL`], as `profile rbd` allows, and nothing else.
+pub const ID: &str = "volumes";
+
+/// A running cluster.
+#[derive(Debug)]
+pub struct Cluster {
+    directory: PathBuf,
+    script: Mutex<Script>,
+}
+
+#[derive(Debug)]
+struct Script {
+    process: Child,
+    /// `None` once it was told to end.
+    commands: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+}
+
+/// The cluster that the tests of this process share. It lasts as long as the process.
+pub fn shared() -> &'static Cluster {
+    static SHARED: OnceLock<Cluster> = OnceLock::new();
+    SHARED.get_or_init(Cluster::start)
+}
+
+impl Cluster {
+    /// Starts a cluster of its own, for a test that breaks it.
+    pub fn start() -> Self {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cluster");
+        let mut process = Command::new(path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("tests/ceph/cluster starts (it needs python3)");
+        let commands = process.stdin.take();
+        let answers = BufReader::new(process.stdout.take().expect("it is a pipe"));
+        let mut script = Script { process, commands, answers };
+        let first = script.line();
+        let Some(directory) = first.strip_prefix("directory ") else {
+            panic!("the test cluster did not start: {first}");
+        };
+        assert_eq!(script.line(), "ready");
+        Self { directory: directory.into(), script: Mutex::new(script) }
+    }
+
+    /// The cluster's configuration file.
+    pub fn conf(&self) -> PathBuf {
+        self.directory.join("ceph.conf")
+    }
+
+    /// The key of a client: `admin` or [`ID`].
+    pub fn keyring(&self, id: &str) -> PathBuf {
+        self.directory.join(format!("{id}.keyring"))
+    }
+
+    /// Does something to a daemon: `stop osd`, `start mon`, `pause osd`, `resume osd`.
+    pub fn tell(&self, command: &str) {
+        let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
+        let commands = script.commands.as_mut().expect("it was not told to end");
+        writeln!(commands, "{command}").expect("the script listens");
+        assert_eq!(script.line(), "ok", "{command}");
+    }
+
+    /// Runs `ceph` as the administrator and returns what it says.
+    pub fn ceph(&self, arguments: &[&str]) -> String {
+        let output = Command::new("ceph")
+            .args(["--id", "admin", "--connect-timeout", "60", "--conf"])
+            .arg(self.conf())
+            .args(arguments)
+            .env_remove("CEPH_ARGS")
+            .output()
+            .expect("ceph runs");
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "ceph {arguments:?}: {complaint}");
+        String::from_utf8(output.stdout).expect("UTF-8")
+    }
+}
+
+impl Script {
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).expect("the script speaks UTF-8");
+        line.trim_end().to_owned()
+    }
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        drop(self.commands.take());
+        let _ = self.process.wait();
+    }
+}

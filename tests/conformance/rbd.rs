@@ -1,0 +1,268 @@
+//! What RBD images promise beyond the common contract, on a real cluster.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
+use cleat::backend::{Legacy, OpenOptions, inherit, open};
+use cleat::error::{Error, ErrorKind};
+use cleat::request::{Flags, IoError, Op};
+use librbd::{Cluster, Config, NewImage, Open, Pool, RBD_FEATURE_LAYERING};
+
+use crate::checks::pattern;
+use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+
+const MIB: u64 = 1 << 20;
+
+/// Another client of the cluster.
+fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {
+    let config = Config {
+        conf: Some(cluster.conf()),
+        id: Some(id.to_owned()),
+        keyring: Some(cluster.keyring(id)),
+        ..Config::default()
+    };
+    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
+}
+
+fn uri(cluster: &TestCluster, image: &str) -> String {
+    let (conf, keyring) = (cluster.conf(), cluster.keyring(ID));
+    let (conf, keyring) = (conf.display(), keyring.display());
+    format!("rbd:{POOL}/{image}?conf={conf}&keyring={keyring}&id={ID}")
+}
+
+fn fresh(cluster: &TestCluster, image: &str, size: u64) -> String {
+    pool(cluster, ID).create(image, size, &NewImage::default()).unwrap();
+    uri(cluster, image)
+}
+
+fn local(uri: &str) -> Local {
+    Local::open(&uri.parse().unwrap(), OpenOptions::default())
+}
+
+fn refused(uri: &str) -> Error {
+    match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+        Ok(_) => panic!("{uri} was opened"),
+        Err(error) => error,
+    }
+}
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_second_writer_is_told_the_address_of_the_first() {
+    let uri = fresh(shared(), "claimed", 8 * MIB);
+    let first = local(&uri);
+    first.lane().one(write(0, &pattern(1, 4096)));
+    let other = pool(shared(), ID).open("claimed", None, Open::Write).unwrap();
+    let [owner] = &other.lock_owners().unwrap()[..] else { panic!("one owner") };
+    let error = refused(&uri);
+    assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
+    assert!(error.message().contains(owner), "{}", error.message());
+    // A reader is no rival.
+    let reader = Local::open(&uri.parse().unwrap(), OpenOptions { read_only: true });
+    assert!(reader.lane().read(0, 4096) == pattern(1, 4096));
+    first.lane().one(write(0, &pattern(2, 4096)));
+    drop(first);
+    assert!(other.lock_owners().unwrap().is_empty(), "closing gave it back");
+    drop(local(&uri));
+}
+
+#[test]
+fn a_lock_that_is_held_in_passing_counts_as_held() {
+    let uri = fresh(shared(), "passing", 8 * MIB);
+    let other = pool(shared(), ID).open("passing", None, Open::Write).unwrap();
+    // librbd takes the lock with the first write, and would hand it over when asked.
+    other.metadata_set("a", "b").unwrap();
+    let mut submitter = other.submitter::<Vec<u8>>(1, || {});
+    submitter.start(0, librbd::Io::Write { offset: 0 }, Some(vec![1; 512])).unwrap();
+    wait_until("the write ends", || other.in_flight() == 0);
+    assert!(other.is_lock_owner().unwrap());
+    assert_eq!(refused(&uri).kind(), ErrorKind::InUse);
+    assert!(other.is_lock_owner().unwrap());
+}
+
+#[test]
+fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
+    let uri = fresh(shared(), "taken", 8 * MIB);
+    let volume = local(&uri);
+    let mut lane = volume.lane();
+    lane.one(write(0, &pattern(1, 4096)));
+    let rival = pool(shared(), ID);
+    let image = rival.open("taken", None, Open::Write).unwrap();
+    let address = image.lock_owners().unwrap().remove(0);
+    rival.cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
+    image.lock_break(&address).unwrap();
+    drop(image);
+    let second = local(&uri);
+    second.lane().one(write(0, &pattern(2, 4096)));
+    let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
+    assert!(lane.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));
+    for op in [Op::Read, Op::Flush, Op::Trim, Op::WriteZeroes] {
+        let range = if op == Op::Flush { 0 } else { 4096 };
+        assert_eq!(lane.try_one(job(op, 0, range)), Err(IoError::Fenced), "{op:?}");
+    }
+    // Being let in again as a client changes nothing for what was open.
+    pool(shared(), "admin").cluster().blocklist_remove(&address).unwrap();
+    assert_eq!(lane.try_one(job(Op::Read, 0, 4096)), Err(IoError::Fenced));
+    assert_eq!(volume.lane().try_one(write(0, &[9; 512])), Err(IoError::Fenced));
+    assert!(volume.resize(16 * MIB).is_err());
+    let read = second.lane().read(0, 32 * 4096);
+    assert!(read[..4096] == pattern(2, 4096) && read[4096..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn a_change_of_size_is_noticed() {
+    let uri = fresh(shared(), "moving", 8 * MIB);
+    let volume = local(&uri);
+    let mut lane = volume.lane();
+    lane.one(write(8 * MIB - 4096, &pattern(1, 4096)));
+    let admin = pool(shared(), ID).open("moving", None, Open::Write).unwrap();
+    admin.resize(12 * MIB, false, &mut |_, _| {}).unwrap();
+    wait_until("it grows", || volume.size() == 12 * MIB);
+    assert!(lane.read(8 * MIB - 4096, 4096) == pattern(1, 4096));
+    assert!(lane.read(8 * MIB, 4 * MIB).iter().all(|byte| *byte == 0));
+    admin.resize(4 * MIB, true, &mut |_, _| {}).unwrap();
+    wait_until("it shrinks", || volume.size() == 4 * MIB);
+    // What was on its way meanwhile is no success, and the lane lives on.
+    assert!(lane.try_one(job(Op::Read, 6 * MIB, 4096)).is_err());
+    assert!(lane.try_one(job(Op::Read, 4 * MIB - 512, 4096)).is_err());
+    assert_eq!(lane.try_one(write(6 * MIB, &[1; 4096])), Err(IoError::Invalid));
+    lane.one(write(0, &pattern(2, 4096)));
+}
+
+#[test]
+fn a_snapshot_is_read_only_and_stays_what_it_was() {
+    let uri = fresh(shared(), "history", 8 * MIB);
+    let volume = local(&uri);
+    volume.lane().one(write(0, &pattern(1, 4096)));
+    let admin = pool(shared(), ID).open("history", None, Open::Write).unwrap();
+    admin.snapshot_create("then").unwrap();
+    volume.lane().one(write(0, &pattern(2, 4096)));
+    let snapshot = local(&uri.replace("/history", "/history@then"));
+    assert!(snapshot.features().read_only);
+    assert!(snapshot.lane().read(0, 4096) == pattern(1, 4096));
+    assert_eq!(snapshot.resize(16 * MIB).unwrap_err().kind(), ErrorKind::PermissionDenied);
+    assert!(volume.lane().read(0, 4096) == pattern(2, 4096));
+    let missing = refused(&uri.replace("/history", "/history@never"));
+    assert_eq!(missing.kind(), ErrorKind::NotFound, "{}", missing.report());
+}
+
+#[test]
+fn what_cannot_be_opened_says_why_and_what_to_do() {
+    let good = fresh(shared(), "opened", MIB);
+    for (uri, kind, repair) in [
+        (uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
+        (good.replace(POOL, "nowhere"), ErrorKind::NotFound, "rbd info"),
+        (good.replace("id=volumes", "id=other"), ErrorKind::PermissionDenied, "keyring=PATH"),
+        (good.replace("ceph.conf", "none.conf"), ErrorKind::NotFound, "conf=PATH"),
+        (format!("{good}&config.no_such=1"), ErrorKind::NotFound, ""),
+    ] {
+        let error = refused(&uri);
+        assert_eq!(error.kind(), kind, "{uri}: {}", error.report());
+        assert!(error.repair().unwrap().contains(repair), "{uri}: {:?}", error.repair());
+    }
+    let plain = NewImage { features: Some(RBD_FEATURE_LAYERING), ..NewImage::default() };
+    pool(shared(), ID).create("lockless", MIB, &plain).unwrap();
+    let error = refused(&uri(shared(), "lockless"));
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.repair().unwrap().contains("rbd feature enable"), "{:?}", error.repair());
+    pool(shared(), ID).create("nothing", 0, &NewImage::default()).unwrap();
+    assert!(refused(&uri(shared(), "nothing")).message().contains("empty"));
+}
+
+#[test]
+fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
+    let uri = fresh(shared(), "inherited", 8 * MIB);
+    let parsed = uri.parse().unwrap();
+    let options = OpenOptions::default();
+    let old = open(&parsed, &options).unwrap();
+    let new = inherit(&parsed, &options, old.bequeath().unwrap()).unwrap();
+    assert_eq!(new.succeed(&Legacy::default()).unwrap_err().kind(), ErrorKind::InUse);
+    // It does not come to it: the old one goes on.
+    old.let_go().unwrap();
+    old.take_back().unwrap();
+    {
+        let lane: &mut dyn Lane = &mut LocalLane::new(&*old, 64);
+        lane.one(write(0, &pattern(1, 4096)));
+    }
+    let legacy = old.let_go().unwrap();
+    assert!(!legacy.fenced);
+    new.succeed(&legacy).unwrap();
+    assert_eq!(old.take_back().unwrap_err().kind(), ErrorKind::InUse);
+    drop(old);
+    let lane: &mut dyn Lane = &mut LocalLane::new(&*new, 64);
+    assert!(lane.read(0, 4096) == pattern(1, 4096));
+    lane.one(write(0, &pattern(2, 4096)));
+    // What was fenced stays it, in whatever process.
+    let third = inherit(&parsed, &options, new.bequeath().unwrap()).unwrap();
+    third.succeed(&Legacy { fenced: true, ..Legacy::default() }).unwrap();
+    let lane: &mut dyn Lane = &mut LocalLane::new(&*third, 64);
+    assert_eq!(lane.try_one(write(0, &[9; 512])), Err(IoError::Fenced));
+}
+
+/// The monitor stops answering, then the OSD: opening ends in time, and says what is missing.
+#[test]
+fn a_cluster_that_says_nothing_is_not_waited_for_without_end() {
+    let cluster = TestCluster::start();
+    let uri = fresh(&cluster, "silent", MIB);
+    let in_time = |cause: &str| {
+        let begun = Instant::now();
+        let error = refused(&uri);
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{cause}: {}", error.report());
+        assert!(error.repair().unwrap().contains("ceph status"), "{cause}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "{cause}: {:?}", begun.elapsed());
+    };
+    cluster.tell("pause osd");
+    in_time("the OSD is silent");
+    cluster.tell("resume osd");
+    cluster.tell("stop mon");
+    in_time("there is no monitor");
+    cluster.tell("start mon");
+    // What was given up has let go of the image by itself.
+    let begun = Instant::now();
+    loop {
+        match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+            Ok(_) => return,
+            Err(error) => assert!(begun.elapsed() < Duration::from_secs(60), "{}", error.report()),
+        }
+    }
+}
+
+/// Requests wait while the OSD is away and end well when it is back; the claim is still ours.
+#[test]
+fn an_outage_is_waited_out_and_loses_nothing() {
+    let cluster = TestCluster::start();
+    let uri = fresh(&cluster, "outage", 8 * MIB);
+    let volume = local(&uri);
+    let mut lane = volume.lane();
+    lane.one(write(0, &pattern(1, 4096)));
+    for round in 0..3 {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                cluster.tell("stop osd");
+                std::thread::sleep(Duration::from_secs(2));
+                cluster.tell("start osd");
+            });
+            let begun = Instant::now();
+            let mut turn = 0;
+            // Past the outage, whenever it begins.
+            while turn < 20 || begun.elapsed() < Duration::from_secs(4) {
+                let data = pattern(100 * round + turn, 4096);
+                let flags = Flags { fua: turn % 2 == 0, ..Flags::default() };
+                let writes = (0..16).map(|n| write(n * 64 * 1024, &data).with(flags));
+                let ends = lane.run(writes.collect());
+                assert!(ends.iter().all(|done| done.result == Ok(())), "round {round}: {ends:?}");
+                assert!(lane.read(15 * 64 * 1024, 4096) == data);
+                turn += 1;
+            }
+        });
+    }
+    assert_eq!(refused(&uri).kind(), ErrorKind::InUse);
+}

@@ -1,0 +1,84 @@
+//! A worker with an RBD image: confined before it opens, since librbd starts threads.
+
+use std::time::Duration;
+
+use ceph_test_cluster::{ID, POOL, shared};
+use cleat::error::ErrorKind;
+use cleat::worker::protocol::{FromWorker, ToWorker};
+use librbd::{Cluster, Config, NewImage, Open, Pool};
+
+use crate::nbd;
+use crate::supervisor::{Worker, failure, start_message};
+
+fn pool() -> std::sync::Arc<Pool> {
+    let config = Config {
+        conf: Some(shared().conf()),
+        id: Some(ID.to_owned()),
+        keyring: Some(shared().keyring(ID)),
+        ..Config::default()
+    };
+    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
+}
+
+fn fresh(image: &str) -> String {
+    pool().create(image, 8 << 20, &NewImage::default()).unwrap();
+    let (conf, keyring) = (shared().conf(), shared().keyring(ID));
+    format!("rbd:{POOL}/{image}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
+}
+
+#[test]
+fn an_image_is_served_by_a_confined_process() {
+    let uri = fresh("served");
+    let (mut worker, ready) = Worker::ready(&uri);
+    assert_eq!((ready.size, ready.preferred_block), (8 << 20, 4 << 20));
+    assert!(ready.outlives_worker);
+    // Seccomp mode 2: a filter. Every thread of librbd's has it, and no capability.
+    for task in std::fs::read_dir(worker.proc("task")).unwrap().flatten() {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap();
+        let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
+        assert_eq!((line("Seccomp:"), line("NoNewPrivs:")), ("2", "1"), "{status}");
+        assert_eq!(line("CapEff:"), "0000000000000000", "{status}");
+    }
+    let sockets = worker.serve(2);
+    let data: Vec<u8> = (0..1_u32 << 20).map(|n| (n % 251) as u8).collect();
+    assert_eq!(nbd::write(&sockets[0], 12345 * 512, &data), 0);
+    assert_eq!(nbd::simple(&sockets[1], nbd::FLUSH, 0, 0), 0);
+    assert!(nbd::read(&sockets[1], 12345 * 512, 1 << 20) == data);
+    assert_eq!(nbd::simple(&sockets[1], nbd::TRIM, 0, 4 << 20), 0);
+    let grown = worker.call(&ToWorker::Resize { size: 16 << 20, shrink: false });
+    assert_eq!(grown, FromWorker::Size { size: 16 << 20 });
+    assert!(nbd::read(&sockets[0], 15 << 20, 4096).iter().all(|byte| *byte == 0));
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success(), "{}", worker.log());
+    let log = worker.log();
+    assert!(log.contains("confinement=[\"single thread\", "), "no thread was there before: {log}");
+    // It let go of the image: the next one has it at once.
+    let (_next, sockets) = Worker::serving(&uri, 1);
+    assert!(nbd::read(&sockets[0], 12345 * 512, 1 << 20) == data);
+}
+
+#[test]
+fn a_fenced_worker_says_so_and_answers_with_errors() {
+    let uri = fresh("fenced");
+    let (worker, sockets) = Worker::serving(&uri, 1);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    let pool = pool();
+    let image = pool.open("fenced", None, Open::Write).unwrap();
+    let owner = image.lock_owners().unwrap().remove(0);
+    pool.cluster().blocklist_add(&owner, Duration::from_secs(3600)).unwrap();
+    assert_ne!(nbd::write(&sockets[0], 0, &[2; 4096]), 0);
+    assert_eq!(worker.receive(), FromWorker::Fenced);
+    assert_ne!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+}
+
+#[test]
+fn a_second_worker_is_told_who_has_the_image() {
+    let uri = fresh("rivals");
+    let (_first, _) = Worker::ready(&uri);
+    let mut second = Worker::launch();
+    second.send_start(&start_message(&uri));
+    let (kind, message) = failure(second.receive());
+    assert_eq!(kind, ErrorKind::InUse, "{message}");
+    assert!(message.contains("127.0.0.1:0/"), "{message}");
+    assert_eq!(second.exit().code(), Some(1));
+}
