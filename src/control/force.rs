@@ -507,6 +507,7 @@ fn name(action: Action) -> &'static str {
         Action::Sever(_) => "disconnect",
         Action::StopWorker => "end the worker",
         Action::ProveSilence => "prove silence",
+        Action::AwaitConnect => "await the kernel",
         Action::WithdrawRecord => "forget",
         _ => "other",
     }

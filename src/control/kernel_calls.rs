@@ -97,13 +97,20 @@ impl KernelCalls {
     }
 
     /// Connects a device. One that comes only after nobody waits for it any more is disconnected.
+    /// `turn` is kept until the kernel has ended all of it.
     ///
     /// # Errors
     /// As [`KernelCalls::command`].
-    pub async fn connect(&self, spec: ConnectSpec, deadline: Instant) -> Result<DeviceIndex> {
+    pub async fn connect(
+        &self,
+        spec: ConnectSpec,
+        turn: impl Send + 'static,
+        deadline: Instant,
+    ) -> Result<DeviceIndex> {
         let (sender, mut receiver) = oneshot::channel();
         let identity = spec.identity.clone();
         let call = move |kernel: &dyn Kernel| {
+            let _turn = turn;
             let index = kernel.connect(spec)?;
             if sender.send(index).is_err() {
                 tracing::warn!(index, "a device came too late: disconnecting it");
@@ -193,7 +200,7 @@ mod tests {
         let kernel = SimKernel::new(Script::default());
         let calls = KernelCalls::new(Arc::new(kernel.clone()));
         kernel.inject(Call::Connect, Fault::Slow(SLACK + Duration::from_millis(300)));
-        let error = calls.connect(spec(), Instant::now()).await.unwrap_err();
+        let error = calls.connect(spec(), (), Instant::now()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         // The late call ends with its thread, which holds the permit.
         let all = u32::try_from(MAX_COMMANDS).unwrap();
@@ -205,7 +212,7 @@ mod tests {
     async fn a_device_that_comes_in_time_stays() {
         let kernel = SimKernel::new(Script::default());
         let calls = KernelCalls::new(Arc::new(kernel.clone()));
-        let index = calls.connect(spec(), Instant::now() + COMMAND_LIMIT).await.unwrap();
+        let index = calls.connect(spec(), (), Instant::now() + COMMAND_LIMIT).await.unwrap();
         assert!(kernel.devices().unwrap().iter().any(|d| d.index == index && d.connected));
     }
 }

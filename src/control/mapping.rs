@@ -150,6 +150,8 @@ pub struct Observed {
     pub refusing: bool,
     /// A growth of the device could not be carried out a moment ago.
     pub growth_waits: bool,
+    /// The kernel has not ended an attempt to connect a device, which nobody waits for any more.
+    pub connecting: bool,
 }
 
 /// A device with our identity.
@@ -229,6 +231,8 @@ pub enum Action {
     EndPredecessor,
     /// Make the worker that was not succeeded the worker again.
     Reinstate,
+    /// Wait until the kernel has ended an attempt to connect a device; then look again.
+    AwaitConnect,
     /// Forget the mapping.
     WithdrawRecord,
     /// Have the worker answer every request with an error; end one that does not do so.
@@ -448,7 +452,7 @@ fn grown(record: &Record, observed: &Observed, device: SeenDevice) -> Option<u64
 fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if observed.devices.is_empty() && observed.worker == SeenWorker::Gone {
         // The record goes last; who calls this with a record that is withdrawn is done.
-        return Plan { state: State::Unmapping, actions: vec![Action::WithdrawRecord] };
+        return Plan { state: State::Unmapping, actions: vec![last(observed)] };
     }
     if !observed.holders.is_empty() && !observed.devices.is_empty() {
         return Plan::rest(State::Held(observed.holders.clone()));
@@ -470,8 +474,13 @@ fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if observed.worker != SeenWorker::Gone {
         actions.push(Action::StopWorker);
     }
-    actions.push(Action::WithdrawRecord);
+    actions.push(last(observed));
     Plan { state: State::Unmapping, actions }
+}
+
+/// The record stays as long as a device may still come.
+fn last(observed: &Observed) -> Action {
+    if observed.connecting { Action::AwaitConnect } else { Action::WithdrawRecord }
 }
 
 /// The worker goes last: as long as it answers everything with an error, nothing waits, neither what
@@ -484,7 +493,7 @@ fn plan_forced(observed: &Observed, unmount: Unmount) -> Plan {
     actions.extend(devices().map(|index| Action::Detach(index, unmount)));
     actions.extend(devices().map(Action::Sever));
     actions.extend(worker.then_some(Action::StopWorker));
-    actions.extend([Action::ProveSilence, Action::WithdrawRecord]);
+    actions.extend([Action::ProveSilence, last(observed)]);
     Plan { state: State::Unmapping, actions }
 }
 

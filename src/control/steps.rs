@@ -84,6 +84,7 @@ impl Executor {
                 self.end_predecessor(guard, within(deadline, STOP_LIMIT)).await
             }
             Action::Reinstate => self.reinstate(guard).await,
+            Action::AwaitConnect => guard.volume().await_connect(deadline).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
             Action::FailIo | Action::Detach(..) | Action::Sever(_) | Action::ProveSilence => {
                 self.forced_step(guard, action, deadline).await
@@ -138,6 +139,12 @@ impl Executor {
     }
 
     async fn connect(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        let Some(turn) = guard.volume().turn_to_connect() else {
+            // Its device may have come since the look that led here.
+            guard.volume().await_connect(deadline).await?;
+            let message = "an earlier attempt to connect the device has only now ended";
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        };
         let record = &guard.record;
         let volume = record.volume.ok_or_else(|| no_worker(record))?;
         let options = &record.options;
@@ -158,7 +165,7 @@ impl Executor {
             request_timeout: Duration::ZERO,
             replay_delay: (!delay.is_zero()).then_some(delay),
         };
-        let index = self.kernel.connect(spec, deadline).await?;
+        let index = self.kernel.connect(spec, turn, deadline).await?;
         tracing::info!(mapping = record.name, device = index, "connected");
         self.counted(guard).await;
         Ok(())

@@ -158,6 +158,8 @@ pub struct Volume {
     wanted: watch::Sender<u32>,
     /// Held while a record is being written, beyond the end of a call that gave way.
     writing: Arc<tokio::sync::Mutex<()>>,
+    /// Held while the kernel connects a device, however long nobody waits for it any more.
+    connecting: Arc<tokio::sync::Mutex<()>>,
     attention: mpsc::Sender<String>,
 }
 
@@ -243,6 +245,7 @@ impl Volume {
             awaited: AtomicBool::new(false),
             wanted: watch::Sender::new(0),
             writing: Arc::default(),
+            connecting: Arc::default(),
             attention,
         }
     }
@@ -327,6 +330,29 @@ impl Volume {
     /// The right to write its record; kept by the thread that writes.
     pub async fn turn_to_write(&self) -> OwnedMutexGuard<()> {
         Arc::clone(&self.writing).lock_owned().await
+    }
+
+    /// The right to have its device connected, kept by the thread that does so; `None` while the
+    /// kernel has not ended an earlier attempt.
+    pub fn turn_to_connect(&self) -> Option<OwnedMutexGuard<()>> {
+        Arc::clone(&self.connecting).try_lock_owned().ok()
+    }
+
+    /// Whether the kernel may still make a device of it.
+    pub fn is_connecting(&self) -> bool {
+        self.connecting.try_lock().is_err()
+    }
+
+    /// Waits until the kernel makes no device of it any more.
+    ///
+    /// # Errors
+    /// `TimedOut`.
+    pub async fn await_connect(&self, deadline: Instant) -> Result<()> {
+        timeout_at(deadline, self.connecting.lock()).await.map(drop).map_err(|_| {
+            let message = format!("the kernel may still connect a device of {}", self.name);
+            Error::new(ErrorKind::TimedOut, message)
+                .with_repair("see the kernel's log for what the command waits for")
+        })
     }
 
     fn busy(&self) -> Error {

@@ -46,6 +46,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     }
     let mut state = world.state();
     state.quirks.clear();
+    state.upgrading = None;
     for worker in state.workers.values_mut() {
         worker.calm_down(clock::now());
     }
@@ -108,6 +109,36 @@ pub(crate) fn after_map(world: &World, view: &View) {
     }
 }
 
+/// The processes of a mapping.
+pub(crate) fn processes(world: &World, id: &str) -> BTreeSet<u64> {
+    let state = world.state();
+    let own = state.workers.values().filter(|worker| worker.mapping_id() == Some(id));
+    own.map(|worker| worker.id.started_ticks).collect()
+}
+
+/// A hand-over has reached its end: those that there were are gone.
+pub(crate) fn after_upgrade(world: &World, name: &str, before: &BTreeSet<u64>) {
+    let state = world.state();
+    let left = |w: &&crate::workers::Worker| before.contains(&w.id.started_ticks);
+    let left: Vec<u32> = state.workers.values().filter(left).map(|w| w.id.pid).collect();
+    drop(state);
+    if !left.is_empty() {
+        world.violation(format!("{name} was handed over and has the workers {left:?} still"));
+    }
+}
+
+/// The names of control sockets.
+fn sockets(world: &World) -> Vec<String> {
+    let directory = world.config().runtime_dir.join("workers");
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// Whose one is.
+fn mapping_of(socket: &str) -> &str {
+    socket.split('.').next().unwrap_or(socket)
+}
+
 /// Devices and workers that are there for a name.
 pub(crate) fn traces(world: &World, name: &str) -> BTreeSet<String> {
     let devices = world.devices_of(name);
@@ -151,7 +182,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
     if records(world).iter().any(|(known, _)| known == id) {
         left("a record");
     }
-    if world.config().runtime_dir.join(format!("workers/{id}.sock")).exists() {
+    if sockets(world).iter().any(|socket| mapping_of(socket) == id) {
         left("a control socket");
     }
     let alive = world.state().workers.values().any(|worker| worker.mapping_id() == Some(id));
@@ -162,10 +193,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
 
 /// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
 pub(crate) fn after_force(world: &World, id: &str) {
-    // One whose CONNECT was under way came too late, and nobody serves it; it is listed as an orphan.
-    let held = |device: &Device| {
-        world.kernel().is_severed(device.index) || world.kernel().live_links(device.index) == 0
-    };
+    let held = |device: &Device| world.kernel().is_severed(device.index);
     let all = cleat_devices(world.kernel());
     let left: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     if left.iter().any(|device| !held(device)) {
@@ -209,6 +237,7 @@ pub(crate) async fn at_the_end(
         }
     }
     compare(world);
+    reconnects_are_true(world, executor);
     everything_is_known(world, executor).await;
     if by_force {
         force_everything_down(world, executor).await;
@@ -328,6 +357,18 @@ fn compare(world: &World) {
     let results: Vec<_> = disks.iter().map(|(key, disk)| model.compare(key, disk)).collect();
     drop(state);
     results.into_iter().filter_map(Result::err).for_each(|error| world.violation(error));
+}
+
+/// What is counted as reconnected was: the kernel has taken a connection for each.
+fn reconnects_are_true(world: &World, executor: &Executor) {
+    for volume in executor.register().all() {
+        let counted = volume.statistics().map_or(0, |page| page.reconnects());
+        let replaced = world.kernel().replaced(&volume.view().record.identity());
+        if counted > replaced {
+            let name = &volume.name;
+            world.violation(format!("{name} counts {counted} reconnects; there were {replaced}"));
+        }
+    }
 }
 
 /// Every device, record and process belongs to a mapping that is listed, or is reported.
@@ -459,16 +500,9 @@ fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     let workers: Vec<u32> = world.state().workers.keys().copied().collect();
     let records = records(world);
     let left = executor.register().all().len();
-    let files = |directory| -> Vec<_> {
-        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-        entries.map(|entry| entry.file_name()).collect()
-    };
-    let mut sockets = files(world.config().runtime_dir.join("workers"));
+    let mut sockets = sockets(world);
     // Of a mapping whose record was lost: until the next start.
-    sockets.retain(|socket| {
-        let id = socket.to_str().and_then(|name| name.strip_suffix(".sock"));
-        !id.is_some_and(|id| world.state().touched.contains(id))
-    });
+    sockets.retain(|socket| !world.state().touched.contains(mapping_of(socket)));
     if !(devices.is_empty() && workers.is_empty() && records.is_empty() && left == 0) {
         world.violation(format!(
             "left at the end: devices {devices:?}, workers {workers:?}, records {records:?}, \

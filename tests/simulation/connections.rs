@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 use cleat::data::nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
 use cleat::request::IoError;
 use cleat::statistics::Recorder;
+use nix::sys::stat::fstat;
 
 use crate::disks::SECTOR;
+use crate::workers::set_nonblocking;
 use crate::world::Surroundings;
 
 /// One connection.
@@ -29,7 +31,24 @@ pub(crate) struct Connection {
     pub(crate) said_goodbye: bool,
     /// Counts the connection as long as it lives.
     recorder: Option<Recorder>,
+    /// Reads nothing: somebody else may.
+    resting: bool,
+    /// Of its socket: the same in every process that has it.
+    inode: u64,
 }
+
+/// The process that a connection is in.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Side {
+    pub(crate) pid: u32,
+    pub(crate) epoch: u64,
+    pub(crate) latency: Duration,
+    pub(crate) fenced: bool,
+    pub(crate) alive: bool,
+}
+
+/// The most that a receive has got when it is cancelled, in bytes: more than a request's header.
+const CANCELLED_BYTES: usize = 40;
 
 struct Running {
     /// Nobody waits for it any more.
@@ -41,7 +60,11 @@ struct Running {
 
 impl Connection {
     pub(crate) fn new(socket: OwnedFd, recorder: Option<Recorder>) -> Self {
+        set_nonblocking(&socket);
+        let inode = fstat(&socket).map_or(0, |stat| stat.st_ino);
         Self {
+            resting: false,
+            inode,
             socket: Some(socket.into()),
             inbox: Vec::new(),
             running: VecDeque::new(),
@@ -50,6 +73,50 @@ impl Connection {
             said_goodbye: false,
             recorder,
         }
+    }
+
+    /// One that another process has brought to rest, with what that one had received.
+    pub(crate) fn taken(socket: OwnedFd, unread: Vec<u8>, recorder: Option<Recorder>) -> Self {
+        Self { inbox: unread, ..Self::new(socket, recorder) }
+    }
+
+    /// Reads no more, until `go_on`.
+    pub(crate) fn rest(&mut self, around: &mut Surroundings<'_>, pid: u32) {
+        self.resting = true;
+        around.reads_no_more(self.inode, pid);
+    }
+
+    /// Whether nothing runs at the backend.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.running.is_empty()
+    }
+
+    /// What another process needs to go on with it; `None` when it is over.
+    pub(crate) fn offered(&mut self) -> Option<(OwnedFd, Vec<u8>)> {
+        let socket = self.socket.as_mut().filter(|_| !self.at_end)?;
+        let mut bytes = [0; CANCELLED_BYTES];
+        match socket.read(&mut bytes) {
+            Ok(0) => return None,
+            Ok(received) => self.inbox.extend_from_slice(&bytes[..received]),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(_) => return None,
+        }
+        Some((socket.as_fd().try_clone_to_owned().ok()?, self.inbox.clone()))
+    }
+
+    /// Reads again.
+    pub(crate) fn go_on(&mut self) {
+        self.resting = false;
+    }
+
+    /// Somebody else has it now.
+    pub(crate) fn leave(&mut self) {
+        self.recorder.iter_mut().for_each(Recorder::leave);
+    }
+
+    /// It is over.
+    pub(crate) fn ended(&self, around: &mut Surroundings<'_>, pid: u32) {
+        around.reads_no_more(self.inode, pid);
     }
 
     /// Whether nothing runs and nothing will.
@@ -85,7 +152,7 @@ impl Connection {
 
     /// What it reads from, while something may come.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        self.socket.as_ref().filter(|_| !self.at_end).map(AsFd::as_fd)
+        self.socket.as_ref().filter(|_| !self.at_end && !self.resting).map(AsFd::as_fd)
     }
 
     pub(crate) fn next_due(&self) -> Option<Instant> {
@@ -98,9 +165,9 @@ impl Connection {
         &mut self,
         around: &mut Surroundings<'_>,
         disk: &str,
-        (epoch, latency, fenced, alive): (u64, Duration, bool, bool),
+        Side { pid, epoch, latency, fenced, alive }: Side,
     ) -> bool {
-        let mut moved = alive && self.receive(around, latency);
+        let mut moved = alive && !self.resting && self.receive(around, pid, latency);
         while !around.is_hung(disk) && self.next_due().is_some_and(|due| due <= around.now) {
             let Some(running) = self.running.pop_front() else { break };
             moved = true;
@@ -120,16 +187,19 @@ impl Connection {
         moved
     }
 
-    fn receive(&mut self, around: &mut Surroundings<'_>, latency: Duration) -> bool {
+    fn receive(&mut self, around: &mut Surroundings<'_>, pid: u32, latency: Duration) -> bool {
         if self.at_end {
             return false;
         }
         let mut bytes = [0; 4096];
         let Some(socket) = &mut self.socket else { return false };
+        around.reads(self.inode, pid);
+        let mut moved = true;
         match socket.read(&mut bytes) {
             Ok(0) => self.at_end = true,
             Ok(received) => self.inbox.extend_from_slice(&bytes[..received]),
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return false,
+            // What was received before a rest is still to be understood.
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => moved = false,
             Err(_) => self.at_end = true,
         }
         while let Some(header) = self.inbox.first_chunk::<REQUEST_LEN>() {
@@ -143,6 +213,7 @@ impl Connection {
             if self.inbox.len() < REQUEST_LEN + payload {
                 break;
             }
+            moved = true;
             let payload = self.inbox.drain(..REQUEST_LEN + payload).skip(REQUEST_LEN).collect();
             if header.command == command::DISC {
                 (self.at_end, self.said_goodbye) = (true, true);
@@ -155,7 +226,7 @@ impl Connection {
                 self.running.push_back(Running { is_answered: false, due, header, payload });
             }
         }
-        true
+        moved
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use cleat::control::executor::{Executor, Halt, MapSpec};
@@ -16,6 +16,8 @@ use cleat::control::volume::View;
 use cleat::error::{Error, ErrorKind};
 use cleat::kernel::{Holder, Unmount};
 use cleat::policy;
+use cleat::proto::v1::UpgradeRequest;
+use cleat::proto::v1::upgrade_event::Outcome;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::checks;
@@ -54,7 +56,7 @@ pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
         }
     }
     if scenario.fresh && world.violations().is_empty() {
-        let quiet = Life { steps: Vec::new(), end: End::Crash, between: Vec::new(), blind: false };
+        let quiet = Life::quiet();
         tracing::debug!("LIFE to the end");
         let player = Player { world: world.clone(), volumes: &scenario.volumes };
         let end = Calm { lasting: scenario.lasting, by_force: scenario.by_force };
@@ -103,12 +105,25 @@ fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end:
 async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end: Option<Calm>) {
     let world = &player.world;
     let passed = AtomicU64::new(0);
+    let (strike, struck) = (life.strike, AtomicBool::new(false));
     let halting = world.clone();
     let halt: Halt = Arc::new(move |point: &str| {
         let here = end == End::AtPoint(passed.fetch_add(1, Ordering::Relaxed));
         if here {
             tracing::debug!(point, "HALT");
             halting.crash();
+        }
+        if let Some((at, blow, for_a_while)) = strike
+            && at == point
+            && halting.is_upgrading()
+            && !struck.swap(true, Ordering::Relaxed)
+        {
+            halting.strike(blow);
+            let world = halting.clone();
+            for_a_while.map(|time| tokio::spawn(async move {
+                sleep(time).await;
+                world.go_on();
+            }));
         }
         here || halting.has_crashed()
     });
@@ -226,6 +241,10 @@ impl Player<'_> {
                     late(&world, "set", deadline, Duration::from_secs(10));
                 });
             }
+            Op::Upgrade(at, newer) => {
+                world.state().build += u32::from(*newer);
+                tokio::spawn(upgrade(world.clone(), executor, name(*at), !newer));
+            }
             Op::Pass(time) => sleep(*time).await,
             other => self.happen_between(other),
         }
@@ -282,7 +301,16 @@ impl Player<'_> {
             }),
             Op::Reboot => self.reboot(),
             Op::Pass(time) => self.pass(*time),
-            Op::Map(..) | Op::Unmap(..) | Op::Resize(..) | Op::SetPolicy(..) | Op::Force(..) => {}
+            Op::Usurp(at) => device(at).into_iter().for_each(|index| {
+                kernel.vanish(index);
+                kernel.add_foreign(index, 1 << 16, Some("somebody else's"));
+            }),
+            Op::Map(..)
+            | Op::Unmap(..)
+            | Op::Resize(..)
+            | Op::SetPolicy(..)
+            | Op::Force(..)
+            | Op::Upgrade(..) => {}
         }
     }
 
@@ -389,6 +417,29 @@ pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String)
         checks::after_force(&world, &volume.mapping_id);
     }
     forced
+}
+
+/// Has a new worker succeed the one that serves, of another build, or of the same by force.
+async fn upgrade(world: World, executor: Arc<Executor>, name: &'static str, force: bool) {
+    const LIMIT: Duration = Duration::from_secs(30);
+    world.state().upgrading = Some(name);
+    let deadline = Instant::now() + LIMIT;
+    let id = executor.register().get(name).map(|volume| volume.mapping_id.clone());
+    let before = id.map(|id| checks::processes(&world, &id)).unwrap_or_default();
+    let targets = vec![name.to_owned()];
+    let request = UpgradeRequest { targets, workers_only: true, force };
+    let Ok(mut events) = executor.upgrade(request, LIMIT).await else {
+        world.state().upgrading = None;
+        return;
+    };
+    while let Some(Ok(event)) = events.recv().await {
+        tracing::debug!(?event, "UPGRADED");
+        late(&world, "an upgrade", deadline, Duration::from_secs(20));
+        if event.outcome() == Outcome::HandedOver {
+            checks::after_upgrade(&world, name, &before);
+        }
+    }
+    world.state().upgrading = None;
 }
 
 async fn resize(world: World, executor: Arc<Executor>, name: &'static str, wanted: NewSize) {

@@ -4,7 +4,7 @@
 //!
 //! A seed that fails prints its scenario and what happened. `CLEAT_SIM_SEED=n` runs one again, with
 //! all its events; `CLEAT_SIM_SEEDS=from..to` runs others than the ones that every run takes.
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test, which prints what failed")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, reason = "a test, which prints what failed")]
 
 mod checks;
 mod clock;
@@ -12,14 +12,17 @@ mod connections;
 mod disks;
 mod lives;
 mod scenario;
+mod succession;
 mod trace;
 mod workers;
 mod world;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// Runs of a full test.
 const SEEDS: Range<u64> = 0..10_000;
@@ -41,23 +44,30 @@ fn every_seed_ends_well() {
     a_seed_replays();
     let seeds = seeds();
     let next = AtomicU64::new(seeds.start);
+    let watchdog = Watchdog::default();
     let failed = Mutex::new(Vec::new());
     let threads = std::thread::available_parallelism().map_or(2, usize::from);
     std::thread::scope(|scope| {
+        let (watchdog, next, failed, seeds) = (&watchdog, &next, &failed, &seeds);
         for _ in 0..threads {
-            scope.spawn(|| {
+            let guard = Working::new(watchdog);
+            scope.spawn(move || {
+                let _guard = guard;
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= seeds.end {
                         return;
                     }
+                    watchdog.begin(seed);
                     let failures = run(seed);
+                    watchdog.end(seed);
                     if !failures.is_empty() {
                         failed.lock().unwrap().push((seed, failures));
                     }
                 }
             });
         }
+        scope.spawn(|| watchdog.watch());
     });
     let mut failed = failed.into_inner().unwrap();
     failed.sort();
@@ -89,6 +99,55 @@ fn a_seed_replays() {
         let (first, again) = (trace::record(|| run(seed)).1, trace::record(|| run(seed)).1);
         let differs = first.lines().zip(again.lines()).find(|(one, other)| one != other);
         assert_eq!((differs, first.len()), (None, again.len()), "seed {seed}");
+    }
+}
+
+/// Looks after the real time that seeds take, as nothing of theirs runs on it.
+#[derive(Default)]
+struct Watchdog {
+    running: Mutex<BTreeMap<u64, Instant>>,
+    threads: AtomicUsize,
+}
+
+/// Many times what a seed takes on a busy machine.
+const SEED_LIMIT: Duration = Duration::from_secs(60);
+
+impl Watchdog {
+    fn begin(&self, seed: u64) {
+        self.running.lock().unwrap().insert(seed, Instant::now());
+    }
+
+    fn end(&self, seed: u64) {
+        self.running.lock().unwrap().remove(&seed);
+    }
+
+    /// Until all are done. A seed that hangs cannot be taken back: it is named, and that is the end.
+    fn watch(&self) {
+        while self.threads.load(Ordering::Relaxed) > 0 {
+            std::thread::sleep(Duration::from_millis(100));
+            let running = self.running.lock().unwrap();
+            let hangs = running.iter().find(|(_, since)| since.elapsed() > SEED_LIMIT);
+            if let Some((seed, _)) = hangs {
+                eprintln!("seed {seed} hangs; run it again with CLEAT_SIM_SEED={seed}");
+                std::process::exit(1);
+            }
+        }
+    }
+}
+
+/// A thread that runs seeds.
+struct Working<'a>(&'a Watchdog);
+
+impl<'a> Working<'a> {
+    fn new(watchdog: &'a Watchdog) -> Self {
+        watchdog.threads.fetch_add(1, Ordering::Relaxed);
+        Self(watchdog)
+    }
+}
+
+impl Drop for Working<'_> {
+    fn drop(&mut self) {
+        self.0.threads.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

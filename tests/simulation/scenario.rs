@@ -44,6 +44,43 @@ pub(crate) struct Life {
     pub(crate) between: Vec<Op>,
     /// It cannot see its workers' processes.
     pub(crate) blind: bool,
+    /// What happens when the executor first passes a point of a hand-over; for a stop, for how long.
+    pub(crate) strike: Option<(&'static str, Blow, Option<Duration>)>,
+}
+
+/// What strikes a hand-over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Blow {
+    /// The supervisor.
+    Crash,
+    KillOld,
+    KillNew,
+    KillBoth,
+    StopOld,
+    StopNew,
+    StopBoth,
+}
+
+/// The points of a hand-over, and of its end.
+const POINTS: [&str; 10] = [
+    "successor launched",
+    "successor recorded",
+    "successor ready",
+    "before the pause",
+    "at rest",
+    "taken over",
+    "passed or not",
+    "before EndPredecessor",
+    "before StopWorker",
+    "before Reinstate",
+];
+
+impl Life {
+    /// One in which nothing happens.
+    pub(crate) fn quiet() -> Self {
+        let (steps, between) = (Vec::new(), Vec::new());
+        Self { steps, end: End::Crash, between, blind: false, strike: None }
+    }
 }
 
 /// How a life ends; the steps' end is its end in any case.
@@ -73,6 +110,8 @@ pub(crate) enum Op {
     Resize(usize, NewSize),
     SetPolicy(usize, policy::Change),
     Force(usize),
+    /// To a newer build, or by force to the same.
+    Upgrade(usize, bool),
     Write(usize, u64),
     Read(usize, u64),
     Kill(usize),
@@ -84,6 +123,8 @@ pub(crate) enum Op {
     Next(Quirks),
     Inject(Call, Fault),
     Vanish(usize),
+    /// The device vanishes, and somebody else's takes its number.
+    Usurp(usize),
     KillLinks(usize),
     LoseEvents(bool),
     Hold(usize),
@@ -183,13 +224,36 @@ impl Dice {
             _ => End::Crash,
         };
         let between = (0..self.below(4)).map(|_| self.between(volumes)).collect();
-        Life { steps, end, between, blind: self.one_in(16) }
+        let blind = self.one_in(16);
+        let strike = self.one_in(3).then(|| self.strike());
+        if strike.is_some() {
+            // After what there is first of all, so that there is something to hand over.
+            let at = self.below(steps.len() as u64 + 1).max(volumes as u64);
+            let upgrade = self.upgrade(volumes);
+            let at = usize::try_from(at).unwrap_or(0).min(steps.len());
+            steps.insert(at, (self.millis(&[200, 4000, 4000]), upgrade));
+        }
+        Life { steps, end, between, blind, strike }
+    }
+
+    fn upgrade(&mut self, volumes: usize) -> Op {
+        let at = usize::try_from(self.below(volumes as u64)).unwrap_or(0);
+        Op::Upgrade(at, !self.one_in(4))
+    }
+
+    fn strike(&mut self) -> (&'static str, Blow, Option<Duration>) {
+        use Blow::{Crash, KillBoth, KillNew, KillOld, StopBoth, StopNew, StopOld};
+        let blows =
+            [Crash, Crash, Crash, KillOld, KillNew, KillBoth, StopOld, StopOld, StopNew, StopBoth];
+        let (point, blow) = (self.pick(&POINTS), self.pick(&blows));
+        let stops = matches!(blow, StopOld | StopNew | StopBoth) && !self.one_in(3);
+        (point, blow, stops.then(|| self.millis(&[300, 900, 1500, 5000])))
     }
 
     fn op(&mut self, volumes: usize) -> Op {
         let at = usize::try_from(self.below(volumes as u64)).unwrap_or(0);
         let sector = self.below(crate::disks::SECTORS);
-        match self.below(60) {
+        match self.below(63) {
             0..=7 => Op::Map(at, self.pick(&[1, 5, 30, 60])),
             8 => Op::Force(at),
             9..=12 => Op::Unmap(at, self.pick(&[By::Name, By::Name, By::Uri, By::Device])),
@@ -207,6 +271,7 @@ impl Dice {
             38 => Op::Latency(at, self.millis(&[0, 5, 300, 5000])),
             39..=43 => Op::Next(self.quirks()),
             44..=46 => self.inject(),
+            47 if self.one_in(2) => Op::Usurp(at),
             47 => Op::Vanish(at),
             48 | 49 => Op::KillLinks(at),
             50 => Op::LoseEvents(self.one_in(2)),
@@ -220,6 +285,7 @@ impl Dice {
             56 => Op::Hung(at, self.one_in(2)),
             57 => Op::Size(at, self.pick(&[1 << 15, 1 << 16, 1 << 17])),
             58 => Op::JournalFull(at),
+            59..=61 => self.upgrade(volumes),
             _ => Op::Pass(Duration::from_secs(20)),
         }
     }
@@ -237,7 +303,8 @@ impl Dice {
     fn between(&mut self, volumes: usize) -> Op {
         let at = usize::try_from(self.below(volumes as u64)).unwrap_or(0);
         let sector = self.below(crate::disks::SECTORS);
-        match self.below(16) {
+        match self.below(17) {
+            16 => Op::Usurp(at),
             0..=3 => Op::Kill(at),
             4 => Op::Stop(at),
             5 => Op::Vanish(at),
@@ -254,9 +321,10 @@ impl Dice {
 
     fn quirks(&mut self) -> Quirks {
         use ErrorKind::{InUse, InvalidArgument, NotFound, Unavailable};
-        let nth = u32::try_from(self.below(4)).unwrap_or(0);
+        let nth = u32::try_from(self.below(6)).unwrap_or(0);
         let none = Quirks::default();
-        match self.below(13) {
+        match self.below(14) {
+            12 => Quirks { declines: true, ..none },
             0 => Quirks { not_launched: true, ..none },
             1 => Quirks { dies_at_start: true, ..none },
             2 => {

@@ -18,7 +18,8 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
-use crate::connections::Connection;
+use crate::connections::{Connection, Side};
+use crate::succession::Pause;
 use crate::world::Surroundings;
 
 /// What a worker does wrong.
@@ -46,6 +47,8 @@ pub(crate) struct Quirks {
     pub(crate) linger: Duration,
     /// From a request to its effect and answer.
     pub(crate) latency: Duration,
+    /// Takes over from its predecessor, finds that it cannot serve, and gives back.
+    pub(crate) declines: bool,
 }
 
 /// How opening a volume goes.
@@ -88,7 +91,11 @@ pub(crate) struct Worker {
     opens_at: Option<Instant>,
     answers: u32,
     mute: bool,
-    served: bool,
+    pub(crate) served: bool,
+    /// Its connections rest, or are to.
+    pub(crate) pause: Option<Pause>,
+    /// Which build it is.
+    pub(crate) binary: String,
     fails_io: bool,
     disconnecting: bool,
     told_fenced: bool,
@@ -143,6 +150,8 @@ impl Worker {
             answers: 0,
             mute: false,
             served: false,
+            pause: None,
+            binary: String::new(),
             fails_io: false,
             disconnecting: false,
             told_fenced: false,
@@ -175,8 +184,9 @@ impl Worker {
     pub(crate) fn next_due(&self, hung: bool) -> Option<Instant> {
         let orphan = self.alone_since.map(|since| since + ORPHAN_PATIENCE);
         let running = self.connections.iter().filter(|_| !hung).filter_map(Connection::next_due);
-        let own = [self.opens_at, orphan].into_iter().flatten();
-        let own = own.chain(running).filter(|_| !self.stopped);
+        let pause = self.pause.as_ref().map(Pause::until);
+        let own = [self.opens_at, orphan, pause].into_iter().flatten();
+        let own = own.filter(|_| self.dying.is_none()).chain(running).filter(|_| !self.stopped);
         own.chain(self.dying).min()
     }
 
@@ -195,7 +205,8 @@ impl Worker {
 
     /// Everything that it reads from.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let hears = !self.mute && self.opens_at.is_none() && self.dying.is_none();
+        let busy = self.opens_at.is_some() || self.is_coming_to_rest();
+        let hears = !self.mute && !busy && self.dying.is_none();
         let channel = self.channel.iter().chain(&self.strangers).map(AsFd::as_fd);
         let own = channel.chain(self.listener.iter().map(AsFd::as_fd)).filter(move |_| hears);
         own.chain(self.connections.iter().filter_map(Connection::descriptor))
@@ -226,6 +237,11 @@ impl Worker {
             self.tell(&FromWorker::Disconnected, &[]);
             return Turn::Ends;
         }
+        match self.mind_pause(around) {
+            Turn::Quiet => {}
+            Turn::Moved => moved = true,
+            Turn::Ends => return Turn::Ends,
+        }
         if self.fenced && !self.told_fenced && self.start.is_some() {
             self.told_fenced = true;
             self.tell(&FromWorker::Fenced, &[]);
@@ -238,7 +254,7 @@ impl Worker {
             }
             moved = true;
         }
-        if self.opens_at.is_none() && !self.mute {
+        if self.opens_at.is_none() && !self.mute && !self.is_coming_to_rest() {
             match self.listen(around) {
                 Turn::Quiet => {}
                 Turn::Moved => moved = true,
@@ -254,15 +270,16 @@ impl Worker {
     /// Everything that its connections can do. Says whether they did.
     pub(crate) fn serve(&mut self, around: &mut Surroundings<'_>, alive: bool) -> bool {
         let mut moved = false;
-        let (epoch, fenced) = (self.epoch, self.fenced);
-        let latency = self.quirks.latency;
+        let (pid, epoch, fenced) = (self.id.pid, self.epoch, self.fenced);
+        let side = Side { pid, epoch, latency: self.quirks.latency, fenced, alive };
         for connection in &mut self.connections {
-            moved |= connection.turn(around, &self.disk, (epoch, latency, fenced, alive));
+            moved |= connection.turn(around, &self.disk, side);
         }
         if alive {
             let ended = |connection: &Connection| connection.has_ended();
             self.disconnecting |= self.connections.iter().any(|c| ended(c) && c.said_goodbye);
             let before = self.connections.len();
+            self.connections.iter().filter(|c| ended(c)).for_each(|c| c.ended(around, pid));
             self.connections.retain(|connection| !ended(connection));
             moved |= before != self.connections.len();
         }
@@ -284,6 +301,11 @@ impl Worker {
         strangers.retain_mut(|stranger| match receive(stranger) {
             Message::Nothing => true,
             message => {
+                // A new supervisor knows nothing of what the one before was about to do.
+                if self.end_pause(around) == Turn::Ends {
+                    turn = Turn::Ends;
+                    return false;
+                }
                 turn = Turn::Moved;
                 let socket = stranger.try_clone().expect("a descriptor is left");
                 self.take_stranger(socket, message);
@@ -291,6 +313,9 @@ impl Worker {
             }
         });
         self.strangers.append(&mut strangers);
+        if turn == Turn::Ends {
+            return turn;
+        }
         if listener && let Some(listener) = &self.listener {
             // The type is for stream sockets, but accept4(2) is the same for every connected kind.
             if let Ok((socket, _)) = listener.accept() {
@@ -318,6 +343,10 @@ impl Worker {
     }
 
     fn take(&mut self, message: Message, around: &mut Surroundings<'_>) -> Turn {
+        let rests_on = matches!(message, Message::Nothing | Message::Command(ToWorker::Ping, _));
+        if !rests_on && self.end_pause(around) == Turn::Ends {
+            return Turn::Ends;
+        }
         match message {
             Message::Nothing => Turn::Quiet,
             Message::End => {
@@ -338,12 +367,17 @@ impl Worker {
     fn begin(
         &mut self,
         start: Start,
-        mut descriptors: Vec<OwnedFd>,
+        descriptors: Vec<OwnedFd>,
         around: &mut Surroundings<'_>,
     ) -> Turn {
         around.started(self, &start);
-        let page = descriptors.pop().and_then(|file| Page::from_fd(file).ok());
-        let (Some(page), Some(listener)) = (page, descriptors.pop()) else {
+        let mut descriptors = descriptors.into_iter();
+        let listener = descriptors.next();
+        let page = descriptors.next().and_then(|file| Page::from_fd(file).ok());
+        if start.successor != (descriptors.len() > 0) {
+            around.violation("only a successor opens what was bequeathed".into());
+        }
+        let (Some(page), Some(listener)) = (page, listener) else {
             around.violation("a worker was started without its descriptors".into());
             return Turn::Ends;
         };
@@ -404,7 +438,6 @@ impl Worker {
                 self.disconnecting = false;
                 self.served = true;
                 for socket in descriptors {
-                    set_nonblocking(&socket);
                     let recorder = self.recorder();
                     let mut connection = Connection::new(socket, recorder);
                     connection.fail_all(self.fails_io);
@@ -429,6 +462,21 @@ impl Worker {
                     (false, _) => FromWorker::Done,
                 }
             }
+            ToWorker::Bequeath => {
+                let alive = self.answer_with(&FromWorker::Bequeathed, &[open_volume()]);
+                return if alive { Turn::Moved } else { Turn::Ends };
+            }
+            ToWorker::HandOver { generation, limit_ms } => {
+                match self.hand_over(generation, limit_ms, around) {
+                    // At once, where nothing runs.
+                    Ok(()) if self.mind_pause(around) == Turn::Ends => return Turn::Ends,
+                    Ok(()) => return Turn::Moved,
+                    Err(refusal) => refusal,
+                }
+            }
+            ToWorker::TakeOver { unread, .. } => self.take_over(&unread, descriptors, around),
+            // With every command a pause has ended.
+            ToWorker::Resume => FromWorker::Done,
             other => refusal(ErrorKind::Unsupported, format!("{other:?}")),
         };
         if self.answer(&reply) { Turn::Moved } else { Turn::Ends }
@@ -470,7 +518,7 @@ impl Worker {
             version: PROTOCOL_VERSION,
             oldest: 0,
             build: String::new(),
-            binary: String::new(),
+            binary: self.binary.clone(),
             mapping_id: start.map_or_else(String::new, |start| start.mapping_id.clone()),
             generation: start.map_or(0, |start| start.generation),
             pid: self.id.pid,
@@ -507,7 +555,7 @@ impl Worker {
         FromWorker::Size { size: self.size.saturating_add_signed(self.quirks.size_lie) }
     }
 
-    fn recorder(&self) -> Option<Recorder> {
+    pub(crate) fn recorder(&self) -> Option<Recorder> {
         self.page.as_ref()?.any_recorder()
     }
 
@@ -524,7 +572,11 @@ impl Worker {
     }
 
     /// Answers as its script wants it. Whether it lives on.
-    fn answer(&mut self, message: &FromWorker) -> bool {
+    pub(crate) fn answer(&mut self, message: &FromWorker) -> bool {
+        self.answer_with(message, &[])
+    }
+
+    pub(crate) fn answer_with(&mut self, message: &FromWorker, descriptors: &[OwnedFd]) -> bool {
         let nth = self.answers;
         self.answers += 1;
         if self.quirks.dies_at_answer.is_some_and(|(at, _)| at == nth) {
@@ -542,7 +594,7 @@ impl Worker {
             self.send(b"{\"event\":\"sing\"}", &[]);
             return true;
         }
-        self.tell(message, &[]);
+        self.tell(message, descriptors);
         true
     }
 
@@ -560,7 +612,12 @@ impl Worker {
     }
 }
 
-fn refusal(kind: ErrorKind, message: String) -> FromWorker {
+/// What stands for a volume that is open.
+fn open_volume() -> OwnedFd {
+    std::fs::File::open("/dev/null").expect("it is there").into()
+}
+
+pub(crate) fn refusal(kind: ErrorKind, message: String) -> FromWorker {
     FromWorker::Failed(Failure { kind, message, repair: None })
 }
 

@@ -21,6 +21,7 @@ use tokio::sync::Notify;
 
 use crate::clock;
 use crate::disks::{Disk, Model, SECTOR};
+use crate::scenario::Blow;
 use crate::workers::{Quirks, Turn, Worker};
 
 /// A handle on a world.
@@ -54,6 +55,12 @@ pub(crate) struct State {
     graveyard: Vec<Worker>,
     violations: Vec<String>,
     generations: BTreeMap<String, u64>,
+    /// Which process reads a socket, by its inode.
+    readers: BTreeMap<u64, u32>,
+    /// Of the workers that are launched now.
+    pub(crate) build: u32,
+    /// The mapping whose worker is being succeeded.
+    pub(crate) upgrading: Option<&'static str>,
     epochs: u64,
     launches: u64,
     lives: u64,
@@ -67,6 +74,7 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) disks: &'a mut BTreeMap<String, Disk>,
     violations: &'a mut Vec<String>,
     generations: &'a mut BTreeMap<String, u64>,
+    readers: &'a mut BTreeMap<u64, u32>,
     gone: &'a BTreeSet<String>,
     touched: &'a BTreeSet<String>,
     epochs: &'a mut u64,
@@ -148,7 +156,10 @@ impl World {
 
     /// A supervisor has ended: whoever it was the parent of, init reaps.
     pub(crate) fn bury_supervisor(&self) {
-        self.state().zombies.clear();
+        let mut state = self.state();
+        state.zombies.clear();
+        state.upgrading = None;
+        drop(state);
         self.0.crashed.store(false, Ordering::Relaxed);
     }
 
@@ -237,6 +248,49 @@ impl World {
         state.workers.values().rfind(serves).map(|worker| worker.id.pid)
     }
 
+    /// Does something to the workers of a hand-over that is under way.
+    pub(crate) fn strike(&self, blow: Blow) {
+        let (old, new) = self.pair();
+        tracing::debug!(?blow, ?old, ?new, "STRIKE");
+        let stop = |pid: Option<u32>| {
+            let mut state = self.state();
+            let worker = pid.and_then(|pid| state.workers.get_mut(&pid));
+            worker.into_iter().for_each(|w| (w.stopped, w.was_stopped) = (true, true));
+        };
+        match blow {
+            Blow::Crash => self.crash(),
+            Blow::KillOld => old.into_iter().for_each(|pid| self.kill(pid)),
+            Blow::KillNew => new.into_iter().for_each(|pid| self.kill(pid)),
+            Blow::KillBoth => old.into_iter().chain(new).for_each(|pid| self.kill(pid)),
+            Blow::StopOld => stop(old),
+            Blow::StopNew => stop(new),
+            Blow::StopBoth => {
+                stop(old);
+                stop(new);
+            }
+        }
+    }
+
+    /// Whether a hand-over has been asked for and has not ended.
+    pub(crate) fn is_upgrading(&self) -> bool {
+        self.look().upgrading.is_some()
+    }
+
+    /// SIGCONT for those that `strike` has stopped.
+    pub(crate) fn go_on(&self) {
+        self.state().workers.values_mut().for_each(|worker| worker.stopped = false);
+    }
+
+    /// The worker that is to be succeeded, and the one that was launched last.
+    fn pair(&self) -> (Option<u32>, Option<u32>) {
+        let state = self.state();
+        let age = |worker: &&Worker| worker.id.started_ticks;
+        let serves = |w: &&Worker| w.start.as_ref().map(|s| s.name.as_str()) == state.upgrading;
+        let old = state.workers.values().filter(serves).min_by_key(age).map(|w| w.id.pid);
+        let new = state.workers.values().max_by_key(age).map(|w| w.id.pid);
+        (old, new.filter(|_| new != old))
+    }
+
     /// Connected devices of the mapping of that name.
     pub(crate) fn devices_of(&self, name: &str) -> Vec<Device> {
         let all = cleat_devices(self.kernel());
@@ -293,6 +347,7 @@ impl State {
             disks: &mut self.disks,
             violations: &mut self.violations,
             generations: &mut self.generations,
+            readers: &mut self.readers,
             gone: &self.gone,
             touched: &self.touched,
             epochs: &mut self.epochs,
@@ -325,7 +380,9 @@ impl State {
         for disk in self.disks.values_mut() {
             disk.claims.retain(|claim| claim.pid != pid);
         }
-        if worker.disk.starts_with("mem:") {
+        self.readers.retain(|_, reader| *reader != pid);
+        let is_last = self.workers.values().all(|other| other.disk != worker.disk);
+        if worker.disk.starts_with("mem:") && is_last {
             self.disks.remove(&worker.disk);
         }
         let _ = worker.exit.write(1);
@@ -387,11 +444,25 @@ impl Surroundings<'_> {
         }
     }
 
+    /// A process reads a socket, and nobody else does until it says so, or ends.
+    pub(crate) fn reads(&mut self, inode: u64, pid: u32) {
+        let reader = *self.readers.entry(inode).or_insert(pid);
+        if reader != pid {
+            self.violation(format!("workers {reader} and {pid} read the same connection"));
+        }
+    }
+
+    pub(crate) fn reads_no_more(&mut self, inode: u64, pid: u32) {
+        if self.readers.get(&inode) == Some(&pid) {
+            self.readers.remove(&inode);
+        }
+    }
+
     /// Opens the volume of a worker.
     pub(crate) fn open(&mut self, worker: &mut Worker) -> Result<(), (ErrorKind, String)> {
         let Some(start) = &worker.start else { return Err((ErrorKind::Internal, "?".into())) };
         let name = disk_name(start);
-        if name.starts_with("mem:") {
+        if name.starts_with("mem:") && !start.successor {
             self.disks.insert(name.clone(), Disk::new(1 << 16));
         }
         let claim = Claim {
@@ -403,7 +474,10 @@ impl Surroundings<'_> {
         let Some(disk) = disk else {
             return Err((ErrorKind::NotFound, format!("{name} does not exist")));
         };
-        let clash = disk.claims.iter().find(|other| !(other.read_only && claim.read_only)).cloned();
+        // A successor opens what its predecessor has open, through the same description.
+        let shared = |other: &Claim| start.successor && other.mapping_id == claim.mapping_id;
+        let clashes = |other: &&Claim| !(other.read_only && claim.read_only || shared(other));
+        let clash = disk.claims.iter().find(clashes).cloned();
         if let Some(other) = clash {
             if other.mapping_id == claim.mapping_id {
                 let (one, two) = (other.pid, claim.pid);
@@ -438,8 +512,14 @@ impl Launcher for SimLauncher {
         let exit = EventFd::from_flags(flags).expect("a descriptor is left");
         let process = self.process(id, exit.as_fd());
         tracing::debug!(pid, ticks = id.started_ticks, ?quirks, "WORLD launched");
-        state.workers.insert(pid, Worker::new(id, exit, channel, quirks));
+        let mut worker = Worker::new(id, exit, channel, quirks);
+        worker.binary = format!("build {}", state.build);
+        state.workers.insert(pid, worker);
         Ok(process)
+    }
+
+    fn binary(&self) -> String {
+        format!("build {}", self.0.state().build)
     }
 
     fn find(&self, id: WorkerId) -> Result<Option<Process>> {

@@ -104,6 +104,7 @@ impl World {
             overdue: false,
             refusing: false,
             growth_waits: false,
+            connecting: false,
         }
     }
 
@@ -175,6 +176,7 @@ impl World {
                 }
                 self.record = None;
             }
+            Action::AwaitConnect => {}
             forced => return self.apply_forced(forced, fail),
         }
         Ok(())
@@ -554,6 +556,7 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
         overdue: false,
         refusing: false,
         growth_waits: false,
+        connecting: false,
     };
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
@@ -575,6 +578,7 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         overdue: false,
         refusing: false,
         growth_waits: false,
+        connecting: false,
         history: String::new(),
     };
     let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
@@ -585,6 +589,9 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     observed.worker = SeenWorker::Gone;
     assert_eq!(plan_of(&observed)[..3], [Action::Renounce, detach, sever]);
     assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::WithdrawRecord]);
+    // A device that may still come is waited for, and then looked for.
+    observed.connecting = true;
+    assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::AwaitConnect]);
     // As the journal keeps it.
     let text = serde_json::to_string(&record.intent).unwrap();
     assert_eq!(text, r#"{"forced":"own"}"#);
@@ -608,6 +615,7 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
             overdue: false,
             refusing: false,
             growth_waits,
+            connecting: false,
         };
         let plan = plan(record, &observed);
         assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
@@ -640,6 +648,7 @@ fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
         overdue: false,
         refusing: false,
         growth_waits: false,
+        connecting: false,
     };
     let refuse = Action::Refuse { index: 3, connections: 2 };
     let failed = |record: &Record, observed: &Observed| match plan(record, observed) {

@@ -117,13 +117,17 @@ impl Config {
     }
 
     /// Puts new sockets in the place of dead ones, as `nbd_reconnect_socket`; drops the rest.
-    pub(super) fn replace_dead(&mut self, sockets: Vec<OwnedFd>) {
+    /// Says how many it took.
+    pub(super) fn replace_dead(&mut self, sockets: Vec<OwnedFd>) -> u64 {
+        let mut replaced = 0;
         let mut sockets = sockets.into_iter();
         for link in self.links.iter_mut().filter(|link| !link.is_alive()) {
             let Some(socket) = sockets.next() else { break };
             *link = Link::new(socket);
+            replaced += 1;
         }
         self.dead_since = None;
+        replaced
     }
 
     /// Shuts every connection down.

@@ -61,6 +61,7 @@ struct State {
     subscribers: Vec<Sender<KernelEvent>>,
     /// Devices that somebody else disconnected, by their backend identifier.
     vanished: BTreeSet<String>,
+    replaced: BTreeMap<String, u64>,
     /// Configurations that there have been.
     instances: u64,
     far_end: Option<FarEnd>,
@@ -89,6 +90,7 @@ impl SimKernel {
             faults: Vec::new(),
             subscribers: Vec::new(),
             vanished: BTreeSet::new(),
+            replaced: BTreeMap::new(),
             instances: 0,
             far_end: None,
             requests: Vec::new(),
@@ -151,6 +153,11 @@ impl SimKernel {
     /// Whether somebody else has disconnected the device of `identity`.
     pub fn has_vanished(&self, identity: &Identity) -> bool {
         self.state().vanished.contains(identity.as_str())
+    }
+
+    /// How many dead connections of the device of `identity` were replaced.
+    pub fn replaced(&self, identity: &Identity) -> u64 {
+        self.state().replaced.get(identity.as_str()).copied().unwrap_or(0)
     }
 
     /// Connects a device for somebody else, with that backend identifier.
@@ -232,7 +239,8 @@ impl Kernel for SimKernel {
         let (mut state, fault) = self.enter(Call::Reconfigure, None)?;
         let config = state.config(index, identity)?;
         if fault != Some(Fault::DropSockets) {
-            config.replace_dead(sockets);
+            let replaced = config.replace_dead(sockets);
+            *state.replaced.entry(identity.as_str().to_owned()).or_default() += replaced;
         }
         self.leave(state, Call::Reconfigure, fault)
     }
