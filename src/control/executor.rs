@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{broadcast, mpsc};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::force::or_by_force;
 use super::journal::Journal;
@@ -100,6 +100,9 @@ pub enum Target {
 
 /// Plans that may follow each other before something is wrong with the planner or the world.
 const MAX_ROUNDS: u32 = 8;
+
+/// For a disk to take a record, its queue included.
+const JOURNAL_LIMIT: Duration = Duration::from_secs(10);
 
 /// Attempts at an operation that a user waits for.
 const MAX_ATTEMPTS: u32 = 4;
@@ -485,20 +488,29 @@ impl Executor {
         self.write_journal(guard, move |journal| journal.store(&record)).await
     }
 
-    /// Writes to the journal. A call that gives way in the middle leaves its write under way: the next
-    /// one of the mapping waits for it, so that they reach the disk in their order.
+    /// Writes to the journal. A call that gives way in the middle, or waits in vain, leaves its write
+    /// under way: the next one of the mapping waits for it, so that they reach the disk in their order.
     pub(super) async fn write_journal(
         &self,
         guard: &Guard,
         write: impl FnOnce(&Journal) -> Result<()> + Send + 'static,
     ) -> Result<()> {
-        let turn = guard.volume().turn_to_write().await;
         let journal = Arc::clone(&self.journal);
-        blocking(move || {
-            let _turn = turn;
-            write(&journal)
+        let write = async {
+            let turn = guard.volume().turn_to_write().await;
+            let write = move || {
+                let _turn = turn;
+                write(&journal)
+            };
+            blocking(write).await
+        };
+        timeout(JOURNAL_LIMIT, write).await.unwrap_or_else(|_| {
+            let message = "the disk of the journal does not take a record: its write still waits";
+            Err(Error::new(ErrorKind::TimedOut, message).with_repair(
+                "see what the file system of the state directory waits for: dmesg, \
+                 /proc/pressure/io",
+            ))
         })
-        .await
     }
 
     /// A point at which tests make the executor crash.

@@ -214,3 +214,22 @@ fn a_holder_that_comes_after_the_flush_is_respected() {
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
+
+/// A disk that hangs costs the call its time limit, not more, and what it was about goes on.
+#[test]
+fn a_journal_whose_disk_hangs_is_not_waited_for_for_ever() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    // Opening it to write waits until somebody reads.
+    let record = machine.config.state_dir.join("mappings").join(&mapping.mapping_id);
+    let pipe = record.with_extension("tmp");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    assert_code(supervisor.unmap("a"), Code::DeadlineExceeded, "journal");
+    machine.kernel.write(index_of(&mapping), 0, &[1; 512]).unwrap();
+    assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
+    // The write that was left behind ends, and fails: a pipe cannot be synced.
+    std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    wait_until("it can be unmapped", || supervisor.unmap("a").is_ok());
+    machine.assert_clean();
+}
