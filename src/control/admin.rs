@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::{Instant, MissedTickBehavior, timeout_at};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Interceptor;
@@ -38,6 +38,10 @@ const FORCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// For the holders of a device that has no record.
 const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
+
+/// For a call to end once its time is over. Beyond it, whatever keeps it (a journal on a disk that
+/// hangs, the undoing of what was begun), its client is told; the call goes on.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// Bound on calls that only look.
 const QUERY_LIMIT: Duration = Duration::from_secs(10);
@@ -95,9 +99,10 @@ impl Admin {
         self.started_at_s
     }
 
-    /// Runs a call as a task of its own.
+    /// Runs a call as a task of its own, and answers in any case soon after `deadline`.
     async fn detached<T: Send + 'static>(
         &self,
+        deadline: Instant,
         call: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<Response<T>, Status> {
         let permit = room(&self.calls)?;
@@ -105,9 +110,14 @@ impl Admin {
             let _permit = permit;
             call.await
         });
-        match task.await {
-            Ok(result) => result.map(Response::new).map_err(|error| convert::status(&error)),
-            Err(error) => {
+        match timeout_at(deadline + ANSWER_TIME, task).await {
+            Err(_) => {
+                let message = "it is not done in its time, and goes on behind the scenes";
+                let late = Error::new(ErrorKind::TimedOut, message);
+                Err(convert::status(&late.with_repair("see cleat status, and the daemon's log")))
+            }
+            Ok(Ok(result)) => result.map(Response::new).map_err(|error| convert::status(&error)),
+            Ok(Err(error)) => {
                 let failed = Error::new(ErrorKind::Internal, "the call failed").with_source(error);
                 Err(convert::status(&failed))
             }
@@ -168,7 +178,7 @@ impl api::node_server::Node for Admin {
         let deadline = self.deadline(request.timeout_ms)?;
         let spec = checked(convert::map_spec(request))?;
         let executor = Arc::clone(&self.executor);
-        self.detached(async move {
+        self.detached(deadline, async move {
             executor.map(&spec, deadline).await.map(|view| convert::mapping(&view))
         })
         .await
@@ -189,9 +199,9 @@ impl api::node_server::Node for Admin {
                 let forced = executor.force(&target, unmount, deadline).await?;
                 Ok(convert::forced(forced.as_ref()))
             };
-            return self.detached(call).await;
+            return self.detached(deadline, call).await;
         }
-        self.detached(async move {
+        self.detached(deadline, async move {
             let was_mapped = executor.unmap(&target, deadline).await?;
             Ok(api::UnmapResponse { was_mapped, ..api::UnmapResponse::default() })
         })
@@ -242,7 +252,7 @@ impl api::node_server::Node for Admin {
         let target = checked(convert::target(request.target))?;
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
-        self.detached(async move {
+        self.detached(deadline, async move {
             let wanted = NewSize { bytes: request.size_bytes, shrink: request.allow_shrink };
             let view = executor.resize(&target, wanted, deadline).await?;
             Ok(convert::mapping(&view))
@@ -320,7 +330,7 @@ impl api::node_server::Node for Admin {
         let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
-        self.detached(async move {
+        self.detached(deadline, async move {
             let view = executor.set_policy(&target, change, deadline).await?;
             Ok(convert::mapping(&view))
         })
@@ -335,7 +345,7 @@ impl api::node_server::Node for Admin {
         let target = checked(convert::target(request.target))?;
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
-        self.detached(async move {
+        self.detached(deadline, async move {
             executor.set_fault(&target, &request.plan, deadline).await?;
             Ok(api::SetFaultResponse {})
         })

@@ -118,7 +118,9 @@ impl Executor {
         guard.progress = Some(Progress::default());
         tracing::warn!(mapping = volume.name, ?unmount, "unmapping by force");
         let until = deadline - REPORT_TIME.min((deadline - Instant::now()) / 10);
-        let outcome = match timeout_at(until, self.converge(&mut guard, until)).await {
+        let converged = timeout_at(until, self.converge(&mut guard, until)).await;
+        let cut_off = converged.is_err();
+        let outcome = match converged {
             Ok(Ok(State::Unmapped)) => Ok(()),
             Ok(Ok(other)) => {
                 let message = format!("a forced unmap came to rest in {other:?}");
@@ -132,7 +134,9 @@ impl Executor {
             tracing::warn!(mapping = volume.name, "unmapped by force");
             return Ok(Some(self.report(progress, &identity, deadline).await));
         };
-        if progress.steps.is_empty() && before.0 == Intent::Mapped {
+        // Cut off while it was being recorded: the journal may hold it, so it stands.
+        let recording = cut_off && progress.under_way.is_some();
+        if progress.steps.is_empty() && !recording && before.0 == Intent::Mapped {
             // It could not even be recorded: nothing has been done.
             (guard.record.intent, guard.renounced) = before;
             return Err(error);

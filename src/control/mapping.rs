@@ -325,7 +325,7 @@ pub fn plan(record: &Record, observed: &Observed) -> Plan {
 /// that only the next one's claim proves the old one's last writes to be over.
 fn plan_succession(record: &Record, observed: &Observed) -> Plan {
     let gone = SeenWorker::Gone;
-    let actions = match (observed.taken, &observed.worker, &observed.predecessor) {
+    let mut actions = match (observed.taken, &observed.worker, &observed.predecessor) {
         (Some(true), _, _) => vec![Action::EndPredecessor],
         (_, worker, predecessor) if *worker == gone && *predecessor == gone => {
             vec![Action::EndPredecessor]
@@ -345,6 +345,10 @@ fn plan_succession(record: &Record, observed: &Observed) -> Plan {
         Intent::Mapped => State::Recovering,
         Intent::Unmapped | Intent::Forced(_) => State::Unmapping,
     };
+    if matches!(record.intent, Intent::Forced(_)) {
+        // As in every plan of it: the wish is recorded before anything is done.
+        actions.insert(0, Action::Renounce);
+    }
     Plan { state, actions }
 }
 

@@ -186,7 +186,7 @@ fn loop_device(device: &str) {
 
 /// One namespace with a copy of our mount, one with a mount that nobody else has, under a mount of
 /// somebody else, and all of them with dirty pages.
-fn namespaces(device: &str) {
+pub(crate) fn namespaces(device: &str) {
     mount(device, "ext4");
     let mut copy = spawn("exec unshare --mount --propagation private sleep 1000");
     let mut own = spawn(&format!(

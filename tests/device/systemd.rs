@@ -2,8 +2,8 @@
 
 use libtest_mimic::Trial;
 
-use crate::fixture::{cleat_ok, shell, status, wait_for_state};
-use crate::trial;
+use crate::fixture::{Image, cleat_ok, shell, status, wait_for_state};
+use crate::{force, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("systemd_unit_starts_works_and_keeps_devices", unit)]
@@ -30,6 +30,7 @@ fn unit() {
     wait_for_state("unit", "mapped");
     shell("umount /mnt/unit");
     cleat_ok(&["unmap", "unit"]);
+    by_force();
     // With fields of their own.
     let entries = "journalctl -t cleat -o json MAPPING=unit";
     assert!(shell(&format!("{entries} | grep -c '\"MESSAGE\":\"mapped\"'")) == "1");
@@ -37,6 +38,13 @@ fn unit() {
         shell(&format!("{entries} --output-fields=TARGET,PRIORITY | head -1")).contains("cleat::")
     );
     shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
+}
+
+/// The unit's confinement lets the daemon enter other mount namespaces and unmount there.
+fn by_force() {
+    let image = Image::new("forced", "320M");
+    let device = cleat_ok(&["map", &format!("fault:{}", image.uri()), "--name", "forced"]);
+    force::namespaces(&device);
 }
 
 /// Another executable takes the place of the one that runs; nothing ends.

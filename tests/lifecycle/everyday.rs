@@ -1,5 +1,6 @@
 //! What happens every day: map, list, get, watch, unmap, and what is refused.
 
+use cleat::kernel::sim::{Call, Fault};
 use cleat::kernel::{Holder, Kernel};
 use cleat::proto::v1::{
     HealthRequest, MapOptions, MapRequest, MappingState, ResizeRequest, StatsRequest, UnmapRequest,
@@ -7,7 +8,7 @@ use cleat::proto::v1::{
 };
 use tonic::Code;
 
-use crate::bench::{Machine, SIZE, assert_code, index_of, repair, request};
+use crate::bench::{Machine, SIZE, assert_code, index_of, repair, request, wait_until};
 
 #[test]
 fn a_volume_is_mapped_listed_and_unmapped() {
@@ -244,7 +245,7 @@ fn a_hundred_in_parallel_end_clean() {
 fn a_busy_volume_is_refused_at_once() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    machine.kernel.inject(cleat::kernel::sim::Call::WaitReady, cleat::kernel::sim::Fault::Hang);
+    machine.kernel.inject(Call::WaitReady, Fault::Hang);
     let (uri, client) = (machine.volume("a"), supervisor.client());
     let slow = MapRequest { timeout_ms: 1500, ..request("a", &uri) };
     let results = supervisor.block_on(async {
@@ -262,5 +263,22 @@ fn a_busy_volume_is_refused_at_once() {
     assert_code(results.0, Code::DeadlineExceeded, "");
     assert_code(results.1, Code::Aborted, "under way");
     assert_code(results.2, Code::Aborted, "under way");
+    machine.assert_clean();
+}
+
+#[test]
+fn who_asks_is_answered_in_time_whatever_is_still_being_undone() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    machine.kernel.inject(Call::WaitReady, Fault::Hang);
+    let undoing = std::time::Duration::from_secs(6);
+    machine.kernel.inject(Call::Disconnect, Fault::Slow(undoing));
+    let asked = std::time::Instant::now();
+    let slow = MapRequest { timeout_ms: 500, ..request("a", &machine.volume("a")) };
+    let mut client = supervisor.client();
+    let result = supervisor.block_on(client.map(slow));
+    assert!(asked.elapsed() < undoing, "{:?}", asked.elapsed());
+    assert_code(result, Code::DeadlineExceeded, "behind the scenes");
+    wait_until("it is undone", || supervisor.list().is_empty());
     machine.assert_clean();
 }

@@ -592,6 +592,13 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     // A device that may still come is waited for, and then looked for.
     observed.connecting = true;
     assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::AwaitConnect]);
+    // Of two workers one goes first, but not before the wish is recorded.
+    let mut two = record.clone();
+    two.predecessor = Some(WorkerId { pid: 7, started_ticks: 7 });
+    for taken in [Some(true), Some(false), None] {
+        let observed = Observed { taken, ..observed.clone() };
+        assert_eq!(plan(&two, &observed).actions[0], Action::Renounce);
+    }
     // As the journal keeps it.
     let text = serde_json::to_string(&record.intent).unwrap();
     assert_eq!(text, r#"{"forced":"own"}"#);
