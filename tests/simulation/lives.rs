@@ -120,10 +120,12 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
         {
             halting.strike(blow);
             let world = halting.clone();
-            for_a_while.map(|time| tokio::spawn(async move {
-                sleep(time).await;
-                world.go_on();
-            }));
+            for_a_while.map(|time| {
+                tokio::spawn(async move {
+                    sleep(time).await;
+                    world.go_on();
+                })
+            });
         }
         here || halting.has_crashed()
     });

@@ -4,7 +4,12 @@
 //!
 //! A seed that fails prints its scenario and what happened. `CLEAT_SIM_SEED=n` runs one again, with
 //! all its events; `CLEAT_SIM_SEEDS=from..to` runs others than the ones that every run takes.
-#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, reason = "a test, which prints what failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test, which prints what failed"
+)]
 
 mod checks;
 mod clock;

@@ -172,9 +172,10 @@ fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Option<Vec<(OwnedFd, Vec
         memory.read_at(0, &mut bytes);
     }
     let mut bytes = bytes.into_iter();
-    let rests = unread.iter().zip(descriptors.by_ref()).map(|(length, socket)| {
-        (socket, bytes.by_ref().take(*length as usize).collect())
-    });
+    let rests = unread
+        .iter()
+        .zip(descriptors.by_ref())
+        .map(|(length, socket)| (socket, bytes.by_ref().take(*length as usize).collect()));
     let rests: Vec<_> = rests.collect();
     (rests.len() == unread.len() && descriptors.next().is_none()).then_some(rests)
 }
