@@ -271,6 +271,25 @@ fn another_call_for_the_mapping_gives_way() {
 }
 
 #[test]
+fn a_device_that_the_kernel_is_still_connecting_does_not_come_after_success() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let uri = machine.volume("a");
+    machine.kernel.inject(Call::Connect, Fault::Slow(Duration::from_millis(1500)));
+    let (mut client, asked) = (supervisor.client(), request("a", &uri));
+    let map = supervisor.spawn(async move { client.map(asked).await });
+    wait_until("its worker runs", || machine.workers().len() == 1);
+    std::thread::sleep(Duration::from_millis(500));
+    let response = force(&supervisor, "a");
+    assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "gave way");
+    assert!(steps(&response).contains(&"await the kernel"), "{response:?}");
+    machine.assert_clean();
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(machine.kernel.devices().unwrap().iter().all(|device| !device.connected));
+    works_again(&machine, &supervisor, &uri);
+}
+
+#[test]
 fn what_has_failed_or_is_being_repaired_goes_too() {
     let machine = Machine::new();
     let supervisor = machine.start();
