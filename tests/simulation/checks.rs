@@ -218,6 +218,7 @@ pub(crate) async fn at_the_end(
     };
     let gone = lasting_name(|l| if let Lasting::Gone(at) = l { Some(*at) } else { None });
     let held = lasting_name(|l| if let Lasting::Held(at) = l { Some(*at) } else { None });
+    let stopped = lasting_name(|l| if let Lasting::Stopped(at) = l { Some(*at) } else { None });
     for volume in executor.register().all() {
         let view = volume.view();
         let name = view.record.name.as_str();
@@ -227,6 +228,8 @@ pub(crate) async fn at_the_end(
             State::Failed(trouble) => holds(world, &view, trouble, gone == Some(name)),
             State::Recovering => is_open_elsewhere_or(world, &view, gone == Some(name)),
             State::Held(_) if held == Some(name) => Ok(()),
+            // What the device holds cannot be written back; only force takes it down, and it says so.
+            State::Unmapping if stopped == Some(name) && view.message.contains("flush") => Ok(()),
             State::Held(_) | State::Mapping | State::Unmapping | State::Unmapped => {
                 Err("is not at rest".to_owned())
             }
