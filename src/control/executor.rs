@@ -409,8 +409,8 @@ impl Executor {
             (false, Some(_)) if matches!(state, State::Failed(_)) => guard.sound_since = None,
             _ => {}
         }
-        // An unmap that is refused changes nothing.
-        if matches!(state, State::Held(_)) && !guard.renounced {
+        // An unmap that is refused changes nothing; that a failed map cannot be undone is told.
+        if matches!(state, State::Held(_)) && !guard.renounced && guard.record.established {
             return;
         }
         let core: &super::volume::Core = guard;
