@@ -1,6 +1,6 @@
 //! A worker with an RBD image: confined before it opens, since librbd starts threads.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{ID, POOL, shared};
 use cleat::error::ErrorKind;
@@ -66,7 +66,11 @@ fn a_fenced_worker_says_so_and_answers_with_errors() {
     let image = pool.open("fenced", None, Open::Write).unwrap();
     let owner = image.lock_owners().unwrap().remove(0);
     pool.cluster().blocklist_add(&owner, Duration::from_secs(3600)).unwrap();
-    assert_ne!(nbd::write(&sockets[0], 0, &[2; 4096]), 0);
+    // An OSD that has not heard of it yet still takes writes.
+    let limit = Instant::now() + Duration::from_secs(20);
+    while nbd::write(&sockets[0], 0, &[2; 4096]) == 0 {
+        assert!(Instant::now() < limit, "never fenced");
+    }
     assert_eq!(worker.receive(), FromWorker::Fenced);
     assert_ne!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
 }
