@@ -390,9 +390,10 @@ impl RealKernel {
     /// Takes the names away. A device without its properties loses the symlink at its next event.
     fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
         let devices = self.devices()?;
-        // The device itself may be left, disconnected and held.
-        let others = devices.iter().filter(|device| device.index != index);
-        let others: Vec<_> = others.filter_map(Device::identity).collect();
+        // The device itself may be left, disconnected and held; or be another mapping's by now.
+        let others = devices.iter().filter_map(|device| Some((device.index, device.identity()?)));
+        let others = others.filter(|(at, of)| *at != index || of != identity);
+        let others: Vec<_> = others.map(|(_, identity)| identity).collect();
         if others.contains(identity) {
             return Ok(());
         }
