@@ -1,7 +1,7 @@
 //! Unmapped by force: whatever hangs, whoever holds it, and whatever else is under way.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cleat::kernel::sim::{Call, Fault};
 use cleat::kernel::{Holder, Kernel};
@@ -14,6 +14,7 @@ use tonic::Code;
 use crate::bench::{
     Machine, Supervisor, assert_code, forced, index_of, is_alive, kill, repair, request, wait_until,
 };
+use crate::stopwatch::Stopwatch;
 
 /// The promise, with no deadline given.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -37,7 +38,7 @@ fn note<'a>(response: &'a UnmapResponse, step: &str) -> &'a str {
 
 /// By force, within the limit.
 fn force(supervisor: &Supervisor, target: &str) -> UnmapResponse {
-    let begun = Instant::now();
+    let begun = Stopwatch::start();
     let response = supervisor.force(target).unwrap();
     assert!(begun.elapsed() < LIMIT, "took {:?}: {response:?}", begun.elapsed());
     assert!(response.was_mapped);
@@ -199,7 +200,7 @@ fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
     for _ in 0..2 {
         machine.kernel.inject(Call::Sever, Fault::Hang);
     }
-    let begun = Instant::now();
+    let begun = Stopwatch::start();
     let asked = UnmapRequest { timeout_ms: 1000, ..forced("a") };
     let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());

@@ -12,5 +12,7 @@ mod metrics;
 mod openmetrics;
 mod outages;
 mod sizes;
+#[path = "../common/stopwatch.rs"]
+mod stopwatch;
 mod trouble;
 mod upgrades;
