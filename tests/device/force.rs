@@ -122,11 +122,11 @@ fn opener(device: &str) {
     hang();
     let report = force(LEFT_BEHIND, &[]);
     assert_eq!(report["device_left"], device, "{report}");
-    assert_eq!(report["remaining_holders"][0]["pid"], opener.id(), "{report}");
+    assert!(is_among(&report["remaining_holders"], opener.id()), "{report}");
     assert!(!std::path::Path::new(link).is_symlink(), "its name is left");
     let orphan = orphans().remove(0);
     assert_eq!(orphan["device"], device, "{orphan}");
-    assert_eq!(orphan["holders"][0]["pid"], opener.id(), "{orphan}");
+    assert!(is_among(&orphan["holders"], opener.id()), "{orphan}");
 
     // Its name and its volume are another device's now.
     let image = "fault:file:/tmp/forced.img";
@@ -152,7 +152,7 @@ fn open_file(device: &str) {
     hang();
     let report = force(LEFT_BEHIND, &[]);
     assert_eq!(report["unmounted"][0]["path"], "/mnt/forced", "{report}");
-    assert_eq!(report["remaining_holders"][0]["pid"], user.id(), "{report}");
+    assert!(is_among(&report["remaining_holders"], user.id()), "{report}");
     user.kill().expect("killing the user");
     user.wait().expect("waiting for the user");
     wait_for("the device is free", || orphans().is_empty());
@@ -320,7 +320,7 @@ fn stuck_driver() {
     });
     let mut client = spawn(&format!("exec nbd-client -d {other}"));
     wait_for("its command is stuck", || {
-        shell(&format!("cat /proc/{}/stat || true", client.id())).contains(" D ")
+        shell(&format!("cat /proc/{}/stack || true", client.id())).contains("nbd_genl_disconnect")
     });
     let (code, message) = refused("3s");
     shell("kill -CONT $(cat /tmp/other.pid)");
@@ -465,6 +465,11 @@ fn ended(child: &mut Child) -> bool {
 
 fn is_open(pid: u32, path: &str) -> bool {
     shell(&format!("readlink /proc/{pid}/fd/* || true")).lines().any(|line| line == path)
+}
+
+/// Whether a process is one of the holders; a udev worker that looks at the device may be another.
+fn is_among(holders: &Value, pid: u32) -> bool {
+    holders.as_array().is_some_and(|list| list.iter().any(|holder| holder["pid"] == pid))
 }
 
 /// Devices that are listed without a record.
