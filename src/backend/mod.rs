@@ -22,6 +22,7 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+pub mod claimant;
 mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
@@ -159,6 +160,12 @@ pub trait Image: Send + Sync {
     fn succeed(&self, legacy: &Legacy) -> Result<()> {
         let _ = legacy;
         Err(succession::impossible())
+    }
+
+    /// Whether somebody else has the volume, as far as it is known without asking: then every request
+    /// ends with `Fenced`, for good.
+    fn is_fenced(&self) -> bool {
+        false
     }
 
     /// Why the backend cannot be reached, for people, where that is known; asked for while requests

@@ -31,6 +31,9 @@ Examples:
   A volume in memory, gone when it is unmapped:
     $ cleat map mem:1G --name scratch
 
+  An image of a node that is lost, which never writes to it again:
+    $ cleat map rbd:volumes/db --take-over
+
   For a script that wants more than the device:
     $ cleat map mem:1G -o json | jq -r .symlink
 ";
@@ -43,7 +46,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Map {
-    /// The volume: file:/path or mem:SIZE; options after `?` as key=value&key=value
+    /// The volume: file:/path, rbd:POOL/IMAGE or mem:SIZE; options after `?` as key=value&key=value
     ///
     /// mem:SIZE holds the volume in memory; it is gone when it is unmapped. file:/path is a raw file
     /// or a block device; its options are direct=true (past the page cache) and create=SIZE (make the
@@ -64,6 +67,12 @@ pub(super) struct Map {
     /// How long I/O waits while no worker serves the device before it fails [default: the daemon's]
     #[arg(long, value_name = "DURATION", value_parser = size::duration)]
     dead_connection_timeout: Option<Duration>,
+    /// Take the volume from whoever has claimed it (rbd:): that client is cut off first, for good
+    ///
+    /// What it has not written yet is lost, and what is mounted there fails. Needed only when the other
+    /// side cannot be asked to unmap, and is not known to have ended.
+    #[arg(long)]
+    take_over: bool,
     #[command(flatten)]
     policy: PolicyArgs,
     /// Give up after this long
@@ -96,6 +105,7 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         name: args.name.unwrap_or_default(),
         options: Some(options),
         timeout_ms: milliseconds(args.timeout),
+        take_over: args.take_over,
     };
     let mapping: view::Mapping = client::run(globals, async |client| {
         let limit = args.timeout + GRACE;

@@ -1,13 +1,13 @@
 //! The exclusive lock of an image, and who holds or watches it.
 
-use std::ffi::c_char;
+use std::ffi::{CStr, c_char};
 use std::ptr::null_mut;
 
 use librbd_sys::{RBD_LOCK_MODE_EXCLUSIVE, rbd_image_watcher_t};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
-use crate::text::{c_string, owned};
+use crate::text::{c_string, owned, until_zero};
 
 /// A client that has the image open for writing, or as a reader that wants to hear of changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,6 +16,16 @@ pub struct Watcher {
     pub address: String,
     /// The client's number.
     pub client: i64,
+}
+
+/// Of the object that holds an image's lock, as librbd calls it (`RBD_LOCK_NAME`).
+const LOCK: &CStr = c"rbd_lock";
+
+/// Who has the lock, as the object that holds it says.
+struct Locker {
+    client: String,
+    cookie: String,
+    address: String,
 }
 
 /// Most owners or watchers that are listed.
@@ -91,18 +101,69 @@ impl Image {
         }
     }
 
-    /// Takes the lock from `owner`. Where the configuration says so, which is the default, the
-    /// library blocklists it first.
+    /// Takes the lock from `owner`, which must have been blocklisted before. (librbd's own way would
+    /// blocklist it once more, for an hour where that is the default, in place of any longer time; and
+    /// 16.2 cannot do so with another time, EINVAL.)
     ///
     /// # Errors
-    /// ENOENT when it does not hold the lock, or what the library gives.
+    /// EBUSY when another has the lock, ENOENT when nobody has, or what the library gives.
     pub fn lock_break(&self, owner: &str) -> Result<()> {
-        let text = c_string(owner, "a lock's owner")?;
-        // SAFETY: the image is open, the owner a C string.
-        let returned = unsafe {
-            (self.api().rbd_lock_break)(self.raw(), RBD_LOCK_MODE_EXCLUSIVE, text.as_ptr())
+        let action = || format!("break the lock of {owner}");
+        let header = c_string(&format!("rbd_header.{}", self.id()?), "an object's name")?;
+        let Some(locker) = self.locker(&header)? else {
+            return Err(Error::new(action(), libc::ENOENT));
         };
-        check(returned, || format!("break the lock of {owner}")).map(drop)
+        // Here, and only here, the kind of address stands before it.
+        let kinds = ["v1:", "v2:", "any:"];
+        let bare = kinds.iter().find_map(|kind| locker.address.strip_prefix(kind));
+        if bare.unwrap_or(&locker.address) != owner {
+            return Err(Error::new(action(), libc::EBUSY));
+        }
+        let client = c_string(&locker.client, "a client")?;
+        let cookie = c_string(&locker.cookie, "a cookie")?;
+        // SAFETY: the pool is open, the names are C strings.
+        let returned = unsafe {
+            (self.pool().cluster().api.rados.rados_break_lock)(
+                self.pool().raw(),
+                header.as_ptr(),
+                LOCK.as_ptr(),
+                client.as_ptr(),
+                cookie.as_ptr(),
+            )
+        };
+        check(returned, action).map(drop)
+    }
+
+    fn locker(&self, header: &CStr) -> Result<Option<Locker>> {
+        let room = 4096;
+        let [mut tag, mut clients, mut cookies, mut addresses] = [(); 4].map(|()| vec![0_u8; room]);
+        let [mut tag_len, mut clients_len, mut cookies_len, mut addresses_len] = [room; 4];
+        let mut exclusive = 0;
+        // SAFETY: the pool is open, the names are C strings, and each buffer has room for as many bytes
+        // as is said.
+        let returned = unsafe {
+            (self.pool().cluster().api.rados.rados_list_lockers)(
+                self.pool().raw(),
+                header.as_ptr(),
+                LOCK.as_ptr(),
+                &raw mut exclusive,
+                tag.as_mut_ptr().cast(),
+                &raw mut tag_len,
+                clients.as_mut_ptr().cast(),
+                &raw mut clients_len,
+                cookies.as_mut_ptr().cast(),
+                &raw mut cookies_len,
+                addresses.as_mut_ptr().cast(),
+                &raw mut addresses_len,
+            )
+        };
+        let returned = i32::try_from(returned).unwrap_or(i32::MAX);
+        check(returned, || "ask who has the lock".to_owned())?;
+        Ok((returned > 0).then(|| Locker {
+            client: until_zero(&clients),
+            cookie: until_zero(&cookies),
+            address: until_zero(&addresses),
+        }))
     }
 
     /// Who watches the image. A client that died is listed until the OSDs give it up, 30 s by

@@ -39,7 +39,7 @@ pub(super) fn later(error: librbd::Error, name: &str) -> Error {
     Error::new(kind(&error), format!("the RBD image {name} does not do it")).with_source(error)
 }
 
-fn kind(error: &librbd::Error) -> ErrorKind {
+pub(super) fn kind(error: &librbd::Error) -> ErrorKind {
     if error.load().is_some() {
         return ErrorKind::Unsupported;
     }
