@@ -119,7 +119,6 @@ impl Executor {
         tracing::warn!(mapping = volume.name, ?unmount, "unmapping by force");
         let until = deadline - REPORT_TIME.min((deadline - Instant::now()) / 10);
         let converged = timeout_at(until, self.converge(&mut guard, until)).await;
-        let cut_off = converged.is_err();
         let outcome = match converged {
             Ok(Ok(State::Unmapped)) => Ok(()),
             Ok(Ok(other)) => {
@@ -134,8 +133,8 @@ impl Executor {
             tracing::warn!(mapping = volume.name, "unmapped by force");
             return Ok(Some(self.report(progress, &identity, deadline).await));
         };
-        // Cut off while it was being recorded: the journal may hold it, so it stands.
-        let recording = cut_off && progress.under_way.is_some();
+        // Out of time while it was being recorded: the journal may hold it, now or later, so it stands.
+        let recording = error.kind() == ErrorKind::TimedOut && progress.under_way.is_some();
         if progress.steps.is_empty() && !recording && before.0 == Intent::Mapped {
             // It could not even be recorded: nothing has been done.
             (guard.record.intent, guard.renounced) = before;
@@ -161,17 +160,17 @@ impl Executor {
                     true => DETACH_LIMIT,
                     false => DETACH_LIMIT_UNSERVED,
                 };
-                let mut progress = guard.progress.take().unwrap_or_default();
-                self.detach(&mut progress, index, unmount, within(deadline, patience)).await;
-                guard.progress = Some(progress);
+                // Never taken out of the guard: this may be cut off anywhere.
+                let mut untold = Progress::default();
+                let progress = guard.progress.as_mut().unwrap_or(&mut untold);
+                self.detach(progress, index, unmount, within(deadline, patience)).await;
                 Ok(())
             }
             Action::Sever(index) => {
                 let (identity, process) = (guard.record.identity(), self.process_of(guard)?);
-                let mut progress = guard.progress.take().unwrap_or_default();
-                let severed = self.sever(&mut progress, index, &identity, process, deadline).await;
-                guard.progress = Some(progress);
-                severed
+                let mut untold = Progress::default();
+                let progress = guard.progress.as_mut().unwrap_or(&mut untold);
+                self.sever(progress, index, &identity, process, deadline).await
             }
             Action::StopWorker => self.end_forced(guard, deadline).await,
             Action::ProveSilence => self.prove_silence(guard, deadline).await,

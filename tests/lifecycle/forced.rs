@@ -214,6 +214,31 @@ fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
 }
 
 #[test]
+fn what_is_cut_off_in_the_middle_of_a_step_is_told_and_never_taken_back() {
+    let asked_for = UnmapRequest { timeout_ms: 1000, ..forced("a") };
+    for (call, done, missing) in [
+        (Call::Detach, "done: record, fail I/O;", "not done: unmount"),
+        (Call::Sever, "done: record, fail I/O, unmount;", "not done: disconnect"),
+    ] {
+        let machine = Machine::new();
+        let supervisor = machine.start();
+        let uri = machine.volume("a");
+        let mapping = supervisor.map("a", &uri).unwrap();
+        machine.kernel.set_holders(index_of(&mapping), vec![mount("/mnt", None)]);
+        // Beyond every deadline of the step: what it is in is not left in order.
+        machine.kernel.inject(call, Fault::Slow(Duration::from_secs(3)));
+        let asked = asked_for.clone();
+        let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
+        assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+        let message = status.message();
+        assert!(message.contains(done) && message.contains(missing), "{message}");
+        wait_until("it is gone", || supervisor.list().is_empty());
+        machine.assert_clean();
+        works_again(&machine, &supervisor, &uri);
+    }
+}
+
+#[test]
 fn a_second_call_finishes_what_the_first_one_could_not() {
     let machine = Machine::new();
     let supervisor = machine.start();
