@@ -23,9 +23,9 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::executor::{Executor, Target};
 use super::mapping::{Action, Intent, State};
 use super::process::Process;
-use super::steps::start_message;
+use super::steps::{FORCED_STOP_GRACE, start_message, within};
 use super::volume::Guard;
-use super::workers::{Worker, stop_process};
+use super::workers::{Worker, stop_process, unexpected};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{DeviceIndex, Holder, Identity, Severed, Unmount};
 use crate::worker::protocol::{FromWorker, ToWorker};
@@ -76,8 +76,6 @@ const DETACH_LIMIT: Duration = Duration::from_millis(1500);
 const DETACH_LIMIT_UNSERVED: Duration = Duration::from_millis(200);
 /// For DISCONNECT before the worker is suspected of keeping it.
 const SEVER_LIMIT: Duration = Duration::from_millis(1500);
-/// For a worker to end by itself once its device is gone.
-const STOP_GRACE: Duration = Duration::from_millis(300);
 /// For a look at the holders.
 const LOOK_LIMIT: Duration = Duration::from_secs(1);
 /// Kept back from the deadline for the report.
@@ -172,7 +170,6 @@ impl Executor {
                 let progress = guard.progress.as_mut().unwrap_or(&mut untold);
                 self.sever(progress, index, &identity, process, deadline).await
             }
-            Action::StopWorker => self.end_forced(guard, deadline).await,
             Action::ProveSilence => self.prove_silence(guard, deadline).await,
             other => Err(Error::new(ErrorKind::Internal, format!("{other:?} is not forced"))),
         }
@@ -261,15 +258,6 @@ impl Executor {
         Ok(())
     }
 
-    async fn end_forced(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        match &guard.worker {
-            Some(worker) => worker.stop(STOP_GRACE, deadline).await?,
-            None => self.stop_worker(guard, deadline).await?,
-        }
-        guard.worker = None;
-        Ok(())
-    }
-
     /// Requests that a process has begun may outlive it, in the kernel's block layer or on their way
     /// to the storage. What it had claimed is free only after them: so whoever can open the volume
     /// for writing knows that they have ended.
@@ -319,7 +307,7 @@ impl Executor {
         let started = timeout_at(deadline, starting);
         let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
         let worker = started.await.map_err(late)?.map_err(|not_started| not_started.error)?;
-        worker.stop(STOP_GRACE, deadline).await
+        worker.stop(FORCED_STOP_GRACE, deadline).await
     }
 
     /// A device of ours without a record: what can be done without one.
@@ -520,10 +508,7 @@ fn name(action: Action) -> &'static str {
 async fn fail_all(worker: &Worker, deadline: Instant) -> Result<u32> {
     match worker.call(ToWorker::FailIo { fail: true }, Vec::new(), deadline).await? {
         FromWorker::IoFails { at_backend } => Ok(at_backend),
-        other => {
-            let message = format!("the worker answered out of turn: {other:?}");
-            Err(Error::new(ErrorKind::Internal, message))
-        }
+        other => Err(unexpected(&other)),
     }
 }
 
@@ -535,8 +520,4 @@ async fn kill(process: Option<Arc<Process>>, deadline: Instant) -> String {
         Ok(()) => format!("worker {} was killed", process.id.pid),
         Err(error) => error.report(),
     }
-}
-
-fn within(deadline: Instant, limit: Duration) -> Instant {
-    deadline.min(Instant::now() + limit)
 }
