@@ -27,7 +27,7 @@ use super::steps::{FORCED_STOP_GRACE, start_message, within};
 use super::volume::Guard;
 use super::workers::{Worker, stop_process, unexpected};
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::{DeviceIndex, Holder, Identity, Severed, Unmount};
+use crate::kernel::{Device, DeviceIndex, Holder, Identity, Severed, Unmount};
 use crate::worker::protocol::{FromWorker, ToWorker};
 
 /// What a forced unmap did.
@@ -63,6 +63,8 @@ pub struct Progress {
     under_way: Option<(&'static str, Instant)>,
     note: String,
     mounts: Vec<Holder>,
+    /// The device that stayed when it was severed.
+    left: Option<DeviceIndex>,
     unproven: Option<String>,
 }
 
@@ -253,6 +255,7 @@ impl Executor {
         tracing::warn!(device = index, ?severed, "severed");
         if severed == Severed::Held {
             progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
+            progress.left = Some(index);
             self.remember_left(index, identity);
         }
         Ok(())
@@ -377,12 +380,15 @@ impl Executor {
 
     /// What is left of a device that was severed.
     async fn report(&self, progress: Progress, identity: &Identity, deadline: Instant) -> Forced {
-        let Progress { steps, mounts, unproven, .. } = progress;
-        let mut forced = Forced { steps, unproven, ..Forced::default() };
-        let devices = self.devices(deadline).await.unwrap_or_default();
-        let left = devices.iter().find(|d| d.connected && d.identity().as_ref() == Some(identity));
-        if let Some(index) = left.map(|device| device.index) {
-            forced.device_left = Some(index);
+        let Progress { steps, mounts, left, unproven, .. } = progress;
+        let mut forced = Forced { steps, unproven, device_left: left, ..Forced::default() };
+        let ours = |d: &&Device| d.connected && d.identity().as_ref() == Some(identity);
+        match self.devices(deadline).await {
+            Ok(devices) => forced.device_left = devices.iter().find(ours).map(|d| d.index),
+            // Then it is as it was when it was severed.
+            Err(error) => tracing::warn!("{}", error.report()),
+        }
+        if let Some(index) = forced.device_left {
             let look =
                 self.urgent.wait("look for holders", deadline, None, move |k, _| k.holders(index));
             match look.await {

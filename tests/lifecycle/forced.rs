@@ -1,8 +1,10 @@
 //! Unmapped by force: whatever hangs, whoever holds it, and whatever else is under way.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use cleat::error::ErrorKind;
 use cleat::kernel::sim::{Call, Fault};
 use cleat::kernel::{Holder, Kernel};
 use cleat::proto::v1::{
@@ -118,6 +120,22 @@ fn who_holds_the_device_keeps_its_number_and_nothing_else() {
     assert_eq!(supervisor.list().len(), 1);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
+}
+
+#[test]
+fn a_device_that_stays_is_told_even_where_the_kernel_cannot_be_asked_again() {
+    let machine = Machine::new();
+    let kernel = machine.kernel.clone();
+    let supervisor = machine.start_with(Some(Arc::new(move |point: &str| {
+        if point == "before WithdrawRecord" {
+            kernel.inject(Call::Devices, Fault::Fail(ErrorKind::Unavailable));
+        }
+        false
+    })));
+    let mapping = supervisor.map("a", "mem:1M").unwrap();
+    machine.kernel.set_holders(index_of(&mapping), vec![process("dd")]);
+    let response = force(&supervisor, "a");
+    assert_eq!((response.device_left, response.remaining_holders.len()), (mapping.device, 1));
 }
 
 #[test]
