@@ -343,7 +343,7 @@ impl Executor {
     ) -> Result<()> {
         let id = identity.mapping_id();
         progress.begin("fail I/O");
-        let process = self.workers.listener(id)?.map(Arc::new);
+        let process = self.workers.listener(id).await?.map(Arc::new);
         let mut silent = self.is_left(index, identity);
         if let Some(process) = &process {
             let adopted = self.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_LIMIT));
