@@ -481,10 +481,13 @@ impl Worker {
     /// # Errors
     /// `TimedOut` when it lives on at `deadline`.
     pub async fn stop(&self, grace: Duration, deadline: Instant) -> Result<()> {
-        // A broken channel is no reason to skip the wait: the disconnect alone may have ended it.
-        let _ = timeout_at(deadline, self.link.send(&ToWorker::Stop, &[])).await;
         let mut ended = self.ended.clone();
-        if timeout_at(deadline.min(Instant::now() + grace), ended.wait_for(|e| *e)).await.is_ok() {
+        let asked = async {
+            // A broken channel is no reason to skip the wait: the disconnect alone may have ended it.
+            let _ = self.link.send(&ToWorker::Stop, &[]).await;
+            ended.wait_for(|ended| *ended).await.is_ok()
+        };
+        if timeout_at(deadline.min(Instant::now() + grace), asked).await == Ok(true) {
             return Ok(());
         }
         tracing::warn!(pid = self.id().pid, "a worker does not stop when asked; it is killed");
