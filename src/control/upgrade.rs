@@ -143,7 +143,7 @@ impl Executor {
         deadline: Instant,
     ) -> Result<Option<Duration>> {
         let mut guard = volume.enter_call().await?;
-        if guard.withdrawn || guard.record.intent == Intent::Unmapped {
+        if guard.withdrawn || guard.record.intent != Intent::Mapped {
             return Ok(None);
         }
         match self.converge(&mut guard, deadline).await? {
