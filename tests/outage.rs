@@ -2,19 +2,19 @@
 
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
+#[path = "common/client.rs"]
+mod client;
 #[path = "common/stopwatch.rs"]
 mod stopwatch;
 
 use std::collections::HashMap;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use cleat::backend::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker};
 use cleat::data::End;
-use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
+use cleat::data::nbd::wire::command;
 use cleat::data::server::{Event, ExportName, Limits, Server};
 use cleat::error::Result;
 use cleat::policy::{OnOutage, Policy, RateLimits};
@@ -22,6 +22,7 @@ use cleat::request::{IoError, Op, Request};
 use cleat::statistics::Page;
 use cleat::sys::buffer::Buffer;
 use cleat::sys::ring::{Completion, Ring};
+use client::Client;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 use stopwatch::Stopwatch;
@@ -364,16 +365,11 @@ impl Bench {
     }
 
     fn connect(&self) -> Client {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        ours.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        self.server.add_kernel_connection(theirs.into()).unwrap();
-        Client { stream: ours }
+        Client::connect(&self.server)
     }
 
     fn end(&self) -> End {
-        let Event::ConnectionEnded { end, .. } =
-            self.events.recv_timeout(Duration::from_secs(20)).unwrap();
-        end
+        client::end(&self.events)
     }
 
     #[track_caller]
@@ -383,44 +379,6 @@ impl Bench {
             assert!(Instant::now() < until, "{what}: {:?}", self.page.snapshot());
             std::thread::sleep(Duration::from_millis(2));
         }
-    }
-}
-
-struct Client {
-    stream: UnixStream,
-}
-
-impl Client {
-    fn send(&mut self, command: u16, cookie: u64, offset: u64, length: u32) {
-        let header = RequestHeader { flags: 0, command, cookie, offset, length };
-        self.stream.write_all(&header.encode()).unwrap();
-    }
-
-    fn write(&mut self, cookie: u64, offset: u64, payload: &[u8]) {
-        self.send(command::WRITE, cookie, offset, payload.len() as u32);
-        self.stream.write_all(payload).unwrap();
-    }
-
-    fn reply(&mut self) -> (u64, std::result::Result<(), IoError>) {
-        let mut header = [0; 16];
-        self.stream.read_exact(&mut header).unwrap();
-        parse_simple_reply(&header).unwrap()
-    }
-
-    fn expect(&mut self, cookie: u64, result: std::result::Result<(), IoError>) {
-        assert_eq!(self.reply(), (cookie, result));
-    }
-
-    fn take(&mut self, length: usize) {
-        self.stream.read_exact(&mut vec![0; length]).unwrap();
-    }
-
-    /// Whether nothing has come.
-    fn is_silent(&mut self) -> bool {
-        self.stream.set_nonblocking(true).unwrap();
-        let silent = self.stream.read(&mut [0; 1]).is_err();
-        self.stream.set_nonblocking(false).unwrap();
-        silent
     }
 }
 
