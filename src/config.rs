@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::backend::uri::parse_size;
+use crate::backend::uri::parse_size_or_zero;
 use crate::error::{Error, ErrorKind, Result};
 use crate::policy::{OnOutage, Policy, RateLimits};
 use crate::telemetry::{Format, Log};
@@ -307,8 +307,7 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
 /// A size as people write it, "100M"; "0" is none.
 fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
-    let size = if text == "0" { Ok(0) } else { parse_size(&text) };
-    size.map_err(|error| serde::de::Error::custom(error.message()))
+    parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
 }
 
 /// "off", "unix", or an address and a port.
