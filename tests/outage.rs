@@ -50,8 +50,9 @@ fn requests_wait_for_the_backend_and_end_well() {
     // It is asked again, ever less often, and nothing is answered meanwhile.
     std::thread::sleep(Duration::from_millis(800));
     assert!(client.is_silent());
-    let attempts = bench.flaky.attempts.load(Ordering::SeqCst);
-    assert!((7..=16).contains(&attempts), "{attempts} attempts at 3 requests in 0.8 s");
+    let attempts = || bench.flaky.attempts.load(Ordering::SeqCst);
+    assert!(attempts() <= 16, "{} attempts at 3 requests in 0.8 s", attempts());
+    bench.wait_for("it is asked again", |_| attempts() >= 7);
     assert_eq!(bench.flaky.content()[..1], [3], "nothing has reached the backend");
 
     bench.flaky.down.store(false, Ordering::SeqCst);
@@ -211,15 +212,18 @@ fn half_an_outage_is_no_busy_loop() {
     let mut client = bench.connect();
     bench.flaky.bad_block.store(1, Ordering::SeqCst);
     client.write(99, 512, &[5; 512]);
-    let until = Instant::now() + Duration::from_secs(1);
-    let mut good = 0;
-    while Instant::now() < until {
+    let begun = Instant::now();
+    let (mut good, mut attempts) = (0, 0);
+    while begun.elapsed() < Duration::from_secs(1) || attempts < 5 {
         client.write(1, 0, &[5; 512]);
         client.expect(1, Ok(()));
         good += 1;
+        attempts = bench.flaky.attempts.load(Ordering::SeqCst) - good;
+        assert!(begun.elapsed() < Duration::from_secs(20), "{attempts} attempts");
     }
-    let attempts = bench.flaky.attempts.load(Ordering::SeqCst) - good;
-    assert!((5..=12).contains(&attempts), "{attempts} attempts beside {good} good requests");
+    // Ten a second, and the first.
+    let most = 2 + begun.elapsed().as_millis() / 100;
+    assert!(u128::from(attempts) <= most, "{attempts} attempts beside {good} good requests");
     bench.flaky.bad_block.store(u64::MAX, Ordering::SeqCst);
     client.expect(99, Ok(()));
 }
@@ -230,16 +234,16 @@ fn limits_are_kept_in_the_long_run_and_none_is_none() {
     let mut clients = [bench.connect(), bench.connect()];
     let rate = measure(&mut clients, Duration::from_secs(2), 512);
     // A tenth of a second's worth may come at once: 5 % of two seconds.
-    assert!((1800.0..=2250.0).contains(&rate), "{rate:.0} requests/s at a limit of 2000");
+    assert!(rate.is_within(1800.0, 2250.0), "{rate:?} requests/s at a limit of 2000");
     assert!(bench.page.snapshot().limited_ns > 1_000_000_000);
     bench.server.set_policy(policy(OnOutage::Queue, 0, 1 << 20));
-    let rate = measure(&mut clients, Duration::from_secs(2), 4096) * 4096.0;
-    let mib = f64::from(1 << 20);
-    assert!((mib * 0.9..=mib * 1.125).contains(&rate), "{rate:.0} bytes/s at a limit of 1 MiB");
+    let rate = measure(&mut clients, Duration::from_secs(2), 4096);
+    // 256 of these are a mebibyte.
+    assert!(rate.is_within(256.0 * 0.9, 256.0 * 1.125), "{rate:?} blocks/s at a limit of 1 MiB/s");
     bench.server.set_policy(QUEUE);
     let limited = bench.page.snapshot().limited_ns;
     let rate = measure(&mut clients, Duration::from_millis(500), 512);
-    assert!(rate > 5000.0, "{rate:.0} requests/s without a limit");
+    assert!(rate.is_within(5000.0, f64::MAX), "{rate:?} requests/s without a limit");
     assert_eq!(bench.page.snapshot().limited_ns, limited);
 }
 
@@ -316,9 +320,24 @@ proptest! {
     }
 }
 
-/// Requests per second of clients that always have eight under way.
-fn measure(clients: &mut [Client], time: Duration, length: usize) -> f64 {
-    let begun = Instant::now();
+/// Requests per second.
+#[derive(Debug)]
+struct Rate {
+    /// Of all the time.
+    whole: f64,
+    /// Of the time in which the machine ran: what it lost, no request could have used.
+    running: f64,
+}
+
+impl Rate {
+    fn is_within(&self, least: f64, most: f64) -> bool {
+        self.running >= least && self.whole <= most
+    }
+}
+
+/// The rate of clients that always have eight under way.
+fn measure(clients: &mut [Client], time: Duration, length: usize) -> Rate {
+    let (begun, watch) = (Instant::now(), Stopwatch::start());
     let ended: u64 = std::thread::scope(|scope| {
         let clients: Vec<_> = clients
             .iter_mut()
@@ -340,7 +359,8 @@ fn measure(clients: &mut [Client], time: Duration, length: usize) -> f64 {
             .collect();
         clients.into_iter().map(|client| client.join().unwrap()).sum()
     });
-    ended as f64 / time.as_secs_f64()
+    let per_s = |time: Duration| ended as f64 / time.as_secs_f64();
+    Rate { whole: per_s(time), running: per_s(watch.elapsed().min(time)) }
 }
 
 const DEPTH: u32 = 128;
