@@ -34,7 +34,7 @@ use options::{Encoded, decode};
 
 pub(crate) use options::Options;
 pub use rbd::RbdSpec;
-pub use size::{Size, parse_size};
+pub use size::{Size, parse_size, parse_size_or_zero};
 
 /// The longest URI, in bytes.
 pub const MAX_URI: usize = 4096;
