@@ -20,6 +20,7 @@ mod claim;
 mod problem;
 mod queue;
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -219,7 +220,7 @@ impl RbdImage {
         if size == 0 {
             return Err(invalid(format!("{} cannot be made empty", self.name)));
         }
-        let resized = self.image()?.resize(size, shrink, &mut |_, _| {});
+        let resized = self.image()?.resize(size, shrink, &mut |_, _| ControlFlow::Continue(()));
         resized.map_err(|error| self.failed(error))?;
         self.refresh_size().map(drop)
     }
