@@ -81,11 +81,7 @@ impl Image {
             let room = count;
             // SAFETY: `children` has room for `count`, which are ours to clean up on success.
             let returned = unsafe {
-                (self.api().rbd_list_children3)(
-                    self.raw(),
-                    children.as_mut_ptr(),
-                    &raw mut count,
-                )
+                (self.api().rbd_list_children3)(self.raw(), children.as_mut_ptr(), &raw mut count)
             };
             if returned == -libc::ERANGE && count > room {
                 if count > MAX_LISTED {
@@ -140,8 +136,7 @@ impl Image {
     pub fn created_at(&self) -> Result<i64> {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: the image is open, and `time` takes the answer.
-        let returned =
-            unsafe { (self.api().rbd_get_create_timestamp)(self.raw(), &raw mut time) };
+        let returned = unsafe { (self.api().rbd_get_create_timestamp)(self.raw(), &raw mut time) };
         check(returned, || "ask for the image's age".to_owned())?;
         Ok(time.tv_sec)
     }

@@ -105,7 +105,7 @@ impl Image {
         }
     }
 
-    /// Who holds a lock.
+    /// Who held a lock when the image was opened, or last changed.
     ///
     /// # Errors
     /// What the library gives.

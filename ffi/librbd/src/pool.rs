@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use librbd_sys::{
     RBD_IMAGE_OPTION_CLONE_FORMAT, RBD_IMAGE_OPTION_DATA_POOL, RBD_IMAGE_OPTION_FEATURES,
-    RBD_IMAGE_OPTION_ORDER, RBD_IMAGE_OPTION_STRIPE_COUNT, RBD_IMAGE_OPTION_STRIPE_UNIT, rados_ioctx_t,
-    rbd_image_options_t, rbd_image_spec_t, rbd_trash_image_info_t,
+    RBD_IMAGE_OPTION_ORDER, RBD_IMAGE_OPTION_STRIPE_COUNT, RBD_IMAGE_OPTION_STRIPE_UNIT,
+    rados_ioctx_t, rbd_image_options_t, rbd_image_spec_t, rbd_trash_image_info_t,
 };
 
 use crate::cluster::Cluster;
@@ -200,9 +200,8 @@ impl Pool {
         let text = c_string(name, "a namespace")?;
         let mut exists = false;
         // SAFETY: the pool is open, the name a C string, `exists` takes the answer.
-        let returned = unsafe {
-            (self.api().rbd_namespace_exists)(self.io, text.as_ptr(), &raw mut exists)
-        };
+        let returned =
+            unsafe { (self.api().rbd_namespace_exists)(self.io, text.as_ptr(), &raw mut exists) };
         check(returned, || format!("look for the namespace {name}"))?;
         Ok(exists)
     }

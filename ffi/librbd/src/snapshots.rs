@@ -2,9 +2,7 @@
 
 use std::ptr::null;
 
-use librbd_sys::{
-    RBD_SNAP_NAMESPACE_TYPE_TRASH, RBD_SNAP_NAMESPACE_TYPE_USER, rbd_snap_info_t,
-};
+use librbd_sys::{RBD_SNAP_NAMESPACE_TYPE_TRASH, RBD_SNAP_NAMESPACE_TYPE_USER, rbd_snap_info_t};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
@@ -99,9 +97,7 @@ impl Image {
         if kind == RBD_SNAP_NAMESPACE_TYPE_TRASH {
             let before = growing(128, action, |buffer, size| {
                 // SAFETY: the image is open, and `buffer` has room for `size` bytes.
-                unsafe {
-                    (self.api().rbd_snap_get_trash_namespace)(self.raw(), id, buffer, *size)
-                }
+                unsafe { (self.api().rbd_snap_get_trash_namespace)(self.raw(), id, buffer, *size) }
             })?;
             name = until_zero(&before);
         }

@@ -148,13 +148,17 @@ fn lockers_and_namespaces_are_found() {
     let pool = pool();
     let image = filled(&pool, "locked", MIB);
     image.lock_acquire().unwrap();
-    let lockers = image.lockers().unwrap();
+    // As they were when the image was opened.
+    let other = pool.open("locked", None, Open::ReadOnly).unwrap();
+    let lockers = other.lockers().unwrap();
     assert_eq!(lockers.len(), 1, "{lockers:?}");
     assert!(lockers[0].cookie.starts_with("auto "), "{lockers:?}");
     let watcher = format!("client.{}", image.watchers().unwrap()[0].client);
     assert_eq!(lockers[0].client, watcher);
     image.lock_release().unwrap();
-    assert_eq!(image.lockers().unwrap(), []);
+    drop(other);
+    let other = pool.open("locked", None, Open::ReadOnly).unwrap();
+    assert_eq!(other.lockers().unwrap(), []);
 
     assert!(!pool.has_namespace("unit").unwrap());
     pool.create_namespace("unit").unwrap();
