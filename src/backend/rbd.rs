@@ -17,6 +17,8 @@
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
+mod manage;
+mod patience;
 mod problem;
 mod queue;
 
@@ -32,6 +34,7 @@ use super::uri::{RbdSpec, Size, invalid};
 use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
+pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
 
