@@ -325,7 +325,7 @@ impl Target {
 
     fn open_at(&self, snapshot: Option<&str>, how: Open) -> Result<Arc<Image>> {
         let opened = self.pool.open(&self.spec.image, snapshot, how);
-        opened.map_err(|error| problem::problem(error, &self.name, &self.spec))
+        opened.map_err(|error| problem(error, &self.name, &self.spec))
     }
 
     /// As [`Target::open`]; `None` where there is no such image.
