@@ -8,7 +8,7 @@ use tonic::Code;
 
 use super::load::{SIZE, assert_within, held};
 use super::{MIB, Scene, spec};
-use crate::bench::{index_of, kill, wait_until};
+use crate::bench::{assert_code, index_of, kill, wait_until};
 
 #[test]
 fn another_size_shows_on_the_device_or_is_told() {
@@ -106,13 +106,22 @@ fn an_image_that_is_removed_underneath_is_told() {
     // While somebody has it open, Ceph does not remove it.
     let refused = shared().rbd(&["rm", "--no-progress", &spec("removed")]).unwrap_err();
     assert!(refused.contains("still has watchers"), "{refused}");
+    // When it has died, and nobody is there that would start it again.
     let owner = scene.owner("removed");
+    let Scene { supervisor, machine, .. } = scene;
+    supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
     shared().ceph(&["osd", "blocklist", "add", &owner]);
     wait_until("it is removed", || {
         shared().rbd(&["rm", "--no-progress", &spec("removed")]).is_ok()
-            || !scene.supervisor.get("removed").unwrap().message.is_empty()
     });
-    let mapping = scene.supervisor.get("removed").unwrap();
-    panic!("{mapping:?}");
+    let supervisor = machine.start();
+    wait_until("it is missed", || {
+        let mapping = supervisor.get("removed").unwrap();
+        mapping.message.contains("cannot open the RBD image volumes/removed")
+            && mapping.message.contains("No such file")
+    });
+    assert_code(supervisor.map("removed", &mapping.uri), Code::NotFound, "volumes/removed");
+    supervisor.unmap("removed").unwrap();
+    machine.assert_clean();
 }

@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 
 use super::Scene;
 use super::load::{Load, assert_within, held};
-use crate::bench::{index_of, kill, wait_until};
+use crate::bench::{Supervisor, index_of, kill, wait_until};
 
 #[test]
 fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
@@ -17,33 +17,47 @@ fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
     load.wait_for_more();
     let owner = scene.owner("banned");
     shared().ceph(&["osd", "blocklist", "add", &owner]);
-    let fenced = |what: &str| {
-        let fenced = scene.supervisor.wait_for("banned", MappingState::Failed);
-        assert!(fenced.message.contains("somebody else owns the volume"), "{what}: {fenced:?}");
-        let read = scene.machine.kernel.read(index_of(&mapping), 0, 512);
-        assert!(read.is_err(), "{what}: it reads");
-    };
-    fenced("blocklisted");
+    assert_fenced(&scene.supervisor, "blocklisted");
     let (done, begun) = (load.done(), load.begun());
     assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
     let content = scene.content("banned");
     assert_within(held(&content), done, begun);
-    // Neither being let in again nor another process is a reason to go on.
+    // No reason to go on: being let in again, another process, another supervisor.
     shared().ceph(&["osd", "blocklist", "rm", &owner]);
-    fenced("let in again");
+    assert_fenced(&scene.supervisor, "let in again");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads again");
     kill(scene.supervisor.get("banned").unwrap().worker_pid, Signal::SIGKILL);
     wait_until("the worker has ended", || scene.supervisor.get("banned").unwrap().worker_pid == 0);
-    fenced("its worker has died");
-    assert!(scene.content("banned") == content, "somebody writes");
+    assert_fenced(&scene.supervisor, "its worker has died");
+    let Scene { supervisor, machine, .. } = scene;
+    supervisor.crash();
+    let supervisor = machine.start();
+    assert_fenced(&supervisor, "its supervisor has died");
+    assert_eq!(supervisor.get("banned").unwrap().worker_pid, 0);
 
-    scene.supervisor.unmap("banned").unwrap();
-    let mapping = scene.map("banned");
-    let load = Load::after(&scene.machine.kernel, index_of(&mapping), held(&content));
+    // Another machine has it meanwhile: what is left here goes without asking the volume.
+    let other = Scene::on(shared());
+    let mapping = other.map("banned");
+    let load = Load::after(&other.machine.kernel, index_of(&mapping), held(&content));
+    load.wait_for_more();
+    let left = supervisor.force("banned").unwrap();
+    assert_eq!((left.unproven.as_str(), left.device_left.as_str()), ("", ""));
+    machine.assert_clean();
     load.wait_for_more();
     let written = load.finish();
-    scene.supervisor.unmap("banned").unwrap();
-    assert_eq!(held(&scene.content("banned")), written);
-    scene.machine.assert_clean();
+    other.supervisor.unmap("banned").unwrap();
+    other.machine.assert_clean();
+    // Mapped anew, it works again.
+    supervisor.map("banned", &other.uri("banned")).unwrap();
+    supervisor.unmap("banned").unwrap();
+    assert_eq!(held(&other.content("banned")), written);
+    machine.assert_clean();
+}
+
+fn assert_fenced(supervisor: &Supervisor, when: &str) {
+    let fenced = supervisor.wait_for("banned", MappingState::Failed);
+    assert!(fenced.message.contains("somebody else owns the volume"), "{when}: {fenced:?}");
 }
 
 #[test]

@@ -16,10 +16,14 @@ pub(super) const WRITERS: usize = 4;
 /// Of the images that are written.
 pub(super) const SIZE: u64 = 32 * MIB;
 
-const BLOCK: usize = 4096;
+const LENGTH: u32 = 4096;
+const BLOCK: usize = LENGTH as usize;
 
 /// Blocks of a writer, which it writes in turn; they lie in all objects of the image.
 const SLOTS: u64 = 64;
+
+/// Writes that say that the load goes on.
+const MORE: u64 = 20;
 
 /// Each writer writes one block at a time, and now and then reads one back.
 pub(super) struct Load {
@@ -67,7 +71,7 @@ impl Load {
         let before = self.done();
         wait_until("the load goes on", || {
             assert!(!self.writers.iter().any(JoinHandle::is_finished), "a writer has ended");
-            self.done().iter().zip(before).all(|(now, before)| *now >= before + 3)
+            self.done().iter().zip(before).all(|(now, before)| *now >= before + MORE)
         });
     }
 
@@ -103,7 +107,7 @@ fn write(
         kernel.write(device, place, &block)?;
         progress.done.store(number, Ordering::SeqCst);
         if number % 8 == 0 {
-            let read = kernel.read(device, place, BLOCK as u32)?;
+            let read = kernel.read(device, place, LENGTH)?;
             if read != block {
                 let found = format!("writer {writer}'s write {number} reads {:?}", &read[..16]);
                 return Err(std::io::Error::other(found));

@@ -8,10 +8,9 @@ mod outages;
 mod refused;
 
 use ceph_test_cluster::{Cluster, ID, POOL};
-use cleat::proto::v1::{MapRequest, Mapping, MappingState};
-use nix::sys::signal::Signal;
+use cleat::proto::v1::{MapRequest, Mapping};
 
-use crate::bench::{Machine, Supervisor, index_of, kill, request, wait_until};
+use crate::bench::{Machine, Supervisor, index_of, request};
 use load::Load;
 
 const MIB: u64 = 1 << 20;
@@ -70,16 +69,6 @@ impl<'a> Scene<'a> {
         let listed = self.cluster.rbd(&["lock", "ls", &spec(image), "--format", "json"]).unwrap();
         let locks: serde_json::Value = serde_json::from_slice(&listed).unwrap();
         locks[0]["address"].as_str().unwrap_or_else(|| panic!("no lock: {locks}")).to_owned()
-    }
-
-    /// Kills the worker of a mapping and waits until another one works.
-    fn replace_worker(&self, image: &str, signal: Signal) {
-        let before = self.supervisor.get(image).unwrap().worker_pid;
-        kill(before, signal);
-        wait_until("a new worker works", || {
-            let now = self.supervisor.get(image).unwrap();
-            now.state() == MappingState::Mapped && now.worker_pid != before
-        });
     }
 }
 

@@ -6,9 +6,9 @@ use ceph_test_cluster::Cluster;
 use nix::sys::signal::Signal;
 use tonic::Code;
 
+use super::Scene;
 use super::load::{Load, assert_within, held};
-use super::{Scene, spec};
-use crate::bench::{assert_code, index_of, wait_until};
+use crate::bench::{assert_code, index_of, kill, wait_until};
 
 /// After which the OSDs take a client for dead (`osd_client_watch_timeout`), and some more.
 const WATCH_TIMEOUT: Duration = Duration::from_secs(35);
@@ -48,7 +48,7 @@ fn killed_daemons_cost_time_and_nothing_else() {
     cluster.tell("kill osd");
     wait_for_standstill(&load);
     let begun = Instant::now();
-    crate::bench::kill(mapping.worker_pid, Signal::SIGKILL);
+    kill(mapping.worker_pid, Signal::SIGKILL);
     std::thread::sleep(Duration::from_secs(3));
     cluster.tell("start osd");
     load.wait_for_more();
