@@ -68,6 +68,12 @@ impl Executor {
             Action::Refuse { index, connections } => {
                 self.refuse(guard, index, connections, deadline).await
             }
+            Action::RememberFence => {
+                guard.record.fenced = true;
+                let stored = self.store(guard).await;
+                guard.record.fenced = stored.is_ok();
+                stored
+            }
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
@@ -482,6 +488,7 @@ mod tests {
             predecessor: None,
             volume: None,
             established: false,
+            fenced: false,
             created_at_s: 0,
             boot_id: String::new(),
         }
