@@ -18,10 +18,13 @@
 
 mod claim;
 mod decision;
+mod manage;
+mod patience;
 mod problem;
 mod queue;
 mod record;
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -36,6 +39,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use decision::Occasion;
+pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
 use record::Claim;
@@ -248,7 +252,7 @@ impl RbdImage {
         if size == 0 {
             return Err(invalid(format!("{} cannot be made empty", self.name)));
         }
-        let resized = self.image()?.resize(size, shrink, &mut |_, _| {});
+        let resized = self.image()?.resize(size, shrink, &mut |_, _| ControlFlow::Continue(()));
         resized.map_err(|error| self.failed(error))?;
         self.refresh_size().map(drop)
     }

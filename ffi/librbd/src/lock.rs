@@ -1,13 +1,13 @@
 //! The exclusive lock of an image, and who holds or watches it.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
 use std::ptr::null_mut;
 
 use librbd_sys::{RBD_LOCK_MODE_EXCLUSIVE, rbd_image_watcher_t};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
-use crate::text::{c_string, owned, until_zero};
+use crate::text::{c_string, owned, texts};
 
 /// A client that has the image open for writing, or as a reader that wants to hear of changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,18 +18,33 @@ pub struct Watcher {
     pub client: i64,
 }
 
-/// Of the object that holds an image's lock, as librbd calls it (`RBD_LOCK_NAME`).
-const LOCK: &CStr = c"rbd_lock";
-
-/// Who has the lock, as the object that holds it says.
-struct Locker {
-    client: String,
-    cookie: String,
-    address: String,
+/// A client that holds a lock on the image's header: librbd's exclusive lock, or one that somebody
+/// took with a name of his own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Locker {
+    /// `client.NUMBER`
+    pub client: String,
+    /// `auto NUMBER` for librbd's exclusive lock.
+    pub cookie: String,
+    pub address: String,
 }
+
+impl Locker {
+    fn new(client: String, cookie: String, address: &str) -> Self {
+        // Here, and only here, the kind of address stands before it.
+        let bare = ["v1:", "v2:", "any:"].iter().find_map(|kind| address.strip_prefix(kind));
+        Self { client, cookie, address: bare.unwrap_or(address).to_owned() }
+    }
+}
+
+/// The name of an image's lock, as librbd has it (`RBD_LOCK_NAME`).
+const LOCK: &CStr = c"rbd_lock";
 
 /// Most owners or watchers that are listed.
 const MAX_LISTED: usize = 4096;
+
+/// Bytes that the lockers' names may take.
+const MAX_NAMES: usize = 16 << 20;
 
 impl Image {
     /// Takes the exclusive lock and keeps it: it is not handed to another client that asks, as one
@@ -101,6 +116,61 @@ impl Image {
         }
     }
 
+    /// Who holds a lock.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn lockers(&self) -> Result<Vec<Locker>> {
+        let action = || "list the image's locks".to_owned();
+        let header = self.header()?;
+        let mut sizes = [64, 256, 256, 256];
+        loop {
+            let mut buffers = sizes.map(|size| vec![0_u8; size]);
+            let [tag, clients, cookies, addresses] = &mut buffers;
+            let [tag_len, clients_len, cookies_len, addresses_len] = &mut sizes;
+            let mut exclusive = 0;
+            // librbd's own list is as old as its last look at the image.
+            // SAFETY: the pool is open, the names are C strings, and the buffers have room for as many
+            // bytes as is said.
+            let returned = unsafe {
+                (self.pool().cluster().api.rados.rados_list_lockers)(
+                    self.pool().raw(),
+                    header.as_ptr(),
+                    LOCK.as_ptr(),
+                    &raw mut exclusive,
+                    tag.as_mut_ptr().cast(),
+                    tag_len,
+                    clients.as_mut_ptr().cast(),
+                    clients_len,
+                    cookies.as_mut_ptr().cast(),
+                    cookies_len,
+                    addresses.as_mut_ptr().cast(),
+                    addresses_len,
+                )
+            };
+            if returned == -(libc::ERANGE as isize) {
+                if sizes.iter().any(|size| *size > MAX_NAMES) {
+                    return Err(Error::invalid(action(), "the answer is too long"));
+                }
+                // What was long enough may come back as what was used of it.
+                sizes = std::array::from_fn(|n| sizes[n].max(buffers[n].len()));
+                continue;
+            }
+            check(i32::try_from(returned).unwrap_or(-libc::EIO), action)?;
+            // Where nobody holds one, the sizes stay as they were.
+            let count = usize::try_from(returned).unwrap_or(0);
+            let names = |n: usize| {
+                let used = sizes[n].min(buffers[n].len());
+                texts(&buffers[n][..used]).collect::<Vec<_>>()
+            };
+            let (clients, cookies, addresses) = (names(1), names(2), names(3));
+            let all = clients.into_iter().zip(cookies).zip(addresses).take(count);
+            return Ok(all
+                .map(|((client, cookie), address)| Locker::new(client, cookie, &address))
+                .collect());
+        }
+    }
+
     /// Takes the lock from `owner`, which must have been blocklisted before. (librbd's own way would
     /// blocklist it once more, for an hour where that is the default, in place of any longer time; and
     /// 16.2 cannot do so with another time, EINVAL.)
@@ -109,16 +179,12 @@ impl Image {
     /// EBUSY when another has the lock, ENOENT when nobody has, or what the library gives.
     pub fn lock_break(&self, owner: &str) -> Result<()> {
         let action = || format!("break the lock of {owner}");
-        let header = c_string(&format!("rbd_header.{}", self.id()?), "an object's name")?;
-        let Some(locker) = self.locker(&header)? else {
-            return Err(Error::new(action(), libc::ENOENT));
+        let lockers = self.lockers()?;
+        let Some(locker) = lockers.iter().find(|locker| locker.address == owner) else {
+            let errno = if lockers.is_empty() { libc::ENOENT } else { libc::EBUSY };
+            return Err(Error::new(action(), errno));
         };
-        // Here, and only here, the kind of address stands before it.
-        let kinds = ["v1:", "v2:", "any:"];
-        let bare = kinds.iter().find_map(|kind| locker.address.strip_prefix(kind));
-        if bare.unwrap_or(&locker.address) != owner {
-            return Err(Error::new(action(), libc::EBUSY));
-        }
+        let header = self.header()?;
         let client = c_string(&locker.client, "a client")?;
         let cookie = c_string(&locker.cookie, "a cookie")?;
         // SAFETY: the pool is open, the names are C strings.
@@ -134,36 +200,9 @@ impl Image {
         check(returned, action).map(drop)
     }
 
-    fn locker(&self, header: &CStr) -> Result<Option<Locker>> {
-        let room = 4096;
-        let [mut tag, mut clients, mut cookies, mut addresses] = [(); 4].map(|()| vec![0_u8; room]);
-        let [mut tag_len, mut clients_len, mut cookies_len, mut addresses_len] = [room; 4];
-        let mut exclusive = 0;
-        // SAFETY: the pool is open, the names are C strings, and each buffer has room for as many bytes
-        // as is said.
-        let returned = unsafe {
-            (self.pool().cluster().api.rados.rados_list_lockers)(
-                self.pool().raw(),
-                header.as_ptr(),
-                LOCK.as_ptr(),
-                &raw mut exclusive,
-                tag.as_mut_ptr().cast(),
-                &raw mut tag_len,
-                clients.as_mut_ptr().cast(),
-                &raw mut clients_len,
-                cookies.as_mut_ptr().cast(),
-                &raw mut cookies_len,
-                addresses.as_mut_ptr().cast(),
-                &raw mut addresses_len,
-            )
-        };
-        let returned = i32::try_from(returned).unwrap_or(i32::MAX);
-        check(returned, || "ask who has the lock".to_owned())?;
-        Ok((returned > 0).then(|| Locker {
-            client: until_zero(&clients),
-            cookie: until_zero(&cookies),
-            address: until_zero(&addresses),
-        }))
+    /// The object that holds the image's lock.
+    fn header(&self) -> Result<CString> {
+        c_string(&format!("rbd_header.{}", self.id()?), "an object's name")
     }
 
     /// Who watches the image. A client that died is listed until the OSDs give it up, 30 s by

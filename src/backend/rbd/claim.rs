@@ -143,15 +143,20 @@ pub(super) fn release(image: &Image, claim: &Claim, name: &str) -> Result<()> {
     if !image.is_lock_owner().map_err(failed)? {
         return Ok(());
     }
-    let id = image.id().map_err(failed)?;
-    if !read(image, &id, name)?.is_some_and(|now| now.is(claim)) {
+    if !of(image, name)?.is_some_and(|now| now.is(claim)) {
         return Ok(());
     }
     set(image, &claim.released(), name)
 }
 
-/// The claim of `image`, whose id is `id`.
-pub(super) fn read(image: &Image, id: &str, name: &str) -> Result<Option<Claim>> {
+/// The claim of `image`.
+pub(super) fn of(image: &Image, name: &str) -> Result<Option<Claim>> {
+    let id = image.id().map_err(|error| later(error, name))?;
+    read(image, &id, name)
+}
+
+/// The same, of an image whose id is `id`.
+fn read(image: &Image, id: &str, name: &str) -> Result<Option<Claim>> {
     let text = image.metadata_get(KEY).map_err(|error| later(error, name))?;
     Claim::read(text.as_deref(), id, name)
 }
