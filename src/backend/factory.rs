@@ -29,7 +29,7 @@ pub enum Confinement {
     BeforeOpen {
         /// Files and directories that will be read.
         paths: Vec<PathBuf>,
-        /// Whether AF_INET, AF_INET6 and AF_UNIX stream sockets will be needed.
+        /// Whether AF_INET, AF_INET6 and AF_UNIX sockets will be needed.
         network: bool,
     },
 }

@@ -297,6 +297,11 @@ fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
         )
         .with_repair("leave direct=true out")
         .with_source(error),
+        Some(libc::ENOENT) if spec.create.is_some() && !read_only => {
+            let directory = spec.path.parent().unwrap_or(Path::new("/")).display();
+            Error::new(ErrorKind::NotFound, format!("the directory of {path} does not exist"))
+                .with_repair(format!("make it first: mkdir -p {directory}"))
+        }
         Some(libc::EROFS | libc::EACCES | libc::EPERM) if !read_only => {
             Error::new(ErrorKind::PermissionDenied, format!("{path} cannot be opened for writing"))
                 .with_repair("map it read-only, or make it writable for the daemon's user")

@@ -35,7 +35,7 @@ use options::{Encoded, Query, decode};
 
 pub(crate) use options::Options;
 pub use rbd::{RbdSpec, RbdStoreSpec};
-pub use size::{Size, parse_size};
+pub use size::{Size, parse_size, parse_size_or_zero};
 pub use store::{StoreSpec, StoreUri};
 
 /// The longest URI, in bytes.

@@ -62,9 +62,9 @@ Each command has examples of its own: cleat map --help
 
 /// Make volumes fast to this node as block devices
 ///
-/// The daemon (`cleat node`) turns volumes - raw files, block devices, memory - into block devices
-/// /dev/nbdX and holds them: one process a volume, which outlives the daemon. The other commands
-/// talk to it over its socket.
+/// The daemon (`cleat node`) turns volumes - raw files, block devices, memory, RBD images - into
+/// block devices /dev/nbdX and holds them: one process a volume, which outlives the daemon. The other
+/// commands talk to it over its socket.
 #[derive(Debug, clap::Parser)]
 #[command(
     name = "cleat",

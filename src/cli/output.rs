@@ -33,13 +33,7 @@ pub fn text(text: &str) -> Result<()> {
 /// # Errors
 /// As [`text`].
 pub fn bytes(content: &[u8]) -> Result<()> {
-    let mut stdout = io::stdout().lock();
-    match stdout.write_all(content).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Error::from_io("stdout cannot be written", error))
-        }
-        _ => Ok(()),
-    }
+    live(content).map(drop)
 }
 
 /// Writes `value` as one indented JSON document.
