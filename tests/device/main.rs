@@ -19,6 +19,8 @@ mod outage;
 mod peers;
 mod readonly;
 mod resize;
+#[path = "../common/stopwatch.rs"]
+mod stopwatch;
 mod systemd;
 mod upgrade;
 mod verify;

@@ -13,5 +13,7 @@ mod openmetrics;
 mod outages;
 mod rbd;
 mod sizes;
+#[path = "../common/stopwatch.rs"]
+mod stopwatch;
 mod trouble;
 mod upgrades;
