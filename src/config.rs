@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::backend::uri::parse_size;
+use crate::backend::uri::parse_size_or_zero;
 use crate::error::{Error, ErrorKind, Result};
 use crate::policy::{OnOutage, Policy, RateLimits};
 use crate::telemetry::{Format, Log};
@@ -22,6 +22,9 @@ pub const MAX_CONNECTIONS: u32 = 16;
 
 /// The longest wait that may be asked for, in seconds.
 pub const MAX_TIMEOUT_S: u32 = 86_400;
+
+/// Of every error in a configuration. `make install` puts the file there.
+const SHIPPED: &str = "every key with its default stands in share/doc/cleat/cleat.toml";
 
 /// The longest file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -227,7 +230,7 @@ impl Config {
                 ErrorKind::InvalidArgument,
                 format!("{}, line {line}: {message}", place.display()),
             )
-            .with_repair(format!("see {DEFAULT_PATH} as shipped for every key and its default"))
+            .with_repair(SHIPPED)
         })?;
         config.check(place)?;
         Ok(config)
@@ -249,7 +252,8 @@ impl Config {
     /// `InvalidArgument`, with the key.
     pub fn check(&self, place: &Path) -> Result<()> {
         let invalid = |key: &str, why: String| {
-            Err(Error::new(ErrorKind::InvalidArgument, format!("{}: {key} {why}", place.display())))
+            let message = format!("{}: {key} {why}", place.display());
+            Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(SHIPPED))
         };
         for (key, path) in [
             ("runtime_dir", Some(&self.runtime_dir)),
@@ -322,8 +326,7 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
 /// A size as people write it, "100M"; "0" is none.
 fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
-    let size = if text == "0" { Ok(0) } else { parse_size(&text) };
-    size.map_err(|error| serde::de::Error::custom(error.message()))
+    parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
 }
 
 /// A path; "" is none.
@@ -442,6 +445,7 @@ mod tests {
             let error = parse(text).unwrap_err();
             assert!(error.report().contains(part), "{text}: {}", error.report());
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.repair().is_some(), "{text}");
         }
     }
 

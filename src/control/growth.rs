@@ -31,8 +31,9 @@ pub struct NewSize {
     pub shrink: bool,
 }
 
-/// For everything that is running to end before a resize.
-const FLOW_LIMIT: Duration = Duration::from_secs(2);
+/// For everything that is running to end before a resize: longer than storage under load, or that
+/// changes over to a standby, takes for a request.
+const FLOW_LIMIT: Duration = Duration::from_secs(10);
 
 /// The same for a growth that nobody has asked for: calls wait meanwhile, and it can be put off.
 const GROWTH_FLOW_LIMIT: Duration = Duration::from_millis(300);

@@ -118,7 +118,10 @@ impl Executor {
         let binary = blocking(restart::on_disk).await?;
         // A thread that the kernel does not let go would keep the process from going on as another
         // executable, and everything else in it.
-        if binary != Binary::Current && !self.kernel.rest(Instant::now() + STUCK_LIMIT).await {
+        let until = Instant::now() + STUCK_LIMIT;
+        if binary != Binary::Current
+            && !(self.kernel.rest(until).await && self.urgent.rest(until).await)
+        {
             let message = "a call to the kernel is stuck; the daemon cannot start anew";
             return Err(Error::new(ErrorKind::Unavailable, message)
                 .with_repair("see the kernel's log for what it waits for"));
@@ -168,7 +171,7 @@ impl Executor {
     ) -> Result<Option<Duration>> {
         let mut guard = enter.await?;
         let deadline = Instant::now() + limit;
-        if guard.withdrawn || guard.record.intent == Intent::Unmapped {
+        if guard.withdrawn || guard.record.intent != Intent::Mapped {
             return Ok(None);
         }
         match self.converge(&mut guard, deadline).await? {

@@ -7,10 +7,13 @@ use std::time::{Duration, Instant};
 use libtest_mimic::Trial;
 use serde_json::Value;
 
-use crate::fixture::{Image, Node, PATIENCE, cleat, cleat_ok, shell, signal, status};
+use crate::fixture::{
+    Image, Node, PATIENCE, cleat, cleat_ok, promised, repeat, shell, signal, status,
+};
+use crate::stopwatch::Stopwatch;
 use crate::trial;
 
-/// The promise. Under tcg, too: there is no other bound on time in these tests.
+/// The promise. What the machine itself stands still does not count.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// Done, but somebody still holds the device.
@@ -53,7 +56,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 /// Runs a situation on a fresh mapping, and the volume again after it.
 fn again(situation: Situation) {
     let mut node = Node::start();
-    for round in 0..rounds() {
+    for round in 0..repeat().unwrap_or(1) {
         let image = Image::new("forced", "320M");
         let uri = format!("fault:{}", image.uri());
         let device = cleat_ok(&["map", &uri, "--name", "forced"]);
@@ -64,11 +67,6 @@ fn again(situation: Situation) {
         }
     }
     node.terminate();
-}
-
-fn rounds() -> u32 {
-    let given = std::env::var("CLEAT_REPEAT").ok();
-    given.map_or(1, |text| text.parse().expect("CLEAT_REPEAT is a number"))
 }
 
 fn hung_backend(device: &str) {
@@ -120,11 +118,11 @@ fn opener(device: &str) {
     hang();
     let report = force(LEFT_BEHIND, &[]);
     assert_eq!(report["device_left"], device, "{report}");
-    assert_eq!(report["remaining_holders"][0]["pid"], opener.id(), "{report}");
+    assert!(is_among(&report["remaining_holders"], opener.id()), "{report}");
     assert!(!std::path::Path::new(link).is_symlink(), "its name is left");
     let orphan = orphans().remove(0);
     assert_eq!(orphan["device"], device, "{orphan}");
-    assert_eq!(orphan["holders"][0]["pid"], opener.id(), "{orphan}");
+    assert!(is_among(&orphan["holders"], opener.id()), "{orphan}");
 
     // Its name and its volume are another device's now.
     let image = "fault:file:/tmp/forced.img";
@@ -150,7 +148,7 @@ fn open_file(device: &str) {
     hang();
     let report = force(LEFT_BEHIND, &[]);
     assert_eq!(report["unmounted"][0]["path"], "/mnt/forced", "{report}");
-    assert_eq!(report["remaining_holders"][0]["pid"], user.id(), "{report}");
+    assert!(is_among(&report["remaining_holders"], user.id()), "{report}");
     user.kill().expect("killing the user");
     user.wait().expect("waiting for the user");
     wait_for("the device is free", || orphans().is_empty());
@@ -254,7 +252,7 @@ fn unmap_hangs() {
 
 fn killed_half_way() {
     let mut node = Node::start();
-    for _ in 0..rounds() {
+    for _ in 0..repeat().unwrap_or(1) {
         let image = Image::new("forced", "64M");
         let device = cleat_ok(&["map", &image.uri(), "--name", "forced"]);
         mount(&device, "ext4");
@@ -266,9 +264,9 @@ fn killed_half_way() {
         node.kill();
         assert_ne!(call.wait().expect("waiting for the call").code(), Some(0));
         node.restart();
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         let second = cleat(&["unmap", "forced", "--force"]);
-        assert!(begun.elapsed() < LIMIT, "took {:?}", begun.elapsed());
+        promised(begun.elapsed(), LIMIT, "a forced unmap");
         assert_eq!(second.status.code(), Some(0), "{second:?}");
         shell("! findmnt /mnt/forced");
         ended(&mut writer);
@@ -318,7 +316,7 @@ fn stuck_driver() {
     });
     let mut client = spawn(&format!("exec nbd-client -d {other}"));
     wait_for("its command is stuck", || {
-        shell(&format!("cat /proc/{}/stat || true", client.id())).contains(" D ")
+        shell(&format!("cat /proc/{}/stack || true", client.id())).contains("nbd_genl_disconnect")
     });
     let (code, message) = refused("3s");
     shell("kill -CONT $(cat /tmp/other.pid)");
@@ -334,9 +332,9 @@ fn stuck_driver() {
 
 /// By force, and in vain by `deadline`: the exit status, and what was said.
 fn refused(deadline: &str) -> (Option<i32>, String) {
-    let begun = Instant::now();
+    let begun = Stopwatch::start();
     let output = cleat(&["unmap", "forced", "--force", "--deadline", deadline]);
-    assert!(begun.elapsed() < LIMIT, "took {:?}", begun.elapsed());
+    promised(begun.elapsed(), LIMIT, "a forced unmap");
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     println!("{:?}: {message}", begun.elapsed());
     (output.status.code(), message)
@@ -364,12 +362,12 @@ fn forced(options: &[&str]) -> (Value, Option<i32>) {
     let worker = status("forced")["worker_pid"].clone();
     let mut arguments = vec!["unmap", "forced", "--force", "-o", "json"];
     arguments.extend(options);
-    let begun = Instant::now();
+    let begun = Stopwatch::start();
     let output = cleat(&arguments);
     let took = begun.elapsed();
     let report: Value = serde_json::from_slice(&output.stdout)
         .unwrap_or_else(|_| panic!("no report after {took:?}: {output:?}"));
-    assert!(took < LIMIT, "took {took:?}: {report}");
+    promised(took, LIMIT, &report.to_string());
     println!("{took:?}: {}", brief(&report));
     assert_eq!(report["was_mapped"], true, "{report}");
     assert_eq!(report["unproven"], Value::Null, "{report}");
@@ -463,6 +461,11 @@ fn ended(child: &mut Child) -> bool {
 
 fn is_open(pid: u32, path: &str) -> bool {
     shell(&format!("readlink /proc/{pid}/fd/* || true")).lines().any(|line| line == path)
+}
+
+/// Whether a process is one of the holders; a udev worker that looks at the device may be another.
+fn is_among(holders: &Value, pid: u32) -> bool {
+    holders.as_array().is_some_and(|list| list.iter().any(|holder| holder["pid"] == pid))
 }
 
 /// Devices that are listed without a record.

@@ -20,6 +20,8 @@ mod peers;
 mod pod;
 mod readonly;
 mod resize;
+#[path = "../common/stopwatch.rs"]
+mod stopwatch;
 mod systemd;
 mod upgrade;
 mod verify;

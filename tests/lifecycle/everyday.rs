@@ -9,6 +9,7 @@ use cleat::proto::v1::{
 use tonic::Code;
 
 use crate::bench::{Machine, SIZE, assert_code, index_of, repair, request, wait_until};
+use crate::stopwatch::Stopwatch;
 
 #[test]
 fn a_volume_is_mapped_listed_and_unmapped() {
@@ -253,7 +254,7 @@ fn a_busy_volume_is_refused_at_once() {
         let first = tokio::spawn(async move { first.map(slow).await });
         tokio::time::sleep(std::time::Duration::from_millis(500)).await;
         let (mut one, mut other) = (client.clone(), client.clone());
-        let asked = std::time::Instant::now();
+        let asked = Stopwatch::start();
         let again = one.map(request("a", &uri)).await;
         let unmap = UnmapRequest { target: "a".into(), ..Default::default() };
         let unmap = other.unmap(unmap).await;
@@ -273,7 +274,7 @@ fn who_asks_is_answered_in_time_whatever_is_still_being_undone() {
     machine.kernel.inject(Call::WaitReady, Fault::Hang);
     let undoing = std::time::Duration::from_secs(6);
     machine.kernel.inject(Call::Disconnect, Fault::Slow(undoing));
-    let asked = std::time::Instant::now();
+    let asked = Stopwatch::start();
     let slow = MapRequest { timeout_ms: 500, ..request("a", &machine.volume("a")) };
     let mut client = supervisor.client();
     let result = supervisor.block_on(client.map(slow));

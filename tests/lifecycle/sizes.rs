@@ -6,6 +6,7 @@ use cleat::proto::v1::{Mapping, MappingState, ResizeRequest, SetFaultRequest};
 use tonic::{Code, Status};
 
 use crate::bench::{Machine, SIZE, Supervisor, assert_code, index_of, kill, wait_until};
+use crate::stopwatch::Stopwatch;
 
 fn resize(supervisor: &Supervisor, size_bytes: u64, allow_shrink: bool) -> Result<Mapping, Status> {
     let request = ResizeRequest { target: "a".into(), size_bytes, allow_shrink };
@@ -121,9 +122,9 @@ fn a_resize_waits_for_a_backend_that_hangs_and_holds_nobody_up() {
                 supervisor.block_on(supervisor.client().stats(request)).unwrap().into_inner();
             supervisor.block_on(stats.message()).unwrap().unwrap().volumes[0].in_flight == 1
         });
-        let asked = std::time::Instant::now();
+        let asked = Stopwatch::start();
         assert_code(resize(&supervisor, 2 * SIZE, false), Code::Unavailable, "does not answer");
-        assert!(asked.elapsed() < std::time::Duration::from_secs(8), "{:?}", asked.elapsed());
+        assert!(asked.elapsed() < std::time::Duration::from_secs(20), "{:?}", asked.elapsed());
         // The volume has grown; its device follows when it can, and meanwhile says why not.
         assert_eq!(device_size(&machine, &mapping), SIZE);
         wait_until("it says why", || {

@@ -8,6 +8,7 @@ use nix::errno::Errno;
 use super::netlink::{self, Family};
 use super::peer::{Device, Io, Make, OURS, Peer, SIZE, kernel_is_at_least};
 use crate::fixture::{PATIENCE, shell};
+use crate::stopwatch::Stopwatch;
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![
@@ -51,7 +52,7 @@ fn stuck_disconnect() {
         other_family.hangs_for(MOMENT)
     );
     assert!(reconfigure.hangs_for(MOMENT), "commands for another device wait");
-    let start = Instant::now();
+    let start = Stopwatch::start();
     assert!(device.attribute("pid").is_some() && bystander.attribute("size").is_some());
     assert!(start.elapsed() < SECOND, "sysfs can be read meanwhile");
     bystander.read(OURS).finish(PATIENCE).0.expect("I/O of other devices goes on");

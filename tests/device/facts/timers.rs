@@ -108,7 +108,7 @@ fn dead_timeout() {
         assert!((2.5..15.0).contains(&took.as_secs_f64()), "{took:?}");
         let (result, took) = device.read(OURS).finish(PATIENCE);
         result.expect_err("there is no connection");
-        assert!(took < SECOND, "after the time, new requests fail at once: {took:?}");
+        assert!(took < 2 * SECOND, "after the time, new requests fail at once: {took:?}");
         assert!(lost.iter().all(|read| read.hangs_for(SECOND)), "lost requests fail by no timer");
         let (replacement, _) = device.replace();
         device.read(OURS + 65536).finish(PATIENCE).0.expect("a new socket makes it work again");
