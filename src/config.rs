@@ -49,6 +49,8 @@ pub struct Config {
     pub map: MapConfig,
     /// Bounds.
     pub limits: Limits,
+    /// The processes that serve.
+    pub workers: WorkersConfig,
     /// The endpoint for Prometheus.
     pub metrics: MetricsConfig,
 }
@@ -95,6 +97,17 @@ pub struct Limits {
     pub mappings: usize,
 }
 
+/// The processes that serve.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WorkersConfig {
+    /// The control group that they are put into; `None`: they stay in the daemon's.
+    #[serde(deserialize_with = "path_or_none")]
+    pub cgroup: Option<PathBuf>,
+    /// Whether the daemon has those that another build has left handed over to its own.
+    pub upgrade_at_start: bool,
+}
+
 /// The endpoint for Prometheus.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -137,6 +150,7 @@ impl Default for Config {
             log: LogConfig::default(),
             map: MapConfig::default(),
             limits: Limits::default(),
+            workers: WorkersConfig::default(),
             metrics: MetricsConfig::default(),
         }
     }
@@ -245,6 +259,7 @@ impl Config {
             ("runtime_dir", Some(&self.runtime_dir)),
             ("state_dir", Some(&self.state_dir)),
             ("socket", self.socket.as_ref()),
+            ("workers.cgroup", self.workers.cgroup.as_ref()),
         ] {
             if path.is_some_and(|path| !path.is_absolute()) {
                 return invalid(key, "must be an absolute path".to_owned());
@@ -314,6 +329,14 @@ fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64
     parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
 }
 
+/// A path; "" is none.
+fn path_or_none<'de, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<PathBuf>, D::Error> {
+    let path = PathBuf::deserialize(deserializer)?;
+    Ok((!path.as_os_str().is_empty()).then_some(path))
+}
+
 /// "off", "unix", or an address and a port.
 fn listen<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Listen, D::Error> {
     let text = String::deserialize(deserializer)?;
@@ -376,6 +399,8 @@ mod tests {
             "bps",
             "timeout",
             "mappings",
+            "cgroup",
+            "upgrade_at_start",
             "listen",
             "socket_mode",
             "allow_remote",
@@ -407,6 +432,7 @@ mod tests {
             ("[map]\nbps = \"100\"", "map.bps"),
             ("[map]\nbps = \"fast\"", "fast"),
             ("[limits]\nmappings = 0", "limits.mappings"),
+            ("[workers]\ncgroup = \"cleat-workers\"", "workers.cgroup"),
             ("[log]\nformat = \"xml\"", "journald"),
             ("[log]\nlevel = \"cleat=loud\"", "log.level"),
             ("[metrics]\nlisten = \"9599\"", "127.0.0.1:9599"),

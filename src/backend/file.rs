@@ -16,6 +16,7 @@
 //!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
 
 mod claim;
+mod manage;
 mod queue;
 
 use std::fs::{File, OpenOptions};
@@ -34,6 +35,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sys::block;
 use crate::sys::buffer::ALIGNMENT;
 use crate::sys::ring::Ring;
+pub(super) use manage::FileStore;
 use queue::{Abilities, FileQueue};
 
 /// The longest payload of one request: what NBD clients expect to be able to send.
@@ -320,9 +322,14 @@ fn create(spec: &FileSpec, file: &File) -> Result<()> {
         file.set_len(size)?;
         file.sync_all()?;
         // The name must be as durable as what FLUSH promises of the content.
-        File::open(spec.path.parent().unwrap_or(Path::new("/")))?.sync_all()
+        sync_directory(&spec.path)
     };
     made().map_err(|e| Error::from_io(format!("cannot make {path} with {}", Size(size)), e))
+}
+
+/// Makes it durable that `path` is there, or is not.
+fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 fn block_sizes(file: &File, direct: bool, device: bool, path: &str) -> Result<BlockSizes> {

@@ -26,12 +26,13 @@ mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
 mod file;
+pub mod manage;
 mod mem;
 mod rbd;
 mod succession;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare};
+pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare, store};
 pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;

@@ -71,6 +71,18 @@ pub fn is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
+/// Whether stderr is a terminal.
+pub fn is_stderr_terminal() -> bool {
+    io::stderr().is_terminal()
+}
+
+/// Writes `text` to stderr as it is: a bar that moves, a line for a program.
+pub fn aside(text: &str) {
+    let mut stderr = io::stderr().lock();
+    // Nobody is left to tell when stderr is gone.
+    let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
+}
+
 /// Tells the user something on stderr that is no result and no error.
 pub fn note(message: &str) {
     // Nobody is left to tell when stderr is gone.

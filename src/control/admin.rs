@@ -10,8 +10,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, timeout_at};
-use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt as _};
 use tonic::service::Interceptor;
 use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
@@ -36,7 +36,7 @@ const MAX_STREAMS: usize = 128;
 /// Bound on a forced unmap that gives none.
 const FORCE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// For the holders of a device that has no record.
+/// For the holders of all devices that have no record.
 const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
 
 /// For a call to end once its time is over. Beyond it, whatever keeps it (a journal on a disk that
@@ -132,9 +132,10 @@ impl Admin {
         let mut mappings: Vec<api::Mapping> =
             self.executor.register().all().iter().map(|v| convert::mapping(&v.view())).collect();
         let orphans = self.executor.orphans(Instant::now() + QUERY_LIMIT).await?;
+        let deadline = Instant::now() + HOLDERS_LIMIT;
         for (device, identity) in orphans {
             let left = self.executor.is_left(device.index, &identity);
-            let look = self.executor.holders(device.index, Instant::now() + HOLDERS_LIMIT);
+            let look = self.executor.holders(device.index, deadline);
             // Without them, it is listed all the same.
             let holders = look.await.unwrap_or_default();
             mappings.push(convert::orphan(&device, &identity, left, &holders));
@@ -302,8 +303,13 @@ impl api::node_server::Node for Admin {
         &self,
         request: Request<api::UpgradeRequest>,
     ) -> Result<Response<Self::UpgradeStream>, Status> {
+        let permit = self.stream_room()?;
         let events = self.executor.upgrade(request.into_inner(), self.timeout).await;
-        Ok(Response::new(Box::pin(ReceiverStream::new(checked(events)?))))
+        let events = ReceiverStream::new(checked(events)?).map(move |event| {
+            let _permit = &permit;
+            event
+        });
+        Ok(Response::new(Box::pin(events)))
     }
 
     async fn health(

@@ -23,11 +23,11 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::executor::{Executor, Target};
 use super::mapping::{Action, Intent, State};
 use super::process::Process;
-use super::steps::start_message;
+use super::steps::{FORCED_STOP_GRACE, start_message, within};
 use super::volume::Guard;
-use super::workers::{Worker, stop_process};
+use super::workers::{Worker, stop_process, unexpected};
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::{DeviceIndex, Holder, Identity, Severed, Unmount};
+use crate::kernel::{Device, DeviceIndex, Holder, Identity, Severed, Unmount};
 use crate::worker::protocol::{FromWorker, ToWorker};
 
 /// What a forced unmap did.
@@ -63,6 +63,8 @@ pub struct Progress {
     under_way: Option<(&'static str, Instant)>,
     note: String,
     mounts: Vec<Holder>,
+    /// The device that stayed when it was severed.
+    left: Option<DeviceIndex>,
     unproven: Option<String>,
 }
 
@@ -76,8 +78,6 @@ const DETACH_LIMIT: Duration = Duration::from_millis(1500);
 const DETACH_LIMIT_UNSERVED: Duration = Duration::from_millis(200);
 /// For DISCONNECT before the worker is suspected of keeping it.
 const SEVER_LIMIT: Duration = Duration::from_millis(1500);
-/// For a worker to end by itself once its device is gone.
-const STOP_GRACE: Duration = Duration::from_millis(300);
 /// For a look at the holders.
 const LOOK_LIMIT: Duration = Duration::from_secs(1);
 /// Kept back from the deadline for the report.
@@ -119,7 +119,6 @@ impl Executor {
         tracing::warn!(mapping = volume.name, ?unmount, "unmapping by force");
         let until = deadline - REPORT_TIME.min((deadline - Instant::now()) / 10);
         let converged = timeout_at(until, self.converge(&mut guard, until)).await;
-        let cut_off = converged.is_err();
         let outcome = match converged {
             Ok(Ok(State::Unmapped)) => Ok(()),
             Ok(Ok(other)) => {
@@ -134,8 +133,8 @@ impl Executor {
             tracing::warn!(mapping = volume.name, "unmapped by force");
             return Ok(Some(self.report(progress, &identity, deadline).await));
         };
-        // Cut off while it was being recorded: the journal may hold it, so it stands.
-        let recording = cut_off && progress.under_way.is_some();
+        // Out of time while it was being recorded: the journal may hold it, now or later, so it stands.
+        let recording = error.kind() == ErrorKind::TimedOut && progress.under_way.is_some();
         if progress.steps.is_empty() && !recording && before.0 == Intent::Mapped {
             // It could not even be recorded: nothing has been done.
             (guard.record.intent, guard.renounced) = before;
@@ -161,19 +160,18 @@ impl Executor {
                     true => DETACH_LIMIT,
                     false => DETACH_LIMIT_UNSERVED,
                 };
-                let mut progress = guard.progress.take().unwrap_or_default();
-                self.detach(&mut progress, index, unmount, within(deadline, patience)).await;
-                guard.progress = Some(progress);
+                // Never taken out of the guard: this may be cut off anywhere.
+                let mut untold = Progress::default();
+                let progress = guard.progress.as_mut().unwrap_or(&mut untold);
+                self.detach(progress, index, unmount, within(deadline, patience)).await;
                 Ok(())
             }
             Action::Sever(index) => {
                 let (identity, process) = (guard.record.identity(), self.process_of(guard)?);
-                let mut progress = guard.progress.take().unwrap_or_default();
-                let severed = self.sever(&mut progress, index, &identity, process, deadline).await;
-                guard.progress = Some(progress);
-                severed
+                let mut untold = Progress::default();
+                let progress = guard.progress.as_mut().unwrap_or(&mut untold);
+                self.sever(progress, index, &identity, process, deadline).await
             }
-            Action::StopWorker => self.end_forced(guard, deadline).await,
             Action::ProveSilence => self.prove_silence(guard, deadline).await,
             other => Err(Error::new(ErrorKind::Internal, format!("{other:?} is not forced"))),
         }
@@ -257,17 +255,9 @@ impl Executor {
         tracing::warn!(device = index, ?severed, "severed");
         if severed == Severed::Held {
             progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
+            progress.left = Some(index);
             self.remember_left(index, identity);
         }
-        Ok(())
-    }
-
-    async fn end_forced(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        match &guard.worker {
-            Some(worker) => worker.stop(STOP_GRACE, deadline).await?,
-            None => self.stop_worker(guard, deadline).await?,
-        }
-        guard.worker = None;
         Ok(())
     }
 
@@ -276,9 +266,10 @@ impl Executor {
     /// for writing knows that they have ended.
     async fn prove_silence(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         let record = &guard.record;
-        // What was kept in memory died with it.
+        // What was kept in memory died with it; and the storage itself keeps out who is fenced.
         let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
-        if guard.silent || record.worker.is_none() || record.options.read_only || !outlives {
+        let harmless = record.options.read_only || record.fenced || !outlives;
+        if guard.silent || record.worker.is_none() || harmless {
             return Ok(());
         }
         loop {
@@ -320,7 +311,7 @@ impl Executor {
         let started = timeout_at(deadline, starting);
         let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
         let worker = started.await.map_err(late)?.map_err(|not_started| not_started.error)?;
-        worker.stop(STOP_GRACE, deadline).await
+        worker.stop(FORCED_STOP_GRACE, deadline).await
     }
 
     /// A device of ours without a record: what can be done without one.
@@ -353,7 +344,7 @@ impl Executor {
     ) -> Result<()> {
         let id = identity.mapping_id();
         progress.begin("fail I/O");
-        let process = self.workers.listener(id)?.map(Arc::new);
+        let process = self.workers.listener(id).await?.map(Arc::new);
         let mut silent = self.is_left(index, identity);
         if let Some(process) = &process {
             let adopted = self.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_LIMIT));
@@ -390,12 +381,15 @@ impl Executor {
 
     /// What is left of a device that was severed.
     async fn report(&self, progress: Progress, identity: &Identity, deadline: Instant) -> Forced {
-        let Progress { steps, mounts, unproven, .. } = progress;
-        let mut forced = Forced { steps, unproven, ..Forced::default() };
-        let devices = self.devices(deadline).await.unwrap_or_default();
-        let left = devices.iter().find(|d| d.connected && d.identity().as_ref() == Some(identity));
-        if let Some(index) = left.map(|device| device.index) {
-            forced.device_left = Some(index);
+        let Progress { steps, mounts, left, unproven, .. } = progress;
+        let mut forced = Forced { steps, unproven, device_left: left, ..Forced::default() };
+        let ours = |d: &&Device| d.connected && d.identity().as_ref() == Some(identity);
+        match self.devices(deadline).await {
+            Ok(devices) => forced.device_left = devices.iter().find(ours).map(|d| d.index),
+            // Then it is as it was when it was severed.
+            Err(error) => tracing::warn!("{}", error.report()),
+        }
+        if let Some(index) = forced.device_left {
             let look =
                 self.urgent.wait("look for holders", deadline, None, move |k, _| k.holders(index));
             match look.await {
@@ -521,10 +515,7 @@ fn name(action: Action) -> &'static str {
 async fn fail_all(worker: &Worker, deadline: Instant) -> Result<u32> {
     match worker.call(ToWorker::FailIo { fail: true }, Vec::new(), deadline).await? {
         FromWorker::IoFails { at_backend } => Ok(at_backend),
-        other => {
-            let message = format!("the worker answered out of turn: {other:?}");
-            Err(Error::new(ErrorKind::Internal, message))
-        }
+        other => Err(unexpected(&other)),
     }
 }
 
@@ -536,8 +527,4 @@ async fn kill(process: Option<Arc<Process>>, deadline: Instant) -> String {
         Ok(()) => format!("worker {} was killed", process.id.pid),
         Err(error) => error.report(),
     }
-}
-
-fn within(deadline: Instant, limit: Duration) -> Instant {
-    deadline.min(Instant::now() + limit)
 }

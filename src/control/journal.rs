@@ -238,6 +238,7 @@ mod tests {
             predecessor: None,
             volume: None,
             established: false,
+            fenced: false,
             created_at_s: 1,
             boot_id: "b".into(),
         }

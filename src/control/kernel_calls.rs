@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::offload::offload;
 use crate::error::{Error, ErrorKind, Result};
@@ -14,8 +14,25 @@ use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
 /// The kernel, from the event loop.
 pub struct KernelCalls {
     kernel: Arc<dyn Kernel>,
-    commands: Arc<Semaphore>,
-    waits: Arc<Semaphore>,
+    commands: Room,
+    waits: Room,
+}
+
+/// Room for so many calls.
+#[derive(Clone)]
+struct Room {
+    permits: Arc<Semaphore>,
+    most: usize,
+}
+
+impl Room {
+    fn new(most: usize) -> Self {
+        Self { permits: Arc::new(Semaphore::new(most)), most }
+    }
+
+    fn taken(&self) -> usize {
+        self.most - self.permits.available_permits()
+    }
 }
 
 /// How much the kernel has to do for us.
@@ -47,14 +64,13 @@ const SLACK: Duration = Duration::from_millis(500);
 impl KernelCalls {
     /// Calls to `kernel`.
     pub fn new(kernel: Arc<dyn Kernel>) -> Self {
-        let commands = Arc::new(Semaphore::new(MAX_COMMANDS));
-        Self { kernel, commands, waits: Arc::new(Semaphore::new(MAX_WAITS)) }
+        Self { kernel, commands: Room::new(MAX_COMMANDS), waits: Room::new(MAX_WAITS) }
     }
 
     /// Calls to the same kernel that never wait behind others.
     pub fn urgent(&self) -> Self {
-        let room = Arc::new(Semaphore::new(MAX_URGENT));
-        Self { kernel: Arc::clone(&self.kernel), commands: Arc::clone(&room), waits: room }
+        let room = Room::new(MAX_URGENT);
+        Self { kernel: Arc::clone(&self.kernel), commands: room.clone(), waits: room }
     }
 
     /// The kernel itself, for calls that may block the caller.
@@ -62,12 +78,17 @@ impl KernelCalls {
         &self.kernel
     }
 
-    /// Waits until no call is under way, stuck ones included. Says whether that came about.
+    /// Waits until no call is under way, stuck ones included: those that were given up have a thread
+    /// in the kernel and no place here. Says whether that came about.
     pub async fn rest(&self, deadline: Instant) -> bool {
-        let all = |calls: usize| u32::try_from(calls).unwrap_or(u32::MAX);
+        let all = |room: &Room| u32::try_from(room.most).unwrap_or(u32::MAX);
         let quiet = async {
-            drop(self.commands.acquire_many(all(MAX_COMMANDS)).await);
-            drop(self.waits.acquire_many(all(MAX_WAITS)).await);
+            // Those that come meanwhile wait behind this.
+            drop(self.commands.permits.acquire_many(all(&self.commands)).await);
+            drop(self.waits.permits.acquire_many(all(&self.waits)).await);
+            while self.kernel.stuck() > 0 {
+                sleep(Duration::from_millis(20)).await;
+            }
         };
         timeout_at(deadline, quiet).await.is_ok()
     }
@@ -75,8 +96,8 @@ impl KernelCalls {
     /// What is under way now.
     pub fn load(&self) -> Load {
         Load {
-            commands: MAX_COMMANDS - self.commands.available_permits(),
-            waits: MAX_WAITS - self.waits.available_permits(),
+            commands: self.commands.taken(),
+            waits: self.waits.taken(),
             stuck: self.kernel.stuck(),
         }
     }
@@ -146,14 +167,14 @@ impl KernelCalls {
 
     async fn run<T: Send + 'static>(
         &self,
-        room: &Arc<Semaphore>,
+        room: &Room,
         what: &'static str,
         deadline: Instant,
         limit: Option<Duration>,
         call: impl FnOnce(&dyn Kernel, std::time::Instant) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let late = |message: String| Error::new(ErrorKind::TimedOut, message);
-        let permit = timeout_at(deadline, Arc::clone(room).acquire_owned())
+        let permit = timeout_at(deadline, Arc::clone(&room.permits).acquire_owned())
             .await
             .map_err(|_| late(format!("could not {what}: earlier kernel calls are stuck")))?
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
@@ -203,9 +224,21 @@ mod tests {
         let error = calls.connect(spec(), (), Instant::now()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         // The late call ends with its thread, which holds the permit.
-        let all = u32::try_from(MAX_COMMANDS).unwrap();
-        let _idle = calls.commands.acquire_many(all).await.unwrap();
+        assert!(!calls.rest(Instant::now()).await);
+        assert!(calls.rest(Instant::now() + COMMAND_LIMIT).await);
         assert!(kernel.devices().unwrap().iter().all(|device| !device.connected));
+    }
+
+    #[tokio::test]
+    async fn a_call_that_was_given_up_is_not_at_rest() {
+        let kernel = SimKernel::new(Script::default());
+        let calls = KernelCalls::new(Arc::new(kernel.clone()));
+        for calls in [&calls, &calls.urgent()] {
+            kernel.set_stuck(1);
+            assert!(!calls.rest(Instant::now() + Duration::from_millis(50)).await);
+            kernel.set_stuck(0);
+            assert!(calls.rest(Instant::now() + COMMAND_LIMIT).await);
+        }
     }
 
     #[tokio::test]

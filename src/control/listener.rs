@@ -2,6 +2,7 @@
 //! from its identity to its worker.
 
 use std::fs;
+use std::io::Read;
 use std::path::Path;
 
 use crate::error::{Error, Result};
@@ -17,10 +18,11 @@ const LISTENS: &str = "00010000";
 /// When /proc cannot be read.
 pub(super) fn listener_of(path: &Path) -> Result<Option<u32>> {
     let unreadable = |error| Error::from_io("cannot read /proc", error);
-    let mut table = String::new();
+    let mut table = Vec::new();
     let file = fs::File::open("/proc/net/unix").map_err(unreadable)?;
-    std::io::Read::read_to_string(&mut std::io::Read::take(file, TABLE_MAX), &mut table)
-        .map_err(unreadable)?;
+    file.take(TABLE_MAX).read_to_end(&mut table).map_err(unreadable)?;
+    // The names of other sockets may be anything, text or not.
+    let table = String::from_utf8_lossy(&table);
     let Some(inode) = inode_of(&table, path) else { return Ok(None) };
     let link = format!("socket:[{inode}]");
     let processes = fs::read_dir("/proc").map_err(unreadable)?.flatten();
@@ -39,10 +41,11 @@ fn has_open(pid: u32, link: &str) -> bool {
 fn inode_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
     let path = path.to_str()?;
     table.lines().find_map(|line| {
-        let mut words = line.split_whitespace();
+        // The path goes to the end of the line, spaces and all.
+        let mut words = line.strip_suffix(path)?.split_whitespace();
         let listens = words.nth(3)? == LISTENS;
         let inode = words.nth(2)?;
-        (listens && words.next()? == path).then_some(inode)
+        (listens && words.next().is_none()).then_some(inode)
     })
 }
 
@@ -53,7 +56,12 @@ mod tests {
     #[test]
     fn who_listens_is_found_and_who_is_connected_is_not() {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("a.sock");
+        // Next to one whose name is no text.
+        use std::os::linux::net::SocketAddrExt;
+        let name = [&b"cleat-\xff"[..], &std::process::id().to_ne_bytes()].concat();
+        let name = std::os::unix::net::SocketAddr::from_abstract_name(name).unwrap();
+        let _other = std::os::unix::net::UnixListener::bind_addr(&name).unwrap();
+        let path = directory.path().join("a b.sock");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         let _client = std::os::unix::net::UnixStream::connect(&path).unwrap();
         let (_server, _) = listener.accept().unwrap();

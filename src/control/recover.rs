@@ -78,7 +78,10 @@ impl Executor {
                 "{} ({}) was mapped before the last boot and is mapped no more",
                 record.name, record.uri
             ));
-            self.void(record).await?;
+            // Left there, it is as void at the next start.
+            if let Err(error) = self.void(record).await {
+                self.found(error.report());
+            }
             return Ok(None);
         }
         let (name, id) = (record.name.clone(), record.mapping_id.clone());

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 
 use crate::error::{Error, Result};
@@ -34,7 +35,7 @@ const OWN: &str = "/proc/self/exe";
 const VERSION_LIMIT: Duration = Duration::from_secs(5);
 
 /// The longest version.
-const MAX_VERSION: u64 = 4096;
+const MAX_VERSION: usize = 4096;
 
 /// Looks at what is on disk. Another build must be able to say what it is: one that cannot even do
 /// that does not replace one that works. Blocks, for seconds at most.
@@ -88,11 +89,18 @@ fn version(path: &Path) -> io::Result<String> {
         let _ = child.wait();
     }
     let status = ended?.ok_or(io::ErrorKind::TimedOut)?;
-    let mut text = String::new();
-    if let Some(stdout) = child.stdout.take() {
-        // It has ended, so all that it wrote is there.
-        stdout.take(MAX_VERSION).read_to_string(&mut text)?;
+    let mut text = vec![0; MAX_VERSION];
+    if let Some(mut stdout) = child.stdout.take() {
+        // It has ended, so all that it wrote is there. The end of the pipe may not be: what it left
+        // running can have it open.
+        fcntl(&stdout, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        let length = match stdout.read(&mut text) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+            read => read?,
+        };
+        text.truncate(length);
     }
+    let text = String::from_utf8_lossy(&text);
     let first = text.lines().next().and_then(|line| line.strip_prefix("cleat "));
     match first.filter(|_| status.success()) {
         Some(version) => Ok(version.to_owned()),
@@ -113,6 +121,8 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<std::process::E
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::signal::Signal;
+
     use super::*;
 
     #[test]
@@ -141,6 +151,11 @@ mod tests {
         assert_eq!(script("echo 'cleat 9.9 (x)'; echo more").unwrap(), "9.9 (x)");
         assert!(script("echo 'cleat 9.9'; exit 1").is_err());
         assert!(script("echo 'something else'").is_err());
+        assert!(script("true").is_err());
+        // One that leaves something running, with the pipe open.
+        let left = script("sleep 600 & echo \"cleat $!\"").unwrap().parse().unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(left), None).unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(left), Signal::SIGKILL).unwrap();
         assert!(version(Path::new("/nowhere")).is_err());
         assert!(version(Path::new("/etc/hostname")).is_err());
     }

@@ -37,7 +37,7 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 const TURN_LIMIT: Duration = Duration::from_secs(2);
 const SERVE_LIMIT: Duration = Duration::from_secs(10);
 const STOP_GRACE: Duration = Duration::from_secs(2);
-const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
+pub(super) const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
 const STOP_LIMIT: Duration = Duration::from_secs(7);
 /// For the kernel to notice that the dead worker's sockets are closed.
 const DEAD_LINK_LIMIT: Duration = Duration::from_secs(3);
@@ -68,6 +68,12 @@ impl Executor {
             Action::Refuse { index, connections } => {
                 self.refuse(guard, index, connections, deadline).await
             }
+            Action::RememberFence => {
+                guard.record.fenced = true;
+                let stored = self.store(guard).await;
+                guard.record.fenced = stored.is_ok();
+                stored
+            }
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
@@ -76,13 +82,8 @@ impl Executor {
                 flushed.map_err(|error| or_by_force(error, &guard.record.name))
             }
             Action::Disconnect(index) => self.disconnect(guard, index, deadline).await,
-            Action::StopWorker if matches!(guard.record.intent, Intent::Forced(_)) => {
-                self.forced_step(guard, action, deadline).await
-            }
-            Action::StopWorker => self.stop_worker(guard, within(deadline, STOP_LIMIT)).await,
-            Action::EndPredecessor => {
-                self.end_predecessor(guard, within(deadline, STOP_LIMIT)).await
-            }
+            Action::StopWorker => self.stop_worker(guard, deadline).await,
+            Action::EndPredecessor => self.end_predecessor(guard, deadline).await,
             Action::Reinstate => self.reinstate(guard).await,
             Action::AwaitConnect => guard.volume().await_connect(deadline).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
@@ -322,7 +323,7 @@ impl Executor {
             .await
     }
 
-    pub(super) async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    async fn stop_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         self.end_worker(guard, guard.worker.as_ref(), guard.record.worker, deadline).await?;
         guard.worker = None;
         Ok(())
@@ -336,9 +337,12 @@ impl Executor {
         id: Option<WorkerId>,
         deadline: Instant,
     ) -> Result<()> {
+        // By force, all the time that is left may go into this.
+        let (grace, deadline) = match guard.record.intent {
+            Intent::Forced(_) => (FORCED_STOP_GRACE, deadline),
+            Intent::Mapped | Intent::Unmapped => (STOP_GRACE, within(deadline, STOP_LIMIT)),
+        };
         if let Some(worker) = worker {
-            let forced = matches!(guard.record.intent, Intent::Forced(_));
-            let grace = if forced { FORCED_STOP_GRACE } else { STOP_GRACE };
             return worker.stop(grace, deadline).await;
         }
         let Some(id) = id else { return Ok(()) };
@@ -484,6 +488,7 @@ mod tests {
             predecessor: None,
             volume: None,
             established: false,
+            fenced: false,
             created_at_s: 0,
             boot_id: String::new(),
         }

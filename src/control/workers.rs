@@ -17,10 +17,10 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::{Mutex, mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
+use super::executor::blocking;
 use super::link::{Link, watched};
 use super::listener::listener_of;
 use super::mapping::WorkerId;
-use super::offload::offload;
 use super::process::{Launcher, Process};
 use super::setbacks::NotStarted;
 use crate::error::{Error, ErrorKind, Result};
@@ -136,9 +136,7 @@ impl Workers {
         let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
-        let process = offload(move || launcher.launch(theirs)).await.map_err(|error| {
-            Error::new(ErrorKind::Internal, "launching failed").with_source(error)
-        })??;
+        let process = blocking(move || launcher.launch(theirs)).await?;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
@@ -268,16 +266,21 @@ impl Workers {
     ///
     /// # Errors
     /// When /proc cannot be read.
-    pub fn listener(&self, mapping_id: &str) -> Result<Option<Process>> {
-        for path in self.sockets_of(mapping_id) {
-            let Some(pid) = listener_of(&path)? else { continue };
-            let process = self.launcher.of_number(pid)?;
-            // Still the one that listens: so it is the one that the descriptor names.
-            if process.is_some() && listener_of(&path)? == Some(pid) {
-                return Ok(process);
+    pub async fn listener(&self, mapping_id: &str) -> Result<Option<Process>> {
+        let (paths, launcher) = (self.sockets_of(mapping_id), Arc::clone(&self.launcher));
+        // Looks at what every process has open.
+        let look = move || {
+            for path in paths {
+                let Some(pid) = listener_of(&path)? else { continue };
+                let process = launcher.of_number(pid)?;
+                // Still the one that listens: so it is the one that the descriptor names.
+                if process.is_some() && listener_of(&path)? == Some(pid) {
+                    return Ok(process);
+                }
             }
-        }
-        Ok(None)
+            Ok(None)
+        };
+        blocking(look).await
     }
 
     /// Looks at the control sockets of a mapping that nothing else is known of.
@@ -478,10 +481,13 @@ impl Worker {
     /// # Errors
     /// `TimedOut` when it lives on at `deadline`.
     pub async fn stop(&self, grace: Duration, deadline: Instant) -> Result<()> {
-        // A broken channel is no reason to skip the wait: the disconnect alone may have ended it.
-        let _ = timeout_at(deadline, self.link.send(&ToWorker::Stop, &[])).await;
         let mut ended = self.ended.clone();
-        if timeout_at(deadline.min(Instant::now() + grace), ended.wait_for(|e| *e)).await.is_ok() {
+        let asked = async {
+            // A broken channel is no reason to skip the wait: the disconnect alone may have ended it.
+            let _ = self.link.send(&ToWorker::Stop, &[]).await;
+            ended.wait_for(|ended| *ended).await.is_ok()
+        };
+        if timeout_at(deadline.min(Instant::now() + grace), asked).await == Ok(true) {
             return Ok(());
         }
         tracing::warn!(pid = self.id().pid, "a worker does not stop when asked; it is killed");

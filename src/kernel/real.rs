@@ -66,8 +66,9 @@ pub struct RealKernel {
 }
 
 impl RealKernel {
-    /// The kernel, for the only supervisor of this machine; udev properties go under `run_directory` (see `systemd/60-cleat.rules`, which
-    /// names [`super::udev::RUN_DIRECTORY`]; with another one the symlinks are made here).
+    /// The kernel, for the only supervisor of this machine; udev properties go under `run_directory`
+    /// (see `systemd/60-cleat.rules`, which names [`super::udev::RUN_DIRECTORY`]; with another one the
+    /// symlinks are made here).
     pub fn new(run_directory: &Path) -> Self {
         let threads = Disposable::new(STUCK_COMMANDS);
         let names = Names { dev: PathBuf::from("/dev"), run: run_directory.to_owned() };
@@ -272,7 +273,7 @@ impl Kernel for RealKernel {
     }
 
     fn stuck(&self) -> usize {
-        self.threads.stuck() + self.flushes.threads.stuck()
+        self.threads.stuck() + self.flushes.threads.stuck() + self.unmounts.stuck()
     }
 }
 

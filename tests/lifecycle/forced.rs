@@ -1,8 +1,10 @@
 //! Unmapped by force: whatever hangs, whoever holds it, and whatever else is under way.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use cleat::error::ErrorKind;
 use cleat::kernel::sim::{Call, Fault};
 use cleat::kernel::{Holder, Kernel};
 use cleat::proto::v1::{
@@ -121,6 +123,22 @@ fn who_holds_the_device_keeps_its_number_and_nothing_else() {
 }
 
 #[test]
+fn a_device_that_stays_is_told_even_where_the_kernel_cannot_be_asked_again() {
+    let machine = Machine::new();
+    let kernel = machine.kernel.clone();
+    let supervisor = machine.start_with(Some(Arc::new(move |point: &str| {
+        if point == "before WithdrawRecord" {
+            kernel.inject(Call::Devices, Fault::Fail(ErrorKind::Unavailable));
+        }
+        false
+    })));
+    let mapping = supervisor.map("a", "mem:1M").unwrap();
+    machine.kernel.set_holders(index_of(&mapping), vec![process("dd")]);
+    let response = force(&supervisor, "a");
+    assert_eq!((response.device_left, response.remaining_holders.len()), (mapping.device, 1));
+}
+
+#[test]
 fn mounts_are_taken_away_as_far_as_allowed() {
     for (unmount, gone) in [(Unmount::Own, 1), (Unmount::None, 0), (Unmount::All, 2)] {
         let machine = Machine::new();
@@ -211,6 +229,31 @@ fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
     wait_until("it is gone", || supervisor.list().is_empty());
     machine.assert_clean();
     works_again(&machine, &supervisor, &uri);
+}
+
+#[test]
+fn what_is_cut_off_in_the_middle_of_a_step_is_told_and_never_taken_back() {
+    let asked_for = UnmapRequest { timeout_ms: 1000, ..forced("a") };
+    for (call, done, missing) in [
+        (Call::Detach, "done: record, fail I/O;", "not done: unmount"),
+        (Call::Sever, "done: record, fail I/O, unmount;", "not done: disconnect"),
+    ] {
+        let machine = Machine::new();
+        let supervisor = machine.start();
+        let uri = machine.volume("a");
+        let mapping = supervisor.map("a", &uri).unwrap();
+        machine.kernel.set_holders(index_of(&mapping), vec![mount("/mnt", None)]);
+        // Beyond every deadline of the step: what it is in is not left in order.
+        machine.kernel.inject(call, Fault::Slow(Duration::from_secs(3)));
+        let asked = asked_for.clone();
+        let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
+        assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+        let message = status.message();
+        assert!(message.contains(done) && message.contains(missing), "{message}");
+        wait_until("it is gone", || supervisor.list().is_empty());
+        machine.assert_clean();
+        works_again(&machine, &supervisor, &uri);
+    }
 }
 
 #[test]

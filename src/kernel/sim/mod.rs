@@ -56,6 +56,7 @@ struct State {
     permission: bool,
     events_lost: bool,
     watched: bool,
+    stuck: usize,
     devices: BTreeMap<DeviceIndex, SimDevice>,
     faults: Vec<(Call, Fault)>,
     subscribers: Vec<Sender<KernelEvent>>,
@@ -86,6 +87,7 @@ impl SimKernel {
             permission: true,
             events_lost: false,
             watched: false,
+            stuck: 0,
             devices,
             faults: Vec::new(),
             subscribers: Vec::new(),
@@ -127,6 +129,11 @@ impl SimKernel {
     /// Gives or takes CAP_SYS_ADMIN.
     pub fn set_permission(&self, permission: bool) {
         self.state().permission = permission;
+    }
+
+    /// How many calls that were given up have not returned.
+    pub fn set_stuck(&self, calls: usize) {
+        self.state().stuck = calls;
     }
 
     /// Whether events are lost from now on.
@@ -331,6 +338,10 @@ impl Kernel for SimKernel {
             std::thread::spawn(move || watch_links(&shared, &wake));
         }
         Ok(receiver)
+    }
+
+    fn stuck(&self) -> usize {
+        self.state().stuck
     }
 }
 
