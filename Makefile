@@ -34,6 +34,10 @@ build: release ## Build the release binary (target/release/cleat)
 release: deps-build
 	$(CARGO) build --release --locked
 
+# Not built anew: root, who installs, mostly has no cargo.
+$(RELEASE):
+	$(MAKE) release
+
 demo: release ## Map a volume, put a file system and files on it, check them; in a VM where needed
 	scripts/demo.sh $(RELEASE)
 
@@ -58,7 +62,7 @@ comparison: deps-test ## nbd-client with nbdkit in the same troubles, in a virtu
 bench: deps-test ## Benchmarks against peers
 	$(CARGO) bench --locked
 
-install: release ## Install the binary, unit, udev rules, manual, completions (DESTDIR, PREFIX)
+install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
 	$(INSTALL) -D -m 0755 $(RELEASE) $(DESTDIR)$(bindir)/cleat
 	$(INSTALL) -d $(DESTDIR)$(unitdir)
 	sed 's#/usr/local/bin/#$(bindir)/#' systemd/cleat.service > $(DESTDIR)$(unitdir)/cleat.service

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::backend::uri::parse_size;
+use crate::backend::uri::parse_size_or_zero;
 use crate::error::{Error, ErrorKind, Result};
 use crate::policy::{OnOutage, Policy, RateLimits};
 use crate::telemetry::{Format, Log};
@@ -22,6 +22,9 @@ pub const MAX_CONNECTIONS: u32 = 16;
 
 /// The longest wait that may be asked for, in seconds.
 pub const MAX_TIMEOUT_S: u32 = 86_400;
+
+/// Of every error in a configuration. `make install` puts the file there.
+const SHIPPED: &str = "every key with its default stands in share/doc/cleat/cleat.toml";
 
 /// The longest file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -46,6 +49,8 @@ pub struct Config {
     pub map: MapConfig,
     /// Bounds.
     pub limits: Limits,
+    /// The processes that serve.
+    pub workers: WorkersConfig,
     /// The endpoint for Prometheus.
     pub metrics: MetricsConfig,
 }
@@ -92,6 +97,17 @@ pub struct Limits {
     pub mappings: usize,
 }
 
+/// The processes that serve.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WorkersConfig {
+    /// The control group that they are put into; `None`: they stay in the daemon's.
+    #[serde(deserialize_with = "path_or_none")]
+    pub cgroup: Option<PathBuf>,
+    /// Whether the daemon has those that another build has left handed over to its own.
+    pub upgrade_at_start: bool,
+}
+
 /// The endpoint for Prometheus.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -134,6 +150,7 @@ impl Default for Config {
             log: LogConfig::default(),
             map: MapConfig::default(),
             limits: Limits::default(),
+            workers: WorkersConfig::default(),
             metrics: MetricsConfig::default(),
         }
     }
@@ -213,7 +230,7 @@ impl Config {
                 ErrorKind::InvalidArgument,
                 format!("{}, line {line}: {message}", place.display()),
             )
-            .with_repair(format!("see {DEFAULT_PATH} as shipped for every key and its default"))
+            .with_repair(SHIPPED)
         })?;
         config.check(place)?;
         Ok(config)
@@ -235,12 +252,14 @@ impl Config {
     /// `InvalidArgument`, with the key.
     pub fn check(&self, place: &Path) -> Result<()> {
         let invalid = |key: &str, why: String| {
-            Err(Error::new(ErrorKind::InvalidArgument, format!("{}: {key} {why}", place.display())))
+            let message = format!("{}: {key} {why}", place.display());
+            Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(SHIPPED))
         };
         for (key, path) in [
             ("runtime_dir", Some(&self.runtime_dir)),
             ("state_dir", Some(&self.state_dir)),
             ("socket", self.socket.as_ref()),
+            ("workers.cgroup", self.workers.cgroup.as_ref()),
         ] {
             if path.is_some_and(|path| !path.is_absolute()) {
                 return invalid(key, "must be an absolute path".to_owned());
@@ -307,8 +326,15 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
 /// A size as people write it, "100M"; "0" is none.
 fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
-    let size = if text == "0" { Ok(0) } else { parse_size(&text) };
-    size.map_err(|error| serde::de::Error::custom(error.message()))
+    parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
+}
+
+/// A path; "" is none.
+fn path_or_none<'de, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<PathBuf>, D::Error> {
+    let path = PathBuf::deserialize(deserializer)?;
+    Ok((!path.as_os_str().is_empty()).then_some(path))
 }
 
 /// "off", "unix", or an address and a port.
@@ -373,6 +399,8 @@ mod tests {
             "bps",
             "timeout",
             "mappings",
+            "cgroup",
+            "upgrade_at_start",
             "listen",
             "socket_mode",
             "allow_remote",
@@ -404,6 +432,7 @@ mod tests {
             ("[map]\nbps = \"100\"", "map.bps"),
             ("[map]\nbps = \"fast\"", "fast"),
             ("[limits]\nmappings = 0", "limits.mappings"),
+            ("[workers]\ncgroup = \"cleat-workers\"", "workers.cgroup"),
             ("[log]\nformat = \"xml\"", "journald"),
             ("[log]\nlevel = \"cleat=loud\"", "log.level"),
             ("[metrics]\nlisten = \"9599\"", "127.0.0.1:9599"),
@@ -416,6 +445,7 @@ mod tests {
             let error = parse(text).unwrap_err();
             assert!(error.report().contains(part), "{text}: {}", error.report());
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.repair().is_some(), "{text}");
         }
     }
 

@@ -6,13 +6,14 @@
 
 mod files;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use caps::{CapSet, Capability};
 use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 use nix::sys::resource::{Resource, getrlimit};
 
+use crate::config::Config;
 use crate::error::ErrorKind;
 use crate::kernel;
 use crate::sys::ring::Ring;
@@ -63,12 +64,15 @@ impl Check {
 struct Machine {
     root: PathBuf,
     run_directory: PathBuf,
+    /// That workers are put into.
+    cgroup: Option<PathBuf>,
 }
 
-/// Examines this machine, for a supervisor with that run directory.
-pub fn examine(run_directory: &Path) -> Vec<Check> {
-    let run_directory = run_directory.to_owned();
-    let machine = Machine { root: PathBuf::from("/"), run_directory };
+/// Examines this machine, for a supervisor with that configuration.
+pub fn examine(config: &Config) -> Vec<Check> {
+    let run_directory = config.runtime_dir.clone();
+    let cgroup = config.workers.cgroup.clone();
+    let machine = Machine { root: PathBuf::from("/"), run_directory, cgroup };
     vec![
         machine.kernel(),
         machine.module(),
@@ -83,6 +87,7 @@ pub fn examine(run_directory: &Path) -> Vec<Check> {
         machine.sandbox(),
         machine.namespaces(),
         machine.systemd(),
+        machine.cgroup(),
     ]
 }
 
@@ -212,7 +217,9 @@ mod tests {
     #[test]
     fn every_finding_that_is_not_in_order_has_a_repair() {
         let run = tempfile::tempdir().unwrap();
-        let checks = examine(run.path());
+        let mut config = Config { runtime_dir: run.path().to_owned(), ..Config::default() };
+        config.workers.cgroup = Some(run.path().join("no-cgroup"));
+        let checks = examine(&config);
         for check in &checks {
             assert_eq!(check.repair.is_empty(), check.verdict == Verdict::Ok, "{check:?}");
             assert!(!check.finding.is_empty() && !check.finding.ends_with('.'), "{check:?}");

@@ -12,7 +12,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Deserialize;
-use tracing_subscriber::filter::EnvFilter;
+use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
@@ -61,6 +61,12 @@ impl Log {
     pub fn check_filter(filter: &str) -> Result<(), String> {
         if filter.trim().is_empty() {
             return Err("it is empty".to_owned());
+        }
+        // A word alone would be taken for a target: a slip of the pen would silence everything else.
+        let is_target =
+            |word: &&str| !word.contains(['=', '[']) && word.parse::<LevelFilter>().is_err();
+        if let Some(word) = filter.split(',').map(str::trim).find(is_target) {
+            return Err(format!("{word:?} is none of error, warn, info, debug, trace and off"));
         }
         EnvFilter::builder().parse(filter).map(|_| ()).map_err(|error| error.to_string())
     }
@@ -180,5 +186,7 @@ mod tests {
         Log::check_filter("warn,cleat=trace").unwrap();
         assert!(Log::check_filter("").is_err());
         assert!(Log::check_filter("cleat=loud").is_err());
+        assert!(Log::check_filter("loud").is_err());
+        assert!(Log::check_filter("info,cleat::control").is_err());
     }
 }

@@ -2,6 +2,8 @@
 
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
+#[path = "common/client.rs"]
+mod client;
 #[path = "common/stopwatch.rs"]
 mod stopwatch;
 
@@ -18,13 +20,14 @@ use cleat::backend::{
 use cleat::data::End;
 use cleat::data::nbd::handshake::Refusal;
 use cleat::data::nbd::transmission::Violation;
-use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
+use cleat::data::nbd::wire::{RequestHeader, command};
 use cleat::data::server::{Event, ExportName, Limits, Server};
 use cleat::error::Result;
 use cleat::request::{IoError, Op, Request};
 use cleat::statistics::Page;
 use cleat::sys::buffer::Buffer;
 use cleat::sys::ring::{Completion, Ring};
+use client::Client;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 use stopwatch::Stopwatch;
@@ -35,7 +38,7 @@ const MIB: usize = 1 << 20;
 fn replies_come_before_the_end_that_a_disconnect_asks_for() {
     let bench = Bench::memory(Limits::default());
     let mut client = bench.connect();
-    client.write(0, &[7; 4096]);
+    client.write(1, 0, &[7; 4096]);
     for cookie in 0..200 {
         client.send(command::READ, cookie, 0, 4096);
     }
@@ -130,7 +133,7 @@ fn large_requests_pass_whatever_the_budget() {
         let bench = Bench::memory(Limits { buffer_bytes, ..Limits::default() });
         let mut client = bench.connect();
         let pattern: Vec<u8> = (0..32 * MIB).map(|at| (at % 251) as u8).collect();
-        client.write(0, &pattern);
+        client.write(1, 0, &pattern);
         client.expect(1, Ok(()));
         let mut reader = client.stream.try_clone().unwrap();
         let expected = pattern.clone();
@@ -156,7 +159,7 @@ fn writes_of_every_size_arrive_whole() {
     let sizes = [1, 511, 4096, 16 << 10, (16 << 10) + 1, 128 << 10, (128 << 10) + 77, 3 * MIB];
     for (index, &size) in sizes.iter().cycle().take(64).enumerate() {
         let content: Vec<u8> = (0..size).map(|at| (at * 7 + index) as u8).collect();
-        client.write((index * 13) as u64, &content);
+        client.write(1, (index * 13) as u64, &content);
         client.send(command::READ, 2, (index * 13) as u64, size as u32);
         client.expect(1, Ok(()));
         client.expect(2, Ok(()));
@@ -427,49 +430,11 @@ impl Bench {
 
     /// A connection that begins in transmission.
     fn connect(&self) -> Client {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        ours.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        self.server.add_kernel_connection(theirs.into()).unwrap();
-        Client { stream: ours }
+        Client::connect(&self.server)
     }
 
     fn end(&self) -> End {
-        let Event::ConnectionEnded { end, .. } =
-            self.events.recv_timeout(Duration::from_secs(20)).unwrap();
-        end
-    }
-}
-
-struct Client {
-    stream: UnixStream,
-}
-
-impl Client {
-    fn send(&mut self, command: u16, cookie: u64, offset: u64, length: u32) {
-        let header = RequestHeader { flags: 0, command, cookie, offset, length };
-        self.stream.write_all(&header.encode()).unwrap();
-    }
-
-    /// Writes with cookie 1.
-    fn write(&mut self, offset: u64, payload: &[u8]) {
-        self.send(command::WRITE, 1, offset, payload.len() as u32);
-        self.stream.write_all(payload).unwrap();
-    }
-
-    fn reply(&mut self) -> (u64, std::result::Result<(), IoError>) {
-        let mut header = [0; 16];
-        self.stream.read_exact(&mut header).unwrap();
-        parse_simple_reply(&header).unwrap()
-    }
-
-    fn expect(&mut self, cookie: u64, result: std::result::Result<(), IoError>) {
-        assert_eq!(self.reply(), (cookie, result));
-    }
-
-    fn take(&mut self, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.stream.read_exact(&mut bytes).unwrap();
-        bytes
+        client::end(&self.events)
     }
 }
 

@@ -2,19 +2,19 @@
 
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
+#[path = "common/client.rs"]
+mod client;
 #[path = "common/stopwatch.rs"]
 mod stopwatch;
 
 use std::collections::HashMap;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use cleat::backend::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker};
 use cleat::data::End;
-use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
+use cleat::data::nbd::wire::command;
 use cleat::data::server::{Event, ExportName, Limits, Server};
 use cleat::error::Result;
 use cleat::policy::{OnOutage, Policy, RateLimits};
@@ -22,6 +22,7 @@ use cleat::request::{IoError, Op, Request};
 use cleat::statistics::Page;
 use cleat::sys::buffer::Buffer;
 use cleat::sys::ring::{Completion, Ring};
+use client::Client;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 use stopwatch::Stopwatch;
@@ -49,8 +50,9 @@ fn requests_wait_for_the_backend_and_end_well() {
     // It is asked again, ever less often, and nothing is answered meanwhile.
     std::thread::sleep(Duration::from_millis(800));
     assert!(client.is_silent());
-    let attempts = bench.flaky.attempts.load(Ordering::SeqCst);
-    assert!((7..=16).contains(&attempts), "{attempts} attempts at 3 requests in 0.8 s");
+    let attempts = || bench.flaky.attempts.load(Ordering::SeqCst);
+    assert!(attempts() <= 16, "{} attempts at 3 requests in 0.8 s", attempts());
+    bench.wait_for("it is asked again", |_| attempts() >= 7);
     assert_eq!(bench.flaky.content()[..1], [3], "nothing has reached the backend");
 
     bench.flaky.down.store(false, Ordering::SeqCst);
@@ -210,15 +212,18 @@ fn half_an_outage_is_no_busy_loop() {
     let mut client = bench.connect();
     bench.flaky.bad_block.store(1, Ordering::SeqCst);
     client.write(99, 512, &[5; 512]);
-    let until = Instant::now() + Duration::from_secs(1);
-    let mut good = 0;
-    while Instant::now() < until {
+    let begun = Instant::now();
+    let (mut good, mut attempts) = (0, 0);
+    while begun.elapsed() < Duration::from_secs(1) || attempts < 5 {
         client.write(1, 0, &[5; 512]);
         client.expect(1, Ok(()));
         good += 1;
+        attempts = bench.flaky.attempts.load(Ordering::SeqCst) - good;
+        assert!(begun.elapsed() < Duration::from_secs(20), "{attempts} attempts");
     }
-    let attempts = bench.flaky.attempts.load(Ordering::SeqCst) - good;
-    assert!((5..=12).contains(&attempts), "{attempts} attempts beside {good} good requests");
+    // Ten a second, and the first.
+    let most = 2 + begun.elapsed().as_millis() / 100;
+    assert!(u128::from(attempts) <= most, "{attempts} attempts beside {good} good requests");
     bench.flaky.bad_block.store(u64::MAX, Ordering::SeqCst);
     client.expect(99, Ok(()));
 }
@@ -229,16 +234,16 @@ fn limits_are_kept_in_the_long_run_and_none_is_none() {
     let mut clients = [bench.connect(), bench.connect()];
     let rate = measure(&mut clients, Duration::from_secs(2), 512);
     // A tenth of a second's worth may come at once: 5 % of two seconds.
-    assert!((1800.0..=2250.0).contains(&rate), "{rate:.0} requests/s at a limit of 2000");
+    assert!(rate.is_within(1800.0, 2250.0), "{rate:?} requests/s at a limit of 2000");
     assert!(bench.page.snapshot().limited_ns > 1_000_000_000);
     bench.server.set_policy(policy(OnOutage::Queue, 0, 1 << 20));
-    let rate = measure(&mut clients, Duration::from_secs(2), 4096) * 4096.0;
-    let mib = f64::from(1 << 20);
-    assert!((mib * 0.9..=mib * 1.125).contains(&rate), "{rate:.0} bytes/s at a limit of 1 MiB");
+    let rate = measure(&mut clients, Duration::from_secs(2), 4096);
+    // 256 of these are a mebibyte.
+    assert!(rate.is_within(256.0 * 0.9, 256.0 * 1.125), "{rate:?} blocks/s at a limit of 1 MiB/s");
     bench.server.set_policy(QUEUE);
     let limited = bench.page.snapshot().limited_ns;
     let rate = measure(&mut clients, Duration::from_millis(500), 512);
-    assert!(rate > 5000.0, "{rate:.0} requests/s without a limit");
+    assert!(rate.is_within(5000.0, f64::MAX), "{rate:?} requests/s without a limit");
     assert_eq!(bench.page.snapshot().limited_ns, limited);
 }
 
@@ -315,9 +320,24 @@ proptest! {
     }
 }
 
-/// Requests per second of clients that always have eight under way.
-fn measure(clients: &mut [Client], time: Duration, length: usize) -> f64 {
-    let begun = Instant::now();
+/// Requests per second.
+#[derive(Debug)]
+struct Rate {
+    /// Of all the time.
+    whole: f64,
+    /// Of the time in which the machine ran: what it lost, no request could have used.
+    running: f64,
+}
+
+impl Rate {
+    fn is_within(&self, least: f64, most: f64) -> bool {
+        self.running >= least && self.whole <= most
+    }
+}
+
+/// The rate of clients that always have eight under way.
+fn measure(clients: &mut [Client], time: Duration, length: usize) -> Rate {
+    let (begun, watch) = (Instant::now(), Stopwatch::start());
     let ended: u64 = std::thread::scope(|scope| {
         let clients: Vec<_> = clients
             .iter_mut()
@@ -339,7 +359,8 @@ fn measure(clients: &mut [Client], time: Duration, length: usize) -> f64 {
             .collect();
         clients.into_iter().map(|client| client.join().unwrap()).sum()
     });
-    ended as f64 / time.as_secs_f64()
+    let per_s = |time: Duration| ended as f64 / time.as_secs_f64();
+    Rate { whole: per_s(time), running: per_s(watch.elapsed().min(time)) }
 }
 
 const DEPTH: u32 = 128;
@@ -364,16 +385,11 @@ impl Bench {
     }
 
     fn connect(&self) -> Client {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        ours.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        self.server.add_kernel_connection(theirs.into()).unwrap();
-        Client { stream: ours }
+        Client::connect(&self.server)
     }
 
     fn end(&self) -> End {
-        let Event::ConnectionEnded { end, .. } =
-            self.events.recv_timeout(Duration::from_secs(20)).unwrap();
-        end
+        client::end(&self.events)
     }
 
     #[track_caller]
@@ -383,44 +399,6 @@ impl Bench {
             assert!(Instant::now() < until, "{what}: {:?}", self.page.snapshot());
             std::thread::sleep(Duration::from_millis(2));
         }
-    }
-}
-
-struct Client {
-    stream: UnixStream,
-}
-
-impl Client {
-    fn send(&mut self, command: u16, cookie: u64, offset: u64, length: u32) {
-        let header = RequestHeader { flags: 0, command, cookie, offset, length };
-        self.stream.write_all(&header.encode()).unwrap();
-    }
-
-    fn write(&mut self, cookie: u64, offset: u64, payload: &[u8]) {
-        self.send(command::WRITE, cookie, offset, payload.len() as u32);
-        self.stream.write_all(payload).unwrap();
-    }
-
-    fn reply(&mut self) -> (u64, std::result::Result<(), IoError>) {
-        let mut header = [0; 16];
-        self.stream.read_exact(&mut header).unwrap();
-        parse_simple_reply(&header).unwrap()
-    }
-
-    fn expect(&mut self, cookie: u64, result: std::result::Result<(), IoError>) {
-        assert_eq!(self.reply(), (cookie, result));
-    }
-
-    fn take(&mut self, length: usize) {
-        self.stream.read_exact(&mut vec![0; length]).unwrap();
-    }
-
-    /// Whether nothing has come.
-    fn is_silent(&mut self) -> bool {
-        self.stream.set_nonblocking(true).unwrap();
-        let silent = self.stream.read(&mut [0; 1]).is_err();
-        self.stream.set_nonblocking(false).unwrap();
-        silent
     }
 }
 

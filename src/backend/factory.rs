@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 #[cfg(feature = "fault")]
 use super::fault;
-use super::file::FileImage;
+use super::file::{FileImage, FileStore};
+use super::manage::Store;
 use super::mem::MemImage;
-use super::rbd::{self, RbdImage};
-use super::uri::{Spec, VolumeUri};
+use super::rbd::{self, RbdImage, RbdStore};
+use super::uri::{Spec, StoreSpec, StoreUri, VolumeUri};
 use super::{Image, Inheritance};
 use crate::error::Result;
 
@@ -28,7 +29,7 @@ pub enum Confinement {
     BeforeOpen {
         /// Files and directories that will be read.
         paths: Vec<PathBuf>,
-        /// Whether AF_INET, AF_INET6 and AF_UNIX stream sockets will be needed.
+        /// Whether AF_INET, AF_INET6 and AF_UNIX sockets will be needed.
         network: bool,
     },
 }
@@ -46,6 +47,17 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
         Spec::Fault(spec) => {
             Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
         }
+    })
+}
+
+/// Reaches a place that volumes are kept in. Blocks, within a limit.
+///
+/// # Errors
+/// `NotFound`, `PermissionDenied`, `TimedOut`, `Unsupported`, or what the backend gives.
+pub fn store(uri: &StoreUri) -> Result<Box<dyn Store>> {
+    Ok(match uri.spec() {
+        StoreSpec::File(directory) => Box::new(FileStore::open(uri, directory)?),
+        StoreSpec::Rbd(spec) => Box::new(RbdStore::connect(uri, spec)?),
     })
 }
 

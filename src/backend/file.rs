@@ -16,6 +16,7 @@
 //!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
 
 mod claim;
+mod manage;
 mod queue;
 
 use std::fs::{File, OpenOptions};
@@ -34,6 +35,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sys::block;
 use crate::sys::buffer::ALIGNMENT;
 use crate::sys::ring::Ring;
+pub(super) use manage::FileStore;
 use queue::{Abilities, FileQueue};
 
 /// The longest payload of one request: what NBD clients expect to be able to send.
@@ -295,6 +297,11 @@ fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
         )
         .with_repair("leave direct=true out")
         .with_source(error),
+        Some(libc::ENOENT) if spec.create.is_some() && !read_only => {
+            let directory = spec.path.parent().unwrap_or(Path::new("/")).display();
+            Error::new(ErrorKind::NotFound, format!("the directory of {path} does not exist"))
+                .with_repair(format!("make it first: mkdir -p {directory}"))
+        }
         Some(libc::EROFS | libc::EACCES | libc::EPERM) if !read_only => {
             Error::new(ErrorKind::PermissionDenied, format!("{path} cannot be opened for writing"))
                 .with_repair("map it read-only, or make it writable for the daemon's user")
@@ -315,9 +322,14 @@ fn create(spec: &FileSpec, file: &File) -> Result<()> {
         file.set_len(size)?;
         file.sync_all()?;
         // The name must be as durable as what FLUSH promises of the content.
-        File::open(spec.path.parent().unwrap_or(Path::new("/")))?.sync_all()
+        sync_directory(&spec.path)
     };
     made().map_err(|e| Error::from_io(format!("cannot make {path} with {}", Size(size)), e))
+}
+
+/// Makes it durable that `path` is there, or is not.
+fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 fn block_sizes(file: &File, direct: bool, device: bool, path: &str) -> Result<BlockSizes> {

@@ -5,7 +5,7 @@
 //! finish at once (memory), on the caller's ring (files), or on foreign threads (librbd, an async
 //! runtime), which wake the loop through a [`Waker`].
 //!
-//! The contract, which `tests/conformance.rs` checks for every backend:
+//! The contract, which `tests/conformance` checks for every backend:
 //! - A completed write is visible to every later read on any queue of the volume. A FLUSH completes
 //!   when every write *completed* before it was started is durable. FUA is durable at completion.
 //! - TRIM may do nothing, or make the range (or parts of it) read as zero; zero never turns back.
@@ -26,12 +26,13 @@ mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
 mod file;
+pub mod manage;
 mod mem;
 mod rbd;
 mod succession;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare};
+pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare, store};
 pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;
@@ -94,6 +95,21 @@ pub struct Features {
     pub multi_connection: bool,
     /// The content outlives this process, so that a new worker may take over after a crash.
     pub outlives_worker: bool,
+}
+
+impl Features {
+    /// Everything there is.
+    pub const ALL: Self = Self {
+        read_only: false,
+        flush: true,
+        fua: true,
+        trim: true,
+        write_zeroes: true,
+        fast_zero: true,
+        cache: true,
+        multi_connection: true,
+        outlives_worker: true,
+    };
 }
 
 /// The control half: one a volume, shared by its threads. Calls may block; none is made on a

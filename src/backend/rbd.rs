@@ -17,9 +17,12 @@
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
+mod manage;
+mod patience;
 mod problem;
 mod queue;
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -31,6 +34,7 @@ use super::uri::{RbdSpec, Size, invalid};
 use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
+pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
 
@@ -219,7 +223,7 @@ impl RbdImage {
         if size == 0 {
             return Err(invalid(format!("{} cannot be made empty", self.name)));
         }
-        let resized = self.image()?.resize(size, shrink, &mut |_, _| {});
+        let resized = self.image()?.resize(size, shrink, &mut |_, _| ControlFlow::Continue(()));
         resized.map_err(|error| self.failed(error))?;
         self.refresh_size().map(drop)
     }

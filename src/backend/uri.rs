@@ -20,6 +20,7 @@
 mod options;
 mod rbd;
 mod size;
+mod store;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -33,8 +34,9 @@ use crate::error::{Error, ErrorKind, Result};
 use options::{Encoded, decode};
 
 pub(crate) use options::Options;
-pub use rbd::RbdSpec;
-pub use size::{Size, parse_size};
+pub use rbd::{RbdSpec, RbdStoreSpec};
+pub use size::{Size, parse_size, parse_size_or_zero};
+pub use store::{StoreSpec, StoreUri};
 
 /// The longest URI, in bytes.
 pub const MAX_URI: usize = 4096;
@@ -251,6 +253,18 @@ fn parse_mem(location: &str, options: Options) -> Result<Spec> {
 }
 
 fn parse_file(location: &str, mut options: Options) -> Result<Spec> {
+    let path = path(location)?;
+    if path == Path::new("/") {
+        return Err(invalid("file:/ names no file"));
+    }
+    let direct = options.flag("direct")?.unwrap_or(false);
+    let create = options.take("create").map(|text| parse_size(&text)).transpose()?;
+    options.finish("file:", &["direct", "create"])?;
+    Ok(Spec::File(FileSpec { path, direct, create }))
+}
+
+/// What stands behind `file:`.
+fn path(location: &str) -> Result<PathBuf> {
     // RFC 8089 has both file:/path and file:///path.
     let location = location.strip_prefix("//").unwrap_or(location);
     if !location.starts_with('/') {
@@ -264,14 +278,7 @@ fn parse_file(location: &str, mut options: Options) -> Result<Spec> {
     let path = PathBuf::from(OsString::from_vec(bytes));
     // One spelling for each path: no doubled or trailing slashes, no `.`. `..` stays, since what it
     // means depends on symbolic links.
-    let path: PathBuf = path.components().filter(|part| *part != Component::CurDir).collect();
-    if path == Path::new("/") {
-        return Err(invalid("file:/ names no file"));
-    }
-    let direct = options.flag("direct")?.unwrap_or(false);
-    let create = options.take("create").map(|text| parse_size(&text)).transpose()?;
-    options.finish("file:", &["direct", "create"])?;
-    Ok(Spec::File(FileSpec { path, direct, create }))
+    Ok(path.components().filter(|part| *part != Component::CurDir).collect())
 }
 
 #[cfg(feature = "fault")]

@@ -43,19 +43,19 @@ struct Findings {
 /// # Errors
 /// When stdout cannot be written.
 pub(super) fn run(globals: &Globals, args: &Doctor) -> Result<u8> {
-    let (run_directory, configuration) = match Config::load(args.config.as_deref()) {
-        Ok(config) => (config.runtime_dir, ok("the configuration can be read")),
+    let (config, configuration) = match Config::load(args.config.as_deref()) {
+        Ok(config) => (config, ok("the configuration can be read")),
         Err(error) => {
             let finding = view::Check {
                 verdict: Verdict::Error,
                 repair: error.repair().map(str::to_owned),
                 ..ok(&error.report())
             };
-            (Config::default().runtime_dir, finding)
+            (Config::default(), finding)
         }
     };
     let mut checks = vec![configuration];
-    checks.extend(doctor::examine(&run_directory).into_iter().map(view::Check::from));
+    checks.extend(doctor::examine(&config).into_iter().map(view::Check::from));
     let worst = checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Ok);
     if globals.output == Some(Format::Json) {
         output::json(&Findings { worst, checks })?;

@@ -24,7 +24,7 @@ pub(super) struct Fault {
     /// The faults, as key=value&key=value; empty for none
     ///
     /// latency=10ms, jitter=5ms, hang=true; error=KIND (retry, fenced, nospace, invalid, readonly,
-    /// unsupported, nomemory, broken); rate=0.1; ops=read,write; from=1G, to=2G; seed=42
+    /// unsupported, nomemory, shutdown, broken); rate=0.1; ops=read,write; from=1G, to=2G; seed=42
     plan: String,
 }
 

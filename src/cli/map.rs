@@ -28,6 +28,9 @@ Examples:
   At most 500 requests and 50 MiB per second; fail when the backend is away for two minutes:
     $ cleat map file:/mnt/far/c.img --iops 500 --bps 50M --on-outage queue:2m
 
+  An RBD image, as the client that /etc/ceph/ceph.client.node7.keyring is for:
+    $ cleat map 'rbd:pool/image?id=node7' --name vol7
+
   A volume in memory, gone when it is unmapped:
     $ cleat map mem:1G --name scratch
 
@@ -43,11 +46,13 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Map {
-    /// The volume: file:/path or mem:SIZE; options after `?` as key=value&key=value
+    /// The volume: file:/path, rbd:pool/image or mem:SIZE; options after `?` as key=value&key=value
     ///
-    /// mem:SIZE holds the volume in memory; it is gone when it is unmapped. file:/path is a raw file
-    /// or a block device; its options are direct=true (past the page cache) and create=SIZE (make the
-    /// file, sparse, where it is missing or empty). `?` and `%` in a path are written %3F and %25.
+    /// file:/path is a raw file or a block device; its options are direct=true (past the page cache)
+    /// and create=SIZE (make the file, sparse, where it is missing or empty).
+    /// rbd:pool[/namespace]/image[@snapshot] is an RBD image of Ceph; its options are id=NAME,
+    /// keyring=PATH, conf=PATH and config.OPTION=VALUE (an option of Ceph). mem:SIZE holds the volume
+    /// in memory; it is gone when it is unmapped. `?` and `%` in a path are written %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
     #[arg(long)]

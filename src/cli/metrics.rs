@@ -50,30 +50,36 @@ pub(super) fn run(globals: &Globals, args: Metrics) -> Result<()> {
     let socket = globals.socket.as_deref().unwrap_or(Path::new(DEFAULT_SOCKET));
     let beside = || socket.with_file_name("metrics.sock").to_string_lossy().into_owned();
     let endpoint = args.endpoint.unwrap_or_else(beside);
-    let failed = |error: std::io::Error| {
-        let message = format!("no metrics from {endpoint}");
-        let (kind, repair) = match error.kind() {
-            Io::InvalidInput => (
-                ErrorKind::InvalidArgument,
-                "write the path of a socket with a '/', or an address as 127.0.0.1:9599",
-            ),
-            Io::NotFound | Io::ConnectionRefused => (
-                ErrorKind::Unavailable,
-                "is the daemon running? where it serves metrics, metrics.listen in its \
-                 configuration says",
-            ),
-            _ => {
-                return Error::from_io(message, error)
-                    .with_repair("run it as root, or see metrics.socket_mode in cleat.toml");
-            }
-        };
-        Error::new(kind, message).with_source(error).with_repair(repair)
-    };
     let answer = match endpoint.contains('/') {
         true => over_unix(Path::new(&endpoint)),
         false => over_tcp(&endpoint),
     };
-    output::bytes(body(&answer.map_err(failed)?)?)
+    let answer = answer.map_err(|error| unreached(&endpoint, error))?;
+    output::bytes(body(&answer)?)
+}
+
+fn unreached(endpoint: &str, error: std::io::Error) -> Error {
+    let (kind, repair) = match error.kind() {
+        Io::InvalidInput => (
+            ErrorKind::InvalidArgument,
+            "write the path of a socket with a '/', or an address as 127.0.0.1:9599",
+        ),
+        Io::NotFound | Io::ConnectionRefused => (
+            ErrorKind::Unavailable,
+            "is the daemon running? where it serves metrics, metrics.listen in its \
+             configuration says",
+        ),
+        Io::PermissionDenied => (
+            ErrorKind::PermissionDenied,
+            "run it as root, or see metrics.socket_mode in cleat.toml",
+        ),
+        Io::TimedOut | Io::WouldBlock => {
+            (ErrorKind::TimedOut, "look into the daemon's log: journalctl -u cleat")
+        }
+        _ => (ErrorKind::Unavailable, "see whether that is the address of the daemon's metrics"),
+    };
+    let message = format!("no metrics from {endpoint}");
+    Error::new(kind, message).with_source(error).with_repair(repair)
 }
 
 fn over_unix(path: &Path) -> std::io::Result<Vec<u8>> {
@@ -126,6 +132,17 @@ fn body(answer: &[u8]) -> Result<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_stands_in_the_way_has_its_own_repair() {
+        let error = |source| unreached("host:1", source);
+        let unknown = error(std::io::Error::other("failed to lookup address information"));
+        assert_eq!(unknown.kind(), ErrorKind::Unavailable);
+        assert!(!unknown.repair().expect("there is one").contains("root"), "{unknown:?}");
+        let refused = error(Io::PermissionDenied.into());
+        assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
+        assert!(refused.repair().expect("there is one").contains("root"), "{refused:?}");
+    }
 
     #[test]
     fn only_metrics_are_printed() {

@@ -17,6 +17,7 @@ mod map;
 mod metrics;
 mod node;
 pub mod output;
+mod progress;
 mod resize;
 mod serve;
 mod set;
@@ -27,6 +28,7 @@ mod unmap;
 mod upgrade;
 mod version;
 mod view;
+mod volume;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -60,9 +62,9 @@ Each command has examples of its own: cleat map --help
 
 /// Make volumes fast to this node as block devices
 ///
-/// The daemon (`cleat node`) turns volumes - raw files, block devices, memory - into block devices
-/// /dev/nbdX and holds them: one process a volume, which outlives the daemon. The other commands
-/// talk to it over its socket.
+/// The daemon (`cleat node`) turns volumes - raw files, block devices, memory, RBD images - into
+/// block devices /dev/nbdX and holds them: one process a volume, which outlives the daemon. The other
+/// commands talk to it over its socket.
 #[derive(Debug, clap::Parser)]
 #[command(
     name = "cleat",
@@ -110,6 +112,7 @@ enum Command {
     Resize(resize::Resize),
     Upgrade(upgrade::Upgrade),
     Set(set::Set),
+    Volume(volume::Volume),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fault(fault::Fault),
@@ -142,6 +145,7 @@ fn run(cli: Cli) -> Result<u8> {
     match cli.command {
         Command::Doctor(args) => return doctor::run(globals, &args),
         Command::Unmap(args) => return unmap::run(globals, args),
+        Command::Volume(args) => return volume::run(globals, args),
         Command::Node(args) => node::run(globals, args),
         Command::Map(args) => map::run(globals, args),
         Command::Ls(args) => ls::run(globals, &args),
@@ -231,11 +235,16 @@ mod tests {
         let readme = include_str!("../../README.md");
         for command in Cli::command().get_subcommands() {
             let name = command.get_name();
-            let help = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-            assert!(help.starts_with("Examples:\n"), "{name} has no examples");
+            assert_teaches(command);
             let shown = readme.contains(&format!("`cleat {name}`"));
             assert!(shown || command.is_hide_set() || name == "fault", "{name} is missing");
         }
+    }
+
+    fn assert_teaches(command: &clap::Command) {
+        let help = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+        assert!(help.starts_with("Examples:\n"), "{} has no examples", command.get_name());
+        command.get_subcommands().for_each(assert_teaches);
     }
 
     #[test]

@@ -33,13 +33,7 @@ pub fn text(text: &str) -> Result<()> {
 /// # Errors
 /// As [`text`].
 pub fn bytes(content: &[u8]) -> Result<()> {
-    let mut stdout = io::stdout().lock();
-    match stdout.write_all(content).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Error::from_io("stdout cannot be written", error))
-        }
-        _ => Ok(()),
-    }
+    live(content).map(drop)
 }
 
 /// Writes `value` as one indented JSON document.
@@ -75,6 +69,18 @@ pub fn live(content: &[u8]) -> Result<bool> {
 /// Whether stdout is a terminal.
 pub fn is_terminal() -> bool {
     io::stdout().is_terminal()
+}
+
+/// Whether stderr is a terminal.
+pub fn is_stderr_terminal() -> bool {
+    io::stderr().is_terminal()
+}
+
+/// Writes `text` to stderr as it is: a bar that moves, a line for a program.
+pub fn aside(text: &str) {
+    let mut stderr = io::stderr().lock();
+    // Nobody is left to tell when stderr is gone.
+    let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
 }
 
 /// Tells the user something on stderr that is no result and no error.

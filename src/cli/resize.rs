@@ -34,7 +34,7 @@ pub(super) struct Resize {
     /// The mapping's name, its device or its URI
     target: String,
     /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
-    #[arg(allow_negative_numbers = true, value_parser = new_size)]
+    #[arg(allow_negative_numbers = true, value_parser = parse_size)]
     size: Option<u64>,
     /// Allow a smaller size: what lies behind the new end is lost
     #[arg(long)]
@@ -61,11 +61,4 @@ pub(super) fn run(globals: &Globals, args: Resize) -> Result<()> {
         Some(format) => output::text(&view::mappings(&[mapping], format == Format::Wide)),
         None => output::text(&format!("{}\n", mapping.size_bytes)),
     }
-}
-
-fn new_size(text: &str) -> Result<u64, String> {
-    parse_size(text).map_err(|error| match error.repair() {
-        Some(repair) => format!("{}; {repair}", error.report()),
-        None => error.report(),
-    })
 }

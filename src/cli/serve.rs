@@ -73,7 +73,6 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
     };
     let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s } = args.policy;
     let policy = policy::Change { outage, iops, bytes_per_s }.apply(Policy::default());
-    policy.limits.check()?;
     let options = ServeOptions {
         uri: args.uri,
         address,

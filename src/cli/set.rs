@@ -3,9 +3,9 @@
 use super::client::{self, QUERY_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
-use crate::backend::uri::parse_size;
+use crate::backend::uri::parse_size_or_zero;
 use crate::error::Result;
-use crate::policy::{MAX_IOPS, OnOutage};
+use crate::policy::{MAX_IOPS, OnOutage, RateLimits};
 use crate::proto::v1::SetOptionsRequest;
 
 pub(super) const EXAMPLES: &str = "\
@@ -52,7 +52,7 @@ pub(super) struct PolicyArgs {
     /// The most bytes read and written per second, such as 100M; 0: no limit
     ///
     /// A tenth of a second's worth may come at once; in the long run the rate is kept exactly.
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = size_or_zero)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = bytes_per_s)]
     pub(super) bps: Option<u64>,
 }
 
@@ -79,6 +79,7 @@ pub(super) fn run(globals: &Globals, args: Set) -> Result<()> {
     }
 }
 
-fn size_or_zero(text: &str) -> Result<u64> {
-    if text == "0" { Ok(0) } else { parse_size(text) }
+fn bytes_per_s(text: &str) -> Result<u64> {
+    let bytes_per_s = parse_size_or_zero(text)?;
+    RateLimits { iops: 0, bytes_per_s }.check().map(|limits| limits.bytes_per_s)
 }

@@ -131,11 +131,10 @@ pub(super) fn run(globals: &Globals, args: Unmap) -> Result<u8> {
 
 impl Unmapped {
     fn new(target: String, response: v1::UnmapResponse) -> Self {
-        let text = |text: String| Some(text).filter(|text| !text.is_empty());
         let step = |step: v1::ForcedStep| Step {
             step: step.step,
             took_ms: step.took_ms,
-            note: text(step.note),
+            note: view::text(step.note),
         };
         Self {
             target,
@@ -143,8 +142,8 @@ impl Unmapped {
             remaining_holders: response.remaining_holders.into_iter().map(Into::into).collect(),
             steps: response.steps.into_iter().map(step).collect(),
             unmounted: response.unmounted.into_iter().map(Into::into).collect(),
-            device_left: text(response.device_left),
-            unproven: text(response.unproven),
+            device_left: view::text(response.device_left),
+            unproven: view::text(response.unproven),
         }
     }
 

@@ -568,6 +568,7 @@ impl Executor {
             predecessor: None,
             volume: None,
             established: false,
+            fenced: false,
             created_at_s: since_epoch.as_secs(),
             boot_id: self.settings.boot_id.clone(),
         }

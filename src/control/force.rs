@@ -266,9 +266,10 @@ impl Executor {
     /// for writing knows that they have ended.
     async fn prove_silence(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
         let record = &guard.record;
-        // What was kept in memory died with it.
+        // What was kept in memory died with it; and the storage itself keeps out who is fenced.
         let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
-        if guard.silent || record.worker.is_none() || record.options.read_only || !outlives {
+        let harmless = record.options.read_only || record.fenced || !outlives;
+        if guard.silent || record.worker.is_none() || harmless {
             return Ok(());
         }
         loop {

@@ -50,6 +50,9 @@ pub struct Record {
     pub volume: Option<Volume>,
     /// Whether `map` has succeeded: from here on a missing device is a fault, not work to do.
     pub established: bool,
+    /// Whether somebody else came to own the volume: no worker of this mapping opens it again.
+    #[serde(default)]
+    pub fenced: bool,
     /// Seconds since the epoch.
     pub created_at_s: u64,
     /// The kernel's boot: devices do not survive it.
@@ -245,6 +248,8 @@ pub enum Action {
     Detach(DeviceIndex, Unmount),
     /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
     Sever(DeviceIndex),
+    /// Record that somebody else owns the volume.
+    RememberFence,
     /// Make sure that nothing of the worker, whose end is proved, is under way at the backend.
     ProveSilence,
 }
@@ -358,6 +363,9 @@ fn plan_succession(record: &Record, observed: &Observed) -> Plan {
 
 fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
     let name = &record.name;
+    if record.fenced {
+        return fenced(record, observed);
+    }
     match observed.devices.as_slice() {
         [] if record.established => Plan::fail(Trouble::new(
             ErrorKind::Unavailable,
@@ -385,7 +393,7 @@ fn plan_new(record: &Record, observed: &Observed) -> Plan {
         }
         SeenWorker::Alive { .. } => Plan { state: State::Mapping, actions: rest.to_vec() },
         SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
-        SeenWorker::Fenced => fenced(record),
+        SeenWorker::Fenced => fenced(record, observed),
     }
 }
 
@@ -434,7 +442,7 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
             Plan { state: State::Recovering, actions }
         }
         SeenWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
-        SeenWorker::Fenced => fenced(record),
+        SeenWorker::Fenced => fenced(record, observed),
     }
 }
 
@@ -551,12 +559,21 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
     ))
 }
 
-fn fenced(record: &Record) -> Plan {
-    Plan::fail(Trouble::new(
+/// Remembered, since a worker knows it only for as long as it lives: another one would open the
+/// volume as if nothing had happened, under a file system that has missed what others wrote.
+fn fenced(record: &Record, observed: &Observed) -> Plan {
+    let mut plan = Plan::fail(Trouble::new(
         ErrorKind::Fenced,
         format!("somebody else owns the volume of {} now", record.name),
         format!("cleat unmap {}; nothing more is written from here", record.name),
-    ))
+    ));
+    if !record.fenced {
+        plan.actions.push(Action::RememberFence);
+    }
+    match observed.devices.as_slice() {
+        [device] if observed.worker == SeenWorker::Gone => refused(plan, record, observed, *device),
+        _ => plan,
+    }
 }
 
 fn unreachable_worker(record: &Record, pid: u32, reason: &str) -> Plan {

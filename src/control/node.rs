@@ -32,7 +32,7 @@ use super::workers::{WorkerEvent, Workers};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::real::RealKernel;
-use crate::kernel::{Kernel, KernelEvent};
+use crate::kernel::{Kernel, KernelEvent, cgroup};
 use crate::proto::v1::node_server::NodeServer;
 
 /// What the daemon stands on; tests put others in their place.
@@ -142,7 +142,9 @@ async fn start_patiently(config: &Config, patience: Duration) -> Result<Node> {
         let kernel = move || RealKernel::new(&directory).loading_module(modprobe);
         let parts = Parts {
             kernel: Box::new(move || Arc::new(kernel())),
-            launcher: Arc::new(Processes::of_this_executable()),
+            launcher: Arc::new(
+                Processes::of_this_executable().in_cgroup(config.workers.cgroup.clone()),
+            ),
             random: Random::from_kernel()?,
             boot_id: boot_id()?,
             halt: None,
@@ -232,6 +234,12 @@ impl Node {
             executor.found(format!("cannot look for leftovers: {}", error.report()));
         }
 
+        if let Some(group) = config.workers.cgroup.as_deref()
+            && let Err(error) = cgroup::examine(group)
+        {
+            executor.found(format!("they end with this daemon's: {}", error.report()));
+        }
+
         let mut tasks = JoinSet::new();
         tasks.spawn(tend(Arc::clone(&executor), attention_receiver));
         tasks.spawn(watch_workers(Arc::clone(&executor), worker_receiver));
@@ -246,6 +254,10 @@ impl Node {
             started_at_s: admin.started_at_s(),
         }));
         tasks.spawn(serve(admin, listener, calls, stopped));
+        if config.workers.upgrade_at_start {
+            let (executor, limit) = (Arc::clone(&executor), config.map.timeout);
+            tasks.spawn(async move { executor.succeed_all(limit).await });
+        }
         tracing::info!(socket = %config.socket().display(), "ready: {}", status(&executor));
         Ok(Self {
             executor,

@@ -13,6 +13,7 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 
 use super::mapping::WorkerId;
 use crate::error::{Error, Result};
+use crate::kernel::cgroup;
 use crate::sys::process::{PidFd, spawn_with_channel};
 use crate::worker::protocol::CHANNEL_FD;
 use crate::worker::version::binary_id;
@@ -75,6 +76,7 @@ pub trait Launcher: Send + Sync {
 pub struct Processes {
     executable: PathBuf,
     environment: Vec<(OsString, OsString)>,
+    cgroup: Option<PathBuf>,
 }
 
 impl Processes {
@@ -85,13 +87,20 @@ impl Processes {
 
     /// Workers of another executable.
     pub fn of(executable: PathBuf) -> Self {
-        Self { executable, environment: Vec::new() }
+        Self { executable, environment: Vec::new(), cgroup: None }
     }
 
     /// Gives every worker a variable more.
     #[must_use]
     pub fn with_variable(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
+        self
+    }
+
+    /// Puts every worker into a control group, see [`cgroup`].
+    #[must_use]
+    pub fn in_cgroup(mut self, group: Option<PathBuf>) -> Self {
+        self.cgroup = group;
         self
     }
 }
@@ -116,6 +125,13 @@ impl Launcher for Processes {
         let pid = child.id();
         let pidfd = PidFd::open(pid).map_err(failed)?;
         let started_ticks = started_ticks(pid).map_err(failed)?;
+        // It has been told nothing yet. Where it stays in our group, it works until that is ended.
+        if let Some(group) = &self.cgroup
+            && let Err(error) = cgroup::put(group, pid)
+        {
+            let repair = error.repair().unwrap_or_default();
+            tracing::warn!(pid, repair, "{}", error.report());
+        }
         process(WorkerId { pid, started_ticks }, pidfd).map_err(failed)
     }
 

@@ -65,6 +65,12 @@ impl Executor {
             Action::Refuse { index, connections } => {
                 self.refuse(guard, index, connections, deadline).await
             }
+            Action::RememberFence => {
+                guard.record.fenced = true;
+                let stored = self.store(guard).await;
+                guard.record.fenced = stored.is_ok();
+                stored
+            }
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {

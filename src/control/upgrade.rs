@@ -4,20 +4,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tonic::Status;
 
 use super::convert;
 use super::executor::{Executor, blocking};
 use super::mapping::{Intent, State};
 use super::restart::{self, Binary};
-use super::volume::Volume;
+use super::volume::{Guard, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1::{self as api, upgrade_event::Outcome};
 use crate::worker::version::BUILD;
 
 /// How long the caller gets to hear that the daemon starts anew, before it does.
 const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
+
+/// Between two looks whether somebody else is still busy with a volume.
+const BUSY_PAUSE: Duration = Duration::from_millis(500);
 
 /// For calls to the kernel that are under way.
 const STUCK_LIMIT: Duration = Duration::from_secs(3);
@@ -50,7 +53,8 @@ impl Executor {
                 return;
             }
             for volume in volumes {
-                let event = executor.upgrade_volume(&volume, request.force, limit).await;
+                let enter = volume.enter_call();
+                let event = executor.upgrade_volume(&volume, enter, request.force, limit).await;
                 if events.send(Ok(event)).await.is_err() {
                     tracing::info!("nobody waits for the upgrade any more; it ends here");
                     return;
@@ -58,6 +62,27 @@ impl Executor {
             }
         });
         Ok(receiver)
+    }
+
+    /// Has the workers that another build has left handed over to such of this one, each as soon as
+    /// nobody else is busy with its volume. What fails stays as it is, and is logged.
+    pub(super) async fn succeed_all(&self, limit: Duration) {
+        for volume in self.register().all() {
+            // As one that looks after the volume by itself: calls wait for it.
+            let enter = async {
+                let until = Instant::now() + limit;
+                loop {
+                    if let Some(guard) = volume.enter_keeper() {
+                        return Ok(guard);
+                    }
+                    if Instant::now() >= until {
+                        return volume.enter();
+                    }
+                    sleep(BUSY_PAUSE).await;
+                }
+            };
+            self.upgrade_volume(&volume, enter, false, limit).await;
+        }
     }
 
     /// Returns whether the daemon starts anew: then the caller asks the next one for the rest.
@@ -107,6 +132,7 @@ impl Executor {
     async fn upgrade_volume(
         &self,
         volume: &Arc<Volume>,
+        enter: impl Future<Output = Result<Guard>>,
         force: bool,
         limit: Duration,
     ) -> api::UpgradeEvent {
@@ -115,7 +141,7 @@ impl Executor {
             from_version: volume.view().worker_build,
             ..api::UpgradeEvent::default()
         };
-        let upgraded = self.upgrade_worker(volume, force, Instant::now() + limit);
+        let upgraded = self.upgrade_worker(volume, enter, force, limit);
         match volume.giving_way(upgraded).await {
             Ok(None) => event.set_outcome(Outcome::Current),
             Ok(Some(pause)) => {
@@ -139,10 +165,12 @@ impl Executor {
     async fn upgrade_worker(
         &self,
         volume: &Arc<Volume>,
+        enter: impl Future<Output = Result<Guard>>,
         force: bool,
-        deadline: Instant,
+        limit: Duration,
     ) -> Result<Option<Duration>> {
-        let mut guard = volume.enter_call().await?;
+        let mut guard = enter.await?;
+        let deadline = Instant::now() + limit;
         if guard.withdrawn || guard.record.intent != Intent::Mapped {
             return Ok(None);
         }

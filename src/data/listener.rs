@@ -95,7 +95,7 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     server.set_policy(options.policy);
     let listener = Listener::bind(&options.address)?;
     let log = std::thread::Builder::new().name("events".into()).spawn(move || {
-        for Event::ConnectionEnded { id, end, .. } in events {
+        for Event::ConnectionEnded { id, end } in events {
             if end.is_orderly() {
                 tracing::debug!(connection = id, "{end}");
             } else {

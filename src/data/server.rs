@@ -47,7 +47,7 @@ impl Default for Limits {
 
 /// Who is at the other end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub(super) enum Kind {
     /// The kernel's driver: no handshake.
     Kernel,
     /// An NBD client.
@@ -64,8 +64,6 @@ pub enum Event {
     ConnectionEnded {
         /// Which.
         id: ConnectionId,
-        /// Whose.
-        kind: Kind,
         /// How.
         end: End,
     },
@@ -374,7 +372,7 @@ struct Task {
 
 impl Task {
     fn run(self, socket: OwnedFd, recorder: Recorder, ready: &Sender<Result<()>>) {
-        let Self { id, kind, .. } = self;
+        let id = self.id;
         let events = self.events.clone();
         let served = catch_unwind(AssertUnwindSafe(|| self.serve(socket, recorder, ready)));
         let end = match served {
@@ -384,7 +382,7 @@ impl Task {
             Err(panic) => End::Panicked(panic_message(panic.as_ref())),
         };
         // Nobody listens any more: then nobody needs to know.
-        let _ = events.send(Event::ConnectionEnded { id, kind, end });
+        let _ = events.send(Event::ConnectionEnded { id, end });
     }
 
     fn serve(self, socket: OwnedFd, recorder: Recorder, ready: &Sender<Result<()>>) -> Option<End> {

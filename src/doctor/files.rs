@@ -140,11 +140,32 @@ impl Machine {
         if self.path("run/systemd/system").is_dir() {
             return Check::ok(NAME, "systemd is there");
         }
+        if self.cgroup.is_some() {
+            return Check::ok(
+                NAME,
+                "no systemd is seen; workers have a control group of their own",
+            );
+        }
         Check::warning(
             NAME,
             "no systemd is seen: workers do not outlive the supervisor's control group",
-            "run cleat as a systemd unit (`make install`); in a pod, mount the host's /run/systemd",
+            "run cleat as a systemd unit (`make install`); in a pod, set workers.cgroup",
         )
+    }
+
+    /// Where workers are put.
+    pub(super) fn cgroup(&self) -> Check {
+        const NAME: &str = "worker_cgroup";
+        let Some(group) = &self.cgroup else {
+            return Check::ok(NAME, "workers stay in the supervisor's control group");
+        };
+        match kernel::cgroup::examine(group) {
+            Ok(()) => Check::ok(NAME, format!("workers are put into {}", group.display())),
+            Err(error) => {
+                let repair = error.repair().unwrap_or("name another in workers.cgroup");
+                Check::warning(NAME, error.report(), repair)
+            }
+        }
     }
 
     pub(super) fn read(&self, path: &str) -> Option<String> {
@@ -190,7 +211,7 @@ mod tests {
             fs::write(path, text).unwrap();
         }
         let run_directory = root.path().join("run/cleat");
-        let machine = Machine { root: root.path().to_owned(), run_directory };
+        let machine = Machine { root: root.path().to_owned(), run_directory, cgroup: None };
         (root, machine)
     }
 
@@ -265,5 +286,9 @@ mod tests {
         let (_root, machine) = machine(&[]);
         assert_eq!(machine.run_directory().verdict, Verdict::Ok);
         assert_eq!(machine.systemd().verdict, Verdict::Warning);
+        assert_eq!(machine.cgroup().verdict, Verdict::Ok);
+        let apart = Machine { cgroup: Some("/nowhere/group".into()), ..machine };
+        assert_eq!(apart.systemd().verdict, Verdict::Ok);
+        assert_eq!(apart.cgroup().verdict, Verdict::Warning);
     }
 }

@@ -8,6 +8,7 @@
 //! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
 //! runs on both.
 
+pub mod cgroup;
 mod detach;
 mod disposable;
 mod events;

@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::Legacy;
 use crate::policy::Policy;
-use crate::request::Op;
 
 /// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
 /// say theirs in the first message; see `version`.
@@ -227,9 +226,6 @@ pub struct Failure {
     /// What the reader can do about it.
     pub repair: Option<String>,
 }
-
-/// The statistics page's number of operations, fixed by the protocol's version.
-pub const STATISTICS_OPS: usize = Op::ALL.len();
 
 #[cfg(test)]
 mod tests {

@@ -69,17 +69,7 @@ impl Image for Nothing {
     }
 
     fn features(&self) -> Features {
-        Features {
-            read_only: false,
-            flush: true,
-            fua: true,
-            trim: true,
-            write_zeroes: true,
-            fast_zero: true,
-            cache: true,
-            multi_connection: true,
-            outlives_worker: false,
-        }
+        Features::ALL
     }
 
     fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {

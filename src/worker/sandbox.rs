@@ -13,7 +13,7 @@
 //!
 //! Stays: memory, threads, time, io_uring and reads, writes, sizes and holes of what is open.
 //! A backend whose threads start when it opens is confined before, with the paths it will read and,
-//! if it says so, with stream sockets of AF_UNIX, AF_INET and AF_INET6; never AF_NETLINK.
+//! if it says so, with sockets of AF_UNIX, AF_INET and AF_INET6; never AF_NETLINK.
 
 mod filter;
 
@@ -33,7 +33,7 @@ use crate::backend::Confinement;
 pub struct Needs {
     /// Files and directories that can still be opened for reading.
     pub paths: Vec<PathBuf>,
-    /// Stream sockets.
+    /// Sockets.
     pub network: bool,
 }
 

@@ -216,7 +216,7 @@ impl Session {
 
     fn on_events(&mut self) -> Next {
         self.waker.take();
-        while let Ok(Event::ConnectionEnded { id, end, .. }) = self.events.try_recv() {
+        while let Ok(Event::ConnectionEnded { id, end }) = self.events.try_recv() {
             self.live.remove(&id);
             if matches!(end, End::Disconnected) {
                 self.disconnecting = true;

@@ -102,7 +102,9 @@ impl Session {
             }
             Err(error) => {
                 // Theirs still; nothing was read.
-                self.server.leave()?;
+                if let Err(error) = self.server.leave() {
+                    tracing::error!(error = %error.report(), "a connection does not end");
+                }
                 Err(error)
             }
         }

@@ -62,6 +62,9 @@ fn missing_empty_and_odd_files() {
     let missing = refused(&format!("file:{}", path("missing.img")));
     assert_eq!(missing.kind(), ErrorKind::NotFound);
     assert!(missing.repair().unwrap().contains("create=10G"));
+    let nowhere = refused(&format!("file:{}?create=1M", path("none/new.img")));
+    assert_eq!(nowhere.kind(), ErrorKind::NotFound);
+    assert!(nowhere.repair().unwrap().ends_with(&path("none")), "{nowhere:?}");
     let odd = refused(&format!("file:{}", path("")));
     assert!(odd.message().contains("is a directory"), "{}", odd.message());
     nix::unistd::mkfifo(path("fifo").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();

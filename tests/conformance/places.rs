@@ -1,6 +1,7 @@
 //! Where fresh volumes come from: memory, directories, loop devices, a Ceph cluster.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -139,7 +140,7 @@ impl Drop for Place {
             let pool = pool();
             for image in pool.list().unwrap_or_default() {
                 if image.name.starts_with(&prefix) {
-                    let removed = pool.remove(&image.name, &mut |_, _| {});
+                    let removed = pool.remove(&image.name, &mut |_, _| ControlFlow::Continue(()));
                     assert!(removed.is_ok() || std::thread::panicking(), "{removed:?}");
                 }
             }

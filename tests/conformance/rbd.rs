@@ -1,5 +1,6 @@
 //! What RBD images promise beyond the common contract, on a real cluster.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -124,11 +125,11 @@ fn a_change_of_size_is_noticed() {
     let mut lane = volume.lane();
     lane.one(write(8 * MIB - 4096, &pattern(1, 4096)));
     let admin = pool(shared(), ID).open("moving", None, Open::Write).unwrap();
-    admin.resize(12 * MIB, false, &mut |_, _| {}).unwrap();
+    admin.resize(12 * MIB, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
     wait_until("it grows", || volume.size() == 12 * MIB);
     assert!(lane.read(8 * MIB - 4096, 4096) == pattern(1, 4096));
     assert!(lane.read(8 * MIB, 4 * MIB).iter().all(|byte| *byte == 0));
-    admin.resize(4 * MIB, true, &mut |_, _| {}).unwrap();
+    admin.resize(4 * MIB, true, &mut |_, _| ControlFlow::Continue(())).unwrap();
     wait_until("it shrinks", || volume.size() == 4 * MIB);
     // What was on its way meanwhile is no success, and the lane lives on.
     assert!(lane.try_one(job(Op::Read, 6 * MIB, 4096)).is_err());

@@ -8,6 +8,21 @@ use std::time::{Duration, Instant};
 /// How long anything may take before a test gives up; tcg is slow.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How often a situation is tried; more than once is a campaign, on a machine that has nothing else
+/// to do.
+pub(crate) fn repeat() -> Option<u32> {
+    let given = std::env::var("CLEAT_REPEAT").ok();
+    given.map(|text| text.parse().expect("CLEAT_REPEAT is a number"))
+}
+
+/// A promise about time. A campaign holds us to it; elsewhere the machine may be busy otherwise, and
+/// only what is out of all proportion fails.
+#[track_caller]
+pub(crate) fn promised(took: Duration, limit: Duration, what: &str) {
+    let limit = if repeat().is_some() { limit } else { 8 * limit };
+    assert!(took < limit, "{what}: took {took:?}");
+}
+
 const LOG: &str = "/out/node.log";
 const SOCKET: &str = "/run/cleat/cleat.sock";
 

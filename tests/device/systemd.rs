@@ -15,9 +15,12 @@ fn unit() {
          install -m 0644 60-cleat.rules /etc/udev/rules.d/; udevadm control --reload
          for unit in *.service; do sed 's#/usr/local/bin/#/usr/bin/#' $unit > /etc/systemd/system/$unit; done
          systemd-analyze verify --man=no /etc/systemd/system/cleat.service
+         mkdir -p /etc/cleat; printf '[metrics]\\nlisten = \"127.0.0.1:9599\"\\n' > /etc/cleat/cleat.toml
          systemctl daemon-reload; systemctl start cleat || { journalctl -u cleat; exit 1; }",
     );
     assert_eq!(shell("systemctl is-active cleat"), "active");
+    // The unit lets it listen on a port.
+    assert!(shell("cleat metrics 127.0.0.1:9599 | grep cleat_build_info").contains("version="));
     let device = cleat_ok(&["map", "mem:64M", "--name", "unit"]);
     shell(&format!(
         "mkfs.ext4 -q {device}; mkdir -p /mnt/unit; mount {device} /mnt/unit; echo here > /mnt/unit/file; sync -f /mnt/unit"

@@ -11,6 +11,7 @@ mod forced;
 mod metrics;
 mod openmetrics;
 mod outages;
+mod rbd;
 mod sizes;
 #[path = "../common/stopwatch.rs"]
 mod stopwatch;

@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
 
-use libc::{iovec, size_t, ssize_t};
+use libc::{iovec, size_t, ssize_t, timespec};
 
 use crate::types::*;
 
@@ -115,6 +115,7 @@ table! {
             *mut *mut c_char, *mut size_t, *mut *mut c_char, *mut size_t
         ) -> c_int;
         fn rados_wait_for_latest_osdmap(rados_t) -> c_int;
+        fn rados_pool_reverse_lookup(rados_t, i64, *mut c_char, size_t) -> c_int;
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
@@ -142,6 +143,7 @@ table! {
             rados_ioctx_t, *const c_char, librbd_progress_fn_t, *mut c_void
         ) -> c_int;
         fn rbd_namespace_create(rados_ioctx_t, *const c_char) -> c_int;
+        fn rbd_namespace_exists(rados_ioctx_t, *const c_char, *mut bool) -> c_int;
         fn rbd_trash_move(rados_ioctx_t, *const c_char, u64) -> c_int;
         fn rbd_trash_list(rados_ioctx_t, *mut rbd_trash_image_info_t, *mut size_t) -> c_int;
         fn rbd_trash_list_cleanup(*mut rbd_trash_image_info_t, size_t);
@@ -164,6 +166,16 @@ table! {
         fn rbd_get_stripe_unit(rbd_image_t, *mut u64) -> c_int;
         fn rbd_get_stripe_count(rbd_image_t, *mut u64) -> c_int;
         fn rbd_get_id(rbd_image_t, *mut c_char, size_t) -> c_int;
+        fn rbd_get_data_pool_id(rbd_image_t) -> i64;
+        fn rbd_get_create_timestamp(rbd_image_t, *mut timespec) -> c_int;
+        fn rbd_get_overlap(rbd_image_t, *mut u64) -> c_int;
+        fn rbd_get_parent(
+            rbd_image_t, *mut rbd_linked_image_spec_t, *mut rbd_snap_spec_t
+        ) -> c_int;
+        fn rbd_linked_image_spec_cleanup(*mut rbd_linked_image_spec_t);
+        fn rbd_snap_spec_cleanup(*mut rbd_snap_spec_t);
+        fn rbd_list_children3(rbd_image_t, *mut rbd_linked_image_spec_t, *mut size_t) -> c_int;
+        fn rbd_linked_image_spec_list_cleanup(*mut rbd_linked_image_spec_t, size_t);
         fn rbd_config_image_list(rbd_image_t, *mut rbd_config_option_t, *mut c_int) -> c_int;
         fn rbd_config_image_list_cleanup(*mut rbd_config_option_t, c_int);
         fn rbd_snap_list(rbd_image_t, *mut rbd_snap_info_t, *mut c_int) -> c_int;
@@ -176,6 +188,11 @@ table! {
         fn rbd_snap_protect(rbd_image_t, *const c_char) -> c_int;
         fn rbd_snap_unprotect(rbd_image_t, *const c_char) -> c_int;
         fn rbd_snap_is_protected(rbd_image_t, *const c_char, *mut c_int) -> c_int;
+        fn rbd_snap_get_timestamp(rbd_image_t, u64, *mut timespec) -> c_int;
+        fn rbd_snap_get_namespace_type(
+            rbd_image_t, u64, *mut rbd_snap_namespace_type_t
+        ) -> c_int;
+        fn rbd_snap_get_trash_namespace(rbd_image_t, u64, *mut c_char, size_t) -> c_int;
         fn rbd_flatten_with_progress(rbd_image_t, librbd_progress_fn_t, *mut c_void) -> c_int;
         fn rbd_metadata_get(rbd_image_t, *const c_char, *mut c_char, *mut size_t) -> c_int;
         fn rbd_metadata_set(rbd_image_t, *const c_char, *const c_char) -> c_int;
@@ -191,6 +208,10 @@ table! {
         ) -> c_int;
         fn rbd_lock_get_owners_cleanup(*mut *mut c_char, size_t);
         fn rbd_lock_break(rbd_image_t, rbd_lock_mode_t, *const c_char) -> c_int;
+        fn rbd_list_lockers(
+            rbd_image_t, *mut c_int, *mut c_char, *mut size_t, *mut c_char, *mut size_t,
+            *mut c_char, *mut size_t, *mut c_char, *mut size_t
+        ) -> ssize_t;
         fn rbd_watchers_list(rbd_image_t, *mut rbd_image_watcher_t, *mut size_t) -> c_int;
         fn rbd_watchers_list_cleanup(*mut rbd_image_watcher_t, size_t);
         fn rbd_update_watch(rbd_image_t, *mut u64, rbd_update_callback_t, *mut c_void) -> c_int;

@@ -17,6 +17,9 @@ pub type rbd_completion_t = *mut c_void;
 /// Shared or exclusive; see [`RBD_LOCK_MODE_EXCLUSIVE`].
 pub type rbd_lock_mode_t = c_int;
 
+/// What made a snapshot; see [`RBD_SNAP_NAMESPACE_TYPE_USER`].
+pub type rbd_snap_namespace_type_t = c_int;
+
 /// Called when an operation has ended, on a thread of the library. Must not unwind.
 pub type rbd_callback_t = unsafe extern "C" fn(rbd_completion_t, *mut c_void);
 /// Called with how much of how much is done. A result below zero ends some operations.
@@ -44,6 +47,27 @@ pub struct rbd_image_info_t {
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_image_spec_t {
     pub id: *mut c_char,
+    pub name: *mut c_char,
+}
+
+/// An image and where it is: a parent, or a child.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_linked_image_spec_t {
+    pub pool_id: i64,
+    pub pool_name: *mut c_char,
+    pub pool_namespace: *mut c_char,
+    pub image_id: *mut c_char,
+    pub image_name: *mut c_char,
+    pub trash: bool,
+}
+
+/// The snapshot that a clone was made of.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_snap_spec_t {
+    pub id: u64,
+    pub namespace_type: rbd_snap_namespace_type_t,
     pub name: *mut c_char,
 }
 
@@ -105,6 +129,10 @@ pub const RBD_IMAGE_OPTION_ORDER: c_int = 2;
 pub const RBD_IMAGE_OPTION_STRIPE_UNIT: c_int = 3;
 pub const RBD_IMAGE_OPTION_STRIPE_COUNT: c_int = 4;
 pub const RBD_IMAGE_OPTION_DATA_POOL: c_int = 10;
+pub const RBD_IMAGE_OPTION_CLONE_FORMAT: c_int = 12;
+
+pub const RBD_SNAP_NAMESPACE_TYPE_USER: rbd_snap_namespace_type_t = 0;
+pub const RBD_SNAP_NAMESPACE_TYPE_TRASH: rbd_snap_namespace_type_t = 2;
 
 pub const RBD_LOCK_MODE_EXCLUSIVE: rbd_lock_mode_t = 0;
 

@@ -95,6 +95,8 @@ fn in_c(rust: &str) -> String {
         "c_void" => "void",
         "u8" => "uint8_t",
         "u64" => "uint64_t",
+        "i64" => "int64_t",
+        "timespec" => "struct timespec",
         "iovec" => "struct iovec",
         // The header writes this one out where it is used.
         "rbd_diff_fn_t" => "__typeof__(int (*)(uint64_t, size_t, int, void *))",
@@ -120,6 +122,11 @@ fn layouts(source: &mut String) {
         }
         rbd_image_spec_t { id, name }
         rbd_snap_info_t { id, size, name }
+        rbd_linked_image_spec_t {
+            pool_id, pool_name, pool_namespace, image_id, image_name, trash
+        }
+        rbd_snap_spec_t { id, namespace_type, name }
+        rbd_snap_namespace_type_t {}
         rbd_image_watcher_t { addr, id, cookie }
         rbd_config_option_t { name, value, source }
         rbd_trash_image_info_t { id, name, source, deletion_time, deferment_end_time }
@@ -140,7 +147,9 @@ fn constants(source: &mut String) {
         RBD_FEATURE_FAST_DIFF RBD_FEATURE_DEEP_FLATTEN RBD_FEATURE_JOURNALING
         RBD_FEATURE_DATA_POOL RBD_FLAG_OBJECT_MAP_INVALID RBD_FLAG_FAST_DIFF_INVALID
         RBD_IMAGE_OPTION_FEATURES RBD_IMAGE_OPTION_ORDER RBD_IMAGE_OPTION_STRIPE_UNIT
-        RBD_IMAGE_OPTION_STRIPE_COUNT RBD_IMAGE_OPTION_DATA_POOL RBD_LOCK_MODE_EXCLUSIVE
+        RBD_IMAGE_OPTION_STRIPE_COUNT RBD_IMAGE_OPTION_DATA_POOL
+        RBD_IMAGE_OPTION_CLONE_FORMAT RBD_SNAP_NAMESPACE_TYPE_USER
+        RBD_SNAP_NAMESPACE_TYPE_TRASH RBD_LOCK_MODE_EXCLUSIVE
         RBD_WRITE_ZEROES_FLAG_THICK_PROVISION
     }
 }

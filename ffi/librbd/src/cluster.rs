@@ -244,6 +244,24 @@ impl Cluster {
         check(waited, || "wait for the newest map of the OSDs".to_owned()).map(drop)
     }
 
+    /// The name of the pool with this number.
+    ///
+    /// # Errors
+    /// ENOENT when there is no such pool.
+    pub fn pool_name(&self, id: i64) -> Result<String> {
+        let name = growing(
+            128,
+            || format!("ask for the name of the pool {id}"),
+            |buffer, size| {
+                // SAFETY: the handle is connected, and `buffer` has room for `size` bytes.
+                unsafe {
+                    (self.api.rados.rados_pool_reverse_lookup)(self.handle, id, buffer, *size)
+                }
+            },
+        )?;
+        Ok(until_zero(&name))
+    }
+
     /// A pool, or one of its namespaces.
     ///
     /// # Errors

@@ -139,7 +139,7 @@ impl Image {
         self.number(self.api().rbd_get_flags, "ask for the image's flags")
     }
 
-    fn number(
+    pub(crate) fn number(
         &self,
         call: unsafe extern "C" fn(rbd_image_t, *mut u64) -> i32,
         action: &str,
@@ -199,7 +199,8 @@ impl Image {
         }
     }
 
-    /// Changes the size. What is cut off, which only `allow_shrink` does, is gone.
+    /// Changes the size. What is cut off, which only `allow_shrink` does, is gone. Ended half way, it
+    /// has the old size, with objects missing at its end.
     ///
     /// # Errors
     /// EINVAL for a smaller size without `allow_shrink`, or what the library gives.
@@ -211,7 +212,8 @@ impl Image {
         check(returned, || format!("resize the image to {size} bytes")).map(drop)
     }
 
-    /// Copies what a clone has of its parent, so that it needs it no more.
+    /// Copies what a clone has of its parent, so that it needs it no more. Ended half way, it is still
+    /// the clone that it was, and another call goes on.
     ///
     /// # Errors
     /// EINVAL without a parent, or what the library gives.

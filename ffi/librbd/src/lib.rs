@@ -14,6 +14,7 @@
 #![allow(unsafe_code, reason = "the only caller of librbd-sys; each block says why it may")]
 
 mod cluster;
+mod describe;
 mod error;
 mod gate;
 mod image;
@@ -27,6 +28,7 @@ mod text;
 mod watch;
 
 pub use cluster::{Cluster, Config};
+pub use describe::{LinkedImage, Objects, Parent};
 pub use error::{Error, Result};
 pub use image::{Image, Open, Stat};
 pub use librbd_sys::{
@@ -34,10 +36,10 @@ pub use librbd_sys::{
     RBD_FEATURE_FAST_DIFF, RBD_FEATURE_JOURNALING, RBD_FEATURE_LAYERING, RBD_FEATURE_OBJECT_MAP,
     RBD_FEATURE_STRIPINGV2, RBD_FLAG_FAST_DIFF_INVALID, RBD_FLAG_OBJECT_MAP_INVALID,
 };
-pub use lock::Watcher;
+pub use lock::{Locker, Watcher};
 pub use pool::{ImageSpec, NewImage, Pool, Trashed};
 pub use progress::Progress;
-pub use snapshots::Snapshot;
+pub use snapshots::{Snapshot, SnapshotKind};
 pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;
 

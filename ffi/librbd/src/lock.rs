@@ -7,7 +7,7 @@ use librbd_sys::{RBD_LOCK_MODE_EXCLUSIVE, rbd_image_watcher_t};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
-use crate::text::{c_string, owned};
+use crate::text::{c_string, owned, texts};
 
 /// A client that has the image open for writing, or as a reader that wants to hear of changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,8 +18,22 @@ pub struct Watcher {
     pub client: i64,
 }
 
+/// A client that holds a lock on the image's header: librbd's exclusive lock, or one that somebody
+/// took with a name of his own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Locker {
+    /// `client.NUMBER`
+    pub client: String,
+    /// `auto NUMBER` for librbd's exclusive lock.
+    pub cookie: String,
+    pub address: String,
+}
+
 /// Most owners or watchers that are listed.
 const MAX_LISTED: usize = 4096;
+
+/// Bytes that the lockers' names may take.
+const MAX_NAMES: usize = 16 << 20;
 
 impl Image {
     /// Takes the exclusive lock and keeps it: it is not handed to another client that asks, as one
@@ -88,6 +102,56 @@ impl Image {
                 (self.api().rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count);
                 return Ok(listed);
             }
+        }
+    }
+
+    /// Who held a lock when the image was opened, or last changed.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn lockers(&self) -> Result<Vec<Locker>> {
+        let action = || "list the image's locks".to_owned();
+        let mut sizes = [64, 256, 256, 256];
+        loop {
+            let mut buffers = sizes.map(|size| vec![0_u8; size]);
+            let [tag, clients, cookies, addresses] = &mut buffers;
+            let [tag_len, clients_len, cookies_len, addresses_len] = &mut sizes;
+            let mut exclusive = 0;
+            // SAFETY: the image is open, and the buffers have room for as many bytes as is said.
+            let returned = unsafe {
+                (self.api().rbd_list_lockers)(
+                    self.raw(),
+                    &raw mut exclusive,
+                    tag.as_mut_ptr().cast(),
+                    tag_len,
+                    clients.as_mut_ptr().cast(),
+                    clients_len,
+                    cookies.as_mut_ptr().cast(),
+                    cookies_len,
+                    addresses.as_mut_ptr().cast(),
+                    addresses_len,
+                )
+            };
+            if returned == -(libc::ERANGE as isize) {
+                if sizes.iter().any(|size| *size > MAX_NAMES) {
+                    return Err(Error::invalid(action(), "the answer is too long"));
+                }
+                // What was long enough may come back as what was used of it.
+                sizes = std::array::from_fn(|n| sizes[n].max(buffers[n].len()));
+                continue;
+            }
+            check(i32::try_from(returned).unwrap_or(-libc::EIO), action)?;
+            // Where nobody holds one, the sizes stay as they were.
+            let count = usize::try_from(returned).unwrap_or(0);
+            let names = |n: usize| {
+                let used = sizes[n].min(buffers[n].len());
+                texts(&buffers[n][..used]).collect::<Vec<_>>()
+            };
+            let (clients, cookies, addresses) = (names(1), names(2), names(3));
+            let all = clients.into_iter().zip(cookies).zip(addresses).take(count);
+            return Ok(all
+                .map(|((client, cookie), address)| Locker { client, cookie, address })
+                .collect());
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
-use crate::text::{c_string, growing, until_zero};
+use crate::text::{c_string, growing, texts, until_zero};
 
 /// Entries that are asked for at a time.
 const PAGE: u64 = 64;
@@ -104,12 +104,4 @@ impl Image {
             return Ok(texts(&keys).zip(texts(&values)).collect());
         }
     }
-}
-
-/// Texts with a zero byte after each.
-fn texts(bytes: &[u8]) -> impl Iterator<Item = String> {
-    let ended = bytes.strip_suffix(&[0]);
-    ended.into_iter().flat_map(|all| {
-        all.split(|byte| *byte == 0).map(|text| String::from_utf8_lossy(text).into_owned())
-    })
 }

@@ -4,9 +4,9 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use librbd_sys::{
-    RBD_IMAGE_OPTION_DATA_POOL, RBD_IMAGE_OPTION_FEATURES, RBD_IMAGE_OPTION_ORDER,
-    RBD_IMAGE_OPTION_STRIPE_COUNT, RBD_IMAGE_OPTION_STRIPE_UNIT, rados_ioctx_t,
-    rbd_image_options_t, rbd_image_spec_t, rbd_trash_image_info_t,
+    RBD_IMAGE_OPTION_CLONE_FORMAT, RBD_IMAGE_OPTION_DATA_POOL, RBD_IMAGE_OPTION_FEATURES,
+    RBD_IMAGE_OPTION_ORDER, RBD_IMAGE_OPTION_STRIPE_COUNT, RBD_IMAGE_OPTION_STRIPE_UNIT,
+    rados_ioctx_t, rbd_image_options_t, rbd_image_spec_t, rbd_trash_image_info_t,
 };
 
 use crate::cluster::Cluster;
@@ -40,6 +40,8 @@ pub struct NewImage {
     pub stripes: Option<(u64, u64)>,
     /// Where the data goes, other than here.
     pub data_pool: Option<String>,
+    /// For clones: with 1 the snapshot must be protected, with 2 it need not.
+    pub clone_format: Option<u8>,
 }
 
 /// An image of a list.
@@ -54,6 +56,8 @@ pub struct ImageSpec {
 pub struct Trashed {
     pub id: String,
     pub name: String,
+    /// When it was put there, in seconds since 1970.
+    pub since: i64,
     /// Until when, in seconds since 1970, only `force` removes it.
     pub kept_until: i64,
 }
@@ -131,10 +135,10 @@ impl Pool {
         check(returned, || format!("create the image {name}")).map(drop)
     }
 
-    /// Makes the image `name` here as a clone of a protected snapshot of `parent` in `from`.
+    /// Makes the image `name` here as a clone of a snapshot of `parent` in `from`.
     ///
     /// # Errors
-    /// EEXIST, EINVAL for an unprotected snapshot, or what the library gives.
+    /// EEXIST, EINVAL for a snapshot that is not protected and has to be, or what the library gives.
     pub fn clone_image(
         &self,
         from: &Self,
@@ -161,7 +165,8 @@ impl Pool {
         check(returned, || format!("clone {parent}@{snapshot} to {name}")).map(drop)
     }
 
-    /// Removes an image with all its data.
+    /// Removes an image with all its data. Ended half way, it is still there, with objects missing, and
+    /// another call goes on.
     ///
     /// # Errors
     /// ENOENT, EBUSY while it is open, ENOTEMPTY with snapshots, or what the library gives.
@@ -185,6 +190,20 @@ impl Pool {
         // SAFETY: the pool is open, the name a C string.
         let returned = unsafe { (self.api().rbd_namespace_create)(self.io, text.as_ptr()) };
         check(returned, || format!("create the namespace {name}")).map(drop)
+    }
+
+    /// Whether this pool has the namespace.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn has_namespace(&self, name: &str) -> Result<bool> {
+        let text = c_string(name, "a namespace")?;
+        let mut exists = false;
+        // SAFETY: the pool is open, the name a C string, `exists` takes the answer.
+        let returned =
+            unsafe { (self.api().rbd_namespace_exists)(self.io, text.as_ptr(), &raw mut exists) };
+        check(returned, || format!("look for the namespace {name}"))?;
+        Ok(exists)
     }
 
     /// Puts an image into the trash, for `keep_s` seconds at least.
@@ -231,6 +250,7 @@ impl Pool {
                 let listed = entries.iter().take(count).map(|entry| Trashed {
                     id: owned(entry.id),
                     name: owned(entry.name),
+                    since: entry.deletion_time,
                     kept_until: entry.deferment_end_time,
                 });
                 let listed = listed.collect();
@@ -252,7 +272,8 @@ impl Pool {
         check(returned, || format!("bring {id} back from the trash")).map(drop)
     }
 
-    /// Removes an image that is in the trash; before its time only with `force`.
+    /// Removes an image that is in the trash; before its time only with `force`. Ended half way, it is
+    /// still there, with objects missing, and another call goes on.
     ///
     /// # Errors
     /// ENOENT, EPERM before its time, or what the library gives.
@@ -306,6 +327,7 @@ impl<'a> Options<'a> {
             (RBD_IMAGE_OPTION_ORDER, new.order.map(u64::from)),
             (RBD_IMAGE_OPTION_STRIPE_UNIT, new.stripes.map(|(unit, _)| unit)),
             (RBD_IMAGE_OPTION_STRIPE_COUNT, new.stripes.map(|(_, count)| count)),
+            (RBD_IMAGE_OPTION_CLONE_FORMAT, new.clone_format.map(u64::from)),
         ];
         for (option, value) in numbers {
             let Some(value) = value else { continue };

@@ -2,11 +2,13 @@
 
 use std::any::Any;
 use std::ffi::{c_int, c_void};
+use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, PoisonError};
 
-/// Told how much of how much is done.
-pub type Progress<'a> = &'a mut (dyn FnMut(u64, u64) + Send);
+/// Told how much of how much is done. `Break` ends the operation where it is, with ECANCELED, where
+/// it is one that can be ended: what that leaves stands with each.
+pub type Progress<'a> = &'a mut (dyn FnMut(u64, u64) -> ControlFlow<()> + Send);
 
 /// Calls `run` with a C callback and its argument, which call `progress`. The library calls from
 /// threads of its own, perhaps several, but never after `run` has returned. After a panic of
@@ -49,9 +51,10 @@ fn finish<F>(state: Mutex<State<F>>, returned: c_int) -> c_int {
 unsafe extern "C" fn told(done: u64, total: u64, argument: *mut c_void) -> c_int {
     // SAFETY: `with_progress` passes a `Mutex<State<Progress>>` that outlives the call.
     let state = unsafe { &*argument.cast::<Mutex<State<Progress<'_>>>>() };
-    // Below zero would end some operations half way, a removal for one.
-    let _ = call(state, |closure| closure(done, total));
-    0
+    match call(state, |closure| closure(done, total)) {
+        Some(ControlFlow::Break(())) => -libc::ECANCELED,
+        Some(ControlFlow::Continue(())) | None => 0,
+    }
 }
 
 unsafe extern "C" fn walked(

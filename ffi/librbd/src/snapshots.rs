@@ -2,12 +2,12 @@
 
 use std::ptr::null;
 
-use librbd_sys::rbd_snap_info_t;
+use librbd_sys::{RBD_SNAP_NAMESPACE_TYPE_TRASH, RBD_SNAP_NAMESPACE_TYPE_USER, rbd_snap_info_t};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
 use crate::progress::{Progress, with_progress};
-use crate::text::{c_string, owned};
+use crate::text::{c_string, growing, owned, until_zero};
 
 /// A snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,7 +15,22 @@ pub struct Snapshot {
     pub id: u64,
     /// Of the image when it was taken, in bytes.
     pub size: u64,
+    /// For one in the trash, what it was called before.
     pub name: String,
+    pub kind: SnapshotKind,
+    /// When it was taken, in seconds since 1970.
+    pub taken_at: i64,
+}
+
+/// Whose a snapshot is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SnapshotKind {
+    /// Somebody took it.
+    User,
+    /// It was removed, and stays until its last clone is gone.
+    Trash,
+    /// A group's or mirroring's, which look after it.
+    Other,
 }
 
 /// Most snapshots that are listed.
@@ -47,12 +62,51 @@ impl Image {
             // by which the clean-up finds them.
             unsafe {
                 let found = snapshots.iter().take(usize::try_from(listed).unwrap_or(0));
-                let found = found.map(|s| Snapshot { id: s.id, size: s.size, name: owned(s.name) });
-                let found = found.collect();
+                let found: Vec<_> = found.map(|s| (s.id, s.size, owned(s.name))).collect();
                 (self.api().rbd_snap_list_end)(snapshots.as_mut_ptr());
-                return Ok(found);
+                return self.described(found);
             }
         }
+    }
+
+    fn described(&self, found: Vec<(u64, u64, String)>) -> Result<Vec<Snapshot>> {
+        let mut snapshots = Vec::with_capacity(found.len());
+        for (id, size, name) in found {
+            match self.describe(id, size, name) {
+                Ok(snapshot) => snapshots.push(snapshot),
+                // It was removed meanwhile.
+                Err(error) if error.errno() == Some(libc::ENOENT) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(snapshots)
+    }
+
+    fn describe(&self, id: u64, size: u64, mut name: String) -> Result<Snapshot> {
+        let action = || format!("look at the snapshot {id}");
+        let mut kind = RBD_SNAP_NAMESPACE_TYPE_USER;
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the image is open; each call fills what it is given, and says so by its result.
+        let (of_kind, timed) = unsafe {
+            (
+                (self.api().rbd_snap_get_namespace_type)(self.raw(), id, &raw mut kind),
+                (self.api().rbd_snap_get_timestamp)(self.raw(), id, &raw mut time),
+            )
+        };
+        check(of_kind.min(timed), action)?;
+        if kind == RBD_SNAP_NAMESPACE_TYPE_TRASH {
+            let before = growing(128, action, |buffer, size| {
+                // SAFETY: the image is open, and `buffer` has room for `size` bytes.
+                unsafe { (self.api().rbd_snap_get_trash_namespace)(self.raw(), id, buffer, *size) }
+            })?;
+            name = until_zero(&before);
+        }
+        let kind = match kind {
+            RBD_SNAP_NAMESPACE_TYPE_USER => SnapshotKind::User,
+            RBD_SNAP_NAMESPACE_TYPE_TRASH => SnapshotKind::Trash,
+            _ => SnapshotKind::Other,
+        };
+        Ok(Snapshot { id, size, name, kind, taken_at: time.tv_sec })
     }
 
     /// Takes a snapshot.
@@ -66,7 +120,8 @@ impl Image {
         check(returned, || format!("take the snapshot {name}")).map(drop)
     }
 
-    /// Removes a snapshot.
+    /// Removes a snapshot. One that has clones which need no protection goes into the trash until they
+    /// are gone.
     ///
     /// # Errors
     /// ENOENT, EBUSY for a protected one, or what the library gives.
@@ -77,7 +132,7 @@ impl Image {
         check(returned, || format!("remove the snapshot {name}")).map(drop)
     }
 
-    /// Makes the image what the snapshot is.
+    /// Makes the image what the snapshot is. Ended half way, a part of it is, and another call goes on.
     ///
     /// # Errors
     /// ENOENT, or what the library gives.
@@ -97,7 +152,8 @@ impl Image {
         check(returned, || format!("roll back to the snapshot {name}")).map(drop)
     }
 
-    /// Protects a snapshot from being removed, or lets go of it. Cloning needs it protected.
+    /// Protects a snapshot from being removed, or lets go of it. Cloning in the
+    /// format 1 needs it protected.
     ///
     /// # Errors
     /// EBUSY when it is protected already or has clones, EINVAL when it is not protected.

@@ -52,3 +52,11 @@ pub(crate) fn until_zero(buffer: &[u8]) -> String {
     let end = buffer.iter().position(|byte| *byte == 0).unwrap_or(buffer.len());
     String::from_utf8_lossy(&buffer[..end]).into_owned()
 }
+
+/// Texts with a zero byte after each.
+pub(crate) fn texts(bytes: &[u8]) -> impl Iterator<Item = String> {
+    let ended = bytes.strip_suffix(&[0]);
+    ended.into_iter().flat_map(|all| {
+        all.split(|byte| *byte == 0).map(|text| String::from_utf8_lossy(text).into_owned())
+    })
+}

@@ -1,6 +1,7 @@
 //! Images on a real cluster: what is made, found, changed, locked and removed.
 #![allow(clippy::unwrap_used)]
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -47,7 +48,9 @@ fn errno<T>(result: Result<T, librbd::Error>) -> i32 {
     }
 }
 
-fn quietly(_done: u64, _total: u64) {}
+fn quietly(_done: u64, _total: u64) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
 
 #[test]
 fn images_are_made_described_and_removed() {
@@ -68,7 +71,11 @@ fn images_are_made_described_and_removed() {
     assert_eq!(errno(pool.remove("made", &mut quietly)), libc::EBUSY);
     Arc::into_inner(image).unwrap().close().unwrap();
     let mut steps = Vec::new();
-    pool.remove("made", &mut |done, total| steps.push((done, total))).unwrap();
+    pool.remove("made", &mut |done, total| {
+        steps.push((done, total));
+        ControlFlow::Continue(())
+    })
+    .unwrap();
     assert!(!steps.is_empty() && steps.iter().all(|(done, total)| done <= total), "{steps:?}");
     assert_eq!(errno(pool.open("made", None, Open::Write)), libc::ENOENT);
 }
@@ -159,7 +166,12 @@ fn snapshots_keep_and_clones_share() {
     let child = pool.open("child", None, Open::Write).unwrap();
     assert_eq!(run(&child, Io::Read { offset: 0 }, Some(vec![0; 4096])).1.unwrap(), old);
     let mut steps = 0;
-    child.flatten(&mut |_, _| steps += 1).unwrap();
+    child
+        .flatten(&mut |_, _| {
+            steps += 1;
+            ControlFlow::Continue(())
+        })
+        .unwrap();
     assert!(steps > 0);
     assert_eq!(run(&child, Io::Read { offset: 0 }, Some(vec![0; 4096])).1.unwrap(), old);
     image.snapshot_protect("first", false).unwrap();

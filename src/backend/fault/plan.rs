@@ -5,7 +5,7 @@
 //! jitter=5ms          and for up to so much longer, drawn evenly
 //! hang=true           hold it back until the plan is replaced
 //! error=KIND          then fail it: retry, fenced, nospace, invalid, readonly, unsupported,
-//!                     nomemory, broken
+//!                     nomemory, shutdown, broken
 //! rate=0.1            only this share of the requests (default 1: all)
 //! ops=read,write      only these: read, write, flush, trim, write_zeroes, cache (default: all)
 //! from=1G  to=2G      only those that touch these bytes (FLUSH has no range: it is then left out)
@@ -18,7 +18,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::super::uri::{Options, Size, invalid, parse_size};
+use super::super::uri::{Options, Size, invalid, parse_size_or_zero};
 use crate::error::{Error, Result};
 use crate::request::{IoError, Op, Request};
 
@@ -55,17 +55,6 @@ const MILLION: u32 = 1_000_000;
 
 const KEYS: [&str; 9] = ["latency", "jitter", "hang", "error", "rate", "ops", "from", "to", "seed"];
 
-const KINDS: [(&str, IoError); 8] = [
-    ("retry", IoError::Retry),
-    ("fenced", IoError::Fenced),
-    ("nospace", IoError::NoSpace),
-    ("invalid", IoError::Invalid),
-    ("readonly", IoError::ReadOnly),
-    ("unsupported", IoError::Unsupported),
-    ("nomemory", IoError::NoMemory),
-    ("broken", IoError::Broken),
-];
-
 impl Plan {
     /// Reads the options that were meant for it.
     pub(crate) fn parse(mut options: Options) -> Result<Self> {
@@ -76,8 +65,8 @@ impl Plan {
             error: options.take("error").map(|text| kind(&text)).transpose()?,
             rate: options.take("rate").map(|text| rate(&text)).transpose()?.flatten(),
             ops: options.take("ops").map_or(Ok(0), |text| ops(&text))?,
-            from: options.take("from").map(|text| position(&text)).transpose()?,
-            to: options.take("to").map(|text| position(&text)).transpose()?,
+            from: options.take("from").map(|text| parse_size_or_zero(&text)).transpose()?,
+            to: options.take("to").map(|text| parse_size_or_zero(&text)).transpose()?,
             seed: options.take("seed").map_or(Ok(0), |text| {
                 text.parse().map_err(|_| invalid(format!("seed is a number, not {text:?}")))
             })?,
@@ -99,8 +88,7 @@ impl Plan {
         add("latency", delay(self.latency).map(short));
         add("jitter", delay(self.jitter).map(short));
         add("hang", self.hang.then(|| "true".to_owned()));
-        let name = |e: IoError| KINDS.iter().find(|(_, kind)| *kind == e).map(|(name, _)| *name);
-        add("error", self.error.and_then(name).map(str::to_owned));
+        add("error", self.error.map(|kind| kind.name().to_owned()));
         let share = |millionths| f64::from(millionths) / f64::from(MILLION);
         add("rate", self.rate.map(|millionths| share(millionths).to_string()));
         let chosen = Op::ALL.iter().enumerate().filter(|(bit, _)| self.ops & 1 << bit != 0);
@@ -184,9 +172,8 @@ fn micros(time: Duration) -> u64 {
 }
 
 fn kind(text: &str) -> Result<IoError> {
-    let known = KINDS.iter().find(|(name, _)| *name == text);
-    known.map(|(_, kind)| *kind).ok_or_else(|| {
-        let names: Vec<&str> = KINDS.iter().map(|(name, _)| *name).collect();
+    IoError::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
+        let names = IoError::ALL.map(IoError::name);
         invalid(format!("no error kind is called {text:?}"))
             .with_repair(format!("error kinds are {}", names.join(", ")))
     })
@@ -212,10 +199,6 @@ fn ops(text: &str) -> Result<u8> {
         ops |= 1 << bit;
     }
     Ok(ops)
-}
-
-fn position(text: &str) -> Result<u64> {
-    if text == "0" { Ok(0) } else { parse_size(text) }
 }
 
 /// `1500us`, but `2ms` for `2000us`.
@@ -288,7 +271,7 @@ mod tests {
         #[test]
         fn round_trip(
             latency_us in 0_u64..3_600_000_000, jitter_us in 0_u64..10_000_000, hang: bool,
-            error in prop::option::of(0..KINDS.len()), rate in prop::option::of(0..MILLION),
+            error in prop::option::of(0..IoError::ALL.len()), rate in prop::option::of(0..MILLION),
             ops in 0_u8..64, from in prop::option::of(0_u64..1 << 40),
             length in prop::option::of(1_u64..1 << 40), seed: u64,
         ) {
@@ -296,7 +279,7 @@ mod tests {
                 latency: Duration::from_micros(latency_us),
                 jitter: Duration::from_micros(jitter_us),
                 hang,
-                error: error.map(|index| KINDS[index].1),
+                error: error.map(|index| IoError::ALL[index]),
                 rate,
                 ops,
                 from,

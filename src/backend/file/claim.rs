@@ -69,7 +69,7 @@ pub(super) fn patiently<T>(
 }
 
 /// The process that has a lock on `file`, as /proc/PID/fdinfo shows it. Needs to be allowed to look.
-fn lock_holder(file: &File) -> Option<String> {
+pub(super) fn lock_holder(file: &File) -> Option<String> {
     let ours = file.metadata().ok()?;
     let processes = fs::read_dir("/proc").ok()?.flatten().take(MAX_PROCESSES);
     for process in processes {

@@ -11,6 +11,9 @@ use librbd::RBD_FEATURE_EXCLUSIVE_LOCK;
 use super::problem::later;
 use crate::error::{Error, ErrorKind, Result};
 
+/// Where a mapping that may write says who it is, in the image's metadata.
+pub(super) const KEY: &str = "cleat.claim";
+
 /// Makes `image` ours until it is closed.
 pub(super) fn acquire(image: &librbd::Image, name: &str) -> Result<()> {
     let failed = |error| later(error, name);

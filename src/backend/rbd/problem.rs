@@ -6,13 +6,26 @@ use crate::error::{Error, ErrorKind};
 /// An error while `name` was opened, with what repairs it.
 pub(super) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error {
     let kind = kind(&error);
-    let client = format!("client.{}", spec.id.as_deref().unwrap_or("admin"));
     let repair = match kind {
-        ErrorKind::Unsupported => error.load().map(librbd::LoadError::repair),
         ErrorKind::NotFound => Some(format!(
             "see that the image exists (rbd info {name}), and the configuration and the key of \
-             {client}; conf=PATH, keyring=PATH and id=NAME in the volume's options say otherwise"
+             {}; conf=PATH, keyring=PATH and id=NAME in the volume's options say otherwise",
+            client(spec)
         )),
+        _ => repair(&error, spec),
+    };
+    let opened = Error::new(kind, format!("cannot open the RBD image {name}")).with_source(error);
+    match repair {
+        Some(repair) => opened.with_repair(repair),
+        None => opened,
+    }
+}
+
+/// What repairs `error`, wherever it comes from.
+pub(super) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
+    let client = client(spec);
+    match kind(error) {
+        ErrorKind::Unsupported => error.load().map(librbd::LoadError::repair),
         ErrorKind::PermissionDenied => Some(format!(
             "see that the key of {client} is in its keyring (id=NAME and keyring=PATH in the \
              volume's options name others), and that it may use the pool: ceph auth caps {client} \
@@ -26,12 +39,11 @@ pub(super) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error
             Some("start again as a new client; see `ceph osd blocklist ls`".to_owned())
         }
         _ => None,
-    };
-    let opened = Error::new(kind, format!("cannot open the RBD image {name}")).with_source(error);
-    match repair {
-        Some(repair) => opened.with_repair(repair),
-        None => opened,
     }
+}
+
+fn client(spec: &RbdSpec) -> String {
+    format!("client.{}", spec.id.as_deref().unwrap_or("admin"))
 }
 
 /// An error of an image that is open.
@@ -39,7 +51,7 @@ pub(super) fn later(error: librbd::Error, name: &str) -> Error {
     Error::new(kind(&error), format!("the RBD image {name} does not do it")).with_source(error)
 }
 
-fn kind(error: &librbd::Error) -> ErrorKind {
+pub(super) fn kind(error: &librbd::Error) -> ErrorKind {
     if error.load().is_some() {
         return ErrorKind::Unsupported;
     }
@@ -48,7 +60,8 @@ fn kind(error: &librbd::Error) -> ErrorKind {
         None | Some(libc::EINVAL) => ErrorKind::InvalidArgument,
         Some(libc::ENOENT) => ErrorKind::NotFound,
         Some(libc::EPERM | libc::EACCES | libc::EROFS) => ErrorKind::PermissionDenied,
-        Some(libc::EBUSY) => ErrorKind::InUse,
+        Some(libc::EBUSY | libc::ENOTEMPTY | libc::EMLINK) => ErrorKind::InUse,
+        Some(libc::ECANCELED) => ErrorKind::Aborted,
         Some(libc::EEXIST) => ErrorKind::AlreadyExists,
         Some(libc::ETIMEDOUT) => ErrorKind::TimedOut,
         Some(libc::ESHUTDOWN) => ErrorKind::Fenced,

@@ -28,6 +28,13 @@ pub struct RbdSpec {
     pub config: BTreeMap<String, String>,
 }
 
+/// A pool, or a namespace in one, and how its cluster is reached.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct RbdStoreSpec(
+    /// Of an image without a name.
+    RbdSpec,
+);
+
 /// What the options of Ceph's own begin with.
 const CONFIG: &str = "config.";
 
@@ -37,7 +44,7 @@ const SECRETS: [&str; 2] = ["key", "auth_client_key"];
 const MAX_NAME: usize = 255;
 
 impl RbdSpec {
-    pub(super) fn parse(location: &str, mut options: Options) -> Result<Self> {
+    pub(super) fn parse(location: &str, options: Options) -> Result<Self> {
         let (path, snapshot) = match location.split_once('@') {
             Some((path, snapshot)) => (path, Some(part(snapshot, "snapshot")?)),
             None => (location, None),
@@ -53,10 +60,21 @@ impl RbdSpec {
                 ));
             }
         };
+        let name = part(image, "image")?;
+        Self::with(part(pool, "pool")?, namespace, name, snapshot, options)
+    }
+
+    fn with(
+        pool: String,
+        namespace: Option<String>,
+        image: String,
+        snapshot: Option<String>,
+        mut options: Options,
+    ) -> Result<Self> {
         let spec = Self {
-            pool: part(pool, "pool")?,
+            pool,
             namespace,
-            image: part(image, "image")?,
+            image,
             snapshot,
             conf: file(&mut options, "conf")?,
             id: options.take("id").map(|id| client(&id)).transpose()?,
@@ -65,6 +83,11 @@ impl RbdSpec {
         };
         options.finish("rbd:", &["conf", "id", "keyring", "config.OPTION"])?;
         Ok(spec)
+    }
+
+    /// The pool or namespace that the image is in.
+    pub fn store(&self) -> RbdStoreSpec {
+        RbdStoreSpec(Self { image: String::new(), snapshot: None, ..self.clone() })
     }
 
     pub(super) fn location(&self) -> String {
@@ -95,6 +118,70 @@ impl RbdSpec {
     }
 }
 
+impl RbdStoreSpec {
+    pub(super) fn parse(location: &str, options: Options) -> Result<Self> {
+        let parts: Vec<&str> = location.split('/').collect();
+        let (pool, namespace) = match parts[..] {
+            [pool] => (pool, None),
+            [pool, namespace] => (pool, Some(part(namespace, "namespace")?)),
+            _ => {
+                let message = format!("rbd: needs a pool here, not {location:?}");
+                return Err(invalid(message).with_repair("write rbd:POOL or rbd:POOL/NAMESPACE"));
+            }
+        };
+        let pool = part(pool, "pool")?;
+        RbdSpec::with(pool, namespace, String::new(), None, options).map(Self)
+    }
+
+    /// The pool's name.
+    pub fn pool(&self) -> &str {
+        &self.0.pool
+    }
+
+    /// How its cluster is reached: an image there that has no name.
+    pub(in crate::backend) fn client(&self) -> &RbdSpec {
+        &self.0
+    }
+
+    /// The namespace in it.
+    pub fn namespace(&self) -> Option<&str> {
+        self.0.namespace.as_deref()
+    }
+
+    /// An image in it, or a snapshot of one.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what cannot be a name.
+    pub fn image(&self, name: &str, snapshot: Option<&str>) -> Result<RbdSpec> {
+        plain(name, "image")?;
+        snapshot.map(|snapshot| plain(snapshot, "snapshot")).transpose()?;
+        let (image, snapshot) = (name.to_owned(), snapshot.map(str::to_owned));
+        Ok(RbdSpec { image, snapshot, ..self.0.clone() })
+    }
+
+    /// Where it is.
+    pub(super) fn location(&self) -> String {
+        let location = self.0.location();
+        location.strip_suffix('/').unwrap_or(&location).to_owned()
+    }
+
+    pub(super) fn options(&self) -> Vec<(String, String)> {
+        self.0.options()
+    }
+
+    /// This place, reached as `other` is where nothing is said of that here.
+    pub(super) fn reached_as(mut self, other: &Self) -> Result<Self> {
+        if self.options().is_empty() {
+            let Self(RbdSpec { conf, id, keyring, config, .. }) = other.clone();
+            self.0 = RbdSpec { conf, id, keyring, config, ..self.0 };
+        } else if !other.options().is_empty() && self.options() != other.options() {
+            return Err(invalid("the two volumes' options differ, but one client reaches both")
+                .with_repair("give the options to one of them"));
+        }
+        Ok(self)
+    }
+}
+
 /// A name between the separators, which it cannot contain: RBD itself could not be told of it.
 fn part(text: &str, what: &str) -> Result<String> {
     let name = String::from_utf8(decode(text)?)
@@ -104,12 +191,17 @@ fn part(text: &str, what: &str) -> Result<String> {
             "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE, or either with @SNAPSHOT",
         ));
     }
-    if name.len() > MAX_NAME || name.contains(['/', '@', '\0']) {
+    plain(&name, what)?;
+    Ok(name)
+}
+
+fn plain(name: &str, what: &str) -> Result<()> {
+    if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '@', '\0']) {
         let message = format!("{name:?} cannot be the name of a {what}");
         return Err(invalid(message)
             .with_repair(format!("names have 1 to {MAX_NAME} bytes, without /, @ and zero")));
     }
-    Ok(name)
+    Ok(())
 }
 
 fn file(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {

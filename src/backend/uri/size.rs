@@ -46,6 +46,14 @@ pub fn parse_size(text: &str) -> Result<u64> {
     Ok(size)
 }
 
+/// As [`parse_size`], with `0` for none.
+///
+/// # Errors
+/// As [`parse_size`].
+pub fn parse_size_or_zero(text: &str) -> Result<u64> {
+    if text == "0" { Ok(0) } else { parse_size(text) }
+}
+
 /// Bytes, printed with the largest unit that divides them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size(pub u64);

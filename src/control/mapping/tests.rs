@@ -58,6 +58,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
             outlives_worker,
         }),
         established: false,
+        fenced: false,
         created_at_s: 0,
         boot_id: "boot".into(),
     }
@@ -168,6 +169,8 @@ impl World {
             Action::Renounce if record.intent != Intent::Mapped => {}
             Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
             Action::Refuse { .. } => unreachable!("the model has no time"),
+            Action::RememberFence if fail => return Err(()),
+            Action::RememberFence => record.fenced = true,
             Action::Renounce => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
@@ -456,6 +459,7 @@ proptest! {
                 prop_assert!(matches!(world.worker, ModelWorker::Alive(n) if n >= wanted));
                 let record = world.record.expect("kept");
                 prop_assert!(record.established && record.predecessor.is_none());
+                prop_assert!(!record.fenced);
             }
             State::Unmapped => {
                 prop_assert!(!world.devices.iter().any(|device| device.0));

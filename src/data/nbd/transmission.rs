@@ -229,17 +229,6 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
     const BLOCKS: BlockSizes = BlockSizes { minimum: 512, preferred: 4096, maximum: MAX_PAYLOAD };
-    const ALL: Features = Features {
-        read_only: false,
-        flush: true,
-        fua: true,
-        trim: true,
-        write_zeroes: true,
-        fast_zero: true,
-        cache: true,
-        multi_connection: true,
-        outlives_worker: false,
-    };
 
     fn header(command: u16, flags: u16, offset: u64, length: u32) -> RequestHeader {
         RequestHeader { flags, command, cookie: 42, offset, length }
@@ -260,15 +249,18 @@ mod tests {
     fn good_requests_pass_with_their_flags() {
         let flags = Flags { fua: true, no_hole: true, fast_zero: true };
         let request = Request { op: Op::WriteZeroes, flags, offset: 512, length: 1024 };
-        let seen = event(ALL, header(command::WRITE_ZEROES, 0b10011, 512, 1024));
+        let seen = event(Features::ALL, header(command::WRITE_ZEROES, 0b10011, 512, 1024));
         assert_eq!(seen, Event::Request { cookie: 42, request });
         let last = header(command::READ, 0, SIZE - 512, 512);
-        assert!(matches!(event(ALL, last), Event::Request { .. }));
-        assert!(matches!(event(ALL, header(command::WRITE, 1, 0, 512)), Event::Write { .. }));
+        assert!(matches!(event(Features::ALL, last), Event::Request { .. }));
+        assert!(matches!(
+            event(Features::ALL, header(command::WRITE, 1, 0, 512)),
+            Event::Write { .. }
+        ));
         let flush = Request { op: Op::Flush, flags: Flags::default(), offset: 0, length: 0 };
-        let seen = event(ALL, header(command::FLUSH, 0, 77, 99));
+        let seen = event(Features::ALL, header(command::FLUSH, 0, 77, 99));
         assert_eq!(seen, Event::Request { cookie: 42, request: flush });
-        assert_eq!(event(ALL, header(command::DISC, 0, 0, 0)), Event::Disconnect);
+        assert_eq!(event(Features::ALL, header(command::DISC, 0, 0, 0)), Event::Disconnect);
     }
 
     #[test]
@@ -292,9 +284,9 @@ mod tests {
             (header(999, 0, 0, 0), Invalid),
         ];
         for (header, error) in cases {
-            assert_eq!(refusal(ALL, header), Some(error), "{header:?}");
+            assert_eq!(refusal(Features::ALL, header), Some(error), "{header:?}");
         }
-        let read_only = Features { read_only: true, ..ALL };
+        let read_only = Features { read_only: true, ..Features::ALL };
         for command in [command::WRITE, command::TRIM, command::WRITE_ZEROES] {
             assert_eq!(refusal(read_only, header(command, 0, 0, 512)), Some(ReadOnly));
         }
@@ -309,14 +301,14 @@ mod tests {
         }
         let fua = header(command::WRITE, command_flag::FUA, 0, 512);
         assert_eq!(refusal(none, fua), Some(IoError::Invalid));
-        let slow = Features { fast_zero: false, ..ALL };
+        let slow = Features { fast_zero: false, ..Features::ALL };
         let fast = header(command::WRITE_ZEROES, command_flag::FAST_ZERO, 0, 512);
         assert_eq!(refusal(slow, fast), Some(IoError::Invalid));
     }
 
     #[test]
     fn a_refused_payload_is_skipped_in_step() {
-        let mut parser = Transmission::new(ALL, BLOCKS);
+        let mut parser = Transmission::new(Features::ALL, BLOCKS);
         let mut input = header(command::WRITE, 0, SIZE, 1024).encode().to_vec();
         input.extend([0xee; 1024]);
         input.extend(header(command::READ, 0, 0, 512).encode());
@@ -331,14 +323,14 @@ mod tests {
     #[test]
     fn what_cannot_be_followed_ends_the_connection() {
         let absurd = header(command::WRITE, 0, 0, u32::MAX);
-        assert_eq!(event(ALL, absurd), Event::Violation(Violation::Payload(u32::MAX)));
-        let (_, seen) = Transmission::new(ALL, BLOCKS).next(&[7; 28], SIZE);
+        assert_eq!(event(Features::ALL, absurd), Event::Violation(Violation::Payload(u32::MAX)));
+        let (_, seen) = Transmission::new(Features::ALL, BLOCKS).next(&[7; 28], SIZE);
         assert_eq!(seen, Event::Violation(Violation::Magic(0x0707_0707)));
     }
 
     /// Runs a stream through the parser in pieces that end at `cuts`, taking payloads on the way.
     fn events(stream: &[u8], cuts: &[usize]) -> Vec<Event> {
-        let mut parser = Transmission::new(ALL, BLOCKS);
+        let mut parser = Transmission::new(Features::ALL, BLOCKS);
         let (mut events, mut pos, mut payload) = (Vec::new(), 0, 0);
         for &end in cuts.iter().chain([&stream.len()]) {
             loop {

@@ -287,17 +287,7 @@ mod tests {
 
     #[test]
     fn flags_follow_the_features_and_read_only_wins() {
-        let all = Features {
-            read_only: false,
-            flush: true,
-            fua: true,
-            trim: true,
-            write_zeroes: true,
-            fast_zero: true,
-            cache: true,
-            multi_connection: true,
-            outlives_worker: true,
-        };
+        let all = Features::ALL;
         assert_eq!(transmission_flags(all), 0b1101_0110_1101);
         assert_eq!(transmission_flags(Features { read_only: true, ..all }), 0b101_0000_1111);
         assert_eq!(transmission_flags(Features::default()), 1);

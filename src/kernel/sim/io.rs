@@ -23,8 +23,8 @@ pub(super) const CMD_FLUSH: u16 = 3;
 pub(super) const REPLY_BYTES: usize = 16;
 /// NBD_FLAG_SEND_FLUSH.
 const SEND_FLUSH: u16 = 1 << 2;
-/// How long a request waits for its reply.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a request waits for its reply: longer than any outage that a test has it sit out.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Reading and writing the device. A request waits while every connection is dead, for the device's
 /// dead-connection timeout, and is sent again on a new connection.

@@ -40,8 +40,18 @@ pub fn shared() -> &'static Cluster {
 impl Cluster {
     /// Starts a cluster of its own, for a test that breaks it.
     pub fn start() -> Self {
+        Self::start_in("memory")
+    }
+
+    /// Starts one whose OSD finds its data again when it was killed.
+    pub fn start_on_disk() -> Self {
+        Self::start_in("disk")
+    }
+
+    fn start_in(store: &str) -> Self {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cluster");
         let mut process = Command::new(path)
+            .arg(store)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -67,7 +77,7 @@ impl Cluster {
         self.directory.join(format!("{id}.keyring"))
     }
 
-    /// Does something to a daemon: `stop osd`, `start mon`, `pause osd`, `resume osd`.
+    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`.
     pub fn tell(&self, command: &str) {
         let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = script.commands.as_mut().expect("it was not told to end");
@@ -77,16 +87,31 @@ impl Cluster {
 
     /// Runs `ceph` as the administrator and returns what it says.
     pub fn ceph(&self, arguments: &[&str]) -> String {
-        let output = Command::new("ceph")
-            .args(["--id", "admin", "--connect-timeout", "60", "--conf"])
+        let said = self.run("ceph", &[&["--connect-timeout", "60"], arguments].concat());
+        String::from_utf8(said.expect("ceph succeeds")).expect("UTF-8")
+    }
+
+    /// Runs `rbd` as the administrator and returns what it writes to its standard output.
+    ///
+    /// # Errors
+    /// What it complains of, when it fails.
+    pub fn rbd(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        self.run("rbd", arguments)
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        let output = Command::new(program)
+            .args(["--id", "admin", "--conf"])
             .arg(self.conf())
             .args(arguments)
             .env_remove("CEPH_ARGS")
             .output()
-            .expect("ceph runs");
+            .unwrap_or_else(|error| panic!("{program}: {error}"));
+        if output.status.success() {
+            return Ok(output.stdout);
+        }
         let complaint = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "ceph {arguments:?}: {complaint}");
-        String::from_utf8(output.stdout).expect("UTF-8")
+        Err(format!("{program} {arguments:?}: {}: {complaint}", output.status))
     }
 }
 

@@ -1,0 +1,441 @@
+//! RBD images as a whole, through librbd; the pool or namespace is the [`Store`].
+//!
+//! - One RADOS client for all calls. Images are opened for one call each, for reading where that does:
+//!   a reader does not watch, and so is not among the watchers that are counted.
+//! - What an image's holder can do for us librbd has it do: a snapshot, another size, a flattening of an
+//!   image that is mapped. What cuts off or overwrites data under a holder is refused, by name.
+
+mod info;
+mod layout;
+mod snapshots;
+mod trash;
+
+use std::sync::Arc;
+
+use librbd::{Image, Open, Pool, Watcher};
+
+use super::patience::{Course, followed, within};
+use super::{claim, config, preload, problem};
+use crate::backend::manage::{
+    Entry, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source,
+    Store, Trashed,
+};
+use crate::backend::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
+use crate::error::{Error, ErrorKind, Result};
+
+/// A pool, or a namespace in one, on a connection of its own.
+#[derive(Clone)]
+pub(in crate::backend) struct RbdStore {
+    pool: Arc<Pool>,
+    uri: StoreUri,
+    spec: RbdStoreSpec,
+}
+
+/// An image, or a snapshot, that a call is about. It need not exist.
+struct Target {
+    pool: Arc<Pool>,
+    spec: RbdSpec,
+    /// `pool[/namespace]/image[@snapshot]`
+    name: String,
+    uri: String,
+}
+
+impl RbdStore {
+    /// Connects.
+    pub(in crate::backend) fn connect(uri: &StoreUri, spec: &RbdStoreSpec) -> Result<Self> {
+        preload()?;
+        let wanted = spec.clone();
+        let pool = within(&uri.to_string(), move || open_pool(&wanted))?;
+        Ok(Self { pool, uri: uri.clone(), spec: spec.clone() })
+    }
+
+    fn target(&self, name: &str, snapshot: Option<&str>) -> Result<Target> {
+        let spec = self.spec.image(name, snapshot)?;
+        let uri = self.uri.volume(name, snapshot)?.to_string();
+        Ok(Target { pool: Arc::clone(&self.pool), name: super::name(&spec), spec, uri })
+    }
+
+    /// Does `work` with an image, within a limit.
+    fn call<T: Send + 'static>(
+        &self,
+        name: &str,
+        snapshot: Option<&str>,
+        work: impl FnOnce(&Target) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let target = self.target(name, snapshot)?;
+        within(&target.name.clone(), move || work(&target))
+    }
+
+    /// Does `work` with an image, for as long as it takes.
+    fn follow<T: Send + 'static>(
+        &self,
+        name: &str,
+        snapshot: Option<&str>,
+        progress: Progress<'_>,
+        work: impl FnOnce(&Target, &Course) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let target = self.target(name, snapshot)?;
+        followed(&target.name.clone(), progress, move |course| work(&target, course))
+    }
+}
+
+impl Store for RbdStore {
+    fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
+        let layout = layout.clone();
+        self.call(name, None, move |target| target.create(size, &layout))
+    }
+
+    fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
+        match how {
+            Removal::Trash { keep } => self.call(name, None, move |target| target.discard(keep)),
+            Removal::Now => self.follow(name, None, progress, Target::delete),
+        }
+    }
+
+    fn resize(&self, name: &str, size: u64, shrink: bool, progress: Progress<'_>) -> Result<bool> {
+        self.follow(name, None, progress, move |target, course| target.resize(size, shrink, course))
+    }
+
+    fn list(&self, page: &Page) -> Result<Listing> {
+        let (pool, client) = (Arc::clone(&self.pool), self.spec.client().clone());
+        let mut images = within(&self.uri.to_string(), move || {
+            pool.list().map_err(|error| pool_problem(error, &client))
+        })?;
+        images.sort_by(|a, b| a.name.cmp(&b.name));
+        let behind = |name: &str| page.after.as_deref().is_none_or(|after| name > after);
+        let mut rest = images.into_iter().filter(|image| behind(&image.name)).peekable();
+        let mut listing = Listing { volumes: Vec::new(), next: None };
+        let mut taken = 0;
+        while let Some(image) = rest.next_if(|_| taken < page.limit) {
+            taken += 1;
+            let more = taken == page.limit && rest.peek().is_some();
+            listing.next = more.then(|| image.name.clone());
+            let mut entry = Entry {
+                uri: self.uri.volume(&image.name, None)?.to_string(),
+                name: image.name.clone(),
+                id: Some(image.id),
+                size_bytes: None,
+                parent: None,
+                snapshots: None,
+                watchers: None,
+            };
+            if page.details {
+                match self.call(&image.name, None, Target::details)? {
+                    Some(details) => details.put_into(&mut entry),
+                    // Removed since, or not wholly made.
+                    None => continue,
+                }
+            }
+            listing.volumes.push(entry);
+        }
+        Ok(listing)
+    }
+
+    fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info> {
+        self.call(name, snapshot, Target::info)
+    }
+
+    fn clone_snapshot(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
+        let StoreSpec::Rbd(place) = source.store.spec() else {
+            return Err(invalid("an RBD image is cloned from another one's snapshot only"));
+        };
+        let parent = place.image(source.name, Some(source.snapshot))?;
+        let layout = layout.clone();
+        self.call(name, None, move |target| target.clone_of(&parent, layout))
+    }
+
+    fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool> {
+        self.follow(name, None, progress, Target::flatten)
+    }
+
+    fn snapshots(&self, name: &str) -> Result<Vec<Snapshot>> {
+        self.call(name, None, |target| target.snapshots_of(&*target.open(Open::ReadOnly)?))
+    }
+
+    fn snapshot_create(&self, name: &str, snapshot: &str) -> Result<bool> {
+        self.call(name, Some(snapshot), Target::snapshot_create)
+    }
+
+    fn snapshot_remove(&self, name: &str, snapshot: &str) -> Result<bool> {
+        self.call(name, Some(snapshot), Target::snapshot_remove)
+    }
+
+    fn snapshot_protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool> {
+        self.call(name, Some(snapshot), move |target| target.snapshot_protect(protect))
+    }
+
+    fn snapshot_rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()> {
+        self.follow(name, Some(snapshot), progress, Target::snapshot_rollback)
+    }
+
+    fn trash(&self) -> Result<Vec<Trashed>> {
+        let this = self.clone();
+        within(&self.uri.to_string(), move || this.trashed())
+    }
+
+    fn trash_restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
+        let name = self.target(name, None)?.spec.image;
+        let new_name = self.target(new_name.unwrap_or(&name), None)?;
+        let (this, id) = (self.clone(), id.map(str::to_owned));
+        within(&self.uri.to_string(), move || this.restore(&name, id.as_deref(), &new_name))
+    }
+
+    fn trash_purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
+        let (this, ids) = (self.clone(), ids.to_vec());
+        followed(&self.uri.to_string(), progress, move |course| this.purge(&ids, force, course))
+    }
+}
+
+impl Target {
+    fn create(&self, size: u64, layout: &Layout) -> Result<bool> {
+        let new = layout::new_image(layout)?;
+        match self.pool.create(&self.spec.image, size, &new) {
+            Ok(()) => Ok(true),
+            Err(error) if error.errno() == Some(libc::EEXIST) => {
+                let image = self.half_made(error)?;
+                let mut differences =
+                    layout::differences(layout, &image).map_err(|error| self.failed(error))?;
+                let is = image.size().map_err(|error| self.failed(error))?;
+                if is != size {
+                    differences.insert(0, format!("a size of {}, not {}", Size(is), Size(size)));
+                }
+                self.same(&differences)
+            }
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    fn clone_of(&self, parent: &RbdSpec, layout: Layout) -> Result<bool> {
+        let source = super::name(parent);
+        let mut new = layout::new_image(&layout)?;
+        new.clone_format.get_or_insert(2);
+        let snapshot = parent.snapshot.as_deref().unwrap_or_default();
+        let from = self
+            .pool
+            .cluster()
+            .pool(&parent.pool, parent.namespace.as_deref())
+            .map_err(|error| pool_problem(error, parent))?;
+        let cloned = self.pool.clone_image(&from, &parent.image, snapshot, &self.spec.image, &new);
+        let Err(error) = cloned else { return Ok(true) };
+        match error.errno() {
+            Some(libc::EEXIST) => {
+                let image = self.half_made(error)?;
+                let is = image.parent().map_err(|error| self.failed(error))?;
+                let differences = match is.map(|parent| info::parent(&parent).name) {
+                    Some(is) if is == source => Vec::new(),
+                    Some(is) => vec![format!("the parent {is}, not {source}")],
+                    None => vec![format!("no parent, not {source}")],
+                };
+                self.same(&differences)
+            }
+            Some(libc::EINVAL) if new.clone_format == Some(1) => {
+                Err(self.failed(error).with_repair(format!(
+                    "a clone in the format 1 needs a protected snapshot: cleat volume snapshot \
+                     protect rbd:{source}"
+                )))
+            }
+            Some(libc::ENOENT) => Err(Error::new(
+                ErrorKind::NotFound,
+                format!("there is no snapshot {source} to be cloned"),
+            )
+            .with_source(error)),
+            _ => Err(self.failed(error)),
+        }
+    }
+
+    /// Opens what creating it has found there already.
+    fn half_made(&self, found: librbd::Error) -> Result<Arc<Image>> {
+        self.find(Open::ReadOnly)?.ok_or_else(|| {
+            let message = format!("{} is there in part: its creation was cut off", self.name);
+            Error::new(ErrorKind::AlreadyExists, message)
+                .with_repair(format!("cleat volume remove --now '{}', then create it", self.uri))
+                .with_source(found)
+        })
+    }
+
+    fn same(&self, differences: &[String]) -> Result<bool> {
+        if differences.is_empty() {
+            return Ok(false);
+        }
+        let message = format!("{} exists with {}", self.name, differences.join("; "));
+        Err(Error::new(ErrorKind::AlreadyExists, message)
+            .with_repair("choose another name, or the properties that it has"))
+    }
+
+    fn delete(&self, course: &Course) -> Result<Removed> {
+        if let Some(image) = self.find(Open::ReadOnly)? {
+            self.check_removable(&image)?;
+        }
+        // What was made, or removed, in part only cannot be opened, but removed.
+        let deleted =
+            self.pool.remove(&self.spec.image, &mut |done, total| course.tell(done, total));
+        let changed = match deleted {
+            Ok(()) => true,
+            Err(error) if error.errno() == Some(libc::ENOENT) => false,
+            Err(error) => {
+                return Err(self.ended(error, "it is still listed, with a part of its data gone"));
+            }
+        };
+        Ok(Removed { changed, trash: None })
+    }
+
+    fn resize(&self, size: u64, shrink: bool, course: &Course) -> Result<bool> {
+        let failed = |error| self.failed(error);
+        let image = self.open(Open::ReadOnly)?;
+        let now = image.size().map_err(failed)?;
+        if now == size {
+            return Ok(false);
+        }
+        if size < now {
+            if !shrink {
+                let message =
+                    format!("{} holds {}, more than {}", self.name, Size(now), Size(size));
+                return Err(invalid(message).with_repair(
+                    "make what is on it smaller, then repeat with --shrink: the rest is cut off",
+                ));
+            }
+            self.check_unused(&image)?;
+        }
+        drop(image);
+        let image = self.open(Open::Write)?;
+        let resized = image.resize(size, shrink, &mut |done, total| course.tell(done, total));
+        match resized {
+            Ok(()) => Ok(true),
+            Err(error) => Err(self.ended(
+                error,
+                "it still has its old size, with a part of what was to be cut off gone",
+            )),
+        }
+    }
+
+    fn flatten(&self, course: &Course) -> Result<bool> {
+        let image = self.open(Open::Write)?;
+        if image.parent().map_err(|error| self.failed(error))?.is_none() {
+            return Ok(false);
+        }
+        match image.flatten(&mut |done, total| course.tell(done, total)) {
+            Ok(()) => Ok(true),
+            Err(error) => Err(self.ended(error, "it is still the clone that it was")),
+        }
+    }
+
+    fn open(&self, how: Open) -> Result<Arc<Image>> {
+        self.open_at(None, how)
+    }
+
+    fn open_at(&self, snapshot: Option<&str>, how: Open) -> Result<Arc<Image>> {
+        let opened = self.pool.open(&self.spec.image, snapshot, how);
+        opened.map_err(|error| problem(error, &self.name, &self.spec))
+    }
+
+    /// As [`Target::open`]; `None` where there is no such image.
+    fn find(&self, how: Open) -> Result<Option<Arc<Image>>> {
+        match self.open(how) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    fn check_removable(&self, image: &Image) -> Result<()> {
+        self.check_unused(image)?;
+        let snapshots = self.snapshots_of(image)?;
+        let Some(first) = snapshots.first() else { return Ok(()) };
+        let names: Vec<&str> = snapshots.iter().map(|snapshot| &*snapshot.name).collect();
+        let clones = self.clones(image)?.unwrap_or_default();
+        let (with, repair) = if clones.is_empty() {
+            let remove = format!("cleat volume snapshot remove rbd:{}@{}", self.name, first.name);
+            (String::new(), format!("remove them first: {remove}"))
+        } else {
+            let flatten = format!("cleat volume flatten rbd:{}", clones[0]);
+            let repair = format!("flatten the clones ({flatten}), then remove the snapshots");
+            (format!(", and the clones {}", clones.join(", ")), repair)
+        };
+        let message = format!("{} has the snapshots {}{with}", self.name, names.join(", "));
+        Err(Error::new(ErrorKind::InUse, message).with_repair(repair))
+    }
+
+    /// Refuses an image that somebody may be writing to.
+    fn check_unused(&self, image: &Image) -> Result<()> {
+        let watchers = image.watchers().map_err(|error| self.failed(error))?;
+        if watchers.is_empty() {
+            return Ok(());
+        }
+        let claim = image.metadata_get(claim::KEY).map_err(|error| self.failed(error))?;
+        let holders: Vec<String> =
+            watchers.iter().map(|watcher| holder(watcher, claim.as_deref())).collect();
+        let message = format!("{} is in use by {}", self.name, holders.join(", "));
+        Err(Error::new(ErrorKind::InUse, message).with_repair(
+            "unmap it there first; the cluster gives a client up that died about 30 s later",
+        ))
+    }
+
+    fn failed(&self, error: librbd::Error) -> Error {
+        let repair = problem::repair(&error, &self.spec);
+        let failed = problem::later(error, &self.name);
+        match repair {
+            Some(repair) => failed.with_repair(repair),
+            None => failed,
+        }
+    }
+
+    /// An error of an operation that can be ended half way; `left` is what that leaves.
+    fn ended(&self, error: librbd::Error, left: &str) -> Error {
+        if error.errno() != Some(libc::ECANCELED) {
+            return self.failed(error);
+        }
+        let message = format!("ended half way as it was told to; {}: {left}", self.name);
+        Error::new(ErrorKind::Aborted, message)
+            .with_repair("repeat the command: it goes on from there")
+    }
+}
+
+fn open_pool(spec: &RbdStoreSpec) -> Result<Arc<Pool>> {
+    let failed = |error| pool_problem(error, spec.client());
+    let cluster = librbd::Cluster::connect(&config(spec.client())).map_err(failed)?;
+    let pool = cluster.pool(spec.pool(), spec.namespace()).map_err(failed)?;
+    if let Some(name) = spec.namespace() {
+        match cluster.pool(spec.pool(), None).map_err(failed)?.has_namespace(name) {
+            Ok(true) => {}
+            // Whoever may use this namespace only cannot see the list.
+            Err(error) if error.errno() == Some(libc::EPERM) => {}
+            Err(error) => return Err(failed(error)),
+            Ok(false) => {
+                let place = format!("{}/{name}", spec.pool());
+                let message = format!("the pool {} has no namespace {name}", spec.pool());
+                return Err(Error::new(ErrorKind::NotFound, message).with_repair(format!(
+                    "rbd namespace create {place}, or see rbd namespace ls"
+                )));
+            }
+        }
+    }
+    Ok(pool)
+}
+
+/// An error of what is above the images.
+fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
+    let kind = problem::kind(&error);
+    let repair = problem::repair(&error, spec).or_else(|| {
+        (kind == ErrorKind::NotFound).then(|| {
+            "see that the pool exists (ceph osd pool ls), and the files that conf=PATH and \
+             keyring=PATH name"
+                .to_owned()
+        })
+    });
+    let failed = Error::new(kind, format!("cannot use the pool {}", spec.pool)).with_source(error);
+    match repair {
+        Some(repair) => failed.with_repair(repair),
+        None => failed,
+    }
+}
+
+/// A watcher as people know it: by its claim where that is its own.
+fn holder(watcher: &Watcher, claim: Option<&str>) -> String {
+    let Watcher { client, address } = watcher;
+    let of = |claim: &str| {
+        let claim: serde_json::Value = serde_json::from_str(claim).ok()?;
+        let text = |key: &str| claim.get(key)?.as_str().map(str::to_owned);
+        (text("address")? == *address).then(|| text("node"))?
+    };
+    let node = claim.and_then(of).map(|node| format!(" on the node {node}")).unwrap_or_default();
+    format!("client.{client} at {address}{node}")
+}

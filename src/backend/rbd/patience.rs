@@ -1,0 +1,145 @@
+//! The library waits for a cluster that is away as long as it takes. Here its calls are made on threads
+//! of their own, which are left to themselves when the caller's patience ends.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use crate::backend::manage::Progress;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long a call without progress may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How often progress is told.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How many ticks an operation that was told to end may go on.
+const STOP_TICKS: u32 = 100;
+
+/// How far an operation has come, and whether it is to go on.
+#[derive(Debug, Default)]
+pub(super) struct Course {
+    done: AtomicU64,
+    total: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Course {
+    /// Takes down how much of how much is done.
+    pub(super) fn tell(&self, done: u64, total: u64) -> ControlFlow<()> {
+        self.done.store(done, Ordering::Relaxed);
+        self.total.store(total, Ordering::Relaxed);
+        if self.stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    /// Whether it is to end.
+    pub(super) fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// Does `work`, which is over within a limit.
+///
+/// # Errors
+/// `TimedOut` when it is not; what it gives.
+pub(super) fn within<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    match begin(work)?.recv_timeout(PATIENCE) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Disconnected) => Err(panicked()),
+        Err(RecvTimeoutError::Timeout) => Err(Error::new(
+            ErrorKind::TimedOut,
+            format!(
+                "the cluster did not answer for {what} within {PATIENCE:?}; what was asked for may \
+                 still take effect"
+            ),
+        )
+        .with_repair("see `ceph status`: are the pool's OSDs up, its placement groups active?")),
+    }
+}
+
+/// Does `work`, which may take as long as it has to, but for a while only once `progress` has told it
+/// to end.
+///
+/// # Errors
+/// What it gives; `Aborted` when it does not hear.
+pub(super) fn followed<T: Send + 'static>(
+    what: &str,
+    progress: Progress<'_>,
+    work: impl FnOnce(&Course) -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let course = Arc::new(Course::default());
+    let theirs = Arc::clone(&course);
+    let ended = begin(move || work(&theirs))?;
+    let mut ticks_since_stop = 0;
+    loop {
+        match ended.recv_timeout(TICK) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Disconnected) => return Err(panicked()),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        let (done, total) =
+            (course.done.load(Ordering::Relaxed), course.total.load(Ordering::Relaxed));
+        if !course.stopped() {
+            course.stop.store(progress(done, total).is_break(), Ordering::Relaxed);
+            continue;
+        }
+        ticks_since_stop += 1;
+        if ticks_since_stop > STOP_TICKS {
+            let message = format!("{what} was told to end and does not; it may still go on");
+            return Err(Error::new(ErrorKind::Aborted, message).with_repair(
+                "see that the cluster answers (ceph status), then repeat the command",
+            ));
+        }
+    }
+}
+
+/// Where nobody waits for it any more, the result is dropped.
+fn begin<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<Receiver<Result<T>>> {
+    let (sender, ended) = mpsc::channel();
+    thread::Builder::new()
+        .name("rbd-manage".to_owned())
+        .spawn(move || _ = sender.send(work()))
+        .map_err(|e| Error::from_io("cannot start a thread for the cluster", e))?;
+    Ok(ended)
+}
+
+fn panicked() -> Error {
+    Error::new(ErrorKind::Internal, "the thread that speaks with the cluster panicked")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_is_told_and_ends_the_work() {
+        let mut told = Vec::new();
+        let mut progress = |done, total| {
+            told.push((done, total));
+            if told.len() < 2 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        };
+        let ended = followed("it", &mut progress, |course| {
+            while course.tell(3, 10).is_continue() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            Ok(course.stopped())
+        });
+        assert_eq!(ended.expect("it heard"), true);
+        assert_eq!(told, [(3, 10), (3, 10)]);
+    }
+
+    #[test]
+    fn a_panic_is_an_error() {
+        let error = within("it", || -> Result<()> { panic!("as expected") }).expect_err("it ends");
+        assert_eq!(error.kind(), ErrorKind::Internal);
+    }
+}

@@ -1,0 +1,185 @@
+//! What volumes there are, and what is known of one.
+
+use std::fmt::Write as _;
+
+use super::time;
+use crate::backend;
+use crate::backend::manage::{self, Listing, Page};
+use crate::backend::uri::{Size, StoreUri, VolumeUri};
+use crate::cli::output::{self, Format, Table};
+use crate::cli::{Globals, size};
+use crate::error::Result;
+
+const LIST_EXAMPLES: &str = "\
+Examples:
+  Names only, one a line; then with sizes, parents, snapshots and users:
+    $ cleat volume list rbd:volumes
+    $ cleat volume list rbd:volumes/tenant --long
+
+  The files of a directory:
+    $ cleat volume list file:/var/lib/images
+
+  A thousand at a time:
+    $ cleat volume list rbd:volumes -o json --limit 1000
+    $ cleat volume list rbd:volumes -o json --limit 1000 --after vol-0999
+";
+
+/// List the volumes of a pool, a namespace or a directory
+///
+/// Names come at once; what --long shows asks each image.
+#[derive(Debug, clap::Args)]
+#[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
+pub(super) struct List {
+    /// The place: rbd:POOL, rbd:POOL/NAMESPACE or file:/DIRECTORY
+    place: StoreUri,
+    /// Ask each volume for its size, parent, snapshots and users; also with -o wide
+    #[arg(short, long)]
+    long: bool,
+    /// At most so many
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    /// Only names behind this one
+    #[arg(long, value_name = "NAME")]
+    after: Option<String>,
+}
+
+const INFO_EXAMPLES: &str = "\
+Examples:
+    $ cleat volume info rbd:volumes/data
+    $ cleat volume info rbd:volumes/data@monday
+
+  Who has it mapped?
+    $ cleat volume info rbd:volumes/data -o json | jq '.claim.node, .watchers'
+";
+
+/// Show what there is to be known of a volume
+///
+/// Its size and layout, where it was cloned from, its snapshots and clones; who has it open for
+/// writing, who holds its lock, and what the mapping says of itself. What it takes up is shown where
+/// that can be told quickly: for an image with a valid fast-diff.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = INFO_EXAMPLES)]
+pub(super) struct Info {
+    /// The volume, or a snapshot of it
+    uri: VolumeUri,
+}
+
+pub(super) fn list(globals: &Globals, args: List) -> Result<()> {
+    let details = args.long || globals.output == Some(Format::Wide);
+    let limit = args.limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
+    let page = Page { after: args.after, limit, details };
+    let listing = backend::store(&args.place)?.list(&page)?;
+    if globals.output == Some(Format::Json) {
+        return output::json(&listing);
+    }
+    output::text(&if details { table(&listing) } else { names(&listing) })?;
+    if let Some(last) = listing.next {
+        output::note(&format!("there are more: --after '{last}'"));
+    }
+    Ok(())
+}
+
+pub(super) fn info(globals: &Globals, args: &Info) -> Result<()> {
+    let (store, name, snapshot) = args.uri.place()?;
+    let info = backend::store(&store)?.info(&name, snapshot.as_deref())?;
+    if globals.output == Some(Format::Json) {
+        return output::json(&info);
+    }
+    output::text(&described(&info))
+}
+
+fn names(listing: &Listing) -> String {
+    listing.volumes.iter().fold(String::new(), |mut text, entry| {
+        text.push_str(&output::printable(&entry.name));
+        text.push('\n');
+        text
+    })
+}
+
+fn table(listing: &Listing) -> String {
+    let mut table =
+        Table::new(&["NAME", "SIZE", "SNAPSHOTS", "USERS", "PARENT"]).align_right([1, 2, 3]);
+    let number = |number: Option<usize>| number.map(|n| n.to_string()).unwrap_or_default();
+    for entry in &listing.volumes {
+        table.row(vec![
+            entry.name.clone(),
+            entry.size_bytes.map(size::human).unwrap_or_default(),
+            number(entry.snapshots),
+            number(entry.watchers),
+            entry.parent.clone().unwrap_or_default(),
+        ]);
+    }
+    table.render()
+}
+
+fn described(info: &manage::Info) -> String {
+    let mut text = format!("{}\n", output::printable(&info.uri));
+    let mut line = |name: &str, value: String| {
+        if !value.is_empty() {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "  {name:<11} {}", output::printable(&value));
+        }
+    };
+    let used = info.used_bytes.map(|used| format!(", {} used", size::human(used)));
+    let bytes = info.size_bytes;
+    line("size", format!("{} ({bytes} bytes){}", size::human(bytes), used.unwrap_or_default()));
+    line("id", info.id.clone().unwrap_or_default());
+    line("created", info.created_at_s.map(time).unwrap_or_default());
+    line("objects", objects(info));
+    line("data pool", info.data_pool.clone().unwrap_or_default());
+    line("features", info.features.join(", "));
+    line("flags", info.flags.join(", "));
+    let parent = info.parent.as_ref().map(|parent| {
+        let trash = if parent.in_trash { " (in the trash)" } else { "" };
+        format!("{}{trash}, {} of it", parent.name, size::human(parent.overlap_bytes))
+    });
+    line("parent", parent.unwrap_or_default());
+    line("snapshots", snapshots(&info.snapshots));
+    line(
+        "clones",
+        match &info.clones {
+            Some(clones) => clones.join(", "),
+            None => "unknown: this client may not look into every pool".to_owned(),
+        },
+    );
+    for watcher in &info.watchers {
+        line("open by", format!("{} at {}", watcher.client, watcher.address));
+    }
+    for lock in &info.locks {
+        let address = lock.address.as_ref().map(|address| format!(" at {address}"));
+        let cookie = lock.cookie.as_ref().map(|cookie| format!(" ({cookie})"));
+        let (address, cookie) = (address.unwrap_or_default(), cookie.unwrap_or_default());
+        line("locked by", format!("{}{address}{cookie}", lock.client));
+    }
+    line("claim", info.claim.as_ref().map(ToString::to_string).unwrap_or_default());
+    text
+}
+
+fn objects(info: &manage::Info) -> String {
+    let (Some(count), Some(object)) = (info.objects, info.object_size_bytes) else {
+        return String::new();
+    };
+    let mut text = format!("{count} of {}", Size(object));
+    if let (Some(unit), Some(stripes)) = (info.stripe_unit_bytes, info.stripe_count)
+        && stripes > 1
+    {
+        // Writing to a String cannot fail.
+        let _ = write!(text, ", striped in units of {} over {stripes}", Size(unit));
+    }
+    if let Some(prefix) = &info.object_prefix {
+        let _ = write!(text, ", {prefix}");
+    }
+    text
+}
+
+fn snapshots(snapshots: &[manage::Snapshot]) -> String {
+    let shown: Vec<String> = snapshots
+        .iter()
+        .map(|snapshot| match (snapshot.kind, snapshot.protected) {
+            ("trash", _) => format!("{} (removed, kept for its clones)", snapshot.name),
+            (_, true) => format!("{} (protected)", snapshot.name),
+            _ => snapshot.name.clone(),
+        })
+        .collect();
+    shown.join(", ")
+}

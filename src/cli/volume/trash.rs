@@ -1,0 +1,181 @@
+//! `cleat volume trash`.
+
+use serde::Serialize;
+
+use super::change::whole;
+use super::{Tracker, tell, time};
+use crate::backend;
+use crate::backend::manage::{Purged, Trashed};
+use crate::backend::uri::{StoreUri, VolumeUri};
+use crate::cli::output::{self, Format, Table};
+use crate::cli::{Globals, exit};
+use crate::error::{ErrorKind, Result};
+
+const EXAMPLES: &str = "\
+Examples:
+    $ cleat volume trash list rbd:volumes
+    $ cleat volume trash restore rbd:volumes/data
+    $ cleat volume trash purge rbd:volumes
+";
+
+/// What was removed and is kept for a while: list it, take it back, delete it
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct Trash {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    List(List),
+    Restore(Restore),
+    Purge(Purge),
+}
+
+const LIST_EXAMPLES: &str = "\
+Examples:
+    $ cleat volume trash list rbd:volumes
+    $ cleat volume trash list rbd:volumes/tenant -o json | jq -r '.trash[].id'
+";
+
+/// List what lies in the trash of a pool or a namespace, oldest first
+#[derive(Debug, clap::Args)]
+#[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
+struct List {
+    /// The place: rbd:POOL or rbd:POOL/NAMESPACE
+    place: StoreUri,
+}
+
+const RESTORE_EXAMPLES: &str = "\
+Examples:
+    $ cleat volume trash restore rbd:volumes/data
+
+  One of several that had the name, beside what has it now:
+    $ cleat volume trash restore rbd:volumes/data --id 10a7b2f3c1 --name data-before
+";
+
+/// Take a volume back out of the trash
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = RESTORE_EXAMPLES)]
+struct Restore {
+    /// The volume, by the name that it had
+    uri: VolumeUri,
+    /// Which one, where several had the name: see `list`
+    #[arg(long, value_name = "ID")]
+    id: Option<String>,
+    /// Another name for it
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+}
+
+const PURGE_EXAMPLES: &str = "\
+Examples:
+  Delete what has been kept long enough:
+    $ cleat volume trash purge rbd:volumes
+
+  Delete these two now, however long they were to be kept:
+    $ cleat volume trash purge rbd:volumes 10a7b2f3c1 10a7d00e44 --force
+";
+
+/// Delete for good what lies in the trash
+///
+/// What is to be kept longer stays, unless --force is given. What cannot be deleted is named, and does
+/// not keep the rest; the exit code is then that of the first error.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = PURGE_EXAMPLES)]
+struct Purge {
+    /// The place: rbd:POOL or rbd:POOL/NAMESPACE
+    place: StoreUri,
+    /// Only these, by their ids [default: all]
+    #[arg(value_name = "ID")]
+    ids: Vec<String>,
+    /// Also what is to be kept longer
+    #[arg(long)]
+    force: bool,
+}
+
+/// The result of `list` in JSON.
+#[derive(Debug, Serialize)]
+struct Listing {
+    trash: Vec<Trashed>,
+}
+
+/// The result of `purge` in JSON.
+#[derive(Debug, Serialize)]
+struct Outcome {
+    removed: Vec<Trashed>,
+    failed: Vec<Failure>,
+    waiting: Vec<Trashed>,
+}
+
+#[derive(Debug, Serialize)]
+struct Failure {
+    #[serde(flatten)]
+    trashed: Trashed,
+    kind: ErrorKind,
+    message: String,
+}
+
+pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
+    match args.command {
+        Command::List(List { place }) => list(globals, &place).map(|()| exit::OK),
+        Command::Restore(Restore { uri, id, name: new_name }) => {
+            let (store, name) = whole(&uri)?;
+            let store = backend::store(&store)?;
+            let changed = store.trash_restore(&name, id.as_deref(), new_name.as_deref())?;
+            tell(globals, &uri, changed, "is not in the trash, but where it was").map(|()| exit::OK)
+        }
+        Command::Purge(args) => purge(globals, &args),
+    }
+}
+
+fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
+    let trash = backend::store(place)?.trash()?;
+    if globals.output == Some(Format::Json) {
+        return output::json(&Listing { trash });
+    }
+    let mut table = Table::new(&["ID", "NAME", "REMOVED", "KEPT UNTIL"]);
+    for entry in trash {
+        let (removed, kept) = (time(entry.removed_at_s), time(entry.kept_until_s));
+        table.row(vec![entry.id, entry.name, removed, kept]);
+    }
+    output::text(&table.render())
+}
+
+fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
+    let tracker = Tracker::begin(globals, "purge", &args.place)?;
+    let store = backend::store(&args.place)?;
+    let purged = tracker.run(|progress| store.trash_purge(&args.ids, args.force, progress))?;
+    let code = purged.failed.first().map_or(exit::OK, |(_, error)| exit::code(error.kind()));
+    if globals.output == Some(Format::Json) {
+        output::json(&Outcome::from(purged))?;
+        return Ok(code);
+    }
+    for entry in &purged.removed {
+        output::note(&format!("{} ({}) is deleted", entry.id, entry.name));
+    }
+    for entry in &purged.waiting {
+        let until = time(entry.kept_until_s);
+        output::note(&format!("{} ({}) is kept until {until}", entry.id, entry.name));
+    }
+    for (entry, error) in &purged.failed {
+        let why = error.report();
+        output::note(&format!("{} ({}) cannot be deleted: {why}", entry.id, entry.name));
+    }
+    if purged.removed.is_empty() && purged.waiting.is_empty() && purged.failed.is_empty() {
+        output::note(&format!("the trash of {} is empty", args.place));
+    }
+    Ok(code)
+}
+
+impl From<Purged> for Outcome {
+    fn from(purged: Purged) -> Self {
+        let failed = purged.failed.into_iter().map(|(trashed, error)| Failure {
+            trashed,
+            kind: error.kind(),
+            message: error.report(),
+        });
+        Self { removed: purged.removed, failed: failed.collect(), waiting: purged.waiting }
+    }
+}
