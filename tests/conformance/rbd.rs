@@ -67,7 +67,10 @@ fn a_second_writer_is_told_the_address_of_the_first() {
     assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
     assert!(error.message().contains(owner), "{}", error.message());
     // A reader is no rival.
-    let reader = Local::open(&uri.parse().unwrap(), OpenOptions { read_only: true });
+    let reader = Local::open(
+        &uri.parse().unwrap(),
+        OpenOptions { read_only: true, ..OpenOptions::default() },
+    );
     assert!(reader.lane().read(0, 4096) == pattern(1, 4096));
     first.lane().one(write(0, &pattern(2, 4096)));
     drop(first);

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use librbd::{Image, Open, Pool, Watcher};
 
 use super::patience::{Course, followed, within};
+use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
 use crate::backend::manage::{
     Entry, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source,
@@ -374,9 +375,10 @@ impl Target {
         if watchers.is_empty() {
             return Ok(());
         }
-        let claim = image.metadata_get(claim::KEY).map_err(|error| self.failed(error))?;
+        // One that cannot be read names nobody.
+        let claim = claim::of(image, &self.name).ok().flatten();
         let holders: Vec<String> =
-            watchers.iter().map(|watcher| holder(watcher, claim.as_deref())).collect();
+            watchers.iter().map(|watcher| holder(watcher, claim.as_ref())).collect();
         let message = format!("{} is in use by {}", self.name, holders.join(", "));
         Err(Error::new(ErrorKind::InUse, message).with_repair(
             "unmap it there first; the cluster gives a client up that died about 30 s later",
@@ -452,13 +454,8 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
 }
 
 /// A watcher as people know it: by its claim where that is its own.
-fn holder(watcher: &Watcher, claim: Option<&str>) -> String {
+fn holder(watcher: &Watcher, claim: Option<&Claim>) -> String {
     let Watcher { client, address } = watcher;
-    let of = |claim: &str| {
-        let claim: serde_json::Value = serde_json::from_str(claim).ok()?;
-        let text = |key: &str| claim.get(key)?.as_str().map(str::to_owned);
-        (text("address")? == *address).then(|| text("node"))?
-    };
-    let node = claim.and_then(of).map(|node| format!(" on the node {node}")).unwrap_or_default();
-    format!("client.{client} at {address}{node}")
+    let own = claim.map(|claim| &claim.client).filter(|client| client.address == *address);
+    own.map_or_else(|| format!("client.{client} at {address}"), Client::describe)
 }
