@@ -133,7 +133,7 @@ mod tests {
             }
             Ok(course.stopped())
         });
-        assert_eq!(ended.expect("it heard"), true);
+        assert!(ended.expect("it heard"));
         assert_eq!(told, [(3, 10), (3, 10)]);
     }
 
