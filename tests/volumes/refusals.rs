@@ -120,7 +120,7 @@ fn a_cluster_that_is_away_is_waited_for_with_a_limit() {
     assert!(changed(&["create", &image, "8M"]));
     cluster.tell("pause osd");
     let begun = Instant::now();
-    let run = volume(&["snapshot", "create", &image.replace("/i?", "/i@s?")]);
+    let run = volume(&["snapshot", "protect", &image.replace("/i?", "/i@s?")]);
     assert!(run.error(10).contains("may still take effect"), "{run:?}");
     let hung = begun.elapsed();
     cluster.tell("resume osd");
