@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Tracker, tell, time};
+use super::{Tracker, short, tell, time};
 use crate::backend;
 use crate::backend::manage::{Layout, Removal, Source};
 use crate::backend::uri::{VolumeUri, parse_size};
@@ -181,7 +181,9 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
             output::note(&format!(
                 "{} is in the trash, until {until} at least; back with: cleat volume trash restore \
                  '{}' --id {}",
-                args.uri, args.uri, trash.id
+                short(&args.uri.to_string()),
+                args.uri,
+                trash.id
             ));
             Ok(())
         }
@@ -193,8 +195,7 @@ pub(super) fn resize(globals: &Globals, args: &Resize) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let tracker = Tracker::begin(globals, "resize", &args.uri)?;
     let store = backend::store(&store)?;
-    let changed =
-        tracker.run(|progress| store.resize(&name, args.size, args.shrink, progress))?;
+    let changed = tracker.run(|progress| store.resize(&name, args.size, args.shrink, progress))?;
     tell(globals, &args.uri, changed, "has this size already")
 }
 
