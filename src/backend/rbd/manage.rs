@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
-use super::patience::{Course, followed, within};
+use super::patience::{Course, PATIENCE, followed, within};
 use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
 use crate::backend::manage::{
@@ -24,9 +24,6 @@ use crate::backend::manage::{
 };
 use crate::backend::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
 use crate::error::{Error, ErrorKind, Result};
-
-/// How long a call without progress may take.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How long taking a snapshot may take: whoever has the image mapped may write out what it holds first.
 const QUIESCE_PATIENCE: Duration = Duration::from_secs(120);

@@ -17,6 +17,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// How many ticks an operation that was told to end may go on.
 const STOP_TICKS: u32 = 100;
 
+/// How long a call without progress may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
 /// How far an operation has come, and whether it is to go on.
 #[derive(Debug, Default)]
 pub(super) struct Course {
