@@ -366,6 +366,12 @@ impl State {
         known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
     }
 
+    /// Whether a worker of a mapping, alive or not, has lost its volume to somebody else.
+    pub(crate) fn was_fenced(&self, mapping_id: &str) -> bool {
+        let known = self.workers.values().chain(&self.graveyard);
+        known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.fenced)
+    }
+
     /// Of the supervisors, in their order.
     pub(crate) fn next_life(&mut self) -> u64 {
         self.lives += 1;
