@@ -87,6 +87,8 @@ struct Shared {
     size: AtomicU64,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
+    /// The last request that needed room found none.
+    full: AtomicBool,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -183,6 +185,7 @@ impl RbdImage {
         let shared = Arc::new(Shared {
             size: AtomicU64::new(stat.size),
             fenced: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
@@ -274,6 +277,18 @@ impl Image for RbdImage {
 
     fn shrink(&self, size: u64) -> Result<()> {
         self.change_size(size, true)
+    }
+
+    /// What ends is over, by the OSDs' own word. A cache has answered already.
+    fn waits_for_room(&self) -> bool {
+        self.shared.durable_writes
+    }
+
+    fn trouble(&self) -> Option<String> {
+        let full = self.shared.full.load(Ordering::Relaxed);
+        full.then(|| {
+            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
+        })
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

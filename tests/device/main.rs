@@ -17,6 +17,7 @@ mod host;
 mod lifecycle;
 mod outage;
 mod peers;
+mod pod;
 mod readonly;
 mod resize;
 #[path = "../common/stopwatch.rs"]
@@ -57,6 +58,7 @@ fn trials() -> Vec<Trial> {
         force::trials(),
         outage::trials(),
         upgrade::trials(),
+        pod::trials(),
     ]
     .into_iter()
     .flatten()

@@ -97,7 +97,7 @@ const fn c_name(terminated: &'static str) -> &'static CStr {
 }
 
 table! {
-    /// librados, from Ceph 15 on.
+    /// librados, from Ceph 15 on; what came later is optional.
     Librados
     required {
         fn rados_version(*mut c_int, *mut c_int, *mut c_int);
@@ -120,7 +120,9 @@ table! {
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
     }
-    optional {}
+    optional {
+        fn rados_set_pool_full_try(rados_ioctx_t);
+    }
 }
 
 table! {

@@ -201,7 +201,7 @@ impl Target {
                 }
                 self.same(&differences)
             }
-            Err(error) => Err(self.failed(error)),
+            Err(error) => Err(self.not_made(error, layout)),
         }
     }
 
@@ -234,12 +234,23 @@ impl Target {
                      protect rbd:{source}"
                 )))
             }
-            Some(libc::ENOENT) => Err(Error::new(
+            Some(libc::ENOENT) if layout.data_pool.is_none() => Err(Error::new(
                 ErrorKind::NotFound,
                 format!("there is no snapshot {source} to be cloned"),
             )
             .with_source(error)),
-            _ => Err(self.failed(error)),
+            _ => Err(self.not_made(error, &layout)),
+        }
+    }
+
+    fn not_made(&self, error: librbd::Error, layout: &Layout) -> Error {
+        let not_found = error.errno() == Some(libc::ENOENT);
+        let failed = self.failed(error);
+        match &layout.data_pool {
+            Some(pool) if not_found => {
+                failed.with_repair(format!("see that the pool {pool} exists (ceph osd pool ls)"))
+            }
+            _ => failed,
         }
     }
 
@@ -248,7 +259,10 @@ impl Target {
         self.find(Open::ReadOnly)?.ok_or_else(|| {
             let message = format!("{} is there in part: its creation was cut off", self.name);
             Error::new(ErrorKind::AlreadyExists, message)
-                .with_repair(format!("cleat volume remove --now '{}', then create it", self.uri))
+                .with_repair(format!(
+                    "{}, then create it",
+                    self.command("remove --now", &self.name)
+                ))
                 .with_source(found)
         })
     }
@@ -343,10 +357,10 @@ impl Target {
         let names: Vec<&str> = snapshots.iter().map(|snapshot| &*snapshot.name).collect();
         let clones = self.clones(image)?.unwrap_or_default();
         let (with, repair) = if clones.is_empty() {
-            let remove = format!("cleat volume snapshot remove rbd:{}@{}", self.name, first.name);
-            (String::new(), format!("remove them first: {remove}"))
+            let first = format!("{}@{}", self.name, first.name);
+            (String::new(), format!("remove them: {}", self.command("snapshot remove", &first)))
         } else {
-            let flatten = format!("cleat volume flatten rbd:{}", clones[0]);
+            let flatten = self.command("flatten", &clones[0]);
             let repair = format!("flatten the clones ({flatten}), then remove the snapshots");
             (format!(", and the clones {}", clones.join(", ")), repair)
         };
@@ -369,6 +383,14 @@ impl Target {
         ))
     }
 
+    /// What to type to do something with `name`, reached as this image is.
+    fn command(&self, verb: &str, name: &str) -> String {
+        match self.uri.split_once('?') {
+            Some((_, options)) => format!("cleat volume {verb} 'rbd:{name}?{options}'"),
+            None => format!("cleat volume {verb} rbd:{name}"),
+        }
+    }
+
     fn failed(&self, error: librbd::Error) -> Error {
         let repair = problem::repair(&error, &self.spec);
         let failed = problem::later(error, &self.name);
@@ -383,7 +405,7 @@ impl Target {
         if error.errno() != Some(libc::ECANCELED) {
             return self.failed(error);
         }
-        let message = format!("ended half way as it was told to; {}: {left}", self.name);
+        let message = format!("{}: ended half way, as it was told to; {left}", self.name);
         Error::new(ErrorKind::Aborted, message)
             .with_repair("repeat the command: it goes on from there")
     }
@@ -421,7 +443,8 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
                 .to_owned()
         })
     });
-    let failed = Error::new(kind, format!("cannot use the pool {}", spec.pool)).with_source(error);
+    let failed =
+        Error::new(kind, format!("cannot reach the pool {}", spec.pool)).with_source(error);
     match repair {
         Some(repair) => failed.with_repair(repair),
         None => failed,

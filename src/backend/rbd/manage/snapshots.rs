@@ -24,7 +24,7 @@ impl Target {
             Err(error) if error.errno() == Some(libc::EBUSY) => {
                 // librbd says no more than this when clones need it, or it is protected for them.
                 Err(Error::new(ErrorKind::InUse, format!("{} is protected", self.name))
-                    .with_repair(format!("cleat volume snapshot unprotect '{}'", self.uri))
+                    .with_repair(self.command("snapshot unprotect", &self.name))
                     .with_source(error))
             }
             Err(error) => Err(self.failed(error)),
@@ -81,7 +81,7 @@ impl Target {
         let clones = at.and_then(|image| self.clones(&image));
         let (by, repair) = match clones {
             Ok(Some(clones)) if !clones.is_empty() => {
-                let flatten = format!("cleat volume flatten rbd:{}", clones[0]);
+                let flatten = self.command("flatten", &clones[0]);
                 (clones.join(", "), format!("remove its clones, or flatten them: {flatten}"))
             }
             _ => ("clones".to_owned(), "remove its clones, or flatten them".to_owned()),
