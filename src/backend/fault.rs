@@ -112,6 +112,10 @@ impl Image for FaultImage {
         self.inner.waits_for_room()
     }
 
+    fn is_fenced(&self) -> bool {
+        self.inner.is_fenced()
+    }
+
     fn trouble(&self) -> Option<String> {
         let plan = Arc::clone(&lock(&self.shared.plan));
         plan.is_outage().then(|| format!("injected: {plan}")).or_else(|| self.inner.trouble())

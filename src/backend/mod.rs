@@ -22,6 +22,7 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+pub mod claimant;
 mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
@@ -180,6 +181,12 @@ pub trait Image: Send + Sync {
     /// Whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry` may:
     /// then it waits for room if the mapping's owner wants that.
     fn waits_for_room(&self) -> bool {
+        false
+    }
+
+    /// Whether somebody else has the volume, as far as it is known without asking: then every request
+    /// ends with `Fenced`, for good.
+    fn is_fenced(&self) -> bool {
         false
     }
 

@@ -8,6 +8,8 @@
 //! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
 //!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it says
 //!     id=NAME                           the client, without `client.`; default admin
+//!     lock=exclusive|shared             shared: several write at a time and nobody is kept out, which
+//!                                       destroys what does not expect it; default exclusive
 //!     config.OPTION=VALUE               an option of Ceph, for this volume
 //! fault:URI                             (feature `fault`) any other, with injected faults
 //!     fault.KEY=VALUE                   see `fault::plan`; other options are the inner volume's

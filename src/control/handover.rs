@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::executor::Executor;
 use super::mapping::State;
-use super::steps::{no_worker, start_message, volume_of, within};
+use super::steps::{no_worker, volume_of, within};
 use super::volume::Guard;
 use super::workers::{Launched, unexpected};
 use crate::error::{Error, ErrorKind, Result};
@@ -99,7 +99,7 @@ impl Executor {
         bequeathed: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<Duration> {
-        let start = start_message(&guard.record, true);
+        let start = self.start_message(&guard.record, true);
         let page = guard.statistics.clone();
         let until = within(deadline, OPEN_LIMIT);
         let started = self.workers.start(launched, start, page, bequeathed, until).await;

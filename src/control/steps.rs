@@ -109,7 +109,8 @@ impl Executor {
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
         self.point("worker recorded").await;
-        let start = start_message(&guard.record, false);
+        let start =
+            Start { take_over: guard.take_over, ..self.start_message(&guard.record, false) };
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(Page::take_over);
@@ -140,6 +141,28 @@ impl Executor {
             self.store(guard).await?;
         }
         Ok(())
+    }
+
+    /// What a worker is told first; who speaks and where logs go is filled in by `workers`.
+    pub(super) fn start_message(&self, record: &Record, successor: bool) -> Start {
+        Start {
+            version: PROTOCOL_VERSION,
+            oldest: OLDEST_PROTOCOL,
+            build: String::new(),
+            mapping_id: record.mapping_id.clone(),
+            name: record.name.clone(),
+            generation: record.generation,
+            uri: record.uri.clone(),
+            read_only: record.options.read_only,
+            log: String::new(),
+            policy: record.options.policy,
+            successor,
+            node: self.settings.node.clone(),
+            boot_id: self.settings.boot_id.clone(),
+            take_over: false,
+            // A worker has had it, and perhaps a device was made.
+            resumes: record.volume.is_some(),
+        }
     }
 
     async fn connect(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
@@ -368,23 +391,6 @@ impl Executor {
         self.register.remove(&volume);
         let _ = self.changes.send(Change { view: volume.view(), removed: true });
         Ok(())
-    }
-}
-
-/// What a worker is told first; who speaks and where logs go is filled in by `workers`.
-pub(super) fn start_message(record: &Record, successor: bool) -> Start {
-    Start {
-        version: PROTOCOL_VERSION,
-        oldest: OLDEST_PROTOCOL,
-        build: String::new(),
-        mapping_id: record.mapping_id.clone(),
-        name: record.name.clone(),
-        generation: record.generation,
-        uri: record.uri.clone(),
-        read_only: record.options.read_only,
-        log: String::new(),
-        policy: record.options.policy,
-        successor,
     }
 }
 

@@ -51,8 +51,8 @@ pub struct ServeOptions {
     pub uri: VolumeUri,
     /// Where clients connect.
     pub address: Address,
-    /// Open the volume so that nothing is ever written.
-    pub read_only: bool,
+    /// How the volume is opened.
+    pub open: OpenOptions,
     /// Clients at one time.
     pub connections: usize,
     /// The export's name; the empty one works for every client.
@@ -87,7 +87,7 @@ impl std::fmt::Display for Address {
 pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     // Before any thread is made: each inherits the mask, and the signals arrive here alone.
     let signals = catch_signals()?;
-    let image = open(&options.uri, &OpenOptions { read_only: options.read_only })?;
+    let image = open(&options.uri, &options.open)?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };
@@ -112,7 +112,7 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
         tracing::warn!(
             "{tcp} can be reached from other machines, and there is neither encryption nor \
              authentication: whoever connects can read{} the volume",
-            if options.read_only { "" } else { " and write" }
+            if options.open.read_only { "" } else { " and write" }
         );
     }
     tracing::info!(volume = %options.uri, %address, "serving");

@@ -347,6 +347,7 @@ pub(crate) fn request(name: &str, uri: &str) -> MapRequest {
         name: name.into(),
         options: Some(MapOptions::default()),
         timeout_ms: 0,
+        take_over: false,
     }
 }
 

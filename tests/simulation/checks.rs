@@ -320,7 +320,6 @@ fn holds(world: &World, view: &View, trouble: &Trouble, gone: bool) -> Result<()
     } else if message.contains("lived in memory") {
         record.uri.starts_with("mem:") && workers.is_empty()
     } else if message.contains("somebody else owns") {
-        // It stays so whatever becomes of that worker.
         state.was_fenced(id)
     } else if message.contains("is alive but") {
         workers.iter().any(|worker| !worker.is_sane())

@@ -21,7 +21,9 @@ pub struct Config {
     pub id: Option<String>,
     /// The file with the client's key; by default where the configuration says.
     pub keyring: Option<PathBuf>,
-    /// Options of Ceph that go before the configuration file.
+    /// Options of Ceph that go before the configuration file, where the library knows them.
+    pub defaults: Vec<(String, String)>,
+    /// Options of Ceph that go before those, too.
     pub overrides: Vec<(String, String)>,
     /// How long the monitors may take to answer, at the start and later.
     pub monitor_timeout: Duration,
@@ -71,6 +73,12 @@ impl Cluster {
         cluster.set("rados_mon_op_timeout", &seconds)?;
         if let Some(keyring) = &config.keyring {
             cluster.set("keyring", path_text(keyring)?)?;
+        }
+        for (option, value) in &config.defaults {
+            match cluster.set(option, value) {
+                Err(error) if error.errno() == Some(libc::ENOENT) => {}
+                set => set?,
+            }
         }
         for (option, value) in &config.overrides {
             cluster.set(option, value)?;
@@ -308,6 +316,7 @@ impl Default for Config {
             conf: None,
             id: None,
             keyring: None,
+            defaults: Vec::new(),
             overrides: Vec::new(),
             monitor_timeout: Duration::from_secs(15),
         }

@@ -24,6 +24,8 @@ pub struct RbdSpec {
     pub id: Option<String>,
     /// The file with the client's key; absolute.
     pub keyring: Option<PathBuf>,
+    /// Several may write at a time: no claim is made, no lock kept, and nobody fenced.
+    pub shared: bool,
     /// Options of Ceph, before those of the configuration file.
     pub config: BTreeMap<String, String>,
 }
@@ -79,9 +81,10 @@ impl RbdSpec {
             conf: file(&mut options, "conf")?,
             id: options.take("id").map(|id| client(&id)).transpose()?,
             keyring: file(&mut options, "keyring")?,
+            shared: shared(options.take("lock").as_deref())?,
             config: config(options.split_prefix(CONFIG))?,
         };
-        options.finish("rbd:", &["conf", "id", "keyring", "config.OPTION"])?;
+        options.finish("rbd:", &["conf", "id", "keyring", "lock", "config.OPTION"])?;
         Ok(spec)
     }
 
@@ -110,6 +113,7 @@ impl RbdSpec {
             ("conf", self.conf.as_ref().map(path)),
             ("id", self.id.clone()),
             ("keyring", self.keyring.as_ref().map(path)),
+            ("lock", self.shared.then(|| "shared".to_owned())),
         ];
         let first = first.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
         let config =
@@ -213,6 +217,14 @@ fn file(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {
     Ok(Some(path.into()))
 }
 
+fn shared(lock: Option<&str>) -> Result<bool> {
+    match lock {
+        None | Some("exclusive") => Ok(false),
+        Some("shared") => Ok(true),
+        Some(other) => Err(invalid(format!("lock is exclusive or shared, not {other:?}"))),
+    }
+}
+
 fn client(id: &str) -> Result<String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if id.is_empty() || id.len() > MAX_NAME || !id.chars().all(plain) {
@@ -264,6 +276,8 @@ mod tests {
         for (given, canonical, name) in [
             ("rbd:p/i", "rbd:p/i", "rbd-p-i"),
             ("rbd:p/n/i", "rbd:p/n/i", "rbd-p-n-i"),
+            ("rbd:p/i?lock=exclusive", "rbd:p/i", "rbd-p-i"),
+            ("rbd:p/i?lock=shared", "rbd:p/i?lock=shared", "rbd-p-i"),
             ("rbd:p%2dq/i?id=x&conf=/a%20b", "rbd:p-q/i?conf=/a%20b&id=x", "rbd-p-q-i"),
             (
                 "rbd:p/i?config.rbd-cache=true&config.a=%26",
@@ -294,6 +308,7 @@ mod tests {
             ("rbd:p/i?conf=ceph.conf", "absolute path", "/etc/ceph"),
             ("rbd:p/i?id=client.x", "without \"client.\"", "id=x"),
             ("rbd:p/i?id=", "no name of a client", ""),
+            ("rbd:p/i?lock=none", "exclusive or shared", ""),
             ("rbd:p/i?config.key=AQ", "secret", "keyring="),
             ("rbd:p/i?config.A=1", "no option of Ceph", ""),
             ("rbd:p/i?config.a-b=1&config.a_b=2", "twice", ""),
@@ -323,6 +338,7 @@ mod tests {
                 conf: conf.map(PathBuf::from),
                 id: None,
                 keyring: None,
+                shared: false,
                 config: BTreeMap::from([("rbd_cache".to_owned(), "a&b=c%".to_owned())]),
             };
             let original = VolumeUri(super::super::Spec::Rbd(spec));

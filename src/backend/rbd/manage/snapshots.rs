@@ -52,7 +52,7 @@ impl Target {
         }
         self.check_unused(&image)?;
         drop(image);
-        let image = self.open(Open::Write)?;
+        let image = self.open_alone()?;
         let mut progress = |done, total| course.tell(done, total);
         image.snapshot_rollback(self.snapshot(), &mut progress).map_err(|error| {
             self.ended(error, "a part of the image is as it was then, the rest as before")
