@@ -26,6 +26,7 @@ pub mod claimant;
 mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
+pub mod fence;
 mod file;
 pub mod manage;
 mod mem;
@@ -33,7 +34,9 @@ mod rbd;
 mod succession;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare, store};
+pub use factory::{
+    Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, store,
+};
 pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;
