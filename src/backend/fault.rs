@@ -108,6 +108,10 @@ impl Image for FaultImage {
         legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
     }
 
+    fn waits_for_room(&self) -> bool {
+        self.inner.waits_for_room()
+    }
+
     fn is_fenced(&self) -> bool {
         self.inner.is_fenced()
     }

@@ -28,7 +28,7 @@ mod record;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -99,6 +99,8 @@ struct Shared {
     size: AtomicU64,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
+    /// The last request that needed room found none.
+    full: AtomicBool,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -155,29 +157,10 @@ impl RbdImage {
     fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         preload()?;
         let (wanted, options) = (spec.clone(), options.clone());
-        let (sender, opened) = mpsc::channel();
-        // Where nobody waits for it any more, the result is dropped, which closes what was opened.
-        let work = move || {
-            let opened = Self::open_slowly(&wanted, options);
-            let claimed =
-                opened.and_then(|opened| if claim { opened.claimed() } else { Ok(opened) });
-            let _ = sender.send(claimed);
-        };
-        let thread = thread::Builder::new().name("rbd-open".to_owned()).spawn(work);
-        thread.map_err(|e| Error::from_io("cannot start the thread that opens the image", e))?;
-        match opened.recv_timeout(OPEN_PATIENCE) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => Err(Error::new(
-                ErrorKind::TimedOut,
-                format!("the cluster did not open {} within {OPEN_PATIENCE:?}", name(spec)),
-            )
-            .with_repair(
-                "see `ceph status`: are the pool's OSDs up, its placement groups active?",
-            )),
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(Error::new(ErrorKind::Internal, "the thread that opens the image panicked"))
-            }
-        }
+        patience::within(OPEN_PATIENCE, &format!("open {}", name(spec)), move || {
+            let opened = Self::open_slowly(&wanted, options)?;
+            if claim { opened.claimed() } else { Ok(opened) }
+        })
     }
 
     fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {
@@ -201,6 +184,7 @@ impl RbdImage {
         let shared = Arc::new(Shared {
             size: AtomicU64::new(stat.size),
             fenced: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
@@ -352,6 +336,18 @@ impl Image for RbdImage {
 
     fn shrink(&self, size: u64) -> Result<()> {
         self.change_size(size, true)
+    }
+
+    /// What ends is over, by the OSDs' own word. A cache has answered already.
+    fn waits_for_room(&self) -> bool {
+        self.shared.durable_writes
+    }
+
+    fn trouble(&self) -> Option<String> {
+        let full = self.shared.full.load(Ordering::Relaxed);
+        full.then(|| {
+            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
+        })
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

@@ -33,7 +33,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
-use options::{Encoded, decode};
+use options::{Encoded, Query, decode};
 
 pub(crate) use options::Options;
 pub use rbd::{RbdSpec, RbdStoreSpec};
@@ -190,12 +190,7 @@ impl FromStr for VolumeUri {
 
 impl fmt::Display for VolumeUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.scheme(), self.location())?;
-        for (index, (key, value)) in self.options().iter().enumerate() {
-            let separator = if index == 0 { '?' } else { '&' };
-            write!(f, "{separator}{key}={}", Encoded(value.as_bytes()))?;
-        }
-        Ok(())
+        write!(f, "{}:{}{}", self.scheme(), self.location(), Query(&self.options()))
     }
 }
 

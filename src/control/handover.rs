@@ -10,7 +10,7 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 use super::executor::Executor;
 use super::mapping::State;
@@ -43,9 +43,7 @@ impl Executor {
         if answer != FromWorker::Bequeathed {
             return Err(unexpected(&answer));
         }
-        let turn = timeout_at(deadline, self.starts.acquire()).await.map_err(|_| {
-            Error::new(ErrorKind::TimedOut, "other workers were being started until the deadline")
-        })?;
+        let turn = self.turn_to_start(deadline).await?;
         let launched = self.workers.launch().await?;
         self.point("successor launched").await;
         self.record_successor(guard, &launched).await?;

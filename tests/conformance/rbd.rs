@@ -1,7 +1,6 @@
 //! What RBD images promise beyond the common contract, on a real cluster.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
@@ -9,33 +8,17 @@ use cleat::backend::claimant::Claimant;
 use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, IoError, Op};
-use librbd::{Cluster, Config, NewImage, Open, Pool, RBD_FEATURE_LAYERING};
+use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 
 use crate::checks::pattern;
 use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+use crate::places::{image_uri, pool};
 
 const MIB: u64 = 1 << 20;
 
-/// Another client of the cluster.
-fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {
-    let config = Config {
-        conf: Some(cluster.conf()),
-        id: Some(id.to_owned()),
-        keyring: Some(cluster.keyring(id)),
-        ..Config::default()
-    };
-    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
-}
-
-fn uri(cluster: &TestCluster, image: &str) -> String {
-    let (conf, keyring) = (cluster.conf(), cluster.keyring(ID));
-    let (conf, keyring) = (conf.display(), keyring.display());
-    format!("rbd:{POOL}/{image}?conf={conf}&keyring={keyring}&id={ID}")
-}
-
 fn fresh(cluster: &TestCluster, image: &str, size: u64) -> String {
     pool(cluster, ID).create(image, size, &NewImage::default()).unwrap();
-    uri(cluster, image)
+    image_uri(cluster, image)
 }
 
 fn local(uri: &str) -> Local {
@@ -165,7 +148,7 @@ fn a_snapshot_is_read_only_and_stays_what_it_was() {
 fn what_cannot_be_opened_says_why_and_what_to_do() {
     let good = fresh(shared(), "opened", MIB);
     for (uri, kind, repair) in [
-        (uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
+        (image_uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
         (good.replace(POOL, "nowhere"), ErrorKind::NotFound, "rbd info"),
         (good.replace("id=volumes", "id=other"), ErrorKind::PermissionDenied, "keyring=PATH"),
         (good.replace("ceph.conf", "none.conf"), ErrorKind::NotFound, "conf=PATH"),
@@ -177,11 +160,11 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
     }
     let plain = NewImage { features: Some(RBD_FEATURE_LAYERING), ..NewImage::default() };
     pool(shared(), ID).create("lockless", MIB, &plain).unwrap();
-    let error = refused(&uri(shared(), "lockless"));
+    let error = refused(&image_uri(shared(), "lockless"));
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.repair().unwrap().contains("rbd feature enable"), "{:?}", error.repair());
     pool(shared(), ID).create("nothing", 0, &NewImage::default()).unwrap();
-    assert!(refused(&uri(shared(), "nothing")).message().contains("empty"));
+    assert!(refused(&image_uri(shared(), "nothing")).message().contains("empty"));
 }
 
 #[test]

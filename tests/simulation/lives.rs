@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::checks;
 use crate::clock::{self, Pulse};
 use crate::disks::Disk;
-use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Volume};
+use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, Volume};
 use crate::world::{SimLauncher, World};
 
 /// A life that lasts longer is stuck.
@@ -79,8 +79,9 @@ fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end:
     if life.steps.is_empty() {
         checks::calm_down(world, player.volumes, to_the_end.and_then(|end| end.lasting));
     }
-    let end = if to_the_end.is_some() { End::Crash } else { life.end };
-    simulation::install(Some(gate(world, end, dice)));
+    let calm = to_the_end.is_some();
+    let (end, slow) = if calm { (End::Crash, None) } else { (life.end, life.slow) };
+    simulation::install(Some(gate(world, end, slow, dice)));
     let pulse = Arc::new(Pulse::default());
     let runtime = clock::runtime(&pulse);
     runtime.block_on(async {
@@ -158,10 +159,10 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
     }
 }
 
-/// What passes around every call that may block: now and then some time, and the crash that a
-/// script wants there.
-fn gate(world: &World, end: End, dice: Dice) -> simulation::Gate {
-    let calls = AtomicU64::new(0);
+/// What passes around every call that may block: now and then some time, as much as a script wants
+/// before one of them, and the crash that it wants.
+fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::Gate {
+    let (calls, alike) = (AtomicU64::new(0), AtomicU64::new(0));
     let dice = std::sync::Mutex::new(dice);
     let world = world.clone();
     let moment = move |crashes: bool, delay: Duration| -> simulation::Moment {
@@ -179,13 +180,17 @@ fn gate(world: &World, end: End, dice: Dice) -> simulation::Gate {
             }
         })
     };
-    Arc::new(move || {
+    Arc::new(move |what| {
         let nth = calls.fetch_add(1, Ordering::Relaxed);
         let mut dice = dice.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let slow = dice.below(12) == 0;
-        let delay = if slow { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
+        let delayed = dice.below(12) == 0;
+        let delay =
+            if delayed { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
+        let same = slow.filter(|slow| slow.what == what);
+        let meant = same.filter(|slow| slow.nth == alike.fetch_add(1, Ordering::Relaxed));
+        let before = meant.map_or(delay, |slow| slow.time);
         (
-            moment(end == End::AtCall(nth, false), delay),
+            moment(end == End::AtCall(nth, false), before),
             moment(end == End::AtCall(nth, true), delay),
         )
     })

@@ -46,7 +46,28 @@ pub(crate) struct Life {
     pub(crate) blind: bool,
     /// What happens when the executor first passes a point of a hand-over; for a stop, for how long.
     pub(crate) strike: Option<(&'static str, Blow, Option<Duration>)>,
+    pub(crate) slow: Option<Slow>,
 }
+
+/// The nth call of its kind is begun only after so long: whoever waits for it gives it up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Slow {
+    pub(crate) what: &'static str,
+    pub(crate) nth: u64,
+    pub(crate) time: Duration,
+}
+
+/// Kinds of calls that are slow now and then: the kernel's, by what they are for, and all others.
+const SLOW: [&str; 8] = [
+    "connect a device",
+    "connect a device",
+    "give the device new connections",
+    "resize the device",
+    "disconnect the device",
+    "flush the device",
+    "list nbd devices",
+    "a call that blocks",
+];
 
 /// What strikes a hand-over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,7 +100,7 @@ impl Life {
     /// One in which nothing happens.
     pub(crate) fn quiet() -> Self {
         let (steps, between) = (Vec::new(), Vec::new());
-        Self { steps, end: End::Crash, between, blind: false, strike: None }
+        Self { steps, end: End::Crash, between, blind: false, strike: None, slow: None }
     }
 }
 
@@ -152,7 +173,10 @@ pub(crate) enum By {
 
 /// What a seed stands for.
 pub(crate) fn of(seed: u64) -> Scenario {
-    Dice::new(seed).scenario()
+    let mut scenario = Dice::new(seed).scenario();
+    // By dice of their own, so that seeds mean what they meant before.
+    Dice::new(!seed).enrich(&mut scenario);
+    scenario
 }
 
 /// The one source of chance.
@@ -233,7 +257,23 @@ impl Dice {
             let at = usize::try_from(at).unwrap_or(0).min(steps.len());
             steps.insert(at, (self.millis(&[200, 4000, 4000]), upgrade));
         }
-        Life { steps, end, between, blind, strike }
+        Life { steps, end, between, blind, strike, slow: None }
+    }
+
+    fn enrich(&mut self, scenario: &mut Scenario) {
+        for life in &mut scenario.lives {
+            let time = self.millis(&[2000, 12_000, 30_000]);
+            let slow = Slow { what: self.pick(&SLOW), nth: self.below(3), time };
+            life.slow = self.one_in(2).then_some(slow);
+            let ops = life.steps.iter_mut().map(|(_, op)| op).chain(&mut life.between);
+            for op in ops {
+                let Op::Next(quirks) = op else { continue };
+                if quirks.never_ends || self.one_in(6) {
+                    quirks.linger = self.millis(&[0, 20, 900, 4000]);
+                    quirks.never_ends = true;
+                }
+            }
+        }
     }
 
     fn upgrade(&mut self, volumes: usize) -> Op {
@@ -338,7 +378,7 @@ impl Dice {
             8 => Quirks { nonsense_at_answer: Some(nth), ..none },
             9 => Quirks { hangs_up_at_answer: Some(nth), ..none },
             10 => Quirks { size_lie: self.pick(&[-4096, -512, 100, 512, 8192]), ..none },
-            11 => Quirks { ignores_stop: true, ..none },
+            11 => Quirks { never_ends: true, ..none },
             _ => Quirks {
                 linger: self.millis(&[20, 900, 4000, 15_000]),
                 latency: self.millis(&[0, 500]),

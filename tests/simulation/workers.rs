@@ -41,8 +41,8 @@ pub(crate) struct Quirks {
     pub(crate) hangs_up_at_answer: Option<u32>,
     /// Added to the size that it tells.
     pub(crate) size_lie: i64,
-    /// Does nothing when told to stop.
-    pub(crate) ignores_stop: bool,
+    /// Does not end by itself: it hangs where it closes its volume.
+    pub(crate) never_ends: bool,
     /// How long SIGKILL takes: it waits in the kernel.
     pub(crate) linger: Duration,
     /// From a request to its effect and answer.
@@ -195,6 +195,12 @@ impl Worker {
         !self.stopped && self.dying.is_none()
     }
 
+    /// Whether requests are read and answered.
+    pub(crate) fn serves(&self) -> bool {
+        let open = |connection: &Connection| connection.descriptor().is_some();
+        self.is_sane() && self.connections.iter().any(open)
+    }
+
     /// Closes everything, as its end does. What its page counts nobody takes back.
     pub(crate) fn close(&mut self) {
         self.cut_channel();
@@ -235,7 +241,10 @@ impl Worker {
         let mut moved = self.serve(around, true);
         if self.disconnecting && self.connections.is_empty() {
             self.tell(&FromWorker::Disconnected, &[]);
-            return Turn::Ends;
+            if !self.quirks.never_ends {
+                return Turn::Ends;
+            }
+            (self.disconnecting, moved) = (false, true);
         }
         match self.mind_pause(around) {
             Turn::Quiet => {}
@@ -358,7 +367,7 @@ impl Worker {
                 Turn::Ends
             }
             Message::Command(ToWorker::Start(start), descriptors) if self.start.is_none() => {
-                self.begin(start, descriptors, around)
+                self.begin(*start, descriptors, around)
             }
             Message::Command(command, descriptors) => self.obey(command, descriptors, around),
         }
@@ -432,8 +441,10 @@ impl Worker {
             return Turn::Ends;
         }
         let reply = match command {
-            ToWorker::Stop if self.quirks.ignores_stop => return Turn::Moved,
-            ToWorker::Stop => return Turn::Ends,
+            ToWorker::Stop => {
+                around.told_to_end(self);
+                return if self.quirks.never_ends { Turn::Moved } else { Turn::Ends };
+            }
             ToWorker::Serve => {
                 self.disconnecting = false;
                 self.served = true;

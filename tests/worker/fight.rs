@@ -200,7 +200,7 @@ fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Wor
         }
         wait_for("the holder writes", || total(&old, |w| &w.written) > BLOCKS);
         // Frozen until after the cut, frozen for the beginning, or not at all.
-        if round % 3 > 0 {
+        if !round.is_multiple_of(3) {
             signal(holder, Signal::SIGSTOP);
         }
         let (mut winner, took) = std::thread::scope(|inner| {

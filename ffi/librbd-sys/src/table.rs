@@ -97,7 +97,7 @@ const fn c_name(terminated: &'static str) -> &'static CStr {
 }
 
 table! {
-    /// librados, from Ceph 15 on.
+    /// librados, from Ceph 15 on; what came later is optional.
     Librados
     required {
         fn rados_version(*mut c_int, *mut c_int, *mut c_int);
@@ -127,7 +127,9 @@ table! {
             rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char
         ) -> c_int;
     }
-    optional {}
+    optional {
+        fn rados_set_pool_full_try(rados_ioctx_t);
+    }
 }
 
 table! {

@@ -270,7 +270,9 @@ impl Cluster {
         Ok(until_zero(&name))
     }
 
-    /// A pool, or one of its namespaces.
+    /// A pool, or one of its namespaces. What needs more room than there is ends with ENOSPC or, by a
+    /// quota, EDQUOT; without asking for that, every write waits in the library as long as the pool is
+    /// full, even one that frees room (as it does before Ceph 16).
     ///
     /// # Errors
     /// ENOENT when there is no such pool.
@@ -285,6 +287,10 @@ impl Cluster {
         if let Some(space) = &space {
             // SAFETY: `io` was just made and is nobody else's yet.
             unsafe { (self.api.rados.rados_ioctx_set_namespace)(io, space.as_ptr()) };
+        }
+        if let Some(set_full_try) = self.api.rados.rados_set_pool_full_try {
+            // SAFETY: as above.
+            unsafe { set_full_try(io) };
         }
         // SAFETY: `io` is open, in this cluster, and handed over.
         Ok(Arc::new(unsafe { Pool::from_raw(Arc::clone(self), io) }))

@@ -133,7 +133,11 @@ impl Target {
     /// this client may not look for them in every pool.
     pub(super) fn clones(&self, image: &Image) -> Result<Option<Vec<String>>> {
         match image.children() {
-            Ok(children) => Ok(Some(children.iter().map(linked).collect())),
+            Ok(children) => {
+                let mut names: Vec<String> = children.iter().map(linked).collect();
+                names.sort();
+                Ok(Some(names))
+            }
             Err(error) => match self.failed(error) {
                 error if error.kind() == ErrorKind::PermissionDenied => Ok(None),
                 error => Err(error),
