@@ -22,6 +22,7 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+mod extents;
 mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
@@ -32,6 +33,7 @@ mod rbd;
 mod succession;
 pub mod uri;
 
+pub use extents::Extent;
 pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare, store};
 pub use succession::{Inheritance, Legacy};
 
@@ -141,6 +143,17 @@ pub trait Image: Send + Sync {
     /// # Errors
     /// `Unsupported` where the backend cannot; what the backend gives otherwise.
     fn resize(&self, size: u64) -> Result<()>;
+
+    /// What lies in `length` bytes from `offset`, an aligned range inside the volume: parts of it from
+    /// its beginning, at least one and at most `limit` of them. A part that is called a hole was one
+    /// at some moment of the call.
+    ///
+    /// # Errors
+    /// When the backend cannot be asked.
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let _ = (offset, limit);
+        Ok(vec![Extent { length, hole: false }])
+    }
 
     /// How a successor in another process gets at the volume while this one still serves it. See
     /// `succession` for the order of these four calls.

@@ -17,6 +17,7 @@
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
+mod extents;
 mod manage;
 mod patience;
 mod problem;
@@ -31,7 +32,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::uri::{RbdSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
 pub(super) use manage::RbdStore;
@@ -274,6 +275,11 @@ impl Image for RbdImage {
 
     fn shrink(&self, size: u64) -> Result<()> {
         self.change_size(size, true)
+    }
+
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
+        extents.map_err(|error| self.failed(error))
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

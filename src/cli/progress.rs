@@ -134,7 +134,9 @@ fn catch_signals() -> Result<Arc<AtomicBool>> {
         // It fails for a wrong set of signals only.
         let Ok(first) = signals.wait() else { return };
         flag.store(true, Ordering::Relaxed);
-        output::note(&format!("{first}: ending as soon as it is safe to; once more ends it at once"));
+        output::note(&format!(
+            "{first}: ending as soon as it is safe to; once more ends it at once"
+        ));
         if let Ok(second) = signals.wait() {
             // As it would have been without us: whoever waits for this process sees the signal.
             let _ = signals.thread_unblock().and_then(|()| raise(second));

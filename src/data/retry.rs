@@ -185,7 +185,7 @@ impl Connection {
         while let Some((id, buffer)) = self.retries.waiting.pop_front() {
             let Running { cookie, request, started_ns, .. } = self.slab.remove(id);
             let failed = Err(IoError::Retry);
-            self.answer(cookie, Some(request.op), request.length, started_ns, failed, buffer);
+            self.answer(cookie, Some(request), started_ns, failed, buffer);
         }
         self.show_outage();
     }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use cleat::backend::uri::VolumeUri;
 use cleat::backend::{
-    BlockSizes, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open,
+    BlockSizes, Extent, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started,
+    Waker, open,
 };
 use cleat::error::Result;
 use cleat::request::{Flags, IoError, Op, Request};
@@ -83,6 +84,10 @@ pub struct Local(Arc<dyn Image>);
 impl Local {
     pub fn open(uri: &VolumeUri, options: OpenOptions) -> Self {
         Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
+    }
+
+    pub fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        self.0.extents(offset, length, limit)
     }
 }
 

@@ -51,3 +51,15 @@ pub use watch::Watch;
 pub fn load() -> Result<(), LoadError> {
     librbd_sys::api().map(drop)
 }
+
+/// Version of the librbd that was loaded: major, minor, extra.
+///
+/// # Errors
+/// As [`load`].
+pub fn version() -> Result<(i32, i32, i32)> {
+    let api = librbd_sys::api().map_err(Error::no_library)?;
+    let (mut major, mut minor, mut extra) = (0, 0, 0);
+    // SAFETY: each takes a number.
+    unsafe { (api.rbd.rbd_version)(&raw mut major, &raw mut minor, &raw mut extra) };
+    Ok((major, minor, extra))
+}

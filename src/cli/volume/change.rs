@@ -193,8 +193,7 @@ pub(super) fn resize(globals: &Globals, args: &Resize) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let tracker = Tracker::begin(globals, "resize", &args.uri)?;
     let store = backend::store(&store)?;
-    let changed =
-        tracker.run(|progress| store.resize(&name, args.size, args.shrink, progress))?;
+    let changed = tracker.run(|progress| store.resize(&name, args.size, args.shrink, progress))?;
     tell(globals, &args.uri, changed, "has this size already")
 }
 

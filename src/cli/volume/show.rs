@@ -135,10 +135,13 @@ fn described(info: &manage::Info) -> String {
     });
     line("parent", parent.unwrap_or_default());
     line("snapshots", snapshots(&info.snapshots));
-    line("clones", match &info.clones {
-        Some(clones) => clones.join(", "),
-        None => "unknown: this client may not look into every pool".to_owned(),
-    });
+    line(
+        "clones",
+        match &info.clones {
+            Some(clones) => clones.join(", "),
+            None => "unknown: this client may not look into every pool".to_owned(),
+        },
+    );
     for watcher in &info.watchers {
         line("open by", format!("{} at {}", watcher.client, watcher.address));
     }
