@@ -84,6 +84,10 @@ impl Image for FaultImage {
         self.inner.refresh_size()
     }
 
+    fn watch_size(&self, waker: Waker) {
+        self.inner.watch_size(waker);
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.inner.resize(size)
     }

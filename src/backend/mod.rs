@@ -138,6 +138,12 @@ pub trait Image: Send + Sync {
     /// When the backend cannot be asked.
     fn refresh_size(&self) -> Result<u64>;
 
+    /// Has `waker` woken when [`Image::size`] has changed by itself, by a backend that is told of such
+    /// changes.
+    fn watch_size(&self, waker: Waker) {
+        let _ = waker;
+    }
+
     /// Changes the size at the backend. Never makes it smaller: that is [`Image::shrink`].
     ///
     /// # Errors

@@ -17,6 +17,7 @@
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
+mod encryption;
 mod extents;
 mod manage;
 mod patience;
@@ -27,7 +28,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -54,6 +55,10 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(2);
 
 /// The longest payload of one request: what NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
+
+/// The block that the library encrypts at a time, in bytes: parts of it would be read, changed and
+/// written, and not at once.
+const ENCRYPTED_BLOCK: u32 = 4096;
 
 /// Objects that one piece of a long range touches at once.
 const PIECE_OBJECTS: u64 = 64;
@@ -86,6 +91,10 @@ struct Changes {
 /// What the queues share.
 struct Shared {
     size: AtomicU64,
+    /// Told when the size has changed by itself.
+    watcher: OnceLock<Waker>,
+    /// The content is encrypted by the library.
+    encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
@@ -125,7 +134,8 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/sys/devices/system",
         "/proc/self",
     ];
-    let own = spec.conf.iter().chain(&spec.keyring).cloned();
+    let passphrase = spec.encryption.as_ref().map(|encryption| &encryption.passphrase_file);
+    let own = spec.conf.iter().chain(&spec.keyring).chain(passphrase).cloned();
     let all = system.iter().map(PathBuf::from).chain(own);
     all.filter(|path| path.exists()).collect()
 }
@@ -175,6 +185,10 @@ impl RbdImage {
         if !read_only && claim {
             claim::acquire(&image, &name)?;
         }
+        if let Some(encryption) = &spec.encryption {
+            encryption::unlock(&image, encryption, &name)?;
+        }
+        let encrypted = spec.encryption.is_some();
         let stat = image.stat().map_err(failed)?;
         if stat.size == 0 {
             let error = invalid(format!("{name} is empty"));
@@ -182,7 +196,9 @@ impl RbdImage {
         }
         let durable_writes = durable_writes(&image.config().map_err(failed)?);
         let shared = Arc::new(Shared {
-            size: AtomicU64::new(stat.size),
+            size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
+            watcher: OnceLock::new(),
+            encrypted,
             fenced: AtomicBool::new(false),
             read_only,
             durable_writes,
@@ -190,19 +206,22 @@ impl RbdImage {
         });
         // A reader is not told of changes.
         let changes = if read_only { None } else { Some(follow_size(&image, &shared)?) };
+        // Of an encrypted object the library removes the ciphertext: that reads as zeroes for as long as
+        // nothing else of the object is written, and as the decryption of zeroes from then on.
+        let write_zeroes = image.can_write_zeroes() && !encrypted;
         let features = Features {
             read_only,
             flush: true,
             fua: true,
-            trim: true,
-            write_zeroes: image.can_write_zeroes(),
-            fast_zero: image.can_write_zeroes(),
+            trim: spec.trim,
+            write_zeroes,
+            fast_zero: write_zeroes,
             cache: false,
             multi_connection: true,
             outlives_worker: true,
         };
         let open = Mutex::new(Some(Open { changes, image }));
-        Ok(Self { open, name, blocks: block_sizes(stat), features, shared })
+        Ok(Self { open, name, blocks: block_sizes(stat, encrypted), features, shared })
     }
 
     fn image(&self) -> Result<Arc<librbd::Image>> {
@@ -215,6 +234,12 @@ impl RbdImage {
     fn change_size(&self, size: u64, shrink: bool) -> Result<()> {
         if self.shared.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
+        }
+        if self.shared.encrypted {
+            // Whether its size means that of the plain text depends on the library's version.
+            let message = format!("{} is encrypted, and not resized by cleat", self.name);
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair(format!("rbd resize --size SIZE {}; the device follows", self.name)));
         }
         let now = self.refresh_size()?;
         if size < now && !shrink {
@@ -265,8 +290,14 @@ impl Image for RbdImage {
 
     fn refresh_size(&self) -> Result<u64> {
         let size = self.image()?.size().map_err(|error| self.failed(error))?;
+        let size = whole_blocks(size, self.shared.encrypted);
         self.shared.size.store(size, Ordering::Release);
         Ok(size)
+    }
+
+    fn watch_size(&self, waker: Waker) {
+        // Whoever serves the volume does so once.
+        let _ = self.shared.watcher.set(waker);
     }
 
     fn resize(&self, size: u64) -> Result<()> {
@@ -278,6 +309,10 @@ impl Image for RbdImage {
     }
 
     fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        if self.shared.encrypted {
+            // What the library would tell are the places of the ciphertext.
+            return Ok(vec![Extent { length, hole: false }]);
+        }
         let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
         extents.map_err(|error| self.failed(error))
     }
@@ -371,13 +406,19 @@ fn config(spec: &RbdSpec) -> librbd::Config {
     }
 }
 
-fn block_sizes(stat: librbd::Stat) -> BlockSizes {
+fn block_sizes(stat: librbd::Stat, encrypted: bool) -> BlockSizes {
     // What lies together: an object, or the part of it that a stripe fills.
     let together = stat.object_size.min(stat.stripe_unit).clamp(4096, MAX_PAYLOAD.into());
     let together = u32::try_from(together).unwrap_or(MAX_PAYLOAD);
     // Powers of two, but for stripes that somebody chose oddly.
     let preferred = if together.is_power_of_two() { together } else { 4096 };
-    BlockSizes { minimum: 1, preferred, maximum: MAX_PAYLOAD }
+    let minimum = if encrypted { ENCRYPTED_BLOCK } else { 1 };
+    BlockSizes { minimum, preferred, maximum: MAX_PAYLOAD }
+}
+
+/// A size in bytes without what is no whole block at its end.
+fn whole_blocks(size: u64, encrypted: bool) -> u64 {
+    if encrypted { size - size % u64::from(ENCRYPTED_BLOCK) } else { size }
 }
 
 /// Whether a write is on the OSDs when it is answered, by librbd's options as they hold for the
@@ -405,7 +446,12 @@ fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Chang
     let follow = move || {
         for () in changes {
             match image.size() {
-                Ok(size) => shared.size.store(size, Ordering::Release),
+                Ok(size) => {
+                    shared.size.store(whole_blocks(size, shared.encrypted), Ordering::Release);
+                    if let Some(watcher) = shared.watcher.get() {
+                        watcher.wake();
+                    }
+                }
                 Err(error) => tracing::warn!(%error, "a change of the image could not be followed"),
             }
         }
@@ -458,7 +504,7 @@ mod tests {
             (4 << 20, 3 << 10, 4096),
             (12288, 12288, 4096),
         ] {
-            assert_eq!(block_sizes(stat(object, unit)).preferred, preferred);
+            assert_eq!(block_sizes(stat(object, unit), false).preferred, preferred);
         }
     }
 

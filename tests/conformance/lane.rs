@@ -82,8 +82,16 @@ impl dyn Lane + '_ {
 pub struct Local(Arc<dyn Image>);
 
 impl Local {
+    pub fn of(image: Arc<dyn Image>) -> Self {
+        Self(image)
+    }
+
     pub fn open(uri: &VolumeUri, options: OpenOptions) -> Self {
         Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
+    }
+
+    pub fn watch_size(&self, waker: Waker) {
+        self.0.watch_size(waker);
     }
 
     pub fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {

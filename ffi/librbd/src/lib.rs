@@ -15,6 +15,7 @@
 
 mod cluster;
 mod describe;
+mod encryption;
 mod error;
 mod gate;
 mod image;
@@ -29,6 +30,7 @@ mod watch;
 
 pub use cluster::{Cluster, Config};
 pub use describe::{LinkedImage, Objects, Parent};
+pub use encryption::Luks;
 pub use error::{Error, Result};
 pub use image::{Image, Open, Stat};
 pub use librbd_sys::{

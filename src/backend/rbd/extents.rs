@@ -8,7 +8,6 @@
 //!   objects are asked.
 //! - Stripes are walked in the order of objects, not of bytes: what was found is sorted, and a walk that
 //!   finds too much tells nothing.
-//! - Of an encrypted image the library would tell the places of the ciphertext: nothing is told.
 
 use std::ops::Range;
 
