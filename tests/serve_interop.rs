@@ -196,6 +196,31 @@ fn what_the_network_can_reach_is_warned_of() {
 }
 
 #[test]
+fn an_outage_of_the_backend_is_told() {
+    let dir = TempDir::new().unwrap();
+    let socket = dir.path().join("s");
+    let mut child = Command::new(CLEAT)
+        .args(["serve", "fault:mem:1M?fault.error=retry", "--socket", path(&socket)])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut uri = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
+    let mut told = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut server = Server { child, uri };
+    let mut client = Command::new("timeout")
+        .args(["20", "nbdcopy", server.uri.trim_end(), "null:"])
+        .spawn()
+        .unwrap();
+    let line = told.next().unwrap().unwrap();
+    assert!(line.contains("the backend does not answer") && line.contains("retry"), "{line}");
+    server.signal(libc::SIGTERM);
+    assert!(server.wait().success());
+    assert!(!client.wait().unwrap().success());
+}
+
+#[test]
 fn a_dead_servers_socket_is_replaced_and_a_live_ones_is_not() {
     let dir = TempDir::new().unwrap();
     let mut dead = Server::start(&dir, "mem:1M", &[]);

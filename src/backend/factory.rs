@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use super::claimant::Claimant;
 #[cfg(feature = "fault")]
 use super::fault;
 use super::file::{FileImage, FileStore};
@@ -14,10 +15,12 @@ use super::{Image, Inheritance};
 use crate::error::Result;
 
 /// How a volume is opened, beyond what its URI says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OpenOptions {
     /// Nothing is ever written, and no claim is made.
     pub read_only: bool,
+    /// Who makes the claim, where a volume has one that outlives processes.
+    pub claimant: Claimant,
 }
 
 /// When a process that serves a volume can give up its access to the system, and what must stay.
@@ -42,7 +45,7 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
     Ok(match uri.spec() {
         Spec::Mem(spec) => Arc::new(MemImage::create(spec, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::open(spec, options.read_only)?),
-        Spec::Rbd(spec) => Arc::new(RbdImage::open(spec, options.read_only)?),
+        Spec::Rbd(spec) => Arc::new(RbdImage::open(spec, options)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
@@ -89,7 +92,7 @@ pub fn inherit(
         Spec::Mem(_) => Arc::new(MemImage::inherit(inheritance, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::inherit(spec, inheritance, options.read_only)?),
         // Its claim is released and acquired; there is nothing to be passed on.
-        Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options.read_only)?),
+        Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             let inner = inherit(&spec.inner, options, inheritance)?;

@@ -116,6 +116,14 @@ impl Image for FaultImage {
         legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
     }
 
+    fn waits_for_room(&self) -> bool {
+        self.inner.waits_for_room()
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.inner.is_fenced()
+    }
+
     fn trouble(&self) -> Option<String> {
         let plan = Arc::clone(&lock(&self.shared.plan));
         plan.is_outage().then(|| format!("injected: {plan}")).or_else(|| self.inner.trouble())

@@ -22,6 +22,7 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+pub mod claimant;
 mod extents;
 mod factory;
 #[cfg(feature = "fault")]
@@ -196,8 +197,20 @@ pub trait Image: Send + Sync {
         Err(succession::impossible())
     }
 
+    /// Whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry` may:
+    /// then it waits for room if the mapping's owner wants that.
+    fn waits_for_room(&self) -> bool {
+        false
+    }
+
+    /// Whether somebody else has the volume, as far as it is known without asking: then every request
+    /// ends with `Fenced`, for good.
+    fn is_fenced(&self) -> bool {
+        false
+    }
+
     /// Why the backend cannot be reached, for people, where that is known; asked for while requests
-    /// end with `Retry`. Must not wait for the backend.
+    /// wait to be repeated. Must not wait for the backend.
     fn trouble(&self) -> Option<String> {
         None
     }

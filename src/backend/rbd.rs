@@ -17,12 +17,14 @@
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
+mod decision;
 mod encryption;
 mod extents;
 mod manage;
 mod patience;
 mod problem;
 mod queue;
+mod record;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -32,13 +34,19 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use super::claimant::Claimant;
 use super::uri::{RbdSpec, Size, invalid};
-use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{
+    BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
+use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
+use decision::Occasion;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
+use record::Claim;
 
 /// How long a monitor may take to answer, at the start and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -71,6 +79,8 @@ pub(super) struct RbdImage {
     /// `None` once it was closed. Locked by calls of the control half only.
     open: Mutex<Option<Open>>,
     name: String,
+    /// `None`: nothing is claimed, since nothing is written or others write, too.
+    claimant: Option<Claimant>,
     blocks: BlockSizes,
     features: Features,
     shared: Arc<Shared>,
@@ -80,6 +90,8 @@ pub(super) struct RbdImage {
 struct Open {
     changes: Option<Changes>,
     image: Arc<librbd::Image>,
+    /// What it says in the image's metadata for as long as we have the lock.
+    claim: Option<Claim>,
 }
 
 /// What keeps the size up to date: the thread ends with the watch.
@@ -97,6 +109,8 @@ struct Shared {
     encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
+    /// The last request that needed room found none.
+    full: AtomicBool,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -142,21 +156,26 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
 
 impl RbdImage {
     /// Opens `spec`, claiming it unless it is only read.
-    pub(super) fn open(spec: &RbdSpec, read_only: bool) -> Result<Self> {
-        Self::open_in_time(spec, read_only, true)
+    pub(super) fn open(spec: &RbdSpec, options: &OpenOptions) -> Result<Self> {
+        Self::open_in_time(spec, options, true)
     }
 
     /// Opens `spec` while another process still serves it; claimed when it succeeds.
-    pub(super) fn inherit(spec: &RbdSpec, read_only: bool) -> Result<Self> {
-        Self::open_in_time(spec, read_only, false)
+    pub(super) fn inherit(spec: &RbdSpec, options: &OpenOptions) -> Result<Self> {
+        Self::open_in_time(spec, options, false)
     }
 
-    fn open_in_time(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
+    fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         preload()?;
-        let wanted = spec.clone();
+        let (wanted, options) = (spec.clone(), options.clone());
         let (sender, opened) = mpsc::channel();
         // Where nobody waits for it any more, the result is dropped, which closes what was opened.
-        let work = move || _ = sender.send(Self::open_slowly(&wanted, read_only, claim));
+        let work = move || {
+            let opened = Self::open_slowly(&wanted, options);
+            let claimed =
+                opened.and_then(|opened| if claim { opened.claimed() } else { Ok(opened) });
+            let _ = sender.send(claimed);
+        };
         let thread = thread::Builder::new().name("rbd-open".to_owned()).spawn(work);
         thread.map_err(|e| Error::from_io("cannot start the thread that opens the image", e))?;
         match opened.recv_timeout(OPEN_PATIENCE) {
@@ -174,17 +193,14 @@ impl RbdImage {
         }
     }
 
-    fn open_slowly(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
+    fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {
         let name = name(spec);
         let failed = |error| problem(error, &name, spec);
         let cluster = librbd::Cluster::connect(&config(spec)).map_err(failed)?;
         let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
-        let read_only = read_only || spec.snapshot.is_some();
+        let read_only = options.read_only || spec.snapshot.is_some();
         let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
         let image = pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)?;
-        if !read_only && claim {
-            claim::acquire(&image, &name)?;
-        }
         if let Some(encryption) = &spec.encryption {
             encryption::unlock(&image, encryption, &name)?;
         }
@@ -200,6 +216,7 @@ impl RbdImage {
             watcher: OnceLock::new(),
             encrypted,
             fenced: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
@@ -220,8 +237,26 @@ impl RbdImage {
             multi_connection: true,
             outlives_worker: true,
         };
-        let open = Mutex::new(Some(Open { changes, image }));
-        Ok(Self { open, name, blocks: block_sizes(stat, encrypted), features, shared })
+        let claimant = (!read_only && !spec.shared).then_some(options.claimant);
+        let open = Mutex::new(Some(Open { changes, image, claim: None }));
+        let blocks = block_sizes(stat, encrypted);
+        Ok(Self { open, name, claimant, blocks, features, shared })
+    }
+
+    /// Claims what was just opened. Where a device exists, and somebody else has had its volume since,
+    /// it is served all the same: with errors, which is the end of whatever is mounted there.
+    fn claimed(self) -> Result<Self> {
+        match self.claim(Occasion::Opening) {
+            Err(_) if self.is_fenced() && self.resumes() => return Ok(self),
+            other => other?,
+        }
+        // Until now it could change.
+        self.refresh_size()?;
+        Ok(self)
+    }
+
+    fn resumes(&self) -> bool {
+        self.claimant.as_ref().is_some_and(|claimant| claimant.resumes)
     }
 
     fn image(&self) -> Result<Arc<librbd::Image>> {
@@ -254,12 +289,36 @@ impl RbdImage {
         self.refresh_size().map(drop)
     }
 
-    fn claim(&self) -> Result<()> {
-        if self.shared.fenced.load(Ordering::Acquire) {
+    fn claim(&self, occasion: Occasion) -> Result<()> {
+        let lost = || {
             let message = format!("{} belongs to somebody else", self.name);
-            return Err(Error::new(ErrorKind::Fenced, message));
+            Error::new(ErrorKind::Fenced, message)
+        };
+        if self.is_fenced() {
+            return Err(lost());
         }
-        if self.shared.read_only { Ok(()) } else { claim::acquire(&*self.image()?, &self.name) }
+        let Some(claimant) = &self.claimant else { return Ok(()) };
+        let image = self.image()?;
+        let contest = Contest { image: &image, name: &self.name, claimant, occasion };
+        let acquired = contest.acquire().inspect_err(|error| {
+            let fenced = error.kind() == ErrorKind::Fenced;
+            self.shared.fenced.fetch_or(fenced, Ordering::AcqRel);
+        });
+        let Some(claim) = acquired? else {
+            self.shared.fenced.store(true, Ordering::Release);
+            return Err(lost());
+        };
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = &mut *open {
+            open.claim = Some(claim);
+        }
+        Ok(())
+    }
+
+    /// The claim, which is not ours to release any more.
+    fn take_claim(&self) -> Option<Claim> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.as_mut().and_then(|open| open.claim.take())
     }
 
     fn failed(&self, error: librbd::Error) -> Error {
@@ -317,20 +376,48 @@ impl Image for RbdImage {
         extents.map_err(|error| self.failed(error))
     }
 
+    /// What ends is over, by the OSDs' own word. A cache has answered already.
+    fn waits_for_room(&self) -> bool {
+        self.shared.durable_writes
+    }
+
+    fn trouble(&self) -> Option<String> {
+        let full = self.shared.full.load(Ordering::Relaxed);
+        full.then(|| {
+            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
+        })
+    }
+
     fn bequeath(&self) -> Result<Inheritance> {
         Ok(Inheritance { descriptors: Vec::new() })
     }
 
     fn let_go(&self) -> Result<Legacy> {
-        let fenced = self.shared.fenced.load(Ordering::Acquire);
-        if !fenced && !self.shared.read_only {
-            self.image()?.lock_release().map_err(|error| self.failed(error))?;
+        let fenced = self.is_fenced();
+        let image = self.image()?;
+        if let Some(claim) = self.take_claim().filter(|_| !fenced) {
+            let released = claim::release(&image, &claim, &self.name)
+                .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
+            if let Err(error) = released {
+                // The lock is ours still, and so the right to write.
+                self.claim(Occasion::HandOver)?;
+                return Err(error);
+            }
         }
         Ok(Legacy { fenced, ..Legacy::default() })
     }
 
     fn take_back(&self) -> Result<()> {
-        self.claim()
+        let taken = self.claim(Occasion::HandOver);
+        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
+            // Somebody else was faster. librbd would wait for the lock, and go on.
+            self.shared.fenced.store(true, Ordering::Release);
+        }
+        taken
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.shared.fenced.load(Ordering::Acquire)
     }
 
     fn succeed(&self, legacy: &Legacy) -> Result<()> {
@@ -338,7 +425,7 @@ impl Image for RbdImage {
             self.shared.fenced.store(true, Ordering::Release);
             return Ok(());
         }
-        self.claim()?;
+        self.claim(Occasion::HandOver)?;
         // It may have grown since this one opened it.
         self.refresh_size().map(drop)
     }
@@ -347,9 +434,19 @@ impl Image for RbdImage {
     /// it forgets a client that is gone by itself.
     fn close(&self) {
         let taken = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(open) = taken else { return };
+        let Some(mut open) = taken else { return };
         let (sender, closed) = mpsc::channel();
-        let close = move || _ = sender.send(open.close());
+        // What somebody else owns is not to be touched any more.
+        let claim = open.claim.take().filter(|_| !self.is_fenced());
+        let name = self.name.clone();
+        let close = move || {
+            if let Some(claim) = claim
+                && let Err(error) = claim::release(&open.image, &claim, &name)
+            {
+                tracing::warn!(image = %name, error = %error.report(), "the claim stays");
+            }
+            let _ = sender.send(open.close());
+        };
         if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
             tracing::warn!(image = %self.name, %error, "no thread for the close, which had no limit");
             return;
@@ -397,10 +494,13 @@ fn config(spec: &RbdSpec) -> librbd::Config {
     let defaults = DEFAULTS.iter().filter(|(key, _)| !spec.config.contains_key(*key));
     let defaults = defaults.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
     let own = spec.config.iter().map(|(key, value)| (key.clone(), value.clone()));
+    // With the lock left to librbd, its own breaking of locks is in use; and see `claim::cut_off`.
+    let cut_off = (!spec.shared).then(|| (CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string()));
     librbd::Config {
         conf: spec.conf.clone(),
         id: spec.id.clone(),
         keyring: spec.keyring.clone(),
+        defaults: cut_off.into_iter().collect(),
         overrides: defaults.chain(own).collect(),
         monitor_timeout: MONITOR_TIMEOUT,
     }

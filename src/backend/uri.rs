@@ -11,6 +11,8 @@
 //!     encryption=luks1|luks2            how its content is encrypted, and the file
 //!     passphrase_file=PATH              whose content unlocks it
 //!     trim=true|false                   give back what is trimmed; default true, unless encrypted
+//!     lock=exclusive|shared             shared: several write at a time and nobody is kept out, which
+//!                                       destroys what does not expect it; default exclusive
 //!     config.OPTION=VALUE               an option of Ceph, for this volume
 //! fault:URI                             (feature `fault`) any other, with injected faults
 //!     fault.KEY=VALUE                   see `fault::plan`; other options are the inner volume's
@@ -34,7 +36,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
-use options::{Encoded, decode};
+use options::{Encoded, Query, decode};
 
 pub(crate) use options::Options;
 pub use rbd::{Encryption, RbdSpec, RbdStoreSpec};
@@ -191,12 +193,7 @@ impl FromStr for VolumeUri {
 
 impl fmt::Display for VolumeUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.scheme(), self.location())?;
-        for (index, (key, value)) in self.options().iter().enumerate() {
-            let separator = if index == 0 { '?' } else { '&' };
-            write!(f, "{separator}{key}={}", Encoded(value.as_bytes()))?;
-        }
-        Ok(())
+        write!(f, "{}:{}{}", self.scheme(), self.location(), Query(&self.options()))
     }
 }
 

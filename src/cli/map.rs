@@ -34,6 +34,9 @@ Examples:
   A volume in memory, gone when it is unmapped:
     $ cleat map mem:1G --name scratch
 
+  An image of a node that is lost, which never writes to it again:
+    $ cleat map rbd:volumes/db --take-over
+
   For a script that wants more than the device:
     $ cleat map mem:1G -o json | jq -r .symlink
 ";
@@ -70,6 +73,12 @@ pub(super) struct Map {
     /// How long I/O waits while no worker serves the device before it fails [default: the daemon's]
     #[arg(long, value_name = "DURATION", value_parser = size::duration)]
     dead_connection_timeout: Option<Duration>,
+    /// Take the volume from whoever has claimed it (rbd:): that client is cut off first, for good
+    ///
+    /// What it has not written yet is lost, and what is mounted there fails. Needed only when the other
+    /// side cannot be asked to unmap, and is not known to have ended.
+    #[arg(long)]
+    take_over: bool,
     #[command(flatten)]
     policy: PolicyArgs,
     /// Give up after this long
@@ -102,6 +111,7 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         name: args.name.unwrap_or_default(),
         options: Some(options),
         timeout_ms: milliseconds(args.timeout),
+        take_over: args.take_over,
     };
     let mapping: view::Mapping = client::run(globals, async |client| {
         let limit = args.timeout + GRACE;

@@ -94,9 +94,14 @@ fn tell(globals: &Globals, volume: &impl ToString, changed: bool, unchanged: &st
         return output::json(&Changed { volume, changed });
     }
     if !changed {
-        output::note(&format!("{volume} {unchanged}"));
+        output::note(&format!("{} {unchanged}", short(volume)));
     }
     Ok(())
+}
+
+/// A URI without its options, which people need not read again.
+pub(super) fn short(uri: &str) -> &str {
+    uri.split_once('?').map_or(uri, |(location, _)| location)
 }
 
 /// Seconds since 1970 for the eye.

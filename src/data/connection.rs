@@ -233,7 +233,7 @@ impl Connection {
         match self.due_ns() {
             Some(due_ns) => {
                 let left_ns = due_ns.saturating_sub(self.elapsed_ns());
-                self.ring.submit_and_wait_for(1, Duration::from_nanos(left_ns))?;
+                self.ring.submit_and_wait_for(Duration::from_nanos(left_ns))?;
             }
             None => self.ring.submit_and_wait()?,
         }

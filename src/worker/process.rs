@@ -28,6 +28,7 @@ use super::protocol::{CHANNEL_FD, Start, ToWorker};
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use super::version::{Spoken, binary_id};
+use crate::backend::claimant::{Claimant, ProcessMark};
 use crate::backend::uri::{MAX_NAME, VolumeUri};
 use crate::backend::{
     Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open, prepare,
@@ -92,7 +93,7 @@ fn start(channel: &Channel) -> Result<Session> {
     prepare(&uri)?;
     settle(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
-    let (image, report) = open_confined(&uri, start.read_only, inheritance)?;
+    let (image, report) = open_confined(&uri, &options(&start), inheritance)?;
     for (layer, reason) in &report.missing {
         tracing::warn!(layer, %reason, "a layer of the worker's confinement is missing");
     }
@@ -108,18 +109,30 @@ fn start(channel: &Channel) -> Result<Session> {
     Session::new(start, image, page, listener, binary)
 }
 
+/// What the volume is opened with. Of the process, before it may no longer look at itself.
+fn options(start: &Start) -> OpenOptions {
+    let claimant = Claimant {
+        node: start.node.clone(),
+        boot_id: start.boot_id.clone(),
+        mapping_id: start.mapping_id.clone(),
+        take_over: start.take_over,
+        resumes: start.resumes,
+        process: ProcessMark::own(),
+    };
+    OpenOptions { read_only: start.read_only, claimant }
+}
+
 /// Opens the volume and confines the process, in the order that the backend asks for.
 fn open_confined(
     uri: &VolumeUri,
-    read_only: bool,
+    options: &OpenOptions,
     inheritance: Option<Inheritance>,
 ) -> Result<(Arc<dyn Image>, Report)> {
-    let options = OpenOptions { read_only };
     let when = confinement(uri);
     let needs = Needs::from(&when);
     let open = || match inheritance {
-        Some(inheritance) => inherit(uri, &options, inheritance),
-        None => open(uri, &options),
+        Some(inheritance) => inherit(uri, options, inheritance),
+        None => open(uri, options),
     };
     Ok(match when {
         Confinement::AfterOpen => {

@@ -122,6 +122,18 @@ pub struct Start {
     /// What happens in an outage, and how fast the volume may go.
     #[serde(default)]
     pub policy: Policy,
+    /// The node's name, for the volume's claim.
+    #[serde(default)]
+    pub node: String,
+    /// The node's boot, likewise.
+    #[serde(default)]
+    pub boot_id: String,
+    /// Take the volume from whoever has it.
+    #[serde(default)]
+    pub take_over: bool,
+    /// The mapping has a device: see `backend::claimant`.
+    #[serde(default)]
+    pub resumes: bool,
 }
 
 /// From the worker.

@@ -461,8 +461,8 @@ impl Session {
     /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
-        let count = self.page.snapshot().errors_of(IoError::Fenced);
-        if count != self.fenced_before && !self.fenced {
+        let refused = || self.page.snapshot().errors_of(IoError::Fenced) != self.fenced_before;
+        if !self.fenced && (self.image.is_fenced() || refused()) {
             tracing::error!("the volume belongs to somebody else now; nothing more is written");
             self.fenced = true;
             self.tell(&FromWorker::Fenced);

@@ -17,7 +17,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::checks::pattern;
 use crate::lane::{Local, Volume, job, write};
-use crate::rbd::{MIB, fresh, local, pool, uri, wait_until};
+use crate::places::{image_uri, pool};
+use crate::rbd::{MIB, fresh, local, wait_until};
 
 /// A file with a passphrase, kept for the process.
 fn passphrase(text: &str) -> PathBuf {
@@ -114,7 +115,7 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
     shared().rbd(&["mirror", "pool", "enable", POOL, "image"]).unwrap();
     for (name, mode) in [("journaled", "journal"), ("mirrored", "snapshot")] {
         shared().rbd(&["mirror", "image", "enable", &format!("{POOL}/{name}"), mode]).unwrap();
-        let uri = uri(shared(), name);
+        let uri = image_uri(shared(), name);
         let volume = local(&uri);
         volume.lane().one(write(4096, &pattern(3, 100_000)));
         volume.lane().one(job(Op::Trim, 0, 4096));

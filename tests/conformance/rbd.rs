@@ -1,40 +1,23 @@
 //! What RBD images promise beyond the common contract, on a real cluster.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
 use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, IoError, Op};
-use librbd::{Cluster, Config, NewImage, Open, Pool, RBD_FEATURE_LAYERING};
+use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 
 use crate::checks::pattern;
 use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+use crate::places::{image_uri, pool};
 
 pub const MIB: u64 = 1 << 20;
 
-/// Another client of the cluster.
-pub fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {
-    let config = Config {
-        conf: Some(cluster.conf()),
-        id: Some(id.to_owned()),
-        keyring: Some(cluster.keyring(id)),
-        ..Config::default()
-    };
-    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
-}
-
-pub fn uri(cluster: &TestCluster, image: &str) -> String {
-    let (conf, keyring) = (cluster.conf(), cluster.keyring(ID));
-    let (conf, keyring) = (conf.display(), keyring.display());
-    format!("rbd:{POOL}/{image}?conf={conf}&keyring={keyring}&id={ID}")
-}
-
 pub fn fresh(cluster: &TestCluster, image: &str, size: u64) -> String {
     pool(cluster, ID).create(image, size, &NewImage::default()).unwrap();
-    uri(cluster, image)
+    image_uri(cluster, image)
 }
 
 pub fn local(uri: &str) -> Local {
@@ -67,7 +50,10 @@ fn a_second_writer_is_told_the_address_of_the_first() {
     assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
     assert!(error.message().contains(owner), "{}", error.message());
     // A reader is no rival.
-    let reader = Local::open(&uri.parse().unwrap(), OpenOptions { read_only: true });
+    let reader = Local::open(
+        &uri.parse().unwrap(),
+        OpenOptions { read_only: true, ..OpenOptions::default() },
+    );
     assert!(reader.lane().read(0, 4096) == pattern(1, 4096));
     first.lane().one(write(0, &pattern(2, 4096)));
     drop(first);
@@ -147,7 +133,7 @@ fn extents_tell_all_data_of_every_kind_of_image() {
     let pool = pool(shared(), ID);
     for (name, new) in [("map", NewImage::default()), ("stripes", stripes), ("no-map", plain)] {
         pool.create(name, size, &new).unwrap();
-        let volume = local(&uri(shared(), name));
+        let volume = local(&image_uri(shared(), name));
         let check = |written: &[(u64, u64)]| {
             let ranges = [0..size, 1..size - 1, 9 * MIB + 1..9 * MIB + 2, 13 * MIB + 3..40 * MIB];
             ranges.map(|range| check_extents(&volume, written, range))
@@ -172,14 +158,16 @@ fn extents_tell_all_data_of_every_kind_of_image() {
         &NewImage { order: Some(23), ..NewImage::default() },
     )
     .unwrap();
-    let clone = local(&uri(shared(), "clone"));
+    let clone = local(&image_uri(shared(), "clone"));
     clone.lane().one(write(50 * MIB + 1, &pattern(2, 512)));
     let both = [written[2], written[3], (50 * MIB + 1, 512)];
     for range in [0..size, 20 * MIB + 1..size - 5] {
         assert!(check_extents(&clone, &both, range) >= 16 * MIB);
     }
-    let snapshot =
-        Local::open(&uri(shared(), "map@s").parse().unwrap(), OpenOptions { read_only: true });
+    let snapshot = Local::open(
+        &image_uri(shared(), "map@s").parse().unwrap(),
+        OpenOptions { read_only: true, ..OpenOptions::default() },
+    );
     assert!(check_extents(&snapshot, &written[2..], 0..size) >= 16 * MIB);
 }
 
@@ -239,7 +227,7 @@ fn a_snapshot_is_read_only_and_stays_what_it_was() {
 fn what_cannot_be_opened_says_why_and_what_to_do() {
     let good = fresh(shared(), "opened", MIB);
     for (uri, kind, repair) in [
-        (uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
+        (image_uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
         (good.replace(POOL, "nowhere"), ErrorKind::NotFound, "rbd info"),
         (good.replace("id=volumes", "id=other"), ErrorKind::PermissionDenied, "keyring=PATH"),
         (good.replace("ceph.conf", "none.conf"), ErrorKind::NotFound, "conf=PATH"),
@@ -251,11 +239,11 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
     }
     let plain = NewImage { features: Some(RBD_FEATURE_LAYERING), ..NewImage::default() };
     pool(shared(), ID).create("lockless", MIB, &plain).unwrap();
-    let error = refused(&uri(shared(), "lockless"));
+    let error = refused(&image_uri(shared(), "lockless"));
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.repair().unwrap().contains("rbd feature enable"), "{:?}", error.repair());
     pool(shared(), ID).create("nothing", 0, &NewImage::default()).unwrap();
-    assert!(refused(&uri(shared(), "nothing")).message().contains("empty"));
+    assert!(refused(&image_uri(shared(), "nothing")).message().contains("empty"));
 }
 
 #[test]

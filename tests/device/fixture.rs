@@ -34,14 +34,25 @@ pub(crate) struct Node {
 impl Node {
     /// Starts a daemon with nothing mapped.
     pub(crate) fn start() -> Self {
+        Self::start_as(cleat_command(&["node"]))
+    }
+
+    /// The same, of a command that becomes the daemon.
+    pub(crate) fn start_as(command: Command) -> Self {
         install_rules();
         clean_up();
-        Self { child: spawn() }
+        Self { child: spawn(command) }
     }
 
     /// Starts it again after [`Node::kill`] or [`Node::terminate`], with the same state.
     pub(crate) fn restart(&mut self) {
-        self.child = spawn();
+        self.restart_as(cleat_command(&["node"]));
+    }
+
+    /// The same, of a command that becomes the daemon, once the one before has ended.
+    pub(crate) fn restart_as(&mut self, command: Command) {
+        self.child.wait().expect("waiting for the daemon");
+        self.child = spawn(command);
     }
 
     /// As `kill -9` does.
@@ -74,9 +85,9 @@ impl Drop for Node {
     }
 }
 
-fn spawn() -> Child {
+fn spawn(mut command: Command) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(LOG).expect("the log opens");
-    let child = cleat_command(&["node"])
+    let child = command
         .stdin(Stdio::null())
         .stdout(log.try_clone().expect("the log's descriptor"))
         .stderr(log)

@@ -17,6 +17,8 @@ mod host;
 mod lifecycle;
 mod outage;
 mod peers;
+mod pod;
+mod rbd;
 mod readonly;
 mod resize;
 #[path = "../common/stopwatch.rs"]
@@ -57,6 +59,8 @@ fn trials() -> Vec<Trial> {
         force::trials(),
         outage::trials(),
         upgrade::trials(),
+        rbd::trials(),
+        pod::trials(),
     ]
     .into_iter()
     .flatten()

@@ -13,7 +13,7 @@ use tokio_stream::StreamExt as _;
 use tonic::Status;
 
 use crate::bench::{
-    Machine, Supervisor, assert_code, index_of, is_alive, kill, request, wait_until,
+    Machine, Supervisor, assert_code, index_of, is_alive, kill, request, wait_halted, wait_until,
 };
 
 impl Supervisor {
@@ -189,13 +189,9 @@ fn counters_go_on_and_a_crash_afterwards_is_repaired() {
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     let writes = |supervisor: &Supervisor| {
-        let request = cleat::proto::v1::StatsRequest::default();
-        let mut client = supervisor.client();
-        let stats = supervisor.block_on(async move {
-            client.stats(request).await.unwrap().into_inner().next().await.unwrap().unwrap()
-        });
-        assert_eq!(stats.volumes[0].connections, 1);
-        stats.volumes[0].ops.iter().find(|op| op.op == "write").unwrap().count
+        let stats = supervisor.stats();
+        assert_eq!(stats.connections, 1);
+        stats.ops.iter().find(|op| op.op == "write").unwrap().count
     };
     machine.kernel.write(index, 0, &[1; 512]).unwrap();
     supervisor.hand_over();
@@ -229,14 +225,7 @@ fn a_crash_of_the_supervisor_at_any_point_leaves_one_worker_that_serves() {
             let mut stream = client.upgrade(asked).await.unwrap().into_inner();
             while stream.next().await.is_some() {}
         });
-        let point = loop {
-            if let Ok(point) = halted.recv_timeout(Duration::from_millis(20)) {
-                break Some(point);
-            }
-            if call.is_finished() {
-                break None;
-            }
-        };
+        let point = wait_halted(&halted, &call);
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
         // Without any supervisor.
@@ -471,28 +460,16 @@ fn a_backend_that_hangs_keeps_the_volume_where_it_is() {
     let index = index_of(&mapping);
     let kernel = machine.kernel.clone();
     let write = std::thread::spawn(move || kernel.write(index, 0, &[3; 512]).unwrap());
-    let in_flight = |supervisor: &Supervisor| {
-        let mut client = supervisor.client();
-        supervisor.block_on(async move {
-            let stats = client.stats(cleat::proto::v1::StatsRequest::default()).await.unwrap();
-            stats.into_inner().next().await.unwrap().unwrap().volumes[0].in_flight
-        })
-    };
-    wait_until("the write hangs", || in_flight(&supervisor) == 1);
+    wait_until("the write hangs", || supervisor.stats().in_flight == 1);
     let event = supervisor.refuse();
     assert!(event.message.contains("the backend has not finished"), "{event:?}");
     supervisor.wait_for_worker(mapping.worker_pid);
     one_is_left(&machine, mapping.worker_pid);
-    let set = |plan: &str| {
-        let mut client = supervisor.client();
-        let request = cleat::proto::v1::SetFaultRequest { target: "a".into(), plan: plan.into() };
-        supervisor.block_on(async move { client.set_fault(request).await }).unwrap();
-    };
-    set("");
+    supervisor.set_fault("");
     write.join().unwrap();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);
     // What was set meanwhile goes along.
-    set("error=nospace&ops=write");
+    supervisor.set_fault("error=nospace&ops=write");
     supervisor.hand_over();
     machine.kernel.write(index, 0, &[4; 512]).unwrap_err();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);

@@ -320,7 +320,7 @@ fn holds(world: &World, view: &View, trouble: &Trouble, gone: bool) -> Result<()
     } else if message.contains("lived in memory") {
         record.uri.starts_with("mem:") && workers.is_empty()
     } else if message.contains("somebody else owns") {
-        workers.iter().any(|worker| worker.fenced)
+        state.was_fenced(id)
     } else if message.contains("is alive but") {
         workers.iter().any(|worker| !worker.is_sane())
             || record.worker.is_none_or(|id| {

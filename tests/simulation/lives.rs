@@ -79,8 +79,9 @@ fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end:
     if life.steps.is_empty() {
         checks::calm_down(world, player.volumes, to_the_end.and_then(|end| end.lasting));
     }
-    let end = if to_the_end.is_some() { End::Crash } else { life.end };
-    simulation::install(Some(gate(world, end, dice)));
+    let calm = to_the_end.is_some();
+    let (end, slow) = if calm { (End::Crash, None) } else { (life.end, life.slow) };
+    simulation::install(Some(gate(world, end, slow, dice)));
     let pulse = Arc::new(Pulse::default());
     let runtime = clock::runtime(&pulse);
     runtime.block_on(async {
@@ -158,9 +159,9 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
     }
 }
 
-/// What passes around every call that may block: now and then some time, and the crash that a
-/// script wants there.
-fn gate(world: &World, end: End, dice: Dice) -> simulation::Gate {
+/// What passes around every call that may block: now and then some time, as much as a script wants
+/// before one of them, and the crash that it wants.
+fn gate(world: &World, end: End, slow: Option<(u64, Duration)>, dice: Dice) -> simulation::Gate {
     let calls = AtomicU64::new(0);
     let dice = std::sync::Mutex::new(dice);
     let world = world.clone();
@@ -182,10 +183,12 @@ fn gate(world: &World, end: End, dice: Dice) -> simulation::Gate {
     Arc::new(move || {
         let nth = calls.fetch_add(1, Ordering::Relaxed);
         let mut dice = dice.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let slow = dice.below(12) == 0;
-        let delay = if slow { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
+        let delayed = dice.below(12) == 0;
+        let delay =
+            if delayed { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
+        let before = slow.filter(|(at, _)| *at == nth).map_or(delay, |(_, time)| time);
         (
-            moment(end == End::AtCall(nth, false), delay),
+            moment(end == End::AtCall(nth, false), before),
             moment(end == End::AtCall(nth, true), delay),
         )
     })
@@ -376,6 +379,7 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
         block_size: 0,
         dead_connection_timeout_s: 0,
         policy: policy::Change::default(),
+        take_over: false,
     }
 }
 

@@ -46,6 +46,8 @@ pub(crate) struct Life {
     pub(crate) blind: bool,
     /// What happens when the executor first passes a point of a hand-over; for a stop, for how long.
     pub(crate) strike: Option<(&'static str, Blow, Option<Duration>)>,
+    /// The nth call that may block is begun only after so long: whoever waits for it gives it up.
+    pub(crate) slow: Option<(u64, Duration)>,
 }
 
 /// What strikes a hand-over.
@@ -79,7 +81,7 @@ impl Life {
     /// One in which nothing happens.
     pub(crate) fn quiet() -> Self {
         let (steps, between) = (Vec::new(), Vec::new());
-        Self { steps, end: End::Crash, between, blind: false, strike: None }
+        Self { steps, end: End::Crash, between, blind: false, strike: None, slow: None }
     }
 }
 
@@ -152,7 +154,10 @@ pub(crate) enum By {
 
 /// What a seed stands for.
 pub(crate) fn of(seed: u64) -> Scenario {
-    Dice::new(seed).scenario()
+    let mut scenario = Dice::new(seed).scenario();
+    // By dice of their own, so that seeds mean what they meant before.
+    Dice::new(!seed).enrich(&mut scenario);
+    scenario
 }
 
 /// The one source of chance.
@@ -233,7 +238,22 @@ impl Dice {
             let at = usize::try_from(at).unwrap_or(0).min(steps.len());
             steps.insert(at, (self.millis(&[200, 4000, 4000]), upgrade));
         }
-        Life { steps, end, between, blind, strike }
+        Life { steps, end, between, blind, strike, slow: None }
+    }
+
+    fn enrich(&mut self, scenario: &mut Scenario) {
+        for life in &mut scenario.lives {
+            let slow = (self.below(40), self.millis(&[2000, 12_000, 30_000]));
+            life.slow = self.one_in(4).then_some(slow);
+            let ops = life.steps.iter_mut().map(|(_, op)| op).chain(&mut life.between);
+            for op in ops {
+                if let Op::Next(quirks) = op
+                    && quirks.ignores_stop
+                {
+                    quirks.linger = self.millis(&[0, 20, 900, 4000]);
+                }
+            }
+        }
     }
 
     fn upgrade(&mut self, volumes: usize) -> Op {

@@ -195,6 +195,12 @@ impl Worker {
         !self.stopped && self.dying.is_none()
     }
 
+    /// Whether requests are read and answered.
+    pub(crate) fn serves(&self) -> bool {
+        let open = |connection: &Connection| connection.descriptor().is_some();
+        self.is_sane() && self.connections.iter().any(open)
+    }
+
     /// Closes everything, as its end does. What its page counts nobody takes back.
     pub(crate) fn close(&mut self) {
         self.cut_channel();
@@ -432,8 +438,10 @@ impl Worker {
             return Turn::Ends;
         }
         let reply = match command {
-            ToWorker::Stop if self.quirks.ignores_stop => return Turn::Moved,
-            ToWorker::Stop => return Turn::Ends,
+            ToWorker::Stop => {
+                around.told_to_end(self);
+                return if self.quirks.ignores_stop { Turn::Moved } else { Turn::Ends };
+            }
             ToWorker::Serve => {
                 self.disconnecting = false;
                 self.served = true;

@@ -12,8 +12,8 @@ use cleat::config::Config;
 use cleat::control::mapping::WorkerId;
 use cleat::control::process::{Handle, Launcher, Process};
 use cleat::error::{Error, ErrorKind, Result};
-use cleat::kernel::Device;
 use cleat::kernel::sim::{Io, Script, SimKernel};
+use cleat::kernel::{Device, Identity};
 use cleat::worker::protocol::Start;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -104,6 +104,10 @@ impl World {
         world.kernel().set_far_end(Arc::new(move || {
             shared.upgrade().is_some_and(|shared| Self(shared).serve())
         }));
+        let shared = Arc::downgrade(&world.0);
+        world.kernel().set_witness(Arc::new(move |identity| {
+            shared.upgrade().into_iter().for_each(|shared| Self(shared).connected(identity));
+        }));
         world
     }
 
@@ -138,6 +142,15 @@ impl World {
 
     pub(crate) fn violations(&self) -> Vec<String> {
         self.state().violations.clone()
+    }
+
+    /// A device was connected: there is a record by which it can be found again, and taken down.
+    fn connected(&self, identity: &Identity) {
+        let id = identity.mapping_id();
+        let recorded = self.records().join(format!("{id}.json")).exists();
+        if !recorded && !self.look().touched.contains(id) {
+            self.violation(format!("{id} was connected without a record"));
+        }
     }
 
     /// Ends the supervisor here and now.
@@ -366,6 +379,12 @@ impl State {
         known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
     }
 
+    /// Whether a worker of a mapping has ever lost its volume to somebody else.
+    pub(crate) fn was_fenced(&self, mapping_id: &str) -> bool {
+        let known = self.workers.values().chain(&self.graveyard);
+        known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.fenced)
+    }
+
     /// Of the supervisors, in their order.
     pub(crate) fn next_life(&mut self) -> u64 {
         self.lives += 1;
@@ -434,14 +453,29 @@ impl Surroundings<'_> {
             self.violation(format!("{id}: a worker was started for what is gone"));
         }
         // A stopped one reads late what was right when it was sent.
-        let record = std::fs::read(self.records.join(format!("{id}.json"))).unwrap_or_default();
-        let record: serde_json::Value = serde_json::from_slice(&record).unwrap_or_default();
+        let record = self.record(id);
         let recorded = record["worker"]["pid"] == worker.id.pid
             && record["worker"]["started_ticks"] == worker.id.started_ticks
             && record["generation"] == start.generation;
         if !recorded && !worker.was_stopped && !self.touched.contains(id) {
             self.violation(format!("{id}: a worker was told to start before it was recorded"));
         }
+    }
+
+    /// A supervisor ends a worker. Of one that serves, only when the mapping is to go.
+    pub(crate) fn told_to_end(&mut self, worker: &Worker) {
+        let Some(id) = worker.mapping_id().filter(|_| worker.serves()) else { return };
+        // A stopped one goes on later than whoever gave it up could know.
+        let excused = worker.was_stopped || self.touched.contains(id);
+        if self.record(id)["intent"] == "mapped" && !excused {
+            let pid = worker.id.pid;
+            self.violation(format!("{id}: worker {pid} serves what is mapped, and was ended"));
+        }
+    }
+
+    fn record(&self, id: &str) -> serde_json::Value {
+        let record = std::fs::read(self.records.join(format!("{id}.json"))).unwrap_or_default();
+        serde_json::from_slice(&record).unwrap_or_default()
     }
 
     /// A process reads a socket, and nobody else does until it says so, or ends.
@@ -545,9 +579,12 @@ struct SimHandle(World, WorkerId);
 
 impl Handle for SimHandle {
     fn kill(&self) -> std::io::Result<()> {
-        let right = self.0.state().workers.get(&self.1.pid).is_some_and(|w| w.id == self.1);
-        if right {
-            self.0.kill(self.1.pid);
+        let (pid, records) = (self.1.pid, self.0.records());
+        let mut state = self.0.state();
+        if state.workers.get(&pid).is_some_and(|worker| worker.id == self.1) {
+            state.with(pid, records, |worker, around| around.told_to_end(worker));
+            drop(state);
+            self.0.kill(pid);
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+mod claims;
 mod nbd;
 mod rbd;
 mod supervisor;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cleat::error::ErrorKind;
 use cleat::policy::Policy;
 use cleat::statistics::Page;
+use cleat::sys::machine::boot_id;
 use cleat::sys::packet;
 use cleat::sys::process::spawn_with_channel;
 use cleat::worker::protocol::{
@@ -41,6 +42,10 @@ pub fn start_message(uri: &str) -> Start {
         build: "the supervisor of a test".to_owned(),
         successor: false,
         policy: Policy::default(),
+        node: "node-a".to_owned(),
+        boot_id: boot_id().unwrap(),
+        take_over: false,
+        resumes: false,
     }
 }
 

@@ -11,9 +11,6 @@ use std::time::Duration;
 use crate::backend::manage::Progress;
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long a call without progress may take.
-const PATIENCE: Duration = Duration::from_secs(30);
-
 /// How often progress is told.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -47,16 +44,17 @@ impl Course {
 /// # Errors
 /// `TimedOut` when it is not; what it gives.
 pub(super) fn within<T: Send + 'static>(
+    patience: Duration,
     what: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    match begin(work)?.recv_timeout(PATIENCE) {
+    match begin(work)?.recv_timeout(patience) {
         Ok(result) => result,
         Err(RecvTimeoutError::Disconnected) => Err(panicked()),
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
             ErrorKind::TimedOut,
             format!(
-                "the cluster did not answer for {what} within {PATIENCE:?}; what was asked for may \
+                "the cluster did not answer for {what} within {patience:?}; what was asked for may \
                  still take effect"
             ),
         )
@@ -133,13 +131,15 @@ mod tests {
             }
             Ok(course.stopped())
         });
-        assert_eq!(ended.expect("it heard"), true);
+        assert!(ended.expect("it heard"));
         assert_eq!(told, [(3, 10), (3, 10)]);
     }
 
     #[test]
     fn a_panic_is_an_error() {
-        let error = within("it", || -> Result<()> { panic!("as expected") }).expect_err("it ends");
+        let error =
+            within(Duration::from_secs(60), "it", || -> Result<()> { panic!("as expected") })
+                .expect_err("it ends");
         assert_eq!(error.kind(), ErrorKind::Internal);
     }
 }

@@ -30,6 +30,8 @@ pub struct RbdSpec {
     pub encryption: Option<Encryption>,
     /// Whether what is trimmed is given back to the cluster; by default it is, unless it is encrypted.
     pub trim: bool,
+    /// Several may write at a time: no claim is made, no lock kept, and nobody fenced.
+    pub shared: bool,
     /// Options of Ceph, before those of the configuration file.
     pub config: BTreeMap<String, String>,
 }
@@ -97,12 +99,20 @@ impl RbdSpec {
             keyring: file(&mut options, "keyring")?,
             trim: options.flag("trim")?.unwrap_or(encryption.is_none()),
             encryption,
+            shared: shared(options.take("lock").as_deref())?,
             config: config(options.split_prefix(CONFIG))?,
         };
-        options.finish(
-            "rbd:",
-            &["conf", "id", "keyring", "encryption", "passphrase_file", "trim", "config.OPTION"],
-        )?;
+        let valid = [
+            "conf",
+            "id",
+            "keyring",
+            "encryption",
+            "passphrase_file",
+            "trim",
+            "lock",
+            "config.OPTION",
+        ];
+        options.finish("rbd:", &valid)?;
         Ok(spec)
     }
 
@@ -134,6 +144,7 @@ impl RbdSpec {
             ("encryption", self.encryption.as_ref().map(|e| luks_name(e.format).to_owned())),
             ("passphrase_file", self.encryption.as_ref().map(|e| path(&e.passphrase_file))),
             ("trim", (self.trim != self.encryption.is_none()).then(|| self.trim.to_string())),
+            ("lock", self.shared.then(|| "shared".to_owned())),
         ];
         let first = first.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
         let config =
@@ -263,6 +274,14 @@ fn luks_name(format: Luks) -> &'static str {
     }
 }
 
+fn shared(lock: Option<&str>) -> Result<bool> {
+    match lock {
+        None | Some("exclusive") => Ok(false),
+        Some("shared") => Ok(true),
+        Some(other) => Err(invalid(format!("lock is exclusive or shared, not {other:?}"))),
+    }
+}
+
 fn client(id: &str) -> Result<String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if id.is_empty() || id.len() > MAX_NAME || !id.chars().all(plain) {
@@ -314,6 +333,8 @@ mod tests {
         for (given, canonical, name) in [
             ("rbd:p/i", "rbd:p/i", "rbd-p-i"),
             ("rbd:p/n/i", "rbd:p/n/i", "rbd-p-n-i"),
+            ("rbd:p/i?lock=exclusive", "rbd:p/i", "rbd-p-i"),
+            ("rbd:p/i?lock=shared", "rbd:p/i?lock=shared", "rbd-p-i"),
             ("rbd:p%2dq/i?id=x&conf=/a%20b", "rbd:p-q/i?conf=/a%20b&id=x", "rbd-p-q-i"),
             (
                 "rbd:p/i?trim=true&passphrase_file=/k&encryption=luks2&id=x",
@@ -351,6 +372,7 @@ mod tests {
             ("rbd:p/i?conf=ceph.conf", "absolute path", "/etc/ceph"),
             ("rbd:p/i?id=client.x", "without \"client.\"", "id=x"),
             ("rbd:p/i?id=", "no name of a client", ""),
+            ("rbd:p/i?lock=none", "exclusive or shared", ""),
             ("rbd:p/i?config.key=AQ", "secret", "keyring="),
             ("rbd:p/i?encryption=luks2", "go together", "passphrase_file=/"),
             ("rbd:p/i?passphrase_file=/k", "go together", "encryption=luks2"),
@@ -387,6 +409,7 @@ mod tests {
                 keyring: None,
                 encryption: None,
                 trim: true,
+                shared: false,
                 config: BTreeMap::from([("rbd_cache".to_owned(), "a&b=c%".to_owned())]),
             };
             let original = VolumeUri(super::super::Spec::Rbd(spec));

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::options::{Encoded, Options};
+use super::options::{Encoded, Options, Query};
 use super::{
     Error, ErrorKind, FileSpec, MAX_URI, RbdStoreSpec, Result, Spec, VolumeUri, invalid, path,
 };
@@ -141,7 +141,7 @@ impl fmt::Display for StoreUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             StoreSpec::File(path) => write!(f, "file:{}", Encoded(path.as_os_str().as_bytes())),
-            StoreSpec::Rbd(spec) => write!(f, "rbd:{}", spec.location()),
+            StoreSpec::Rbd(spec) => write!(f, "rbd:{}{}", spec.location(), Query(&spec.options())),
         }
     }
 }
@@ -168,7 +168,7 @@ mod tests {
     fn volumes_are_found_in_their_places_and_back() {
         for (volume, shown, name, snapshot) in [
             ("rbd:p/i", "rbd:p", "i", None),
-            ("rbd:p/n/i@s?id=x", "rbd:p/n", "i", Some("s")),
+            ("rbd:p/n/i@s?id=x", "rbd:p/n?id=x", "i", Some("s")),
             ("file:/var/a%20b/c.img", "file:/var/a%20b", "c.img", None),
             ("file:/c.img", "file:/", "c.img", None),
         ] {

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::change::whole;
-use super::{Tracker, tell, time};
+use super::{Tracker, short, tell, time};
 use crate::backend;
 use crate::backend::manage::{Purged, Trashed};
 use crate::backend::uri::{StoreUri, VolumeUri};
@@ -164,7 +164,7 @@ fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
         output::note(&format!("{} ({}) cannot be deleted: {why}", entry.id, entry.name));
     }
     if purged.removed.is_empty() && purged.waiting.is_empty() && purged.failed.is_empty() {
-        output::note(&format!("the trash of {} is empty", args.place));
+        output::note(&format!("the trash of {} is empty", short(&args.place.to_string())));
     }
     Ok(code)
 }

@@ -66,12 +66,16 @@ struct State {
     /// Configurations that there have been.
     instances: u64,
     far_end: Option<FarEnd>,
+    witness: Option<Witness>,
     requests: Vec<block::Request>,
     completions: Vec<Completion>,
     tickets: Ticket,
     /// Raised with everything that happens to a request.
     progress: u64,
 }
+
+/// Is told of every device that is connected.
+pub type Witness = Arc<dyn Fn(&Identity) + Send + Sync>;
 
 /// The test's side.
 impl SimKernel {
@@ -95,6 +99,7 @@ impl SimKernel {
             replaced: BTreeMap::new(),
             instances: 0,
             far_end: None,
+            witness: None,
             requests: Vec::new(),
             completions: Vec::new(),
             tickets: 0,
@@ -102,6 +107,11 @@ impl SimKernel {
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         Self(Arc::new(Shared { state, changed, wake: Arc::new(wake) }))
+    }
+
+    /// Has `witness` told of every device that is connected from now on.
+    pub fn set_witness(&self, witness: Witness) {
+        self.state().witness = Some(witness);
     }
 
     /// Makes the next `call` misbehave. Faults on the same call queue up.
@@ -228,9 +238,11 @@ impl Kernel for SimKernel {
             Some(Fault::LoseLink) => None,
             _ => Some((state.script.now)() + state.script.link_delay),
         };
+        let (identity, witness) = (spec.identity.clone(), state.witness.clone());
         let config = Config::new(spec, link_at, state.next_instance());
         state.devices.entry(index).or_default().config = Some(config);
         state.emit(KernelEvent::Changed(index));
+        witness.iter().for_each(|witness| witness(&identity));
         if fault == Some(Fault::Vanish) {
             state.vanish(index);
         }

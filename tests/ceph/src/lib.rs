@@ -49,8 +49,13 @@ impl Cluster {
     }
 
     fn start_in(store: &str) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cluster");
-        let mut process = Command::new(path)
+        Self::start_by(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cluster"), store)
+    }
+
+    /// As the others, by a copy of the script, where this directory is not at hand: `memory` or
+    /// `disk`.
+    pub fn start_by(script: &Path, store: &str) -> Self {
+        let mut process = Command::new(script)
             .arg(store)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

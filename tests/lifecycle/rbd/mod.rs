@@ -3,6 +3,7 @@
 
 mod changes;
 mod clients;
+mod full;
 mod load;
 mod outages;
 mod refused;
