@@ -27,6 +27,7 @@ mod extents;
 mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
+pub mod fence;
 mod file;
 pub mod manage;
 mod mem;
@@ -35,7 +36,9 @@ mod succession;
 pub mod uri;
 
 pub use extents::Extent;
-pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare, store};
+pub use factory::{
+    Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, store,
+};
 pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;

@@ -20,6 +20,7 @@ mod claim;
 mod decision;
 mod encryption;
 mod extents;
+mod fence;
 mod manage;
 mod patience;
 mod problem;
@@ -43,6 +44,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use decision::Occasion;
+pub(super) use fence::RbdFence;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
@@ -196,7 +198,11 @@ impl RbdImage {
     fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {
         let name = name(spec);
         let failed = |error| problem(error, &name, spec);
-        let cluster = librbd::Cluster::connect(&config(spec)).map_err(failed)?;
+        let mut config = config(spec);
+        if !spec.shared {
+            config.defaults = vec![(CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string())];
+        }
+        let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
         let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
         let read_only = options.read_only || spec.snapshot.is_some();
         let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
@@ -251,7 +257,7 @@ impl RbdImage {
             other => other?,
         }
         // Until now it could change.
-        self.refresh_size()?;
+        self.read_size()?;
         Ok(self)
     }
 
@@ -276,7 +282,7 @@ impl RbdImage {
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_repair(format!("rbd resize --size SIZE {}; the device follows", self.name)));
         }
-        let now = self.refresh_size()?;
+        let now = self.read_size()?;
         if size < now && !shrink {
             let (size, now) = (Size(size), Size(now));
             return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.name)));
@@ -286,7 +292,7 @@ impl RbdImage {
         }
         let resized = self.image()?.resize(size, shrink, &mut |_, _| ControlFlow::Continue(()));
         resized.map_err(|error| self.failed(error))?;
-        self.refresh_size().map(drop)
+        self.read_size().map(drop)
     }
 
     fn claim(&self, occasion: Occasion) -> Result<()> {
@@ -299,12 +305,8 @@ impl RbdImage {
         }
         let Some(claimant) = &self.claimant else { return Ok(()) };
         let image = self.image()?;
-        let contest = Contest { image: &image, name: &self.name, claimant, occasion };
-        let acquired = contest.acquire().inspect_err(|error| {
-            let fenced = error.kind() == ErrorKind::Fenced;
-            self.shared.fenced.fetch_or(fenced, Ordering::AcqRel);
-        });
-        let Some(claim) = acquired? else {
+        let contest = Contest { image: &image, name: &self.name, claimant, occasion, only: None };
+        let Some(claim) = contest.acquire().inspect_err(|error| self.note(error))? else {
             self.shared.fenced.store(true, Ordering::Release);
             return Err(lost());
         };
@@ -315,6 +317,31 @@ impl RbdImage {
         Ok(())
     }
 
+    /// Sees that the claim is still what we wrote. Somebody who took over has had the cluster refuse this
+    /// question, unless it has set its hand to the lock without that.
+    fn check_claim(&self) -> Result<()> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(own) = open.as_ref().and_then(|open| open.claim.clone()) else { return Ok(()) };
+        drop(open);
+        let now = claim::of(&*self.image()?, &self.name).inspect_err(|error| self.note(error))?;
+        if now.is_some_and(|now| !now.is(&own)) {
+            self.shared.fenced.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn read_size(&self) -> Result<u64> {
+        let size = self.image()?.size().map_err(|error| self.failed(error))?;
+        let size = whole_blocks(size, self.shared.encrypted);
+        self.shared.size.store(size, Ordering::Release);
+        Ok(size)
+    }
+
+    /// Remembers what an error says of whose the volume is.
+    fn note(&self, error: &Error) {
+        self.shared.fenced.fetch_or(error.kind() == ErrorKind::Fenced, Ordering::AcqRel);
+    }
+
     /// The claim, which is not ours to release any more.
     fn take_claim(&self) -> Option<Claim> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
@@ -322,10 +349,9 @@ impl RbdImage {
     }
 
     fn failed(&self, error: librbd::Error) -> Error {
-        if error.errno() == Some(libc::ESHUTDOWN) {
-            self.shared.fenced.store(true, Ordering::Release);
-        }
-        problem::later(error, &self.name)
+        let error = problem::later(error, &self.name);
+        self.note(&error);
+        error
     }
 }
 
@@ -347,11 +373,10 @@ impl Image for RbdImage {
         Ok(Box::new(RbdQueue::new(&image, shared, waker.clone())))
     }
 
+    /// Asked every few seconds, so that a volume nobody uses learns of it, too, when it is lost.
     fn refresh_size(&self) -> Result<u64> {
-        let size = self.image()?.size().map_err(|error| self.failed(error))?;
-        let size = whole_blocks(size, self.shared.encrypted);
-        self.shared.size.store(size, Ordering::Release);
-        Ok(size)
+        self.check_claim()?;
+        self.read_size()
     }
 
     fn watch_size(&self, waker: Waker) {
@@ -397,6 +422,7 @@ impl Image for RbdImage {
         let image = self.image()?;
         if let Some(claim) = self.take_claim().filter(|_| !fenced) {
             let released = claim::release(&image, &claim, &self.name)
+                .inspect_err(|error| self.note(error))
                 .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
             if let Err(error) = released {
                 // The lock is ours still, and so the right to write.
@@ -427,7 +453,7 @@ impl Image for RbdImage {
         }
         self.claim(Occasion::HandOver)?;
         // It may have grown since this one opened it.
-        self.refresh_size().map(drop)
+        self.read_size().map(drop)
     }
 
     /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:
@@ -494,13 +520,11 @@ fn config(spec: &RbdSpec) -> librbd::Config {
     let defaults = DEFAULTS.iter().filter(|(key, _)| !spec.config.contains_key(*key));
     let defaults = defaults.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
     let own = spec.config.iter().map(|(key, value)| (key.clone(), value.clone()));
-    // With the lock left to librbd, its own breaking of locks is in use; and see `claim::cut_off`.
-    let cut_off = (!spec.shared).then(|| (CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string()));
     librbd::Config {
         conf: spec.conf.clone(),
         id: spec.id.clone(),
         keyring: spec.keyring.clone(),
-        defaults: cut_off.into_iter().collect(),
+        defaults: Vec::new(),
         overrides: defaults.chain(own).collect(),
         monitor_timeout: MONITOR_TIMEOUT,
     }

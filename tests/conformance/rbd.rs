@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
+use cleat::backend::claimant::Claimant;
 use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, IoError, Op};
@@ -87,7 +88,9 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     rival.cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
     image.lock_break(&address).unwrap();
     drop(image);
-    let second = local(&uri);
+    let told = Claimant { take_over: true, ..Claimant::default() };
+    let options = OpenOptions { claimant: told, ..OpenOptions::default() };
+    let second = Local::open(&uri.parse().unwrap(), options);
     second.lane().one(write(0, &pattern(2, 4096)));
     let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
     assert!(lane.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));

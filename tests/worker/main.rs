@@ -3,6 +3,7 @@
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 mod claims;
+mod fight;
 mod nbd;
 mod rbd;
 mod supervisor;
