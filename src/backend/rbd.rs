@@ -18,6 +18,8 @@
 
 mod claim;
 mod decision;
+mod encryption;
+mod extents;
 mod fence;
 mod manage;
 mod patience;
@@ -29,13 +31,15 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use super::claimant::Claimant;
 use super::uri::{RbdSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker};
+use super::{
+    BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
@@ -61,6 +65,10 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(2);
 
 /// The longest payload of one request: what NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
+
+/// The block that the library encrypts at a time, in bytes: parts of it would be read, changed and
+/// written, and not at once.
+const ENCRYPTED_BLOCK: u32 = 4096;
 
 /// Objects that one piece of a long range touches at once.
 const PIECE_OBJECTS: u64 = 64;
@@ -97,6 +105,10 @@ struct Changes {
 /// What the queues share.
 struct Shared {
     size: AtomicU64,
+    /// Told when the size has changed by itself.
+    watcher: OnceLock<Waker>,
+    /// The content is encrypted by the library.
+    encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
     /// The last request that needed room found none.
@@ -138,7 +150,8 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/sys/devices/system",
         "/proc/self",
     ];
-    let own = spec.conf.iter().chain(&spec.keyring).cloned();
+    let passphrase = spec.encryption.as_ref().map(|encryption| &encryption.passphrase_file);
+    let own = spec.conf.iter().chain(&spec.keyring).chain(passphrase).cloned();
     let all = system.iter().map(PathBuf::from).chain(own);
     all.filter(|path| path.exists()).collect()
 }
@@ -175,6 +188,10 @@ impl RbdImage {
         let read_only = options.read_only || spec.snapshot.is_some();
         let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
         let image = pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)?;
+        if let Some(encryption) = &spec.encryption {
+            encryption::unlock(&image, encryption, &name)?;
+        }
+        let encrypted = spec.encryption.is_some();
         let stat = image.stat().map_err(failed)?;
         if stat.size == 0 {
             let error = invalid(format!("{name} is empty"));
@@ -182,7 +199,9 @@ impl RbdImage {
         }
         let durable_writes = durable_writes(&image.config().map_err(failed)?);
         let shared = Arc::new(Shared {
-            size: AtomicU64::new(stat.size),
+            size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
+            watcher: OnceLock::new(),
+            encrypted,
             fenced: AtomicBool::new(false),
             full: AtomicBool::new(false),
             read_only,
@@ -191,20 +210,24 @@ impl RbdImage {
         });
         // A reader is not told of changes.
         let changes = if read_only { None } else { Some(follow_size(&image, &shared)?) };
+        // Of an encrypted object the library removes the ciphertext: that reads as zeroes for as long as
+        // nothing else of the object is written, and as the decryption of zeroes from then on.
+        let write_zeroes = image.can_write_zeroes() && !encrypted;
         let features = Features {
             read_only,
             flush: true,
             fua: true,
-            trim: true,
-            write_zeroes: image.can_write_zeroes(),
-            fast_zero: image.can_write_zeroes(),
+            trim: spec.trim,
+            write_zeroes,
+            fast_zero: write_zeroes,
             cache: false,
             multi_connection: true,
             outlives_worker: true,
         };
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
         let open = Mutex::new(Some(Open { changes, image, claim: None }));
-        Ok(Self { open, name, claimant, blocks: block_sizes(stat), features, shared })
+        let blocks = block_sizes(stat, encrypted);
+        Ok(Self { open, name, claimant, blocks, features, shared })
     }
 
     /// Claims what was just opened. Where a device exists, and somebody else has had its volume since,
@@ -233,6 +256,12 @@ impl RbdImage {
     fn change_size(&self, size: u64, shrink: bool) -> Result<()> {
         if self.shared.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
+        }
+        if self.shared.encrypted {
+            // Whether its size means that of the plain text depends on the library's version.
+            let message = format!("{} is encrypted, and not resized by cleat", self.name);
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair(format!("rbd resize --size SIZE {}; the device follows", self.name)));
         }
         let now = self.read_size()?;
         if size < now && !shrink {
@@ -284,6 +313,7 @@ impl RbdImage {
 
     fn read_size(&self) -> Result<u64> {
         let size = self.image()?.size().map_err(|error| self.failed(error))?;
+        let size = whole_blocks(size, self.shared.encrypted);
         self.shared.size.store(size, Ordering::Release);
         Ok(size)
     }
@@ -330,12 +360,26 @@ impl Image for RbdImage {
         self.read_size()
     }
 
+    fn watch_size(&self, waker: Waker) {
+        // Whoever serves the volume does so once.
+        let _ = self.shared.watcher.set(waker);
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.change_size(size, false)
     }
 
     fn shrink(&self, size: u64) -> Result<()> {
         self.change_size(size, true)
+    }
+
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        if self.shared.encrypted {
+            // What the library would tell are the places of the ciphertext.
+            return Ok(vec![Extent { length, hole: false }]);
+        }
+        let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
+        extents.map_err(|error| self.failed(error))
     }
 
     /// What ends is over, by the OSDs' own word. A cache has answered already.
@@ -467,13 +511,19 @@ fn config(spec: &RbdSpec) -> librbd::Config {
     }
 }
 
-fn block_sizes(stat: librbd::Stat) -> BlockSizes {
+fn block_sizes(stat: librbd::Stat, encrypted: bool) -> BlockSizes {
     // What lies together: an object, or the part of it that a stripe fills.
     let together = stat.object_size.min(stat.stripe_unit).clamp(4096, MAX_PAYLOAD.into());
     let together = u32::try_from(together).unwrap_or(MAX_PAYLOAD);
     // Powers of two, but for stripes that somebody chose oddly.
     let preferred = if together.is_power_of_two() { together } else { 4096 };
-    BlockSizes { minimum: 1, preferred, maximum: MAX_PAYLOAD }
+    let minimum = if encrypted { ENCRYPTED_BLOCK } else { 1 };
+    BlockSizes { minimum, preferred, maximum: MAX_PAYLOAD }
+}
+
+/// A size in bytes without what is no whole block at its end.
+fn whole_blocks(size: u64, encrypted: bool) -> u64 {
+    if encrypted { size - size % u64::from(ENCRYPTED_BLOCK) } else { size }
 }
 
 /// Whether a write is on the OSDs when it is answered, by librbd's options as they hold for the
@@ -501,7 +551,12 @@ fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Chang
     let follow = move || {
         for () in changes {
             match image.size() {
-                Ok(size) => shared.size.store(size, Ordering::Release),
+                Ok(size) => {
+                    shared.size.store(whole_blocks(size, shared.encrypted), Ordering::Release);
+                    if let Some(watcher) = shared.watcher.get() {
+                        watcher.wake();
+                    }
+                }
                 Err(error) => tracing::warn!(%error, "a change of the image could not be followed"),
             }
         }
@@ -554,7 +609,7 @@ mod tests {
             (4 << 20, 3 << 10, 4096),
             (12288, 12288, 4096),
         ] {
-            assert_eq!(block_sizes(stat(object, unit)).preferred, preferred);
+            assert_eq!(block_sizes(stat(object, unit), false).preferred, preferred);
         }
     }
 
