@@ -30,7 +30,7 @@ mod record;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -170,29 +170,10 @@ impl RbdImage {
     fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         preload()?;
         let (wanted, options) = (spec.clone(), options.clone());
-        let (sender, opened) = mpsc::channel();
-        // Where nobody waits for it any more, the result is dropped, which closes what was opened.
-        let work = move || {
-            let opened = Self::open_slowly(&wanted, options);
-            let claimed =
-                opened.and_then(|opened| if claim { opened.claimed() } else { Ok(opened) });
-            let _ = sender.send(claimed);
-        };
-        let thread = thread::Builder::new().name("rbd-open".to_owned()).spawn(work);
-        thread.map_err(|e| Error::from_io("cannot start the thread that opens the image", e))?;
-        match opened.recv_timeout(OPEN_PATIENCE) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => Err(Error::new(
-                ErrorKind::TimedOut,
-                format!("the cluster did not open {} within {OPEN_PATIENCE:?}", name(spec)),
-            )
-            .with_repair(
-                "see `ceph status`: are the pool's OSDs up, its placement groups active?",
-            )),
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(Error::new(ErrorKind::Internal, "the thread that opens the image panicked"))
-            }
-        }
+        patience::within(OPEN_PATIENCE, &format!("open {}", name(spec)), move || {
+            let opened = Self::open_slowly(&wanted, options)?;
+            if claim { opened.claimed() } else { Ok(opened) }
+        })
     }
 
     fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {

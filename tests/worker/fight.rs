@@ -2,8 +2,8 @@
 //! the second is ready, nothing of the first lands.
 
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use cleat::worker::protocol::{FromWorker, Start, ToWorker};
@@ -193,14 +193,14 @@ fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Wor
     let total = |writers: &[Writer], count: fn(&Writer) -> &AtomicU64| -> u64 {
         writers.iter().map(|writer| count(writer).load(Ordering::SeqCst)).sum()
     };
-    let (their, mut winner_sockets) = (holder.serve(WRITERS.try_into().unwrap()), Vec::new());
-    std::thread::scope(|scope| {
+    let (their, winner_sockets) = (holder.serve(WRITERS.try_into().unwrap()), OnceLock::new());
+    let (winner, took, reader, cut) = std::thread::scope(|scope| {
         for ((writer, socket), n) in old.iter().zip(&their).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
         wait_for("the holder writes", || total(&old, |w| &w.written) > BLOCKS);
         // Frozen until after the cut, frozen for the beginning, or not at all.
-        if round % 3 > 0 {
+        if !round.is_multiple_of(3) {
             signal(holder, Signal::SIGSTOP);
         }
         let (mut winner, took) = std::thread::scope(|inner| {
@@ -213,29 +213,29 @@ fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Wor
             challenger(uri, round)
         });
         old.iter().for_each(|writer| writer.cut.store(true, Ordering::SeqCst));
-        winner_sockets = winner.serve(usize::try_from(WRITERS + 1).unwrap());
-        let reader = winner_sockets.pop().unwrap();
+        let mut sockets = winner.serve(usize::try_from(WRITERS + 1).unwrap());
+        let reader = sockets.pop().unwrap();
         let cut = stamps(&reader);
         if round % 3 == 1 {
             signal(holder, Signal::SIGCONT);
         }
-        for ((writer, socket), n) in new.iter().zip(&winner_sockets).zip(0..) {
+        let sockets = winner_sockets.get_or_init(|| sockets);
+        for ((writer, socket), n) in new.iter().zip(sockets).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
         wait_for("the loser is refused", || total(&old, |w| &w.refused) > TRIED);
         wait_for("the winner writes", || total(&new, |w| &w.written) > 2 * BLOCKS);
         old.iter().chain(&new).for_each(|writer| writer.end.store(true, Ordering::SeqCst));
-        let after = stamps(&reader);
-        let kept = |n: &usize| n % 2 == 1;
-        let indices = || (0..cut.len()).filter(kept);
-        let changed = indices().filter(|n| cut[*n] != after[*n]).count() as u64;
-        let alien = after.iter().step_by(2).filter(|stamp| stamp.round < 2 * round + 1).count();
-        assert_eq!(alien, 0, "a block of the winner's is the loser's: {after:?}");
-        assert_written(&cut, &before, &old);
-        let landed = changed + total(&old, |w| &w.late);
-        let refused = total(&old, |w| &w.refused);
-        (winner, Fight { took, refused, landed, after })
-    })
+        (winner, took, reader, cut)
+    });
+    let after = stamps(&reader);
+    assert_written(&cut, &before, &old);
+    let alien = after.iter().step_by(2).find(|stamp| stamp.round != 2 * round + 1);
+    assert_eq!(alien, None, "a block of the winner's is the loser's: {after:?}");
+    let changed = (1..cut.len()).step_by(2).filter(|n| cut[*n] != after[*n]).count() as u64;
+    let landed = changed + total(&old, |w| &w.late);
+    let refused = total(&old, |w| &w.refused);
+    (winner, Fight { took, refused, landed, after })
 }
 
 /// A loser has noticed, and ends without touching anything.

@@ -96,7 +96,7 @@ impl Worker {
     pub fn send_start(&self, start: &Start) {
         let listener = self.listener();
         let page = self.page.file().unwrap();
-        self.send(&ToWorker::Start(start.clone()), &[listener.as_fd(), page.as_fd()]);
+        self.send(&ToWorker::Start(Box::new(start.clone())), &[listener.as_fd(), page.as_fd()]);
     }
 
     pub fn listener(&self) -> OwnedFd {

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::claim::{self, Contest};
 use super::decision::Occasion;
-use super::patience::within;
+use super::patience::{PATIENCE, within};
 use super::problem::{self, problem};
 use super::record::{self, Claim};
 use super::{config, name, preload};
@@ -44,7 +44,7 @@ impl RbdFence {
         work: impl FnOnce(&Image, &str) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let (spec, name) = (self.spec.clone(), self.name.clone());
-        within(&self.name, move || {
+        within(PATIENCE, &self.name, move || {
             let failed = |error| problem(error, &name, &spec);
             let cluster = Cluster::connect(&config(&spec)).map_err(failed)?;
             let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
@@ -194,12 +194,16 @@ fn blocklist(cluster: &Cluster, name: &str) -> Result<Vec<Banned>> {
 }
 
 fn entries(json: &str) -> Result<Vec<Banned>> {
-    let values: Vec<serde_json::Value> = serde_json::from_str(json).map_err(|error| {
+    // One list after the other: of clients, and of ranges.
+    let lists: Result<Vec<Vec<serde_json::Value>>, _> =
+        serde_json::Deserializer::from_str(json).into_iter().collect();
+    let lists = lists.map_err(|error| {
         let message = "the monitors' blocklist cannot be understood";
         Error::new(ErrorKind::Internal, message).with_source(error)
     })?;
     // What is no client's entry bans nobody that we know.
-    Ok(values.into_iter().filter_map(|value| serde_json::from_value(value).ok()).collect())
+    let entries = lists.into_iter().flatten();
+    Ok(entries.filter_map(|entry| serde_json::from_value(entry).ok()).collect())
 }
 
 /// What cutting a client off means, as a sentence.
@@ -359,10 +363,10 @@ mod tests {
     #[test]
     fn the_blocklist_is_read_as_far_as_it_is_understood() {
         let text = r#"[{"addr":"1.2.3.4:0/5","until":"2031-01-01T00:00:00.0+0000","x":1},
-                       {"range":"10.0.0.0/8","until":"never"}, 7]"#;
+                       {"range":"10.0.0.0/8","until":"never"}, 7][]"#;
         let read = entries(text).unwrap();
         assert_eq!((read.len(), read[0].addr.as_str()), (1, "1.2.3.4:0/5"));
         assert!(entries("listed 0 entries").is_err());
-        assert!(entries("").is_err());
+        assert!(entries("[]{").is_err());
     }
 }
