@@ -31,6 +31,34 @@ fn nbdinfo_sees_what_is_served() {
 }
 
 #[test]
+fn clients_see_where_the_data_is() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        assert!(run("nbdinfo", &[&server.uri]).contains("base:allocation"));
+        let size = mib() << 20;
+        let map = || extents(&run("nbdinfo", &["--map", &server.uri]));
+        assert_eq!(map(), [(0, size, true)]);
+        run("qemu-io", &["-f", "raw", "-c", "write -P 1 16M 1M", &server.uri]);
+        let (at, length) = (16 << 20, 1 << 20);
+        let written = [(0, at, true), (at, length, false), (at + length, size - at - length, true)];
+        assert_eq!(map(), written, "{}", server.uri);
+        run("qemu-io", &["-f", "raw", "-c", "discard 16M 1M", &server.uri]);
+        assert_eq!(map(), [(0, size, true)]);
+    }
+}
+
+/// What `nbdinfo --map` prints: offset, length, whether it is a hole.
+fn extents(map: &str) -> Vec<(u64, u64, bool)> {
+    let line = |line: &str| {
+        let mut words = line.split_whitespace();
+        let mut number = || words.next().unwrap().parse().unwrap();
+        (number(), number(), number() == 3)
+    };
+    map.lines().map(line).collect()
+}
+
+#[test]
 fn a_read_only_export_refuses_writes() {
     let dir = TempDir::new().unwrap();
     let server = Server::start(&dir, "mem:1M", &["--read-only"]);

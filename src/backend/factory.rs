@@ -6,13 +6,14 @@ use std::sync::Arc;
 use super::claimant::Claimant;
 #[cfg(feature = "fault")]
 use super::fault;
+use super::fence::Fence;
 use super::file::{FileImage, FileStore};
 use super::manage::Store;
 use super::mem::MemImage;
-use super::rbd::{self, RbdImage, RbdStore};
+use super::rbd::{self, RbdFence, RbdImage, RbdStore};
 use super::uri::{Spec, StoreSpec, StoreUri, VolumeUri};
 use super::{Image, Inheritance};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
 /// How a volume is opened, beyond what its URI says.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -62,6 +63,23 @@ pub fn store(uri: &StoreUri) -> Result<Box<dyn Store>> {
         StoreSpec::File(directory) => Box::new(FileStore::open(uri, directory)?),
         StoreSpec::Rbd(spec) => Box::new(RbdStore::connect(uri, spec)?),
     })
+}
+
+/// Where the writers of `uri` are kept apart, to be looked at and changed.
+///
+/// # Errors
+/// `Unsupported` for a volume whose writers the kernel keeps apart.
+pub fn fence(uri: &VolumeUri) -> Result<Box<dyn Fence>> {
+    match uri.spec() {
+        Spec::Rbd(spec) => Ok(Box::new(RbdFence::of(spec)?)),
+        Spec::Mem(_) | Spec::File(_) => {
+            let message = format!("{}: volumes are of one machine, and fence nobody", uri.scheme());
+            Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("see who holds the mapping: cleat status NAME"))
+        }
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => fence(&spec.inner),
+    }
 }
 
 /// Reads what a process may not be able to read any more when it opens `uri`: libraries. Starts no

@@ -14,7 +14,7 @@ mod timer;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::Result;
 use crate::sys::ring::Ring;
 pub use plan::{PREFIX, Plan};
@@ -84,8 +84,16 @@ impl Image for FaultImage {
         self.inner.refresh_size()
     }
 
+    fn watch_size(&self, waker: Waker) {
+        self.inner.watch_size(waker);
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.inner.resize(size)
+    }
+
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        self.inner.extents(offset, length, limit)
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

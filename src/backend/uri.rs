@@ -8,6 +8,9 @@
 //! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
 //!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it says
 //!     id=NAME                           the client, without `client.`; default admin
+//!     encryption=luks1|luks2            how its content is encrypted, and the file
+//!     passphrase_file=PATH              whose content unlocks it
+//!     trim=true|false                   give back what is trimmed; default true, unless encrypted
 //!     lock=exclusive|shared             shared: several write at a time and nobody is kept out, which
 //!                                       destroys what does not expect it; default exclusive
 //!     config.OPTION=VALUE               an option of Ceph, for this volume
@@ -36,7 +39,7 @@ use crate::error::{Error, ErrorKind, Result};
 use options::{Encoded, Query, decode};
 
 pub(crate) use options::Options;
-pub use rbd::{RbdSpec, RbdStoreSpec};
+pub use rbd::{Encryption, RbdSpec, RbdStoreSpec};
 pub use size::{Size, parse_size, parse_size_or_zero};
 pub use store::{StoreSpec, StoreUri};
 

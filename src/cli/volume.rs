@@ -104,10 +104,14 @@ pub(super) fn short(uri: &str) -> &str {
     uri.split_once('?').map_or(uri, |(location, _)| location)
 }
 
+/// The end of the year 9999: later times cannot be written.
+const LAST_SECOND: u64 = 253_402_300_799;
+
 /// Seconds since 1970 for the eye.
-fn time(seconds: i64) -> String {
-    let since = Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
-    match SystemTime::UNIX_EPOCH.checked_add(since) {
+pub(super) fn time(seconds: i64) -> String {
+    let since = u64::try_from(seconds).unwrap_or(0);
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(since));
+    match time.filter(|_| since <= LAST_SECOND) {
         Some(time) => humantime::format_rfc3339_seconds(time).to_string(),
         None => seconds.to_string(),
     }

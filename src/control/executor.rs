@@ -589,7 +589,7 @@ impl Executor {
 pub(super) async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    offload(call)
+    offload("a call that blocks", call)
         .await
         .map_err(|error| Error::new(ErrorKind::Internal, "a thread failed").with_source(error))?
 }

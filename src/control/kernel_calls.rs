@@ -180,7 +180,7 @@ impl KernelCalls {
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
         let deadline = limit.map_or(deadline, |limit| deadline.min(Instant::now() + limit));
         let kernel = Arc::clone(&self.kernel);
-        let thread = offload(move || {
+        let thread = offload(what, move || {
             // Kept until the call returns, however long nobody waits for it any more.
             let _permit = permit;
             call(kernel.as_ref(), deadline.into_std())

@@ -5,13 +5,16 @@
 
 use tokio::task::JoinHandle;
 
-/// Runs `call` on a thread of its own. It goes on when nobody waits for it any more.
+/// Runs `call` on a thread of its own. It goes on when nobody waits for it any more. `what` it is, is
+/// for the reader of a trace.
 pub(super) fn offload<T: Send + 'static>(
+    what: &'static str,
     call: impl FnOnce() -> T + Send + 'static,
 ) -> JoinHandle<T> {
+    tracing::trace!(what, "off the event loop");
     #[cfg(feature = "fault")]
     if let Some(gate) = simulation::gate() {
-        let (before, after) = gate();
+        let (before, after) = gate(what);
         return tokio::spawn(async move {
             before.await;
             let result = call();
@@ -41,7 +44,7 @@ pub mod simulation {
     pub type Moment = Pin<Box<dyn Future<Output = ()> + Send>>;
 
     /// Asked with every call: what passes before it, and between its effect and its return.
-    pub type Gate = Arc<dyn Fn() -> (Moment, Moment) + Send + Sync>;
+    pub type Gate = Arc<dyn Fn(&'static str) -> (Moment, Moment) + Send + Sync>;
 
     thread_local! {
         static GATE: RefCell<Option<Gate>> = const { RefCell::new(None) };

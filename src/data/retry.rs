@@ -202,8 +202,7 @@ impl Connection {
         }
         while let Some((id, buffer, error)) = self.retries.waiting.pop_front() {
             let Running { cookie, request, started_ns, .. } = self.slab.remove(id);
-            let failed = Err(error);
-            self.answer(cookie, Some(request.op), request.length, started_ns, failed, buffer);
+            self.answer(cookie, Some(request), started_ns, Err(error), buffer);
         }
         self.show_outage();
         self.end_wait_for_room();

@@ -23,7 +23,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use super::channel::{Channel, Incoming};
+use super::channel::Channel;
 use super::protocol::{CHANNEL_FD, Start, ToWorker};
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
@@ -162,16 +162,14 @@ fn first_message(channel: &Channel) -> Result<First> {
     if !ready.is_ok_and(|count| count > 0) {
         return Err(Error::new(ErrorKind::TimedOut, "the supervisor did not say what to do"));
     }
-    let (command, descriptors) = match channel.receive()? {
-        Incoming::Command(command, descriptors) => (command, descriptors),
-        Incoming::End => {
-            return Err(Error::new(ErrorKind::Unavailable, "the supervisor is gone"));
-        }
+    let Some((command, descriptors)) = channel.receive()? else {
+        return Err(Error::new(ErrorKind::Unavailable, "the supervisor is gone"));
     };
     let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
     let ToWorker::Start(start) = command else {
         return Err(invalid("the first message must be start"));
     };
+    let start = *start;
     let Start { version: newest, oldest, .. } = start;
     Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
     let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic());

@@ -38,7 +38,7 @@ pub enum ToWorker {
     /// (the control socket, for supervisors to come), one memory file for the statistics page.
     /// For a successor: then, what its predecessor's `Bequeathed` carried.
     /// Answered by `Ready` or `Failed`.
-    Start(Start),
+    Start(Box<Start>),
     /// The first message on a connection to the control socket. Answered by `Ready`, with the
     /// statistics page as descriptor.
     Adopt {

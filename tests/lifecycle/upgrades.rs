@@ -1,7 +1,7 @@
 //! Planned hand-overs: a new worker succeeds the one that serves, whatever happens on the way.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cleat::proto::v1::upgrade_event::Outcome;
@@ -313,19 +313,29 @@ fn a_volume_that_cannot_be_opened_again_leaves_the_old_worker_serving() {
     machine.assert_clean();
 }
 
-/// A supervisor that does `act` once, at `point`.
+/// A mapping whose supervisor does `act` once, at `point`, to the machine and the worker that serves.
 fn start_acting(
-    machine: &Machine,
     point: &'static str,
-    act: impl Fn() + Send + Sync + 'static,
-) -> Supervisor {
+    act: impl Fn(&Machine, u32) + Send + Sync + 'static,
+) -> (Arc<Machine>, Supervisor, Mapping) {
+    let machine = Arc::new(Machine::new());
+    let serving = Arc::new(AtomicU32::new(0));
+    let (seen, known) = (Arc::clone(&machine), Arc::clone(&serving));
     let done = AtomicBool::new(false);
-    machine.start_with(Some(Arc::new(move |here: &str| {
+    let supervisor = machine.start_with(Some(Arc::new(move |here: &str| {
         if here == point && !done.swap(true, Ordering::SeqCst) {
-            act();
+            act(&seen, known.load(Ordering::SeqCst));
         }
         false
-    })))
+    })));
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    serving.store(mapping.worker_pid, Ordering::SeqCst);
+    (machine, supervisor, mapping)
+}
+
+/// Every worker but one.
+fn others(machine: &Machine, serving: u32) -> Vec<u32> {
+    machine.workers().into_iter().filter(|pid| *pid != serving).collect()
 }
 
 #[test]
@@ -336,18 +346,11 @@ fn a_new_worker_that_stops_before_it_takes_over_is_given_up() {
 }
 
 fn stopped_at(point: &'static str) -> Duration {
-    let machine = Arc::new(Machine::new());
-    let seen = Arc::clone(&machine);
-    let old = Arc::new(AtomicU64::new(0));
-    let serving = Arc::clone(&old);
-    let supervisor = start_acting(&machine, point, move || {
-        let serving = u32::try_from(serving.load(Ordering::SeqCst)).unwrap();
-        for pid in seen.workers().into_iter().filter(|pid| *pid != serving) {
+    let (machine, supervisor, mapping) = start_acting(point, |machine, serving| {
+        for pid in others(machine, serving) {
             kill(pid, Signal::SIGSTOP);
         }
     });
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    old.store(mapping.worker_pid.into(), Ordering::SeqCst);
     let load = Load::on(&machine, &mapping);
     load.goes_on();
     let event = supervisor.refuse();
@@ -371,19 +374,12 @@ fn a_new_worker_that_dies_before_it_takes_over_is_given_up() {
 }
 
 fn dead_at(point: &'static str) -> Duration {
-    let machine = Arc::new(Machine::new());
-    let seen = Arc::clone(&machine);
-    let old = Arc::new(AtomicU64::new(0));
-    let serving = Arc::clone(&old);
-    let supervisor = start_acting(&machine, point, move || {
-        let serving = u32::try_from(serving.load(Ordering::SeqCst)).unwrap();
-        for pid in seen.workers().into_iter().filter(|pid| *pid != serving) {
+    let (machine, supervisor, mapping) = start_acting(point, |machine, serving| {
+        for pid in others(machine, serving) {
             kill(pid, Signal::SIGKILL);
             wait_gone(pid);
         }
     });
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    old.store(mapping.worker_pid.into(), Ordering::SeqCst);
     let load = Load::on(&machine, &mapping);
     supervisor.refuse();
     supervisor.wait_for_worker(mapping.worker_pid);
@@ -398,15 +394,8 @@ fn dead_at(point: &'static str) -> Duration {
 #[test]
 fn an_old_worker_that_dies_on_the_way_is_replaced() {
     for point in ["successor recorded", "successor ready", "at rest", "taken over"] {
-        let machine = Machine::new();
-        let old = Arc::new(AtomicU64::new(0));
-        let serving = Arc::clone(&old);
-        let supervisor = start_acting(&machine, point, move || {
-            let pid = u32::try_from(serving.load(Ordering::SeqCst)).unwrap();
-            kill(pid, Signal::SIGKILL);
-        });
-        let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-        old.store(mapping.worker_pid.into(), Ordering::SeqCst);
+        let (machine, supervisor, mapping) =
+            start_acting(point, |_, serving| kill(serving, Signal::SIGKILL));
         let load = Load::on(&machine, &mapping);
         load.goes_on();
         // On a busy machine it may not get there at once.
@@ -427,14 +416,8 @@ fn an_old_worker_that_dies_on_the_way_is_replaced() {
 
 #[test]
 fn an_old_worker_that_stops_is_never_doubled() {
-    let machine = Machine::new();
-    let old = Arc::new(AtomicU64::new(0));
-    let serving = Arc::clone(&old);
-    let supervisor = start_acting(&machine, "before the pause", move || {
-        kill(u32::try_from(serving.load(Ordering::SeqCst)).unwrap(), Signal::SIGSTOP);
-    });
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    old.store(mapping.worker_pid.into(), Ordering::SeqCst);
+    let (machine, supervisor, mapping) =
+        start_acting("before the pause", |_, serving| kill(serving, Signal::SIGSTOP));
     let load = Load::on(&machine, &mapping);
     load.goes_on();
     let event = supervisor.refuse();

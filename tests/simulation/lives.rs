@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::checks;
 use crate::clock::{self, Pulse};
 use crate::disks::Disk;
-use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Volume};
+use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, Volume};
 use crate::world::{SimLauncher, World};
 
 /// A life that lasts longer is stuck.
@@ -161,8 +161,8 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
 
 /// What passes around every call that may block: now and then some time, as much as a script wants
 /// before one of them, and the crash that it wants.
-fn gate(world: &World, end: End, slow: Option<(u64, Duration)>, dice: Dice) -> simulation::Gate {
-    let calls = AtomicU64::new(0);
+fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::Gate {
+    let (calls, alike) = (AtomicU64::new(0), AtomicU64::new(0));
     let dice = std::sync::Mutex::new(dice);
     let world = world.clone();
     let moment = move |crashes: bool, delay: Duration| -> simulation::Moment {
@@ -180,13 +180,15 @@ fn gate(world: &World, end: End, slow: Option<(u64, Duration)>, dice: Dice) -> s
             }
         })
     };
-    Arc::new(move || {
+    Arc::new(move |what| {
         let nth = calls.fetch_add(1, Ordering::Relaxed);
         let mut dice = dice.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let delayed = dice.below(12) == 0;
         let delay =
             if delayed { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
-        let before = slow.filter(|(at, _)| *at == nth).map_or(delay, |(_, time)| time);
+        let same = slow.filter(|slow| slow.what == what);
+        let meant = same.filter(|slow| slow.nth == alike.fetch_add(1, Ordering::Relaxed));
+        let before = meant.map_or(delay, |slow| slow.time);
         (
             moment(end == End::AtCall(nth, false), before),
             moment(end == End::AtCall(nth, true), delay),

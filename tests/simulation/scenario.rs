@@ -46,9 +46,28 @@ pub(crate) struct Life {
     pub(crate) blind: bool,
     /// What happens when the executor first passes a point of a hand-over; for a stop, for how long.
     pub(crate) strike: Option<(&'static str, Blow, Option<Duration>)>,
-    /// The nth call that may block is begun only after so long: whoever waits for it gives it up.
-    pub(crate) slow: Option<(u64, Duration)>,
+    pub(crate) slow: Option<Slow>,
 }
+
+/// The nth call of its kind is begun only after so long: whoever waits for it gives it up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Slow {
+    pub(crate) what: &'static str,
+    pub(crate) nth: u64,
+    pub(crate) time: Duration,
+}
+
+/// Kinds of calls that are slow now and then: the kernel's, by what they are for, and all others.
+const SLOW: [&str; 8] = [
+    "connect a device",
+    "connect a device",
+    "give the device new connections",
+    "resize the device",
+    "disconnect the device",
+    "flush the device",
+    "list nbd devices",
+    "a call that blocks",
+];
 
 /// What strikes a hand-over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -243,14 +262,15 @@ impl Dice {
 
     fn enrich(&mut self, scenario: &mut Scenario) {
         for life in &mut scenario.lives {
-            let slow = (self.below(40), self.millis(&[2000, 12_000, 30_000]));
-            life.slow = self.one_in(4).then_some(slow);
+            let time = self.millis(&[2000, 12_000, 30_000]);
+            let slow = Slow { what: self.pick(&SLOW), nth: self.below(3), time };
+            life.slow = self.one_in(2).then_some(slow);
             let ops = life.steps.iter_mut().map(|(_, op)| op).chain(&mut life.between);
             for op in ops {
-                if let Op::Next(quirks) = op
-                    && quirks.ignores_stop
-                {
+                let Op::Next(quirks) = op else { continue };
+                if quirks.never_ends || self.one_in(6) {
                     quirks.linger = self.millis(&[0, 20, 900, 4000]);
+                    quirks.never_ends = true;
                 }
             }
         }
@@ -358,7 +378,7 @@ impl Dice {
             8 => Quirks { nonsense_at_answer: Some(nth), ..none },
             9 => Quirks { hangs_up_at_answer: Some(nth), ..none },
             10 => Quirks { size_lie: self.pick(&[-4096, -512, 100, 512, 8192]), ..none },
-            11 => Quirks { ignores_stop: true, ..none },
+            11 => Quirks { never_ends: true, ..none },
             _ => Quirks {
                 linger: self.millis(&[20, 900, 4000, 15_000]),
                 latency: self.millis(&[0, 500]),

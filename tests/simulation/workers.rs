@@ -41,8 +41,8 @@ pub(crate) struct Quirks {
     pub(crate) hangs_up_at_answer: Option<u32>,
     /// Added to the size that it tells.
     pub(crate) size_lie: i64,
-    /// Does nothing when told to stop.
-    pub(crate) ignores_stop: bool,
+    /// Does not end by itself: it hangs where it closes its volume.
+    pub(crate) never_ends: bool,
     /// How long SIGKILL takes: it waits in the kernel.
     pub(crate) linger: Duration,
     /// From a request to its effect and answer.
@@ -241,7 +241,10 @@ impl Worker {
         let mut moved = self.serve(around, true);
         if self.disconnecting && self.connections.is_empty() {
             self.tell(&FromWorker::Disconnected, &[]);
-            return Turn::Ends;
+            if !self.quirks.never_ends {
+                return Turn::Ends;
+            }
+            (self.disconnecting, moved) = (false, true);
         }
         match self.mind_pause(around) {
             Turn::Quiet => {}
@@ -364,7 +367,7 @@ impl Worker {
                 Turn::Ends
             }
             Message::Command(ToWorker::Start(start), descriptors) if self.start.is_none() => {
-                self.begin(start, descriptors, around)
+                self.begin(*start, descriptors, around)
             }
             Message::Command(command, descriptors) => self.obey(command, descriptors, around),
         }
@@ -440,7 +443,7 @@ impl Worker {
         let reply = match command {
             ToWorker::Stop => {
                 around.told_to_end(self);
-                return if self.quirks.ignores_stop { Turn::Moved } else { Turn::Ends };
+                return if self.quirks.never_ends { Turn::Moved } else { Turn::Ends };
             }
             ToWorker::Serve => {
                 self.disconnecting = false;

@@ -94,7 +94,7 @@ fn another_size_is_taken_over_while_it_is_mapped() {
     let smaller = volume(&["resize", &uri, "32M"]);
     assert!(smaller.error(2).contains("--shrink"), "{smaller:?}");
     let held = volume(&["resize", &uri, "32M", "--shrink"]);
-    assert!(held.error(5).contains("client."), "{held:?}");
+    assert!(held.error(5).contains("is in use by "), "{held:?}");
     drop(user);
     assert!(changed(&["resize", &uri, "32M", "--shrink"]));
     assert_eq!(info("sized")["size"], 32 * MIB);
@@ -122,7 +122,7 @@ fn snapshots_come_and_go_while_it_is_mapped() {
     let kept = volume(&["snapshot", "remove", &monday]);
     assert!(kept.error(5).contains("snapshot unprotect"), "{kept:?}");
     let refused = volume(&["snapshot", "rollback", &monday]);
-    assert!(refused.error(5).contains("in use by client."), "{refused:?}");
+    assert!(refused.error(5).contains("is in use by "), "{refused:?}");
     drop(user);
     assert!(changed(&["snapshot", "rollback", &monday]));
     assert!(changed(&["snapshot", "unprotect", &monday]));
@@ -258,14 +258,19 @@ fn a_claim_is_shown_and_names_the_node() {
     let lock = json(&["info", &uri])["locks"][0].clone();
     assert_eq!((&lock["address"], &lock["client"]), (&watcher["address"], &watcher["client"]));
 
-    let claim = json!({ "version": 1, "node": "node-7", "address": watcher["address"] });
+    let mut claim = json(&["info", &uri])["claim"].clone();
+    assert_eq!(claim["address"], watcher["address"]);
     let image = format!("{POOL}/claimed");
+    claim["node"] = json!("node-7");
     run_rbd(shared(), &["image-meta", "set", &image, "cleat.claim", &claim.to_string()]);
     assert_eq!(json(&["info", &uri])["claim"], claim);
     let refused = volume(&["remove", &uri]);
-    assert!(refused.error(5).contains("on the node node-7"), "{refused:?}");
+    assert!(refused.error(5).contains("the node node-7"), "{refused:?}");
     run_rbd(shared(), &["image-meta", "set", &image, "cleat.claim", "nonsense"]);
     assert_eq!(json(&["info", &uri])["claim"], "nonsense");
+    let refused = volume(&["remove", &uri]);
+    let client = watcher["client"].as_str().expect("a name");
+    assert!(refused.error(5).contains(&format!("is in use by {client} at ")), "{refused:?}");
     drop(user);
     assert!(listed().contains(&"claimed".to_owned()));
 }

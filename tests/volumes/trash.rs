@@ -120,7 +120,7 @@ fn what_is_deleted_at_once_is_gone() {
     let user = User::of(&image);
     for words in [&["remove", &image][..], &["remove", &image, "--now"]] {
         let held = volume(words);
-        assert!(held.error(5).contains("in use by client."), "{held:?}");
+        assert!(held.error(5).contains("is in use by "), "{held:?}");
     }
     drop(user);
     assert!(changed(&["snapshot", "create", &uri("brief@s")]));

@@ -96,7 +96,7 @@ impl Worker {
     pub fn send_start(&self, start: &Start) {
         let listener = self.listener();
         let page = self.page.file().unwrap();
-        self.send(&ToWorker::Start(start.clone()), &[listener.as_fd(), page.as_fd()]);
+        self.send(&ToWorker::Start(Box::new(start.clone())), &[listener.as_fd(), page.as_fd()]);
     }
 
     pub fn listener(&self) -> OwnedFd {
@@ -146,7 +146,7 @@ impl Worker {
 
     /// Waits for the end of the process.
     pub fn exit(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
@@ -203,7 +203,7 @@ pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) 
 /// The next message, soon; `None` at the end of the channel.
 pub fn receive(channel: &OwnedFd) -> Option<(FromWorker, Vec<OwnedFd>)> {
     let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
-    assert_eq!(poll(&mut set, PollTimeout::from(20_000_u16)), Ok(1), "no answer in time");
+    assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)), Ok(1), "no answer in time");
     let mut buffer = vec![0; MAX_PACKET];
     let (length, descriptors) = match packet::receive(channel.as_fd(), &mut buffer) {
         Ok(received) => received,

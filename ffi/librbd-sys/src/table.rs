@@ -237,5 +237,8 @@ table! {
         fn rbd_aio_write_zeroes(
             rbd_image_t, u64, size_t, rbd_completion_t, c_int, c_int
         ) -> c_int;
+        fn rbd_encryption_load(
+            rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
+        ) -> c_int;
     }
 }

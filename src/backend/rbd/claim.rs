@@ -42,6 +42,8 @@ pub(super) struct Contest<'a> {
     pub(super) name: &'a str,
     pub(super) claimant: &'a Claimant,
     pub(super) occasion: Occasion,
+    /// The clients that may be cut off; `None`: whoever has to be.
+    pub(super) only: Option<&'a [String]>,
 }
 
 impl Contest<'_> {
@@ -68,6 +70,9 @@ impl Contest<'_> {
                     return Ok(None);
                 }
             };
+            if let Some(other) = cut.iter().find(|cut| !self.may_cut_off(cut)) {
+                return Err(held(self.name, other));
+            }
             self.cut_off(&cut, holder.as_ref())?;
             self.lock(last.as_ref())?;
             let next =
@@ -131,6 +136,10 @@ impl Contest<'_> {
         Ok(true)
     }
 
+    fn may_cut_off(&self, client: &String) -> bool {
+        self.only.is_none_or(|only| only.contains(client))
+    }
+
     fn cluster(&self) -> &Cluster {
         self.image.pool().cluster()
     }
@@ -168,7 +177,8 @@ pub(super) fn set(image: &Image, claim: &Claim, name: &str) -> Result<()> {
 
 /// Who holds the lock.
 pub(super) fn holder(image: &Image) -> librbd::Result<Option<Holder>> {
-    let Some(address) = image.lock_owners()?.into_iter().next() else { return Ok(None) };
+    let Some(locker) = image.lockers()?.into_iter().next() else { return Ok(None) };
+    let address = locker.address;
     let alive = image.watchers()?.iter().any(|watcher| watcher.address == address);
     Ok(Some(Holder { address, alive }))
 }

@@ -57,7 +57,8 @@ pub(super) fn decide(
     let standing = standing.map(|claim| &claim.client).filter(|client| client.address != own);
     let mut cut = Vec::new();
     if let Some(client) = standing {
-        if !told && !(occasion == Occasion::Opening && may_succeed(client, claimant)) {
+        let succeeds = occasion == Occasion::Opening && may_succeed(client, claimant);
+        if !(told || succeeds) {
             return Decision::Claimed(client.clone());
         }
         cut.push(client.address.clone());

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
-use super::patience::{Course, followed, within};
+use super::patience::{Course, PATIENCE, followed, within};
 use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
 use crate::backend::manage::{
@@ -24,9 +24,6 @@ use crate::backend::manage::{
 };
 use crate::backend::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
 use crate::error::{Error, ErrorKind, Result};
-
-/// How long a call without progress may take.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How long taking a snapshot may take: whoever has the image mapped may write out what it holds first.
 const QUIESCE_PATIENCE: Duration = Duration::from_secs(120);
@@ -53,7 +50,7 @@ impl RbdStore {
     pub(in crate::backend) fn connect(uri: &StoreUri, spec: &RbdStoreSpec) -> Result<Self> {
         preload()?;
         let wanted = spec.clone();
-        let pool = within(PATIENCE, &uri.to_string(), move || open_pool(&wanted))?;
+        let pool = within(PATIENCE, &answer(spec.pool()), move || open_pool(&wanted))?;
         Ok(Self { pool, uri: uri.clone(), spec: spec.clone() })
     }
 
@@ -71,7 +68,7 @@ impl RbdStore {
         work: impl FnOnce(&Target) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let target = self.target(name, snapshot)?;
-        within(PATIENCE, &target.name.clone(), move || work(&target))
+        within(PATIENCE, &answer(&target.name), move || work(&target))
     }
 
     /// Does `work` with an image, for as long as it takes.
@@ -106,7 +103,7 @@ impl Store for RbdStore {
 
     fn list(&self, page: &Page) -> Result<Listing> {
         let (pool, client) = (Arc::clone(&self.pool), self.spec.client().clone());
-        let mut images = within(PATIENCE, &self.uri.to_string(), move || {
+        let mut images = within(PATIENCE, &answer(self.spec.pool()), move || {
             pool.list().map_err(|error| pool_problem(error, &client))
         })?;
         images.sort_by(|a, b| a.name.cmp(&b.name));
@@ -162,7 +159,7 @@ impl Store for RbdStore {
 
     fn snapshot_create(&self, name: &str, snapshot: &str) -> Result<bool> {
         let target = self.target(name, Some(snapshot))?;
-        within(QUIESCE_PATIENCE, &target.name.clone(), move || target.snapshot_create())
+        within(QUIESCE_PATIENCE, &answer(&target.name), move || target.snapshot_create())
     }
 
     fn snapshot_remove(&self, name: &str, snapshot: &str) -> Result<bool> {
@@ -179,14 +176,14 @@ impl Store for RbdStore {
 
     fn trash(&self) -> Result<Vec<Trashed>> {
         let this = self.clone();
-        within(PATIENCE, &self.uri.to_string(), move || this.trashed())
+        within(PATIENCE, &answer(self.spec.pool()), move || this.trashed())
     }
 
     fn trash_restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
         let name = self.target(name, None)?.spec.image;
         let new_name = self.target(new_name.unwrap_or(&name), None)?;
         let (this, id) = (self.clone(), id.map(str::to_owned));
-        within(PATIENCE, &self.uri.to_string(), move || {
+        within(PATIENCE, &answer(self.spec.pool()), move || {
             this.restore(&name, id.as_deref(), &new_name)
         })
     }
@@ -482,6 +479,11 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
         Some(repair) => failed.with_repair(repair),
         None => failed,
     }
+}
+
+/// What a cluster that is away does not do.
+fn answer(name: &str) -> String {
+    format!("answer for {name}, though what was asked for may still take effect,")
 }
 
 /// A watcher as people know it: by its claim where that is its own.

@@ -17,6 +17,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// How many ticks an operation that was told to end may go on.
 const STOP_TICKS: u32 = 100;
 
+/// How long a call without progress may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
 /// How far an operation has come, and whether it is to go on.
 #[derive(Debug, Default)]
 pub(super) struct Course {
@@ -39,7 +42,7 @@ impl Course {
     }
 }
 
-/// Does `work`, which is over within a limit.
+/// Does `work`, which is over within a limit; `what` it does, for the error.
 ///
 /// # Errors
 /// `TimedOut` when it is not; what it gives.
@@ -53,10 +56,7 @@ pub(super) fn within<T: Send + 'static>(
         Err(RecvTimeoutError::Disconnected) => Err(panicked()),
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
             ErrorKind::TimedOut,
-            format!(
-                "the cluster did not answer for {what} within {patience:?}; what was asked for may \
-                 still take effect"
-            ),
+            format!("the cluster did not {what} within {patience:?}"),
         )
         .with_repair("see `ceph status`: are the pool's OSDs up, its placement groups active?")),
     }
@@ -104,7 +104,7 @@ fn begin<T: Send + 'static>(
 ) -> Result<Receiver<Result<T>>> {
     let (sender, ended) = mpsc::channel();
     thread::Builder::new()
-        .name("rbd-manage".to_owned())
+        .name("rbd-call".to_owned())
         .spawn(move || _ = sender.send(work()))
         .map_err(|e| Error::from_io("cannot start a thread for the cluster", e))?;
     Ok(ended)
@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn a_panic_is_an_error() {
         let error =
-            within(Duration::from_secs(60), "it", || -> Result<()> { panic!("as expected") })
+            within(Duration::from_secs(60), "do it", || -> Result<()> { panic!("as expected") })
                 .expect_err("it ends");
         assert_eq!(error.kind(), ErrorKind::Internal);
     }

@@ -104,6 +104,14 @@ impl Cluster {
         self.run("rbd", arguments)
     }
 
+    /// As [`Cluster::rbd`], for `rados`.
+    ///
+    /// # Errors
+    /// What it complains of, when it fails.
+    pub fn rados(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        self.run("rados", arguments)
+    }
+
     fn run(&self, program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {
         let output = Command::new(program)
             .args(["--id", "admin", "--conf"])
