@@ -224,7 +224,9 @@ fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Wor
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
         wait_for("the loser is refused", || total(&old, |w| &w.refused) > TRIED);
-        wait_for("the winner writes", || total(&new, |w| &w.written) > 2 * BLOCKS);
+        // Every one of its blocks.
+        let round_done = |w: &Writer| w.written.load(Ordering::SeqCst) > BLOCKS;
+        wait_for("the winner writes", || new.iter().all(round_done));
         old.iter().chain(&new).for_each(|writer| writer.end.store(true, Ordering::SeqCst));
         (winner, took, reader, cut)
     });
