@@ -118,8 +118,8 @@ mod tests {
     fn a_sparse_file_is_told_by_the_kernel() {
         let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.set_len(4 << 20).unwrap();
-        file.write_all_at(&[1; 65536], 1 << 20).unwrap();
-        file.write_all_at(&[1; 65536], 3 << 20).unwrap();
+        file.write_all_at(&vec![1; 65536], 1 << 20).unwrap();
+        file.write_all_at(&vec![1; 65536], 3 << 20).unwrap();
         let extents = |range: Range<u64>, limit| {
             let mut layout = Layout::new(range.clone(), 1, limit);
             let known = of_file(&file, range, 0, &mut layout).unwrap();

@@ -54,8 +54,9 @@ pub(super) struct Map {
     /// file:/path is a raw file or a block device; its options are direct=true (past the page cache)
     /// and create=SIZE (make the file, sparse, where it is missing or empty).
     /// rbd:pool[/namespace]/image[@snapshot] is an RBD image of Ceph; its options are id=NAME,
-    /// keyring=PATH, conf=PATH, encryption=luks1|luks2 with passphrase_file=PATH, trim=false, and
-    /// config.OPTION=VALUE (an option of Ceph). mem:SIZE holds the volume
+    /// keyring=PATH, conf=PATH, encryption=luks1|luks2 with passphrase_file=PATH, trim=false,
+    /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several write at a time and nobody is
+    /// kept out: destroys what does not expect it). mem:SIZE holds the volume
     /// in memory; it is gone when it is unmapped. `?` and `%` in a path are written %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]

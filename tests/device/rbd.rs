@@ -60,8 +60,18 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 fn verified() {
-    let uri = image("verified", "192M");
-    verify::verify(&uri, 1);
+    let uri = image("verified", "64M");
+    let node = Node::start();
+    shell("dmesg -C");
+    let device = cleat_ok(&["map", &uri, "--name", "verified"]);
+    let load = Load::start(&format!(
+        "--filename={device} --direct=1 --ioengine=libaio --iodepth=16 --size=48M"
+    ));
+    goes_on("verified", 500);
+    load.stop();
+    no_io_errors(&device);
+    cleat_ok(&["unmap", "verified"]);
+    drop(node);
     verify::zeroes_on(&uri);
 }
 
@@ -71,8 +81,8 @@ fn survives() {
     let uri = image("alive", "96M");
     let device = cleat_ok(&["map", &uri, "--name", "alive"]);
     shell(&format!("mkfs.ext4 -q {device}; mkdir -p /mnt/alive; mount {device} /mnt/alive"));
-    let load = Load::start("--directory=/mnt/alive --ioengine=libaio --iodepth=8 --size=24M");
-    goes_on();
+    let load = Load::start("--directory=/mnt/alive --ioengine=libaio --iodepth=8 --size=8M");
+    goes_on("alive", 50);
 
     let worker = || status("alive")["worker_pid"].as_u64().expect("a number");
     let (killed, begun) = (worker(), Instant::now());
@@ -81,42 +91,42 @@ fn survives() {
         status("alive")["state"] == "mapped" && ![0, killed].contains(&worker())
     });
     println!("figures: over RBD, a killed worker is replaced after {:.1?}", begun.elapsed());
-    goes_on();
+    goes_on("alive", 50);
 
     node.kill();
     node.restart();
-    goes_on();
+    goes_on("alive", 50);
     let before = worker();
     let upgraded = cleat_ok(&["upgrade", "alive", "--workers-only", "--force", "-o", "json"]);
     assert!(upgraded.contains("handed_over"), "{upgraded}");
     println!("figures: over RBD, {upgraded}");
     assert_ne!(worker(), before);
-    goes_on();
+    goes_on("alive", 50);
 
     rbd(&["resize", &format!("{POOL}/alive"), "--size", "160M", "--no-progress"]);
     wait_for("the device grows", || size_of(&device) == 160 << 20);
     shell(&format!("resize2fs {device} 2>&1; fallocate -l 40M /mnt/alive/more"));
-    goes_on();
+    goes_on("alive", 50);
 
     cluster().tell("stop osd");
     std::thread::sleep(Duration::from_secs(3));
     cluster().tell("start osd");
-    goes_on();
+    goes_on("alive", 50);
     load.stop();
     shell(&format!("umount /mnt/alive; e2fsck -fn {device}"));
     no_io_errors(&device);
     cleat_ok(&["unmap", "alive"]);
 }
 
-/// Waits until more has been written to the mapping.
-fn goes_on() {
+/// Waits until the mapping has been written to so often again.
+fn goes_on(name: &str, writes: u64) {
     let written = || {
-        let text = cleat_ok(&["stats", "alive", "--total", "-o", "json"]);
+        let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
         let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         stats["volumes"][0]["counters"]["write"]["count"].as_u64().expect("a number")
     };
     let before = written();
-    wait_for("the load goes on", || written() >= before + 50);
+    wait_for("the load goes on", || written() >= before + writes);
 }
 
 fn forced() {

@@ -25,7 +25,7 @@ fn on_loop() {
     verify(&below.uri(), 1);
 }
 
-pub(crate) fn verify(uri: &str, connections: u32) {
+fn verify(uri: &str, connections: u32) {
     let _node = Node::start();
     let device =
         cleat_ok(&["map", uri, "--name", "verify", "--connections", &connections.to_string()]);

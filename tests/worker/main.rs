@@ -8,6 +8,7 @@
 )]
 
 mod claims;
+mod fences;
 mod fight;
 mod nbd;
 mod rbd;

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::claim::{self, Contest};
 use super::decision::Occasion;
-use super::patience::{PATIENCE, within};
+use super::patience::{PATIENCE, answer, within};
 use super::problem::{self, problem};
 use super::record::{self, Claim};
 use super::{config, name, preload};
@@ -44,7 +44,7 @@ impl RbdFence {
         work: impl FnOnce(&Image, &str) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let (spec, name) = (self.spec.clone(), self.name.clone());
-        within(PATIENCE, &self.name, move || {
+        within(PATIENCE, &answer(&self.name), move || {
             let failed = |error| problem(error, &name, &spec);
             let cluster = Cluster::connect(&config(&spec)).map_err(failed)?;
             let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
-use super::patience::{Course, PATIENCE, followed, within};
+use super::patience::{Course, PATIENCE, answer, followed, within};
 use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
 use crate::backend::manage::{
@@ -479,11 +479,6 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
         Some(repair) => failed.with_repair(repair),
         None => failed,
     }
-}
-
-/// What a cluster that is away does not do.
-fn answer(name: &str) -> String {
-    format!("answer for {name}, though what was asked for may still take effect,")
 }
 
 /// A watcher as people know it: by its claim where that is its own.

@@ -11,14 +11,14 @@ use std::time::Duration;
 use crate::backend::manage::Progress;
 use crate::error::{Error, ErrorKind, Result};
 
+/// How long a call without progress may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
 /// How often progress is told.
 const TICK: Duration = Duration::from_millis(100);
 
 /// How many ticks an operation that was told to end may go on.
 const STOP_TICKS: u32 = 100;
-
-/// How long a call without progress may take.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How far an operation has come, and whether it is to go on.
 #[derive(Debug, Default)]
@@ -60,6 +60,11 @@ pub(super) fn within<T: Send + 'static>(
         )
         .with_repair("see `ceph status`: are the pool's OSDs up, its placement groups active?")),
     }
+}
+
+/// What a cluster that is away does not do, for [`within`].
+pub(super) fn answer(name: &str) -> String {
+    format!("answer for {name}, though what was asked for may still take effect,")
 }
 
 /// Does `work`, which may take as long as it has to, but for a while only once `progress` has told it

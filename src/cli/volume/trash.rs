@@ -29,7 +29,7 @@ pub(super) struct Trash {
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     List(List),
-    Restore(Restore),
+    Restore(Box<Restore>),
     Purge(Purge),
 }
 
@@ -120,7 +120,8 @@ struct Failure {
 pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
     match args.command {
         Command::List(List { place }) => list(globals, &place).map(|()| exit::OK),
-        Command::Restore(Restore { uri, id, name: new_name }) => {
+        Command::Restore(restore) => {
+            let Restore { uri, id, name: new_name } = *restore;
             let (store, name) = whole(&uri)?;
             let store = backend::store(&store)?;
             let changed = store.trash_restore(&name, id.as_deref(), new_name.as_deref())?;

@@ -7,6 +7,7 @@ mod full;
 mod load;
 mod outages;
 mod refused;
+mod rivals;
 
 use ceph_test_cluster::{Cluster, ID, POOL};
 use cleat::proto::v1::{MapRequest, Mapping};
