@@ -57,6 +57,10 @@ const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// no limit of their own.
 const OPEN_PATIENCE: Duration = Duration::from_secs(15);
 
+/// How much longer it may take where a passphrase is turned into a key, which takes two seconds of a
+/// processor's time, and whatever that takes on a busy machine.
+const UNLOCK_PATIENCE: Duration = Duration::from_secs(60);
+
 /// How long closing may take before it is left to itself.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -170,7 +174,8 @@ impl RbdImage {
     fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         preload()?;
         let (wanted, options) = (spec.clone(), options.clone());
-        patience::within(OPEN_PATIENCE, &format!("open {}", name(spec)), move || {
+        let unlock = spec.encryption.as_ref().map_or(Duration::ZERO, |_| UNLOCK_PATIENCE);
+        patience::within(OPEN_PATIENCE + unlock, &format!("open {}", name(spec)), move || {
             let opened = Self::open_slowly(&wanted, options)?;
             if claim { opened.claimed() } else { Ok(opened) }
         })
