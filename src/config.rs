@@ -23,6 +23,9 @@ pub const MAX_CONNECTIONS: u32 = 16;
 /// The longest wait that may be asked for, in seconds.
 pub const MAX_TIMEOUT_S: u32 = 86_400;
 
+/// The longest name of a node: that of a host.
+const MAX_NODE_NAME: usize = 253;
+
 /// Of every error in a configuration. `make install` puts the file there.
 const SHIPPED: &str = "every key with its default stands in share/doc/cleat/cleat.toml";
 
@@ -39,6 +42,8 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// The control API; `None`: `cleat.sock` in the runtime directory.
     pub socket: Option<PathBuf>,
+    /// This node among all that use the same storage; empty: the host's name.
+    pub node_name: String,
     /// Whether the end of the daemon is the end of its mappings.
     pub unmap_on_shutdown: bool,
     /// Whether the daemon loads the nbd module when it is missing.
@@ -145,6 +150,7 @@ impl Default for Config {
             runtime_dir: PathBuf::from("/run/cleat"),
             state_dir: PathBuf::from("/var/lib/cleat"),
             socket: None,
+            node_name: String::new(),
             unmap_on_shutdown: false,
             modprobe: true,
             log: LogConfig::default(),
@@ -264,6 +270,12 @@ impl Config {
             if path.is_some_and(|path| !path.is_absolute()) {
                 return invalid(key, "must be an absolute path".to_owned());
             }
+        }
+        if self.node_name.len() > MAX_NODE_NAME
+            || !self.node_name.bytes().all(|byte| byte.is_ascii_graphic())
+        {
+            let why = format!("must be a word of at most {MAX_NODE_NAME} printable characters");
+            return invalid("node_name", why);
         }
         let most = MAX_CONNECTIONS;
         if !(1..=most).contains(&self.map.connections) {
@@ -387,6 +399,7 @@ mod tests {
             "runtime_dir",
             "state_dir",
             "socket",
+            "node_name",
             "unmap_on_shutdown",
             "modprobe",
             "format",
@@ -422,6 +435,7 @@ mod tests {
     fn wrong_values_are_named() {
         for (text, part) in [
             ("state_dir = \"var\"", "state_dir"),
+            ("node_name = \"a b\"", "node_name"),
             ("[map]\nconnections = 0", "map.connections"),
             ("[map]\nconnections = 1000", "map.connections"),
             ("[map]\ntimeout = \"soon\"", "30s"),

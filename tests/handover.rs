@@ -19,7 +19,7 @@ use cleat::statistics::Page;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(20);
 const SIZE: u64 = 4 << 20;
 
 /// The length of [`stream`].

@@ -31,6 +31,34 @@ fn nbdinfo_sees_what_is_served() {
 }
 
 #[test]
+fn clients_see_where_the_data_is() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        assert!(run("nbdinfo", &[&server.uri]).contains("base:allocation"));
+        let size = mib() << 20;
+        let map = || extents(&run("nbdinfo", &["--map", &server.uri]));
+        assert_eq!(map(), [(0, size, true)]);
+        run("qemu-io", &["-f", "raw", "-c", "write -P 1 16M 1M", &server.uri]);
+        let (at, length) = (16 << 20, 1 << 20);
+        let written = [(0, at, true), (at, length, false), (at + length, size - at - length, true)];
+        assert_eq!(map(), written, "{}", server.uri);
+        run("qemu-io", &["-f", "raw", "-c", "discard 16M 1M", &server.uri]);
+        assert_eq!(map(), [(0, size, true)]);
+    }
+}
+
+/// What `nbdinfo --map` prints: offset, length, whether it is a hole.
+fn extents(map: &str) -> Vec<(u64, u64, bool)> {
+    let line = |line: &str| {
+        let mut words = line.split_whitespace();
+        let mut number = || words.next().unwrap().parse().unwrap();
+        (number(), number(), number() == 3)
+    };
+    map.lines().map(line).collect()
+}
+
+#[test]
 fn a_read_only_export_refuses_writes() {
     let dir = TempDir::new().unwrap();
     let server = Server::start(&dir, "mem:1M", &["--read-only"]);
@@ -165,6 +193,31 @@ fn what_the_network_can_reach_is_warned_of() {
         server.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         assert_eq!(said.contains("neither encryption nor authentication"), warned, "{said}");
     }
+}
+
+#[test]
+fn an_outage_of_the_backend_is_told() {
+    let dir = TempDir::new().unwrap();
+    let socket = dir.path().join("s");
+    let mut child = Command::new(CLEAT)
+        .args(["serve", "fault:mem:1M?fault.error=retry", "--socket", path(&socket)])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut uri = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
+    let mut told = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut server = Server { child, uri };
+    let mut client = Command::new("timeout")
+        .args(["20", "nbdcopy", server.uri.trim_end(), "null:"])
+        .spawn()
+        .unwrap();
+    let line = told.next().unwrap().unwrap();
+    assert!(line.contains("the backend does not answer") && line.contains("retry"), "{line}");
+    server.signal(libc::SIGTERM);
+    assert!(server.wait().success());
+    assert!(!client.wait().unwrap().success());
 }
 
 #[test]

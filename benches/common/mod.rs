@@ -2,6 +2,8 @@
 //! requests in one send as replies came in one receive. fio's nbd engine ends at about 160 thousand
 //! requests a second, far below what is measured here.
 
+#![allow(dead_code, reason = "each benchmark uses a part of it")]
+
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -11,23 +13,28 @@ use cleat::data::nbd::wire::{
     REQUEST_LEN, RequestHeader, SIMPLE_REPLY_LEN, command, parse_simple_reply,
 };
 
-/// Bytes of each read.
-pub const BLOCK: usize = 4096;
+/// What is asked for, again and again.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    pub write: bool,
+    /// One block after the other, instead of any.
+    pub sequential: bool,
+    /// Bytes of each request.
+    pub block: usize,
+}
+
+/// 4 KiB random reads.
+pub const READS: Load = Load { write: false, sequential: false, block: 4096 };
 
 /// One connection.
 pub struct Client {
     stream: UnixStream,
     input: Vec<u8>,
     output: Vec<u8>,
+    payload: Vec<u8>,
     random: u64,
+    next: u64,
     size: u64,
-}
-
-/// What one run came to.
-#[derive(Debug, Clone, Copy)]
-pub struct Figures {
-    /// Reads a second.
-    pub iops: f64,
 }
 
 impl Client {
@@ -48,13 +55,13 @@ impl Client {
         let mut export = [0; 10];
         stream.read_exact(&mut export).unwrap();
         let size = u64::from_be_bytes(export[..8].try_into().unwrap());
-        let (input, output) = (vec![0; 1 << 20], Vec::new());
-        Self { stream, input, output, random: 0x9e37_79b9_7f4a_7c15, size }
+        let (input, output, payload, next) = Default::default();
+        Self { stream, input, output, payload, random: 0x9e37_79b9_7f4a_7c15, next, size }
     }
 
     /// Fills the volume, so that no server answers from a hole.
     pub fn fill(&mut self) {
-        let payload = vec![0x5a; 1 << 20];
+        let payload = vec![FILL; 1 << 20];
         for offset in (0..self.size).step_by(payload.len()) {
             let length = payload.len() as u32;
             let header =
@@ -67,46 +74,59 @@ impl Client {
         }
     }
 
-    /// Reads at random for `time`, with `depth` requests under way.
-    pub fn random_reads(&mut self, depth: usize, time: Duration) -> Figures {
-        const REPLY: usize = SIMPLE_REPLY_LEN + BLOCK;
+    /// Keeps `depth` requests under way for `time`; returns how many ended in a second.
+    pub fn run(&mut self, load: Load, depth: usize, time: Duration) -> f64 {
+        let reply_len = SIMPLE_REPLY_LEN + if load.write { 0 } else { load.block };
+        // Of long replies one at a time, so that none has to be moved.
+        let room = if reply_len > LONG { reply_len } else { LONG };
+        self.input.resize(room.max(self.input.len()), 0);
+        self.payload.resize(load.block, FILL);
         let begin = Instant::now();
-        (0..depth).for_each(|_| self.queue_read());
+        (0..depth).for_each(|_| self.queue(load));
         self.send();
         let (mut filled, mut done, mut running) = (0, 0u64, depth);
         while running > 0 {
-            let received = self.stream.read(&mut self.input[filled..]).unwrap();
+            let received = self.stream.read(&mut self.input[filled..room]).unwrap();
             assert!(received > 0, "the server closed the connection");
             filled += received;
-            let replies = filled / REPLY;
-            for reply in self.input[..replies * REPLY].chunks_exact(REPLY) {
+            let replies = filled / reply_len;
+            for reply in self.input[..replies * reply_len].chunks_exact(reply_len) {
                 let (cookie, result) = parse_simple_reply(reply.first_chunk().unwrap()).unwrap();
                 assert!(result.is_ok() && cookie == 7);
-                assert_eq!(reply[REPLY - 1], 0x5a);
+                assert!(load.write || reply[reply_len - 1] == FILL);
             }
-            self.input.copy_within(replies * REPLY..filled, 0);
-            filled -= replies * REPLY;
+            self.input.copy_within(replies * reply_len..filled, 0);
+            filled -= replies * reply_len;
             done += replies as u64;
             running -= replies;
             if begin.elapsed() < time {
-                (0..replies).for_each(|_| self.queue_read());
+                (0..replies).for_each(|_| self.queue(load));
                 running += replies;
                 self.send();
             }
         }
-        Figures { iops: done as f64 / begin.elapsed().as_secs_f64() }
+        done as f64 / begin.elapsed().as_secs_f64()
     }
 
-    fn queue_read(&mut self) {
+    fn queue(&mut self, load: Load) {
         // xorshift64
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
-        let offset = self.random % (self.size / BLOCK as u64) * BLOCK as u64;
-        let length = BLOCK as u32;
-        let header = RequestHeader { flags: 0, command: command::READ, cookie: 7, offset, length };
+        self.next += 1;
+        let chosen = if load.sequential { self.next } else { self.random };
+        let offset = chosen % (self.size / load.block as u64) * load.block as u64;
+        let length = load.block as u32;
+        let command = if load.write { command::WRITE } else { command::READ };
+        let header = RequestHeader { flags: 0, command, cookie: 7, offset, length };
         self.output.extend_from_slice(&header.encode());
-        debug_assert!(self.output.len().is_multiple_of(REQUEST_LEN));
+        debug_assert!(load.write || self.output.len().is_multiple_of(REQUEST_LEN));
+        if load.write && load.block > LONG {
+            self.send();
+            self.stream.write_all(&self.payload).unwrap();
+        } else if load.write {
+            self.output.extend_from_slice(&self.payload);
+        }
     }
 
     fn send(&mut self) {
@@ -114,6 +134,12 @@ impl Client {
         self.output.clear();
     }
 }
+
+/// What volumes are filled with.
+const FILL: u8 = 0x5a;
+
+/// From where on payloads are not gathered.
+const LONG: usize = 256 << 10;
 
 /// CPU time that a process has used, in seconds.
 pub fn cpu_seconds(pid: u32) -> f64 {
@@ -159,10 +185,10 @@ pub fn compare(servers: &[(&str, &Server, &Path)], depths: &[usize]) {
         for _ in 0..rounds {
             for (index, (_, server, _)) in servers.iter().enumerate() {
                 let before = cpu_seconds(server.0.id());
-                let figures = clients[index].random_reads(depth, time);
+                let figure = clients[index].run(READS, depth, time);
                 let used = cpu_seconds(server.0.id()) - before;
-                iops[index].push(figures.iops);
-                cpu_ns[index].push(used * 1e9 / (figures.iops * time.as_secs_f64()));
+                iops[index].push(figure);
+                cpu_ns[index].push(used * 1e9 / (figure * time.as_secs_f64()));
             }
         }
         let medians: Vec<f64> = iops.iter_mut().map(|values| median(values)).collect();

@@ -3,21 +3,25 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use super::claimant::Claimant;
 #[cfg(feature = "fault")]
 use super::fault;
+use super::fence::Fence;
 use super::file::{FileImage, FileStore};
 use super::manage::Store;
 use super::mem::MemImage;
-use super::rbd::{self, RbdImage, RbdStore};
+use super::rbd::{self, RbdFence, RbdImage, RbdStore};
 use super::uri::{Spec, StoreSpec, StoreUri, VolumeUri};
 use super::{Image, Inheritance};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
 /// How a volume is opened, beyond what its URI says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OpenOptions {
     /// Nothing is ever written, and no claim is made.
     pub read_only: bool,
+    /// Who makes the claim, where a volume has one that outlives processes.
+    pub claimant: Claimant,
 }
 
 /// When a process that serves a volume can give up its access to the system, and what must stay.
@@ -42,7 +46,7 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
     Ok(match uri.spec() {
         Spec::Mem(spec) => Arc::new(MemImage::create(spec, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::open(spec, options.read_only)?),
-        Spec::Rbd(spec) => Arc::new(RbdImage::open(spec, options.read_only)?),
+        Spec::Rbd(spec) => Arc::new(RbdImage::open(spec, options)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             Arc::new(fault::FaultImage::wrap(open(&spec.inner, options)?, spec.plan.clone()))
@@ -59,6 +63,23 @@ pub fn store(uri: &StoreUri) -> Result<Box<dyn Store>> {
         StoreSpec::File(directory) => Box::new(FileStore::open(uri, directory)?),
         StoreSpec::Rbd(spec) => Box::new(RbdStore::connect(uri, spec)?),
     })
+}
+
+/// Where the writers of `uri` are kept apart, to be looked at and changed.
+///
+/// # Errors
+/// `Unsupported` for a volume whose writers the kernel keeps apart.
+pub fn fence(uri: &VolumeUri) -> Result<Box<dyn Fence>> {
+    match uri.spec() {
+        Spec::Rbd(spec) => Ok(Box::new(RbdFence::of(spec)?)),
+        Spec::Mem(_) | Spec::File(_) => {
+            let message = format!("{}: volumes are of one machine, and fence nobody", uri.scheme());
+            Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("see who holds the mapping: cleat status NAME"))
+        }
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => fence(&spec.inner),
+    }
 }
 
 /// Reads what a process may not be able to read any more when it opens `uri`: libraries. Starts no
@@ -89,7 +110,7 @@ pub fn inherit(
         Spec::Mem(_) => Arc::new(MemImage::inherit(inheritance, options.read_only)?),
         Spec::File(spec) => Arc::new(FileImage::inherit(spec, inheritance, options.read_only)?),
         // Its claim is released and acquired; there is nothing to be passed on.
-        Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options.read_only)?),
+        Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
             let inner = inherit(&spec.inner, options, inheritance)?;

@@ -14,7 +14,7 @@ mod timer;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::Result;
 use crate::sys::ring::Ring;
 pub use plan::{PREFIX, Plan};
@@ -84,8 +84,16 @@ impl Image for FaultImage {
         self.inner.refresh_size()
     }
 
+    fn watch_size(&self, waker: Waker) {
+        self.inner.watch_size(waker);
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.inner.resize(size)
+    }
+
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        self.inner.extents(offset, length, limit)
     }
 
     fn bequeath(&self) -> Result<Inheritance> {
@@ -106,6 +114,14 @@ impl Image for FaultImage {
         self.inner.succeed(legacy)?;
         self.shared.fenced.fetch_or(legacy.fenced, Ordering::AcqRel);
         legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
+    }
+
+    fn waits_for_room(&self) -> bool {
+        self.inner.waits_for_room()
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.inner.is_fenced()
     }
 
     fn trouble(&self) -> Option<String> {

@@ -29,8 +29,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
+use super::extents::{self, Layout};
 use super::uri::{FileSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::block;
 use crate::sys::buffer::ALIGNMENT;
@@ -197,6 +198,19 @@ impl Image for FileImage {
             return Err(invalid(format!("{} cannot be made empty", self.path)));
         }
         self.set_length(size)
+    }
+
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let range = offset..offset + length;
+        let mut layout = Layout::new(range.clone(), self.blocks.minimum, limit);
+        // Block devices do not tell, nor do some file systems.
+        match extents::of_file(&self.file, range, 0, &mut layout) {
+            Ok(known) => Ok(layout.finish(known)),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                Ok(vec![Extent { length, hole: false }])
+            }
+            Err(e) => Err(Error::from_io(format!("cannot ask {} for its holes", self.path), e)),
+        }
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

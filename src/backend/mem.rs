@@ -5,8 +5,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use super::extents::{self, Layout};
 use super::uri::{MemSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker, index};
+use super::{
+    BlockSizes, Extent, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker, index,
+};
 use super::{Inheritance, Legacy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::request::{IoError, Op, Request};
@@ -99,6 +102,21 @@ impl Image for MemImage {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
         }
         self.memory.grow(size)
+    }
+
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let mut layout = Layout::new(offset..offset + length, 1, limit);
+        let mut known = offset;
+        for segment in self.memory.segments.iter().map_while(OnceLock::get) {
+            let (start, memory) = (segment.start, &segment.memory);
+            let from = offset.max(start) - start;
+            let to = (offset + length).saturating_sub(start).min(memory.len() as u64);
+            if from < to && !layout.is_complete() {
+                known = extents::of_file(memory.file(), from..to, start, &mut layout)
+                    .map_err(|e| Error::from_io("cannot ask for the memory's holes", e))?;
+            }
+        }
+        Ok(layout.finish(known))
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

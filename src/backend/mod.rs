@@ -22,9 +22,12 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+pub mod claimant;
+mod extents;
 mod factory;
 #[cfg(feature = "fault")]
 pub mod fault;
+pub mod fence;
 mod file;
 pub mod manage;
 mod mem;
@@ -32,7 +35,10 @@ mod rbd;
 mod succession;
 pub mod uri;
 
-pub use factory::{Confinement, OpenOptions, confinement, inherit, open, prepare, store};
+pub use extents::Extent;
+pub use factory::{
+    Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, store,
+};
 pub use succession::{Inheritance, Legacy};
 
 use std::sync::Arc;
@@ -136,11 +142,28 @@ pub trait Image: Send + Sync {
     /// When the backend cannot be asked.
     fn refresh_size(&self) -> Result<u64>;
 
+    /// Has `waker` woken when [`Image::size`] has changed by itself, by a backend that is told of such
+    /// changes.
+    fn watch_size(&self, waker: Waker) {
+        let _ = waker;
+    }
+
     /// Changes the size at the backend. Never makes it smaller: that is [`Image::shrink`].
     ///
     /// # Errors
     /// `Unsupported` where the backend cannot; what the backend gives otherwise.
     fn resize(&self, size: u64) -> Result<()>;
+
+    /// What lies in `length` bytes from `offset`, an aligned range inside the volume: parts of it from
+    /// its beginning, at least one and at most `limit` of them. A part that is called a hole was one
+    /// at some moment of the call.
+    ///
+    /// # Errors
+    /// When the backend cannot be asked.
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let _ = (offset, limit);
+        Ok(vec![Extent { length, hole: false }])
+    }
 
     /// How a successor in another process gets at the volume while this one still serves it. See
     /// `succession` for the order of these four calls.
@@ -177,8 +200,20 @@ pub trait Image: Send + Sync {
         Err(succession::impossible())
     }
 
+    /// Whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry` may:
+    /// then it waits for room if the mapping's owner wants that.
+    fn waits_for_room(&self) -> bool {
+        false
+    }
+
+    /// Whether somebody else has the volume, as far as it is known without asking: then every request
+    /// ends with `Fenced`, for good.
+    fn is_fenced(&self) -> bool {
+        false
+    }
+
     /// Why the backend cannot be reached, for people, where that is known; asked for while requests
-    /// end with `Retry`. Must not wait for the backend.
+    /// wait to be repeated. Must not wait for the backend.
     fn trouble(&self) -> Option<String> {
         None
     }

@@ -17,26 +17,38 @@
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
+mod decision;
+mod encryption;
+mod extents;
+mod fence;
 mod manage;
 mod patience;
 mod problem;
 mod queue;
+mod record;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use super::claimant::Claimant;
 use super::uri::{RbdSpec, Size, invalid};
-use super::{BlockSizes, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{
+    BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
+use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
+use decision::Occasion;
+pub(super) use fence::RbdFence;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
+use record::Claim;
 
 /// How long a monitor may take to answer, at the start and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -54,6 +66,10 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(2);
 /// The longest payload of one request: what NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
 
+/// The block that the library encrypts at a time, in bytes: parts of it would be read, changed and
+/// written, and not at once.
+const ENCRYPTED_BLOCK: u32 = 4096;
+
 /// Objects that one piece of a long range touches at once.
 const PIECE_OBJECTS: u64 = 64;
 
@@ -65,6 +81,8 @@ pub(super) struct RbdImage {
     /// `None` once it was closed. Locked by calls of the control half only.
     open: Mutex<Option<Open>>,
     name: String,
+    /// `None`: nothing is claimed, since nothing is written or others write, too.
+    claimant: Option<Claimant>,
     blocks: BlockSizes,
     features: Features,
     shared: Arc<Shared>,
@@ -74,6 +92,8 @@ pub(super) struct RbdImage {
 struct Open {
     changes: Option<Changes>,
     image: Arc<librbd::Image>,
+    /// What it says in the image's metadata for as long as we have the lock.
+    claim: Option<Claim>,
 }
 
 /// What keeps the size up to date: the thread ends with the watch.
@@ -85,8 +105,14 @@ struct Changes {
 /// What the queues share.
 struct Shared {
     size: AtomicU64,
+    /// Told when the size has changed by itself.
+    watcher: OnceLock<Waker>,
+    /// The content is encrypted by the library.
+    encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
+    /// The last request that needed room found none.
+    full: AtomicBool,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -124,56 +150,48 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/sys/devices/system",
         "/proc/self",
     ];
-    let own = spec.conf.iter().chain(&spec.keyring).cloned();
+    let passphrase = spec.encryption.as_ref().map(|encryption| &encryption.passphrase_file);
+    let own = spec.conf.iter().chain(&spec.keyring).chain(passphrase).cloned();
     let all = system.iter().map(PathBuf::from).chain(own);
     all.filter(|path| path.exists()).collect()
 }
 
 impl RbdImage {
     /// Opens `spec`, claiming it unless it is only read.
-    pub(super) fn open(spec: &RbdSpec, read_only: bool) -> Result<Self> {
-        Self::open_in_time(spec, read_only, true)
+    pub(super) fn open(spec: &RbdSpec, options: &OpenOptions) -> Result<Self> {
+        Self::open_in_time(spec, options, true)
     }
 
     /// Opens `spec` while another process still serves it; claimed when it succeeds.
-    pub(super) fn inherit(spec: &RbdSpec, read_only: bool) -> Result<Self> {
-        Self::open_in_time(spec, read_only, false)
+    pub(super) fn inherit(spec: &RbdSpec, options: &OpenOptions) -> Result<Self> {
+        Self::open_in_time(spec, options, false)
     }
 
-    fn open_in_time(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
+    fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         preload()?;
-        let wanted = spec.clone();
-        let (sender, opened) = mpsc::channel();
-        // Where nobody waits for it any more, the result is dropped, which closes what was opened.
-        let work = move || _ = sender.send(Self::open_slowly(&wanted, read_only, claim));
-        let thread = thread::Builder::new().name("rbd-open".to_owned()).spawn(work);
-        thread.map_err(|e| Error::from_io("cannot start the thread that opens the image", e))?;
-        match opened.recv_timeout(OPEN_PATIENCE) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => Err(Error::new(
-                ErrorKind::TimedOut,
-                format!("the cluster did not open {} within {OPEN_PATIENCE:?}", name(spec)),
-            )
-            .with_repair(
-                "see `ceph status`: are the pool's OSDs up, its placement groups active?",
-            )),
-            Err(RecvTimeoutError::Disconnected) => {
-                Err(Error::new(ErrorKind::Internal, "the thread that opens the image panicked"))
-            }
-        }
+        let (wanted, options) = (spec.clone(), options.clone());
+        patience::within(OPEN_PATIENCE, &format!("open {}", name(spec)), move || {
+            let opened = Self::open_slowly(&wanted, options)?;
+            if claim { opened.claimed() } else { Ok(opened) }
+        })
     }
 
-    fn open_slowly(spec: &RbdSpec, read_only: bool, claim: bool) -> Result<Self> {
+    fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {
         let name = name(spec);
         let failed = |error| problem(error, &name, spec);
-        let cluster = librbd::Cluster::connect(&config(spec)).map_err(failed)?;
+        let mut config = config(spec);
+        if !spec.shared {
+            config.defaults = vec![(CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string())];
+        }
+        let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
         let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
-        let read_only = read_only || spec.snapshot.is_some();
+        let read_only = options.read_only || spec.snapshot.is_some();
         let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
         let image = pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)?;
-        if !read_only && claim {
-            claim::acquire(&image, &name)?;
+        if let Some(encryption) = &spec.encryption {
+            encryption::unlock(&image, encryption, &name)?;
         }
+        let encrypted = spec.encryption.is_some();
         let stat = image.stat().map_err(failed)?;
         if stat.size == 0 {
             let error = invalid(format!("{name} is empty"));
@@ -181,27 +199,51 @@ impl RbdImage {
         }
         let durable_writes = durable_writes(&image.config().map_err(failed)?);
         let shared = Arc::new(Shared {
-            size: AtomicU64::new(stat.size),
+            size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
+            watcher: OnceLock::new(),
+            encrypted,
             fenced: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
         });
         // A reader is not told of changes.
         let changes = if read_only { None } else { Some(follow_size(&image, &shared)?) };
+        // Of an encrypted object the library removes the ciphertext: that reads as zeroes for as long as
+        // nothing else of the object is written, and as the decryption of zeroes from then on.
+        let write_zeroes = image.can_write_zeroes() && !encrypted;
         let features = Features {
             read_only,
             flush: true,
             fua: true,
-            trim: true,
-            write_zeroes: image.can_write_zeroes(),
-            fast_zero: image.can_write_zeroes(),
+            trim: spec.trim,
+            write_zeroes,
+            fast_zero: write_zeroes,
             cache: false,
             multi_connection: true,
             outlives_worker: true,
         };
-        let open = Mutex::new(Some(Open { changes, image }));
-        Ok(Self { open, name, blocks: block_sizes(stat), features, shared })
+        let claimant = (!read_only && !spec.shared).then_some(options.claimant);
+        let open = Mutex::new(Some(Open { changes, image, claim: None }));
+        let blocks = block_sizes(stat, encrypted);
+        Ok(Self { open, name, claimant, blocks, features, shared })
+    }
+
+    /// Claims what was just opened. Where a device exists, and somebody else has had its volume since,
+    /// it is served all the same: with errors, which is the end of whatever is mounted there.
+    fn claimed(self) -> Result<Self> {
+        match self.claim(Occasion::Opening) {
+            Err(_) if self.is_fenced() && self.resumes() => return Ok(self),
+            other => other?,
+        }
+        // Until now it could change.
+        self.read_size()?;
+        Ok(self)
+    }
+
+    fn resumes(&self) -> bool {
+        self.claimant.as_ref().is_some_and(|claimant| claimant.resumes)
     }
 
     fn image(&self) -> Result<Arc<librbd::Image>> {
@@ -215,7 +257,13 @@ impl RbdImage {
         if self.shared.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
         }
-        let now = self.refresh_size()?;
+        if self.shared.encrypted {
+            // Whether its size means that of the plain text depends on the library's version.
+            let message = format!("{} is encrypted, and not resized by cleat", self.name);
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair(format!("rbd resize --size SIZE {}; the device follows", self.name)));
+        }
+        let now = self.read_size()?;
         if size < now && !shrink {
             let (size, now) = (Size(size), Size(now));
             return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.name)));
@@ -225,22 +273,66 @@ impl RbdImage {
         }
         let resized = self.image()?.resize(size, shrink, &mut |_, _| ControlFlow::Continue(()));
         resized.map_err(|error| self.failed(error))?;
-        self.refresh_size().map(drop)
+        self.read_size().map(drop)
     }
 
-    fn claim(&self) -> Result<()> {
-        if self.shared.fenced.load(Ordering::Acquire) {
+    fn claim(&self, occasion: Occasion) -> Result<()> {
+        let lost = || {
             let message = format!("{} belongs to somebody else", self.name);
-            return Err(Error::new(ErrorKind::Fenced, message));
+            Error::new(ErrorKind::Fenced, message)
+        };
+        if self.is_fenced() {
+            return Err(lost());
         }
-        if self.shared.read_only { Ok(()) } else { claim::acquire(&*self.image()?, &self.name) }
+        let Some(claimant) = &self.claimant else { return Ok(()) };
+        let image = self.image()?;
+        let contest = Contest { image: &image, name: &self.name, claimant, occasion, only: None };
+        let Some(claim) = contest.acquire().inspect_err(|error| self.note(error))? else {
+            self.shared.fenced.store(true, Ordering::Release);
+            return Err(lost());
+        };
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = &mut *open {
+            open.claim = Some(claim);
+        }
+        Ok(())
+    }
+
+    /// Sees that the claim is still what we wrote. Somebody who took over has had the cluster refuse this
+    /// question, unless it has set its hand to the lock without that.
+    fn check_claim(&self) -> Result<()> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(own) = open.as_ref().and_then(|open| open.claim.clone()) else { return Ok(()) };
+        drop(open);
+        let now = claim::of(&*self.image()?, &self.name).inspect_err(|error| self.note(error))?;
+        if now.is_some_and(|now| !now.is(&own)) {
+            self.shared.fenced.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn read_size(&self) -> Result<u64> {
+        let size = self.image()?.size().map_err(|error| self.failed(error))?;
+        let size = whole_blocks(size, self.shared.encrypted);
+        self.shared.size.store(size, Ordering::Release);
+        Ok(size)
+    }
+
+    /// Remembers what an error says of whose the volume is.
+    fn note(&self, error: &Error) {
+        self.shared.fenced.fetch_or(error.kind() == ErrorKind::Fenced, Ordering::AcqRel);
+    }
+
+    /// The claim, which is not ours to release any more.
+    fn take_claim(&self) -> Option<Claim> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.as_mut().and_then(|open| open.claim.take())
     }
 
     fn failed(&self, error: librbd::Error) -> Error {
-        if error.errno() == Some(libc::ESHUTDOWN) {
-            self.shared.fenced.store(true, Ordering::Release);
-        }
-        problem::later(error, &self.name)
+        let error = problem::later(error, &self.name);
+        self.note(&error);
+        error
     }
 }
 
@@ -262,10 +354,15 @@ impl Image for RbdImage {
         Ok(Box::new(RbdQueue::new(&image, shared, waker.clone())))
     }
 
+    /// Asked every few seconds, so that a volume nobody uses learns of it, too, when it is lost.
     fn refresh_size(&self) -> Result<u64> {
-        let size = self.image()?.size().map_err(|error| self.failed(error))?;
-        self.shared.size.store(size, Ordering::Release);
-        Ok(size)
+        self.check_claim()?;
+        self.read_size()
+    }
+
+    fn watch_size(&self, waker: Waker) {
+        // Whoever serves the volume does so once.
+        let _ = self.shared.watcher.set(waker);
     }
 
     fn resize(&self, size: u64) -> Result<()> {
@@ -276,20 +373,58 @@ impl Image for RbdImage {
         self.change_size(size, true)
     }
 
+    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        if self.shared.encrypted {
+            // What the library would tell are the places of the ciphertext.
+            return Ok(vec![Extent { length, hole: false }]);
+        }
+        let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
+        extents.map_err(|error| self.failed(error))
+    }
+
+    /// What ends is over, by the OSDs' own word. A cache has answered already.
+    fn waits_for_room(&self) -> bool {
+        self.shared.durable_writes
+    }
+
+    fn trouble(&self) -> Option<String> {
+        let full = self.shared.full.load(Ordering::Relaxed);
+        full.then(|| {
+            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
+        })
+    }
+
     fn bequeath(&self) -> Result<Inheritance> {
         Ok(Inheritance { descriptors: Vec::new() })
     }
 
     fn let_go(&self) -> Result<Legacy> {
-        let fenced = self.shared.fenced.load(Ordering::Acquire);
-        if !fenced && !self.shared.read_only {
-            self.image()?.lock_release().map_err(|error| self.failed(error))?;
+        let fenced = self.is_fenced();
+        let image = self.image()?;
+        if let Some(claim) = self.take_claim().filter(|_| !fenced) {
+            let released = claim::release(&image, &claim, &self.name)
+                .inspect_err(|error| self.note(error))
+                .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
+            if let Err(error) = released {
+                // The lock is ours still, and so the right to write.
+                self.claim(Occasion::HandOver)?;
+                return Err(error);
+            }
         }
         Ok(Legacy { fenced, ..Legacy::default() })
     }
 
     fn take_back(&self) -> Result<()> {
-        self.claim()
+        let taken = self.claim(Occasion::HandOver);
+        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
+            // Somebody else was faster. librbd would wait for the lock, and go on.
+            self.shared.fenced.store(true, Ordering::Release);
+        }
+        taken
+    }
+
+    fn is_fenced(&self) -> bool {
+        self.shared.fenced.load(Ordering::Acquire)
     }
 
     fn succeed(&self, legacy: &Legacy) -> Result<()> {
@@ -297,18 +432,28 @@ impl Image for RbdImage {
             self.shared.fenced.store(true, Ordering::Release);
             return Ok(());
         }
-        self.claim()?;
+        self.claim(Occasion::HandOver)?;
         // It may have grown since this one opened it.
-        self.refresh_size().map(drop)
+        self.read_size().map(drop)
     }
 
     /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:
     /// it forgets a client that is gone by itself.
     fn close(&self) {
         let taken = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(open) = taken else { return };
+        let Some(mut open) = taken else { return };
         let (sender, closed) = mpsc::channel();
-        let close = move || _ = sender.send(open.close());
+        // What somebody else owns is not to be touched any more.
+        let claim = open.claim.take().filter(|_| !self.is_fenced());
+        let name = self.name.clone();
+        let close = move || {
+            if let Some(claim) = claim
+                && let Err(error) = claim::release(&open.image, &claim, &name)
+            {
+                tracing::warn!(image = %name, error = %error.report(), "the claim stays");
+            }
+            let _ = sender.send(open.close());
+        };
         if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
             tracing::warn!(image = %self.name, %error, "no thread for the close, which had no limit");
             return;
@@ -360,18 +505,25 @@ fn config(spec: &RbdSpec) -> librbd::Config {
         conf: spec.conf.clone(),
         id: spec.id.clone(),
         keyring: spec.keyring.clone(),
+        defaults: Vec::new(),
         overrides: defaults.chain(own).collect(),
         monitor_timeout: MONITOR_TIMEOUT,
     }
 }
 
-fn block_sizes(stat: librbd::Stat) -> BlockSizes {
+fn block_sizes(stat: librbd::Stat, encrypted: bool) -> BlockSizes {
     // What lies together: an object, or the part of it that a stripe fills.
     let together = stat.object_size.min(stat.stripe_unit).clamp(4096, MAX_PAYLOAD.into());
     let together = u32::try_from(together).unwrap_or(MAX_PAYLOAD);
     // Powers of two, but for stripes that somebody chose oddly.
     let preferred = if together.is_power_of_two() { together } else { 4096 };
-    BlockSizes { minimum: 1, preferred, maximum: MAX_PAYLOAD }
+    let minimum = if encrypted { ENCRYPTED_BLOCK } else { 1 };
+    BlockSizes { minimum, preferred, maximum: MAX_PAYLOAD }
+}
+
+/// A size in bytes without what is no whole block at its end.
+fn whole_blocks(size: u64, encrypted: bool) -> u64 {
+    if encrypted { size - size % u64::from(ENCRYPTED_BLOCK) } else { size }
 }
 
 /// Whether a write is on the OSDs when it is answered, by librbd's options as they hold for the
@@ -399,7 +551,12 @@ fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Chang
     let follow = move || {
         for () in changes {
             match image.size() {
-                Ok(size) => shared.size.store(size, Ordering::Release),
+                Ok(size) => {
+                    shared.size.store(whole_blocks(size, shared.encrypted), Ordering::Release);
+                    if let Some(watcher) = shared.watcher.get() {
+                        watcher.wake();
+                    }
+                }
                 Err(error) => tracing::warn!(%error, "a change of the image could not be followed"),
             }
         }
@@ -452,7 +609,7 @@ mod tests {
             (4 << 20, 3 << 10, 4096),
             (12288, 12288, 4096),
         ] {
-            assert_eq!(block_sizes(stat(object, unit)).preferred, preferred);
+            assert_eq!(block_sizes(stat(object, unit), false).preferred, preferred);
         }
     }
 

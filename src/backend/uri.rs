@@ -8,6 +8,11 @@
 //! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
 //!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it says
 //!     id=NAME                           the client, without `client.`; default admin
+//!     encryption=luks1|luks2            how its content is encrypted, and the file
+//!     passphrase_file=PATH              whose content unlocks it
+//!     trim=true|false                   give back what is trimmed; default true, unless encrypted
+//!     lock=exclusive|shared             shared: several write at a time and nobody is kept out, which
+//!                                       destroys what does not expect it; default exclusive
 //!     config.OPTION=VALUE               an option of Ceph, for this volume
 //! fault:URI                             (feature `fault`) any other, with injected faults
 //!     fault.KEY=VALUE                   see `fault::plan`; other options are the inner volume's
@@ -31,10 +36,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
-use options::{Encoded, decode};
+use options::{Encoded, Query, decode};
 
 pub(crate) use options::Options;
-pub use rbd::{RbdSpec, RbdStoreSpec};
+pub use rbd::{Encryption, RbdSpec, RbdStoreSpec};
 pub use size::{Size, parse_size, parse_size_or_zero};
 pub use store::{StoreSpec, StoreUri};
 
@@ -188,12 +193,7 @@ impl FromStr for VolumeUri {
 
 impl fmt::Display for VolumeUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.scheme(), self.location())?;
-        for (index, (key, value)) in self.options().iter().enumerate() {
-            let separator = if index == 0 { '?' } else { '&' };
-            write!(f, "{separator}{key}={}", Encoded(value.as_bytes()))?;
-        }
-        Ok(())
+        write!(f, "{}:{}{}", self.scheme(), self.location(), Query(&self.options()))
     }
 }
 

@@ -41,18 +41,17 @@ pub(super) fn run(args: &Man) -> Result<()> {
         return output::bytes(&page(&root).map_err(not_rendered)?);
     };
     std::fs::create_dir_all(directory).map_err(|error| cannot_write(directory, error))?;
-    write_page(directory, &root)?;
-    for command in root.get_subcommands().filter(|command| !command.is_hide_set()) {
-        write_page(directory, command)?;
-    }
-    Ok(())
+    write_pages(directory, &root)
 }
 
-fn write_page(directory: &Path, command: &Command) -> Result<()> {
+/// The page of a command, and those of the commands under it.
+fn write_pages(directory: &Path, command: &Command) -> Result<()> {
     let name = command.get_display_name().unwrap_or_else(|| command.get_name());
     let path = directory.join(format!("{name}.1"));
     let content = page(command).map_err(not_rendered)?;
-    std::fs::write(&path, content).map_err(|error| cannot_write(&path, error))
+    std::fs::write(&path, content).map_err(|error| cannot_write(&path, error))?;
+    let mut under = command.get_subcommands().filter(|command| !command.is_hide_set());
+    under.try_for_each(|command| write_pages(directory, command))
 }
 
 fn page(command: &Command) -> io::Result<Vec<u8>> {
@@ -69,7 +68,7 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     page.render_synopsis_section(&mut out)?;
     page.render_description_section(&mut out)?;
     page.render_options_section(&mut out)?;
-    if is_root {
+    if command.has_subcommands() {
         page.render_subcommands_section(&mut out)?;
     }
     let examples = examples.strip_prefix("Examples:\n").unwrap_or(&examples);
@@ -154,6 +153,21 @@ stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_f
            counters: {OPERATION: {count, bytes, errors, total_ns, latency_buckets, latency}},
            rates: {OPERATION: {iops, bytes_per_s, errors_per_s, mean_latency_us, latency}}}]}
   latency  {p50_us, p90_us, p99_us, p999_us, max_us}
+volume create, resize, clone, flatten, snapshot create, remove, protect, unprotect, rollback,
+trash restore: {volume, changed}; changed is false where nothing had to be done
+volume remove      {changed, trash: trashed | null}
+  trashed  {id, name, removed_at_s, kept_until_s}
+volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers}], next}
+  next     what --after takes for the rest, or null
+volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects, object_size_bytes,
+                   object_prefix, stripe_unit_bytes, stripe_count, data_pool, features, flags,
+                   parent: {name, in_trash, overlap_bytes} | null, snapshots: [snapshot], clones,
+                   claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
+  snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash or other}
+volume snapshot list  {snapshots: [snapshot]}
+volume trash list  {trash: [trashed]}
+volume trash purge {removed: [trashed], failed: [{trashed's, kind, message}], waiting: [trashed]}
+progress   {progress: {operation, volume, done, total}}, lines on stderr while a volume command works
 errors     {error: {kind, message, repair, exit_code}}, on stderr";
 
 fn cannot_write(path: &Path, error: io::Error) -> Error {

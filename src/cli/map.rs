@@ -34,6 +34,9 @@ Examples:
   A volume in memory, gone when it is unmapped:
     $ cleat map mem:1G --name scratch
 
+  An image of a node that is lost, which never writes to it again:
+    $ cleat map rbd:volumes/db --take-over
+
   For a script that wants more than the device:
     $ cleat map mem:1G -o json | jq -r .symlink
 ";
@@ -51,7 +54,9 @@ pub(super) struct Map {
     /// file:/path is a raw file or a block device; its options are direct=true (past the page cache)
     /// and create=SIZE (make the file, sparse, where it is missing or empty).
     /// rbd:pool[/namespace]/image[@snapshot] is an RBD image of Ceph; its options are id=NAME,
-    /// keyring=PATH, conf=PATH and config.OPTION=VALUE (an option of Ceph). mem:SIZE holds the volume
+    /// keyring=PATH, conf=PATH, encryption=luks1|luks2 with passphrase_file=PATH, trim=false,
+    /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several write at a time and nobody is
+    /// kept out: destroys what does not expect it). mem:SIZE holds the volume
     /// in memory; it is gone when it is unmapped. `?` and `%` in a path are written %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
@@ -69,6 +74,12 @@ pub(super) struct Map {
     /// How long I/O waits while no worker serves the device before it fails [default: the daemon's]
     #[arg(long, value_name = "DURATION", value_parser = size::duration)]
     dead_connection_timeout: Option<Duration>,
+    /// Take the volume from whoever has claimed it (rbd:): that client is cut off first, for good
+    ///
+    /// What it has not written yet is lost, and what is mounted there fails. Needed only when the other
+    /// side cannot be asked to unmap, and is not known to have ended.
+    #[arg(long)]
+    take_over: bool,
     #[command(flatten)]
     policy: PolicyArgs,
     /// Give up after this long
@@ -101,6 +112,7 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         name: args.name.unwrap_or_default(),
         options: Some(options),
         timeout_ms: milliseconds(args.timeout),
+        take_over: args.take_over,
     };
     let mapping: view::Mapping = client::run(globals, async |client| {
         let limit = args.timeout + GRACE;

@@ -11,6 +11,7 @@ mod completions;
 mod doctor;
 pub mod exit;
 mod fault;
+mod fence;
 mod ls;
 mod man;
 mod map;
@@ -115,6 +116,7 @@ enum Command {
     Volume(volume::Volume),
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
+    Fence(fence::Fence),
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -156,6 +158,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Upgrade(args) => upgrade::run(globals, args),
         Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
+        Command::Fence(args) => fence::run(globals, args),
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),

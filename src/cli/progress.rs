@@ -18,6 +18,9 @@ use super::output::{self, Format};
 use crate::backend::manage::Progress;
 use crate::error::{Error, Result};
 
+/// Clears the terminal's line.
+const CLEAR: &str = "\r\x1b[K";
+
 /// Columns of the bar.
 const WIDTH: u64 = 30;
 
@@ -66,7 +69,7 @@ impl Tracker {
             _ if output::is_stderr_terminal() => Look::Bar,
             _ => Look::Lines,
         };
-        let (stop, volume) = (catch_signals()?, volume.to_string());
+        let (stop, volume) = (catch_signals(look)?, volume.to_string());
         Ok(Self { operation, volume, look, stop, told: None })
     }
 
@@ -77,7 +80,7 @@ impl Tracker {
     pub(super) fn run<T>(mut self, work: impl FnOnce(Progress<'_>) -> Result<T>) -> Result<T> {
         let result = work(&mut |done, total| self.tell(done, total));
         if self.look == Look::Bar && self.told.is_some() {
-            output::aside("\r\x1b[K");
+            output::aside(CLEAR);
         }
         result
     }
@@ -97,14 +100,14 @@ impl Tracker {
 
     fn shown(&self, percent: u64, done: u64, total: u64) -> String {
         let Self { operation, volume, .. } = self;
-        let name = output::printable(volume);
+        let name = output::printable(super::volume::short(volume));
         let mut text = String::new();
         // Writing to a String cannot fail.
         let _ = match self.look {
             Look::Bar => {
                 let bar: String =
                     (0..WIDTH).map(|n| if n * 100 < percent * WIDTH { '#' } else { ' ' }).collect();
-                write!(text, "\r\x1b[K{operation} {name}  [{bar}] {percent:>3}%")
+                write!(text, "{CLEAR}{operation} {name}  [{bar}] {percent:>3}%")
             }
             Look::Lines => writeln!(text, "cleat: {operation} {name}: {percent}%"),
             Look::Json => {
@@ -124,7 +127,7 @@ fn percent(done: u64, total: u64) -> Option<u64> {
 }
 
 /// Waits for signals on a thread of its own; the flag is set by the first.
-fn catch_signals() -> Result<Arc<AtomicBool>> {
+fn catch_signals(look: Look) -> Result<Arc<AtomicBool>> {
     let failed = |error: nix::Error| Error::from_io("cannot catch signals", error.into());
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
     signals.thread_block().map_err(failed)?;
@@ -134,9 +137,14 @@ fn catch_signals() -> Result<Arc<AtomicBool>> {
         // It fails for a wrong set of signals only.
         let Ok(first) = signals.wait() else { return };
         flag.store(true, Ordering::Relaxed);
-        output::note(&format!(
-            "{first}: ending as soon as it is safe to; once more ends it at once"
-        ));
+        if look == Look::Bar {
+            output::aside(CLEAR);
+        }
+        // A program that reads JSON is told by the error that follows.
+        if look != Look::Json {
+            let how = "ending as soon as it is safe to; once more ends it at once";
+            output::note(&format!("{first}: {how}"));
+        }
         if let Ok(second) = signals.wait() {
             // As it would have been without us: whoever waits for this process sees the signal.
             let _ = signals.thread_unblock().and_then(|()| raise(second));

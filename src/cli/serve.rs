@@ -5,7 +5,10 @@ use std::path::PathBuf;
 
 use super::set::PolicyArgs;
 use super::{Globals, output};
+use crate::backend::OpenOptions;
+use crate::backend::claimant::Claimant;
 use crate::backend::uri::VolumeUri;
+use crate::config::Config;
 use crate::data::listener::{self, Address, ServeOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::policy::{self, Policy};
@@ -42,6 +45,9 @@ pub(super) struct Serve {
     /// Never write to the volume
     #[arg(long)]
     read_only: bool,
+    /// Take the volume from whoever has claimed it (rbd:): that client is cut off first, for good
+    #[arg(long)]
+    take_over: bool,
     /// Clients at one time
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u16).range(1..=SLOTS as i64))]
@@ -76,7 +82,10 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
     let options = ServeOptions {
         uri: args.uri,
         address,
-        read_only: args.read_only,
+        open: OpenOptions {
+            read_only: args.read_only,
+            claimant: Claimant::alone(&Config::load(None)?.node_name, args.take_over)?,
+        },
         connections: usize::from(args.connections),
         export_name: args.export_name,
         policy,

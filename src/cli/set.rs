@@ -42,7 +42,8 @@ pub(super) struct PolicyArgs {
     /// What becomes of I/O while the backend cannot be reached: queue, queue:DURATION or fail
     ///
     /// `queue`: it waits and is repeated, however long that takes. `queue:30s`: so until the outage
-    /// has lasted so long; then it fails. `fail`: it fails at once.
+    /// has lasted so long; then it fails. `fail`: it fails at once. A full pool of RBD counts, too, for
+    /// what needs more room.
     #[arg(long, value_name = "POLICY")]
     pub(super) on_outage: Option<OnOutage>,
     /// The most requests per second, flushes not counted; 0: no limit

@@ -55,7 +55,7 @@ enum Command {
     Resize(change::Resize),
     List(show::List),
     Info(show::Info),
-    Clone(change::Clone),
+    Clone(Box<change::Clone>),
     Flatten(change::Flatten),
     Snapshot(snapshot::Snapshot),
     Trash(trash::Trash),
@@ -79,7 +79,7 @@ pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
         Command::Resize(args) => change::resize(globals, &args),
         Command::List(args) => show::list(globals, args),
         Command::Info(args) => show::info(globals, &args),
-        Command::Clone(args) => change::clone(globals, args),
+        Command::Clone(args) => change::clone(globals, *args),
         Command::Flatten(args) => change::flatten(globals, &args),
         Command::Snapshot(args) => snapshot::run(globals, args),
         Command::Trash(args) => return trash::run(globals, args),
@@ -94,15 +94,24 @@ fn tell(globals: &Globals, volume: &impl ToString, changed: bool, unchanged: &st
         return output::json(&Changed { volume, changed });
     }
     if !changed {
-        output::note(&format!("{volume} {unchanged}"));
+        output::note(&format!("{} {unchanged}", short(volume)));
     }
     Ok(())
 }
 
+/// A URI without its options, which people need not read again.
+pub(super) fn short(uri: &str) -> &str {
+    uri.split_once('?').map_or(uri, |(location, _)| location)
+}
+
+/// The end of the year 9999: later times cannot be written.
+const LAST_SECOND: u64 = 253_402_300_799;
+
 /// Seconds since 1970 for the eye.
-fn time(seconds: i64) -> String {
-    let since = Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
-    match SystemTime::UNIX_EPOCH.checked_add(since) {
+pub(super) fn time(seconds: i64) -> String {
+    let since = u64::try_from(seconds).unwrap_or(0);
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(since));
+    match time.filter(|_| since <= LAST_SECOND) {
         Some(time) => humantime::format_rfc3339_seconds(time).to_string(),
         None => seconds.to_string(),
     }

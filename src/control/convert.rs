@@ -75,6 +75,7 @@ pub fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
         block_size: options.block_size,
         dead_connection_timeout_s: options.dead_connection_timeout_s,
         policy: policy_change(&options.on_outage, options.iops, options.bytes_per_s)?,
+        take_over: request.take_over,
     })
 }
 
@@ -304,6 +305,7 @@ mod tests {
             name: name.into(),
             options: Some(api::MapOptions { connections, ..Default::default() }),
             timeout_ms: 0,
+            take_over: false,
         };
         assert!(map_spec(request("mem:1M", "", 0)).unwrap().name.starts_with("mem-1M-"));
         for bad in [request("", "a", 0), request("mem:1M", "../a", 0), request("mem:1M", "a", 99)] {

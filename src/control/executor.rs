@@ -29,6 +29,8 @@ pub struct Settings {
     pub defaults: Options,
     /// The most mappings.
     pub mappings: usize,
+    /// The node's name.
+    pub node: String,
     /// Of the kernel now running.
     pub boot_id: String,
 }
@@ -50,6 +52,8 @@ pub struct MapSpec {
     pub dead_connection_timeout_s: u32,
     /// What differs from the defaults.
     pub policy: policy::Change,
+    /// Take the volume from whoever has it.
+    pub take_over: bool,
 }
 
 /// A mapping as it is now, or that it is no more.
@@ -130,7 +134,8 @@ impl Executor {
             let make = || Volume::new(self.new_record(spec), self.attention.clone());
             let limit = self.settings.mappings;
             let (volume, fresh) = self.register.find_or_insert(&spec.name, limit, make)?;
-            if let Some(guard) = fresh {
+            if let Some(mut guard) = fresh {
+                guard.take_over = spec.take_over;
                 return volume.giving_way(self.map_new(guard, deadline)).await;
             }
             let guard = volume.enter_call().await?;
@@ -146,6 +151,7 @@ impl Executor {
         let error = match self.converge_patiently(&mut guard, deadline).await {
             Ok(State::Mapped) => {
                 tracing::info!(mapping = guard.volume().name, "mapped");
+                guard.take_over = false;
                 return Ok(guard.volume().view());
             }
             Ok(State::Failed(trouble)) => trouble.into_error(),
@@ -179,7 +185,11 @@ impl Executor {
         // Who asks again wants it tried again.
         guard.failures = 0;
         guard.not_before = None;
-        match self.converge_patiently(&mut guard, deadline).await {
+        guard.take_over = spec.take_over;
+        let converged = self.converge_patiently(&mut guard, deadline).await;
+        // It was said for this once.
+        guard.take_over = false;
+        match converged {
             Ok(State::Mapped) => Ok(guard.volume().view()),
             Ok(State::Failed(trouble)) => Err(trouble.into_error()),
             Ok(other) => {

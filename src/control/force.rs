@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::executor::{Executor, Target};
 use super::mapping::{Action, Intent, State};
 use super::process::Process;
-use super::steps::{FORCED_STOP_GRACE, start_message, within};
+use super::steps::{FORCED_STOP_GRACE, within};
 use super::volume::Guard;
 use super::workers::{Worker, stop_process, unexpected};
 use crate::error::{Error, ErrorKind, Result};
@@ -324,7 +324,7 @@ impl Executor {
         guard.record.generation += 1;
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
-        let start = start_message(&guard.record, false);
+        let start = self.start_message(&guard.record, false);
         let starting = self.workers.start(launched, start, None, Vec::new(), deadline);
         let started = timeout_at(deadline, starting);
         let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");

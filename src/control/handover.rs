@@ -10,11 +10,11 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 use super::executor::Executor;
 use super::mapping::State;
-use super::steps::{no_worker, start_message, volume_of, within};
+use super::steps::{no_worker, volume_of, within};
 use super::volume::Guard;
 use super::workers::{Launched, unexpected};
 use crate::error::{Error, ErrorKind, Result};
@@ -43,9 +43,7 @@ impl Executor {
         if answer != FromWorker::Bequeathed {
             return Err(unexpected(&answer));
         }
-        let turn = timeout_at(deadline, self.starts.acquire()).await.map_err(|_| {
-            Error::new(ErrorKind::TimedOut, "other workers were being started until the deadline")
-        })?;
+        let turn = self.turn_to_start(deadline).await?;
         let launched = self.workers.launch().await?;
         self.point("successor launched").await;
         self.record_successor(guard, &launched).await?;
@@ -101,7 +99,7 @@ impl Executor {
         bequeathed: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<Duration> {
-        let start = start_message(&guard.record, true);
+        let start = self.start_message(&guard.record, true);
         let page = guard.statistics.clone();
         let until = within(deadline, OPEN_LIMIT);
         let started = self.workers.start(launched, start, page, bequeathed, until).await;

@@ -239,33 +239,11 @@ fn read_record(path: &Path) -> Result<Record, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::mapping::Options;
+    use crate::control::mapping;
     use crate::kernel::Unmount;
 
     fn record(id: &str, name: &str) -> Record {
-        Record {
-            version: Record::VERSION,
-            mapping_id: id.into(),
-            name: name.into(),
-            uri: "file:/v".into(),
-            options: Options {
-                read_only: false,
-                connections: 1,
-                block_size: 0,
-                dead_connection_timeout_s: 60,
-                replay_delay_ms: 0,
-                policy: crate::policy::Policy::default(),
-            },
-            intent: Intent::Mapped,
-            generation: 1,
-            worker: None,
-            predecessor: None,
-            volume: None,
-            established: false,
-            fenced: false,
-            created_at_s: 1,
-            boot_id: "b".into(),
-        }
+        Record { mapping_id: id.into(), name: name.into(), ..mapping::tests::record(1, true) }
     }
 
     #[test]

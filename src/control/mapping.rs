@@ -121,10 +121,14 @@ pub struct Volume {
     pub outlives_worker: bool,
 }
 
+/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
+/// its device refuses writes.
+pub(super) const READ_ONLY: u16 = 1 << 1;
+
 impl Volume {
-    /// Whether its device refuses writes: NBD_FLAG_READ_ONLY among the transmission flags.
+    /// Whether its device refuses writes.
     pub fn is_read_only(&self) -> bool {
-        self.transmission_flags & 1 << 1 != 0
+        self.transmission_flags & READ_ONLY != 0
     }
 }
 

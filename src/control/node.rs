@@ -29,6 +29,7 @@ use super::process::{Launcher, Processes};
 use super::random::Random;
 use super::restart;
 use super::workers::{WorkerEvent, Workers};
+use crate::backend::claimant::{boot_id, node_name};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::real::RealKernel;
@@ -216,7 +217,7 @@ impl Node {
             workers: Workers::new(launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
             register: super::volume::Register::default(),
-            settings: settings(config, parts.boot_id),
+            settings: settings(config, parts.boot_id)?,
             random: parts.random,
             attention,
             changes: broadcast::channel(1024).0,
@@ -326,10 +327,10 @@ impl Node {
     }
 }
 
-fn settings(config: &Config, boot_id: String) -> Settings {
+fn settings(config: &Config, boot_id: String) -> Result<Settings> {
     let seconds = config.map.dead_connection_timeout.as_secs();
     let delay_ms = config.map.replay_delay.as_millis();
-    Settings {
+    Ok(Settings {
         // The configuration has been checked: both are far below the bound.
         defaults: Options {
             read_only: false,
@@ -340,8 +341,9 @@ fn settings(config: &Config, boot_id: String) -> Settings {
             policy: config.map.policy(),
         },
         mappings: config.limits.mappings,
+        node: node_name(&config.node_name)?,
         boot_id,
-    }
+    })
 }
 
 fn status(executor: &Executor) -> String {
@@ -548,13 +550,6 @@ async fn sweep(executor: Arc<Executor>) {
             }
         }
     }
-}
-
-fn boot_id() -> Result<String> {
-    let path = "/proc/sys/kernel/random/boot_id";
-    std::fs::read_to_string(path)
-        .map(|text| text.trim().to_owned())
-        .map_err(|error| Error::from_io(format!("cannot read {path}"), error))
 }
 
 fn notify(states: &[sd_notify::NotifyState<'_>]) {

@@ -1,7 +1,6 @@
 //! Worker processes as the supervisor holds them: started, found again, watched, ended.
 
 use std::ffi::OsString;
-use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -14,7 +13,7 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use super::mapping::WorkerId;
 use crate::error::{Error, Result};
 use crate::kernel::cgroup;
-use crate::sys::process::{PidFd, spawn_with_channel};
+use crate::sys::process::{PidFd, spawn_with_channel, started_ticks};
 use crate::worker::protocol::CHANNEL_FD;
 use crate::worker::version::binary_id;
 
@@ -199,16 +198,6 @@ fn described(status: WaitStatus) -> Option<String> {
         WaitStatus::Signaled(_, signal, _) => format!("was ended by {signal}"),
         _ => return None,
     })
-}
-
-/// Field 22 of /proc/pid/stat. The second field, the command, may hold anything but ends with the
-/// last parenthesis (proc_pid_stat(5)).
-fn started_ticks(pid: u32) -> io::Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let rest = stat.rsplit_once(')').map(|(_, rest)| rest);
-    rest.and_then(|rest| rest.split_whitespace().nth(19))
-        .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::other("cannot read /proc/pid/stat"))
 }
 
 #[cfg(test)]

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tokio::sync::SemaphorePermit;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::executor::{Change, Executor, blocking};
 use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
-use super::mapping::{Action, Intent, Record, Volume, WorkerId};
+use super::mapping::{Action, Intent, READ_ONLY, Record, Volume, WorkerId};
 use super::volume::Guard;
 use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
@@ -25,10 +26,6 @@ use crate::worker::refuse::Refusing;
 /// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
 /// connections.
 const CAN_MULTI_CONN: u16 = 1 << 8;
-
-/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
-/// its device refuses writes.
-const READ_ONLY: u16 = 1 << 1;
 
 /// Bounds on single steps, within that of the whole.
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -96,11 +93,17 @@ impl Executor {
         }
     }
 
-    async fn start_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
-        // A few at a time, so that each has the machine while its own bound runs.
+    /// The right to start a worker. A few have it at a time, so that each has the machine while its own
+    /// bound runs.
+    pub(super) async fn turn_to_start(&self, deadline: Instant) -> Result<SemaphorePermit<'_>> {
         let turn = timeout_at(deadline, self.starts.acquire()).await.map_err(|_| {
             Error::new(ErrorKind::TimedOut, "other workers were being started until the deadline")
         })?;
+        turn.map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))
+    }
+
+    async fn start_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        let turn = self.turn_to_start(deadline).await?;
         let deadline = within(deadline, START_LIMIT);
         // The process waits; only when it can be found again after a crash is it told anything.
         let launched = self.workers.launch().await?;
@@ -109,7 +112,8 @@ impl Executor {
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
         self.point("worker recorded").await;
-        let start = start_message(&guard.record, false);
+        let start =
+            Start { take_over: guard.take_over, ..self.start_message(&guard.record, false) };
         let page = guard.statistics.clone();
         // Of a worker whose end is proved: what it was serving, it serves no more.
         page.iter().for_each(Page::take_over);
@@ -140,6 +144,28 @@ impl Executor {
             self.store(guard).await?;
         }
         Ok(())
+    }
+
+    /// What a worker is told first; who speaks and where logs go is filled in by `workers`.
+    pub(super) fn start_message(&self, record: &Record, successor: bool) -> Start {
+        Start {
+            version: PROTOCOL_VERSION,
+            oldest: OLDEST_PROTOCOL,
+            build: String::new(),
+            mapping_id: record.mapping_id.clone(),
+            name: record.name.clone(),
+            generation: record.generation,
+            uri: record.uri.clone(),
+            read_only: record.options.read_only,
+            log: String::new(),
+            policy: record.options.policy,
+            successor,
+            node: self.settings.node.clone(),
+            boot_id: self.settings.boot_id.clone(),
+            take_over: false,
+            // A worker has had it, and perhaps a device was made.
+            resumes: record.volume.is_some(),
+        }
     }
 
     async fn connect(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
@@ -368,23 +394,6 @@ impl Executor {
     }
 }
 
-/// What a worker is told first; who speaks and where logs go is filled in by `workers`.
-pub(super) fn start_message(record: &Record, successor: bool) -> Start {
-    Start {
-        version: PROTOCOL_VERSION,
-        oldest: OLDEST_PROTOCOL,
-        build: String::new(),
-        mapping_id: record.mapping_id.clone(),
-        name: record.name.clone(),
-        generation: record.generation,
-        uri: record.uri.clone(),
-        read_only: record.options.read_only,
-        log: String::new(),
-        policy: record.options.policy,
-        successor,
-    }
-}
-
 /// What the device is made from. A worker that replaces another must offer no less.
 pub(super) fn volume_of(record: &Record, ready: &Ready) -> Result<Volume> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
@@ -465,33 +474,13 @@ pub(super) fn within(deadline: Instant, limit: Duration) -> Instant {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::mapping::Options;
-    use crate::policy::Policy;
+    use crate::control::mapping;
 
     fn record(connections: u32, block_size: u32) -> Record {
-        Record {
-            version: Record::VERSION,
-            mapping_id: "00000000000000aa".into(),
-            name: "v".into(),
-            uri: "file:/v".into(),
-            options: Options {
-                read_only: false,
-                connections,
-                block_size,
-                dead_connection_timeout_s: 1,
-                replay_delay_ms: 0,
-                policy: Policy::default(),
-            },
-            intent: Intent::Mapped,
-            generation: 1,
-            worker: None,
-            predecessor: None,
-            volume: None,
-            established: false,
-            fenced: false,
-            created_at_s: 0,
-            boot_id: String::new(),
-        }
+        let mut record = mapping::tests::record(connections, true);
+        record.options.block_size = block_size;
+        record.volume = None;
+        record
     }
 
     fn ready(size: u64, minimum_block: u32, transmission_flags: u16) -> Ready {

@@ -41,6 +41,8 @@ pub struct Core {
     pub withdrawn: bool,
     /// Repairs that failed or did not last, in a row.
     pub failures: u32,
+    /// Whoever asked for it has said that its volume is to be taken from whoever has it.
+    pub take_over: bool,
     /// What went wrong with its workers.
     pub setbacks: Setbacks,
     /// Since when it has worked without interruption.
@@ -72,6 +74,7 @@ impl Core {
             renounced: false,
             withdrawn: false,
             failures: 0,
+            take_over: false,
             setbacks: Setbacks::default(),
             sound_since: None,
             dead_since: None,

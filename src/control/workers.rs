@@ -201,7 +201,7 @@ impl Workers {
                 page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
             let mut descriptors = vec![listener, file];
             descriptors.extend(bequeathed);
-            link.send(&ToWorker::Start(start), &descriptors).await.map_err(broke)?;
+            link.send(&ToWorker::Start(Box::new(start)), &descriptors).await.map_err(broke)?;
             Ok(page)
         };
         let page = send.await.map_err(NotOpened::Broken)?;

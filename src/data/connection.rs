@@ -16,6 +16,8 @@ use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 use super::End;
 use super::inbound::{Inbound, Write};
 use super::mailbox::{Desired, Mailbox};
+use super::nbd::handshake::Agreed;
+use super::nbd::structured;
 use super::nbd::transmission::{Event, MAX_PAYLOAD, Transmission};
 use super::nbd::wire::simple_reply;
 use super::outbound::Outbound;
@@ -24,9 +26,10 @@ use super::retry::Retries;
 use super::rules::Rules;
 use super::server::Limits;
 use super::slab::{Running, Slab};
+use super::status::Questions;
 use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
 use crate::error::{Error, ErrorKind, Result};
-use crate::request::{IoError, Op, Request};
+use crate::request::{Flags, IoError, Op, Request};
 use crate::statistics::{self, Recorder};
 use crate::sys::buffer::Buffer;
 use crate::sys::ring::{Completion, FileSlot, Ring, Token};
@@ -59,6 +62,8 @@ pub(super) struct Connection {
     pub(super) image: Arc<dyn Image>,
     pub(super) rules: Arc<Rules>,
     pub(super) parser: Transmission,
+    pub(super) agreed: Agreed,
+    pub(super) questions: Questions,
     pub(super) inbound: Inbound,
     pub(super) outbound: Outbound,
     pub(super) pool: Pool,
@@ -143,6 +148,7 @@ impl Connection {
         let socket = ring.register(file.as_fd()).map_err(failed)?;
         let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
         let queue = image.queue(&mut ring, mailbox.waker())?;
+        let mailbox_waker = mailbox.waker().clone();
         let depth = limits.depth as usize;
         let clock_began_ns = statistics::now_ns().saturating_sub(rules.elapsed_ns());
         Ok(Self {
@@ -153,6 +159,8 @@ impl Connection {
             file,
             mailbox,
             parser: Transmission::new(image.features(), image.block_sizes()),
+            agreed: Agreed::default(),
+            questions: Questions::new(Arc::clone(&image), mailbox_waker),
             image,
             rules,
             inbound,
@@ -225,7 +233,7 @@ impl Connection {
         match self.due_ns() {
             Some(due_ns) => {
                 let left_ns = due_ns.saturating_sub(self.elapsed_ns());
-                self.ring.submit_and_wait_for(1, Duration::from_nanos(left_ns))?;
+                self.ring.submit_and_wait_for(Duration::from_nanos(left_ns))?;
             }
             None => self.ring.submit_and_wait()?,
         }
@@ -263,7 +271,9 @@ impl Connection {
             Desired::Run => self.recorder.begin(),
             _ => {}
         }
-        let quiet = self.slab.len() == self.answered && self.outbound.is_idle();
+        let quiet = self.slab.len() == self.answered
+            && self.questions.unanswered() == 0
+            && self.outbound.is_idle();
         self.ending.take_if(|_| quiet)
     }
 
@@ -341,6 +351,7 @@ impl Connection {
             self.finish(id, outcome);
         }
         self.woken = woken;
+        self.tell_statuses();
         // The limits may have changed.
         self.limited_until_ns = 0;
         if self.mailbox.desired() == Desired::Stop {
@@ -359,8 +370,9 @@ impl Connection {
             for running in self.slab.iter_mut().filter(|running| !running.answered) {
                 running.answered = true;
                 self.answered += 1;
-                self.outbound.push(&simple_reply(running.cookie, Err(IoError::Broken)));
-                let Running { request: Request { op, length, .. }, started_ns, .. } = *running;
+                let Running { cookie, request: Request { op, length, .. }, started_ns, .. } =
+                    *running;
+                push_end(&mut self.outbound, self.agreed, cookie, Some(op), Err(IoError::Broken));
                 self.ended.push(Ended { op, length, started_ns, result: Err(IoError::Broken) });
             }
         }
@@ -413,8 +425,13 @@ impl Connection {
                     self.hungry = true;
                     return;
                 }
+                Event::Status { cookie, offset, length, one } => {
+                    self.ask_status(cookie, offset, length, one);
+                }
                 Event::Refused { cookie, op, error } => {
-                    self.answer(cookie, op, 0, self.now_ns, Err(error), None);
+                    let flags = Flags::default();
+                    let request = op.map(|op| Request { op, flags, offset: 0, length: 0 });
+                    self.answer(cookie, request, self.now_ns, Err(error), None);
                 }
                 Event::Disconnect => self.ending = Some(End::Disconnected),
                 Event::Violation(violation) => self.ending = Some(End::Violation(violation)),
@@ -424,8 +441,9 @@ impl Connection {
 
     /// Whether the bounds allow for another request.
     fn admits(&self) -> bool {
-        let unanswered = self.slab.len() - self.answered;
+        let unanswered = self.slab.len() - self.answered + self.questions.unanswered();
         unanswered + self.outbound.queued() < self.depth
+            && self.questions.has_room()
             && (self.fail_io
                 || self.slab.has_room()
                     && self.limited_until_ns <= self.now_ns
@@ -440,9 +458,7 @@ impl Connection {
         if self.fail_io {
             // Without a buffer: what hangs at the backend may have them all.
             self.parser.skip_payload();
-            let Request { op, length, .. } = request;
-            let failed = Err(IoError::Broken);
-            return self.answer(cookie, Some(op), length, self.now_ns, failed, None);
+            return self.answer(cookie, Some(request), self.now_ns, Err(IoError::Broken), None);
         }
         let has_payload = matches!(request.op, Op::Read | Op::Write);
         let room = !has_payload || self.pool.has_room(payload_len(&request));
@@ -487,12 +503,11 @@ impl Connection {
     }
 
     fn start(&mut self, cookie: u64, request: Request, buffer: Option<Buffer>) {
-        let Request { op, length, .. } = request;
         let started_ns = self.now_ns;
         // Room was there when the request was admitted; a write's payload may have taken long.
         if self.fail_io || !self.slab.has_room() {
             let failed = Err(IoError::Broken);
-            return self.answer(cookie, Some(op), length, started_ns, failed, buffer);
+            return self.answer(cookie, Some(request), started_ns, failed, buffer);
         }
         let running = Running { cookie, request, started_ns, answered: false, retried: false };
         let id = self.slab.insert(running);
@@ -522,33 +537,38 @@ impl Connection {
             }
             buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
         } else {
-            let Request { op, length, .. } = request;
-            self.answer(cookie, Some(op), length, started_ns, result, buffer);
+            self.answer(cookie, Some(request), started_ns, result, buffer);
         }
     }
 
     pub(super) fn answer(
         &mut self,
         cookie: u64,
-        op: Option<Op>,
-        length: u64,
+        request: Option<Request>,
         started_ns: u64,
         result: std::result::Result<(), IoError>,
         buffer: Option<Buffer>,
     ) {
-        let header = simple_reply(cookie, result);
-        match buffer {
-            Some(mut buffer) if op == Some(Op::Read) && result.is_ok() => {
+        match (buffer, request) {
+            (Some(mut buffer), Some(Request { op: Op::Read, offset, length, .. }))
+                if result.is_ok() =>
+            {
                 assert_eq!(buffer.len() as u64, length, "a read is answered in full");
-                buffer.set_header(&header);
+                if self.agreed.structured {
+                    let length = u32::try_from(length).expect("no payload is above MAX_PAYLOAD");
+                    buffer.set_header(&structured::read_header(cookie, offset, length));
+                } else {
+                    buffer.set_header(&simple_reply(cookie, result));
+                }
                 self.outbound.push_buffer(buffer, &mut self.pool);
             }
-            buffer => {
-                self.outbound.push(&header);
+            (buffer, request) => {
+                let op = request.map(|request| request.op);
+                push_end(&mut self.outbound, self.agreed, cookie, op, result);
                 buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
             }
         }
-        let Some(op) = op else { return };
+        let Some(Request { op, length, .. }) = request else { return };
         if self.ended.len() == self.ended.capacity() {
             self.record();
         }
@@ -577,6 +597,22 @@ impl Connection {
 
     pub(super) fn elapsed_ns(&self) -> u64 {
         self.rules.elapsed_ns()
+    }
+}
+
+/// A reply without payload.
+fn push_end(
+    outbound: &mut Outbound,
+    agreed: Agreed,
+    cookie: u64,
+    op: Option<Op>,
+    result: std::result::Result<(), IoError>,
+) {
+    match result {
+        Err(error) if agreed.structured && op == Some(Op::Read) => {
+            outbound.push(&structured::error(cookie, error));
+        }
+        _ => outbound.push(&simple_reply(cookie, result)),
     }
 }
 

@@ -36,6 +36,8 @@ impl Connection {
                 Step::Transmission => {
                     sent?;
                     let _ = self.ring.cancel(DEADLINE, CANCEL);
+                    self.agreed = handshake.agreed();
+                    self.parser.agree(self.agreed);
                     return Ok(());
                 }
             }

@@ -23,7 +23,7 @@ use nix::sys::stat::{Mode, fchmod};
 
 use super::server::{Event, ExportName, Limits, Server};
 use crate::backend::uri::VolumeUri;
-use crate::backend::{OpenOptions, open};
+use crate::backend::{Image, OpenOptions, Waker, open};
 use crate::error::{Error, ErrorKind, Result};
 use crate::policy::Policy;
 use crate::statistics::Page;
@@ -51,8 +51,8 @@ pub struct ServeOptions {
     pub uri: VolumeUri,
     /// Where clients connect.
     pub address: Address,
-    /// Open the volume so that nothing is ever written.
-    pub read_only: bool,
+    /// How the volume is opened.
+    pub open: OpenOptions,
     /// Clients at one time.
     pub connections: usize,
     /// The export's name; the empty one works for every client.
@@ -87,12 +87,13 @@ impl std::fmt::Display for Address {
 pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     // Before any thread is made: each inherits the mask, and the signals arrive here alone.
     let signals = catch_signals()?;
-    let image = open(&options.uri, &OpenOptions { read_only: options.read_only })?;
+    let image = open(&options.uri, &options.open)?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };
-    let (server, events) = Server::new(Arc::clone(&image), export, page, limits)?;
+    let (server, events) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
     server.set_policy(options.policy);
+    let mut outages = Outages::watch(&server, page, Arc::clone(&image))?;
     let listener = Listener::bind(&options.address)?;
     let log = std::thread::Builder::new().name("events".into()).spawn(move || {
         for Event::ConnectionEnded { id, end } in events {
@@ -111,12 +112,12 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
         tracing::warn!(
             "{tcp} can be reached from other machines, and there is neither encryption nor \
              authentication: whoever connects can read{} the volume",
-            if options.read_only { "" } else { " and write" }
+            if options.open.read_only { "" } else { " and write" }
         );
     }
     tracing::info!(volume = %options.uri, %address, "serving");
     ready(&address);
-    let accepted = accept_until_signal(&listener, &signals, &server);
+    let accepted = accept_until_signal(&listener, &signals, &server, &mut outages);
     // No more clients, and nobody who finds a socket that nobody serves.
     drop(listener);
     let ended = accepted.and(server.stop(STOP_LIMIT));
@@ -136,16 +137,55 @@ fn catch_signals() -> Result<SignalFd> {
         .map_err(|error| Error::from_io("cannot catch signals", error.into()))
 }
 
-fn accept_until_signal(listener: &Listener, signals: &SignalFd, server: &Server) -> Result<()> {
+/// Tells of outages of the backend: a client only sees that nothing comes.
+struct Outages {
+    waker: Waker,
+    page: Page,
+    image: Arc<dyn Image>,
+    told: bool,
+}
+
+impl Outages {
+    fn watch(server: &Server, page: Page, image: Arc<dyn Image>) -> Result<Self> {
+        let waker = Waker::new().map_err(|error| Error::from_io("no descriptor left", error))?;
+        server.watch_outages(waker.clone());
+        Ok(Self { waker, page, image, told: false })
+    }
+
+    fn look(&mut self) {
+        self.waker.take();
+        let lasts = self.page.snapshot().outage_since_ns != 0;
+        match (std::mem::replace(&mut self.told, lasts), lasts) {
+            (false, true) => tracing::warn!(
+                reason = self.image.trouble().as_deref().unwrap_or("unknown"),
+                "the backend does not answer"
+            ),
+            (true, false) => tracing::warn!("the backend answers again"),
+            _ => {}
+        }
+    }
+}
+
+fn accept_until_signal(
+    listener: &Listener,
+    signals: &SignalFd,
+    server: &Server,
+    outages: &mut Outages,
+) -> Result<()> {
     let failed = |error| Error::from_io("cannot wait for clients", error);
     loop {
         let mut waiting = [
             PollFd::new(signals.as_fd(), PollFlags::POLLIN),
             PollFd::new(listener.as_fd(), PollFlags::POLLIN),
+            PollFd::new(outages.waker.descriptor(), PollFlags::POLLIN),
         ];
         match poll(&mut waiting, PollTimeout::NONE) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(error) => return Err(failed(error.into())),
+        }
+        let woken = waiting[2].any().unwrap_or(true);
+        if woken {
+            outages.look();
         }
         if let Ok(Some(signal)) = signals.read_signal() {
             tracing::info!(signal = signal.ssi_signo, "stopping");

@@ -23,6 +23,7 @@ mod retry;
 mod rules;
 pub mod server;
 mod slab;
+mod status;
 
 /// How a connection ended.
 #[derive(Debug, thiserror::Error)]

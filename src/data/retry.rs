@@ -1,4 +1,5 @@
-//! What becomes of requests that the backend cannot serve just now ([`IoError::Retry`]): they are not
+//! What becomes of requests that the backend cannot serve just now ([`IoError::Retry`], and `NoSpace`
+//! where [`Image::waits_for_room`](crate::backend::Image::waits_for_room) says so): they are not
 //! answered but kept, with their buffers, and started again until they end otherwise or the owner's
 //! patience does ([`crate::policy::OnOutage`]).
 //!
@@ -38,8 +39,10 @@ const LONGEST_PAUSE_NS: u64 = 5_000_000_000;
 /// The outage of one connection, if there is one. Times are on the connection's clock.
 #[derive(Debug)]
 pub(super) struct Retries {
-    /// Oldest first; has room for as many as can run.
-    waiting: VecDeque<(RequestId, Option<Buffer>)>,
+    /// Oldest first, each with what it ended with; has room for as many as can run.
+    waiting: VecDeque<(RequestId, Option<Buffer>, IoError)>,
+    /// What is missing is room, of which only what modifies can tell.
+    full: bool,
     /// Requests that have waited, were started again, and have not ended yet.
     restarted: usize,
     /// Since the backend could not serve a request and nothing has shown that it can.
@@ -57,6 +60,7 @@ impl Retries {
     pub(super) fn new(depth: usize) -> Self {
         Self {
             waiting: VecDeque::with_capacity(depth),
+            full: false,
             restarted: 0,
             since_ns: None,
             due_ns: None,
@@ -107,8 +111,12 @@ impl Connection {
     /// Takes note of how a request ended at the backend. Gives its end back if it is to be answered;
     /// `None` if it waits to be started again.
     pub(super) fn settle(&mut self, id: RequestId, outcome: Outcome) -> Option<Outcome> {
-        let is_retry = outcome.result == Err(IoError::Retry);
-        if !is_retry && self.retries.since_ns.is_none() {
+        let trouble = match outcome.result {
+            Err(error @ IoError::Retry) => Some(error),
+            Err(error @ IoError::NoSpace) if self.image.waits_for_room() => Some(error),
+            _ => None,
+        };
+        if trouble.is_none() && self.retries.since_ns.is_none() {
             return Some(outcome);
         }
         let now_ns = self.now_ns;
@@ -116,24 +124,31 @@ impl Connection {
         if std::mem::take(&mut running.retried) {
             self.retries.restarted -= 1;
         }
-        if !is_retry {
-            if self.retries.backend_answers(now_ns) {
+        let Some(trouble) = trouble else {
+            let tells = !self.retries.full || running.request.op.modifies();
+            if tells && self.retries.backend_answers(now_ns) {
                 self.end_outage();
             }
             return Some(outcome);
+        };
+        let may_wait = !running.answered && self.ending.is_none() && !self.fail_io;
+        let since_ns = self.retries.since_ns.unwrap_or(now_ns);
+        let keep = may_wait && now_ns < since_ns.saturating_add(self.rules.patience_ns());
+        self.retries.full = trouble == IoError::NoSpace;
+        if self.retries.full && !keep {
+            self.end_wait_for_room();
+            return Some(outcome);
         }
-        let keep = !running.answered && self.ending.is_none() && !self.fail_io;
-        let since_ns = *self.retries.since_ns.get_or_insert(now_ns);
+        self.retries.since_ns = Some(since_ns);
         self.retries.arm(now_ns);
         let began = self.retries.boot_since_ns == 0;
         if began {
             // Zero would mean none.
             self.retries.boot_since_ns = statistics::boot_now_ns().max(1);
         }
-        let keep = keep && now_ns < since_ns.saturating_add(self.rules.patience_ns());
         let answered = if keep {
             self.slab.get_mut(id).retried = true;
-            self.retries.waiting.push_back((id, outcome.buffer));
+            self.retries.waiting.push_back((id, outcome.buffer, trouble));
             None
         } else {
             Some(outcome)
@@ -162,14 +177,17 @@ impl Connection {
             return;
         }
         if self.retries.waiting.is_empty() {
-            return self.probe();
+            if !self.retries.full {
+                self.probe();
+            }
+            return;
         }
         if self.peer_has_left() {
             self.ending = Some(End::Closed);
             return self.fail_waiting();
         }
         for _ in 0..self.retries.waiting.len() {
-            let Some((id, buffer)) = self.retries.waiting.pop_front() else { break };
+            let Some((id, buffer, _)) = self.retries.waiting.pop_front() else { break };
             self.retries.restarted += 1;
             let request = self.slab.get_mut(id).request;
             self.start_at_backend(id, request, buffer);
@@ -182,12 +200,21 @@ impl Connection {
         if self.retries.waiting.is_empty() {
             return;
         }
-        while let Some((id, buffer)) = self.retries.waiting.pop_front() {
+        while let Some((id, buffer, error)) = self.retries.waiting.pop_front() {
             let Running { cookie, request, started_ns, .. } = self.slab.remove(id);
-            let failed = Err(IoError::Retry);
-            self.answer(cookie, Some(request.op), request.length, started_ns, failed, buffer);
+            self.answer(cookie, Some(request), started_ns, Err(error), buffer);
         }
         self.show_outage();
+        self.end_wait_for_room();
+    }
+
+    /// A lack of room is an outage for as long as something waits for it: nothing else would show its
+    /// end.
+    fn end_wait_for_room(&mut self) {
+        let Retries { full, waiting, restarted, since_ns, .. } = &self.retries;
+        if *full && since_ns.is_some() && waiting.is_empty() && *restarted == 0 {
+            self.end_outage();
+        }
     }
 
     /// Whether the peer has closed the connection in both directions, whatever of it is still to be
@@ -241,7 +268,7 @@ mod tests {
     fn outage(now_ns: u64) -> Retries {
         let mut retries = Retries::new(4);
         retries.since_ns = Some(now_ns);
-        retries.waiting.push_back((0, None));
+        retries.waiting.push_back((0, None, IoError::Retry));
         retries
     }
 

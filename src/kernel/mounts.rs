@@ -1,6 +1,7 @@
 //! Who uses a block device, as /proc tells: mounts in every mount namespace, openers, swap.
 //!
-//! One look serves every device. Bounded in what it reads; beyond a bound it fails rather than call a held device free.
+//! One look serves every device. Bounded in what it reads; beyond a bound, and where it cannot read, it
+//! fails rather than call a held device free.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -106,7 +107,14 @@ impl Proc {
                 usage.lingering.push((pid, self.command(pid), filesystems));
             }
         }
-        let swaps = fs::read(self.0.join("swaps")).unwrap_or_default();
+        let path = self.0.join("swaps");
+        let swaps = match fs::read(&path) {
+            // A kernel without swap.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            read => read.map_err(|error| {
+                Error::from_io(format!("cannot read {}", path.display()), error)
+            })?,
+        };
         usage.swaps = parse_swaps(&swaps).map(PathBuf::from).collect();
         Ok(usage)
     }
@@ -349,6 +357,11 @@ broken line
         let number = DeviceNumber { major: 43, minor: 64 };
         let other = Family { names: vec!["nbd2".into()], numbers: vec![number] };
         assert_eq!(usage.holders(&other).unwrap().len(), 1);
+        // Without swap in the kernel nothing is, and what cannot be read is not called free.
+        fs::remove_file(root.path().join("swaps")).unwrap();
+        Proc(root.path().to_owned()).usage().unwrap();
+        fs::create_dir(root.path().join("swaps")).unwrap();
+        assert!(Proc(root.path().to_owned()).usage().is_err());
     }
 
     #[test]

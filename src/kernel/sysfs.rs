@@ -89,7 +89,12 @@ impl Sysfs {
         for name in &family.names {
             let disk = *name == format!("nbd{index}");
             let device = if disk { directory.clone() } else { directory.join(name) };
-            found.extend(list(&device.join("holders")).unwrap_or_default());
+            let holders = device.join("holders");
+            match list(&holders) {
+                // A partition that has just gone.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                names => found.extend(names.map_err(|error| unreadable(&holders, error))?),
+            }
         }
         let block = self.0.join("block");
         for name in list(&block).map_err(|error| unreadable(&block, error))? {

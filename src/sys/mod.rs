@@ -11,6 +11,7 @@ pub mod block;
 pub mod buffer;
 pub mod descriptor;
 pub mod gather;
+pub mod machine;
 pub mod packet;
 pub mod prctl;
 pub mod process;

@@ -77,6 +77,34 @@ impl AsFd for PidFd {
     }
 }
 
+/// Field 22 of /proc/pid/stat. The second field, the command, may hold anything but ends with the
+/// last parenthesis (proc_pid_stat(5)).
+///
+/// # Errors
+/// When there is no such process, or it cannot be looked at.
+pub fn started_ticks(pid: u32) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let rest = stat.rsplit_once(')').map(|(_, rest)| rest);
+    rest.and_then(|rest| rest.split_whitespace().nth(19))
+        .and_then(|field| field.parse().ok())
+        .ok_or_else(|| io::Error::other("cannot read /proc/pid/stat"))
+}
+
+/// The pid namespace of this process.
+///
+/// # Errors
+/// When /proc is not there.
+pub fn pid_namespace() -> io::Result<u64> {
+    use std::os::unix::fs::MetadataExt;
+    Ok(std::fs::metadata("/proc/self/ns/pid")?.ino())
+}
+
+/// Whether no process, and no zombie, has this number in our pid namespace. What may not be told is no.
+pub fn is_gone(pid: u32) -> bool {
+    let Ok(pid) = libc::pid_t::try_from(pid) else { return true };
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None) == Err(nix::Error::ESRCH)
+}
+
 /// Starts `command` in a session of its own, with `channel` as the descriptor `number` and none
 /// other above it.
 ///

@@ -21,14 +21,8 @@ const PATIENCE_S: i64 = 5;
 #[derive(Debug)]
 pub struct Channel(OwnedFd);
 
-/// A message that arrived.
-#[derive(Debug)]
-pub enum Incoming {
-    /// A command with its descriptors.
-    Command(ToWorker, Vec<OwnedFd>),
-    /// The other side is gone.
-    End,
-}
+/// A command that arrived, with its descriptors; `None`: the other side is gone.
+pub type Incoming = Option<(ToWorker, Vec<OwnedFd>)>;
 
 impl Channel {
     /// Takes a connected socket.
@@ -94,7 +88,7 @@ impl Channel {
                 _ => broken(e),
             })?;
         if length == 0 {
-            return Ok(Incoming::End);
+            return Ok(None);
         }
         let message = &buffer[..length];
         let command = match pretends_ignorance(message) {
@@ -102,7 +96,7 @@ impl Channel {
             Some(error) => Err(error),
         }
         .map_err(|error| not_understood(message, error))?;
-        Ok(Incoming::Command(command, descriptors))
+        Ok(Some((command, descriptors)))
     }
 
     /// Sends a message.

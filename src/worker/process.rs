@@ -23,11 +23,12 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use super::channel::{Channel, Incoming};
+use super::channel::Channel;
 use super::protocol::{CHANNEL_FD, Start, ToWorker};
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use super::version::{Spoken, binary_id};
+use crate::backend::claimant::{Claimant, ProcessMark};
 use crate::backend::uri::{MAX_NAME, VolumeUri};
 use crate::backend::{
     Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open, prepare,
@@ -92,7 +93,7 @@ fn start(channel: &Channel) -> Result<Session> {
     prepare(&uri)?;
     settle(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
-    let (image, report) = open_confined(&uri, start.read_only, inheritance)?;
+    let (image, report) = open_confined(&uri, &options(&start), inheritance)?;
     for (layer, reason) in &report.missing {
         tracing::warn!(layer, %reason, "a layer of the worker's confinement is missing");
     }
@@ -108,18 +109,30 @@ fn start(channel: &Channel) -> Result<Session> {
     Session::new(start, image, page, listener, binary)
 }
 
+/// What the volume is opened with. Of the process, before it may no longer look at itself.
+fn options(start: &Start) -> OpenOptions {
+    let claimant = Claimant {
+        node: start.node.clone(),
+        boot_id: start.boot_id.clone(),
+        mapping_id: start.mapping_id.clone(),
+        take_over: start.take_over,
+        resumes: start.resumes,
+        process: ProcessMark::own(),
+    };
+    OpenOptions { read_only: start.read_only, claimant }
+}
+
 /// Opens the volume and confines the process, in the order that the backend asks for.
 fn open_confined(
     uri: &VolumeUri,
-    read_only: bool,
+    options: &OpenOptions,
     inheritance: Option<Inheritance>,
 ) -> Result<(Arc<dyn Image>, Report)> {
-    let options = OpenOptions { read_only };
     let when = confinement(uri);
     let needs = Needs::from(&when);
     let open = || match inheritance {
-        Some(inheritance) => inherit(uri, &options, inheritance),
-        None => open(uri, &options),
+        Some(inheritance) => inherit(uri, options, inheritance),
+        None => open(uri, options),
     };
     Ok(match when {
         Confinement::AfterOpen => {
@@ -149,16 +162,14 @@ fn first_message(channel: &Channel) -> Result<First> {
     if !ready.is_ok_and(|count| count > 0) {
         return Err(Error::new(ErrorKind::TimedOut, "the supervisor did not say what to do"));
     }
-    let (command, descriptors) = match channel.receive()? {
-        Incoming::Command(command, descriptors) => (command, descriptors),
-        Incoming::End => {
-            return Err(Error::new(ErrorKind::Unavailable, "the supervisor is gone"));
-        }
+    let Some((command, descriptors)) = channel.receive()? else {
+        return Err(Error::new(ErrorKind::Unavailable, "the supervisor is gone"));
     };
     let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
     let ToWorker::Start(start) = command else {
         return Err(invalid("the first message must be start"));
     };
+    let start = *start;
     let Start { version: newest, oldest, .. } = start;
     Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
     let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic());

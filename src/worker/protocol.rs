@@ -38,7 +38,7 @@ pub enum ToWorker {
     /// (the control socket, for supervisors to come), one memory file for the statistics page.
     /// For a successor: then, what its predecessor's `Bequeathed` carried.
     /// Answered by `Ready` or `Failed`.
-    Start(Start),
+    Start(Box<Start>),
     /// The first message on a connection to the control socket. Answered by `Ready`, with the
     /// statistics page as descriptor.
     Adopt {
@@ -122,6 +122,18 @@ pub struct Start {
     /// What happens in an outage, and how fast the volume may go.
     #[serde(default)]
     pub policy: Policy,
+    /// The node's name, for the volume's claim.
+    #[serde(default)]
+    pub node: String,
+    /// The node's boot, likewise.
+    #[serde(default)]
+    pub boot_id: String,
+    /// Take the volume from whoever has it.
+    #[serde(default)]
+    pub take_over: bool,
+    /// The mapping has a device: see `backend::claimant`.
+    #[serde(default)]
+    pub resumes: bool,
 }
 
 /// From the worker.

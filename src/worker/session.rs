@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::channel::{Channel, Incoming};
+use super::channel::Channel;
 use super::outage::Watch;
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
 use super::sizes::{Order, Sizes};
@@ -238,31 +238,31 @@ impl Session {
         let Some(channel) = self.channel.as_ref() else { return Next::Continue };
         let received = channel.receive();
         // Whatever is said to a worker whose connections rest: it is not that they were taken.
-        let other = !matches!(received, Ok(Incoming::Command(ToWorker::Ping, _)));
+        let other = !matches!(received, Ok(Some((ToWorker::Ping, _))));
         if other && self.end_pause() == Next::Exit {
             return Next::Exit;
         }
         match received {
-            Ok(Incoming::Command(ToWorker::Stop, _)) => {
+            Ok(Some((ToWorker::Stop, _))) => {
                 tracing::info!("told to stop");
                 if let Err(error) = self.server.stop(STOP_PATIENCE) {
                     tracing::warn!(error = %error.report(), "connections were cut off");
                 }
                 Next::Exit
             }
-            Ok(Incoming::Command(ToWorker::RefreshSize, _)) => self.order(Order::Refresh),
-            Ok(Incoming::Command(ToWorker::Resize { size, shrink }, _)) => {
+            Ok(Some((ToWorker::RefreshSize, _))) => self.order(Order::Refresh),
+            Ok(Some((ToWorker::Resize { size, shrink }, _))) => {
                 let smaller = shrink && size < self.image.size();
                 self.order(if smaller { Order::Shrink(size) } else { Order::Resize(size) })
             }
-            Ok(Incoming::Command(command, descriptors)) => {
+            Ok(Some((command, descriptors))) => {
                 match self.execute(command, descriptors) {
                     Ok((answer, descriptors)) => self.tell_with(&answer, &descriptors),
                     Err(error) => self.tell_failure(&error),
                 }
                 Next::Continue
             }
-            Ok(Incoming::End) => self.on_channel_end(),
+            Ok(None) => self.on_channel_end(),
             Err(error)
                 if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported) =>
             {
@@ -393,18 +393,18 @@ impl Session {
     fn on_stranger(&mut self, index: usize) -> Next {
         let channel = self.strangers.remove(index);
         let adopted = match channel.receive() {
-            Ok(Incoming::Command(ToWorker::Adopt { version, oldest, build, mapping_id }, _)) => {
+            Ok(Some((ToWorker::Adopt { version, oldest, build, mapping_id }, _))) => {
                 // A new supervisor knows nothing of what the one before was about to do.
                 if self.end_pause() == Next::Exit {
                     return Next::Exit;
                 }
                 self.adopt(&channel, &Spoken { newest: version, oldest, build }, &mapping_id)
             }
-            Ok(Incoming::Command(..)) => Err(Error::new(
+            Ok(Some(_)) => Err(Error::new(
                 ErrorKind::InvalidArgument,
                 "the first message on the control socket must be adopt",
             )),
-            Ok(Incoming::End) => return Next::Continue,
+            Ok(None) => return Next::Continue,
             Err(error) => Err(error),
         };
         match adopted {
@@ -461,8 +461,8 @@ impl Session {
     /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
-        let count = self.page.snapshot().errors_of(IoError::Fenced);
-        if count != self.fenced_before && !self.fenced {
+        let refused = || self.page.snapshot().errors_of(IoError::Fenced) != self.fenced_before;
+        if !self.fenced && (self.image.is_fenced() || refused()) {
             tracing::error!("the volume belongs to somebody else now; nothing more is written");
             self.fenced = true;
             self.tell(&FromWorker::Fenced);

@@ -48,6 +48,7 @@ impl Sizes {
         let (orders, incoming) = bounded(1);
         // An order under way and one that waits: nobody ever waits to answer.
         let (outgoing, answers) = bounded(2);
+        image.watch_size(waker.clone());
         let asker = Asker { image: Arc::clone(&image), waker, failing: false };
         std::thread::Builder::new()
             .name("size".to_owned())

@@ -174,7 +174,7 @@ pub fn read_only(uri: &VolumeUri) {
         volume.lane().one(write(PIECE, &data));
         volume.features().outlives_worker
     };
-    let volume = Local::open(uri, OpenOptions { read_only: true });
+    let volume = Local::open(uri, OpenOptions { read_only: true, ..OpenOptions::default() });
     assert!(volume.features().read_only);
     let read = volume.lane().read(PIECE, PIECE);
     assert!(if keeps { read == data } else { read.iter().all(|byte| *byte == 0) });

@@ -27,7 +27,7 @@ fn a_second_writer_is_refused_by_name_and_a_reader_is_not() {
     let error = refused(&uri.to_string());
     assert_eq!(error.kind(), ErrorKind::InUse);
     assert!(error.message().contains(&std::process::id().to_string()), "{}", error.message());
-    Local::open(&uri, OpenOptions { read_only: true });
+    Local::open(&uri, OpenOptions { read_only: true, ..OpenOptions::default() });
     drop(first);
     Local::open(&uri, OpenOptions::default());
 }
@@ -317,7 +317,7 @@ fn what_is_inherited_must_be_what_was_asked_for() {
     let uri = place.uri(1 << 20);
     let image = open(&uri, &OpenOptions::default()).unwrap();
     let refused = |uri: &str, read_only: bool| {
-        let options = OpenOptions { read_only };
+        let options = OpenOptions { read_only, ..OpenOptions::default() };
         let inherited = inherit(&uri.parse().unwrap(), &options, image.bequeath().unwrap());
         assert_eq!(inherited.err().map(|error| error.kind()), Some(ErrorKind::InvalidArgument));
     };

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use cleat::backend::uri::VolumeUri;
 use cleat::backend::{
-    BlockSizes, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open,
+    BlockSizes, Extent, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started,
+    Waker, open,
 };
 use cleat::error::Result;
 use cleat::request::{Flags, IoError, Op, Request};
@@ -81,8 +82,20 @@ impl dyn Lane + '_ {
 pub struct Local(Arc<dyn Image>);
 
 impl Local {
+    pub fn of(image: Arc<dyn Image>) -> Self {
+        Self(image)
+    }
+
     pub fn open(uri: &VolumeUri, options: OpenOptions) -> Self {
         Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
+    }
+
+    pub fn watch_size(&self, waker: Waker) {
+        self.0.watch_size(waker);
+    }
+
+    pub fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        self.0.extents(offset, length, limit)
     }
 }
 

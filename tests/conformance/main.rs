@@ -7,6 +7,7 @@ mod checks;
 mod files;
 mod lane;
 mod model;
+mod parity;
 mod places;
 mod rbd;
 

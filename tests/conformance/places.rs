@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
-use ceph_test_cluster::{ID, POOL, shared};
+use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
 use cleat::backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
@@ -105,10 +105,8 @@ impl Place {
     fn image(&self, size: u64, order: u8) -> String {
         let name = format!("{}-{size}", self.name());
         let new = NewImage { order: Some(order), ..NewImage::default() };
-        pool().create(&name, size, &new).unwrap();
-        let (conf, keyring) = (shared().conf(), shared().keyring(ID));
-        let (conf, keyring) = (conf.display(), keyring.display());
-        format!("rbd:{POOL}/{name}?conf={conf}&keyring={keyring}&id={ID}")
+        pool(shared(), ID).create(&name, size, &new).unwrap();
+        image_uri(shared(), &name)
     }
 
     fn attach(&self, file: &str, sector: u32) -> String {
@@ -122,22 +120,28 @@ impl Place {
     }
 }
 
-/// A client of the shared cluster.
-fn pool() -> Arc<Pool> {
+/// A client of the cluster.
+pub fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {
     let config = Config {
-        conf: Some(shared().conf()),
-        id: Some(ID.to_owned()),
-        keyring: Some(shared().keyring(ID)),
+        conf: Some(cluster.conf()),
+        id: Some(id.to_owned()),
+        keyring: Some(cluster.keyring(id)),
         ..Config::default()
     };
     Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
+}
+
+pub fn image_uri(cluster: &TestCluster, image: &str) -> String {
+    let (conf, keyring) = (cluster.conf(), cluster.keyring(ID));
+    let (conf, keyring) = (conf.display(), keyring.display());
+    format!("rbd:{POOL}/{image}?conf={conf}&keyring={keyring}&id={ID}")
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         if let Kind::Rbd { .. } = self.kind {
             let prefix = self.name();
-            let pool = pool();
+            let pool = pool(shared(), ID);
             for image in pool.list().unwrap_or_default() {
                 if image.name.starts_with(&prefix) {
                     let removed = pool.remove(&image.name, &mut |_, _| ControlFlow::Continue(()));

@@ -1,43 +1,27 @@
 //! What RBD images promise beyond the common contract, on a real cluster.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
+use cleat::backend::claimant::Claimant;
 use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, IoError, Op};
-use librbd::{Cluster, Config, NewImage, Open, Pool, RBD_FEATURE_LAYERING};
+use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 
 use crate::checks::pattern;
 use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+use crate::places::{image_uri, pool};
 
-const MIB: u64 = 1 << 20;
+pub const MIB: u64 = 1 << 20;
 
-/// Another client of the cluster.
-fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {
-    let config = Config {
-        conf: Some(cluster.conf()),
-        id: Some(id.to_owned()),
-        keyring: Some(cluster.keyring(id)),
-        ..Config::default()
-    };
-    Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
-}
-
-fn uri(cluster: &TestCluster, image: &str) -> String {
-    let (conf, keyring) = (cluster.conf(), cluster.keyring(ID));
-    let (conf, keyring) = (conf.display(), keyring.display());
-    format!("rbd:{POOL}/{image}?conf={conf}&keyring={keyring}&id={ID}")
-}
-
-fn fresh(cluster: &TestCluster, image: &str, size: u64) -> String {
+pub fn fresh(cluster: &TestCluster, image: &str, size: u64) -> String {
     pool(cluster, ID).create(image, size, &NewImage::default()).unwrap();
-    uri(cluster, image)
+    image_uri(cluster, image)
 }
 
-fn local(uri: &str) -> Local {
+pub fn local(uri: &str) -> Local {
     Local::open(&uri.parse().unwrap(), OpenOptions::default())
 }
 
@@ -48,7 +32,7 @@ fn refused(uri: &str) -> Error {
     }
 }
 
-fn wait_until(what: &str, condition: impl Fn() -> bool) {
+pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let begun = Instant::now();
     while !condition() {
         assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
@@ -67,7 +51,10 @@ fn a_second_writer_is_told_the_address_of_the_first() {
     assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
     assert!(error.message().contains(owner), "{}", error.message());
     // A reader is no rival.
-    let reader = Local::open(&uri.parse().unwrap(), OpenOptions { read_only: true });
+    let reader = Local::open(
+        &uri.parse().unwrap(),
+        OpenOptions { read_only: true, ..OpenOptions::default() },
+    );
     assert!(reader.lane().read(0, 4096) == pattern(1, 4096));
     first.lane().one(write(0, &pattern(2, 4096)));
     drop(first);
@@ -101,7 +88,9 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     rival.cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
     image.lock_break(&address).unwrap();
     drop(image);
-    let second = local(&uri);
+    let told = Claimant { take_over: true, ..Claimant::default() };
+    let options = OpenOptions { claimant: told, ..OpenOptions::default() };
+    let second = Local::open(&uri.parse().unwrap(), options);
     second.lane().one(write(0, &pattern(2, 4096)));
     let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
     assert!(lane.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));
@@ -116,6 +105,88 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     assert!(volume.resize(16 * MIB).is_err());
     let read = second.lane().read(0, 32 * 4096);
     assert!(read[..4096] == pattern(2, 4096) && read[4096..].iter().all(|byte| *byte == 0));
+}
+
+/// Whether everything that was written is told as data, and everything that is told as a hole reads as
+/// zeroes; returns the holes' bytes.
+fn check_extents(volume: &Local, written: &[(u64, u64)], range: std::ops::Range<u64>) -> u64 {
+    let (mut position, mut holes) = (range.start, 0);
+    while position < range.end {
+        let extents = volume.extents(position, range.end - position, 3).unwrap();
+        assert!((1..=3).contains(&extents.len()));
+        for extent in extents {
+            let end = position + extent.length;
+            assert!(extent.length > 0 && end <= range.end, "{extent:?} at {position}");
+            let holds = written.iter().any(|&(at, len)| at < end && position < at + len);
+            assert!(!extent.hole || !holds, "{extent:?} at {position} of {written:?}");
+            holes += if extent.hole { extent.length } else { 0 };
+            position = end;
+        }
+    }
+    holes
+}
+
+#[test]
+fn extents_tell_all_data_of_every_kind_of_image() {
+    let size = 64 * MIB;
+    let stripes = NewImage { stripes: Some((64 << 10, 4)), ..NewImage::default() };
+    let plain =
+        NewImage { features: Some(librbd::RBD_FEATURE_EXCLUSIVE_LOCK), ..NewImage::default() };
+    let written = [(5, 100), (9 * MIB, 4096), (20 * MIB + 77, 5 * MIB), (63 * MIB, 4096)];
+    let pool = pool(shared(), ID);
+    for (name, new) in [("map", NewImage::default()), ("stripes", stripes), ("no-map", plain)] {
+        pool.create(name, size, &new).unwrap();
+        let volume = local(&image_uri(shared(), name));
+        let check = |written: &[(u64, u64)]| {
+            let ranges = [0..size, 1..size - 1, 9 * MIB + 1..9 * MIB + 2, 13 * MIB + 3..40 * MIB];
+            ranges.map(|range| check_extents(&volume, written, range))
+        };
+        assert_eq!(check(&[])[0], size, "{name}");
+        written.iter().for_each(|&(at, len)| {
+            volume.lane().one(write(at, &pattern(1, len)));
+        });
+        assert!(check(&written)[0] >= 16 * MIB, "{name}");
+        volume.lane().one(job(Op::Trim, 0, 16 * MIB));
+        check(&written[2..]);
+    }
+    // The clone has what its parent has, and its own.
+    let parent = pool.open("map", None, Open::Write).unwrap();
+    parent.snapshot_create("s").unwrap();
+    parent.snapshot_protect("s", true).unwrap();
+    pool.clone_image(
+        &pool,
+        "map",
+        "s",
+        "clone",
+        &NewImage { order: Some(23), ..NewImage::default() },
+    )
+    .unwrap();
+    let clone = local(&image_uri(shared(), "clone"));
+    clone.lane().one(write(50 * MIB + 1, &pattern(2, 512)));
+    let both = [written[2], written[3], (50 * MIB + 1, 512)];
+    for range in [0..size, 20 * MIB + 1..size - 5] {
+        assert!(check_extents(&clone, &both, range) >= 16 * MIB);
+    }
+    let snapshot = Local::open(
+        &image_uri(shared(), "map@s").parse().unwrap(),
+        OpenOptions { read_only: true, ..OpenOptions::default() },
+    );
+    assert!(check_extents(&snapshot, &written[2..], 0..size) >= 16 * MIB);
+}
+
+#[test]
+fn extents_do_not_trust_a_map_that_is_marked_invalid() {
+    let uri = fresh(shared(), "bad-map", 32 * MIB);
+    local(&uri).lane().one(write(8 * MIB, &pattern(1, 4096)));
+    let image = pool(shared(), ID).open("bad-map", None, Open::ReadOnly).unwrap();
+    let map = format!("rbd_object_map.{}", image.id().unwrap());
+    shared().rados(&["--pool", POOL, "rm", &map]).unwrap();
+    // librbd finds none, and says so in the image's flags, when it is opened to be written.
+    let volume = local(&uri);
+    let flags = pool(shared(), ID).open("bad-map", None, Open::ReadOnly).unwrap().flags().unwrap();
+    assert!(flags & librbd::RBD_FLAG_FAST_DIFF_INVALID != 0, "{flags:#x}");
+    let holes = check_extents(&volume, &[(8 * MIB, 4096)], 0..32 * MIB);
+    assert!(holes >= 24 * MIB);
 }
 
 #[test]
@@ -159,7 +230,7 @@ fn a_snapshot_is_read_only_and_stays_what_it_was() {
 fn what_cannot_be_opened_says_why_and_what_to_do() {
     let good = fresh(shared(), "opened", MIB);
     for (uri, kind, repair) in [
-        (uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
+        (image_uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
         (good.replace(POOL, "nowhere"), ErrorKind::NotFound, "rbd info"),
         (good.replace("id=volumes", "id=other"), ErrorKind::PermissionDenied, "keyring=PATH"),
         (good.replace("ceph.conf", "none.conf"), ErrorKind::NotFound, "conf=PATH"),
@@ -171,11 +242,11 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
     }
     let plain = NewImage { features: Some(RBD_FEATURE_LAYERING), ..NewImage::default() };
     pool(shared(), ID).create("lockless", MIB, &plain).unwrap();
-    let error = refused(&uri(shared(), "lockless"));
+    let error = refused(&image_uri(shared(), "lockless"));
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.repair().unwrap().contains("rbd feature enable"), "{:?}", error.repair());
     pool(shared(), ID).create("nothing", 0, &NewImage::default()).unwrap();
-    assert!(refused(&uri(shared(), "nothing")).message().contains("empty"));
+    assert!(refused(&image_uri(shared(), "nothing")).message().contains("empty"));
 }
 
 #[test]

@@ -316,7 +316,7 @@ fn stuck_driver() {
     });
     let mut client = spawn(&format!("exec nbd-client -d {other}"));
     wait_for("its command is stuck", || {
-        shell(&format!("cat /proc/{}/stack || true", client.id())).contains("nbd_genl_disconnect")
+        shell(&format!("cat /proc/{}/stack || true", client.id())).contains("[nbd]")
     });
     let (code, message) = refused("3s");
     shell("kill -CONT $(cat /tmp/other.pid)");
@@ -331,7 +331,7 @@ fn stuck_driver() {
 }
 
 /// By force, and in vain by `deadline`: the exit status, and what was said.
-fn refused(deadline: &str) -> (Option<i32>, String) {
+pub(crate) fn refused(deadline: &str) -> (Option<i32>, String) {
     let begun = Stopwatch::start();
     let output = cleat(&["unmap", "forced", "--force", "--deadline", deadline]);
     promised(begun.elapsed(), LIMIT, "a forced unmap");
@@ -340,7 +340,7 @@ fn refused(deadline: &str) -> (Option<i32>, String) {
     (output.status.code(), message)
 }
 
-fn nothing_is_mapped() -> bool {
+pub(crate) fn nothing_is_mapped() -> bool {
     cleat_ok(&["ls", "-o", "json"]).contains("\"mappings\": []")
 }
 
@@ -388,7 +388,7 @@ fn brief(report: &Value) -> String {
 }
 
 /// No task is left in D state: what waited for the device has got its error.
-fn nobody_waits() {
+pub(crate) fn nobody_waits() {
     let waiting = || shell("ps -eLo state,pid,wchan:32,args | grep '^D' || true");
     let done = Instant::now() + Duration::from_secs(10);
     while !waiting().is_empty() {
@@ -397,7 +397,7 @@ fn nobody_waits() {
     }
 }
 
-fn works_again(uri: &str) {
+pub(crate) fn works_again(uri: &str) {
     let device = cleat_ok(&["map", uri, "--name", "forced"]);
     shell(&format!(
         "dd if=/dev/zero of={device} bs=64k count=8 oflag=direct conv=fsync status=none"
@@ -405,7 +405,7 @@ fn works_again(uri: &str) {
     cleat_ok(&["unmap", "forced"]);
 }
 
-fn mount(device: &str, filesystem: &str) {
+pub(crate) fn mount(device: &str, filesystem: &str) {
     let make = if filesystem == "ext4" { "mkfs.ext4 -q -F" } else { "mkfs.xfs -q -f" };
     shell(&format!("{make} {device}; mkdir -p /mnt/forced; mount {device} /mnt/forced"));
     // What is written over later needs nothing of the device before that.
@@ -413,7 +413,7 @@ fn mount(device: &str, filesystem: &str) {
 }
 
 /// Makes dirty pages of a file that is there, and perhaps waits for the device then.
-fn dirty() -> Child {
+pub(crate) fn dirty() -> Child {
     let mut writer = spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc");
     let patience = Instant::now() + Duration::from_millis(500);
     while writer.try_wait().expect("waiting for dd").is_none() && Instant::now() < patience {
@@ -441,14 +441,14 @@ fn writing(device: &str) -> Child {
     child
 }
 
-fn spawn(script: &str) -> Child {
+pub(crate) fn spawn(script: &str) -> Child {
     let mut command = Command::new("bash");
     command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null());
     command.stderr(Stdio::null()).spawn().expect("bash starts")
 }
 
 /// Waits for its end; says whether it succeeded.
-fn ended(child: &mut Child) -> bool {
+pub(crate) fn ended(child: &mut Child) -> bool {
     let done = Instant::now() + PATIENCE;
     loop {
         if let Some(status) = child.try_wait().expect("waiting for a process") {

@@ -18,6 +18,7 @@ mod lifecycle;
 mod outage;
 mod peers;
 mod pod;
+mod rbd;
 mod readonly;
 mod resize;
 #[path = "../common/stopwatch.rs"]
@@ -58,6 +59,7 @@ fn trials() -> Vec<Trial> {
         force::trials(),
         outage::trials(),
         upgrade::trials(),
+        rbd::trials(),
         pod::trials(),
     ]
     .into_iter()

@@ -22,10 +22,10 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// fio in the background, which reads back and compares what it writes.
-struct Load(Child);
+pub(crate) struct Load(Child);
 
 impl Load {
-    fn start(arguments: &str) -> Self {
+    pub(crate) fn start(arguments: &str) -> Self {
         let script = format!(
             "exec fio --name=load {arguments} --rw=randrw --bsrange=4k-64k --verify=crc32c \
                --verify_backlog=64 --verify_fatal=1 --fsync=32 --time_based --runtime=600 \
@@ -36,7 +36,7 @@ impl Load {
     }
 
     /// Ends it; it must have found nothing wrong.
-    fn stop(mut self) {
+    pub(crate) fn stop(mut self) {
         assert!(self.0.try_wait().expect("fio").is_none(), "{}", shell("cat /tmp/load.log"));
         crate::fixture::signal("INT", self.0.id());
         self.0.wait().expect("fio");
@@ -45,11 +45,11 @@ impl Load {
     }
 }
 
-fn size_of(device: &str) -> u64 {
+pub(crate) fn size_of(device: &str) -> u64 {
     shell(&format!("blockdev --getsize64 {device}")).parse().expect("a number")
 }
 
-fn no_io_errors(device: &str) {
+pub(crate) fn no_io_errors(device: &str) {
     let name = device.trim_start_matches("/dev/");
     let errors = shell(&format!("dmesg | grep -E 'I/O error|Buffer I/O' | grep {name} || true"));
     assert_eq!(errors, "");

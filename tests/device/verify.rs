@@ -57,9 +57,14 @@ fn verify(uri: &str, connections: u32) {
 fn zeroes() {
     let image = Image::new("zeroes", "64M");
     for uri in [image.uri(), "mem:64M".to_owned()] {
-        let _node = Node::start();
-        let device = cleat_ok(&["map", &uri, "--name", "zeroes"]);
-        shell(&format!(
+        zeroes_on(&uri);
+    }
+}
+
+pub(crate) fn zeroes_on(uri: &str) {
+    let _node = Node::start();
+    let device = cleat_ok(&["map", uri, "--name", "zeroes"]);
+    shell(&format!(
             "dd if=/dev/urandom of={device} bs=1M count=16 oflag=direct status=none
              blkdiscard --zeroout --offset 1M --length 4M {device}
              dd if={device} bs=1M skip=1 count=4 iflag=direct status=none | cmp -n 4194304 - /dev/zero
@@ -68,6 +73,5 @@ fn zeroes() {
              if dd if={device} bs=1M skip=6 count=1 iflag=direct status=none | cmp -s -n 1048576 - /dev/zero
              then echo what was between is gone; exit 1; fi"
         ));
-        cleat_ok(&["unmap", "zeroes"]);
-    }
+    cleat_ok(&["unmap", "zeroes"]);
 }

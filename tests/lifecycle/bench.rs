@@ -17,8 +17,8 @@ use cleat::kernel::Kernel;
 use cleat::kernel::sim::{Script, SimKernel};
 use cleat::proto::v1::node_client::NodeClient;
 use cleat::proto::v1::{
-    GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, UnmapRequest,
-    UnmapResponse,
+    GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, SetFaultRequest,
+    StatsRequest, UnmapRequest, UnmapResponse, VolumeStats,
 };
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -299,6 +299,19 @@ impl Supervisor {
         self.block_on(self.client().get(request)).map(tonic::Response::into_inner)
     }
 
+    /// Replaces the faults of `a`, a `fault:` volume.
+    pub(crate) fn set_fault(&self, plan: &str) {
+        let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
+        self.block_on(self.client().set_fault(request)).unwrap();
+    }
+
+    /// What the one mapping that there is counts.
+    pub(crate) fn stats(&self) -> VolumeStats {
+        let mut stats =
+            self.block_on(self.client().stats(StatsRequest::default())).unwrap().into_inner();
+        self.block_on(stats.message()).unwrap().unwrap().volumes.pop().unwrap()
+    }
+
     pub(crate) fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -312,18 +325,48 @@ impl Supervisor {
     }
 }
 
+/// Waits until a call has come to where its supervisor halts, and says where that is; `None` when
+/// the call ended before.
+pub(crate) fn wait_halted<T>(
+    halted: &std::sync::mpsc::Receiver<String>,
+    call: &tokio::task::JoinHandle<T>,
+) -> Option<String> {
+    loop {
+        if let Ok(point) = halted.recv_timeout(Duration::from_millis(20)) {
+            return Some(point);
+        }
+        if call.is_finished() {
+            return None;
+        }
+    }
+}
+
 pub(crate) fn request(name: &str, uri: &str) -> MapRequest {
     MapRequest {
         uri: uri.into(),
         name: name.into(),
         options: Some(MapOptions::default()),
         timeout_ms: 0,
+        take_over: false,
     }
 }
 
 /// A request to unmap by force.
 pub(crate) fn forced(target: &str) -> UnmapRequest {
     UnmapRequest { target: target.into(), force: true, ..UnmapRequest::default() }
+}
+
+/// Claims a file as a worker does, or fails where somebody has.
+pub(crate) fn claim(file: &File) -> nix::Result<()> {
+    #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).map(drop)
 }
 
 /// N of `/dev/nbdN`.

@@ -4,7 +4,7 @@ use cleat::kernel::Kernel;
 use cleat::proto::v1::{HealthRequest, MappingState, UnmapRequest};
 use nix::sys::signal::Signal;
 
-use crate::bench::{Machine, SIZE, index_of, is_alive, kill, request, wait_until};
+use crate::bench::{Machine, SIZE, index_of, is_alive, kill, request, wait_halted, wait_until};
 
 #[test]
 fn workers_outlive_the_supervisor_and_are_adopted() {
@@ -56,14 +56,7 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
         let mut client = supervisor.client();
         let asked = request("a", &uri);
         let call = supervisor.spawn(async move { client.map(asked).await });
-        let point = loop {
-            if let Ok(point) = halted.recv_timeout(std::time::Duration::from_millis(20)) {
-                break Some(point);
-            }
-            if call.is_finished() {
-                break None;
-            }
-        };
+        let point = wait_halted(&halted, &call);
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
         let supervisor = machine.start();
@@ -103,14 +96,7 @@ fn a_crash_at_any_point_of_an_unmap_is_finished_or_undone() {
         let mut client = supervisor.client();
         let asked = UnmapRequest { target: "a".into(), ..Default::default() };
         let call = supervisor.spawn(async move { client.unmap(asked).await });
-        let point = loop {
-            if let Ok(point) = halted.recv_timeout(std::time::Duration::from_millis(20)) {
-                break Some(point);
-            }
-            if call.is_finished() {
-                break None;
-            }
-        };
+        let point = wait_halted(&halted, &call);
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
         let supervisor = machine.start();

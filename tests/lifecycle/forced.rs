@@ -7,15 +7,13 @@ use std::time::Duration;
 use cleat::error::ErrorKind;
 use cleat::kernel::sim::{Call, Fault};
 use cleat::kernel::{Holder, Kernel};
-use cleat::proto::v1::{
-    MapRequest, Mapping, MappingState, SetFaultRequest, StatsRequest, UnmapRequest, UnmapResponse,
-    Unmount,
-};
+use cleat::proto::v1::{MapRequest, Mapping, MappingState, UnmapRequest, UnmapResponse, Unmount};
 use nix::sys::signal::Signal;
 use tonic::Code;
 
 use crate::bench::{
-    Machine, Supervisor, assert_code, forced, index_of, is_alive, kill, repair, request, wait_until,
+    Machine, Supervisor, assert_code, claim, forced, index_of, is_alive, kill, repair, request,
+    wait_halted, wait_until,
 };
 use crate::stopwatch::Stopwatch;
 
@@ -53,11 +51,6 @@ fn works_again(machine: &Machine, supervisor: &Supervisor, uri: &str) {
     let mapping = supervisor.map("a", uri).unwrap();
     machine.kernel.write(index_of(&mapping), 0, &[9; 512]).unwrap();
     supervisor.unmap("a").unwrap();
-}
-
-fn set_fault(supervisor: &Supervisor, plan: &str) {
-    let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
-    supervisor.block_on(supervisor.client().set_fault(request)).unwrap();
 }
 
 #[test]
@@ -201,16 +194,10 @@ fn what_hangs_at_the_backend_fails_and_never_reaches_it() {
     let mapping = supervisor.map("a", &uri).unwrap();
     let index = index_of(&mapping);
     machine.kernel.write(index, 0, &[1; 512]).unwrap();
-    set_fault(&supervisor, "hang=true");
+    supervisor.set_fault("hang=true");
     let kernel = machine.kernel.clone();
     let hanging = std::thread::spawn(move || kernel.write(index, 0, &[2; 512]));
-    wait_until("the write hangs", || {
-        let stats = StatsRequest { target: "a".into(), interval_ms: 0 };
-        let mut stream =
-            supervisor.block_on(supervisor.client().stats(stats)).unwrap().into_inner();
-        let got = supervisor.block_on(stream.message()).unwrap().unwrap();
-        got.volumes[0].in_flight == 1
-    });
+    wait_until("the write hangs", || supervisor.stats().in_flight == 1);
     let response = force(&supervisor, "a");
     assert!(note(&response, "fail I/O").contains("1 requests hang"), "{response:?}");
     assert!(hanging.join().unwrap().is_err());
@@ -332,7 +319,7 @@ fn another_call_for_the_mapping_gives_way() {
     let uri = format!("fault:{}", machine.volume("a"));
     // One that flushes to a backend that hangs.
     supervisor.map("a", &uri).unwrap();
-    set_fault(&supervisor, "hang=true");
+    supervisor.set_fault("hang=true");
     let mut client = supervisor.client();
     let asked = UnmapRequest { target: "a".into(), ..Default::default() };
     let unmap = supervisor.spawn(async move { client.unmap(asked).await });
@@ -413,18 +400,8 @@ fn success_is_not_told_before_the_claim_is_free() {
     wait_until("the worker ends", || !is_alive(mapping.worker_pid));
     // As a request would that the kernel still has of it.
     let file = std::fs::File::options().write(true).open(machine.path("a")).unwrap();
-    #[allow(clippy::cast_possible_truncation, reason = "small constants")]
-    let whole = libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
     // The dead worker's own claim ends a moment after it.
-    wait_until("the claim is ours", || {
-        nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).is_ok()
-    });
+    wait_until("the claim is ours", || claim(&file).is_ok());
     let supervisor = machine.start();
     let asked = UnmapRequest { timeout_ms: 2500, ..forced("a") };
     let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
@@ -471,14 +448,7 @@ fn a_crash_at_any_point_is_finished_by_the_next_supervisor() {
         let (supervisor, halted) = machine.start_halting(points);
         let mut client = supervisor.client();
         let call = supervisor.spawn(async move { client.unmap(forced("a")).await });
-        let point = loop {
-            if let Ok(point) = halted.recv_timeout(Duration::from_millis(20)) {
-                break Some(point);
-            }
-            if call.is_finished() {
-                break None;
-            }
-        };
+        let point = wait_halted(&halted, &call);
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
         let supervisor = machine.start();

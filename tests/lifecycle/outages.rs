@@ -4,20 +4,12 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use cleat::proto::v1::{
-    HealthRequest, MapOptions, Mapping, MappingState, SetFaultRequest, SetOptionsRequest,
-};
-use nix::fcntl::{FcntlArg, fcntl};
+use cleat::proto::v1::{HealthRequest, MapOptions, Mapping, MappingState, SetOptionsRequest};
 use nix::sys::signal::Signal;
 use tonic::Code;
 
-use crate::bench::{Machine, Supervisor, assert_code, index_of, kill, request, wait_until};
+use crate::bench::{Machine, Supervisor, assert_code, claim, index_of, kill, request, wait_until};
 use crate::stopwatch::Stopwatch;
-
-fn set_fault(supervisor: &Supervisor, plan: &str) {
-    let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
-    supervisor.block_on(supervisor.client().set_fault(request)).unwrap();
-}
 
 fn set(supervisor: &Supervisor, on_outage: &str, iops: Option<u64>) -> Mapping {
     let (target, on_outage) = ("a".into(), on_outage.into());
@@ -36,7 +28,7 @@ fn an_outage_is_waited_out_and_told_even_by_the_next_supervisor() {
     let mapping = supervisor.map("a", &faulty(&machine)).unwrap();
     assert_eq!(mapping.options.as_ref().unwrap().on_outage, "queue");
     let index = index_of(&mapping);
-    set_fault(&supervisor, "error=retry");
+    supervisor.set_fault("error=retry");
     let kernel = machine.kernel.clone();
     let writer = std::thread::spawn(move || kernel.write(index, 0, &[7; 512]));
     let told = |supervisor: &Supervisor| {
@@ -56,7 +48,7 @@ fn an_outage_is_waited_out_and_told_even_by_the_next_supervisor() {
     let supervisor = machine.start();
     assert_eq!(told(&supervisor).since_unix_ms, first.since_unix_ms);
     assert!(!writer.is_finished());
-    set_fault(&supervisor, "");
+    supervisor.set_fault("");
     writer.join().unwrap().unwrap();
     wait_until("the end is told", || supervisor.get("a").unwrap().outage.is_none());
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [7; 512]);
@@ -75,7 +67,7 @@ fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
     let options = mapping.options.clone().unwrap();
     assert_eq!((options.on_outage.as_str(), options.iops), ("queue:1h", Some(5000)));
     let index = index_of(&mapping);
-    set_fault(&supervisor, "error=retry");
+    supervisor.set_fault("error=retry");
     let kernel = machine.kernel.clone();
     let writer = std::thread::spawn(move || kernel.write(index, 0, &[7; 512]));
     wait_until("it waits", || supervisor.get("a").unwrap().outage.is_some_and(|o| o.queued == 1));
@@ -91,11 +83,11 @@ fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
     });
     supervisor.crash();
     let supervisor = machine.start();
-    set_fault(&supervisor, "error=retry");
+    supervisor.set_fault("error=retry");
     let begun = Stopwatch::start();
     assert!(machine.kernel.write(index, 0, &[8; 512]).is_err());
     assert!(begun.elapsed() < Duration::from_secs(5), "the policy was forgotten");
-    set_fault(&supervisor, "");
+    supervisor.set_fault("");
     let nothing = SetOptionsRequest { target: "a".into(), ..Default::default() };
     let refused = supervisor.block_on(supervisor.client().set_options(nothing));
     assert_code(refused, Code::InvalidArgument, "nothing");
@@ -115,15 +107,7 @@ fn a_backend_that_does_not_let_a_worker_in_is_waited_for() {
     std::fs::rename(&here, &away).unwrap();
     machine.volume("a");
     let claimed = File::options().write(true).open(&here).unwrap();
-    #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
-    let lock = libc::flock {
-        l_type: libc::F_WRLCK as i16,
-        l_whence: libc::SEEK_SET as i16,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
-    fcntl(&claimed, FcntlArg::F_OFD_SETLK(&lock)).unwrap();
+    claim(&claimed).unwrap();
     kill(mapping.worker_pid, Signal::SIGKILL);
     let mut waiting = Mapping::default();
     wait_until("the refusal is told", || {

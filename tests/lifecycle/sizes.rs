@@ -3,7 +3,7 @@
 
 use cleat::kernel::{Holder, Kernel};
 use cleat::proto::v1::upgrade_event::Outcome;
-use cleat::proto::v1::{Mapping, MappingState, ResizeRequest, SetFaultRequest, UpgradeRequest};
+use cleat::proto::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
 use tonic::{Code, Status};
 
 use crate::bench::{Machine, SIZE, Supervisor, assert_code, index_of, kill, wait_until};
@@ -130,20 +130,10 @@ fn a_resize_waits_for_a_backend_that_hangs_and_holds_nobody_up() {
     let uri = format!("fault:{}", machine.volume("a"));
     let mapping = supervisor.map("a", &uri).unwrap();
     let index = index_of(&mapping);
-    let set_fault = |plan: &str| {
-        let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
-        supervisor.block_on(supervisor.client().set_fault(request)).unwrap();
-    };
-    set_fault("hang=true&ops=write");
+    supervisor.set_fault("hang=true&ops=write");
     std::thread::scope(|scope| {
         let write = scope.spawn(|| machine.kernel.write(index, 0, &[1; 512]));
-        wait_until("the write hangs", || {
-            let request =
-                cleat::proto::v1::StatsRequest { target: "a".into(), ..Default::default() };
-            let mut stats =
-                supervisor.block_on(supervisor.client().stats(request)).unwrap().into_inner();
-            supervisor.block_on(stats.message()).unwrap().unwrap().volumes[0].in_flight == 1
-        });
+        wait_until("the write hangs", || supervisor.stats().in_flight == 1);
         let asked = Stopwatch::start();
         assert_code(resize(&supervisor, 2 * SIZE, false), Code::Unavailable, "does not answer");
         assert!(asked.elapsed() < std::time::Duration::from_secs(20), "{:?}", asked.elapsed());
@@ -156,7 +146,7 @@ fn a_resize_waits_for_a_backend_that_hangs_and_holds_nobody_up() {
         });
         supervisor.map("b", "mem:1M").unwrap();
         supervisor.unmap("b").unwrap();
-        set_fault("");
+        supervisor.set_fault("");
         write.join().unwrap().unwrap();
     });
     wait_until("the device grows", || device_size(&machine, &mapping) == 2 * SIZE);

@@ -1,7 +1,7 @@
 //! Planned hand-overs: a new worker succeeds the one that serves, whatever happens on the way.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cleat::proto::v1::upgrade_event::Outcome;
@@ -13,7 +13,7 @@ use tokio_stream::StreamExt as _;
 use tonic::Status;
 
 use crate::bench::{
-    Machine, Supervisor, assert_code, index_of, is_alive, kill, request, wait_until,
+    Machine, Supervisor, assert_code, index_of, is_alive, kill, request, wait_halted, wait_until,
 };
 
 impl Supervisor {
@@ -192,13 +192,9 @@ fn counters_go_on_and_a_crash_afterwards_is_repaired() {
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     let writes = |supervisor: &Supervisor| {
-        let request = cleat::proto::v1::StatsRequest::default();
-        let mut client = supervisor.client();
-        let stats = supervisor.block_on(async move {
-            client.stats(request).await.unwrap().into_inner().next().await.unwrap().unwrap()
-        });
-        assert_eq!(stats.volumes[0].connections, 1);
-        stats.volumes[0].ops.iter().find(|op| op.op == "write").unwrap().count
+        let stats = supervisor.stats();
+        assert_eq!(stats.connections, 1);
+        stats.ops.iter().find(|op| op.op == "write").unwrap().count
     };
     machine.kernel.write(index, 0, &[1; 512]).unwrap();
     supervisor.hand_over();
@@ -232,14 +228,7 @@ fn a_crash_of_the_supervisor_at_any_point_leaves_one_worker_that_serves() {
             let mut stream = client.upgrade(asked).await.unwrap().into_inner();
             while stream.next().await.is_some() {}
         });
-        let point = loop {
-            if let Ok(point) = halted.recv_timeout(Duration::from_millis(20)) {
-                break Some(point);
-            }
-            if call.is_finished() {
-                break None;
-            }
-        };
+        let point = wait_halted(&halted, &call);
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
         // Without any supervisor.
@@ -327,19 +316,29 @@ fn a_volume_that_cannot_be_opened_again_leaves_the_old_worker_serving() {
     machine.assert_clean();
 }
 
-/// A supervisor that does `act` once, at `point`.
+/// A mapping whose supervisor does `act` once, at `point`, to the machine and the worker that serves.
 fn start_acting(
-    machine: &Machine,
     point: &'static str,
-    act: impl Fn() + Send + Sync + 'static,
-) -> Supervisor {
+    act: impl Fn(&Machine, u32) + Send + Sync + 'static,
+) -> (Arc<Machine>, Supervisor, Mapping) {
+    let machine = Arc::new(Machine::new());
+    let serving = Arc::new(AtomicU32::new(0));
+    let (seen, known) = (Arc::clone(&machine), Arc::clone(&serving));
     let done = AtomicBool::new(false);
-    machine.start_with(Some(Arc::new(move |here: &str| {
+    let supervisor = machine.start_with(Some(Arc::new(move |here: &str| {
         if here == point && !done.swap(true, Ordering::SeqCst) {
-            act();
+            act(&seen, known.load(Ordering::SeqCst));
         }
         false
-    })))
+    })));
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    serving.store(mapping.worker_pid, Ordering::SeqCst);
+    (machine, supervisor, mapping)
+}
+
+/// Every worker but one.
+fn others(machine: &Machine, serving: u32) -> Vec<u32> {
+    machine.workers().into_iter().filter(|pid| *pid != serving).collect()
 }
 
 #[test]
@@ -350,18 +349,11 @@ fn a_new_worker_that_stops_before_it_takes_over_is_given_up() {
 }
 
 fn stopped_at(point: &'static str) -> Duration {
-    let machine = Arc::new(Machine::new());
-    let seen = Arc::clone(&machine);
-    let old = Arc::new(AtomicU64::new(0));
-    let serving = Arc::clone(&old);
-    let supervisor = start_acting(&machine, point, move || {
-        let serving = u32::try_from(serving.load(Ordering::SeqCst)).unwrap();
-        for pid in seen.workers().into_iter().filter(|pid| *pid != serving) {
+    let (machine, supervisor, mapping) = start_acting(point, |machine, serving| {
+        for pid in others(machine, serving) {
             kill(pid, Signal::SIGSTOP);
         }
     });
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    old.store(mapping.worker_pid.into(), Ordering::SeqCst);
     let load = Load::on(&machine, &mapping);
     load.goes_on();
     let event = supervisor.refuse();
@@ -385,19 +377,12 @@ fn a_new_worker_that_dies_before_it_takes_over_is_given_up() {
 }
 
 fn dead_at(point: &'static str) -> Duration {
-    let machine = Arc::new(Machine::new());
-    let seen = Arc::clone(&machine);
-    let old = Arc::new(AtomicU64::new(0));
-    let serving = Arc::clone(&old);
-    let supervisor = start_acting(&machine, point, move || {
-        let serving = u32::try_from(serving.load(Ordering::SeqCst)).unwrap();
-        for pid in seen.workers().into_iter().filter(|pid| *pid != serving) {
+    let (machine, supervisor, mapping) = start_acting(point, |machine, serving| {
+        for pid in others(machine, serving) {
             kill(pid, Signal::SIGKILL);
             wait_gone(pid);
         }
     });
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    old.store(mapping.worker_pid.into(), Ordering::SeqCst);
     let load = Load::on(&machine, &mapping);
     supervisor.refuse();
     supervisor.wait_for_worker(mapping.worker_pid);
@@ -412,15 +397,8 @@ fn dead_at(point: &'static str) -> Duration {
 #[test]
 fn an_old_worker_that_dies_on_the_way_is_replaced() {
     for point in ["successor recorded", "successor ready", "at rest", "taken over"] {
-        let machine = Machine::new();
-        let old = Arc::new(AtomicU64::new(0));
-        let serving = Arc::clone(&old);
-        let supervisor = start_acting(&machine, point, move || {
-            let pid = u32::try_from(serving.load(Ordering::SeqCst)).unwrap();
-            kill(pid, Signal::SIGKILL);
-        });
-        let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-        old.store(mapping.worker_pid.into(), Ordering::SeqCst);
+        let (machine, supervisor, mapping) =
+            start_acting(point, |_, serving| kill(serving, Signal::SIGKILL));
         let load = Load::on(&machine, &mapping);
         load.goes_on();
         // On a busy machine it may not get there at once.
@@ -441,14 +419,8 @@ fn an_old_worker_that_dies_on_the_way_is_replaced() {
 
 #[test]
 fn an_old_worker_that_stops_is_never_doubled() {
-    let machine = Machine::new();
-    let old = Arc::new(AtomicU64::new(0));
-    let serving = Arc::clone(&old);
-    let supervisor = start_acting(&machine, "before the pause", move || {
-        kill(u32::try_from(serving.load(Ordering::SeqCst)).unwrap(), Signal::SIGSTOP);
-    });
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    old.store(mapping.worker_pid.into(), Ordering::SeqCst);
+    let (machine, supervisor, mapping) =
+        start_acting("before the pause", |_, serving| kill(serving, Signal::SIGSTOP));
     let load = Load::on(&machine, &mapping);
     load.goes_on();
     let event = supervisor.refuse();
@@ -474,28 +446,16 @@ fn a_backend_that_hangs_keeps_the_volume_where_it_is() {
     let index = index_of(&mapping);
     let kernel = machine.kernel.clone();
     let write = std::thread::spawn(move || kernel.write(index, 0, &[3; 512]).unwrap());
-    let in_flight = |supervisor: &Supervisor| {
-        let mut client = supervisor.client();
-        supervisor.block_on(async move {
-            let stats = client.stats(cleat::proto::v1::StatsRequest::default()).await.unwrap();
-            stats.into_inner().next().await.unwrap().unwrap().volumes[0].in_flight
-        })
-    };
-    wait_until("the write hangs", || in_flight(&supervisor) == 1);
+    wait_until("the write hangs", || supervisor.stats().in_flight == 1);
     let event = supervisor.refuse();
     assert!(event.message.contains("the backend has not finished"), "{event:?}");
     supervisor.wait_for_worker(mapping.worker_pid);
     one_is_left(&machine, mapping.worker_pid);
-    let set = |plan: &str| {
-        let mut client = supervisor.client();
-        let request = cleat::proto::v1::SetFaultRequest { target: "a".into(), plan: plan.into() };
-        supervisor.block_on(async move { client.set_fault(request).await }).unwrap();
-    };
-    set("");
+    supervisor.set_fault("");
     write.join().unwrap();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);
     // What was set meanwhile goes along.
-    set("error=nospace&ops=write");
+    supervisor.set_fault("error=nospace&ops=write");
     supervisor.hand_over();
     machine.kernel.write(index, 0, &[4; 512]).unwrap_err();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);

@@ -381,6 +381,7 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
         block_size: 0,
         dead_connection_timeout_s: 0,
         policy: policy::Change::default(),
+        take_over: false,
     }
 }
 

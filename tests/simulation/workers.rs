@@ -367,7 +367,7 @@ impl Worker {
                 Turn::Ends
             }
             Message::Command(ToWorker::Start(start), descriptors) if self.start.is_none() => {
-                self.begin(start, descriptors, around)
+                self.begin(*start, descriptors, around)
             }
             Message::Command(command, descriptors) => self.obey(command, descriptors, around),
         }

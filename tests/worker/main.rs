@@ -1,7 +1,15 @@
 //! The real worker process, spoken to as the supervisor and the kernel would.
 
-#![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
+#![allow(
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::print_stdout
+)]
 
+mod claims;
+mod fences;
+mod fight;
 mod nbd;
 mod rbd;
 mod supervisor;
@@ -169,7 +177,7 @@ fn a_dead_connection_is_replaced_and_does_not_end_the_worker() {
 
 #[test]
 fn bad_beginnings_are_refused_with_a_reason() {
-    let good = serde_json::to_value(ToWorker::Start(start_message("mem:1M"))).unwrap();
+    let good = serde_json::to_value(ToWorker::Start(Box::new(start_message("mem:1M")))).unwrap();
     let changed = |key: &str, value: serde_json::Value| {
         let mut message = good.clone();
         message[key] = value;
@@ -197,7 +205,7 @@ fn bad_beginnings_are_refused_with_a_reason() {
 
 #[test]
 fn missing_and_wrong_descriptors_are_refused() {
-    let message = serde_json::to_vec(&ToWorker::Start(start_message("mem:1M"))).unwrap();
+    let message = serde_json::to_vec(&ToWorker::Start(Box::new(start_message("mem:1M")))).unwrap();
     let (one, two) = seqpacket_pair();
     let worker = Worker::launch();
     let listener = worker.listener();

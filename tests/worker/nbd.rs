@@ -29,7 +29,7 @@ pub fn send(socket: &UnixStream, command: u16, cookie: u64, offset: u64, length:
 
 /// Reads a reply's header: its cookie and error.
 pub fn reply(mut socket: &UnixStream) -> (u64, u32) {
-    socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut header = [0; 16];
     socket.read_exact(&mut header).unwrap();
     assert_eq!(u32::from_be_bytes(header[..4].try_into().unwrap()), REPLY_MAGIC);
@@ -62,6 +62,6 @@ pub fn disconnect(socket: &UnixStream) {
 
 /// Whether the other side has closed.
 pub fn is_closed(mut socket: &UnixStream) -> bool {
-    socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     !matches!(socket.read(&mut [0]), Ok(1..))
 }

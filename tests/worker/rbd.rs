@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{ID, POOL, shared};
 use cleat::error::ErrorKind;
-use cleat::worker::protocol::{FromWorker, ToWorker};
+use cleat::worker::protocol::{FromWorker, Start, ToWorker};
 use librbd::{Cluster, Config, NewImage, Open, Pool};
 
 use crate::nbd;
 use crate::supervisor::{Worker, failure, start_message};
 
-fn pool() -> std::sync::Arc<Pool> {
+pub fn pool() -> std::sync::Arc<Pool> {
     let config = Config {
         conf: Some(shared().conf()),
         id: Some(ID.to_owned()),
@@ -20,7 +20,8 @@ fn pool() -> std::sync::Arc<Pool> {
     Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
 }
 
-fn fresh(image: &str) -> String {
+/// The URI of a new image.
+pub fn fresh(image: &str) -> String {
     pool().create(image, 8 << 20, &NewImage::default()).unwrap();
     let (conf, keyring) = (shared().conf(), shared().keyring(ID));
     format!("rbd:{POOL}/{image}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
@@ -80,7 +81,8 @@ fn a_second_worker_is_told_who_has_the_image() {
     let uri = fresh("rivals");
     let (_first, _) = Worker::ready(&uri);
     let mut second = Worker::launch();
-    second.send_start(&start_message(&uri));
+    let other = Start { mapping_id: "other".to_owned(), ..start_message(&uri) };
+    second.send_start(&other);
     let (kind, message) = failure(second.receive());
     assert_eq!(kind, ErrorKind::InUse, "{message}");
     assert!(message.contains("127.0.0.1:0/"), "{message}");

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cleat::error::ErrorKind;
 use cleat::policy::Policy;
 use cleat::statistics::Page;
+use cleat::sys::machine::boot_id;
 use cleat::sys::packet;
 use cleat::sys::process::spawn_with_channel;
 use cleat::worker::protocol::{
@@ -41,6 +42,10 @@ pub fn start_message(uri: &str) -> Start {
         build: "the supervisor of a test".to_owned(),
         successor: false,
         policy: Policy::default(),
+        node: "node-a".to_owned(),
+        boot_id: boot_id().unwrap(),
+        take_over: false,
+        resumes: false,
     }
 }
 
@@ -91,7 +96,7 @@ impl Worker {
     pub fn send_start(&self, start: &Start) {
         let listener = self.listener();
         let page = self.page.file().unwrap();
-        self.send(&ToWorker::Start(start.clone()), &[listener.as_fd(), page.as_fd()]);
+        self.send(&ToWorker::Start(Box::new(start.clone())), &[listener.as_fd(), page.as_fd()]);
     }
 
     pub fn listener(&self) -> OwnedFd {
@@ -141,7 +146,7 @@ impl Worker {
 
     /// Waits for the end of the process.
     pub fn exit(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
@@ -198,7 +203,7 @@ pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) 
 /// The next message, soon; `None` at the end of the channel.
 pub fn receive(channel: &OwnedFd) -> Option<(FromWorker, Vec<OwnedFd>)> {
     let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
-    assert_eq!(poll(&mut set, PollTimeout::from(20_000_u16)), Ok(1), "no answer in time");
+    assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)), Ok(1), "no answer in time");
     let mut buffer = vec![0; MAX_PACKET];
     let (length, descriptors) = match packet::receive(channel.as_fd(), &mut buffer) {
         Ok(received) => received,

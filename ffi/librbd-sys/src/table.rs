@@ -97,7 +97,7 @@ const fn c_name(terminated: &'static str) -> &'static CStr {
 }
 
 table! {
-    /// librados, from Ceph 15 on.
+    /// librados, from Ceph 15 on; what came later is optional.
     Librados
     required {
         fn rados_version(*mut c_int, *mut c_int, *mut c_int);
@@ -119,8 +119,17 @@ table! {
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
+        fn rados_list_lockers(
+            rados_ioctx_t, *const c_char, *const c_char, *mut c_int, *mut c_char, *mut size_t,
+            *mut c_char, *mut size_t, *mut c_char, *mut size_t, *mut c_char, *mut size_t
+        ) -> ssize_t;
+        fn rados_break_lock(
+            rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char
+        ) -> c_int;
     }
-    optional {}
+    optional {
+        fn rados_set_pool_full_try(rados_ioctx_t);
+    }
 }
 
 table! {
@@ -207,11 +216,6 @@ table! {
             rbd_image_t, *mut rbd_lock_mode_t, *mut *mut c_char, *mut size_t
         ) -> c_int;
         fn rbd_lock_get_owners_cleanup(*mut *mut c_char, size_t);
-        fn rbd_lock_break(rbd_image_t, rbd_lock_mode_t, *const c_char) -> c_int;
-        fn rbd_list_lockers(
-            rbd_image_t, *mut c_int, *mut c_char, *mut size_t, *mut c_char, *mut size_t,
-            *mut c_char, *mut size_t, *mut c_char, *mut size_t
-        ) -> ssize_t;
         fn rbd_watchers_list(rbd_image_t, *mut rbd_image_watcher_t, *mut size_t) -> c_int;
         fn rbd_watchers_list_cleanup(*mut rbd_image_watcher_t, size_t);
         fn rbd_update_watch(rbd_image_t, *mut u64, rbd_update_callback_t, *mut c_void) -> c_int;
@@ -232,6 +236,9 @@ table! {
     optional {
         fn rbd_aio_write_zeroes(
             rbd_image_t, u64, size_t, rbd_completion_t, c_int, c_int
+        ) -> c_int;
+        fn rbd_encryption_load(
+            rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
         ) -> c_int;
     }
 }

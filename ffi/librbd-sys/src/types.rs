@@ -20,6 +20,11 @@ pub type rbd_lock_mode_t = c_int;
 /// What made a snapshot; see [`RBD_SNAP_NAMESPACE_TYPE_USER`].
 pub type rbd_snap_namespace_type_t = c_int;
 
+/// LUKS 1 or 2; see [`RBD_ENCRYPTION_FORMAT_LUKS2`].
+pub type rbd_encryption_format_t = c_int;
+/// One of the structures below, by the format.
+pub type rbd_encryption_options_t = *mut c_void;
+
 /// Called when an operation has ended, on a thread of the library. Must not unwind.
 pub type rbd_callback_t = unsafe extern "C" fn(rbd_completion_t, *mut c_void);
 /// Called with how much of how much is done. A result below zero ends some operations.
@@ -108,6 +113,21 @@ pub struct rbd_trash_image_info_t {
     pub deletion_time: libc::time_t,
     pub deferment_end_time: libc::time_t,
 }
+
+/// What unlocks an image.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_encryption_luks1_format_options_t {
+    pub alg: c_int,
+    pub passphrase: *const c_char,
+    pub passphrase_size: usize,
+}
+/// The same for the other format.
+pub type rbd_encryption_luks2_format_options_t = rbd_encryption_luks1_format_options_t;
+
+pub const RBD_ENCRYPTION_FORMAT_LUKS1: rbd_encryption_format_t = 0;
+pub const RBD_ENCRYPTION_FORMAT_LUKS2: rbd_encryption_format_t = 1;
+pub const RBD_ENCRYPTION_ALGORITHM_AES256: c_int = 1;
 
 pub const RBD_MAX_IMAGE_NAME_SIZE: usize = 96;
 pub const RBD_MAX_BLOCK_NAME_SIZE: usize = 24;

@@ -131,6 +131,9 @@ fn layouts(source: &mut String) {
         rbd_config_option_t { name, value, source }
         rbd_trash_image_info_t { id, name, source, deletion_time, deferment_end_time }
         rbd_lock_mode_t {}
+        rbd_encryption_format_t {}
+        rbd_encryption_luks1_format_options_t { alg, passphrase, passphrase_size }
+        rbd_encryption_luks2_format_options_t { alg, passphrase, passphrase_size }
     }
 }
 
@@ -150,7 +153,8 @@ fn constants(source: &mut String) {
         RBD_IMAGE_OPTION_STRIPE_COUNT RBD_IMAGE_OPTION_DATA_POOL
         RBD_IMAGE_OPTION_CLONE_FORMAT RBD_SNAP_NAMESPACE_TYPE_USER
         RBD_SNAP_NAMESPACE_TYPE_TRASH RBD_LOCK_MODE_EXCLUSIVE
-        RBD_WRITE_ZEROES_FLAG_THICK_PROVISION
+        RBD_WRITE_ZEROES_FLAG_THICK_PROVISION RBD_ENCRYPTION_FORMAT_LUKS1
+        RBD_ENCRYPTION_FORMAT_LUKS2 RBD_ENCRYPTION_ALGORITHM_AES256
     }
 }
 

@@ -21,7 +21,9 @@ pub struct Config {
     pub id: Option<String>,
     /// The file with the client's key; by default where the configuration says.
     pub keyring: Option<PathBuf>,
-    /// Options of Ceph that go before the configuration file.
+    /// Options of Ceph that go before the configuration file, where the library knows them.
+    pub defaults: Vec<(String, String)>,
+    /// Options of Ceph that go before those, too.
     pub overrides: Vec<(String, String)>,
     /// How long the monitors may take to answer, at the start and later.
     pub monitor_timeout: Duration,
@@ -71,6 +73,12 @@ impl Cluster {
         cluster.set("rados_mon_op_timeout", &seconds)?;
         if let Some(keyring) = &config.keyring {
             cluster.set("keyring", path_text(keyring)?)?;
+        }
+        for (option, value) in &config.defaults {
+            match cluster.set(option, value) {
+                Err(error) if error.errno() == Some(libc::ENOENT) => {}
+                set => set?,
+            }
         }
         for (option, value) in &config.overrides {
             cluster.set(option, value)?;
@@ -262,7 +270,9 @@ impl Cluster {
         Ok(until_zero(&name))
     }
 
-    /// A pool, or one of its namespaces.
+    /// A pool, or one of its namespaces. What needs more room than there is ends with ENOSPC or, by a
+    /// quota, EDQUOT; without asking for that, every write waits in the library as long as the pool is
+    /// full, even one that frees room (as it does before Ceph 16).
     ///
     /// # Errors
     /// ENOENT when there is no such pool.
@@ -277,6 +287,10 @@ impl Cluster {
         if let Some(space) = &space {
             // SAFETY: `io` was just made and is nobody else's yet.
             unsafe { (self.api.rados.rados_ioctx_set_namespace)(io, space.as_ptr()) };
+        }
+        if let Some(set_full_try) = self.api.rados.rados_set_pool_full_try {
+            // SAFETY: as above.
+            unsafe { set_full_try(io) };
         }
         // SAFETY: `io` is open, in this cluster, and handed over.
         Ok(Arc::new(unsafe { Pool::from_raw(Arc::clone(self), io) }))
@@ -302,6 +316,7 @@ impl Default for Config {
             conf: None,
             id: None,
             keyring: None,
+            defaults: Vec::new(),
             overrides: Vec::new(),
             monitor_timeout: Duration::from_secs(15),
         }

@@ -15,6 +15,7 @@
 
 mod cluster;
 mod describe;
+mod encryption;
 mod error;
 mod gate;
 mod image;
@@ -29,6 +30,7 @@ mod watch;
 
 pub use cluster::{Cluster, Config};
 pub use describe::{LinkedImage, Objects, Parent};
+pub use encryption::Luks;
 pub use error::{Error, Result};
 pub use image::{Image, Open, Stat};
 pub use librbd_sys::{
@@ -50,4 +52,16 @@ pub use watch::Watch;
 /// When a library is missing or too old.
 pub fn load() -> Result<(), LoadError> {
     librbd_sys::api().map(drop)
+}
+
+/// Version of the librbd that was loaded: major, minor, extra.
+///
+/// # Errors
+/// As [`load`].
+pub fn version() -> Result<(i32, i32, i32)> {
+    let api = librbd_sys::api().map_err(Error::no_library)?;
+    let (mut major, mut minor, mut extra) = (0, 0, 0);
+    // SAFETY: each takes a number.
+    unsafe { (api.rbd.rbd_version)(&raw mut major, &raw mut minor, &raw mut extra) };
+    Ok((major, minor, extra))
 }

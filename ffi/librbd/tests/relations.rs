@@ -150,7 +150,6 @@ fn lockers_and_namespaces_are_found() {
     let pool = pool();
     let image = filled(&pool, "locked", MIB);
     image.lock_acquire().unwrap();
-    // As they were when the image was opened.
     let other = pool.open("locked", None, Open::ReadOnly).unwrap();
     let lockers = other.lockers().unwrap();
     assert_eq!(lockers.len(), 1, "{lockers:?}");
@@ -158,8 +157,6 @@ fn lockers_and_namespaces_are_found() {
     let watcher = format!("client.{}", image.watchers().unwrap()[0].client);
     assert_eq!(lockers[0].client, watcher);
     image.lock_release().unwrap();
-    drop(other);
-    let other = pool.open("locked", None, Open::ReadOnly).unwrap();
     assert_eq!(other.lockers().unwrap(), []);
 
     assert!(!pool.has_namespace("unit").unwrap());

@@ -11,10 +11,12 @@ mod snapshots;
 mod trash;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use librbd::{Image, Open, Pool, Watcher};
+use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
-use super::patience::{Course, followed, within};
+use super::patience::{Course, PATIENCE, answer, followed, within};
+use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
 use crate::backend::manage::{
     Entry, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source,
@@ -22,6 +24,9 @@ use crate::backend::manage::{
 };
 use crate::backend::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
 use crate::error::{Error, ErrorKind, Result};
+
+/// How long taking a snapshot may take: whoever has the image mapped may write out what it holds first.
+const QUIESCE_PATIENCE: Duration = Duration::from_secs(120);
 
 /// A pool, or a namespace in one, on a connection of its own.
 #[derive(Clone)]
@@ -45,7 +50,7 @@ impl RbdStore {
     pub(in crate::backend) fn connect(uri: &StoreUri, spec: &RbdStoreSpec) -> Result<Self> {
         preload()?;
         let wanted = spec.clone();
-        let pool = within(&uri.to_string(), move || open_pool(&wanted))?;
+        let pool = within(PATIENCE, &answer(spec.pool()), move || open_pool(&wanted))?;
         Ok(Self { pool, uri: uri.clone(), spec: spec.clone() })
     }
 
@@ -63,7 +68,7 @@ impl RbdStore {
         work: impl FnOnce(&Target) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let target = self.target(name, snapshot)?;
-        within(&target.name.clone(), move || work(&target))
+        within(PATIENCE, &answer(&target.name), move || work(&target))
     }
 
     /// Does `work` with an image, for as long as it takes.
@@ -98,7 +103,7 @@ impl Store for RbdStore {
 
     fn list(&self, page: &Page) -> Result<Listing> {
         let (pool, client) = (Arc::clone(&self.pool), self.spec.client().clone());
-        let mut images = within(&self.uri.to_string(), move || {
+        let mut images = within(PATIENCE, &answer(self.spec.pool()), move || {
             pool.list().map_err(|error| pool_problem(error, &client))
         })?;
         images.sort_by(|a, b| a.name.cmp(&b.name));
@@ -153,7 +158,8 @@ impl Store for RbdStore {
     }
 
     fn snapshot_create(&self, name: &str, snapshot: &str) -> Result<bool> {
-        self.call(name, Some(snapshot), Target::snapshot_create)
+        let target = self.target(name, Some(snapshot))?;
+        within(QUIESCE_PATIENCE, &answer(&target.name), move || target.snapshot_create())
     }
 
     fn snapshot_remove(&self, name: &str, snapshot: &str) -> Result<bool> {
@@ -170,14 +176,16 @@ impl Store for RbdStore {
 
     fn trash(&self) -> Result<Vec<Trashed>> {
         let this = self.clone();
-        within(&self.uri.to_string(), move || this.trashed())
+        within(PATIENCE, &answer(self.spec.pool()), move || this.trashed())
     }
 
     fn trash_restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
         let name = self.target(name, None)?.spec.image;
         let new_name = self.target(new_name.unwrap_or(&name), None)?;
         let (this, id) = (self.clone(), id.map(str::to_owned));
-        within(&self.uri.to_string(), move || this.restore(&name, id.as_deref(), &new_name))
+        within(PATIENCE, &answer(self.spec.pool()), move || {
+            this.restore(&name, id.as_deref(), &new_name)
+        })
     }
 
     fn trash_purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
@@ -201,7 +209,7 @@ impl Target {
                 }
                 self.same(&differences)
             }
-            Err(error) => Err(self.failed(error)),
+            Err(error) => Err(self.not_made(error, layout)),
         }
     }
 
@@ -234,12 +242,23 @@ impl Target {
                      protect rbd:{source}"
                 )))
             }
-            Some(libc::ENOENT) => Err(Error::new(
+            Some(libc::ENOENT) if layout.data_pool.is_none() => Err(Error::new(
                 ErrorKind::NotFound,
                 format!("there is no snapshot {source} to be cloned"),
             )
             .with_source(error)),
-            _ => Err(self.failed(error)),
+            _ => Err(self.not_made(error, &layout)),
+        }
+    }
+
+    fn not_made(&self, error: librbd::Error, layout: &Layout) -> Error {
+        let not_found = error.errno() == Some(libc::ENOENT);
+        let failed = self.failed(error);
+        match &layout.data_pool {
+            Some(pool) if not_found => {
+                failed.with_repair(format!("see that the pool {pool} exists (ceph osd pool ls)"))
+            }
+            _ => failed,
         }
     }
 
@@ -248,7 +267,10 @@ impl Target {
         self.find(Open::ReadOnly)?.ok_or_else(|| {
             let message = format!("{} is there in part: its creation was cut off", self.name);
             Error::new(ErrorKind::AlreadyExists, message)
-                .with_repair(format!("cleat volume remove --now '{}', then create it", self.uri))
+                .with_repair(format!(
+                    "{}, then create it",
+                    self.command("remove --now", &self.name)
+                ))
                 .with_source(found)
         })
     }
@@ -297,7 +319,7 @@ impl Target {
             self.check_unused(&image)?;
         }
         drop(image);
-        let image = self.open(Open::Write)?;
+        let image = if size < now { self.open_alone()? } else { self.open(Open::Write)? };
         let resized = image.resize(size, shrink, &mut |done, total| course.tell(done, total));
         match resized {
             Ok(()) => Ok(true),
@@ -328,6 +350,25 @@ impl Target {
         opened.map_err(|error| problem(error, &self.name, &self.spec))
     }
 
+    /// Opens the image so that nobody comes to write to it meanwhile: with the exclusive lock, where it
+    /// has that. A mapping that was faster is refused as one that was there.
+    fn open_alone(&self) -> Result<Arc<Image>> {
+        let failed = |error| self.failed(error);
+        let image = self.open(Open::Write)?;
+        if image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK != 0 {
+            image.lock_acquire().map_err(|error| match error.errno() {
+                Some(libc::EROFS) => {
+                    Error::new(ErrorKind::InUse, format!("{} is being written to", self.name))
+                        .with_repair("unmap it there first: cleat volume info names the client")
+                        .with_source(error)
+                }
+                _ => failed(error),
+            })?;
+        }
+        self.check_unused(&image)?;
+        Ok(image)
+    }
+
     /// As [`Target::open`]; `None` where there is no such image.
     fn find(&self, how: Open) -> Result<Option<Arc<Image>>> {
         match self.open(how) {
@@ -343,10 +384,10 @@ impl Target {
         let names: Vec<&str> = snapshots.iter().map(|snapshot| &*snapshot.name).collect();
         let clones = self.clones(image)?.unwrap_or_default();
         let (with, repair) = if clones.is_empty() {
-            let remove = format!("cleat volume snapshot remove rbd:{}@{}", self.name, first.name);
-            (String::new(), format!("remove them first: {remove}"))
+            let first = format!("{}@{}", self.name, first.name);
+            (String::new(), format!("remove them: {}", self.command("snapshot remove", &first)))
         } else {
-            let flatten = format!("cleat volume flatten rbd:{}", clones[0]);
+            let flatten = self.command("flatten", &clones[0]);
             let repair = format!("flatten the clones ({flatten}), then remove the snapshots");
             (format!(", and the clones {}", clones.join(", ")), repair)
         };
@@ -354,19 +395,30 @@ impl Target {
         Err(Error::new(ErrorKind::InUse, message).with_repair(repair))
     }
 
-    /// Refuses an image that somebody may be writing to.
+    /// Refuses an image that somebody else may be writing to.
     fn check_unused(&self, image: &Image) -> Result<()> {
-        let watchers = image.watchers().map_err(|error| self.failed(error))?;
+        let mut watchers = image.watchers().map_err(|error| self.failed(error))?;
+        let ours = self.pool.cluster().addresses().map_err(|error| self.failed(error))?;
+        watchers.retain(|watcher| watcher.address != ours);
         if watchers.is_empty() {
             return Ok(());
         }
-        let claim = image.metadata_get(claim::KEY).map_err(|error| self.failed(error))?;
+        // One that cannot be read names nobody.
+        let claim = claim::of(image, &self.name).ok().flatten();
         let holders: Vec<String> =
-            watchers.iter().map(|watcher| holder(watcher, claim.as_deref())).collect();
+            watchers.iter().map(|watcher| holder(watcher, claim.as_ref())).collect();
         let message = format!("{} is in use by {}", self.name, holders.join(", "));
         Err(Error::new(ErrorKind::InUse, message).with_repair(
             "unmap it there first; the cluster gives a client up that died about 30 s later",
         ))
+    }
+
+    /// What to type to do something with `name`, reached as this image is.
+    fn command(&self, verb: &str, name: &str) -> String {
+        match self.uri.split_once('?') {
+            Some((_, options)) => format!("cleat volume {verb} 'rbd:{name}?{options}'"),
+            None => format!("cleat volume {verb} rbd:{name}"),
+        }
     }
 
     fn failed(&self, error: librbd::Error) -> Error {
@@ -383,7 +435,7 @@ impl Target {
         if error.errno() != Some(libc::ECANCELED) {
             return self.failed(error);
         }
-        let message = format!("ended half way as it was told to; {}: {left}", self.name);
+        let message = format!("{}: ended half way, as it was told to; {left}", self.name);
         Error::new(ErrorKind::Aborted, message)
             .with_repair("repeat the command: it goes on from there")
     }
@@ -421,7 +473,8 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
                 .to_owned()
         })
     });
-    let failed = Error::new(kind, format!("cannot use the pool {}", spec.pool)).with_source(error);
+    let failed =
+        Error::new(kind, format!("cannot reach the pool {}", spec.pool)).with_source(error);
     match repair {
         Some(repair) => failed.with_repair(repair),
         None => failed,
@@ -429,13 +482,8 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
 }
 
 /// A watcher as people know it: by its claim where that is its own.
-fn holder(watcher: &Watcher, claim: Option<&str>) -> String {
+fn holder(watcher: &Watcher, claim: Option<&Claim>) -> String {
     let Watcher { client, address } = watcher;
-    let of = |claim: &str| {
-        let claim: serde_json::Value = serde_json::from_str(claim).ok()?;
-        let text = |key: &str| claim.get(key)?.as_str().map(str::to_owned);
-        (text("address")? == *address).then(|| text("node"))?
-    };
-    let node = claim.and_then(of).map(|node| format!(" on the node {node}")).unwrap_or_default();
-    format!("client.{client} at {address}{node}")
+    let own = claim.map(|claim| &claim.client).filter(|client| client.address == *address);
+    own.map_or_else(|| format!("client.{client} at {address}"), Client::describe)
 }

@@ -12,7 +12,7 @@ use crate::backend::manage::Progress;
 use crate::error::{Error, ErrorKind, Result};
 
 /// How long a call without progress may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How often progress is told.
 const TICK: Duration = Duration::from_millis(100);
@@ -42,26 +42,29 @@ impl Course {
     }
 }
 
-/// Does `work`, which is over within a limit.
+/// Does `work`, which is over within a limit; `what` it does, for the error.
 ///
 /// # Errors
 /// `TimedOut` when it is not; what it gives.
 pub(super) fn within<T: Send + 'static>(
+    patience: Duration,
     what: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    match begin(work)?.recv_timeout(PATIENCE) {
+    match begin(work)?.recv_timeout(patience) {
         Ok(result) => result,
         Err(RecvTimeoutError::Disconnected) => Err(panicked()),
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
             ErrorKind::TimedOut,
-            format!(
-                "the cluster did not answer for {what} within {PATIENCE:?}; what was asked for may \
-                 still take effect"
-            ),
+            format!("the cluster did not {what} within {patience:?}"),
         )
         .with_repair("see `ceph status`: are the pool's OSDs up, its placement groups active?")),
     }
+}
+
+/// What a cluster that is away does not do, for [`within`].
+pub(super) fn answer(name: &str) -> String {
+    format!("answer for {name}, though what was asked for may still take effect,")
 }
 
 /// Does `work`, which may take as long as it has to, but for a while only once `progress` has told it
@@ -106,7 +109,7 @@ fn begin<T: Send + 'static>(
 ) -> Result<Receiver<Result<T>>> {
     let (sender, ended) = mpsc::channel();
     thread::Builder::new()
-        .name("rbd-manage".to_owned())
+        .name("rbd-call".to_owned())
         .spawn(move || _ = sender.send(work()))
         .map_err(|e| Error::from_io("cannot start a thread for the cluster", e))?;
     Ok(ended)
@@ -133,13 +136,15 @@ mod tests {
             }
             Ok(course.stopped())
         });
-        assert_eq!(ended.expect("it heard"), true);
+        assert!(ended.expect("it heard"));
         assert_eq!(told, [(3, 10), (3, 10)]);
     }
 
     #[test]
     fn a_panic_is_an_error() {
-        let error = within("it", || -> Result<()> { panic!("as expected") }).expect_err("it ends");
+        let error =
+            within(Duration::from_secs(60), "do it", || -> Result<()> { panic!("as expected") })
+                .expect_err("it ends");
         assert_eq!(error.kind(), ErrorKind::Internal);
     }
 }

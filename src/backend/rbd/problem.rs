@@ -42,7 +42,7 @@ pub(super) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
     }
 }
 
-fn client(spec: &RbdSpec) -> String {
+pub(super) fn client(spec: &RbdSpec) -> String {
     format!("client.{}", spec.id.as_deref().unwrap_or("admin"))
 }
 

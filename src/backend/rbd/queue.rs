@@ -94,6 +94,9 @@ impl RbdQueue {
             Op::Read | Op::Flush | Op::Cache => return Ok(None),
             Op::Write | Op::Trim | Op::WriteZeroes => {}
         }
+        if self.shared.full.load(Ordering::Relaxed) {
+            self.shared.full.store(false, Ordering::Relaxed);
+        }
         task.progress += task.attempted;
         if task.progress < task.request.length {
             return self.operation(task);
@@ -115,6 +118,7 @@ impl RbdQueue {
         };
         match error {
             IoError::Fenced => self.shared.fenced.store(true, Ordering::Release),
+            IoError::NoSpace => self.shared.full.store(true, Ordering::Relaxed),
             // It may be on its way still, and then lands after its repetition.
             IoError::Retry if request.op.modifies() => return IoError::Broken,
             _ => {}

@@ -127,3 +127,16 @@ impl fmt::Display for Encoded<'_> {
         Ok(())
     }
 }
+
+/// Options as they stand behind a URI; nothing where there are none.
+pub(super) struct Query<'a>(pub(super) &'a [(String, String)]);
+
+impl fmt::Display for Query<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (key, value)) in self.0.iter().enumerate() {
+            let separator = if index == 0 { '?' } else { '&' };
+            write!(f, "{separator}{key}={}", Encoded(value.as_bytes()))?;
+        }
+        Ok(())
+    }
+}

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use librbd::Luks;
+
 use super::options::{Encoded, Options, decode};
 use super::{ErrorKind, invalid};
 use crate::error::{Error, Result};
@@ -24,8 +26,23 @@ pub struct RbdSpec {
     pub id: Option<String>,
     /// The file with the client's key; absolute.
     pub keyring: Option<PathBuf>,
+    /// How the content is encrypted, and the file with the passphrase.
+    pub encryption: Option<Encryption>,
+    /// Whether what is trimmed is given back to the cluster; by default it is, unless it is encrypted.
+    pub trim: bool,
+    /// Several may write at a time: no claim is made, no lock kept, and nobody fenced.
+    pub shared: bool,
     /// Options of Ceph, before those of the configuration file.
     pub config: BTreeMap<String, String>,
+}
+
+/// LUKS, as `rbd encryption format` makes it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Encryption {
+    /// Which.
+    pub format: Luks,
+    /// Absolute; the whole of the file is the passphrase.
+    pub passphrase_file: PathBuf,
 }
 
 /// A pool, or a namespace in one, and how its cluster is reached.
@@ -71,6 +88,7 @@ impl RbdSpec {
         snapshot: Option<String>,
         mut options: Options,
     ) -> Result<Self> {
+        let encryption = encryption(&mut options)?;
         let spec = Self {
             pool,
             namespace,
@@ -79,9 +97,22 @@ impl RbdSpec {
             conf: file(&mut options, "conf")?,
             id: options.take("id").map(|id| client(&id)).transpose()?,
             keyring: file(&mut options, "keyring")?,
+            trim: options.flag("trim")?.unwrap_or(encryption.is_none()),
+            encryption,
+            shared: shared(options.take("lock").as_deref())?,
             config: config(options.split_prefix(CONFIG))?,
         };
-        options.finish("rbd:", &["conf", "id", "keyring", "config.OPTION"])?;
+        let valid = [
+            "conf",
+            "id",
+            "keyring",
+            "encryption",
+            "passphrase_file",
+            "trim",
+            "lock",
+            "config.OPTION",
+        ];
+        options.finish("rbd:", &valid)?;
         Ok(spec)
     }
 
@@ -110,6 +141,10 @@ impl RbdSpec {
             ("conf", self.conf.as_ref().map(path)),
             ("id", self.id.clone()),
             ("keyring", self.keyring.as_ref().map(path)),
+            ("encryption", self.encryption.as_ref().map(|e| luks_name(e.format).to_owned())),
+            ("passphrase_file", self.encryption.as_ref().map(|e| path(&e.passphrase_file))),
+            ("trim", (self.trim != self.encryption.is_none()).then(|| self.trim.to_string())),
+            ("lock", self.shared.then(|| "shared".to_owned())),
         ];
         let first = first.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
         let config =
@@ -213,6 +248,40 @@ fn file(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {
     Ok(Some(path.into()))
 }
 
+fn encryption(options: &mut Options) -> Result<Option<Encryption>> {
+    let passphrase_file = file(options, "passphrase_file")?;
+    let format = match options.take("encryption").as_deref() {
+        None => None,
+        Some("luks1") => Some(Luks::One),
+        Some("luks2") => Some(Luks::Two),
+        Some(other) => {
+            return Err(invalid(format!("the encryption {other:?} is unknown"))
+                .with_repair("write encryption=luks1 or encryption=luks2"));
+        }
+    };
+    match (format, passphrase_file) {
+        (None, None) => Ok(None),
+        (Some(format), Some(passphrase_file)) => Ok(Some(Encryption { format, passphrase_file })),
+        _ => Err(invalid("encryption and passphrase_file go together")
+            .with_repair("write encryption=luks2&passphrase_file=/etc/ceph/…")),
+    }
+}
+
+fn luks_name(format: Luks) -> &'static str {
+    match format {
+        Luks::One => "luks1",
+        Luks::Two => "luks2",
+    }
+}
+
+fn shared(lock: Option<&str>) -> Result<bool> {
+    match lock {
+        None | Some("exclusive") => Ok(false),
+        Some("shared") => Ok(true),
+        Some(other) => Err(invalid(format!("lock is exclusive or shared, not {other:?}"))),
+    }
+}
+
 fn client(id: &str) -> Result<String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if id.is_empty() || id.len() > MAX_NAME || !id.chars().all(plain) {
@@ -264,7 +333,16 @@ mod tests {
         for (given, canonical, name) in [
             ("rbd:p/i", "rbd:p/i", "rbd-p-i"),
             ("rbd:p/n/i", "rbd:p/n/i", "rbd-p-n-i"),
+            ("rbd:p/i?lock=exclusive", "rbd:p/i", "rbd-p-i"),
+            ("rbd:p/i?lock=shared", "rbd:p/i?lock=shared", "rbd-p-i"),
             ("rbd:p%2dq/i?id=x&conf=/a%20b", "rbd:p-q/i?conf=/a%20b&id=x", "rbd-p-q-i"),
+            (
+                "rbd:p/i?trim=true&passphrase_file=/k&encryption=luks2&id=x",
+                "rbd:p/i?id=x&encryption=luks2&passphrase_file=/k&trim=true",
+                "rbd-p-i",
+            ),
+            ("rbd:p/i?trim=true", "rbd:p/i", "rbd-p-i"),
+            ("rbd:p/i?trim=false", "rbd:p/i?trim=false", "rbd-p-i"),
             (
                 "rbd:p/i?config.rbd-cache=true&config.a=%26",
                 "rbd:p/i?config.a=%26&config.rbd_cache=true",
@@ -294,7 +372,13 @@ mod tests {
             ("rbd:p/i?conf=ceph.conf", "absolute path", "/etc/ceph"),
             ("rbd:p/i?id=client.x", "without \"client.\"", "id=x"),
             ("rbd:p/i?id=", "no name of a client", ""),
+            ("rbd:p/i?lock=none", "exclusive or shared", ""),
             ("rbd:p/i?config.key=AQ", "secret", "keyring="),
+            ("rbd:p/i?encryption=luks2", "go together", "passphrase_file=/"),
+            ("rbd:p/i?passphrase_file=/k", "go together", "encryption=luks2"),
+            ("rbd:p/i?encryption=aes&passphrase_file=/k", "unknown", "luks1"),
+            ("rbd:p/i?encryption=luks2&passphrase_file=k", "absolute path", "passphrase_file=/"),
+            ("rbd:p/i?trim=perhaps", "trim", ""),
             ("rbd:p/i?config.A=1", "no option of Ceph", ""),
             ("rbd:p/i?config.a-b=1&config.a_b=2", "twice", ""),
             ("rbd:p/i?direct=true", "\"direct\"", "config.OPTION"),
@@ -323,6 +407,9 @@ mod tests {
                 conf: conf.map(PathBuf::from),
                 id: None,
                 keyring: None,
+                encryption: None,
+                trim: true,
+                shared: false,
                 config: BTreeMap::from([("rbd_cache".to_owned(), "a&b=c%".to_owned())]),
             };
             let original = VolumeUri(super::super::Spec::Rbd(spec));

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::options::{Encoded, Options};
+use super::options::{Encoded, Options, Query};
 use super::{
     Error, ErrorKind, FileSpec, MAX_URI, RbdStoreSpec, Result, Spec, VolumeUri, invalid, path,
 };
@@ -21,7 +21,7 @@ pub enum StoreSpec {
     /// A directory; absolute.
     File(PathBuf),
     /// A pool, or a namespace in one.
-    Rbd(RbdStoreSpec),
+    Rbd(Box<RbdStoreSpec>),
 }
 
 impl StoreUri {
@@ -56,7 +56,7 @@ impl StoreUri {
     pub fn reached_as(self, other: &Self) -> Result<Self> {
         match (self.0, &other.0) {
             (StoreSpec::Rbd(this), StoreSpec::Rbd(other)) => {
-                this.reached_as(other).map(|spec| Self(StoreSpec::Rbd(spec)))
+                this.reached_as(other).map(|spec| Self(StoreSpec::Rbd(Box::new(spec))))
             }
             (this @ StoreSpec::File(_), StoreSpec::File(_)) => Ok(Self(this)),
             _ => Err(invalid("a file and an RBD image have nothing in common")),
@@ -73,7 +73,7 @@ impl VolumeUri {
         let store = |spec| StoreUri(spec);
         match self.spec() {
             Spec::Rbd(spec) => {
-                let place = store(StoreSpec::Rbd(spec.store()));
+                let place = store(StoreSpec::Rbd(Box::new(spec.store())));
                 Ok((place, spec.image.clone(), spec.snapshot.clone()))
             }
             Spec::File(spec) => {
@@ -125,7 +125,7 @@ impl FromStr for StoreUri {
         let options = Options::parse(options)?;
         match location.split_once(':') {
             Some(("rbd", pool)) => {
-                RbdStoreSpec::parse(pool, options).map(|spec| Self(StoreSpec::Rbd(spec)))
+                RbdStoreSpec::parse(pool, options).map(|spec| Self(StoreSpec::Rbd(Box::new(spec))))
             }
             Some(("file", directory)) => {
                 options.finish("file:", &[])?;
@@ -141,7 +141,7 @@ impl fmt::Display for StoreUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             StoreSpec::File(path) => write!(f, "file:{}", Encoded(path.as_os_str().as_bytes())),
-            StoreSpec::Rbd(spec) => write!(f, "rbd:{}", spec.location()),
+            StoreSpec::Rbd(spec) => write!(f, "rbd:{}{}", spec.location(), Query(&spec.options())),
         }
     }
 }
@@ -168,7 +168,7 @@ mod tests {
     fn volumes_are_found_in_their_places_and_back() {
         for (volume, shown, name, snapshot) in [
             ("rbd:p/i", "rbd:p", "i", None),
-            ("rbd:p/n/i@s?id=x", "rbd:p/n", "i", Some("s")),
+            ("rbd:p/n/i@s?id=x", "rbd:p/n?id=x", "i", Some("s")),
             ("file:/var/a%20b/c.img", "file:/var/a%20b", "c.img", None),
             ("file:/c.img", "file:/", "c.img", None),
         ] {

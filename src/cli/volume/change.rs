@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Tracker, tell, time};
+use super::{Tracker, short, tell, time};
 use crate::backend;
 use crate::backend::manage::{Layout, Removal, Source};
 use crate::backend::uri::{VolumeUri, parse_size};
@@ -181,7 +181,9 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
             output::note(&format!(
                 "{} is in the trash, until {until} at least; back with: cleat volume trash restore \
                  '{}' --id {}",
-                args.uri, args.uri, trash.id
+                short(&args.uri.to_string()),
+                args.uri,
+                trash.id
             ));
             Ok(())
         }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::change::whole;
-use super::{Tracker, tell, time};
+use super::{Tracker, short, tell, time};
 use crate::backend;
 use crate::backend::manage::{Purged, Trashed};
 use crate::backend::uri::{StoreUri, VolumeUri};
@@ -29,7 +29,7 @@ pub(super) struct Trash {
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     List(List),
-    Restore(Restore),
+    Restore(Box<Restore>),
     Purge(Purge),
 }
 
@@ -120,7 +120,8 @@ struct Failure {
 pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
     match args.command {
         Command::List(List { place }) => list(globals, &place).map(|()| exit::OK),
-        Command::Restore(Restore { uri, id, name: new_name }) => {
+        Command::Restore(restore) => {
+            let Restore { uri, id, name: new_name } = *restore;
             let (store, name) = whole(&uri)?;
             let store = backend::store(&store)?;
             let changed = store.trash_restore(&name, id.as_deref(), new_name.as_deref())?;
@@ -164,7 +165,7 @@ fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
         output::note(&format!("{} ({}) cannot be deleted: {why}", entry.id, entry.name));
     }
     if purged.removed.is_empty() && purged.waiting.is_empty() && purged.failed.is_empty() {
-        output::note(&format!("the trash of {} is empty", args.place));
+        output::note(&format!("the trash of {} is empty", short(&args.place.to_string())));
     }
     Ok(code)
 }

@@ -65,6 +65,23 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
 }
 
 impl World {
+    /// A mapping with its device, whose worker has died.
+    fn of(record: Record) -> Self {
+        Self {
+            record: Some(record),
+            devices: vec![(true, 0)],
+            worker: ModelWorker::Dead,
+            predecessor: ModelWorker::None,
+            taken: false,
+            fenced: false,
+            held: false,
+            announced: true,
+            failures: 0,
+            lost: false,
+            replaced_by_zeroes: false,
+        }
+    }
+
     fn observe(&self) -> Observed {
         let ours = self.devices.iter().enumerate().filter(|(_, device)| device.0);
         Observed {
@@ -328,6 +345,28 @@ impl World {
     }
 }
 
+fn established(connections: u32, outlives_worker: bool) -> Record {
+    Record { established: true, ..record(connections, outlives_worker) }
+}
+
+/// A mapping's device and worker, with nothing special about them.
+fn seen(worker: SeenWorker) -> Observed {
+    Observed {
+        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        worker,
+        predecessor: SeenWorker::Gone,
+        taken: None,
+        holders: Vec::new(),
+        announced: true,
+        failures: 0,
+        history: String::new(),
+        overdue: false,
+        refusing: false,
+        growth_waits: false,
+        connecting: false,
+    }
+}
+
 const OLD: WorkerId = WorkerId { pid: 6, started_ticks: 6 };
 
 fn intents() -> impl Strategy<Value = Intent> {
@@ -451,17 +490,10 @@ proptest! {
     #[test]
     fn maps_and_unmaps_in_one_plan_each(connections in 1u32..16, outlives in any::<bool>()) {
         let mut world = World {
-            record: Some(record(connections, outlives)),
             devices: vec![(false, 3)],
             worker: ModelWorker::None,
-            predecessor: ModelWorker::None,
-            taken: false,
-            fenced: false,
-            held: false,
             announced: false,
-            failures: 0,
-            lost: false,
-            replaced_by_zeroes: false,
+            ..World::of(record(connections, outlives))
         };
         prop_assert_eq!(world.run(&mut std::iter::empty(), 2), Some(State::Mapped));
         world.record.as_mut().expect("kept").intent = Intent::Unmapped;
@@ -472,21 +504,7 @@ proptest! {
 
 #[test]
 fn a_dead_worker_is_replaced_and_its_generation_raised() {
-    let mut record = record(2, true);
-    record.established = true;
-    let mut world = World {
-        record: Some(record),
-        devices: vec![(true, 0)],
-        worker: ModelWorker::Dead,
-        predecessor: ModelWorker::None,
-        taken: false,
-        fenced: false,
-        held: true,
-        announced: true,
-        failures: 0,
-        lost: false,
-        replaced_by_zeroes: false,
-    };
+    let mut world = World { held: true, ..World::of(established(2, true)) };
     let plan = plan(world.record.as_ref().unwrap(), &world.observe());
     assert_eq!(plan.state, State::Recovering);
     assert_eq!(plan.actions, [Action::StartWorker, Action::Reconnect { index: 0, missing: 2 }]);
@@ -496,21 +514,7 @@ fn a_dead_worker_is_replaced_and_its_generation_raised() {
 
 #[test]
 fn memory_that_died_is_lost_and_said_so() {
-    let mut record = record(1, false);
-    record.established = true;
-    let mut world = World {
-        record: Some(record),
-        devices: vec![(true, 0)],
-        worker: ModelWorker::Dead,
-        predecessor: ModelWorker::None,
-        taken: false,
-        fenced: false,
-        held: true,
-        announced: true,
-        failures: 0,
-        lost: true,
-        replaced_by_zeroes: false,
-    };
+    let mut world = World { held: true, lost: true, ..World::of(established(1, false)) };
     let Some(State::Failed(trouble)) = world.run(&mut std::iter::empty(), 3) else {
         panic!("not failed")
     };
@@ -524,20 +528,10 @@ fn memory_that_died_is_lost_and_said_so() {
 
 #[test]
 fn a_device_that_somebody_took_away_is_not_made_again_in_silence() {
-    let mut record = record(1, true);
-    record.established = true;
     let mut world = World {
-        record: Some(record),
         devices: Vec::new(),
         worker: ModelWorker::Alive(0),
-        predecessor: ModelWorker::None,
-        taken: false,
-        fenced: false,
-        held: false,
-        announced: true,
-        failures: 0,
-        lost: false,
-        replaced_by_zeroes: false,
+        ..World::of(established(1, true))
     };
     assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Failed(_))));
     assert!(world.devices.is_empty());
@@ -548,20 +542,8 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
     let mut record = record(1, true);
     record.intent = Intent::Unmapped;
     record.established = true;
-    let observed = Observed {
-        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
-        worker: SeenWorker::Unreachable { pid: 7, reason: "speaks another version".into() },
-        predecessor: SeenWorker::Gone,
-        taken: None,
-        holders: Vec::new(),
-        announced: true,
-        failures: 0,
-        history: String::new(),
-        overdue: false,
-        refusing: false,
-        growth_waits: false,
-        connecting: false,
-    };
+    let observed =
+        seen(SeenWorker::Unreachable { pid: 7, reason: "speaks another version".into() });
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
     assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
@@ -572,18 +554,8 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     let mut record = record(1, true);
     record.intent = Intent::Forced(Unmount::Own);
     let mut observed = Observed {
-        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
-        worker: SeenWorker::Alive { connections: 1, size: 1 << 20 },
-        predecessor: SeenWorker::Gone,
-        taken: None,
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
-        announced: true,
-        failures: 0,
-        overdue: false,
-        refusing: false,
-        growth_waits: false,
-        connecting: false,
-        history: String::new(),
+        ..seen(SeenWorker::Alive { connections: 1, size: 1 << 20 })
     };
     let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
     let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
@@ -611,22 +583,12 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
 
 #[test]
 fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
-    let mut record = record(1, true);
-    record.established = true;
+    let record = established(1, true);
     let grows = |record: &Record, size, connections, growth_waits| {
         let observed = Observed {
-            devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
-            worker: SeenWorker::Alive { connections, size },
-            predecessor: SeenWorker::Gone,
-            taken: None,
-            holders: Vec::new(),
-            announced: true,
             failures: MAX_FAILURES,
-            history: String::new(),
-            overdue: false,
-            refusing: false,
             growth_waits,
-            connecting: false,
+            ..seen(SeenWorker::Alive { connections, size })
         };
         let plan = plan(record, &observed);
         assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
@@ -645,21 +607,11 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
 
 #[test]
 fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
-    let mut record = record(2, true);
-    record.established = true;
+    let mut record = established(2, true);
     let mut observed = Observed {
-        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
-        worker: SeenWorker::Gone,
-        predecessor: SeenWorker::Gone,
-        taken: None,
-        holders: Vec::new(),
-        announced: true,
         failures: MAX_FAILURES,
         history: "worker 7 was killed by SIGKILL".into(),
-        overdue: false,
-        refusing: false,
-        growth_waits: false,
-        connecting: false,
+        ..seen(SeenWorker::Gone)
     };
     let refuse = Action::Refuse { index: 3, connections: 2 };
     let failed = |record: &Record, observed: &Observed| match plan(record, observed) {

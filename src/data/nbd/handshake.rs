@@ -1,13 +1,14 @@
 //! The handshake: fixed newstyle negotiation, server side.
 //!
 //! One export. Whatever a client asks for that is not served gets its error, and the stream stays in
-//! step; only what cannot be understood at all ends the connection. STARTTLS, STRUCTURED_REPLY, the
-//! meta contexts and EXTENDED_HEADERS have their place in [`Handshake::answer`].
+//! step; only what cannot be understood at all ends the connection. STARTTLS and EXTENDED_HEADERS have
+//! their place in [`Handshake::answer`].
 
 use crate::backend::BlockSizes;
 
+use super::structured::{ALLOCATION, ALLOCATION_ID, ContextQuery};
 use super::wire::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, OPTION_HEADER_LEN, OptionHeader, be16, be32, info,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, OPTION_HEADER_LEN, OptionHeader, be16, be32, flag, info,
     info_block_size, info_export, option, put_greeting, put_option_reply, reply,
 };
 
@@ -43,6 +44,15 @@ pub struct Export {
     pub blocks: BlockSizes,
     /// See [`super::wire::transmission_flags`].
     pub transmission_flags: u16,
+}
+
+/// What the client and we do beyond the basic protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Agreed {
+    /// Reads are answered by structured replies.
+    pub structured: bool,
+    /// The context "base:allocation" is selected, so BLOCK_STATUS is served.
+    pub allocation: bool,
 }
 
 /// Where the handshake stands.
@@ -90,6 +100,10 @@ pub struct Handshake {
     options: u32,
     fixed: bool,
     no_zeroes: bool,
+    structured: bool,
+    /// The export for which "base:allocation" was selected, by the name that was given.
+    selected: Option<Vec<u8>>,
+    agreed: Agreed,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +117,21 @@ impl Handshake {
     /// Begins by appending the greeting to `out`.
     pub fn new(export: Export, out: &mut Vec<u8>) -> Self {
         put_greeting(out);
-        Self { export, state: State::Flags, options: 0, fixed: false, no_zeroes: false }
+        Self {
+            export,
+            state: State::Flags,
+            options: 0,
+            fixed: false,
+            no_zeroes: false,
+            structured: false,
+            selected: None,
+            agreed: Agreed::default(),
+        }
+    }
+
+    /// What was agreed upon, once the handshake has led to transmission.
+    pub fn agreed(&self) -> Agreed {
+        self.agreed
     }
 
     /// Eats from the front of `input` and appends answers to `out`: returns how many bytes, and
@@ -198,21 +226,71 @@ impl Handshake {
             option::LIST if data.is_empty() => self.list(out),
             option::LIST => put_option_reply(out, option, reply::ERR_INVALID, b"LIST has no data"),
             option::INFO | option::GO => return self.info(option, data, out),
-            // STARTTLS, STRUCTURED_REPLY, the meta contexts, EXTENDED_HEADERS, and the unknown.
+            option::STRUCTURED_REPLY if data.is_empty() => {
+                self.structured = true;
+                put_option_reply(out, option, reply::ACK, &[]);
+            }
+            option::STRUCTURED_REPLY => {
+                put_option_reply(out, option, reply::ERR_INVALID, b"STRUCTURED_REPLY has no data");
+            }
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                self.meta_context(option, data, out);
+            }
+            // STARTTLS, EXTENDED_HEADERS, and the unknown.
             _ => put_option_reply(out, option, reply::ERR_UNSUP, b"not supported"),
         }
         Step::Continue
     }
 
-    fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Step {
+    fn meta_context(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) {
+        let set = option == option::SET_META_CONTEXT;
+        if set {
+            // Whatever comes of it, it replaces the selection before.
+            self.selected = None;
+        }
+        let mut refuse = |kind, why: &[u8]| put_option_reply(out, option, kind, why);
+        if !self.structured {
+            return refuse(reply::ERR_INVALID, b"negotiate structured replies first");
+        }
+        let Some(query) = ContextQuery::parse(data) else {
+            return refuse(reply::ERR_INVALID, b"malformed request");
+        };
+        if !self.serves(query.name) {
+            return refuse(reply::ERR_UNKNOWN, b"no such export");
+        }
+        if if set { query.sets_allocation() } else { query.lists_allocation() } {
+            let context = [&ALLOCATION_ID.to_be_bytes(), ALLOCATION].concat();
+            put_option_reply(out, option, reply::META_CONTEXT, &context);
+            if set {
+                self.selected = Some(query.name.to_vec());
+            }
+        }
+        put_option_reply(out, option, reply::ACK, &[]);
+    }
+
+    /// Transmission of the export that the client calls `name` begins.
+    fn agree(&mut self, name: &[u8]) {
+        // "If the name does not match, the server MUST NOT regard contexts as selected."
+        let allocation = self.selected.as_deref() == Some(name);
+        self.agreed = Agreed { structured: self.structured, allocation };
+    }
+
+    fn transmission_flags(&self) -> u16 {
+        // Reads never come in fragments.
+        let more = if self.structured { flag::SEND_DF } else { 0 };
+        self.export.transmission_flags | more
+    }
+
+    fn export_name(&mut self, name: &[u8], out: &mut Vec<u8>) -> Step {
         if !self.serves(name) {
             return Step::End(Refusal::UnknownExport);
         }
         out.extend(self.export.size.to_be_bytes());
-        out.extend(self.export.transmission_flags.to_be_bytes());
+        out.extend(self.transmission_flags().to_be_bytes());
         if !self.no_zeroes {
             out.extend([0; 124]);
         }
+        self.agree(name);
         Step::Transmission
     }
 
@@ -226,7 +304,7 @@ impl Handshake {
         put_option_reply(out, option::LIST, reply::ACK, &[]);
     }
 
-    fn info(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
+    fn info(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         let refuse = |out: &mut Vec<u8>, kind, why: &[u8]| {
             put_option_reply(out, option, kind, why);
             Step::Continue
@@ -237,12 +315,12 @@ impl Handshake {
         if !self.serves(query.name) {
             return refuse(out, reply::ERR_UNKNOWN, b"no such export");
         }
-        let Export { name, description, size, blocks, transmission_flags } = &self.export;
+        let Export { name, description, size, blocks, .. } = &self.export;
         if blocks.minimum > ASSUMED_BLOCK && !query.asks(info::BLOCK_SIZE) && option == option::GO {
             return refuse(out, reply::ERR_BLOCK_SIZE_REQD, b"ask for NBD_INFO_BLOCK_SIZE");
         }
         let mut send = |data: &[u8]| put_option_reply(out, option, reply::INFO, data);
-        send(&info_export(*size, *transmission_flags));
+        send(&info_export(*size, self.transmission_flags()));
         send(&info_block_size(*blocks));
         if query.asks(info::NAME) {
             send(&info_string(info::NAME, name));
@@ -251,7 +329,11 @@ impl Handshake {
             send(&info_string(info::DESCRIPTION, description));
         }
         put_option_reply(out, option, reply::ACK, &[]);
-        if option == option::GO { Step::Transmission } else { Step::Continue }
+        if option == option::INFO {
+            return Step::Continue;
+        }
+        self.agree(query.name);
+        Step::Transmission
     }
 
     /// "The empty string is the default export."
@@ -343,6 +425,58 @@ mod tests {
         (eaten, sent, Step::Continue)
     }
 
+    fn contexts(option: u32, name: &[u8], query: &[u8]) -> Vec<u8> {
+        let length = |bytes: &[u8]| (bytes.len() as u32).to_be_bytes();
+        let count = 1_u32.to_be_bytes();
+        request(option, &[&length(name), name, &count, &length(query), query].concat())
+    }
+
+    /// What is agreed upon after these options and a GO for the export, and how it was answered.
+    fn agreed(options: &[Vec<u8>]) -> (Agreed, Vec<(u32, u32)>, u16) {
+        let stream = [FLAGS.to_vec(), options.concat(), go(option::GO, "disk", &[])].concat();
+        let mut out = Vec::new();
+        let mut handshake = Handshake::new(export(), &mut out);
+        let (_, step) = handshake.advance(&stream, &mut out);
+        assert_eq!(step, Step::Transmission);
+        let replies = replies(&out[18..]);
+        let info =
+            replies.iter().find(|(option, kind, _)| (*option, *kind) == (option::GO, reply::INFO));
+        let flags = be16(&info.unwrap().2, 10);
+        let kinds = replies.iter().map(|(option, kind, _)| (*option, *kind));
+        (handshake.agreed(), kinds.take_while(|(option, _)| *option != option::GO).collect(), flags)
+    }
+
+    #[test]
+    fn contexts_are_selected_for_one_export_after_structured_replies() {
+        let structured = || request(option::STRUCTURED_REPLY, &[]);
+        let (list, set) = (option::LIST_META_CONTEXT, option::SET_META_CONTEXT);
+        let select = |name: &[u8], query: &[u8]| contexts(set, name, query);
+        let (ack, refused) = (reply::ACK, reply::ERR_INVALID);
+        let (got, replies, flags) = agreed(&[structured(), select(b"disk", ALLOCATION)]);
+        assert_eq!(got, Agreed { structured: true, allocation: true });
+        let of_set = [(set, reply::META_CONTEXT), (set, ack)];
+        assert_eq!(replies, [&[(option::STRUCTURED_REPLY, ack)], &of_set[..]].concat());
+        assert_eq!(flags, 0x10d | flag::SEND_DF);
+        let (got, replies, flags) = agreed(&[select(b"disk", ALLOCATION)]);
+        assert_eq!((got, flags), (Agreed::default(), 0x10d));
+        assert_eq!(replies, [(set, refused)]);
+        // Of another name, of another context, or lost by a selection that came later.
+        for options in [
+            vec![structured(), select(b"", ALLOCATION)],
+            vec![structured(), select(b"disk", b"base:")],
+            vec![structured(), select(b"disk", ALLOCATION), select(b"disk", b"qemu:x")],
+            vec![structured(), select(b"disk", ALLOCATION), request(set, b"x")],
+            vec![structured(), contexts(list, b"disk", b"base:")],
+        ] {
+            let (got, replies, _) = agreed(&options);
+            assert_eq!(got, Agreed { structured: true, allocation: false }, "{replies:?}");
+        }
+        let (_, replies, _) = agreed(&[structured(), contexts(list, b"disk", b"base:")]);
+        assert_eq!(replies[1..], [(list, reply::META_CONTEXT), (list, ack)]);
+        let (_, replies, _) = agreed(&[request(option::STRUCTURED_REPLY, b"x")]);
+        assert_eq!(replies, [(option::STRUCTURED_REPLY, refused)]);
+    }
+
     /// The replies' options, types and data.
     fn replies(mut sent: &[u8]) -> Vec<(u32, u32, Vec<u8>)> {
         let mut replies = Vec::new();
@@ -396,7 +530,7 @@ mod tests {
         assert_eq!((eaten, step), (stream.len(), Step::End(Refusal::Aborted)));
         let expected = [
             (option::STARTTLS, reply::ERR_UNSUP),
-            (option::SET_META_CONTEXT, reply::ERR_UNSUP),
+            (option::SET_META_CONTEXT, reply::ERR_INVALID),
             (0xdead, reply::ERR_UNSUP),
             (option::LIST, reply::ERR_INVALID),
             (option::GO, reply::ERR_INVALID),
@@ -458,6 +592,9 @@ mod tests {
             3 => (0u32..13, data.clone()).prop_map(|(option, data)| request(option, &data)),
             3 => (6u32..8, name, proptest::collection::vec(0u16..6, 0..6))
                 .prop_map(|(option, name, wanted)| go(option, name, &wanted)),
+            2 => (9u32..11, prop_oneof![Just(ALLOCATION), Just(&b"base:"[..]), Just(&b"x"[..])])
+                .prop_map(|(option, query)| contexts(option, b"disk", query)),
+            1 => Just(request(option::STRUCTURED_REPLY, &[])),
             1 => (16_000u32..17_000).prop_map(|len| request(55, &vec![0; len as usize])),
             1 => data,
         ];

@@ -10,5 +10,6 @@
 
 pub mod errno;
 pub mod handshake;
+pub mod structured;
 pub mod transmission;
 pub mod wire;

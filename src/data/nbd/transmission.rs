@@ -5,12 +5,13 @@
 //! from the socket into an aligned buffer, if it likes) and reports by
 //! [`Transmission::payload_taken`]. Payloads of refused writes are skipped here.
 //!
-//! Structured replies and 64-bit headers will be modes of this type; a request's length is 64 bits
-//! wide already.
+//! What the handshake agreed upon ([`Agreed`]) is a mode of this type. 64-bit headers would be another;
+//! a request's length is 64 bits wide already.
 
 use crate::backend::{BlockSizes, Features};
 use crate::request::{Flags, IoError, Op, Request};
 
+use super::handshake::Agreed;
 use super::wire::{REQUEST_LEN, RequestHeader, command, command_flag};
 
 /// The longest payload that is served, in bytes; what clients may assume without INFO_BLOCK_SIZE.
@@ -38,6 +39,17 @@ pub enum Event {
         cookie: u64,
         /// Checked against the volume.
         request: Request,
+    },
+    /// BLOCK_STATUS, in a range of the volume that is not empty.
+    Status {
+        /// To be given back with the reply.
+        cookie: u64,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// The reply may have a single extent only.
+        one: bool,
     },
     /// A request that the volume does not accept; to be answered with the error.
     Refused {
@@ -71,6 +83,7 @@ pub struct Transmission {
     features: Features,
     alignment_mask: u64,
     max_payload: u32,
+    agreed: Agreed,
     /// Bytes of a write's payload that the caller still has to take.
     payload: u64,
     /// Bytes of a refused write's payload that are still to be skipped.
@@ -84,9 +97,15 @@ impl Transmission {
             features,
             alignment_mask: u64::from(blocks.minimum) - 1,
             max_payload: blocks.maximum.min(MAX_PAYLOAD),
+            agreed: Agreed::default(),
             payload: 0,
             skip: 0,
         }
+    }
+
+    /// Parses by what the handshake agreed upon, from now on.
+    pub fn agree(&mut self, agreed: Agreed) {
+        self.agreed = agreed;
     }
 
     /// Eats from the front of `input`: returns how many bytes, and what they amount to. `size` is
@@ -137,6 +156,9 @@ impl Transmission {
         if header.command == command::DISC {
             return Event::Disconnect;
         }
+        if header.command == command::BLOCK_STATUS && self.agreed.allocation {
+            return self.judge_status(&header, size);
+        }
         let is_write = header.command == command::WRITE;
         match self.check(&header, size) {
             Ok(request) if is_write => {
@@ -152,6 +174,37 @@ impl Transmission {
                 Event::Refused { cookie, op: op(header.command), error }
             }
         }
+    }
+
+    fn judge_status(&self, header: &RequestHeader, size: u64) -> Event {
+        let RequestHeader { cookie, offset, flags, .. } = *header;
+        let length = u64::from(header.length);
+        if flags & !command_flag::REQ_ONE != 0
+            || self.check_range(offset, length, size, IoError::Invalid).is_err()
+        {
+            return Event::Refused { cookie, op: None, error: IoError::Invalid };
+        }
+        let one = flags & command_flag::REQ_ONE != 0;
+        Event::Status { cookie, offset, length, one }
+    }
+
+    fn check_range(
+        &self,
+        offset: u64,
+        length: u64,
+        size: u64,
+        beyond: IoError,
+    ) -> Result<(), IoError> {
+        if length == 0 {
+            return Err(IoError::Invalid);
+        }
+        if offset.checked_add(length).is_none_or(|end| end > size) {
+            return Err(beyond);
+        }
+        if (offset | length) & self.alignment_mask != 0 {
+            return Err(IoError::Invalid);
+        }
+        Ok(())
     }
 
     fn check(&self, header: &RequestHeader, size: u64) -> Result<Request, IoError> {
@@ -176,17 +229,13 @@ impl Transmission {
         }
         let (offset, length) = (header.offset, u64::from(header.length));
         let has_payload = matches!(op, Op::Read | Op::Write);
-        if length == 0 || has_payload && header.length > self.max_payload {
+        if has_payload && header.length > self.max_payload {
             return Err(IoError::Invalid);
         }
-        if offset.checked_add(length).is_none_or(|end| end > size) {
-            // "SHOULD be ENOSPC" for writes, EINVAL for the rest.
-            let grows = matches!(op, Op::Write | Op::WriteZeroes);
-            return Err(if grows { IoError::NoSpace } else { IoError::Invalid });
-        }
-        if (offset | length) & self.alignment_mask != 0 {
-            return Err(IoError::Invalid);
-        }
+        // "SHOULD be ENOSPC" for writes, EINVAL for the rest.
+        let grows = matches!(op, Op::Write | Op::WriteZeroes);
+        let beyond = if grows { IoError::NoSpace } else { IoError::Invalid };
+        self.check_range(offset, length, size, beyond)?;
         Ok(Request { op, flags, offset, length })
     }
 
@@ -194,6 +243,7 @@ impl Transmission {
         let zeroes = op == Op::WriteZeroes;
         let allowed = if self.features.fua { command_flag::FUA } else { 0 }
             | if zeroes { command_flag::NO_HOLE } else { 0 }
+            | if op == Op::Read && self.agreed.structured { command_flag::DF } else { 0 }
             | if zeroes && self.features.fast_zero { command_flag::FAST_ZERO } else { 0 };
         if flags & !allowed != 0 {
             return Err(IoError::Invalid);
@@ -307,6 +357,32 @@ mod tests {
     }
 
     #[test]
+    fn what_was_agreed_upon_is_served() {
+        let mut parser = Transmission::new(Features::ALL, BLOCKS);
+        parser.agree(Agreed { structured: true, allocation: true });
+        let mut seen = |header: RequestHeader| parser.next(&header.encode(), SIZE).1;
+        let whole = header(command::BLOCK_STATUS, 0, 0, SIZE as u32);
+        let status = |one| Event::Status { cookie: 42, offset: 0, length: SIZE, one };
+        assert_eq!(seen(whole), status(false));
+        let one = RequestHeader { flags: command_flag::REQ_ONE, ..whole };
+        assert_eq!(seen(one), status(true));
+        let refused = Event::Refused { cookie: 42, op: None, error: IoError::Invalid };
+        for bad in [
+            RequestHeader { length: 0, ..whole },
+            RequestHeader { offset: 512, ..whole },
+            RequestHeader { offset: u64::MAX - 511, length: 512, ..whole },
+            RequestHeader { offset: 1, length: 512, ..whole },
+            RequestHeader { flags: command_flag::FUA, ..whole },
+        ] {
+            assert_eq!(seen(bad), refused, "{bad:?}");
+        }
+        let read = header(command::READ, command_flag::DF, 0, 512);
+        assert!(matches!(seen(read), Event::Request { .. }));
+        let write = header(command::WRITE, command_flag::DF, 0, 512);
+        assert!(matches!(seen(write), Event::Refused { .. }));
+    }
+
+    #[test]
     fn a_refused_payload_is_skipped_in_step() {
         let mut parser = Transmission::new(Features::ALL, BLOCKS);
         let mut input = header(command::WRITE, 0, SIZE, 1024).encode().to_vec();
@@ -331,6 +407,7 @@ mod tests {
     /// Runs a stream through the parser in pieces that end at `cuts`, taking payloads on the way.
     fn events(stream: &[u8], cuts: &[usize]) -> Vec<Event> {
         let mut parser = Transmission::new(Features::ALL, BLOCKS);
+        parser.agree(Agreed { structured: true, allocation: true });
         let (mut events, mut pos, mut payload) = (Vec::new(), 0, 0);
         for &end in cuts.iter().chain([&stream.len()]) {
             loop {
@@ -398,6 +475,10 @@ mod tests {
         #[test]
         fn what_passes_is_inside_aligned_and_bounded(stream in any_stream()) {
             for event in events(&stream, &[]) {
+                if let Event::Status { offset, length, .. } = event {
+                    prop_assert!(length > 0 && offset + length <= SIZE);
+                    prop_assert!((offset | length) % 512 == 0);
+                }
                 let (Event::Request { request, .. } | Event::Write { request, .. }) = event else {
                     continue;
                 };

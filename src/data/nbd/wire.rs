@@ -40,6 +40,7 @@ pub mod reply {
     pub const ACK: u32 = 1;
     pub const SERVER: u32 = 2;
     pub const INFO: u32 = 3;
+    pub const META_CONTEXT: u32 = 4;
     pub const ERR_UNSUP: u32 = ERROR | 1;
     pub const ERR_INVALID: u32 = ERROR | 3;
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
@@ -125,6 +126,7 @@ pub mod flag {
     pub const SEND_FUA: u16 = 1 << 3;
     pub const SEND_TRIM: u16 = 1 << 5;
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    pub const SEND_DF: u16 = 1 << 7;
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
     pub const SEND_CACHE: u16 = 1 << 10;
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
@@ -148,6 +150,8 @@ pub mod command_flag {
     #![allow(missing_docs)]
     pub const FUA: u16 = 1 << 0;
     pub const NO_HOLE: u16 = 1 << 1;
+    pub const DF: u16 = 1 << 2;
+    pub const REQ_ONE: u16 = 1 << 3;
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 

@@ -68,6 +68,8 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, read])?]);
     // abort() signals its own process; tgkill cannot name another one.
     rules.insert(libc::SYS_tgkill, vec![when(0, is(std::process::id().into()))?]);
+    // Whether a process is there, as kill(2) with no signal tells.
+    rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
     if !needs.paths.is_empty() {
         rules.extend(PATHS.iter().map(|call| (*call, Vec::new())));
     }

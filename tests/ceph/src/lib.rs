@@ -49,8 +49,13 @@ impl Cluster {
     }
 
     fn start_in(store: &str) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cluster");
-        let mut process = Command::new(path)
+        Self::start_by(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cluster"), store)
+    }
+
+    /// As the others, by a copy of the script, where this directory is not at hand: `memory` or
+    /// `disk`.
+    pub fn start_by(script: &Path, store: &str) -> Self {
+        let mut process = Command::new(script)
             .arg(store)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -97,6 +102,14 @@ impl Cluster {
     /// What it complains of, when it fails.
     pub fn rbd(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
         self.run("rbd", arguments)
+    }
+
+    /// As [`Cluster::rbd`], for `rados`.
+    ///
+    /// # Errors
+    /// What it complains of, when it fails.
+    pub fn rados(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        self.run("rados", arguments)
     }
 
     fn run(&self, program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {

@@ -75,6 +75,11 @@ impl Load {
         });
     }
 
+    /// Waits until there is no block that has never been written.
+    pub(super) fn wait_until_all_is_written(&self) {
+        wait_until("all is written", || self.done().iter().all(|done| *done >= SLOTS));
+    }
+
     /// Ends it without an error; returns the number of each writer's last write.
     pub(super) fn finish(self) -> [u64; WRITERS] {
         let done = Arc::clone(&self.progress);

@@ -3,9 +3,11 @@
 
 mod changes;
 mod clients;
+mod full;
 mod load;
 mod outages;
 mod refused;
+mod rivals;
 
 use ceph_test_cluster::{Cluster, ID, POOL};
 use cleat::proto::v1::{MapRequest, Mapping};

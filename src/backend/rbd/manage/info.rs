@@ -7,7 +7,7 @@ use librbd::{
 
 use super::{Target, layout};
 use crate::backend::manage::{Entry, Info, Lock, Parent, Snapshot, Watcher};
-use crate::backend::rbd::claim;
+use crate::backend::rbd::record::KEY;
 use crate::error::{ErrorKind, Result};
 
 /// What a list shows of an image that had to be opened for it.
@@ -82,7 +82,7 @@ impl Target {
             snapshots,
             clones,
             claim: image
-                .metadata_get(claim::KEY)?
+                .metadata_get(KEY)?
                 .map(|text| serde_json::from_str(&text).unwrap_or(serde_json::Value::String(text))),
             watchers: watchers
                 .map(|w| Watcher { client: format!("client.{}", w.client), address: w.address })
@@ -133,7 +133,11 @@ impl Target {
     /// this client may not look for them in every pool.
     pub(super) fn clones(&self, image: &Image) -> Result<Option<Vec<String>>> {
         match image.children() {
-            Ok(children) => Ok(Some(children.iter().map(linked).collect())),
+            Ok(children) => {
+                let mut names: Vec<String> = children.iter().map(linked).collect();
+                names.sort();
+                Ok(Some(names))
+            }
             Err(error) => match self.failed(error) {
                 error if error.kind() == ErrorKind::PermissionDenied => Ok(None),
                 error => Err(error),

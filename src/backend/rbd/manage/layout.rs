@@ -48,13 +48,13 @@ pub(super) fn new_image(layout: &Layout) -> Result<NewImage> {
             .with_repair("give a power of two from 4K to 32M"));
     }
     if let Some((unit, count)) = layout.stripes {
-        let fits = unit > 0 && layout.object_size.is_none_or(|size| size.is_multiple_of(unit));
+        // It has to divide the object size, which is a power of two.
+        let fits = unit.is_power_of_two() && layout.object_size.is_none_or(|size| size >= unit);
         if !fits || count == 0 {
             let unit = Size(unit);
             let message = format!("the image cannot be striped in units of {unit} over {count}");
-            return Err(invalid(message).with_repair(
-                "give a stripe unit that divides the object size, and a count above 0",
-            ));
+            return Err(invalid(message)
+                .with_repair("give a power of two up to the object size, and a count above 0"));
         }
     }
     Ok(NewImage {
@@ -144,7 +144,7 @@ mod tests {
         for (layout, cause) in [
             (Layout { object_size: Some(5000), ..none.clone() }, "power of two"),
             (Layout { object_size: Some(64 << 20), ..none.clone() }, "64M"),
-            (Layout { stripes: Some((3000, 2)), ..none.clone() }, "divides"),
+            (Layout { stripes: Some((3000, 2)), ..none.clone() }, "up to the object size"),
             (Layout { stripes: Some((4096, 0)), ..none.clone() }, "above 0"),
             (Layout { features: Some(vec!["fast".into()]), ..none.clone() }, "fast-diff"),
             (Layout { features: Some(vec!["striping".into()]), ..none.clone() }, "--stripe-unit"),

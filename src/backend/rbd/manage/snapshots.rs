@@ -24,7 +24,7 @@ impl Target {
             Err(error) if error.errno() == Some(libc::EBUSY) => {
                 // librbd says no more than this when clones need it, or it is protected for them.
                 Err(Error::new(ErrorKind::InUse, format!("{} is protected", self.name))
-                    .with_repair(format!("cleat volume snapshot unprotect '{}'", self.uri))
+                    .with_repair(self.command("snapshot unprotect", &self.name))
                     .with_source(error))
             }
             Err(error) => Err(self.failed(error)),
@@ -52,7 +52,7 @@ impl Target {
         }
         self.check_unused(&image)?;
         drop(image);
-        let image = self.open(Open::Write)?;
+        let image = self.open_alone()?;
         let mut progress = |done, total| course.tell(done, total);
         image.snapshot_rollback(self.snapshot(), &mut progress).map_err(|error| {
             self.ended(error, "a part of the image is as it was then, the rest as before")
@@ -81,7 +81,7 @@ impl Target {
         let clones = at.and_then(|image| self.clones(&image));
         let (by, repair) = match clones {
             Ok(Some(clones)) if !clones.is_empty() => {
-                let flatten = format!("cleat volume flatten rbd:{}", clones[0]);
+                let flatten = self.command("flatten", &clones[0]);
                 (clones.join(", "), format!("remove its clones, or flatten them: {flatten}"))
             }
             _ => ("clones".to_owned(), "remove its clones, or flatten them".to_owned()),

@@ -90,7 +90,7 @@ impl RbdStore {
             return Ok(false);
         }
         let what = id.map(|id| format!(" with the id {id}")).unwrap_or_default();
-        let message = format!("there is no {name}{what} in the trash of {}", self.uri);
+        let message = format!("there is no {name}{what} in the trash of {}", self.place());
         Err(Error::new(ErrorKind::NotFound, message)
             .with_repair(format!("see what there is: cleat volume trash list '{}'", self.uri)))
     }
@@ -98,7 +98,8 @@ impl RbdStore {
     pub(super) fn purge(&self, ids: &[String], force: bool, course: &Course) -> Result<Purged> {
         let mut wanted = self.trashed()?;
         if let Some(id) = ids.iter().find(|id| wanted.iter().all(|entry| entry.id != **id)) {
-            let message = format!("there is nothing with the id {id} in the trash of {}", self.uri);
+            let message =
+                format!("there is nothing with the id {id} in the trash of {}", self.place());
             return Err(Error::new(ErrorKind::NotFound, message).with_repair(format!(
                 "see what there is: cleat volume trash list '{}'",
                 self.uri
@@ -138,6 +139,12 @@ impl RbdStore {
             }
         }
         Ok(purged)
+    }
+
+    /// `pool[/namespace]`
+    fn place(&self) -> String {
+        let space = self.spec.namespace().map(|name| format!("/{name}")).unwrap_or_default();
+        format!("{}{space}", self.spec.pool())
     }
 
     fn cannot_purge(&self, error: librbd::Error) -> Error {

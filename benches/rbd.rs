@@ -1,0 +1,284 @@
+//! `cargo bench --bench rbd`: `cleat serve` with an RBD image against raw librbd (fio's rbd engine)
+//! and qemu-nbd over librbd, on one cluster, in turns.
+//!
+//! Every contestant has an image of its own of the same shape, filled, and the same options of
+//! librbd. NBD servers are asked by a client that batches (`common`) over a unix socket; with
+//! `FIO=1` by fio's nbd engine, as which the kernel costs less. `ROUNDS`, `SECONDS` and `ONLY` (a
+//! part of a row's name) say how much is measured. The CPU of raw librbd includes that of starting fio.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    unreachable_pub
+)]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ceph_test_cluster::{Cluster, ID, POOL};
+use common::{Client, Load, Server, cpu_seconds, median};
+use librbd::{Config, NewImage, Pool};
+use nix::sys::resource::{UsageWho, getrusage};
+
+const SIZE: u64 = 512 << 20;
+
+/// What all of them have: a write that is answered is replicated.
+const OPTIONS: &str = "[client]\nrbd_cache = false\n";
+
+struct Row {
+    name: &'static str,
+    load: Load,
+    depth: usize,
+}
+
+const fn row(name: &'static str, write: bool, sequential: bool, block: usize, depth: usize) -> Row {
+    Row { name, load: Load { write, sequential, block }, depth }
+}
+
+const ROWS: [Row; 6] = [
+    row("4K random read, depth 1", false, false, 4096, 1),
+    row("4K random read, depth 32", false, false, 4096, 32),
+    row("4K random write, depth 1", true, false, 4096, 1),
+    row("4K random write, depth 32", true, false, 4096, 32),
+    row("1M sequential read, depth 4", false, true, 1 << 20, 4),
+    row("1M sequential write, depth 4", true, true, 1 << 20, 4),
+];
+
+fn main() {
+    let setup = Setup::new();
+    let osd = setup.osd();
+    let mut contestants = [setup.cleat(), setup.qemu_nbd(), setup.raw()];
+    let rounds = number("ROUNDS", 5);
+    let time = Duration::from_secs_f64(number("SECONDS", 2) as f64);
+    let only = std::env::var("ONLY").unwrap_or_default();
+    println!("medians of {rounds} rounds of {time:?}; CPU in µs per operation");
+    println!(
+        "  {:<12}{:>9}{:>10}{:>10}{:>9}{:>9}{:>9}",
+        "", "per s", "cleat is", "server", "client", "OSD", "all"
+    );
+    for Row { name, load, depth } in ROWS.iter().filter(|row| row.name.contains(&only)) {
+        // Rates, and microseconds of CPU of the server, the client and the OSD.
+        let mut figures = vec![[const { Vec::new() }; 4]; contestants.len()];
+        for round in 0..rounds {
+            // Whoever comes first comes last in the next one.
+            for turn in 0..contestants.len() {
+                let index = (round + turn) % contestants.len();
+                let now = contestants[index].measure(*load, *depth, time, osd);
+                figures[index].iter_mut().zip(now).for_each(|(values, now)| values.push(now));
+            }
+        }
+        println!("{name}");
+        let ours = figures[0][0].clone();
+        for (contestant, figures) in contestants.iter().zip(&mut figures) {
+            // Of one round each: what else the machine does changes from round to round.
+            let mut ratios: Vec<f64> =
+                ours.iter().zip(&figures[0]).map(|(ours, theirs)| ours / theirs).collect();
+            let (ratio, [rate, server, client, osd]) =
+                (median(&mut ratios), figures.each_mut().map(|values| median(values)));
+            let (name, all) = (&contestant.name, server + client + osd);
+            println!(
+                "  {name:<12}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
+            );
+        }
+    }
+}
+
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// The cluster, and the configuration that everybody reads.
+struct Setup {
+    cluster: Cluster,
+    dir: tempfile::TempDir,
+    pool: Arc<Pool>,
+}
+
+impl Setup {
+    fn new() -> Self {
+        let cluster = Cluster::start();
+        let dir = tempfile::tempdir().unwrap();
+        let conf = dir.path().join("ceph.conf");
+        let text = std::fs::read_to_string(cluster.conf()).unwrap();
+        std::fs::write(&conf, text + OPTIONS).unwrap();
+        let config = Config { conf: Some(conf), id: Some(ID.to_owned()), ..Config::default() };
+        let pool = librbd::Cluster::connect(&config).unwrap().pool(POOL, None).unwrap();
+        Self { cluster, dir, pool }
+    }
+
+    fn osd(&self) -> u32 {
+        let conf = self.cluster.conf();
+        let is_osd = |pid: &u32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let mut words = line.split(|byte| *byte == 0);
+            words.next() == Some(b"ceph-osd")
+                && words.any(|w| w == conf.as_os_str().as_encoded_bytes())
+        };
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.find(is_osd).expect("the cluster has an OSD")
+    }
+
+    fn conf(&self) -> PathBuf {
+        self.dir.path().join("ceph.conf")
+    }
+
+    fn cleat(&self) -> Contestant {
+        let socket = self.image("cleat");
+        let (conf, keyring) = (self.conf(), self.cluster.keyring(ID));
+        let (conf, keyring) = (conf.display(), keyring.display());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+        command.arg("serve").arg(format!("rbd:{POOL}/cleat?conf={conf}&id={ID}&keyring={keyring}"));
+        command.arg("--socket").arg(&socket);
+        Contestant::server("cleat", command, &socket)
+    }
+
+    fn qemu_nbd(&self) -> Contestant {
+        let socket = self.image("qemu");
+        let volume = format!("rbd:{POOL}/qemu:id={ID}:conf={}", self.conf().display());
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--format=raw", "--cache=none", "--socket"]);
+        command.arg(&socket).arg(volume);
+        Contestant::server("qemu-nbd", command, &socket)
+    }
+
+    fn raw(&self) -> Contestant {
+        self.image("raw");
+        let uri = format!("--ioengine=rbd --rbdname=raw --pool={POOL} --clientname={ID}");
+        let fio = Fio::new(&uri, Some(self.conf()));
+        // Filled by another one.
+        let image = self.pool.open("raw", None, librbd::Open::Write).unwrap();
+        let mut submitter = image.submitter::<Vec<u8>>(1, || {});
+        for offset in (0..SIZE).step_by(4 << 20) {
+            submitter.start(0, librbd::Io::Write { offset }, Some(vec![0x5a; 4 << 20])).unwrap();
+            while submitter.next().is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Contestant { name: "raw librbd".to_owned(), kind: Kind::Process(fio) }
+    }
+
+    /// Makes an image; returns where it can be served.
+    fn image(&self, name: &str) -> PathBuf {
+        self.pool.create(name, SIZE, &NewImage::default()).unwrap();
+        self.dir.path().join(name)
+    }
+}
+
+struct Contestant {
+    name: String,
+    kind: Kind,
+}
+
+enum Kind {
+    /// A server, and a client of it.
+    Server(Server, Client),
+    ServerFio(Server, Fio),
+    /// It asks itself.
+    Process(Fio),
+}
+
+impl Contestant {
+    fn server(name: &str, mut command: Command, socket: &Path) -> Self {
+        let server = command.stdout(Stdio::null()).spawn();
+        let server = Server(server.unwrap_or_else(|error| panic!("{command:?}: {error}")));
+        let mut client = Client::connect(socket);
+        client.fill();
+        let kind = if std::env::var("FIO").is_ok() {
+            drop(client);
+            let uri = format!("--ioengine=nbd --uri=nbd+unix:///?socket={}", socket.display());
+            Kind::ServerFio(server, Fio::new(&uri, None))
+        } else {
+            Kind::Server(server, client)
+        };
+        Self { name: name.to_owned(), kind }
+    }
+
+    /// Operations a second; and microseconds of CPU per operation: of what serves them, of the client,
+    /// where that is another process, and of the OSD.
+    fn measure(&mut self, load: Load, depth: usize, time: Duration, osd: u32) -> [f64; 4] {
+        let before = (own_cpu_seconds(), cpu_seconds(osd));
+        let (rate, operations, server_s) = self.run(load, depth, time);
+        let own_s = own_cpu_seconds() - before.0;
+        let client_s = if self.is_process() { 0.0 } else { own_s };
+        let osd_s = cpu_seconds(osd) - before.1;
+        let per_operation = |cpu_s: f64| cpu_s * 1e6 / operations;
+        [rate, per_operation(server_s), per_operation(client_s), per_operation(osd_s)]
+    }
+
+    fn is_process(&self) -> bool {
+        matches!(self.kind, Kind::Process(_))
+    }
+
+    /// Operations a second, how many there were, and seconds of CPU of what serves them.
+    fn run(&mut self, load: Load, depth: usize, time: Duration) -> (f64, f64, f64) {
+        match &mut self.kind {
+            Kind::Process(fio) => {
+                let before = own_cpu_seconds();
+                let (rate, operations) = fio.run(load, depth, time);
+                (rate, operations, own_cpu_seconds() - before)
+            }
+            Kind::Server(server, client) => {
+                let before = cpu_seconds(server.0.id());
+                let rate = client.run(load, depth, time);
+                (rate, rate * time.as_secs_f64(), cpu_seconds(server.0.id()) - before)
+            }
+            Kind::ServerFio(server, fio) => {
+                let before = cpu_seconds(server.0.id());
+                let (rate, operations) = fio.run(load, depth, time);
+                (rate, operations, cpu_seconds(server.0.id()) - before)
+            }
+        }
+    }
+}
+
+/// CPU time of this process and all that it has waited for.
+fn own_cpu_seconds() -> f64 {
+    [UsageWho::RUSAGE_SELF, UsageWho::RUSAGE_CHILDREN]
+        .iter()
+        .map(|who| getrusage(*who).unwrap())
+        .flat_map(|usage| [usage.user_time(), usage.system_time()])
+        .map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6)
+        .sum()
+}
+
+struct Fio {
+    arguments: Vec<String>,
+    conf: Option<PathBuf>,
+}
+
+impl Fio {
+    fn new(arguments: &str, conf: Option<PathBuf>) -> Self {
+        Self { arguments: arguments.split(' ').map(str::to_owned).collect(), conf }
+    }
+
+    /// Operations a second, and how many there were.
+    fn run(&self, load: Load, depth: usize, time: Duration) -> (f64, f64) {
+        let mode = match (load.sequential, load.write) {
+            (false, false) => "randread",
+            (false, true) => "randwrite",
+            (true, false) => "read",
+            (true, true) => "write",
+        };
+        let mut command = Command::new("fio");
+        command.args(&self.arguments).args(["--name=raw", "--output-format=json", "--thread"]);
+        command.args(["--time_based", "--group_reporting", "--gtod_reduce=1"]);
+        command.arg(format!("--runtime={}", time.as_secs()));
+        command.arg(format!("--rw={mode}")).arg(format!("--bs={}", load.block));
+        command.arg(format!("--iodepth={depth}")).arg(format!("--size={SIZE}"));
+        if let Some(conf) = &self.conf {
+            command.env("CEPH_CONF", conf);
+        }
+        let output = command.stderr(Stdio::inherit()).output().expect("apt install fio");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        let from = output.stdout.iter().position(|byte| *byte == b'{').unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout[from..]).unwrap();
+        let figures = &json["jobs"][0][if load.write { "write" } else { "read" }];
+        (figures["iops"].as_f64().unwrap(), figures["total_ios"].as_f64().unwrap())
+    }
+}

@@ -1,0 +1,106 @@
+//! Which parts of an image are there, by librbd's walk over its objects.
+//!
+//! - With a valid fast-diff map the walk looks at the map alone, in whole objects. Without one it asks
+//!   the OSDs for every object, one after the other: then a call looks at few of them, and the client
+//!   asks again.
+//! - Before 1.17, that is in all of Ceph 16, the map is misread unless the walk begins with an object,
+//!   so it does; where that cannot be had (a clone, whose parent may have other objects; stripes), the
+//!   objects are asked.
+//! - Stripes are walked in the order of objects, not of bytes: what was found is sorted, and a walk that
+//!   finds too much tells nothing.
+
+use std::ops::Range;
+
+use librbd::{RBD_FEATURE_FAST_DIFF, RBD_FLAG_FAST_DIFF_INVALID, RBD_FLAG_OBJECT_MAP_INVALID};
+
+use crate::backend::Extent;
+use crate::backend::extents::Layout;
+
+/// Objects that one call asks the OSDs for.
+const SLOW_OBJECTS: u64 = 64;
+
+/// Parts of objects that one walk may find.
+const MAX_FOUND: usize = 1 << 16;
+
+/// The first librbd that reads the map right from anywhere.
+const REPAIRED: (i32, i32, i32) = (1, 17, 0);
+
+/// What lies in `range`, from its beginning; at most `limit` extents, but one.
+pub(super) fn extents(
+    image: &librbd::Image,
+    range: Range<u64>,
+    limit: usize,
+) -> librbd::Result<Vec<Extent>> {
+    let stat = image.stat()?;
+    let striped = stat.stripe_count > 1 || stat.stripe_unit != stat.object_size;
+    let whole_objects = has_map(image)?
+        && (librbd::version()? >= REPAIRED || !striped && image.parent()?.is_none());
+    // What is told together: one object, or all those that stripes are laid over.
+    let set = stat.object_size.saturating_mul(stat.stripe_count).max(1);
+    let start = range.start - range.start % set;
+    let mut end = range.end.checked_next_multiple_of(set).unwrap_or(range.end).min(stat.size);
+    if !whole_objects {
+        let sets = (SLOW_OBJECTS / stat.stripe_count.max(1)).max(1);
+        end = end.min(start.saturating_add(set.saturating_mul(sets)));
+    }
+    let mut found: Vec<(u64, u64)> = Vec::new();
+    let mut walk = |offset: u64, length: u64, exists: bool| {
+        if exists {
+            found.push((offset, offset.saturating_add(length)));
+        }
+        found.len() < MAX_FOUND
+    };
+    let walked = image.diff(None, start, end.saturating_sub(start), whole_objects, &mut walk);
+    let full = found.len() == MAX_FOUND;
+    if !full {
+        walked?;
+    }
+    let known = match found.last() {
+        Some(_) if full && striped => range.start,
+        Some(&(_, last)) if full => last.min(end),
+        _ => end,
+    };
+    found.sort_unstable();
+    Ok(lay_out(&found, range, known, limit))
+}
+
+fn has_map(image: &librbd::Image) -> librbd::Result<bool> {
+    let invalid = RBD_FLAG_FAST_DIFF_INVALID | RBD_FLAG_OBJECT_MAP_INVALID;
+    Ok(image.features()? & RBD_FEATURE_FAST_DIFF != 0 && image.flags()? & invalid == 0)
+}
+
+/// What was found up to `known`, in order, as extents of `range`.
+fn lay_out(found: &[(u64, u64)], range: Range<u64>, known: u64, limit: usize) -> Vec<Extent> {
+    let length = range.end - range.start;
+    let (start, known) = (range.start, known.min(range.end));
+    let mut layout = Layout::new(range, 1, limit);
+    for &(start, end) in found.iter().filter(|(start, _)| *start < known) {
+        if !layout.data(start..end.min(known)) {
+            break;
+        }
+    }
+    if known <= start {
+        return vec![Extent { length, hole: false }];
+    }
+    layout.finish(known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_known_is_left_out_or_called_data() {
+        let found = [(0, 4), (8, 12), (20, 30)];
+        let told = |range, known, limit| {
+            let extents = lay_out(&found, range, known, limit);
+            extents.iter().map(|e| (e.length, e.hole)).collect::<Vec<_>>()
+        };
+        assert_eq!(told(2..25, 25, 9), [(2, false), (4, true), (4, false), (8, true), (5, false)]);
+        assert_eq!(told(2..25, 25, 2), [(2, false), (4, true)]);
+        assert_eq!(told(2..25, 10, 9), [(2, false), (4, true), (2, false)]);
+        assert_eq!(told(12..20, 20, 9), [(8, true)]);
+        assert_eq!(told(12..20, 12, 9), [(8, false)]);
+        assert_eq!(told(30..40, 99, 9), [(10, true)]);
+    }
+}

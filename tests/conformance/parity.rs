@@ -1,0 +1,147 @@
+//! What rbd-nbd can do with images, on a real cluster: encryption, journals, mirrors, trims refused,
+//! and a size that is noticed.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ceph_test_cluster::{ID, POOL, shared};
+use cleat::backend::{OpenOptions, Waker, open};
+use cleat::error::{Error, ErrorKind};
+use cleat::request::{Flags, Op};
+use librbd::{
+    Io, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
+};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::checks::pattern;
+use crate::lane::{Local, Volume, job, write};
+use crate::places::{image_uri, pool};
+use crate::rbd::{MIB, fresh, local, wait_until};
+
+/// A file with a passphrase, kept for the process.
+fn passphrase(text: &str) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("cleat-passphrase-{}-{text}", std::process::id()));
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+/// What comes of opening `uri`, however busy the machine is: to unlock takes seconds of its time, and an
+/// attempt that was given up holds the image until it ends.
+fn opened(uri: &str) -> Result<Local, Error> {
+    let begun = Instant::now();
+    loop {
+        match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+            Ok(image) => return Ok(Local::of(image)),
+            Err(error) => {
+                let late = [ErrorKind::TimedOut, ErrorKind::InUse].contains(&error.kind());
+                if !late || begun.elapsed() > Duration::from_secs(180) {
+                    return Err(error);
+                }
+            }
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+}
+
+fn read(image: &Arc<librbd::Image>, offset: u64, length: usize) -> Vec<u8> {
+    let mut submitter: Submitter<Vec<u8>> = image.submitter(1, || {});
+    submitter.start(0, Io::Read { offset }, Some(vec![0; length])).unwrap();
+    wait_until("the read ends", || image.in_flight() == 0);
+    let done = submitter.next().unwrap();
+    assert_eq!(done.result, i64::try_from(length).unwrap());
+    done.buffer.unwrap()
+}
+
+#[test]
+fn encrypted_images_are_served_in_plain_text() {
+    let right = passphrase("right");
+    for (format, luks, header) in [("luks1", Luks::One, 4 * MIB), ("luks2", Luks::Two, 16 * MIB)] {
+        let name = format!("secret-{format}");
+        let plain = fresh(shared(), &name, 64 * MIB);
+        shared()
+            .rbd(&[
+                "encryption",
+                "format",
+                &format!("{POOL}/{name}"),
+                format,
+                right.to_str().unwrap(),
+            ])
+            .unwrap();
+        let with = |file: &PathBuf| {
+            format!("{plain}&encryption={format}&passphrase_file={}", file.display())
+        };
+        let volume = opened(&with(&right)).unwrap();
+        assert_eq!((volume.size(), volume.blocks().minimum), (64 * MIB - header, 4096));
+        let mut lane = volume.lane();
+        let last = volume.size() - 4096;
+        lane.one(write(8192, &pattern(1, 65536)));
+        lane.one(write(last, &pattern(2, 4096)).with(Flags { fua: true, ..Flags::default() }));
+        assert!(lane.read(last, 4096) == pattern(2, 4096));
+        let expected = pattern(1, 65536);
+        assert!(lane.read(8192, 65536) == expected);
+        // Zeroes that the library makes do not last (see the constructor), so they are written.
+        assert!(!volume.features().write_zeroes && !volume.features().trim);
+        assert_eq!(volume.extents(0, MIB, 9).unwrap().len(), 1, "nothing is told of holes");
+        assert_eq!(volume.resize(128 * MIB).unwrap_err().kind(), ErrorKind::Unsupported);
+        drop(volume);
+        // Others see the same, with the passphrase, and nothing of it without.
+        let image = pool(shared(), ID).open(&name, None, Open::ReadOnly).unwrap();
+        let cipher = read(&image, header + 8192, 4096);
+        assert!(cipher != expected[..4096] && cipher != [0; 4096]);
+        image.unlock(luks, b"right").unwrap();
+        assert!(read(&image, 8192, 8192) == expected[..8192]);
+        for (file, kind) in [
+            (passphrase("wrong"), ErrorKind::PermissionDenied),
+            ("/no/such/file".into(), ErrorKind::NotFound),
+            (passphrase(""), ErrorKind::InvalidArgument),
+        ] {
+            let Err(error) = opened(&with(&file)) else { panic!("{} unlocked it", file.display()) };
+            assert_eq!(error.kind(), kind, "{}", error.report());
+            assert!(!error.report().contains("right"), "{}", error.report());
+        }
+        // The failed attempts hold nothing.
+        assert!(opened(&with(&right)).unwrap().lane().read(8192, 4096) == expected[..4096]);
+    }
+}
+
+#[test]
+fn images_with_a_journal_and_mirrored_ones_are_served() {
+    let journal = RBD_FEATURE_EXCLUSIVE_LOCK | RBD_FEATURE_JOURNALING;
+    let new = NewImage { features: Some(journal), ..NewImage::default() };
+    pool(shared(), ID).create("journaled", 8 * MIB, &new).unwrap();
+    fresh(shared(), "mirrored", 8 * MIB);
+    shared().rbd(&["mirror", "pool", "enable", POOL, "image"]).unwrap();
+    for (name, mode) in [("journaled", "journal"), ("mirrored", "snapshot")] {
+        shared().rbd(&["mirror", "image", "enable", &format!("{POOL}/{name}"), mode]).unwrap();
+        let uri = image_uri(shared(), name);
+        let volume = local(&uri);
+        volume.lane().one(write(4096, &pattern(3, 100_000)));
+        volume.lane().one(job(Op::Trim, 0, 4096));
+        volume.lane().one(job(Op::Flush, 0, 0));
+        assert!(volume.lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+        drop(volume);
+        assert!(local(&uri).lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+    }
+}
+
+#[test]
+fn without_trim_nothing_is_given_back() {
+    let uri = format!("{}&trim=false", fresh(shared(), "kept", 8 * MIB));
+    assert!(!local(&uri).features().trim);
+    assert!(local(&uri).features().write_zeroes);
+}
+
+#[test]
+fn a_watcher_is_woken_when_the_image_grows() {
+    let uri = fresh(shared(), "watched", 8 * MIB);
+    let volume = Local::open(&uri.parse().unwrap(), OpenOptions::default());
+    let waker = Waker::new().unwrap();
+    volume.watch_size(waker.clone());
+    let admin = pool(shared(), ID).open("watched", None, Open::Write).unwrap();
+    admin.resize(12 * MIB, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];
+    assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)).unwrap(), 1, "nobody woke it");
+    wait_until("it grows", || volume.size() == 12 * MIB);
+}

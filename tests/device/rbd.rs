@@ -1,0 +1,156 @@
+//! Devices over RBD, on a cluster in the same machine: under fio, under ext4 while everything dies
+//! in turn, and taken away while the cluster says nothing.
+
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use ceph_test_cluster::{Cluster, ID, POOL};
+use libtest_mimic::Trial;
+
+use crate::fixture::{Node, cleat_ok, shell, signal, status};
+use crate::force::{self, dirty, ended, nobody_waits, nothing_is_mapped, refused};
+use crate::resize::{Load, no_io_errors, size_of};
+use crate::{trial, verify};
+
+/// The script that makes the cluster, in the payload.
+pub(crate) const CLUSTER: &str = "ceph-cluster";
+
+/// For a worker that succeeds a dead one, whose client the OSDs may take for alive for 30 s; and for
+/// everything else of a cluster under emulation.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("rbd_fio_verify_zeroes_and_discards", verified),
+        trial("rbd_ext4_survives_what_dies_under_it", survives),
+        trial("rbd_force_unmap_with_the_osd_stopped", forced),
+    ]
+}
+
+/// Up for as long as this program: it takes a minute to start.
+fn cluster() -> &'static Cluster {
+    static CLUSTER_HERE: OnceLock<Cluster> = OnceLock::new();
+    CLUSTER_HERE.get_or_init(|| {
+        let begun = Instant::now();
+        let cluster = Cluster::start_by(&Path::new(".").join(CLUSTER), "memory");
+        println!("figures: a cluster is up after {:.0?}", begun.elapsed());
+        cluster
+    })
+}
+
+/// Makes an image, which goes with the cluster; its URI.
+fn image(name: &str, size: &str) -> String {
+    rbd(&["create", &format!("{POOL}/{name}"), "--size", size]);
+    let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
+    format!("rbd:{POOL}/{name}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
+}
+
+fn rbd(arguments: &[&str]) {
+    cluster().rbd(arguments).expect("rbd succeeds");
+}
+
+#[track_caller]
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < until, "waited for too long: {what}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn verified() {
+    let uri = image("verified", "64M");
+    let node = Node::start();
+    shell("dmesg -C");
+    let device = cleat_ok(&["map", &uri, "--name", "verified"]);
+    let load = Load::start(&format!(
+        "--filename={device} --direct=1 --ioengine=libaio --iodepth=16 --size=48M"
+    ));
+    goes_on("verified", 500);
+    load.stop();
+    no_io_errors(&device);
+    cleat_ok(&["unmap", "verified"]);
+    drop(node);
+    verify::zeroes_on(&uri);
+}
+
+fn survives() {
+    let mut node = Node::start();
+    shell("dmesg -C");
+    let uri = image("alive", "96M");
+    let device = cleat_ok(&["map", &uri, "--name", "alive"]);
+    shell(&format!("mkfs.ext4 -q {device}; mkdir -p /mnt/alive; mount {device} /mnt/alive"));
+    let load = Load::start("--directory=/mnt/alive --ioengine=libaio --iodepth=8 --size=8M");
+    goes_on("alive", 50);
+
+    let worker = || status("alive")["worker_pid"].as_u64().expect("a number");
+    let (killed, begun) = (worker(), Instant::now());
+    signal("KILL", u32::try_from(killed).expect("a pid"));
+    wait_for("another worker serves", || {
+        status("alive")["state"] == "mapped" && ![0, killed].contains(&worker())
+    });
+    println!("figures: over RBD, a killed worker is replaced after {:.1?}", begun.elapsed());
+    goes_on("alive", 50);
+
+    node.kill();
+    node.restart();
+    goes_on("alive", 50);
+    let before = worker();
+    let upgraded = cleat_ok(&["upgrade", "alive", "--workers-only", "--force", "-o", "json"]);
+    assert!(upgraded.contains("handed_over"), "{upgraded}");
+    println!("figures: over RBD, {upgraded}");
+    assert_ne!(worker(), before);
+    goes_on("alive", 50);
+
+    rbd(&["resize", &format!("{POOL}/alive"), "--size", "160M", "--no-progress"]);
+    wait_for("the device grows", || size_of(&device) == 160 << 20);
+    shell(&format!("resize2fs {device} 2>&1; fallocate -l 40M /mnt/alive/more"));
+    goes_on("alive", 50);
+
+    cluster().tell("stop osd");
+    std::thread::sleep(Duration::from_secs(3));
+    cluster().tell("start osd");
+    goes_on("alive", 50);
+    load.stop();
+    shell(&format!("umount /mnt/alive; e2fsck -fn {device}"));
+    no_io_errors(&device);
+    cleat_ok(&["unmap", "alive"]);
+}
+
+/// Waits until the mapping has been written to so often again.
+fn goes_on(name: &str, writes: u64) {
+    let written = || {
+        let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
+        let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        stats["volumes"][0]["counters"]["write"]["count"].as_u64().expect("a number")
+    };
+    let before = written();
+    wait_for("the load goes on", || written() >= before + writes);
+}
+
+fn forced() {
+    let _node = Node::start();
+    let uri = image("forced", "96M");
+    let device = cleat_ok(&["map", &uri, "--name", "forced"]);
+    force::mount(&device, "ext4");
+    cluster().tell("pause osd");
+    let mut writer = dirty();
+    let (code, message) = refused("4s");
+    ended(&mut writer);
+    // All is done here; but what the OSD has of ours already it may write yet.
+    assert_eq!(code, Some(10), "{message}");
+    assert!(message.contains("not done: prove silence"), "{message}");
+    assert!(!Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists(), "it is left");
+    shell("! findmnt /mnt/forced");
+    nobody_waits();
+    cluster().tell("resume osd");
+    wait_for("the rest is done by itself", nothing_is_mapped);
+    let device = cleat_ok(&["map", &uri, "--name", "forced"]);
+    // Journal replayed, the file system is sound, and what was synchronised is there.
+    shell(&format!(
+        "e2fsck -fy {device} || test $? = 1; mount {device} /mnt/forced
+         test $(stat -c %s /mnt/forced/file) = 4194304; umount /mnt/forced"
+    ));
+    cleat_ok(&["unmap", "forced"]);
+}

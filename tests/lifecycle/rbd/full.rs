@@ -1,0 +1,92 @@
+//! The cluster has no room: what needs some waits or fails, as the mapping's owner wants; everything
+//! else goes on.
+
+use ceph_test_cluster::Cluster;
+use cleat::proto::v1::{MappingState, Outage, SetOptionsRequest};
+
+use super::load::{SIZE, held};
+use super::{MIB, Scene, spec};
+use crate::bench::{index_of, wait_until};
+
+impl Scene<'_> {
+    /// Has the OSD take itself for full, or not any more; returns when the pool shows it.
+    fn set_full(&self, full: bool) {
+        let ratio = if full { "0.001" } else { "0.95" };
+        for limit in ["nearfull", "backfillfull", "full"] {
+            self.cluster.ceph(&["osd", &format!("set-{limit}-ratio"), ratio]);
+        }
+        wait_until("the pool shows it", || {
+            let pools = self.cluster.ceph(&["osd", "pool", "ls", "detail", "--format", "json"]);
+            let pools: serde_json::Value = serde_json::from_str(&pools).unwrap();
+            pools[0]["flags_names"].as_str().unwrap().split(',').any(|flag| flag == "full") == full
+        });
+    }
+
+    fn outage(&self) -> Option<Outage> {
+        let mapping = self.supervisor.get("a").unwrap();
+        assert_eq!(mapping.state(), MappingState::Mapped, "{mapping:?}");
+        mapping.outage
+    }
+
+    fn on_outage(&self, policy: &str) {
+        let (target, on_outage) = ("a".into(), policy.into());
+        let request = SetOptionsRequest { target, on_outage, iops: None, bytes_per_s: None };
+        self.supervisor.block_on(self.supervisor.client().set_options(request)).unwrap();
+    }
+}
+
+#[test]
+fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
+    let cluster = Cluster::start();
+    let scene = Scene::on(&cluster);
+    scene.image("a");
+    cluster.rbd(&["resize", &spec("a"), "--size", "128M", "--no-progress"]).unwrap();
+    let mapping = scene.map("a");
+    let (kernel, index) = (scene.machine.kernel.clone(), index_of(&mapping));
+    let load = scene.load(&mapping);
+    load.wait_until_all_is_written();
+    scene.set_full(true);
+    // What has its room keeps it.
+    load.wait_for_more();
+    let written = load.finish();
+    assert_eq!(scene.outage(), None);
+
+    // Another object needs some.
+    let begin = |place: u64| {
+        let kernel = kernel.clone();
+        std::thread::spawn(move || kernel.write(index, place, &[5; 4096]))
+    };
+    let waits = || scene.outage().is_some_and(|outage| outage.queued > 0);
+    let writer = begin(SIZE);
+    wait_until("it waits, and that is told", waits);
+    let reason = scene.outage().unwrap().reason;
+    assert!(reason.contains("no room for volumes/a"), "{reason}");
+    assert_eq!(kernel.read(index, SIZE, 4096).unwrap(), [0; 4096]);
+    assert!(!writer.is_finished());
+    scene.set_full(false);
+    writer.join().unwrap().unwrap();
+    wait_until("its end is told", || scene.outage().is_none());
+
+    scene.set_full(true);
+    let writer = begin(SIZE + 4 * MIB);
+    wait_until("it waits", waits);
+    scene.on_outage("fail");
+    // NBD_ENOSPC.
+    for failed in [writer, begin(SIZE + 8 * MIB)] {
+        let error = failed.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("NBD error 28"), "{error}");
+    }
+    assert_eq!(kernel.read(index, SIZE, 4096).unwrap(), [5; 4096]);
+    scene.set_full(false);
+    kernel.write(index, SIZE + 8 * MIB, &[6; 4096]).unwrap();
+    wait_until("its end is told", || scene.outage().is_none());
+    scene.supervisor.unmap("a").unwrap();
+    let content = scene.content("a");
+    let (first, rest) = content.split_at(usize::try_from(SIZE).unwrap());
+    assert_eq!(held(first), written);
+    let object = usize::try_from(4 * MIB).unwrap();
+    for (number, byte) in [5, 0, 6, 0].into_iter().enumerate() {
+        assert_eq!(rest[number * object..][..4096], [byte; 4096], "object {number}");
+    }
+    scene.machine.assert_clean();
+}

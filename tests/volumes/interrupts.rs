@@ -1,0 +1,131 @@
+//! Long operations: their progress, and what signals leave of them.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::Child;
+
+use ceph_test_cluster::{Cluster, ID, POOL, shared};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+
+use crate::fixture::{
+    changed, end, json, listed, many_objects, options_of, rbd, run_rbd, spawn, uri, volume,
+};
+
+/// Waits until a line of its stderr has `text`; what comes later is read there.
+fn wait_for(child: &mut Child, text: &str) -> BufReader<std::process::ChildStderr> {
+    let mut stderr = BufReader::new(child.stderr.take().expect("it is piped"));
+    let mut said = String::new();
+    while !said.contains(text) {
+        let begun = said.len();
+        let read = stderr.read_line(&mut said).expect("it can be read");
+        assert!(read > 0, "it ended before {text:?}: {said}");
+        assert!(said.len() > begun);
+    }
+    stderr
+}
+
+fn signal(child: &Child, which: Signal) {
+    kill(Pid::from_raw(child.id().cast_signed()), which).expect("it runs");
+}
+
+/// Runs a command, sends it a signal after its first progress, and gives its code and its last words.
+fn interrupted(words: &[&str], which: Signal) -> (Option<i32>, String) {
+    let mut child = spawn(words);
+    let mut stderr = wait_for(&mut child, "%\n");
+    signal(&child, which);
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).expect("it can be read");
+    (child.wait().expect("it ends").code(), rest)
+}
+
+fn info(name: &str) -> Value {
+    rbd(&["info", &format!("{POOL}/{name}")])
+}
+
+#[test]
+fn a_flattening_and_a_removal_are_ended_and_go_on_when_they_are_repeated() {
+    many_objects("long", "32M");
+    assert!(changed(&["snapshot", "create", &uri("long@s")]));
+    assert!(changed(&["clone", &uri("long@s"), &uri("long-clone")]));
+    let (code, said) = interrupted(&["flatten", &uri("long-clone")], Signal::SIGINT);
+    assert_eq!(code, Some(6), "{said}");
+    assert!(said.contains("SIGINT: ending"), "{said}");
+    assert!(said.contains("still the clone that it was"), "{said}");
+    assert!(said.contains("repeat the command"), "{said}");
+    assert_eq!(info("long-clone")["parent"]["image"], "long");
+    assert_eq!(json(&["info", &uri("long-clone")])["locks"], json!([]), "it was closed");
+    assert!(changed_with_progress(&["flatten", &uri("long-clone")]));
+    assert_eq!(info("long-clone")["parent"], json!(null));
+
+    let (code, said) = interrupted(&["remove", &uri("long-clone"), "--now"], Signal::SIGTERM);
+    assert_eq!(code, Some(6), "{said}");
+    assert!(said.contains("still listed, with a part of its data gone"), "{said}");
+    assert!(listed().contains(&"long-clone".to_owned()));
+    assert!(changed_with_progress(&["remove", &uri("long-clone"), "--now"]));
+    assert!(!listed().contains(&"long-clone".to_owned()));
+    assert!(!changed(&["remove", &uri("long-clone"), "--now"]));
+
+    let (code, said) = interrupted(&["snapshot", "rollback", &uri("long@s")], Signal::SIGINT);
+    assert_eq!(code, Some(6), "{said}");
+    assert!(changed_with_progress(&["snapshot", "rollback", &uri("long@s")]));
+    assert!(changed(&["snapshot", "remove", &uri("long@s")]));
+
+    run_rbd(shared(), &["trash", "mv", &format!("{POOL}/long")]);
+    let trash = json(&["trash", "list", &crate::fixture::place("")])["trash"].clone();
+    let entry = trash.as_array().expect("a list").iter().find(|entry| entry["name"] == "long");
+    let id = entry.expect("it lies there")["id"].as_str().expect("an id").to_owned();
+    let purge = ["trash", "purge", &crate::fixture::place(""), &id];
+    let (code, said) = interrupted(&purge, Signal::SIGINT);
+    assert_eq!(code, Some(6), "{said}");
+    assert!(said.contains(&format!("{id} (long) is still in the trash")), "{said}");
+    assert_eq!(volume(&purge).code, 0);
+    assert_eq!(volume(&purge).code, 3, "nothing of it is left");
+}
+
+#[test]
+fn the_second_signal_ends_it_at_once() {
+    // It takes the OSD of its own away, so that nothing ends by itself.
+    let cluster = Cluster::start();
+    let image = format!("rbd:{POOL}/stuck?{}", options_of(&cluster, ID));
+    assert!(changed(&["create", &image, "64M"]));
+    cluster.tell("pause osd");
+    let mut child = spawn(&["remove", &image, "--now"]);
+    // It catches signals before it does anything else; this one may still come too early for that.
+    let begun = std::time::Instant::now();
+    let status = format!("/proc/{}/status", child.id());
+    while !catches(&status) {
+        assert!(begun.elapsed().as_secs() < 120, "it does not catch signals");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    signal(&child, Signal::SIGINT);
+    drop(wait_for(&mut child, "once more ends it at once"));
+    signal(&child, Signal::SIGTERM);
+    let status = child.wait().expect("it ends");
+    assert_eq!(end(status), (None, Some(Signal::SIGTERM as i32)));
+    cluster.tell("resume osd");
+}
+
+/// Whether SIGINT and SIGTERM are blocked, for a thread of their own.
+fn catches(status: &str) -> bool {
+    let text = std::fs::read_to_string(status).expect("it runs");
+    let line = text.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a line");
+    let blocked = u64::from_str_radix(line.trim(), 16).expect("a mask");
+    let mask = 1 << (Signal::SIGINT as u64 - 1) | 1 << (Signal::SIGTERM as u64 - 1);
+    blocked & mask == mask
+}
+
+/// Runs a long command to its end, and checks what it tells on the way.
+fn changed_with_progress(words: &[&str]) -> bool {
+    let run = volume(&[words, &["-o", "json"]].concat());
+    assert_eq!(run.code, 0, "{run:?}");
+    let mut last = 0;
+    for line in run.stderr.lines() {
+        let step: Value = serde_json::from_str(line).expect("JSON");
+        let number = |key: &str| step["progress"][key].as_u64().expect("a number");
+        assert!(number("done") >= last && number("done") <= number("total"), "{}", run.stderr);
+        last = number("done");
+    }
+    assert!(last > 0, "it told nothing: {run:?}");
+    run.json()["changed"].as_bool().expect("a flag")
+}

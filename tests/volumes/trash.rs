@@ -1,0 +1,156 @@
+//! What is removed, and what comes back.
+
+use ceph_test_cluster::{POOL, shared};
+use serde_json::{Value, json};
+
+use crate::fixture::{User, changed, json, listed, options, rbd, run_rbd, uri, volume};
+
+/// A namespace of its own, whose trash nobody else fills.
+struct Space(&'static str);
+
+impl Space {
+    fn new(name: &'static str) -> Self {
+        run_rbd(shared(), &["namespace", "create", &format!("{POOL}/{name}")]);
+        Self(name)
+    }
+
+    fn place(&self) -> String {
+        format!("rbd:{POOL}/{}?{}", self.0, options())
+    }
+
+    fn image(&self, name: &str) -> String {
+        format!("rbd:{POOL}/{}/{name}?{}", self.0, options())
+    }
+
+    /// As `rbd` lists it.
+    fn trash(&self) -> Vec<Value> {
+        let all = rbd(&["trash", "ls", "--all", &format!("{POOL}/{}", self.0)]);
+        all.as_array().expect("a list").clone()
+    }
+}
+
+#[test]
+fn what_is_removed_can_be_brought_back() {
+    let space = Space::new("regret");
+    let image = space.image("dear");
+    assert!(changed(&["create", &image, "8M"]));
+    let id = json(&["info", &image])["id"].clone();
+    let removed = json(&["remove", &image, "--keep", "1h"]);
+    assert_eq!((&removed["changed"], &removed["trash"]["id"]), (&json!(true), &id));
+    let at = |key: &str| removed["trash"][key].as_i64().expect("a time");
+    assert_eq!(at("kept_until_s") - at("removed_at_s"), 3600);
+    assert_eq!(removed["trash"]["name"], "dear");
+    let theirs = space.trash();
+    assert_eq!((theirs.len(), &theirs[0]["id"]), (1, &id));
+    assert_eq!(json(&["trash", "list", &space.place()])["trash"], json!([removed["trash"]]));
+    assert!(!changed(&["remove", &image]), "it is gone");
+
+    assert!(changed(&["trash", "restore", &image]));
+    assert!(!changed(&["trash", "restore", &image]), "it is back");
+    assert_eq!(json(&["info", &image])["id"], id);
+    assert_eq!(space.trash(), Vec::<Value>::new());
+    let never = volume(&["trash", "restore", &space.image("never")]);
+    assert!(never.error(3).contains("no never in the trash"), "{never:?}");
+}
+
+#[test]
+fn several_of_one_name_are_told_apart() {
+    let space = Space::new("names");
+    let image = space.image("same");
+    let mut ids = Vec::new();
+    for _ in 0..2 {
+        assert!(changed(&["create", &image, "8M"]));
+        ids.push(json(&["remove", &image])["trash"]["id"].as_str().expect("an id").to_owned());
+    }
+    let unclear = volume(&["trash", "restore", &image]);
+    for id in &ids {
+        assert!(unclear.error(2).contains(&**id), "{unclear:?}");
+    }
+    assert!(changed(&["trash", "restore", &image, "--id", &ids[0]]));
+    assert!(!changed(&["trash", "restore", &image, "--id", &ids[0]]));
+    let taken = volume(&["trash", "restore", &image, "--id", &ids[1]]);
+    assert!(taken.error(4).contains("--name"), "{taken:?}");
+    assert!(changed(&["trash", "restore", &image, "--id", &ids[1], "--name", "other"]));
+    assert_eq!(json(&["info", &space.image("other")])["id"], *ids[1]);
+}
+
+#[test]
+fn the_trash_is_emptied_of_what_has_been_kept_long_enough() {
+    let space = Space::new("waste");
+    for (name, keep) in [("soon", "0s"), ("late", "1d"), ("never", "1d")] {
+        assert!(changed(&["create", &space.image(name), "8M"]));
+        assert!(changed(&["remove", &space.image(name), "--keep", keep]));
+    }
+    let names = |list: &Value| {
+        let entries = list.as_array().expect("a list").iter();
+        entries.map(|e| e["name"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
+    };
+    let purged = json(&["trash", "purge", &space.place()]);
+    assert_eq!(names(&purged["removed"]), ["soon"]);
+    assert_eq!(names(&purged["waiting"]).len(), 2);
+    assert_eq!(purged["failed"], json!([]));
+    let late = purged["waiting"][0]["id"].as_str().expect("an id").to_owned();
+    let forced = json(&["trash", "purge", &space.place(), &late, "--force"]);
+    assert_eq!(names(&forced["removed"]).len(), 1);
+    let unknown = volume(&["trash", "purge", &space.place(), &late]);
+    assert!(unknown.error(3).contains(&late), "{unknown:?}");
+
+    // One that has snapshots stays, and does not keep the others. rbd puts it there, we do not.
+    assert!(changed(&["create", &space.image("full"), "8M"]));
+    assert!(changed(&["snapshot", "create", &space.image("full@s")]));
+    run_rbd(shared(), &["trash", "mv", &format!("{POOL}/waste/full")]);
+    let part = volume(&["trash", "purge", &space.place(), "--force", "-o", "json"]);
+    assert_eq!(part.code, 5, "{part:?}");
+    let part = part.json();
+    assert_eq!(
+        (names(&part["removed"]).len(), names(&part["failed"])),
+        (1, vec!["full".to_owned()])
+    );
+    assert_eq!(part["failed"][0]["kind"], "in_use");
+    assert!(part["failed"][0]["message"].as_str().expect("text").contains("snapshots"), "{part}");
+    assert_eq!(space.trash().len(), 1);
+    let told = volume(&["trash", "purge", &space.place()]);
+    assert!(told.stderr.contains("(full) cannot be deleted: it has snapshots"), "{told:?}");
+}
+
+#[test]
+fn what_is_deleted_at_once_is_gone() {
+    let image = uri("brief");
+    assert!(changed(&["create", &image, "8M"]));
+    let user = User::of(&image);
+    for words in [&["remove", &image][..], &["remove", &image, "--now"]] {
+        let held = volume(words);
+        assert!(held.error(5).contains("is in use by "), "{held:?}");
+    }
+    drop(user);
+    assert!(changed(&["snapshot", "create", &uri("brief@s")]));
+    let kept = volume(&["remove", &image, "--now"]);
+    assert!(kept.error(5).contains("has the snapshots s"), "{kept:?}");
+    assert!(changed(&["snapshot", "remove", &uri("brief@s")]));
+    assert!(changed(&["remove", &image, "--now"]));
+    assert!(!changed(&["remove", &image, "--now"]));
+    assert!(!listed().contains(&"brief".to_owned()));
+    let trash = rbd(&["trash", "ls", "--all", POOL]);
+    assert!(!trash.to_string().contains("brief"), "{trash}");
+}
+
+#[test]
+fn what_was_made_in_part_is_told_and_can_be_removed() {
+    // What a creation leaves that is cut off after its first step.
+    let object = ["put", "rbd_id.torn", "/dev/null"];
+    let conf = shared().conf();
+    let rados = std::process::Command::new("rados")
+        .args(["--id", "admin", "-p", POOL, "--conf"])
+        .arg(conf)
+        .args(object)
+        .env_remove("CEPH_ARGS")
+        .output()
+        .expect("rados runs");
+    assert!(rados.status.success(), "{rados:?}");
+    let torn = volume(&["create", &uri("torn"), "8M"]);
+    assert_eq!(torn.code, 4, "{torn:?}");
+    assert!(torn.stderr.contains("remove --now"), "{torn:?}");
+    let removed = volume(&["remove", "--now", &uri("torn")]);
+    assert_eq!(removed.code, 0, "{removed:?}");
+    assert!(changed(&["create", &uri("torn"), "8M"]));
+}
