@@ -68,6 +68,8 @@ pub struct Progress {
     unproven: Option<String>,
 }
 
+/// For the journal to take the wish. Later ones of the mapping's records follow in order.
+const RECORD_LIMIT: Duration = Duration::from_secs(1);
 /// For the worker to fail its requests. Within it, the worker has its own, shorter bound.
 const FAIL_LIMIT: Duration = Duration::from_secs(1);
 /// For the end of a killed process before the next step is taken nevertheless.
@@ -153,6 +155,10 @@ impl Executor {
         deadline: Instant,
     ) -> Result<()> {
         match action {
+            Action::Renounce => {
+                self.record_wish(guard, within(deadline, RECORD_LIMIT)).await;
+                Ok(())
+            }
             Action::FailIo => self.fail_io(guard, deadline).await,
             Action::Detach(index, unmount) => {
                 let served = guard.worker.as_ref().is_some_and(|worker| !worker.has_ended());
@@ -175,6 +181,18 @@ impl Executor {
             Action::ProveSilence => self.prove_silence(guard, deadline).await,
             other => Err(Error::new(ErrorKind::Internal, format!("{other:?} is not forced"))),
         }
+    }
+
+    /// Never fails: that the journal cannot be written keeps nobody's device.
+    async fn record_wish(&self, guard: &mut Guard, deadline: Instant) {
+        let why = match timeout_at(deadline, self.renounce(guard)).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.report(),
+            Err(_) => "the disk of the journal does not answer".to_owned(),
+        };
+        tracing::warn!(mapping = guard.volume().name, "force is not recorded: {why}");
+        guard
+            .note(format!("{why}; a daemon that is started before the end does not go on with it"));
     }
 
     async fn fail_io(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {

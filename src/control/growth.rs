@@ -197,7 +197,8 @@ impl Executor {
         Err(error)
     }
 
-    async fn check_unheld(
+    /// Sees to it that nobody holds a device, but for those who only look, and soon go.
+    pub(super) async fn check_unheld(
         &self,
         guard: &Guard,
         index: DeviceIndex,
@@ -269,9 +270,11 @@ impl Executor {
     /// Sees to it that nothing keeps the kernel waiting.
     async fn check_flow(&self, guard: &Guard, limit: Duration) -> Result<()> {
         let record = &guard.record;
+        let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(guard.volume()))?;
         let replaying = guard.sound_since.map_or(Duration::ZERO, |since| since.elapsed());
         let limit_of_replay = replay_limit(&record.options);
-        if record.generation > 1 && replaying < limit_of_replay {
+        // A worker that was succeeded in order has left nothing, and its sockets are the same.
+        if worker.statistics.reconnects() > 0 && replaying < limit_of_replay {
             let left = (limit_of_replay - replaying).as_secs() + 1;
             let message = format!(
                 "the resize of {} waits: its worker was replaced, and the kernel may still repeat \
@@ -281,7 +284,6 @@ impl Executor {
             return Err(Error::new(ErrorKind::Unavailable, message)
                 .with_repair(format!("try again in {left} seconds")));
         }
-        let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(guard.volume()))?;
         if flows(&worker.statistics, limit).await {
             return Ok(());
         }

@@ -11,9 +11,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
+use serde_json::Value;
 
 use super::directory::create_private;
-use super::mapping::Record;
+use super::mapping::{Intent, Record};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The longest record, in bytes: a URI of 4096 bytes, escaped, fits many times.
@@ -119,7 +120,7 @@ impl Journal {
     }
 
     fn write(&self, record: &Record, temporary: &Path, path: &Path) -> std::io::Result<()> {
-        let mut text = serde_json::to_vec_pretty(record)?;
+        let mut text = written(record)?;
         text.push(b'\n');
         if text.len() as u64 > MAX_RECORD {
             return Err(std::io::Error::other("the record is longer than a record may be"));
@@ -184,6 +185,27 @@ fn sync_directory(path: &Path) -> std::io::Result<()> {
     File::open(path)?.sync_all()
 }
 
+/// That a mapping goes by force stands beside the intent, so that a build which knows no force reads
+/// the record, and takes the mapping down in its own way.
+const FORCED: &str = "forced";
+
+fn written(record: &Record) -> serde_json::Result<Vec<u8>> {
+    let Intent::Forced(unmount) = record.intent else { return serde_json::to_vec_pretty(record) };
+    let mut value = serde_json::to_value(record)?;
+    value["intent"] = serde_json::to_value(Intent::Unmapped)?;
+    value[FORCED] = serde_json::to_value(unmount)?;
+    serde_json::to_vec_pretty(&value)
+}
+
+fn read(mut value: Value) -> serde_json::Result<Record> {
+    let forced = value.get_mut(FORCED).map(Value::take);
+    let mut record: Record = serde_json::from_value(value)?;
+    if let Some(unmount) = forced {
+        record.intent = Intent::Forced(serde_json::from_value(unmount)?);
+    }
+    Ok(record)
+}
+
 /// Reads and checks a record, or says why not.
 fn read_record(path: &Path) -> Result<Record, String> {
     let file = File::open(path).map_err(|error| error.to_string())?;
@@ -202,7 +224,8 @@ fn read_record(path: &Path) -> Result<Record, String> {
     if version.version != Record::VERSION {
         return Err(format!("has version {}, this is {}", version.version, Record::VERSION));
     }
-    let record: Record = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+    let value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+    let record = read(value).map_err(|error| error.to_string())?;
     let stem = path.file_stem().and_then(|stem| stem.to_str());
     if stem != Some(record.mapping_id.as_str()) || !is_mapping_id(&record.mapping_id) {
         return Err("carries another mapping's id".to_owned());
@@ -217,6 +240,7 @@ fn read_record(path: &Path) -> Result<Record, String> {
 mod tests {
     use super::*;
     use crate::control::mapping;
+    use crate::kernel::Unmount;
 
     fn record(id: &str, name: &str) -> Record {
         Record { mapping_id: id.into(), name: name.into(), ..mapping::tests::record(1, true) }
@@ -236,6 +260,26 @@ mod tests {
         journal.withdraw(&a.mapping_id).unwrap();
         journal.withdraw(&a.mapping_id).unwrap();
         assert_eq!(journal.load().unwrap().records, [b]);
+    }
+
+    #[test]
+    fn who_knows_no_force_reads_a_forced_record_as_one_to_be_unmapped() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let mut forced = record("00000000000000aa", "a");
+        forced.intent = Intent::Forced(Unmount::Own);
+        journal.store(&forced).unwrap();
+        assert_eq!(journal.load().unwrap().records, [forced.clone()]);
+        let path = journal.path(&forced.mapping_id).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        // As such a build reads it: without the field.
+        let other: Record = serde_json::from_str(&text).unwrap();
+        assert_eq!(other.intent, Intent::Unmapped);
+        // As it was written for a while.
+        fs::write(&path, serde_json::to_vec(&forced).unwrap()).unwrap();
+        assert_eq!(journal.load().unwrap().records, [forced]);
+        fs::write(&path, text.replace("\"own\"", "\"some\"")).unwrap();
+        assert_eq!(journal.load().unwrap().corrupt.len(), 1);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::SemaphorePermit;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::executor::{Change, Executor, blocking, held};
+use super::executor::{Change, Executor, blocking};
 use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, READ_ONLY, Record, Volume, WorkerId};
@@ -72,6 +72,9 @@ impl Executor {
                 stored
             }
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
+            Action::Renounce if matches!(guard.record.intent, Intent::Forced(_)) => {
+                self.forced_step(guard, action, deadline).await
+            }
             Action::Renounce => self.renounce(guard).await,
             Action::Flush(index) => {
                 let flush = move |k: &dyn Kernel, until| k.flush(index, until);
@@ -323,7 +326,7 @@ impl Executor {
         }
     }
 
-    async fn renounce(&self, guard: &mut Guard) -> Result<()> {
+    pub(super) async fn renounce(&self, guard: &mut Guard) -> Result<()> {
         if guard.renounced {
             return Ok(());
         }
@@ -337,10 +340,7 @@ impl Executor {
 
     async fn disconnect(&self, guard: &Guard, index: DeviceIndex, deadline: Instant) -> Result<()> {
         // The flush took time; somebody may have opened the device meanwhile.
-        let holders = self.holders(index, deadline).await?;
-        if !holders.is_empty() {
-            return Err(held(&guard.record.name, &holders));
-        }
+        self.check_unheld(guard, index, deadline).await?;
         let identity = guard.record.identity();
         self.kernel
             .wait("disconnect the device", deadline, Some(COMMAND_LIMIT), move |kernel, until| {

@@ -136,6 +136,28 @@ fn udev_that_looks_at_a_device_is_waited_for() {
     machine.assert_clean();
 }
 
+/// Between the look for holders and the disconnect as well.
+#[test]
+fn udev_that_begins_to_look_during_the_flush_is_waited_for() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let index = index_of(&mapping);
+    let pause = std::time::Duration::from_millis(300);
+    machine.kernel.inject(Call::Flush, Fault::Slow(2 * pause));
+    let kernel = machine.kernel.clone();
+    let looks = std::thread::spawn(move || {
+        std::thread::sleep(pause);
+        let udev = Holder::Process { pid: 99, command: "(udev-worker)".into() };
+        kernel.set_holders(index, vec![udev]);
+        std::thread::sleep(2 * pause);
+        kernel.set_holders(index, Vec::new());
+    });
+    assert!(supervisor.unmap("a").unwrap());
+    looks.join().unwrap();
+    machine.assert_clean();
+}
+
 #[test]
 fn changes_are_watched_and_counters_counted() {
     let machine = Machine::new();

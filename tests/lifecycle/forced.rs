@@ -7,7 +7,7 @@ use std::time::Duration;
 use cleat::error::ErrorKind;
 use cleat::kernel::sim::{Call, Fault};
 use cleat::kernel::{Holder, Kernel};
-use cleat::proto::v1::{MapRequest, MappingState, UnmapRequest, UnmapResponse, Unmount};
+use cleat::proto::v1::{MapRequest, Mapping, MappingState, UnmapRequest, UnmapResponse, Unmount};
 use nix::sys::signal::Signal;
 use tonic::Code;
 
@@ -76,6 +76,43 @@ fn an_idle_mapping_goes_step_by_step() {
     machine.assert_clean();
     works_again(&machine, &supervisor, &uri);
     assert!(!supervisor.force("a").unwrap().was_mapped);
+    machine.assert_clean();
+}
+
+/// Where its record is written before it takes the old one's place.
+fn draft_of(machine: &Machine, mapping: &Mapping) -> PathBuf {
+    let records = machine.config.state_dir.join("mappings");
+    records.join(&mapping.mapping_id).with_extension("tmp")
+}
+
+#[test]
+fn a_full_disk_under_the_journal_is_told_and_keeps_nobody() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let uri = machine.volume("a");
+    let mapping = supervisor.map("a", &uri).unwrap();
+    std::os::unix::fs::symlink("/dev/full", draft_of(&machine, &mapping)).unwrap();
+    let response = force(&supervisor, "a");
+    let note = note(&response, "record");
+    assert!(note.contains("cannot record") && note.contains("does not go on"), "{response:?}");
+    machine.assert_clean();
+    works_again(&machine, &supervisor, &uri);
+}
+
+#[test]
+fn a_journal_whose_disk_hangs_keeps_no_device() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let draft = draft_of(&machine, &mapping);
+    nix::unistd::mkfifo(&draft, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    // That it is over cannot be recorded: so the call fails, with all else done.
+    let failed = supervisor.force("a").unwrap_err();
+    assert_eq!(failed.code(), Code::DeadlineExceeded, "{failed:?}");
+    assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
+    assert!(machine.workers().is_empty());
+    std::fs::File::options().read(true).write(true).open(&draft).unwrap();
+    wait_until("the rest follows", || supervisor.get("a").is_err());
     machine.assert_clean();
 }
 

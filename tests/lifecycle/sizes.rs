@@ -2,7 +2,8 @@
 //! does not answer.
 
 use cleat::kernel::{Holder, Kernel};
-use cleat::proto::v1::{Mapping, MappingState, ResizeRequest};
+use cleat::proto::v1::upgrade_event::Outcome;
+use cleat::proto::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
 use tonic::{Code, Status};
 
 use crate::bench::{Machine, SIZE, Supervisor, assert_code, index_of, kill, wait_until};
@@ -38,6 +39,27 @@ fn growth_at_the_backend_shows_on_the_device_by_itself() {
     wait_until("another worker serves", || supervisor.get("a").unwrap().generation == 2);
     supervisor.wait_for("a", MappingState::Mapped);
     assert_eq!(machine.kernel.read(index_of(&mapping), 2 * SIZE - 4096, 4096).unwrap(), [9; 4096]);
+    supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}
+
+/// After a crash the kernel may repeat requests, and a resize would wait for them with its lock held.
+/// After a hand-over there is nothing to repeat.
+#[test]
+fn a_resize_waits_for_repeats_after_a_crash_and_not_after_a_hand_over() {
+    let mut machine = Machine::new();
+    machine.config.map.replay_delay = std::time::Duration::from_secs(30);
+    let supervisor = machine.start();
+    supervisor.map("a", &machine.volume("a")).unwrap();
+    let request = UpgradeRequest { workers_only: true, force: true, ..UpgradeRequest::default() };
+    let upgraded = supervisor.upgrade_with(request).unwrap();
+    assert_eq!(upgraded[0].outcome(), Outcome::HandedOver, "{upgraded:?}");
+    assert_eq!(resize(&supervisor, 2 * SIZE, false).unwrap().size_bytes, 2 * SIZE);
+    let worker = supervisor.get("a").unwrap().worker_pid;
+    kill(worker, nix::sys::signal::Signal::SIGKILL);
+    wait_until("another worker serves", || supervisor.get("a").unwrap().generation == 3);
+    supervisor.wait_for("a", MappingState::Mapped);
+    assert_code(resize(&supervisor, 3 * SIZE, false), Code::Unavailable, "was replaced");
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }

@@ -22,7 +22,10 @@ impl Supervisor {
             .unwrap()
     }
 
-    fn upgrade_with(&self, request: UpgradeRequest) -> Result<Vec<UpgradeEvent>, Status> {
+    pub(crate) fn upgrade_with(
+        &self,
+        request: UpgradeRequest,
+    ) -> Result<Vec<UpgradeEvent>, Status> {
         let mut client = self.client();
         self.block_on(async move {
             let stream = client.upgrade(request).await?.into_inner();
