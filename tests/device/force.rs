@@ -397,7 +397,7 @@ pub(crate) fn nobody_waits() {
     }
 }
 
-pub(crate) fn works_again(uri: &str) {
+fn works_again(uri: &str) {
     let device = cleat_ok(&["map", uri, "--name", "forced"]);
     shell(&format!(
         "dd if=/dev/zero of={device} bs=64k count=8 oflag=direct conv=fsync status=none"
@@ -413,7 +413,7 @@ pub(crate) fn mount(device: &str, filesystem: &str) {
 }
 
 /// Makes dirty pages of a file that is there, and perhaps waits for the device then.
-pub(crate) fn dirty() -> Child {
+fn dirty() -> Child {
     let mut writer = spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc");
     let patience = Instant::now() + Duration::from_millis(500);
     while writer.try_wait().expect("waiting for dd").is_none() && Instant::now() < patience {

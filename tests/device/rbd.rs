@@ -9,7 +9,7 @@ use ceph_test_cluster::{Cluster, ID, POOL};
 use libtest_mimic::Trial;
 
 use crate::fixture::{Node, cleat_ok, shell, signal, status};
-use crate::force::{self, dirty, ended, nobody_waits, nothing_is_mapped, refused};
+use crate::force::{self, ended, nobody_waits, nothing_is_mapped, refused, spawn};
 use crate::resize::{Load, no_io_errors, size_of};
 use crate::{trial, verify};
 
@@ -135,9 +135,14 @@ fn forced() {
     let device = cleat_ok(&["map", &uri, "--name", "forced"]);
     force::mount(&device, "ext4");
     cluster().tell("pause osd");
-    let mut writer = dirty();
+    // Past the page cache, so that the OSD has it.
+    let mut writer =
+        spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=64k count=8 oflag=direct conv=notrunc");
+    wait_for("it waits for the OSD", || {
+        shell(&format!("cat /proc/{}/stat || true", writer.id())).contains(" D ")
+    });
     let (code, message) = refused("4s");
-    ended(&mut writer);
+    assert!(!ended(&mut writer), "a write that nobody took succeeded");
     // All is done here; but what the OSD has of ours already it may write yet.
     assert_eq!(code, Some(10), "{message}");
     assert!(message.contains("not done: prove silence"), "{message}");
