@@ -39,7 +39,7 @@ use crate::error::{Error, ErrorKind, Result};
 use options::{Encoded, Query, decode};
 
 pub(crate) use options::Options;
-pub use rbd::{Encryption, RbdSpec, RbdStoreSpec};
+pub use rbd::{Encryption, Luks, RbdSpec, RbdStoreSpec};
 pub use size::{Size, parse_size, parse_size_or_zero};
 pub use store::{StoreSpec, StoreUri};
 

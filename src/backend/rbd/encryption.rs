@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Read;
 
 use super::problem::later;
-use crate::backend::uri::{Encryption, invalid};
+use crate::backend::uri::{Encryption, Luks, invalid};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The longest passphrase, in bytes; `cryptsetup` has the same bound for passphrases that are typed,
@@ -14,7 +14,11 @@ const MAX_PASSPHRASE: u64 = 8192;
 /// Makes `image` give plain text.
 pub(super) fn unlock(image: &librbd::Image, encryption: &Encryption, name: &str) -> Result<()> {
     let passphrase = passphrase(encryption)?;
-    image.unlock(encryption.format, &passphrase).map_err(|error| {
+    let format = match encryption.format {
+        Luks::One => librbd::Luks::One,
+        Luks::Two => librbd::Luks::Two,
+    };
+    image.unlock(format, &passphrase).map_err(|error| {
         let file = encryption.passphrase_file.display();
         let repair = match error.errno() {
             Some(libc::ENOSYS) => "apt install librbd1 (16 or later)".to_owned(),

@@ -3,8 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use librbd::Luks;
-
 use super::options::{Encoded, Options, decode};
 use super::{ErrorKind, invalid};
 use crate::error::{Error, Result};
@@ -43,6 +41,13 @@ pub struct Encryption {
     pub format: Luks,
     /// Absolute; the whole of the file is the passphrase.
     pub passphrase_file: PathBuf,
+}
+
+/// The version of LUKS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Luks {
+    One,
+    Two,
 }
 
 /// A pool, or a namespace in one, and how its cluster is reached.
