@@ -316,7 +316,8 @@ fn holds(world: &World, view: &View, trouble: &Trouble, gone: bool) -> Result<()
         state.workers.values().filter(|worker| worker.mapping_id() == Some(id)).collect();
     let message = &trouble.message;
     let is_true = if message.contains("by somebody else") {
-        devices.is_empty() && world.kernel().has_vanished(&record.identity())
+        let severed = world.kernel().has_vanished(&record.identity()) || state.forced.contains(id);
+        devices.is_empty() && severed
     } else if message.contains("lived in memory") {
         record.uri.starts_with("mem:") && workers.is_empty()
     } else if message.contains("somebody else owns") {

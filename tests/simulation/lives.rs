@@ -417,6 +417,7 @@ async fn unmap(world: World, executor: Arc<Executor>, target: String) {
 pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String) -> bool {
     let deadline = Instant::now() + Duration::from_secs(5);
     let volume = executor.register().get(&target);
+    world.state().forced.extend(volume.iter().map(|volume| volume.mapping_id.clone()));
     let result = executor.force(&target, Unmount::All, deadline).await;
     tracing::debug!(target, result = ?result.as_ref().map_err(Error::report), "FORCED");
     late(&world, "a forced unmap", deadline, Duration::from_millis(700));

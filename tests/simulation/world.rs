@@ -47,6 +47,8 @@ pub(crate) struct State {
     pub(crate) quirks: VecDeque<Quirks>,
     /// The supervisor lives in another pid namespace than its workers.
     pub(crate) blind: bool,
+    /// Mappings that force was used on: cut off before it was recorded, it leaves no device.
+    pub(crate) forced: BTreeSet<String>,
     /// Mappings that a supervisor has called gone.
     pub(crate) gone: BTreeSet<String>,
     /// Ended and not reaped: children of the supervisor that lives.
