@@ -210,15 +210,21 @@ fn an_outage_of_the_backend_is_told() {
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
     let mut told = BufReader::new(child.stderr.take().unwrap()).lines();
     let mut server = Server { child, uri };
-    let mut client = Command::new("timeout")
-        .args(["20", "nbdcopy", server.uri.trim_end(), "null:"])
-        .spawn()
-        .unwrap();
-    let line = told.next().unwrap().unwrap();
-    assert!(line.contains("the backend does not answer") && line.contains("retry"), "{line}");
-    server.signal(libc::SIGTERM);
+    let read = ["20", "qemu-io", "-f", "raw", "-c", "read 0 512", server.uri.trim_end()];
+    let mut client = Command::new("timeout").args(read).spawn().unwrap();
+    let line = std::thread::scope(|scope| {
+        // Once it has given up, or was cut off, the server has said all that it will.
+        scope.spawn(|| {
+            assert!(!client.wait().unwrap().success());
+            server.signal(libc::SIGTERM);
+        });
+        let line = told.next();
+        server.signal(libc::SIGTERM);
+        line
+    });
     assert!(server.wait().success());
-    assert!(!client.wait().unwrap().success());
+    let line = line.unwrap().unwrap();
+    assert!(line.contains("the backend does not answer") && line.contains("retry"), "{line}");
 }
 
 #[test]
