@@ -170,10 +170,20 @@ impl Executor {
         match self.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
             Ok(worker) => {
                 tracing::info!(mapping = guard.volume().name, pid = process.id.pid, "adopted");
-                // Who changed its policy last may have died before it was told.
-                let policy = ToWorker::SetPolicy(guard.record.options.policy);
-                if let Err(error) = worker.call(policy, Vec::new(), limit).await {
-                    tracing::warn!(mapping = guard.volume().name, "policy: {}", error.report());
+                // Who changed its policy last may have died before it was told; and who unmapped it by
+                // force, where that could not be recorded.
+                let mut orders = vec![ToWorker::SetPolicy(guard.record.options.policy)];
+                if guard.record.intent == Intent::Mapped {
+                    orders.push(ToWorker::FailIo { fail: false });
+                }
+                for order in orders {
+                    if let Err(error) = worker.call(order, Vec::new(), limit).await {
+                        tracing::warn!(
+                            mapping = guard.volume().name,
+                            "adopted: {}",
+                            error.report()
+                        );
+                    }
                 }
                 guard.volume().show_statistics(Some(worker.statistics.clone()));
                 guard.statistics = Some(worker.statistics.clone());
