@@ -84,11 +84,14 @@ fn survives() {
     let load = Load::start("--directory=/mnt/alive --ioengine=libaio --iodepth=8 --size=8M");
     goes_on("alive", 50);
 
-    let worker = || status("alive")["worker_pid"].as_u64().expect("a number");
-    let (killed, begun) = (worker(), Instant::now());
+    // None: there is no worker just now.
+    let worker = || status("alive")["worker_pid"].as_u64().filter(|pid| *pid != 0);
+    let (killed, begun) = (worker().expect("a worker"), Instant::now());
     signal("KILL", u32::try_from(killed).expect("a pid"));
     wait_for("another worker serves", || {
-        status("alive")["state"] == "mapped" && ![0, killed].contains(&worker())
+        let now = status("alive");
+        let another = now["worker_pid"].as_u64().is_some_and(|pid| ![0, killed].contains(&pid));
+        now["state"] == "mapped" && another
     });
     println!("figures: over RBD, a killed worker is replaced after {:.1?}", begun.elapsed());
     goes_on("alive", 50);
@@ -123,10 +126,16 @@ fn goes_on(name: &str, writes: u64) {
     let written = || {
         let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
         let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-        stats["volumes"][0]["counters"]["write"]["count"].as_u64().expect("a number")
+        // Nothing while a worker is being replaced.
+        stats["volumes"][0]["counters"]["write"]["count"].as_u64()
     };
-    let before = written();
-    wait_for("the load goes on", || written() >= before + writes);
+    let mut before = None;
+    wait_for("it is served", || {
+        before = written();
+        before.is_some()
+    });
+    let enough = before.unwrap_or_default() + writes;
+    wait_for("the load goes on", || written().is_some_and(|count| count >= enough));
 }
 
 fn forced() {
