@@ -1,12 +1,12 @@
 //! The trash of a pool, where removed images wait.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use librbd::Open;
 
 use super::{RbdStore, Target, pool_problem};
 use crate::backend::manage::{Purged, Removed, Trashed};
-use crate::backend::rbd::{patience::Course, problem};
+use crate::backend::rbd::{claim, patience::Course, problem};
 use crate::backend::uri::invalid;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -160,7 +160,7 @@ impl RbdStore {
 
 /// Whether its time has not come: librbd refuses to remove it with EPERM, as it does for lack of a right.
 fn waits(entry: &Trashed) -> bool {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let now = claim::now();
     u64::try_from(entry.kept_until_s).is_ok_and(|until| until > now)
 }
 
