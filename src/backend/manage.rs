@@ -275,8 +275,8 @@ pub struct Snapshot {
     pub size_bytes: u64,
     pub created_at_s: i64,
     pub protected: bool,
-    /// `user`; `trash` for one that was removed and stays until its last clone is gone; `other` for
-    /// those of groups and mirroring.
+    /// `user`; `trash` for one that was removed and stays until its last clone is gone; `mirror` for
+    /// one of mirroring; `other` for those of groups.
     pub kind: &'static str,
 }
 

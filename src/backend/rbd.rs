@@ -22,6 +22,7 @@ mod encryption;
 mod extents;
 mod fence;
 mod manage;
+mod mirror;
 mod patience;
 mod problem;
 mod queue;

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
+use super::mirror::check_primary;
 use super::patience::{Course, PATIENCE, answer, followed, within};
 use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
@@ -347,7 +348,11 @@ impl Target {
 
     fn open_at(&self, snapshot: Option<&str>, how: Open) -> Result<Arc<Image>> {
         let opened = self.pool.open(&self.spec.image, snapshot, how);
-        opened.map_err(|error| problem(error, &self.name, &self.spec))
+        let image = opened.map_err(|error| problem(error, &self.name, &self.spec))?;
+        if how == Open::Write {
+            check_primary(&image, &self.name)?;
+        }
+        Ok(image)
     }
 
     /// Opens the image so that nobody comes to write to it meanwhile: with the exclusive lock, where it
@@ -378,8 +383,11 @@ impl Target {
     }
 
     fn check_removable(&self, image: &Image) -> Result<()> {
+        check_primary(image, &self.name)?;
         self.check_unused(image)?;
-        let snapshots = self.snapshots_of(image)?;
+        let mut snapshots = self.snapshots_of(image)?;
+        // Those go with it.
+        snapshots.retain(|snapshot| snapshot.kind != "mirror");
         let Some(first) = snapshots.first() else { return Ok(()) };
         let names: Vec<&str> = snapshots.iter().map(|snapshot| &*snapshot.name).collect();
         let clones = self.clones(image)?.unwrap_or_default();
