@@ -191,7 +191,8 @@ impl Store for RbdStore {
 
     fn trash_purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
         let (this, ids) = (self.clone(), ids.to_vec());
-        followed(&self.uri.to_string(), progress, move |course| this.purge(&ids, force, course))
+        let what = format!("the trash of {}", self.place());
+        followed(&what, progress, move |course| this.purge(&ids, force, course))
     }
 }
 
