@@ -211,6 +211,7 @@ impl Target {
                 }
                 self.same(&differences)
             }
+            Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.invalid(error, layout)),
             Err(error) => Err(self.not_made(error, layout)),
         }
     }
@@ -325,6 +326,7 @@ impl Target {
         let resized = image.resize(size, shrink, &mut |done, total| course.tell(done, total));
         match resized {
             Ok(()) => Ok(true),
+            Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.too_large(error)),
             Err(error) => Err(self.ended(
                 error,
                 "it still has its old size, with a part of what was to be cut off gone",
@@ -437,6 +439,31 @@ impl Target {
             Some(repair) => failed.with_repair(repair),
             None => failed,
         }
+    }
+
+    /// What librbd only calls invalid of a new image, where all else was looked at before.
+    fn invalid(&self, error: librbd::Error, layout: &Layout) -> Error {
+        let repair = match layout {
+            Layout { data_pool: Some(pool), .. } => format!(
+                "an erasure-coded pool has to allow what images need: ceph osd pool set {pool} \
+                 allow_ec_overwrites true"
+            ),
+            Layout { stripes: Some(_), object_size: None, .. } => {
+                "give the object size, too (--object-size): no less than the stripe unit".to_owned()
+            }
+            _ => return self.too_large(error),
+        };
+        self.failed(error).with_repair(repair)
+    }
+
+    /// There is no room in an object map for so many objects (`MAX_OBJECT_MAP_OBJECT_COUNT`).
+    fn too_large(&self, error: librbd::Error) -> Error {
+        self.failed(error).with_repair(format!(
+            "with the feature object-map an image has at most 256,000,000 objects: make it with larger \
+             ones (--object-size), or without the feature (--features; rbd feature disable {} \
+             fast-diff object-map)",
+            self.name
+        ))
     }
 
     /// An error of an operation that can be ended half way; `left` is what that leaves.
