@@ -65,6 +65,9 @@ fn an_old_library_is_named_with_what_it_lacks() {
     let error = load(c"libc.so.6", c"libc.so.6").unwrap_err();
     assert!(error.to_string().contains("rados_version"), "{error}");
     assert!(error.repair().contains("Ceph 15"), "{}", error.repair());
+    let error = load(c"librados.so.2", c"libc.so.6").unwrap_err();
+    assert!(error.to_string().contains("librbd.so.1 has no rbd_version"), "{error}");
+    assert!(error.repair().contains("update librbd1"), "{}", error.repair());
 }
 
 fn prototype(source: &mut String, symbol: &Symbol) {
