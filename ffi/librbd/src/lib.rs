@@ -47,22 +47,23 @@ pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;
 
 /// Loads the libraries now, while their files can still be read: a process may want to give that
-/// up. Without it the first [`Cluster::connect`] does. Starts no thread.
+/// up. Without it the first [`Cluster::connect`] does. Starts no thread. Returns librbd's version: major,
+/// minor, extra.
 ///
 /// # Errors
 /// When a library is missing or too old.
-pub fn load() -> Result<(), LoadError> {
-    librbd_sys::api().map(drop)
-}
-
-/// Version of the librbd that was loaded: major, minor, extra.
-///
-/// # Errors
-/// As [`load`].
-pub fn version() -> Result<(i32, i32, i32)> {
-    let api = librbd_sys::api().map_err(Error::no_library)?;
+pub fn load() -> Result<(i32, i32, i32), LoadError> {
+    let api = librbd_sys::api()?;
     let (mut major, mut minor, mut extra) = (0, 0, 0);
     // SAFETY: each takes a number.
     unsafe { (api.rbd.rbd_version)(&raw mut major, &raw mut minor, &raw mut extra) };
     Ok((major, minor, extra))
+}
+
+/// Version of the librbd that was loaded, as [`load`] has it.
+///
+/// # Errors
+/// As [`load`].
+pub fn version() -> Result<(i32, i32, i32)> {
+    load().map_err(Error::no_library)
 }
