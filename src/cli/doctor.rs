@@ -20,7 +20,7 @@ Examples:
     $ cleat doctor -o json | jq '.checks[] | select(.verdict != \"ok\")'
 ";
 
-/// Check this machine: module, kernel, permissions, udev, limits
+/// Check this machine: module, kernel, permissions, udev, limits, libraries
 ///
 /// Changes nothing. The exit code tells the worst finding: 0 all is well, 20 a warning, 21 an error.
 #[derive(Debug, clap::Args)]
