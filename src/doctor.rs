@@ -13,6 +13,7 @@ use caps::{CapSet, Capability};
 use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 use nix::sys::resource::{Resource, getrlimit};
 
+use crate::backend;
 use crate::config::Config;
 use crate::error::ErrorKind;
 use crate::kernel;
@@ -30,8 +31,19 @@ pub enum Verdict {
     Error,
 }
 
+impl Verdict {
+    /// As a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
 /// One finding.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
     /// What was looked at, as one word; stable for scripts.
     pub name: &'static str,
@@ -88,6 +100,7 @@ pub fn examine(config: &Config) -> Vec<Check> {
         machine.namespaces(),
         machine.systemd(),
         machine.cgroup(),
+        rbd(),
     ]
 }
 
@@ -129,6 +142,18 @@ fn capabilities() -> Check {
     let finding = format!("missing: {}", list.collect::<Vec<_>>().join(", "));
     let repair = "run it as root; in a container, privileged or with these capabilities";
     Check { name: NAME, verdict, finding, repair: repair.into() }
+}
+
+/// Nothing is wrong with a machine without Ceph.
+fn rbd() -> Check {
+    const NAME: &str = "rbd";
+    match backend::rbd_library() {
+        Ok(version) => Check::ok(NAME, format!("{version} can be loaded")),
+        Err(error) => {
+            let repair = error.repair().unwrap_or("rbd: volumes need it");
+            Check::ok(NAME, format!("{}; {repair}", error.report()))
+        }
+    }
 }
 
 fn udev() -> Check {

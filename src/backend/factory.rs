@@ -90,10 +90,19 @@ pub fn fence(uri: &VolumeUri) -> Result<Box<dyn Fence>> {
 pub fn prepare(uri: &VolumeUri) -> Result<()> {
     match uri.spec() {
         Spec::Mem(_) | Spec::File(_) => Ok(()),
-        Spec::Rbd(_) => rbd::preload(),
+        Spec::Rbd(_) => rbd::preload().map(drop),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => prepare(&spec.inner),
     }
+}
+
+/// The library that `rbd:` volumes need, with its version. Loads it.
+///
+/// # Errors
+/// `Unsupported` when it is missing or too old; the repair names the package.
+pub fn rbd_library() -> Result<String> {
+    let (major, minor, extra) = rbd::preload()?;
+    Ok(format!("librbd {major}.{minor}.{extra}"))
 }
 
 /// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.

@@ -6,7 +6,7 @@
 //!   nothing was changed; what exists with other properties is `AlreadyExists`, naming the difference.
 //! - Nothing that is in use is taken away: `InUse` names by whom.
 //! - A call ends. Reaching the storage has a limit; so has every operation, but those that tell of
-//!   their progress, which may take as long as the data does. These can be told to end: what that
+//!   their progress, which may take as long as they get on. These can be told to end: what that
 //!   leaves stands in the error, and another call goes on from there. What hit its limit may still
 //!   take effect later.
 //! - What a backend cannot do is `Unsupported`, with the reason.
@@ -275,8 +275,8 @@ pub struct Snapshot {
     pub size_bytes: u64,
     pub created_at_s: i64,
     pub protected: bool,
-    /// `user`; `trash` for one that was removed and stays until its last clone is gone; `other` for
-    /// those of groups and mirroring.
+    /// `user`; `trash` for one that was removed and stays until its last clone is gone; `mirror` for
+    /// one of mirroring; `other` for those of groups.
     pub kind: &'static str,
 }
 

@@ -22,6 +22,7 @@ mod encryption;
 mod extents;
 mod fence;
 mod manage;
+mod mirror;
 mod patience;
 mod problem;
 mod queue;
@@ -134,8 +135,8 @@ struct Shared {
     piece: u64,
 }
 
-/// Loads the libraries, while their files can be read. Starts no thread.
-pub(super) fn preload() -> Result<()> {
+/// Loads the libraries, while their files can be read; librbd's version. Starts no thread.
+pub(super) fn preload() -> Result<(i32, i32, i32)> {
     librbd::load().map_err(|error| {
         Error::new(ErrorKind::Unsupported, "this machine cannot open RBD images")
             .with_repair(error.repair())

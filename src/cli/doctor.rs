@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::output::{self, Format};
-use super::view::{self, Verdict};
+use super::view;
 use super::{Globals, exit};
 use crate::config::Config;
-use crate::doctor;
+use crate::doctor::{self, Verdict};
 use crate::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
@@ -20,7 +20,7 @@ Examples:
     $ cleat doctor -o json | jq '.checks[] | select(.verdict != \"ok\")'
 ";
 
-/// Check this machine: module, kernel, permissions, udev, limits
+/// Check this machine: module, kernel, permissions, udev, limits, libraries
 ///
 /// Changes nothing. The exit code tells the worst finding: 0 all is well, 20 a warning, 21 an error.
 #[derive(Debug, clap::Args)]

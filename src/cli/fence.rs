@@ -220,3 +220,16 @@ fn clear(globals: &Globals, args: Clear) -> Result<()> {
 fn here() -> Result<Claimant> {
     Claimant::alone(&Config::load(None)?.node_name, false)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_has_every_field() {
+        let client = serde_json::to_value(Client::default()).expect("it is JSON");
+        for field in client.as_object().expect("an object").keys() {
+            assert!(super::super::man::JSON.contains(field), "{field}");
+        }
+    }
+}

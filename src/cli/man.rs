@@ -129,7 +129,7 @@ const FILES: &str = "\
 /dev/nbdX                        the devices
 /dev/disk/by-id/cleat-NAME       their stable names";
 
-const JSON: &str = "\
+pub(super) const JSON: &str = "\
 With -o json each command prints one document (stats: one a line). Fields are only ever added.
 A field without a value is null. Sizes are in bytes, times in seconds since the epoch.
 
@@ -155,7 +155,7 @@ stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_f
   latency  {p50_us, p90_us, p99_us, p999_us, max_us}
 volume create, resize, clone, flatten, snapshot create, remove, protect, unprotect, rollback,
 trash restore: {volume, changed}; changed is false where nothing had to be done
-volume remove      {changed, trash: trashed | null}
+volume remove      {volume, changed, trash: trashed | null}
   trashed  {id, name, removed_at_s, kept_until_s}
 volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers}], next}
   next     what --after takes for the rest, or null
@@ -163,10 +163,16 @@ volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects
                    object_prefix, stripe_unit_bytes, stripe_count, data_pool, features, flags,
                    parent: {name, in_trash, overlap_bytes} | null, snapshots: [snapshot], clones,
                    claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
-  snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash or other}
+  snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash, mirror or other}
 volume snapshot list  {snapshots: [snapshot]}
 volume trash list  {trash: [trashed]}
 volume trash purge {removed: [trashed], failed: [{trashed's, kind, message}], waiting: [trashed]}
+fence ls           {volume, clients: [client]}
+  client   {address, node, boot_id, mapping_id, generation, since_s, claim, holds_lock, watches,
+           cut_off_until}
+  claim    held, released or taken; null where none is remembered
+fence add          {volume, cut_off: [address]}
+fence clear        {volume, address, changed}
 progress   {progress: {operation, volume, done, total}}, lines on stderr while a volume command works
 errors     {error: {kind, message, repair, exit_code}}, on stderr";
 

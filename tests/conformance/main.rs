@@ -3,6 +3,7 @@
 
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+mod caches;
 mod checks;
 mod files;
 mod lane;

@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::checks::pattern;
 use crate::lane::{Local, Volume, job, write};
 use crate::places::{image_uri, pool};
-use crate::rbd::{MIB, fresh, local, wait_until};
+use crate::rbd::{MIB, fresh, local, refused, wait_until};
 
 /// A file with a passphrase, kept for the process.
 fn passphrase(text: &str) -> PathBuf {
@@ -126,6 +126,18 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
         assert!(volume.lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
         drop(volume);
         assert!(local(&uri).lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+        // As in the cluster that it is mirrored to.
+        let image = format!("{POOL}/{name}");
+        shared().rbd(&["mirror", "image", "demote", &image]).unwrap();
+        let error = refused(&uri);
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{}", error.report());
+        assert!(error.message().contains("mirror's copy"), "{}", error.report());
+        assert!(error.repair().unwrap().contains(&format!("promote {image}")));
+        let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let copy = Local::open(&uri.parse().unwrap(), read_only);
+        assert!(copy.lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+        shared().rbd(&["mirror", "image", "promote", &image]).unwrap();
+        local(&uri).lane().one(write(0, &pattern(4, 4096)));
     }
 }
 

@@ -25,7 +25,7 @@ pub fn local(uri: &str) -> Local {
     Local::open(&uri.parse().unwrap(), OpenOptions::default())
 }
 
-fn refused(uri: &str) -> Error {
+pub fn refused(uri: &str) -> Error {
     match open(&uri.parse().unwrap(), &OpenOptions::default()) {
         Ok(_) => panic!("{uri} was opened"),
         Err(error) => error,

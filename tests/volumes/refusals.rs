@@ -10,7 +10,7 @@ use crate::fixture::{changed, options, options_of, uri, volume};
 fn each_wrong_input_has_a_message_of_its_own() {
     let (image, snapshot) = (uri("nothing"), uri("nothing@s"));
     let nowhere = format!("rbd:nowhere/i?{}", options());
-    let cases: [(&[&str], i32, &str); 22] = [
+    let cases: [(&[&str], i32, &str); 24] = [
         (&["create", &image], 2, "<SIZE>"),
         (&["create", &image, "0"], 2, "a size of zero"),
         (&["create", &image, "10X"], 2, "\"10X\" is not a size"),
@@ -21,6 +21,12 @@ fn each_wrong_input_has_a_message_of_its_own() {
         (&["create", &image, "1G", "--object-size", "5000"], 2, "power of two"),
         (&["create", &image, "1G", "--stripe-unit", "4K"], 2, "--stripe-count"),
         (&["create", &image, "1G", "--data-pool", "nope"], 3, "see that the pool nope exists"),
+        (
+            &["create", &image, "1G", "--stripe-unit", "8M", "--stripe-count", "2"],
+            2,
+            "object size, too",
+        ),
+        (&["create", &image, "4E"], 2, "at most 256,000,000 objects"),
         (&["create", "mem:1G", "1G"], 8, "in memory is kept nowhere"),
         (&["create", &nowhere, "1G"], 3, "cannot reach the pool nowhere"),
         (&["remove", &image, "--keep", "7"], 2, "time unit needed"),

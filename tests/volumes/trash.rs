@@ -154,3 +154,30 @@ fn what_was_made_in_part_is_told_and_can_be_removed() {
     assert_eq!(removed.code, 0, "{removed:?}");
     assert!(changed(&["create", &uri("torn"), "8M"]));
 }
+
+#[test]
+fn a_mirrored_image_is_removed_where_it_is_the_primary_one() {
+    let mirrored = |name: &str| {
+        assert!(changed(&["create", &uri(name), "8M"]));
+        run_rbd(shared(), &["mirror", "image", "enable", &format!("{POOL}/{name}"), "snapshot"]);
+        uri(name)
+    };
+    run_rbd(shared(), &["mirror", "pool", "enable", POOL, "image"]);
+    for (name, how) in [("mirrored", "--keep=1h"), ("mirrored-now", "--now")] {
+        let image = mirrored(name);
+        assert_eq!(json(&["snapshot", "list", &image])["snapshots"][0]["kind"], "mirror");
+        assert!(changed(&["remove", &image, how]), "{name}");
+        assert!(!listed().contains(&name.to_owned()));
+    }
+    let copy = mirrored("mirrored-copy");
+    run_rbd(shared(), &["mirror", "image", "demote", &format!("{POOL}/mirrored-copy")]);
+    for words in [
+        &["remove", &copy][..],
+        &["remove", &copy, "--now"],
+        &["resize", &copy, "16M"],
+        &["snapshot", "create", &uri("mirrored-copy@s")],
+    ] {
+        let run = volume(words);
+        assert!(run.error(7).contains("rbd mirror image promote"), "{words:?}: {run:?}");
+    }
+}

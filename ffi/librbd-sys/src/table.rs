@@ -237,6 +237,10 @@ table! {
         fn rbd_aio_write_zeroes(
             rbd_image_t, u64, size_t, rbd_completion_t, c_int, c_int
         ) -> c_int;
+        fn rbd_mirror_image_get_info(
+            rbd_image_t, *mut rbd_mirror_image_info_t, size_t
+        ) -> c_int;
+        fn rbd_mirror_image_get_info_cleanup(*mut rbd_mirror_image_info_t);
         fn rbd_encryption_load(
             rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
         ) -> c_int;

@@ -114,6 +114,15 @@ pub struct rbd_trash_image_info_t {
     pub deferment_end_time: libc::time_t,
 }
 
+/// What an image is to mirroring.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_mirror_image_info_t {
+    pub global_id: *mut c_char,
+    pub state: c_int,
+    pub primary: bool,
+}
+
 /// What unlocks an image.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -140,6 +149,7 @@ pub const RBD_FEATURE_FAST_DIFF: u64 = 1 << 4;
 pub const RBD_FEATURE_DEEP_FLATTEN: u64 = 1 << 5;
 pub const RBD_FEATURE_JOURNALING: u64 = 1 << 6;
 pub const RBD_FEATURE_DATA_POOL: u64 = 1 << 7;
+pub const RBD_FEATURE_NON_PRIMARY: u64 = 1 << 10;
 
 pub const RBD_FLAG_OBJECT_MAP_INVALID: u64 = 1 << 0;
 pub const RBD_FLAG_FAST_DIFF_INVALID: u64 = 1 << 1;
@@ -153,6 +163,9 @@ pub const RBD_IMAGE_OPTION_CLONE_FORMAT: c_int = 12;
 
 pub const RBD_SNAP_NAMESPACE_TYPE_USER: rbd_snap_namespace_type_t = 0;
 pub const RBD_SNAP_NAMESPACE_TYPE_TRASH: rbd_snap_namespace_type_t = 2;
+pub const RBD_SNAP_NAMESPACE_TYPE_MIRROR: rbd_snap_namespace_type_t = 3;
+
+pub const RBD_MIRROR_IMAGE_ENABLED: c_int = 1;
 
 pub const RBD_LOCK_MODE_EXCLUSIVE: rbd_lock_mode_t = 0;
 

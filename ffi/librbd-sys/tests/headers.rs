@@ -65,6 +65,9 @@ fn an_old_library_is_named_with_what_it_lacks() {
     let error = load(c"libc.so.6", c"libc.so.6").unwrap_err();
     assert!(error.to_string().contains("rados_version"), "{error}");
     assert!(error.repair().contains("Ceph 15"), "{}", error.repair());
+    let error = load(c"librados.so.2", c"libc.so.6").unwrap_err();
+    assert!(error.to_string().contains("librbd.so.1 has no rbd_version"), "{error}");
+    assert!(error.repair().contains("update librbd1"), "{}", error.repair());
 }
 
 fn prototype(source: &mut String, symbol: &Symbol) {
@@ -130,6 +133,7 @@ fn layouts(source: &mut String) {
         rbd_image_watcher_t { addr, id, cookie }
         rbd_config_option_t { name, value, source }
         rbd_trash_image_info_t { id, name, source, deletion_time, deferment_end_time }
+        rbd_mirror_image_info_t { global_id, state, primary }
         rbd_lock_mode_t {}
         rbd_encryption_format_t {}
         rbd_encryption_luks1_format_options_t { alg, passphrase, passphrase_size }
@@ -148,11 +152,13 @@ fn constants(source: &mut String) {
         RBD_MAX_IMAGE_NAME_SIZE RBD_MAX_BLOCK_NAME_SIZE RBD_FEATURE_LAYERING
         RBD_FEATURE_STRIPINGV2 RBD_FEATURE_EXCLUSIVE_LOCK RBD_FEATURE_OBJECT_MAP
         RBD_FEATURE_FAST_DIFF RBD_FEATURE_DEEP_FLATTEN RBD_FEATURE_JOURNALING
-        RBD_FEATURE_DATA_POOL RBD_FLAG_OBJECT_MAP_INVALID RBD_FLAG_FAST_DIFF_INVALID
+        RBD_FEATURE_DATA_POOL RBD_FEATURE_NON_PRIMARY
+        RBD_FLAG_OBJECT_MAP_INVALID RBD_FLAG_FAST_DIFF_INVALID
         RBD_IMAGE_OPTION_FEATURES RBD_IMAGE_OPTION_ORDER RBD_IMAGE_OPTION_STRIPE_UNIT
         RBD_IMAGE_OPTION_STRIPE_COUNT RBD_IMAGE_OPTION_DATA_POOL
         RBD_IMAGE_OPTION_CLONE_FORMAT RBD_SNAP_NAMESPACE_TYPE_USER
-        RBD_SNAP_NAMESPACE_TYPE_TRASH RBD_LOCK_MODE_EXCLUSIVE
+        RBD_SNAP_NAMESPACE_TYPE_TRASH RBD_SNAP_NAMESPACE_TYPE_MIRROR
+        RBD_MIRROR_IMAGE_ENABLED RBD_LOCK_MODE_EXCLUSIVE
         RBD_WRITE_ZEROES_FLAG_THICK_PROVISION RBD_ENCRYPTION_FORMAT_LUKS1
         RBD_ENCRYPTION_FORMAT_LUKS2 RBD_ENCRYPTION_ALGORITHM_AES256
     }

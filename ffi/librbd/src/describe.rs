@@ -3,7 +3,10 @@
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
 
-use librbd_sys::{rbd_image_info_t, rbd_linked_image_spec_t, rbd_snap_spec_t};
+use librbd_sys::{
+    RBD_MIRROR_IMAGE_ENABLED, rbd_image_info_t, rbd_linked_image_spec_t, rbd_mirror_image_info_t,
+    rbd_snap_spec_t,
+};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
@@ -67,6 +70,24 @@ impl Image {
         };
         let overlap = self.number(self.api().rbd_get_overlap, "ask for the parent's part")?;
         Ok(Some(Parent { image, snapshot, overlap }))
+    }
+
+    /// Whether mirroring writes to the image, as a copy of another cluster's; `false` where the library
+    /// cannot tell.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn is_mirror_copy(&self) -> Result<bool> {
+        let api = self.api();
+        let get_info = api.rbd_mirror_image_get_info.zip(api.rbd_mirror_image_get_info_cleanup);
+        let Some((get_info, clean_up)) = get_info else { return Ok(false) };
+        let mut info = rbd_mirror_image_info_t { global_id: null_mut(), state: 0, primary: false };
+        // SAFETY: the image is open; `info` takes a text that is ours to clean up on success.
+        let returned = unsafe { get_info(self.raw(), &raw mut info, size_of_val(&info)) };
+        check(returned, || "ask whether the image is mirrored".to_owned())?;
+        // SAFETY: the library filled it.
+        unsafe { clean_up(&raw mut info) };
+        Ok(info.state == RBD_MIRROR_IMAGE_ENABLED && !info.primary)
     }
 
     /// The clones of all snapshots, in every pool that this client may look into.

@@ -35,8 +35,9 @@ pub use error::{Error, Result};
 pub use image::{Image, Open, Stat};
 pub use librbd_sys::{
     LoadError, RBD_FEATURE_DATA_POOL, RBD_FEATURE_DEEP_FLATTEN, RBD_FEATURE_EXCLUSIVE_LOCK,
-    RBD_FEATURE_FAST_DIFF, RBD_FEATURE_JOURNALING, RBD_FEATURE_LAYERING, RBD_FEATURE_OBJECT_MAP,
-    RBD_FEATURE_STRIPINGV2, RBD_FLAG_FAST_DIFF_INVALID, RBD_FLAG_OBJECT_MAP_INVALID,
+    RBD_FEATURE_FAST_DIFF, RBD_FEATURE_JOURNALING, RBD_FEATURE_LAYERING, RBD_FEATURE_NON_PRIMARY,
+    RBD_FEATURE_OBJECT_MAP, RBD_FEATURE_STRIPINGV2, RBD_FLAG_FAST_DIFF_INVALID,
+    RBD_FLAG_OBJECT_MAP_INVALID,
 };
 pub use lock::{Locker, Watcher};
 pub use pool::{ImageSpec, NewImage, Pool, Trashed};
@@ -46,22 +47,23 @@ pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;
 
 /// Loads the libraries now, while their files can still be read: a process may want to give that
-/// up. Without it the first [`Cluster::connect`] does. Starts no thread.
+/// up. Without it the first [`Cluster::connect`] does. Starts no thread. Returns librbd's version: major,
+/// minor, extra.
 ///
 /// # Errors
 /// When a library is missing or too old.
-pub fn load() -> Result<(), LoadError> {
-    librbd_sys::api().map(drop)
-}
-
-/// Version of the librbd that was loaded: major, minor, extra.
-///
-/// # Errors
-/// As [`load`].
-pub fn version() -> Result<(i32, i32, i32)> {
-    let api = librbd_sys::api().map_err(Error::no_library)?;
+pub fn load() -> Result<(i32, i32, i32), LoadError> {
+    let api = librbd_sys::api()?;
     let (mut major, mut minor, mut extra) = (0, 0, 0);
     // SAFETY: each takes a number.
     unsafe { (api.rbd.rbd_version)(&raw mut major, &raw mut minor, &raw mut extra) };
     Ok((major, minor, extra))
+}
+
+/// Version of the librbd that was loaded, as [`load`] has it.
+///
+/// # Errors
+/// As [`load`].
+pub fn version() -> Result<(i32, i32, i32)> {
+    load().map_err(Error::no_library)
 }

@@ -2,7 +2,10 @@
 
 use std::ptr::null;
 
-use librbd_sys::{RBD_SNAP_NAMESPACE_TYPE_TRASH, RBD_SNAP_NAMESPACE_TYPE_USER, rbd_snap_info_t};
+use librbd_sys::{
+    RBD_SNAP_NAMESPACE_TYPE_MIRROR, RBD_SNAP_NAMESPACE_TYPE_TRASH, RBD_SNAP_NAMESPACE_TYPE_USER,
+    rbd_snap_info_t,
+};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
@@ -29,7 +32,9 @@ pub enum SnapshotKind {
     User,
     /// It was removed, and stays until its last clone is gone.
     Trash,
-    /// A group's or mirroring's, which look after it.
+    /// Mirroring's; it goes with the image.
+    Mirror,
+    /// A group's, which looks after it.
     Other,
 }
 
@@ -104,6 +109,7 @@ impl Image {
         let kind = match kind {
             RBD_SNAP_NAMESPACE_TYPE_USER => SnapshotKind::User,
             RBD_SNAP_NAMESPACE_TYPE_TRASH => SnapshotKind::Trash,
+            RBD_SNAP_NAMESPACE_TYPE_MIRROR => SnapshotKind::Mirror,
             _ => SnapshotKind::Other,
         };
         Ok(Snapshot { id, size, name, kind, taken_at: time.tv_sec })

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{ID, POOL, shared};
+use ceph_test_cluster::{ID, POOL, is_under_valgrind, run_under_valgrind, shared};
 use librbd::{Cluster, Config, Image, Io, NewImage, Open, Pool, RBD_FEATURE_FAST_DIFF};
 
 const MIB: u64 = 1 << 20;
@@ -309,6 +309,15 @@ fn monitors_that_are_not_there_are_waited_for_with_a_limit() {
     let begun = Instant::now();
     assert_eq!(errno(Cluster::connect(&nowhere)), libc::ETIMEDOUT);
     assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+}
+
+/// Lists that the library makes and we clean up; closures that it calls.
+#[test]
+fn valgrind_finds_nothing() {
+    if !is_under_valgrind() {
+        let tests = ["sizes_change", "metadata_is", "snapshots_keep", "one_client", "extents_are"];
+        run_under_valgrind(&tests);
+    }
 }
 
 fn wait_until(condition: impl Fn() -> bool) {

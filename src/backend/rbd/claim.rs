@@ -18,6 +18,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use librbd::{Cluster, Image, RBD_FEATURE_EXCLUSIVE_LOCK};
 
 use super::decision::{Decision, Holder, Occasion, decide};
+use super::mirror::check_primary;
 use super::problem::later;
 use super::record::{Claim, Client, KEY};
 use crate::backend::claimant::Claimant;
@@ -54,6 +55,8 @@ impl Contest<'_> {
         if self.image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK == 0 {
             return Err(lockless(self.name));
         }
+        // Before anybody is cut off in vain.
+        check_primary(self.image, self.name)?;
         let id = self.image.id().map_err(failed)?;
         let own = self.cluster().addresses().map_err(failed)?;
         for _ in 0..MAX_ROUNDS {

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
+use super::mirror::check_primary;
 use super::patience::{Course, PATIENCE, answer, followed, within};
 use super::record::{Claim, Client};
 use super::{claim, config, preload, problem};
@@ -190,7 +191,8 @@ impl Store for RbdStore {
 
     fn trash_purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
         let (this, ids) = (self.clone(), ids.to_vec());
-        followed(&self.uri.to_string(), progress, move |course| this.purge(&ids, force, course))
+        let what = format!("the trash of {}", self.place());
+        followed(&what, progress, move |course| this.purge(&ids, force, course))
     }
 }
 
@@ -209,6 +211,7 @@ impl Target {
                 }
                 self.same(&differences)
             }
+            Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.invalid(error, layout)),
             Err(error) => Err(self.not_made(error, layout)),
         }
     }
@@ -323,6 +326,7 @@ impl Target {
         let resized = image.resize(size, shrink, &mut |done, total| course.tell(done, total));
         match resized {
             Ok(()) => Ok(true),
+            Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.too_large(error)),
             Err(error) => Err(self.ended(
                 error,
                 "it still has its old size, with a part of what was to be cut off gone",
@@ -347,7 +351,11 @@ impl Target {
 
     fn open_at(&self, snapshot: Option<&str>, how: Open) -> Result<Arc<Image>> {
         let opened = self.pool.open(&self.spec.image, snapshot, how);
-        opened.map_err(|error| problem(error, &self.name, &self.spec))
+        let image = opened.map_err(|error| problem(error, &self.name, &self.spec))?;
+        if how == Open::Write {
+            check_primary(&image, &self.name)?;
+        }
+        Ok(image)
     }
 
     /// Opens the image so that nobody comes to write to it meanwhile: with the exclusive lock, where it
@@ -378,8 +386,11 @@ impl Target {
     }
 
     fn check_removable(&self, image: &Image) -> Result<()> {
+        check_primary(image, &self.name)?;
         self.check_unused(image)?;
-        let snapshots = self.snapshots_of(image)?;
+        let mut snapshots = self.snapshots_of(image)?;
+        // Those go with it.
+        snapshots.retain(|snapshot| snapshot.kind != "mirror");
         let Some(first) = snapshots.first() else { return Ok(()) };
         let names: Vec<&str> = snapshots.iter().map(|snapshot| &*snapshot.name).collect();
         let clones = self.clones(image)?.unwrap_or_default();
@@ -428,6 +439,31 @@ impl Target {
             Some(repair) => failed.with_repair(repair),
             None => failed,
         }
+    }
+
+    /// What librbd only calls invalid of a new image, where all else was looked at before.
+    fn invalid(&self, error: librbd::Error, layout: &Layout) -> Error {
+        let repair = match layout {
+            Layout { data_pool: Some(pool), .. } => format!(
+                "an erasure-coded pool has to allow what images need: ceph osd pool set {pool} \
+                 allow_ec_overwrites true"
+            ),
+            Layout { stripes: Some(_), object_size: None, .. } => {
+                "give the object size, too (--object-size): no less than the stripe unit".to_owned()
+            }
+            _ => return self.too_large(error),
+        };
+        self.failed(error).with_repair(repair)
+    }
+
+    /// There is no room in an object map for so many objects (`MAX_OBJECT_MAP_OBJECT_COUNT`).
+    fn too_large(&self, error: librbd::Error) -> Error {
+        self.failed(error).with_repair(format!(
+            "with the feature object-map an image has at most 256,000,000 objects: make it with larger \
+             ones (--object-size), or without the feature (--features; rbd feature disable {} \
+             fast-diff object-map)",
+            self.name
+        ))
     }
 
     /// An error of an operation that can be ended half way; `left` is what that leaves.

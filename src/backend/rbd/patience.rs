@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::backend::manage::Progress;
 use crate::error::{Error, ErrorKind, Result};
@@ -17,8 +17,12 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 /// How often progress is told.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How many ticks an operation that was told to end may go on.
-const STOP_TICKS: u32 = 100;
+/// How long an operation that was told to end may go on.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long one may go on without any progress: of the objects that it works on, one after the other is
+/// done, or the cluster is away.
+const STALL_PATIENCE: Duration = Duration::from_secs(300);
 
 /// How far an operation has come, and whether it is to go on.
 #[derive(Debug, Default)]
@@ -56,7 +60,9 @@ pub(super) fn within<T: Send + 'static>(
         Err(RecvTimeoutError::Disconnected) => Err(panicked()),
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
             ErrorKind::TimedOut,
-            format!("the cluster did not {what} within {patience:?}"),
+            format!(
+                "the cluster did not {what} within {patience:?}; what was asked for may still take effect"
+            ),
         )
         .with_repair("see `ceph status`: are the pool's OSDs up, its placement groups active?")),
     }
@@ -64,15 +70,24 @@ pub(super) fn within<T: Send + 'static>(
 
 /// What a cluster that is away does not do, for [`within`].
 pub(super) fn answer(name: &str) -> String {
-    format!("answer for {name}, though what was asked for may still take effect,")
+    format!("answer for {name}")
 }
 
-/// Does `work`, which may take as long as it has to, but for a while only once `progress` has told it
-/// to end.
+/// Does `work`, which may take as long as it has to while it gets on, but for a while only once
+/// `progress` has told it to end.
 ///
 /// # Errors
-/// What it gives; `Aborted` when it does not hear.
+/// What it gives; `TimedOut` when it does not get on, `Aborted` when it does not hear.
 pub(super) fn followed<T: Send + 'static>(
+    what: &str,
+    progress: Progress<'_>,
+    work: impl FnOnce(&Course) -> Result<T> + Send + 'static,
+) -> Result<T> {
+    followed_for(STALL_PATIENCE, what, progress, work)
+}
+
+fn followed_for<T: Send + 'static>(
+    stall_patience: Duration,
     what: &str,
     progress: Progress<'_>,
     work: impl FnOnce(&Course) -> Result<T> + Send + 'static,
@@ -80,25 +95,35 @@ pub(super) fn followed<T: Send + 'static>(
     let course = Arc::new(Course::default());
     let theirs = Arc::clone(&course);
     let ended = begin(move || work(&theirs))?;
-    let mut ticks_since_stop = 0;
+    let gone_on = |kind, how: String| {
+        let message = format!("{what} {how}; it may still go on");
+        let repair = "see that the cluster answers (ceph status), then repeat the command";
+        Err(Error::new(kind, message).with_repair(repair))
+    };
+    let (mut last, mut came_on, mut told) = ((0, 0), Instant::now(), None);
     loop {
         match ended.recv_timeout(TICK) {
             Ok(result) => return result,
             Err(RecvTimeoutError::Disconnected) => return Err(panicked()),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        let (done, total) =
-            (course.done.load(Ordering::Relaxed), course.total.load(Ordering::Relaxed));
-        if !course.stopped() {
-            course.stop.store(progress(done, total).is_break(), Ordering::Relaxed);
+        if let Some(told) = told {
+            if Instant::elapsed(&told) > STOP_PATIENCE {
+                return gone_on(ErrorKind::Aborted, "was told to end and does not".to_owned());
+            }
             continue;
         }
-        ticks_since_stop += 1;
-        if ticks_since_stop > STOP_TICKS {
-            let message = format!("{what} was told to end and does not; it may still go on");
-            return Err(Error::new(ErrorKind::Aborted, message).with_repair(
-                "see that the cluster answers (ceph status), then repeat the command",
-            ));
+        let now = (course.done.load(Ordering::Relaxed), course.total.load(Ordering::Relaxed));
+        if now != last {
+            (last, came_on) = (now, Instant::now());
+        }
+        if came_on.elapsed() > stall_patience {
+            let how = format!("has made no progress for {stall_patience:?}");
+            return gone_on(ErrorKind::TimedOut, how);
+        }
+        if progress(now.0, now.1).is_break() {
+            course.stop.store(true, Ordering::Relaxed);
+            told = Some(Instant::now());
         }
     }
 }
@@ -138,6 +163,19 @@ mod tests {
         });
         assert!(ended.expect("it heard"));
         assert_eq!(told, [(3, 10), (3, 10)]);
+    }
+
+    #[test]
+    fn what_makes_no_progress_is_given_up() {
+        let (sender, released) = mpsc::channel::<()>();
+        let mut on = |_, _| ControlFlow::Continue(());
+        let given_up = followed_for(Duration::from_millis(300), "it", &mut on, move |course| {
+            let _ = course.tell(1, 2);
+            let _ = released.recv();
+            Ok(())
+        });
+        assert_eq!(given_up.expect_err("it stands still").kind(), ErrorKind::TimedOut);
+        drop(sender);
     }
 
     #[test]

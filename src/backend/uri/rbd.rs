@@ -237,7 +237,7 @@ fn part(text: &str, what: &str) -> Result<String> {
 
 fn plain(name: &str, what: &str) -> Result<()> {
     if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '@', '\0']) {
-        let message = format!("{name:?} cannot be the name of a {what}");
+        let message = format!("{name:?} cannot be the {what}'s name");
         return Err(invalid(message)
             .with_repair(format!("names have 1 to {MAX_NAME} bytes, without /, @ and zero")));
     }
@@ -372,7 +372,7 @@ mod tests {
             ("rbd:p//i", "namespace's name is empty", "rbd:POOL"),
             ("rbd:p/i@", "snapshot's name is empty", "SNAPSHOT"),
             ("rbd:p/i@a@b", "snapshot", "without"),
-            ("rbd:p/a%2fb", "cannot be the name", "without /"),
+            ("rbd:p/a%2fb", "cannot be the image's name", "without /"),
             ("rbd:p/%ff", "not UTF-8", ""),
             ("rbd:p/i?conf=ceph.conf", "absolute path", "/etc/ceph"),
             ("rbd:p/i?id=client.x", "without \"client.\"", "id=x"),

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use serde::Serialize;
+
 use super::{Tracker, short, tell, time};
 use crate::backend;
-use crate::backend::manage::{Layout, Removal, Source};
+use crate::backend::manage::{Layout, Removal, Removed, Source};
 use crate::backend::uri::{VolumeUri, parse_size};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
@@ -160,6 +162,14 @@ pub(super) struct Flatten {
     uri: VolumeUri,
 }
 
+/// The result of `remove` in JSON.
+#[derive(Debug, Serialize)]
+struct Outcome {
+    volume: String,
+    #[serde(flatten)]
+    removed: Removed,
+}
+
 pub(super) fn create(globals: &Globals, args: Create) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let changed = backend::store(&store)?.create(&name, args.size, &args.layout.into())?;
@@ -173,7 +183,7 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
     let store = backend::store(&store)?;
     let removed = tracker.run(|progress| store.remove(&name, how, progress))?;
     if globals.output == Some(Format::Json) {
-        return output::json(&removed);
+        return output::json(&Outcome { volume: args.uri.to_string(), removed });
     }
     match removed.trash {
         Some(trash) => {

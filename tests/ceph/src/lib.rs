@@ -37,6 +37,33 @@ pub fn shared() -> &'static Cluster {
     SHARED.get_or_init(Cluster::start)
 }
 
+/// Set in processes that run under valgrind.
+const VALGRIND: &str = "CLEAT_TEST_VALGRIND";
+
+/// Whether this process runs under valgrind, where everything takes twenty times as long.
+pub fn is_under_valgrind() -> bool {
+    std::env::var_os(VALGRIND).is_some()
+}
+
+/// Runs the tests of this executable whose names begin so once more, under valgrind: nothing is lost,
+/// and nothing is read that was freed.
+pub fn run_under_valgrind(tests: &[&str]) {
+    let output = Command::new("valgrind")
+        .args(["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"])
+        .args(["--error-exitcode=9", "--num-callers=25"])
+        .arg(std::env::current_exe().expect("it is known"))
+        .arg("--test-threads=1")
+        .args(tests)
+        .env(VALGRIND, "1")
+        .output()
+        .expect("valgrind runs (apt install valgrind)");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let passed = format!("{} passed", tests.len());
+    let passed = String::from_utf8_lossy(&output.stdout).contains(&passed);
+    assert!(output.status.success() && passed, "{said}");
+    assert!(said.contains("definitely lost: 0 bytes"), "{said}");
+}
+
 impl Cluster {
     /// Starts a cluster of its own, for a test that breaks it.
     pub fn start() -> Self {

@@ -4,6 +4,7 @@
 mod changes;
 mod clients;
 mod full;
+mod kinds;
 mod load;
 mod outages;
 mod refused;
@@ -49,7 +50,11 @@ impl<'a> Scene<'a> {
     }
 
     fn request(&self, image: &str) -> MapRequest {
-        let mut request = request(image, &self.uri(image));
+        self.named(image, image)
+    }
+
+    fn named(&self, name: &str, image: &str) -> MapRequest {
+        let mut request = request(name, &self.uri(image));
         let options = request.options.as_mut().unwrap();
         options.connections = u32::try_from(load::WRITERS).unwrap();
         // Nothing may fail before the OSDs have given up whoever was killed.

@@ -105,7 +105,7 @@ impl Target {
         for snapshot in listed {
             let protected = match snapshot.kind {
                 SnapshotKind::User => image.snapshot_is_protected(&snapshot.name),
-                SnapshotKind::Trash | SnapshotKind::Other => Ok(false),
+                SnapshotKind::Trash | SnapshotKind::Mirror | SnapshotKind::Other => Ok(false),
             };
             let protected = match protected {
                 Ok(protected) => protected,
@@ -122,6 +122,7 @@ impl Target {
                 kind: match snapshot.kind {
                     SnapshotKind::User => "user",
                     SnapshotKind::Trash => "trash",
+                    SnapshotKind::Mirror => "mirror",
                     SnapshotKind::Other => "other",
                 },
             });

@@ -142,7 +142,7 @@ impl RbdStore {
     }
 
     /// `pool[/namespace]`
-    fn place(&self) -> String {
+    pub(super) fn place(&self) -> String {
         let space = self.spec.namespace().map(|name| format!("/{name}")).unwrap_or_default();
         format!("{}{space}", self.spec.pool())
     }

@@ -1,0 +1,58 @@
+//! What librbd's caches hold back: a write may be answered before the OSDs have it, and FUA and FLUSH
+//! never are.
+
+use std::time::Duration;
+
+use ceph_test_cluster::Cluster as TestCluster;
+use cleat::request::{Flags, Op};
+
+use crate::checks::pattern;
+use crate::lane::{Job, Volume, job, write};
+use crate::rbd::{MIB, fresh, local};
+
+/// How long a request is watched that must not end.
+const WATCHED: Duration = Duration::from_millis(500);
+
+/// While the OSD is stopped, what is answered was held back.
+#[test]
+fn what_a_cache_holds_back_is_never_called_durable() {
+    let cluster = TestCluster::start();
+    for (name, options, holds_back) in [
+        ("plain", "", false),
+        ("writeback", "&config.rbd_cache=true&config.rbd_cache_policy=writeback", true),
+        ("writearound", "&config.rbd_cache=true&config.rbd_cache_policy=writearound", true),
+        ("writethrough", "&config.rbd_cache=true&config.rbd_cache_policy=writethrough", false),
+        ("clean", "&config.rbd_cache=true&config.rbd_cache_max_dirty=0", false),
+    ] {
+        let volume = local(&format!("{}{options}", fresh(&cluster, name, 16 * MIB)));
+        let fua = Flags { fua: true, ..Flags::default() };
+        // librbd's caches hold nothing back before the first flush; and the objects are there, so that
+        // their map need not be written first.
+        volume.lane().run((0..3).map(|n| write(n * 4 * MIB, &pattern(9, 4096))).collect());
+        volume.lane().one(job(Op::Flush, 0, 0));
+        let waits = |job: Job| {
+            let what = format!("{name}: {:?}", job.request);
+            std::thread::scope(|scope| {
+                let request = scope.spawn(|| volume.lane().one(job));
+                std::thread::sleep(WATCHED);
+                let answered = request.is_finished();
+                cluster.tell("resume osd");
+                assert!(!answered, "{what} was answered");
+            });
+        };
+        cluster.tell("pause osd");
+        if holds_back {
+            volume.lane().one(write(0, &pattern(1, 4096)));
+            waits(job(Op::Flush, 0, 0));
+        } else {
+            waits(write(0, &pattern(1, 4096)));
+        }
+        for durable in [write(4 * MIB, &pattern(2, 4096)), job(Op::WriteZeroes, 8 * MIB, 4096)] {
+            cluster.tell("pause osd");
+            waits(durable.with(fua));
+        }
+        assert!(volume.lane().read(0, 4096) == pattern(1, 4096), "{name}");
+        assert!(volume.lane().read(4 * MIB, 4096) == pattern(2, 4096), "{name}");
+        assert!(volume.lane().read(8 * MIB, 4096).iter().all(|byte| *byte == 0), "{name}");
+    }
+}
