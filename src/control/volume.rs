@@ -135,6 +135,11 @@ impl View {
         let by_itself = self.record.volume.is_some_and(|volume| volume.is_read_only());
         self.record.options.read_only || by_itself
     }
+
+    /// Whether somebody else owns the volume now.
+    pub fn is_fenced(&self) -> bool {
+        matches!(&self.state, State::Failed(trouble) if trouble.kind == ErrorKind::Fenced)
+    }
 }
 
 /// `/dev/nbdN`.
