@@ -96,6 +96,14 @@ pub fn prepare(uri: &VolumeUri) -> Result<()> {
     }
 }
 
+/// The library that `rbd:` volumes need, with its version; `None` where it is not installed.
+///
+/// # Errors
+/// `Unsupported` when it is there and cannot be used.
+pub fn rbd_library() -> Result<Option<String>> {
+    rbd::library()
+}
+
 /// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.
 /// Nothing is written before [`Image::succeed`].
 ///

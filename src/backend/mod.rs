@@ -37,7 +37,8 @@ pub mod uri;
 
 pub use extents::Extent;
 pub use factory::{
-    Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, store,
+    Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, rbd_library,
+    store,
 };
 pub use succession::{Inheritance, Legacy};
 

@@ -134,6 +134,18 @@ pub(super) fn preload() -> Result<()> {
     })
 }
 
+/// What the libraries call their version; `None`: they are not installed.
+pub(super) fn library() -> Result<Option<String>> {
+    match librbd::load() {
+        Err(error) if error.is_absent() => return Ok(None),
+        _ => preload()?,
+    }
+    let (major, minor, extra) = librbd::version().map_err(|error| {
+        Error::new(ErrorKind::Internal, "librbd does not say its version").with_source(error)
+    })?;
+    Ok(Some(format!("librbd {major}.{minor}.{extra}")))
+}
+
 /// Files and directories that the libraries read while they connect.
 pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
     let system = [
