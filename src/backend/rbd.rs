@@ -144,6 +144,15 @@ pub(super) fn preload() -> Result<(i32, i32, i32)> {
     })
 }
 
+/// The libraries by their version; `None`: they are not installed.
+pub(super) fn library() -> Result<Option<String>> {
+    if librbd::load().is_err_and(|error| error.is_absent()) {
+        return Ok(None);
+    }
+    let (major, minor, extra) = preload()?;
+    Ok(Some(format!("librbd {major}.{minor}.{extra}")))
+}
+
 /// Files and directories that the libraries read while they connect.
 pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
     let system = [
