@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use cleat::control::journal::Journal;
 use cleat::control::mapping::{Intent, Record};
 use cleat::kernel::Unmount;
+use cleat::policy::Policy;
 use cleat::request::{IoError, Op};
 use cleat::statistics::Page;
 use cleat::worker::protocol::{FromWorker, ToWorker};
@@ -118,6 +119,15 @@ fn what_a_later_build_adds_to_a_record_is_passed_over() {
     let later: Vec<Value> = records().iter().map(from_the_future).collect();
     let (_later_directory, later) = journal(&later);
     assert_eq!(load(&later), load(&today));
+}
+
+/// Else it would be put aside, and its mapping would be nobody's.
+#[test]
+fn a_record_with_a_policy_of_a_later_build_is_read() {
+    let mut later = records().swap_remove(1);
+    later["options"]["policy"] = serde_json::json!({"outage": "ask:somebody", "limits": "none"});
+    let (_directory, journal) = journal(&[later]);
+    assert_eq!(load(&journal)[0].options.policy, Policy::default());
 }
 
 fn messages_are_understood<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(
