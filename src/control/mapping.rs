@@ -83,7 +83,7 @@ pub struct Options {
     /// How soon after a repair the kernel repeats what the dead worker left; 0: the kernel's 30 s.
     pub replay_delay_ms: u32,
     /// What happens in an outage of the backend, and how fast the mapping may go. Changed live.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "Policy::understood")]
     pub policy: Policy,
 }
 

@@ -120,7 +120,7 @@ pub struct Start {
     #[serde(default)]
     pub successor: bool,
     /// What happens in an outage, and how fast the volume may go.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "Policy::understood")]
     pub policy: Policy,
     /// The node's name, for the volume's claim.
     #[serde(default)]
