@@ -31,8 +31,19 @@ pub enum Verdict {
     Error,
 }
 
+impl Verdict {
+    /// As a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
 /// One finding.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
     /// What was looked at, as one word; stable for scripts.
     pub name: &'static str,

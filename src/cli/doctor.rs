@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::output::{self, Format};
-use super::view::{self, Verdict};
+use super::view;
 use super::{Globals, exit};
 use crate::config::Config;
-use crate::doctor;
+use crate::doctor::{self, Verdict};
 use crate::error::Result;
 
 pub(super) const EXAMPLES: &str = "\

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::output::Table;
 use super::size;
-use crate::doctor;
+use crate::doctor::{self, Verdict};
 use crate::proto::v1;
 
 /// One mapping.
@@ -84,15 +84,6 @@ pub(super) struct Check {
     pub repair: Option<String>,
 }
 
-/// How bad a finding is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Verdict {
-    Ok,
-    Warning,
-    Error,
-}
-
 impl From<v1::Mapping> for Mapping {
     fn from(mapping: v1::Mapping) -> Self {
         let state = state_name(mapping.state());
@@ -161,13 +152,8 @@ impl From<v1::Check> for Check {
 
 impl From<doctor::Check> for Check {
     fn from(check: doctor::Check) -> Self {
-        let verdict = match check.verdict {
-            doctor::Verdict::Ok => Verdict::Ok,
-            doctor::Verdict::Warning => Verdict::Warning,
-            doctor::Verdict::Error => Verdict::Error,
-        };
-        let name = check.name.to_owned();
-        Self { name, verdict, finding: check.finding, repair: text(check.repair) }
+        let doctor::Check { name, verdict, finding, repair } = check;
+        Self { name: name.to_owned(), verdict, finding, repair: text(repair) }
     }
 }
 
@@ -208,17 +194,6 @@ impl std::fmt::Display for Outage {
         }
         let requests = if self.queued == 1 { "request waits" } else { "requests wait" };
         write!(f, "; {} {requests}; policy: {}", self.queued, self.policy)
-    }
-}
-
-impl Verdict {
-    /// The verdict as a word.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warning => "warning",
-            Self::Error => "error",
-        }
     }
 }
 

@@ -175,8 +175,11 @@ impl api::node_server::Node for Admin {
         &self,
         request: Request<api::MapRequest>,
     ) -> Result<Response<api::Mapping>, Status> {
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         let deadline = self.deadline(request.timeout_ms)?;
+        if request.name.is_empty() {
+            request.name = self.executor.name_of(&request.uri);
+        }
         let spec = checked(convert::map_spec(request))?;
         let executor = Arc::clone(&self.executor);
         self.detached(deadline, async move {

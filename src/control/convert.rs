@@ -59,16 +59,12 @@ fn code(kind: ErrorKind) -> Code {
 pub fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
     let options = request.options.unwrap_or_default();
     validate::uri(&request.uri)?;
-    let name = match request.name.is_empty() {
-        true => validate::derived_name(&request.uri),
-        false => request.name,
-    };
-    validate::name(&name)?;
+    validate::name(&request.name)?;
     validate::connections(options.connections)?;
     validate::block_size(options.block_size)?;
     validate::timeout_s(options.dead_connection_timeout_s)?;
     Ok(MapSpec {
-        name,
+        name: request.name,
         uri: request.uri,
         read_only: options.read_only,
         connections: options.connections,
@@ -307,8 +303,13 @@ mod tests {
             timeout_ms: 0,
             take_over: false,
         };
-        assert!(map_spec(request("mem:1M", "", 0)).unwrap().name.starts_with("mem-1M-"));
-        for bad in [request("", "a", 0), request("mem:1M", "../a", 0), request("mem:1M", "a", 99)] {
+        assert_eq!(map_spec(request("mem:1M", "a", 0)).unwrap().name, "a");
+        for bad in [
+            request("", "a", 0),
+            request("mem:1M", "", 0),
+            request("mem:1M", "../a", 0),
+            request("mem:1M", "a", 99),
+        ] {
             assert_eq!(map_spec(bad).unwrap_err().kind(), ErrorKind::InvalidArgument);
         }
         assert!(target(String::new()).is_err());

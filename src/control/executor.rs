@@ -14,6 +14,7 @@ use super::force::or_by_force;
 use super::journal::Journal;
 use super::kernel_calls::KernelCalls;
 use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, plan};
+use super::naming::other_volume;
 use super::offload::offload;
 use super::random::Random;
 use super::volume::{Guard, OutageView, Register, View, Volume};
@@ -598,8 +599,8 @@ pub(super) async fn blocking<T: Send + 'static>(
 fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
     let options = &record.options;
     let differs = |asked: u32, is: u32| asked != 0 && asked != is;
-    if record.uri != spec.uri {
-        Some(format!("the volume {}", record.uri))
+    if let Some(other) = other_volume(record, &spec.uri) {
+        Some(other)
     } else if options.read_only != spec.read_only {
         Some(if options.read_only { "read_only=true" } else { "read_only=false" }.to_owned())
     } else if differs(spec.connections, options.connections) {

@@ -26,6 +26,7 @@ pub mod link;
 mod listener;
 pub mod mapping;
 pub mod metrics;
+mod naming;
 pub mod node;
 mod observe;
 pub mod offload;

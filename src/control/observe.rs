@@ -235,8 +235,7 @@ impl Executor {
         if target.starts_with('/') {
             return self.find_device(Path::new(target), deadline).await;
         }
-        let all = self.register.all();
-        let mut named = all.into_iter().filter(|volume| volume.view().record.uri == target);
+        let mut named = self.mapped_as(target).into_iter();
         match (named.next(), named.next()) {
             (None, _) => self.find_orphan(target, deadline).await,
             (Some(volume), None) => Ok(Target::Volume(volume)),

@@ -89,26 +89,6 @@ pub fn timeout_s(seconds: u32) -> Result<()> {
     }
 }
 
-/// The name of a mapping whose user gave none: readable, and the same for the same URI.
-pub fn derived_name(uri: &str) -> String {
-    let (scheme, rest) = uri.split_once(':').unwrap_or(("", uri));
-    let path = rest.split('?').next().unwrap_or_default();
-    let last = path.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
-    let mut stem: String = format!("{scheme}-{last}")
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' })
-        .take(64)
-        .collect();
-    if !stem.starts_with(|c: char| c.is_ascii_alphanumeric()) {
-        stem.insert(0, 'v');
-    }
-    // FNV-1a: keeps volumes of the same file name in different directories apart.
-    let hash = uri.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    format!("{stem}-{:08x}", hash >> 32)
-}
-
 fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidArgument, message)
 }
@@ -116,7 +96,6 @@ fn invalid(message: impl Into<String>) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
     #[test]
     fn names() {
@@ -136,20 +115,6 @@ mod tests {
         }
         for bad in ["", "mem", ":1", "/dev/sda", "File:/x", "mem:1\0", &"a".repeat(5000)] {
             assert!(uri(bad).is_err(), "{bad:?}");
-        }
-    }
-
-    #[test]
-    fn derived_names_tell_directories_apart() {
-        assert_ne!(derived_name("file:/a/x.img"), derived_name("file:/b/x.img"));
-        assert!(derived_name("file:/a/x.img").starts_with("file-x.img-"));
-        assert_eq!(derived_name("mem:1G"), derived_name("mem:1G"));
-    }
-
-    proptest! {
-        #[test]
-        fn derived_names_are_names(uri in ".{0,300}") {
-            prop_assert!(is_name(&derived_name(&uri)), "{}", derived_name(&uri));
         }
     }
 }

@@ -3,9 +3,10 @@
 //! kernel's driver never asks any.
 //!
 //! Bounds: with [`MAX_QUESTIONS`] unanswered, the loop stops reading from the socket; each answer has
-//! [`MAX_EXTENTS`] extents at most.
+//! [`MAX_EXTENTS`] extents at most; of questions that fail, the log has one line in [`TELL_EVERY`].
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 
@@ -21,6 +22,37 @@ const MAX_QUESTIONS: usize = 16;
 
 /// Extents of one answer, which then fits a small buffer.
 const MAX_EXTENTS: usize = (4096 - structured::STATUS_HEADER_LEN) / structured::EXTENT_LEN;
+
+/// Clients ask as often as they like, over as many connections, and must not fill the log with it.
+const TELL_EVERY: Duration = Duration::from_secs(60);
+
+/// Of the whole process, which has one volume.
+static FAILURES: Mutex<Failures> = Mutex::new(Failures { told: None, untold: 0 });
+
+/// Failures, of which the first is told, and later ones in numbers.
+struct Failures {
+    told: Option<Instant>,
+    untold: u64,
+}
+
+impl Failures {
+    /// Counts one. When it is to be told: how many were not, since the one that was.
+    fn count(&mut self, now: Instant) -> Option<u64> {
+        if self.told.is_some_and(|told| now.duration_since(told) < TELL_EVERY) {
+            self.untold += 1;
+            return None;
+        }
+        self.told = Some(now);
+        Some(std::mem::take(&mut self.untold))
+    }
+}
+
+fn tell(message: &'static str, error: &dyn std::fmt::Display) {
+    let due = FAILURES.lock().unwrap_or_else(PoisonError::into_inner).count(Instant::now());
+    if let Some(before) = due {
+        tracing::warn!(%error, before, "{message}");
+    }
+}
 
 /// What a connection asks of its volume.
 pub(super) struct Questions {
@@ -55,7 +87,7 @@ fn survey(image: &dyn Image, questions: &Receiver<Question>) {
     for question in questions {
         let Question { offset, length, limit, .. } = question;
         let extents = image.extents(offset, length, limit).map_err(|error| {
-            tracing::warn!(%error, offset, length, "a block status could not be had");
+            tell("a client's question for block status failed", &error.report());
             if error.kind() == ErrorKind::Fenced { IoError::Fenced } else { IoError::Broken }
         });
         question.answer(extents);
@@ -107,7 +139,7 @@ impl Questions {
             let thread = std::thread::Builder::new().name("block-status".to_owned());
             match thread.spawn(move || survey(&*image, &receiver)) {
                 Ok(_) => self.sender = Some(sender),
-                Err(error) => tracing::warn!(%error, "no thread for a client's block status"),
+                Err(error) => tell("no thread for a client's block status", &error),
             }
         }
         // A question that cannot be asked is dropped, which answers it; where the thread has died of a
@@ -158,5 +190,23 @@ impl Connection {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_failure_is_told_and_the_rest_in_numbers() {
+        let mut failures = Failures { told: None, untold: 0 };
+        let start = Instant::now();
+        assert_eq!(failures.count(start), Some(0));
+        for ms in 0..1000 {
+            assert_eq!(failures.count(start + Duration::from_millis(ms)), None);
+        }
+        assert_eq!(failures.count(start + TELL_EVERY), Some(1000));
+        assert_eq!(failures.count(start + TELL_EVERY), None);
+        assert_eq!(failures.count(start + 3 * TELL_EVERY), Some(1));
     }
 }

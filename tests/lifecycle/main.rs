@@ -9,6 +9,7 @@ mod crashes;
 mod everyday;
 mod forced;
 mod metrics;
+mod names;
 mod openmetrics;
 mod outages;
 mod rbd;
