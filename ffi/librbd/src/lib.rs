@@ -19,6 +19,7 @@ mod encryption;
 mod error;
 mod gate;
 mod image;
+mod list;
 mod lock;
 mod metadata;
 mod pool;

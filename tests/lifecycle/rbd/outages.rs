@@ -9,8 +9,8 @@ use cleat::kernel::DeviceIndex;
 use nix::sys::signal::Signal;
 use tonic::Code;
 
-use super::{MIB, Scene};
 use super::load::{Load, assert_within, held};
+use super::{MIB, Scene};
 use crate::bench::{assert_code, index_of, kill, wait_until};
 
 /// After which the OSDs take a client for dead (`osd_client_watch_timeout`), and some more.
