@@ -27,6 +27,7 @@ mod patience;
 mod problem;
 mod queue;
 mod record;
+mod room;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -50,6 +51,7 @@ pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
 use record::Claim;
+use room::Room;
 
 /// How long a monitor may take to answer, at the start and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -116,8 +118,7 @@ struct Shared {
     encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
-    /// The last request that needed room found none.
-    full: AtomicBool,
+    room: Room,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -204,12 +205,17 @@ impl RbdImage {
             return Err(error.with_repair(format!("give it a size: rbd resize --size 10G {name}")));
         }
         let durable_writes = durable_writes(&image.config().map_err(failed)?);
+        let data_pool = if image.features().map_err(failed)? & librbd::RBD_FEATURE_DATA_POOL == 0 {
+            spec.pool.clone()
+        } else {
+            image.data_pool().map_err(failed)?
+        };
         let shared = Arc::new(Shared {
             size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
             watcher: OnceLock::new(),
             encrypted,
             fenced: AtomicBool::new(false),
-            full: AtomicBool::new(false),
+            room: Room::of(data_pool),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
@@ -394,10 +400,7 @@ impl Image for RbdImage {
     }
 
     fn trouble(&self) -> Option<String> {
-        let full = self.shared.full.load(Ordering::Relaxed);
-        full.then(|| {
-            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
-        })
+        self.shared.room.trouble(&self.name)
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

@@ -35,6 +35,10 @@ pub(super) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
         ErrorKind::TimedOut => {
             Some("see that the monitors can be reached from here (ceph status)".to_owned())
         }
+        ErrorKind::NoSpace => Some(format!(
+            "see where there is no room: ceph df, ceph osd pool get-quota {}",
+            spec.pool
+        )),
         ErrorKind::Fenced => {
             Some("start again as a new client; see `ceph osd blocklist ls`".to_owned())
         }

@@ -109,7 +109,8 @@ impl Cluster {
         self.directory.join(format!("{id}.keyring"))
     }
 
-    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`.
+    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`; or
+    /// `start mgr`, without which there are no quotas.
     pub fn tell(&self, command: &str) {
         let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = script.commands.as_mut().expect("it was not told to end");
