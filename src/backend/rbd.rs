@@ -21,6 +21,7 @@ mod decision;
 mod encryption;
 mod extents;
 mod fence;
+mod header;
 mod manage;
 mod mirror;
 mod patience;
@@ -47,6 +48,7 @@ use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use decision::Occasion;
 pub(super) use fence::RbdFence;
+use header::ImageHeader;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
@@ -297,8 +299,9 @@ impl RbdImage {
             return Err(lost());
         }
         let Some(claimant) = &self.claimant else { return Ok(()) };
-        let image = self.image()?;
-        let contest = Contest { image: &image, name: &self.name, claimant, occasion, only: None };
+        let (image, name) = (self.image()?, &self.name);
+        let header = &ImageHeader { image: &image, name };
+        let contest = Contest { header, name, claimant, occasion, only: None };
         let Some(claim) = contest.acquire().inspect_err(|error| self.note(error))? else {
             self.shared.fenced.store(true, Ordering::Release);
             return Err(lost());

@@ -11,12 +11,13 @@ use librbd::{Cluster, Image, Open};
 use serde::Deserialize;
 
 use super::claim::{self, Contest};
-use super::decision::Occasion;
+use super::decision::{Occasion, is_same_node};
+use super::header::ImageHeader;
 use super::patience::{PATIENCE, answer, within};
 use super::problem::{self, problem};
 use super::record::{self, Claim};
 use super::{config, name, preload};
-use crate::backend::claimant::{Claimant, is_telling};
+use crate::backend::claimant::Claimant;
 use crate::backend::fence::{Client, Fence, Standing};
 use crate::backend::uri::{RbdSpec, invalid};
 use crate::error::{Error, ErrorKind, Result};
@@ -114,8 +115,8 @@ impl Fence for RbdFence {
 
 /// Takes the image from the clients that were agreed on, and lets go of it.
 fn take(image: &Image, name: &str, claimant: &Claimant, agreed: &[String]) -> Result<()> {
-    let occasion = Occasion::Opening;
-    let contest = Contest { image, name, claimant, occasion, only: Some(agreed) };
+    let (header, occasion) = (&ImageHeader { image, name }, Occasion::Opening);
+    let contest = Contest { header, name, claimant, occasion, only: Some(agreed) };
     let Some(taken) = contest.acquire()? else {
         return Err(Error::new(ErrorKind::Internal, format!("{name} cannot be taken over")));
     };
@@ -290,12 +291,14 @@ fn prove_gone(
         let message = format!("its process on this node (number {pid}) is not proved gone");
         return doubt(message, "end it, and ask from the pid namespace that it ran in");
     }
-    let restarted = |node: &str, boot_id: &str| {
-        is_telling(node) && node == client.node && boot_id != client.boot_id && !boot_id.is_empty()
+    let restarted = |node: &str, machine: &str, boot_id: &str| {
+        is_same_node(client, node, machine) && boot_id != client.boot_id && !boot_id.is_empty()
     };
     let later = std::iter::once(&claim.client).chain(&claim.cut);
     let mut later = later.filter(|other| other.generation > client.generation);
-    if restarted(&here.node, &here.boot_id) || later.any(|c| restarted(&c.node, &c.boot_id)) {
+    if restarted(&here.node, &here.machine, &here.boot_id)
+        || later.any(|c| restarted(&c.node, &c.machine, &c.boot_id))
+    {
         return Ok(());
     }
     doubt(
