@@ -181,7 +181,8 @@ impl RbdImage {
         let unlock = spec.encryption.as_ref().map_or(Duration::ZERO, |_| UNLOCK_PATIENCE);
         patience::within(OPEN_PATIENCE + unlock, &format!("open {}", name(spec)), move || {
             let opened = Self::open_slowly(&wanted, options)?;
-            if claim { opened.claimed() } else { Ok(opened) }
+            let claimed = if claim { opened.claimed() } else { Ok(opened) };
+            claimed.map_err(|error| problem::explained(error, &wanted))
         })
     }
 

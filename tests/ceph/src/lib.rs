@@ -140,6 +140,22 @@ impl Cluster {
         self.run("rados", arguments)
     }
 
+    /// Does what a message recommends: the `ceph auth caps` in it, as a shell reads it.
+    ///
+    /// # Errors
+    /// What is complained of.
+    pub fn grant(&self, message: &str) -> Result<(), String> {
+        let (_, rest) = message.split_once("ceph auth caps ").ok_or("it recommends nothing")?;
+        let (command, _) = rest.split_once(" (instead").ok_or("it has no end")?;
+        let script =
+            format!("ceph --connect-timeout 60 --id admin --conf \"$1\" auth caps {command}");
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(script).arg("sh").arg(self.conf()).env_remove("CEPH_ARGS");
+        let output = shell.output().expect("a shell");
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        output.status.success().then_some(()).ok_or_else(|| complaint.into_owned())
+    }
+
     fn run(&self, program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {
         let output = Command::new(program)
             .args(["--id", "admin", "--conf"])
