@@ -1,10 +1,15 @@
 //! `cargo bench --bench rbd`: `cleat serve` with an RBD image against raw librbd (fio's rbd engine)
 //! and qemu-nbd over librbd, on one cluster, in turns.
 //!
-//! Every contestant has an image of its own of the same shape, filled, and the same options of
-//! librbd. NBD servers are asked by a client that batches (`common`) over a unix socket; with
-//! `FIO=1` by fio's nbd engine, as which the kernel costs less. `ROUNDS`, `SECONDS` and `ONLY` (a
-//! part of a row's name) say how much is measured. The CPU of raw librbd includes that of starting fio.
+//! Every contestant has an image of its own of the same shape, filled, and the same ceph.conf. qemu-nbd
+//! comes with `--cache=none`, which answers a write when it is replicated, as the others do, and as it
+//! is started without options: with librbd's cache, which writes through until the first flush. NBD
+//! servers are asked by a client that batches (`common`) over a unix socket; with `FIO=1` by fio's nbd
+//! engine, as which the kernel costs less. `ROUNDS`, `SECONDS` and `ONLY` (a part of a row's name) say
+//! how much is measured. The CPU of raw librbd includes that of starting fio.
+//!
+//! `WITH='rbd_non_blocking_aio=true,debug_rbd=20/20'` adds cleat with these options of Ceph; `BINARY`,
+//! with `WITH` or without, is what that one runs instead of this build.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -52,13 +57,13 @@ const ROWS: [Row; 6] = [
 fn main() {
     let setup = Setup::new();
     let osd = setup.osd();
-    let mut contestants = [setup.cleat(), setup.qemu_nbd(), setup.raw()];
+    let mut contestants = setup.contestants();
     let rounds = number("ROUNDS", 5);
     let time = Duration::from_secs_f64(number("SECONDS", 2) as f64);
     let only = std::env::var("ONLY").unwrap_or_default();
     println!("medians of {rounds} rounds of {time:?}; CPU in µs per operation");
     println!(
-        "  {:<12}{:>9}{:>10}{:>10}{:>9}{:>9}{:>9}",
+        "  {:<14}{:>9}{:>10}{:>10}{:>9}{:>9}{:>9}",
         "", "per s", "cleat is", "server", "client", "OSD", "all"
     );
     for Row { name, load, depth } in ROWS.iter().filter(|row| row.name.contains(&only)) {
@@ -82,7 +87,7 @@ fn main() {
                 (median(&mut ratios), figures.each_mut().map(|values| median(values)));
             let (name, all) = (&contestant.name, server + client + osd);
             println!(
-                "  {name:<12}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
+                "  {name:<14}{rate:>9.0}{ratio:>9.2}x{server:>10.1}{client:>9.1}{osd:>9.1}{all:>9.1}"
             );
         }
     }
@@ -128,23 +133,41 @@ impl Setup {
         self.dir.path().join("ceph.conf")
     }
 
-    fn cleat(&self) -> Contestant {
-        let socket = self.image("cleat");
-        let (conf, keyring) = (self.conf(), self.cluster.keyring(ID));
-        let (conf, keyring) = (conf.display(), keyring.display());
-        let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
-        command.arg("serve").arg(format!("rbd:{POOL}/cleat?conf={conf}&id={ID}&keyring={keyring}"));
-        command.arg("--socket").arg(&socket);
-        Contestant::server("cleat", command, &socket)
+    /// This build of cleat, which all are compared with, comes first.
+    fn contestants(&self) -> Vec<Contestant> {
+        let ours = env!("CARGO_BIN_EXE_cleat");
+        let mut all = vec![self.cleat("cleat", ours, "")];
+        let (binary, with) = (std::env::var("BINARY"), std::env::var("WITH"));
+        if binary.is_ok() || with.is_ok() {
+            let (binary, with) = (binary.as_deref().unwrap_or(ours), with.unwrap_or_default());
+            all.push(self.cleat("cleat, other", binary, &with));
+        }
+        all.push(self.qemu_nbd("qemu, none", &["--cache=none"]));
+        all.push(self.qemu_nbd("qemu, default", &[]));
+        all.push(self.raw());
+        all
     }
 
-    fn qemu_nbd(&self) -> Contestant {
-        let socket = self.image("qemu");
-        let volume = format!("rbd:{POOL}/qemu:id={ID}:conf={}", self.conf().display());
+    fn cleat(&self, name: &str, binary: &str, options: &str) -> Contestant {
+        let (image, socket) = self.image(name);
+        let (conf, keyring) = (self.conf(), self.cluster.keyring(ID));
+        let (conf, keyring) = (conf.display(), keyring.display());
+        let mut uri = format!("rbd:{POOL}/{image}?conf={conf}&id={ID}&keyring={keyring}");
+        for option in options.split(',').filter(|option| !option.is_empty()) {
+            uri += &format!("&config.{option}");
+        }
+        let mut command = Command::new(binary);
+        command.arg("serve").arg(uri).arg("--socket").arg(&socket);
+        Contestant::server(name, command, &socket)
+    }
+
+    fn qemu_nbd(&self, name: &str, options: &[&str]) -> Contestant {
+        let (image, socket) = self.image(name);
+        let volume = format!("rbd:{POOL}/{image}:id={ID}:conf={}", self.conf().display());
         let mut command = Command::new("qemu-nbd");
-        command.args(["--persistent", "--format=raw", "--cache=none", "--socket"]);
-        command.arg(&socket).arg(volume);
-        Contestant::server("qemu-nbd", command, &socket)
+        command.args(["--persistent", "--format=raw"]).args(options);
+        command.arg("--socket").arg(&socket).arg(volume);
+        Contestant::server(name, command, &socket)
     }
 
     fn raw(&self) -> Contestant {
@@ -163,10 +186,12 @@ impl Setup {
         Contestant { name: "raw librbd".to_owned(), kind: Kind::Process(fio) }
     }
 
-    /// Makes an image; returns where it can be served.
-    fn image(&self, name: &str) -> PathBuf {
-        self.pool.create(name, SIZE, &NewImage::default()).unwrap();
-        self.dir.path().join(name)
+    /// Makes an image for a contestant; returns its name and where it can be served.
+    fn image(&self, contestant: &str) -> (String, PathBuf) {
+        let name = contestant.replace(", ", "-");
+        self.pool.create(&name, SIZE, &NewImage::default()).unwrap();
+        let socket = self.dir.path().join(&name);
+        (name, socket)
     }
 }
 

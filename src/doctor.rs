@@ -13,7 +13,7 @@ use caps::{CapSet, Capability};
 use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 use nix::sys::resource::{Resource, getrlimit};
 
-use crate::backend;
+use crate::backend::rbd_library;
 use crate::config::Config;
 use crate::error::ErrorKind;
 use crate::kernel;
@@ -97,10 +97,10 @@ pub fn examine(config: &Config) -> Vec<Check> {
         machine.run_directory(),
         limits(),
         machine.sandbox(),
+        rbd(),
         machine.namespaces(),
         machine.systemd(),
         machine.cgroup(),
-        rbd(),
     ]
 }
 
@@ -144,18 +144,6 @@ fn capabilities() -> Check {
     Check { name: NAME, verdict, finding, repair: repair.into() }
 }
 
-/// Nothing is wrong with a machine without Ceph.
-fn rbd() -> Check {
-    const NAME: &str = "rbd";
-    match backend::rbd_library() {
-        Ok(version) => Check::ok(NAME, format!("{version} can be loaded")),
-        Err(error) => {
-            let repair = error.repair().unwrap_or("rbd: volumes need it");
-            Check::ok(NAME, format!("{}; {repair}", error.report()))
-        }
-    }
-}
-
 fn udev() -> Check {
     const NAME: &str = "udev";
     let rule = kernel::udev::RULE;
@@ -193,6 +181,21 @@ fn limits() -> Check {
         return Check::warning(NAME, finding, repair);
     }
     Check::ok(NAME, finding)
+}
+
+/// Only some nodes have volumes in Ceph: without the libraries nothing is out of order.
+fn rbd() -> Check {
+    const NAME: &str = "rbd";
+    match rbd_library() {
+        Ok(Some(library)) => Check::ok(NAME, format!("{library} can be loaded")),
+        Ok(None) => {
+            Check::ok(NAME, "librbd is not installed; rbd: volumes need librados2, librbd1")
+        }
+        Err(error) => {
+            let repair = error.repair().unwrap_or("install librados2 and librbd1 anew");
+            Check::warning(NAME, error.report(), repair)
+        }
+    }
 }
 
 impl Machine {

@@ -104,13 +104,12 @@ pub fn prepare(uri: &VolumeUri) -> Result<()> {
     }
 }
 
-/// The library that `rbd:` volumes need, with its version. Loads it.
+/// The library that `rbd:` volumes need, with its version; `None` where it is not installed.
 ///
 /// # Errors
-/// `Unsupported` when it is missing or too old; the repair names the package.
-pub fn rbd_library() -> Result<String> {
-    let (major, minor, extra) = rbd::preload()?;
-    Ok(format!("librbd {major}.{minor}.{extra}"))
+/// `Unsupported` when it is there and cannot be used.
+pub fn rbd_library() -> Result<Option<String>> {
+    rbd::library()
 }
 
 /// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.

@@ -131,7 +131,9 @@ pub trait Image: Send + Sync {
     /// What the volume can do. Fixed while the volume is open.
     fn features(&self) -> Features;
 
-    /// Makes the data half for the calling thread, whose ring and waker it may keep using.
+    /// Makes the data half for the calling thread, whose ring and waker it may keep using. Must not
+    /// wait for the backend, nor for a lock that anything which does so holds: whoever adds a connection
+    /// waits for this, and others for him.
     ///
     /// # Errors
     /// When the ring cannot take the backend's files, or a bound is reached.

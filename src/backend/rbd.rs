@@ -85,6 +85,15 @@ const PIECE_OBJECTS: u64 = 64;
 /// Options of Ceph that go before the configuration file, and behind those of the volume.
 const DEFAULTS: [(&str, &str); 1] = [("rbd_cache", "false")];
 
+/// As these, for an image that is served: the connection's own thread hands requests to the messenger,
+/// where the library would wake a thread of its own for each. It must not wait, as the library does at
+/// its own bounds on what is under way: a connection's bounds are in their place.
+const INLINE: [(&str, &str); 3] = [
+    ("rbd_non_blocking_aio", "false"),
+    ("objecter_inflight_ops", "0"),
+    ("objecter_inflight_op_bytes", "0"),
+];
+
 /// An open image.
 pub(super) struct RbdImage {
     /// `None` once it was closed. Locked by calls of the control half only.
@@ -138,6 +147,15 @@ pub(super) fn preload() -> Result<(i32, i32, i32)> {
     })
 }
 
+/// The libraries by their version; `None`: they are not installed.
+pub(super) fn library() -> Result<Option<String>> {
+    if librbd::load().is_err_and(|error| error.is_absent()) {
+        return Ok(None);
+    }
+    let (major, minor, extra) = preload()?;
+    Ok(Some(format!("librbd {major}.{minor}.{extra}")))
+}
+
 /// Files and directories that the libraries read while they connect.
 pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
     let system = [
@@ -189,10 +207,7 @@ impl RbdImage {
     fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {
         let name = name(spec);
         let failed = |error| problem(error, &name, spec);
-        let mut config = config(spec);
-        if !spec.shared {
-            config.defaults = vec![(CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string())];
-        }
+        let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
         let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
         let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
         let read_only = options.read_only || spec.snapshot.is_some();
@@ -524,6 +539,19 @@ fn config(spec: &RbdSpec) -> librbd::Config {
     }
 }
 
+/// What holds for an image that is served, where the library knows it.
+fn defaults(spec: &RbdSpec) -> Vec<(String, String)> {
+    let mut defaults = Vec::new();
+    if !spec.shared {
+        defaults.push((CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string()));
+    }
+    // Together, or not at all.
+    if !INLINE.iter().any(|(key, _)| spec.config.contains_key(*key)) {
+        defaults.extend(INLINE.map(|(key, value)| (key.to_owned(), value.to_owned())));
+    }
+    defaults
+}
+
 fn block_sizes(stat: librbd::Stat, encrypted: bool) -> BlockSizes {
     // What lies together: an object, or the part of it that a stripe fills.
     let together = stat.object_size.min(stat.stripe_unit).clamp(4096, MAX_PAYLOAD.into());
@@ -638,5 +666,10 @@ mod tests {
         assert_eq!(own.overrides, options(&[("rbd_cache", "true")]));
         assert_eq!(own.id.as_deref(), Some("x"));
         assert_eq!(name(&spec("rbd:p/n/i@s")), "p/n/i@s");
+        // Without a bound of the library's a thread of ours may begin requests, with one it may not.
+        let inline = defaults(&spec("rbd:p/i?lock=shared"));
+        assert_eq!(inline, options(&INLINE));
+        assert!(defaults(&spec("rbd:p/i?lock=shared&config.objecter_inflight_ops=9")).is_empty());
+        assert!(defaults(&spec("rbd:p/i")).ends_with(&inline));
     }
 }

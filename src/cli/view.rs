@@ -40,6 +40,8 @@ pub(super) struct Mapping {
     pub iops: u64,
     /// 0 is no limit.
     pub bytes_per_s: u64,
+    /// Somebody else owns the volume now; nothing is written from here until it is mapped anew.
+    pub fenced: bool,
     /// The backend cannot be reached.
     pub outage: Option<Outage>,
     /// How its last worker ended, where one did that was not asked to.
@@ -103,6 +105,7 @@ impl From<v1::Mapping> for Mapping {
             on_outage: text(options.on_outage),
             iops: options.iops.unwrap_or(0),
             bytes_per_s: options.bytes_per_s.unwrap_or(0),
+            fenced: mapping.fenced,
             outage: mapping.outage.map(|outage| Outage {
                 since_unix_ms: outage.since_unix_ms,
                 reason: text(outage.reason),

@@ -149,6 +149,7 @@ pub fn mapping(view: &View) -> api::Mapping {
         block_size: volume.map_or(0, |volume| volume.block_size),
         holders: view.holders.iter().map(holder).collect(),
         read_only: view.is_read_only(),
+        fenced: view.is_fenced(),
         outage: view.outage.as_ref().map(|outage| api::Outage {
             since_unix_ms: outage.since_unix_ms,
             reason: outage.reason.clone().unwrap_or_default(),

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{broadcast, mpsc};
@@ -270,6 +271,10 @@ impl Executor {
             return self.later(guard);
         }
         guard.not_before = None;
+        if let Err(error) = self.settle(guard).await {
+            tracing::warn!(mapping = guard.volume().name, "{}", error.report());
+            self.later(guard);
+        }
         let deadline = Instant::now() + REPAIR_LIMIT;
         match self.converge(guard, deadline).await {
             Ok(State::Failed(trouble)) => {
@@ -498,32 +503,49 @@ impl Executor {
     /// Stores the record, off the event loop.
     pub(super) async fn store(&self, guard: &Guard) -> Result<()> {
         let record = guard.record.clone();
-        self.write_journal(guard, move |journal| journal.store(&record)).await
+        self.write_journal(guard, move |journal, given_up| journal.store_unless(&record, given_up))
+            .await
     }
 
     /// Writes to the journal. A call that gives way in the middle, or waits in vain, leaves its write
     /// under way: the next one of the mapping waits for it, so that they reach the disk in their order.
+    /// Where one was waited for in vain, the record is written again once the disk answers: whoever
+    /// waited was told that it had failed, and it may have come true all the same.
     pub(super) async fn write_journal(
         &self,
         guard: &Guard,
-        write: impl FnOnce(&Journal) -> Result<()> + Send + 'static,
+        write: impl FnOnce(&Journal, &AtomicBool) -> Result<()> + Send + 'static,
     ) -> Result<()> {
         let journal = Arc::clone(&self.journal);
+        let given_up = Arc::new(AtomicBool::new(false));
+        let is_given_up = Arc::clone(&given_up);
         let write = async {
             let turn = guard.volume().turn_to_write().await;
             let write = move || {
                 let _turn = turn;
-                write(&journal)
+                write(&journal, &is_given_up)
             };
             blocking(write).await
         };
         timeout(JOURNAL_LIMIT, write).await.unwrap_or_else(|_| {
+            given_up.store(true, Ordering::SeqCst);
+            guard.volume().settle_later();
             let message = "the disk of the journal does not take a record: its write still waits";
             Err(Error::new(ErrorKind::TimedOut, message).with_repair(
                 "see what the file system of the state directory waits for: dmesg, \
                  /proc/pressure/io",
             ))
         })
+    }
+
+    /// Writes the record again where an earlier write was given up.
+    async fn settle(&self, guard: &Guard) -> Result<()> {
+        if !guard.volume().is_unsettled() || guard.record.worker.is_none() {
+            return Ok(());
+        }
+        self.store(guard).await?;
+        guard.volume().settled();
+        Ok(())
     }
 
     /// A point at which tests make the executor crash.

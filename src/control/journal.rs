@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
@@ -83,9 +84,18 @@ impl Journal {
     /// # Errors
     /// `NoSpace` on a full disk; the earlier version then still stands.
     pub fn store(&self, record: &Record) -> Result<()> {
+        self.store_unless(record, &AtomicBool::new(false))
+    }
+
+    /// As [`Journal::store`], unless nobody waits for it any more when the record is about to take the
+    /// place of its earlier version: what was told as failed is not to come true minutes later.
+    ///
+    /// # Errors
+    /// `TimedOut`, then.
+    pub fn store_unless(&self, record: &Record, given_up: &AtomicBool) -> Result<()> {
         let path = self.path(&record.mapping_id)?;
         let temporary = path.with_extension("tmp");
-        let written = self.write(record, &temporary, &path);
+        let written = self.write(record, &temporary, &path, given_up);
         if written.is_err() {
             // Best effort: what stays is removed by the next `load`.
             let _ = fs::remove_file(&temporary);
@@ -119,7 +129,13 @@ impl Journal {
         })
     }
 
-    fn write(&self, record: &Record, temporary: &Path, path: &Path) -> std::io::Result<()> {
+    fn write(
+        &self,
+        record: &Record,
+        temporary: &Path,
+        path: &Path,
+        given_up: &AtomicBool,
+    ) -> std::io::Result<()> {
         let mut text = written(record)?;
         text.push(b'\n');
         if text.len() as u64 > MAX_RECORD {
@@ -130,6 +146,9 @@ impl Journal {
             options.write(true).create(true).truncate(true).mode(0o600).open(temporary)?;
         file.write_all(&text)?;
         file.sync_all()?;
+        if given_up.load(Ordering::SeqCst) {
+            return Err(std::io::ErrorKind::TimedOut.into());
+        }
         fs::rename(temporary, path)?;
         sync_directory(&self.directory)
     }
@@ -349,6 +368,19 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         assert!(error.repair().is_some());
         assert_eq!(journal.load().unwrap().records, [a]);
+    }
+
+    #[test]
+    fn a_write_that_was_given_up_does_not_come_true() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let a = record("00000000000000aa", "a");
+        journal.store(&a).unwrap();
+        let later = Record { generation: 9, ..a.clone() };
+        let error = journal.store_unless(&later, &AtomicBool::new(true)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        assert_eq!(journal.load().unwrap().records, std::slice::from_ref(&a));
+        assert!(!journal.path(&a.mapping_id).unwrap().with_extension("tmp").exists());
     }
 
     #[test]

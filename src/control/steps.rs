@@ -386,7 +386,7 @@ impl Executor {
         let id = guard.record.mapping_id.clone();
         // The record goes last: without it nobody would look for the socket.
         self.workers.forget(&id);
-        self.write_journal(guard, move |journal| journal.withdraw(&id)).await?;
+        self.write_journal(guard, move |journal, _| journal.withdraw(&id)).await?;
         guard.withdrawn = true;
         let volume = Arc::clone(guard.volume());
         self.register.remove(&volume);

@@ -135,6 +135,11 @@ impl View {
         let by_itself = self.record.volume.is_some_and(|volume| volume.is_read_only());
         self.record.options.read_only || by_itself
     }
+
+    /// Whether somebody else owns the volume now.
+    pub fn is_fenced(&self) -> bool {
+        matches!(&self.state, State::Failed(trouble) if trouble.kind == ErrorKind::Fenced)
+    }
 }
 
 /// `/dev/nbdN`.
@@ -161,6 +166,10 @@ pub struct Volume {
     wanted: watch::Sender<u32>,
     /// Held while a record is being written, beyond the end of a call that gave way.
     writing: Arc<tokio::sync::Mutex<()>>,
+    /// A write of its record was given up, and has ended since.
+    unsettled: AtomicBool,
+    /// Somebody waits for the end of such a write.
+    settling: AtomicBool,
     /// Held while the kernel connects a device, however long nobody waits for it any more.
     connecting: Arc<tokio::sync::Mutex<()>>,
     attention: mpsc::Sender<String>,
@@ -248,6 +257,8 @@ impl Volume {
             awaited: AtomicBool::new(false),
             wanted: watch::Sender::new(0),
             writing: Arc::default(),
+            unsettled: AtomicBool::new(false),
+            settling: AtomicBool::new(false),
             connecting: Arc::default(),
             attention,
         }
@@ -333,6 +344,31 @@ impl Volume {
     /// The right to write its record; kept by the thread that writes.
     pub async fn turn_to_write(&self) -> OwnedMutexGuard<()> {
         Arc::clone(&self.writing).lock_owned().await
+    }
+
+    /// A write of its record was given up: has the mapping looked at once that has ended.
+    pub fn settle_later(self: &Arc<Self>) {
+        if self.settling.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let volume = Arc::clone(self);
+        tokio::spawn(async move {
+            drop(volume.turn_to_write().await);
+            volume.settling.store(false, Ordering::SeqCst);
+            volume.unsettled.store(true, Ordering::SeqCst);
+            // A full queue: the next sweep finds it.
+            let _ = volume.attention.try_send(volume.name.clone());
+        });
+    }
+
+    /// Whether the journal may say something else than what holds.
+    pub fn is_unsettled(&self) -> bool {
+        self.unsettled.load(Ordering::SeqCst)
+    }
+
+    /// The journal says what holds.
+    pub fn settled(&self) {
+        self.unsettled.store(false, Ordering::SeqCst);
     }
 
     /// The right to have its device connected, kept by the thread that does so; `None` while the

@@ -1,18 +1,30 @@
 //! A look at the machine that callers share. Looking costs as much for one device as for all, and a
 //! hundred unmaps at once would look two hundred times.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::error::Result;
 
-/// The last look, and when it began.
+/// The last look. Waiting for the one that is under way takes no turn: who has asked is done when the
+/// next one has ended, however many others come meanwhile.
 #[derive(Debug)]
-pub(super) struct SharedLook<T>(Mutex<Option<(Instant, Arc<T>)>>);
+pub(super) struct SharedLook<T> {
+    state: Mutex<State<T>>,
+    ended: Condvar,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    /// Somebody looks.
+    busy: bool,
+    /// What the last one saw, and when he began.
+    seen: Option<(Instant, Arc<T>)>,
+}
 
 impl<T> Default for SharedLook<T> {
     fn default() -> Self {
-        Self(Mutex::new(None))
+        Self { state: Mutex::new(State { busy: false, seen: None }), ended: Condvar::new() }
     }
 }
 
@@ -21,17 +33,40 @@ impl<T> SharedLook<T> {
     /// anything older than the question.
     pub(super) fn get(&self, look: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
         let asked = Instant::now();
-        // Whoever panicked with it: what is there is whole.
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((began, seen)) = &*last
-            && *began >= asked
-        {
-            return Ok(Arc::clone(seen));
+        let mut state = self.state();
+        loop {
+            if let Some((began, seen)) = &state.seen
+                && *began >= asked
+            {
+                return Ok(Arc::clone(seen));
+            }
+            if !state.busy {
+                break;
+            }
+            state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        state.busy = true;
+        drop(state);
+        let turn = Turn(self);
         let began = Instant::now();
         let seen = Arc::new(look()?);
-        *last = Some((began, Arc::clone(&seen)));
+        turn.0.state().seen = Some((began, Arc::clone(&seen)));
         Ok(seen)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<T>> {
+        // Whoever panicked with it: what is there is whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Somebody's turn to look, which ends however the look does.
+struct Turn<'a, T>(&'a SharedLook<T>);
+
+impl<T> Drop for Turn<'_, T> {
+    fn drop(&mut self) {
+        self.0.state().busy = false;
+        self.0.ended.notify_all();
     }
 }
 
@@ -49,6 +84,14 @@ mod tests {
             assert_eq!(*shared.get(|| Ok(expected)).unwrap(), expected);
         }
         assert!(shared.get(|| Err(crate::kernel::module_missing())).is_err());
+    }
+
+    #[test]
+    fn a_look_that_panics_keeps_nobody_waiting() {
+        let shared = SharedLook::default();
+        let look = || shared.get(|| -> Result<u32> { panic!("on purpose") });
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(look)).is_err());
+        assert_eq!(*shared.get(|| Ok(7)).unwrap(), 7);
     }
 
     #[test]

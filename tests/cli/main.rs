@@ -180,7 +180,7 @@ fn a_mapping_in_json_has_the_documented_fields() {
     let fields: Vec<&str> =
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
     let documented = "block_size bytes_per_s connections dead_connection_timeout_s device \
-                      generation holders iops last_worker_end mapped_at_s mapping_id message name \
+                      fenced generation holders iops last_worker_end mapped_at_s mapping_id message name \
                       on_outage outage read_only size_bytes state symlink uri worker_pid \
                       worker_version";
     assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());

@@ -56,8 +56,10 @@ const STALL_LIMIT: Duration = Duration::from_secs(3);
 /// Between a repair and the next kill: longer than a worker must serve before its death counts as the
 /// first one again, since what dies more often is a crash loop, whose repairs wait on purpose.
 const SOUND: Duration = Duration::from_secs(6);
-/// For a kill and its repair, generously.
-const REPAIR: Duration = Duration::from_secs(4);
+/// For the load, which is ended when the campaign is over.
+pub(crate) const WHOLE: Duration = Duration::from_secs(3600);
+/// For what the load has begun, on a busy machine.
+const LAST_REQUESTS: Duration = Duration::from_secs(120);
 /// Between kills of supervisors.
 const PERIOD: Duration = Duration::from_secs(4);
 /// A request that needed the supervisor would wait for at least so long.
@@ -78,7 +80,7 @@ struct Scene {
 }
 
 impl Scene {
-    fn set(ground: Ground, runtime: Duration) -> Self {
+    fn set(ground: Ground) -> Self {
         let node = Node::start();
         let image = Image::new("campaign", "192M");
         let device = cleat_ok(&["map", &image.uri(), "--name", "campaign"]);
@@ -95,15 +97,15 @@ impl Scene {
                 ("/mnt/campaign/data".to_owned(), "/mnt/campaign/probed".to_owned(), 0)
             }
         };
-        let fio = Fio::start(&target, "96M", runtime);
+        let fio = Fio::start(&target, "96M", WHOLE);
         let prober = Prober::start(&probed, offset);
         Self { node, image, ground, device, fio, prober }
     }
 
     /// Ends the load, checks that nothing went wrong, and takes all down.
-    fn strike(self, limit: Duration) -> (Report, Vec<load::Probe>) {
+    fn strike(self) -> (Report, Vec<load::Probe>) {
         let probes = self.prober.finish();
-        let report = self.fio.finish(limit);
+        let report = self.fio.finish(LAST_REQUESTS);
         if self.ground == Ground::Ext4 {
             shell("umount /mnt/campaign");
             shell(&format!("e2fsck -fn {}", self.device));
@@ -120,7 +122,7 @@ impl Scene {
 }
 
 fn workers(ground: Ground, rounds: u32, kill: impl Fn(u32, u32)) {
-    let mut scene = Scene::set(ground, (SOUND + REPAIR) * (rounds + 1));
+    let mut scene = Scene::set(ground);
     let began = Instant::now();
     let mut kills = Vec::new();
     for round in 0..rounds {
@@ -133,7 +135,7 @@ fn workers(ground: Ground, rounds: u32, kill: impl Fn(u32, u32)) {
         wait_for_another_worker(&before);
     }
     std::thread::sleep(SOUND);
-    let (report, probes) = scene.strike((SOUND + REPAIR) * (rounds + 12));
+    let (report, probes) = scene.strike();
     let stalls: Vec<Duration> =
         kills.iter().map(|killed| longest(&probes, *killed, *killed + SOUND)).collect();
     let until = kills.first().copied().unwrap_or(began);
@@ -173,7 +175,7 @@ fn oom_kill(pid: u32) {
 /// supervisor is. The first two tell the machine's noise.
 fn supervisors(ground: Ground) {
     let rounds = kills();
-    let mut scene = Scene::set(ground, PERIOD * (3 * rounds + 4));
+    let mut scene = Scene::set(ground);
     let worker = status("campaign")["worker_pid"].clone();
     let (mut quiet, mut strange, mut ours, mut away) = (vec![], vec![], vec![], vec![]);
     let mut stranger = start_stranger();
@@ -198,7 +200,7 @@ fn supervisors(ground: Ground) {
     stranger.wait().expect("waiting for the stranger");
     wait_for_state("campaign", "mapped");
     assert_eq!(status("campaign")["worker_pid"], worker, "the worker was replaced");
-    let (report, probes) = scene.strike(PERIOD * (3 * rounds + 24));
+    let (report, probes) = scene.strike();
     println!(
         "figures: {rounds} supervisors killed on {}: 0 errors, {} MiB read and {} MiB written verified;\n  \
          undisturbed:       {}\n  a stranger killed: {}\n  supervisor killed: {}",

@@ -1,6 +1,7 @@
 //! Unmapped by force, whatever hangs and whoever holds the device: within 5 s, with the right report,
 //! nobody left in D state, and the volume mapped again at once. `CLEAT_REPEAT` says how often each.
 
+use std::collections::HashSet;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -308,12 +309,16 @@ fn stuck_driver() {
     let (socket, other) = ("/tmp/other.sock", "/dev/nbd15");
     shell(&format!(
         "rm -f {socket}; nbdkit -U {socket} -P /tmp/other.pid memory 64M
-         nbd-client -unix {socket} {other} >&2; kill -STOP $(cat /tmp/other.pid)"
+         nbd-client -unix {socket} {other} >&2"
+    ));
+    // Whoever looks at a new device for partitions has to be done with it: a look that is never
+    // answered would keep the writer from opening it.
+    shell(&format!(
+        "dd if={other} of=/dev/null bs=4k count=1 iflag=direct; udevadm settle
+         kill -STOP $(cat /tmp/other.pid)"
     ));
     let mut writer = spawn(&format!("exec dd if=/dev/zero of={other} bs=8M count=4 oflag=direct"));
-    wait_for("its socket is full", || {
-        shell("cat /proc/*/stack 2>/dev/null | grep -c sock_xmit || true") != "0"
-    });
+    wait_for("its socket is full", || !sending_for(Duration::from_secs(1)).is_empty());
     let mut client = spawn(&format!("exec nbd-client -d {other}"));
     wait_for("its command is stuck", || {
         shell(&format!("cat /proc/{}/stack || true", client.id())).contains("[nbd]")
@@ -328,6 +333,16 @@ fn stuck_driver() {
     works_again(&image.uri());
     shell("kill $(cat /tmp/other.pid) || true");
     nobody_waits();
+}
+
+/// Processes that have been sending to a device's socket for as long as that, whenever looked at.
+fn sending_for(time: Duration) -> HashSet<String> {
+    let looks = 10;
+    let look = || -> HashSet<String> {
+        std::thread::sleep(time / looks);
+        shell("grep -ls sock_xmit /proc/[0-9]*/stack || true").lines().map(str::to_owned).collect()
+    };
+    (1..looks).fold(look(), |still, _| &still & &look())
 }
 
 /// By force, and in vain by `deadline`: the exit status, and what was said.

@@ -97,5 +97,5 @@ fn timeout_s() -> String {
     };
     let comparison = if std::env::var_os(COMPARISON).is_some() { 1800 } else { 0 };
     let asked = 4 * number("CLEAT_VERIFY_SECONDS") + 60 * number("CLEAT_REPEAT") + comparison;
-    (1800 + asked).to_string()
+    (2700 + asked).to_string()
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use libtest_mimic::Trial;
 
+use crate::campaign::WHOLE;
 use crate::campaign::load::{Fio, Prober, longest};
 use crate::fixture::{Image, Node, PATIENCE, cleat_ok, shell, status, wait_for_state};
 use crate::trial;
@@ -125,7 +126,7 @@ fn replaced() {
     let mut node = Node::start_as(first.daemon());
     let image = Image::new("pod", "128M");
     let device = cleat_ok(&["map", &image.uri(), "--name", "pod"]);
-    let fio = Fio::start(&device, "100M", Duration::from_secs(6));
+    let fio = Fio::start(&device, "100M", WHOLE);
     let (began, prober) = (Instant::now(), Prober::start(&device, PROBED));
     let served_by = worker();
     assert_eq!(group_of(served_by), WORKERS);

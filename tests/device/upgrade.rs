@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use libtest_mimic::Trial;
 
+use crate::campaign::WHOLE;
 use crate::campaign::load::{Fio, Prober, REGION, longest};
 use crate::fixture::{Image, Node, cleat, cleat_ok, promised, shell, status};
 use crate::trial;
@@ -50,7 +51,7 @@ fn under_fio(ext4: bool) {
         (device.clone(), device.clone())
     };
     let offset = if ext4 { 0 } else { 200 << 20 };
-    let fio = Fio::start(&fio_target, "128M", Duration::from_secs(60));
+    let fio = Fio::start(&fio_target, "128M", WHOLE);
     let prober = Prober::start(&probed, offset);
     std::thread::sleep(Duration::from_secs(3));
     let (mut noise, mut upgrades, mut paused_us) = (Vec::new(), Vec::new(), Vec::new());
@@ -151,7 +152,7 @@ fn connections() {
     let _node = Node::start();
     let image = Image::new("several", "128M");
     let device = cleat_ok(&["map", &image.uri(), "--name", "up", "--connections", "4"]);
-    let fio = Fio::start(&device, "100M", Duration::from_secs(15));
+    let fio = Fio::start(&device, "100M", WHOLE);
     for _ in 0..5 {
         std::thread::sleep(Duration::from_secs(1));
         upgrade(&["--workers-only", "--force"]);

@@ -40,7 +40,7 @@ fn socket(machine: &Machine) -> UnixStream {
     stream
 }
 
-fn scrape(machine: &Machine) -> Metrics {
+pub(crate) fn scrape(machine: &Machine) -> Metrics {
     get(socket(machine))
 }
 

@@ -229,8 +229,14 @@ fn a_journal_whose_disk_hangs_is_not_waited_for_for_ever() {
     assert_code(supervisor.unmap("a"), Code::DeadlineExceeded, "journal");
     machine.kernel.write(index_of(&mapping), 0, &[1; 512]).unwrap();
     assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
-    // The write that was left behind ends, and fails: a pipe cannot be synced.
+    // As where the write that was left behind comes true: another supervisor would take it down.
+    let record = record.with_extension("json");
+    let kept = std::fs::read_to_string(&record).unwrap();
+    std::fs::write(&record, kept.replace("\"mapped\"", "\"unmapped\"")).unwrap();
+    assert_ne!(std::fs::read_to_string(&record).unwrap(), kept);
+    // It ends, and fails: a pipe cannot be synced.
     std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    wait_until("the journal is right", || std::fs::read_to_string(&record).unwrap() == kept);
     wait_until("it can be unmapped", || supervisor.unmap("a").is_ok());
     machine.assert_clean();
 }

@@ -24,7 +24,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("kernel", &["error", "sys"]),
     ("config", &["backend", "error", "policy", "telemetry"]),
-    ("doctor", &["config", "error", "kernel", "sys"]),
+    ("doctor", &["backend", "config", "error", "kernel", "sys"]),
     (
         "control",
         &[

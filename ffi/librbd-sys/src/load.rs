@@ -17,13 +17,18 @@ pub struct Api {
 pub enum LoadError {
     /// A library is missing, or one that it needs.
     #[error("the library {library} cannot be loaded: {reason}")]
-    Library { library: &'static str, package: &'static str, reason: String },
+    Library { library: &'static str, package: &'static str, absent: bool, reason: String },
     /// A library is too old.
     #[error("the library {library} has no {symbol}; it is older than Ceph 15")]
     Symbol { library: &'static str, package: &'static str, symbol: &'static str },
 }
 
 impl LoadError {
+    /// Whether a library is just not there, and nothing is wrong with one that is.
+    pub fn is_absent(&self) -> bool {
+        matches!(self, Self::Library { absent: true, .. })
+    }
+
     /// What repairs it.
     pub fn repair(&self) -> String {
         match self {
@@ -86,7 +91,11 @@ impl Library {
         // its own statics.
         let handle = unsafe { libc::dlopen(path.as_ptr(), flags) };
         if handle.is_null() {
-            return Err(LoadError::Library { library: name, package, reason: last_error() });
+            let reason = last_error();
+            // Of another file, which it needs, it would say so of that one.
+            let absent = format!("{}: cannot open shared object file", path.to_string_lossy());
+            let absent = reason.starts_with(&absent);
+            return Err(LoadError::Library { library: name, package, absent, reason });
         }
         Ok(Self { handle, name, package })
     }

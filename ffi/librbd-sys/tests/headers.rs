@@ -57,6 +57,7 @@ fn a_missing_library_names_its_package() {
     assert!(error.to_string().contains("librados.so.2"), "{error}");
     assert!(error.to_string().contains("libno-such-thing"), "{error}");
     assert!(error.repair().contains("apt install librados2"), "{}", error.repair());
+    assert!(error.is_absent());
 }
 
 #[test]

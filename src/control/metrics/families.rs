@@ -217,7 +217,7 @@ impl Scene {
         writer.gauges(
             "volume_fenced",
             "Whether somebody else owns the volume now",
-            self.each(|volume| Some(f64::from(u8::from(volume.is_fenced())))),
+            self.each(|volume| Some(f64::from(u8::from(volume.view.is_fenced())))),
         )?;
         writer.gauges(
             "volume_size_bytes",

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::Source;
 use crate::control::kernel_calls::Load;
-use crate::control::mapping::{SeenDevice, State};
+use crate::control::mapping::SeenDevice;
 use crate::control::volume::View;
 use crate::statistics::{Snapshot, boot_now_ns, now_ns};
 
@@ -46,13 +46,6 @@ pub(super) struct ShownVolume {
 pub(super) struct Counted {
     pub(super) snapshot: Snapshot,
     pub(super) reconnects: u64,
-}
-
-impl ShownVolume {
-    pub(super) fn is_fenced(&self) -> bool {
-        let fenced = crate::error::ErrorKind::Fenced;
-        matches!(&self.view.state, State::Failed(trouble) if trouble.kind == fenced)
-    }
 }
 
 /// Takes a look.

@@ -16,6 +16,8 @@ use crate::fixture::{Block, PATIENCE};
 pub(crate) struct Fio {
     child: Child,
     report: PathBuf,
+    /// It was told to end.
+    told: bool,
 }
 
 /// What fio says in the end.
@@ -28,7 +30,8 @@ pub(crate) struct Report {
 }
 
 impl Fio {
-    /// Works on the first `size` bytes of `target` (fio's notation) for so long.
+    /// Works on the first `size` bytes of `target` (fio's notation), for so long or until it is told to
+    /// [finish](Self::finish).
     pub(crate) fn start(target: &str, size: &str, runtime: Duration) -> Self {
         let report = PathBuf::from("/out/campaign-fio.json");
         // The report of another run must not be taken for this one's.
@@ -44,7 +47,7 @@ impl Fio {
             .stdin(Stdio::null())
             .spawn()
             .expect("fio starts");
-        Self { child, report }
+        Self { child, report, told: false }
     }
 
     /// Whether it still works.
@@ -52,8 +55,10 @@ impl Fio {
         self.child.try_wait().expect("waiting for fio").is_none()
     }
 
-    /// Waits for its end, which must be a good one.
-    pub(crate) fn finish(self, limit: Duration) -> Report {
+    /// Ends it, as the end of its time does; it must be a good one.
+    pub(crate) fn finish(mut self, limit: Duration) -> Report {
+        self.told = true;
+        crate::fixture::signal("INT", self.child.id());
         self.outcome(limit).expect("fio succeeds")
     }
 
@@ -73,7 +78,8 @@ impl Fio {
         let job = &json["jobs"][0];
         let number = |value: &serde_json::Value| value.as_u64().expect("a number of fio's");
         match number(&job["error"]) {
-            0 if status.success() => {}
+            // What fio exits with after a signal.
+            0 if status.success() || self.told && status.code() == Some(128) => {}
             errno => {
                 let errno = i32::try_from(errno).expect("an error number");
                 return Err(std::io::Error::from_raw_os_error(errno).to_string());

@@ -1,12 +1,15 @@
 //! Clients that are cut off, and clients that crash.
 
+use std::process::Command;
+
 use ceph_test_cluster::shared;
-use cleat::proto::v1::MappingState;
+use cleat::proto::v1::{MappingState, WatchRequest};
 use nix::sys::signal::Signal;
 
 use super::Scene;
 use super::load::{Load, assert_within, held};
-use crate::bench::{Supervisor, index_of, kill, wait_until};
+use crate::bench::{PATIENCE, Supervisor, index_of, kill, wait_until};
+use crate::metrics::scrape;
 
 #[test]
 fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
@@ -58,6 +61,59 @@ fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
 fn assert_fenced(supervisor: &Supervisor, when: &str) {
     let fenced = supervisor.wait_for("banned", MappingState::Failed);
     assert!(fenced.message.contains("somebody else owns the volume"), "{when}: {fenced:?}");
+}
+
+/// Each way to learn of it, and its end.
+#[test]
+fn a_fenced_mapping_is_told_everywhere_until_it_is_mapped_anew() {
+    let scene = Scene::on(shared());
+    let supervisor = &scene.supervisor;
+    let metric = || scrape(&scene.machine).value("cleat_volume_fenced", &[("volume", "told")]);
+    scene.image("told");
+    let mapping = scene.map("told");
+    assert_eq!((mapping.fenced, metric()), (false, Some(0.0)));
+    let mut events =
+        supervisor.block_on(supervisor.client().watch(WatchRequest {})).unwrap().into_inner();
+    shared().ceph(&["osd", "blocklist", "add", &scene.owner("told")]);
+    // An idle client does not notice; a worker looks for itself, without a request.
+    let told = loop {
+        let event = supervisor
+            .block_on(async { tokio::time::timeout(PATIENCE, events.message()).await })
+            .expect("it is told in time");
+        let mapping = event.unwrap().unwrap().mapping.unwrap();
+        if mapping.fenced {
+            break mapping;
+        }
+    };
+    assert_eq!(told.state(), MappingState::Failed);
+    assert_eq!(metric(), Some(1.0));
+    let (code, json) = scene.cleat(&["status", "told", "-o", "json"]);
+    assert_eq!((code, &json["fenced"], &json["state"]), (0, &true.into(), &"failed".into()));
+    let (code, error) = scene.cleat(&["map", &scene.uri("told"), "--name", "told", "-o", "json"]);
+    assert_eq!((code, &error["error"]["kind"]), (12, &"fenced".into()), "{error}");
+    let (_, health) = scene.cleat(&["status", "-o", "json"]);
+    assert!(health["checks"].to_string().contains("1 of 1 have failed: told"), "{health}");
+
+    assert!(supervisor.unmap("told").unwrap());
+    assert_eq!(metric(), None);
+    let anew = scene.map("told");
+    assert_eq!((anew.fenced, anew.state(), metric()), (false, MappingState::Mapped, Some(0.0)));
+    let load = scene.load(&anew);
+    load.wait_for_more();
+    load.finish();
+    supervisor.unmap("told").unwrap();
+    scene.machine.assert_clean();
+}
+
+impl Scene<'_> {
+    /// Runs the command line; its exit code, and the JSON that it gives.
+    fn cleat(&self, arguments: &[&str]) -> (i32, serde_json::Value) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+        let output = command.arg("--socket").arg(self.machine.config.socket()).args(arguments);
+        let output = output.output().unwrap();
+        let text = if output.stdout.is_empty() { output.stderr } else { output.stdout };
+        (output.status.code().unwrap(), serde_json::from_slice(&text).unwrap())
+    }
 }
 
 #[test]
