@@ -38,7 +38,7 @@ pub mod uri;
 pub use extents::Extent;
 pub use factory::{
     Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, rbd_library,
-    store,
+    store, store_for,
 };
 pub use succession::{Inheritance, Legacy};
 

@@ -21,12 +21,14 @@ mod decision;
 mod encryption;
 mod extents;
 mod fence;
+mod header;
 mod manage;
 mod mirror;
 mod patience;
 mod problem;
 mod queue;
 mod record;
+mod room;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -46,10 +48,12 @@ use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use decision::Occasion;
 pub(super) use fence::RbdFence;
+use header::ImageHeader;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
 use record::Claim;
+use room::Room;
 
 /// How long a monitor may take to answer, at the start and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -125,8 +129,7 @@ struct Shared {
     encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
-    /// The last request that needed room found none.
-    full: AtomicBool,
+    room: Room,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -196,7 +199,8 @@ impl RbdImage {
         let unlock = spec.encryption.as_ref().map_or(Duration::ZERO, |_| UNLOCK_PATIENCE);
         patience::within(OPEN_PATIENCE + unlock, &format!("open {}", name(spec)), move || {
             let opened = Self::open_slowly(&wanted, options)?;
-            if claim { opened.claimed() } else { Ok(opened) }
+            let claimed = if claim { opened.claimed() } else { Ok(opened) };
+            claimed.map_err(|error| problem::explained(error, &wanted))
         })
     }
 
@@ -219,12 +223,17 @@ impl RbdImage {
             return Err(error.with_repair(format!("give it a size: rbd resize --size 10G {name}")));
         }
         let durable_writes = durable_writes(&image.config().map_err(failed)?);
+        let data_pool = if image.features().map_err(failed)? & librbd::RBD_FEATURE_DATA_POOL == 0 {
+            spec.pool.clone()
+        } else {
+            image.data_pool().map_err(failed)?
+        };
         let shared = Arc::new(Shared {
             size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
             watcher: OnceLock::new(),
             encrypted,
             fenced: AtomicBool::new(false),
-            full: AtomicBool::new(false),
+            room: Room::of(data_pool),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
@@ -306,8 +315,9 @@ impl RbdImage {
             return Err(lost());
         }
         let Some(claimant) = &self.claimant else { return Ok(()) };
-        let image = self.image()?;
-        let contest = Contest { image: &image, name: &self.name, claimant, occasion, only: None };
+        let (image, name) = (self.image()?, &self.name);
+        let header = &ImageHeader { image: &image, name };
+        let contest = Contest { header, name, claimant, occasion, only: None };
         let Some(claim) = contest.acquire().inspect_err(|error| self.note(error))? else {
             self.shared.fenced.store(true, Ordering::Release);
             return Err(lost());
@@ -409,10 +419,7 @@ impl Image for RbdImage {
     }
 
     fn trouble(&self) -> Option<String> {
-        let full = self.shared.full.load(Ordering::Relaxed);
-        full.then(|| {
-            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
-        })
+        self.shared.room.trouble(&self.name)
     }
 
     fn bequeath(&self) -> Result<Inheritance> {

@@ -33,6 +33,8 @@ pub struct Settings {
     pub mappings: usize,
     /// The node's name.
     pub node: String,
+    /// What tells it from another one of the name.
+    pub machine: String,
     /// Of the kernel now running.
     pub boot_id: String,
 }

@@ -564,7 +564,7 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
 fn fenced(record: &Record, observed: &Observed) -> Plan {
     let mut plan = Plan::fail(Trouble::new(
         ErrorKind::Fenced,
-        format!("somebody else owns the volume of {} now", record.name),
+        format!("somebody else owns the volume of {} now, or has removed it", record.name),
         format!("cleat unmap {}; nothing more is written from here", record.name),
     ));
     if !record.fenced {

@@ -35,6 +35,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::real::RealKernel;
 use crate::kernel::{Kernel, KernelEvent, cgroup};
 use crate::proto::v1::node_server::NodeServer;
+use crate::sys::machine;
 
 /// What the daemon stands on; tests put others in their place.
 pub struct Parts {
@@ -342,6 +343,7 @@ fn settings(config: &Config, boot_id: String) -> Result<Settings> {
         },
         mappings: config.limits.mappings,
         node: node_name(&config.node_name)?,
+        machine: machine::mark(),
         boot_id,
     })
 }

@@ -161,6 +161,7 @@ impl Executor {
             policy: record.options.policy,
             successor,
             node: self.settings.node.clone(),
+            machine: self.settings.machine.clone(),
             boot_id: self.settings.boot_id.clone(),
             take_over: false,
             // A worker has had it, and perhaps a device was made.

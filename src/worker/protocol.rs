@@ -125,6 +125,9 @@ pub struct Start {
     /// The node's name, for the volume's claim.
     #[serde(default)]
     pub node: String,
+    /// What tells the node from another one of the same name, likewise.
+    #[serde(default)]
+    pub machine: String,
     /// The node's boot, likewise.
     #[serde(default)]
     pub boot_id: String,

@@ -119,6 +119,10 @@ table! {
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
+        fn rados_exec(
+            rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char, size_t,
+            *mut c_char, size_t
+        ) -> c_int;
         fn rados_list_lockers(
             rados_ioctx_t, *const c_char, *const c_char, *mut c_int, *mut c_char, *mut size_t,
             *mut c_char, *mut size_t, *mut c_char, *mut size_t, *mut c_char, *mut size_t

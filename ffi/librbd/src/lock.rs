@@ -188,8 +188,8 @@ impl Image {
         check(returned, action).map(drop)
     }
 
-    /// The object that holds the image's lock.
-    fn header(&self) -> Result<CString> {
+    /// The object that holds the image's lock and its metadata.
+    pub(crate) fn header(&self) -> Result<CString> {
         c_string(&format!("rbd_header.{}", self.id()?), "an object's name")
     }
 
