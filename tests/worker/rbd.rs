@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{ID, POOL, shared};
+use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
 use cleat::error::ErrorKind;
 use cleat::worker::protocol::{FromWorker, Start, ToWorker};
 use librbd::{Cluster, Config, NewImage, Open, Pool};
@@ -56,6 +56,34 @@ fn an_image_is_served_by_a_confined_process() {
     // It let go of the image: the next one has it at once.
     let (_next, sockets) = Worker::serving(&uri, 1);
     assert!(nbd::read(&sockets[0], 12345 * 512, 1 << 20) == data);
+}
+
+/// The library has bounds of its own on what is under way, 1024 operations, and holds up whoever begins
+/// another: that would be the connection's thread, which then could not answer what needs no cluster.
+#[test]
+fn a_connection_answers_with_more_under_way_than_the_library_would_begin() {
+    let cluster = TestCluster::start();
+    // Nothing says which objects there are, so each of a range is asked for: 64 at a time.
+    let features = ["--image-feature", "layering", "--image-feature", "exclusive-lock"];
+    let create = [&["create", "volumes/wide", "--size", "32G"], &features[..]].concat();
+    cluster.rbd(&create).unwrap();
+    let (conf, keyring) = (cluster.conf(), cluster.keyring(ID));
+    let (conf, keyring) = (conf.display(), keyring.display());
+    let uri = format!("rbd:{POOL}/wide?conf={conf}&keyring={keyring}&id={ID}");
+    let (_worker, sockets) = Worker::serving(&uri, 1);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    cluster.tell("pause osd");
+    let length: u32 = 256 << 20;
+    for number in 0..100 {
+        nbd::send(&sockets[0], nbd::TRIM, number, number * u64::from(length), length, &[]);
+    }
+    // Beyond the end.
+    nbd::send(&sockets[0], nbd::READ, 100, 1 << 40, 512, &[]);
+    assert_eq!(nbd::reply(&sockets[0]), (100, libc::EINVAL.cast_unsigned()));
+    cluster.tell("resume osd");
+    let mut ended: Vec<_> = (0..100).map(|_| nbd::reply(&sockets[0])).collect();
+    ended.sort_unstable();
+    assert!(ended.into_iter().eq((0..100).map(|number| (number, 0))));
 }
 
 #[test]

@@ -1,36 +1,17 @@
 //! The OSD or the monitor is away: I/O waits and goes on, and nobody waits for what is not needed.
 
-use std::io;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::Cluster;
-use cleat::kernel::DeviceIndex;
 use nix::sys::signal::Signal;
 use tonic::Code;
 
+use super::Scene;
 use super::load::{Load, assert_within, held};
-use super::{MIB, Scene};
 use crate::bench::{assert_code, index_of, kill, wait_until};
 
 /// After which the OSDs take a client for dead (`osd_client_watch_timeout`), and some more.
 const WATCH_TIMEOUT: Duration = Duration::from_secs(35);
-
-/// At its own bound, 100 MiB under way, librbd holds up whoever begins another request: here the
-/// connections' threads, which could not fail what waits then.
-fn read_more_than_librbd_would_begin(
-    scene: &Scene,
-    device: DeviceIndex,
-) -> Vec<JoinHandle<io::Result<Vec<u8>>>> {
-    let read = |number| {
-        let kernel = scene.machine.kernel.clone();
-        std::thread::spawn(move || kernel.read(device, number % 32 * MIB, 1 << 20))
-    };
-    let readers: Vec<_> = (0..160).map(read).collect();
-    // All of them have been begun, or as many as can be.
-    std::thread::sleep(Duration::from_secs(1));
-    readers
-}
 
 /// Waits until no write is answered any more.
 fn wait_for_standstill(load: &Load) {
@@ -90,16 +71,12 @@ fn a_forced_unmap_in_an_outage_ends_in_time_and_for_good() {
     // Its sockets are open, and take what is sent.
     cluster.tell("pause osd");
     wait_for_standstill(&load);
-    let readers = read_more_than_librbd_would_begin(&scene, index_of(&mapping));
     let begun = Instant::now();
     // That nothing is under way any more cannot be known while the OSD says nothing.
     assert_code(scene.supervisor.force("a"), Code::DeadlineExceeded, "not done: prove silence");
     println!("figures: by force, with the OSD stopped: {:?}", begun.elapsed());
     let (done, last) = (load.done(), load.begun());
     assert!(load.stop().iter().all(Result::is_err), "a write that waited has failed");
-    for reader in readers {
-        assert!(reader.join().unwrap().is_err(), "a read that waited has failed");
-    }
     assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err());
 
     cluster.tell("resume osd");
