@@ -21,6 +21,7 @@ build make                    runs the Makefile
 build pkg-config              finds libraries
 build libudev-dev             headers of libudev
 test  ceph-common             ceph, rbd: a test cluster is made with them
+test  ceph-mgr                the test cluster's statistics, for quotas
 test  ceph-mon                the test cluster's monitor
 test  ceph-osd                the test cluster's storage, in memory
 test  e2fsprogs               file systems on test devices

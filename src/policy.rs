@@ -5,7 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -17,6 +17,22 @@ pub struct Policy {
     pub outage: OnOutage,
     /// At any time.
     pub limits: RateLimits,
+}
+
+impl Policy {
+    /// For what builds write to each other: where a later one has put a policy that this one does not
+    /// know, it is the default, under which nothing fails that might succeed later. That is better than
+    /// not to know the mapping at all.
+    ///
+    /// # Errors
+    /// None of its own.
+    pub fn understood<'de, D: Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
+        let value = serde_json::Value::deserialize(source)?;
+        Ok(Self::deserialize(&value).unwrap_or_else(|error| {
+            tracing::warn!(%value, %error, "a policy of another build; the default holds");
+            Self::default()
+        }))
+    }
 }
 
 /// What becomes of a request that the backend cannot serve just now.

@@ -14,6 +14,8 @@ const NO_NAMES: [&str; 4] = ["", "localhost", "localhost.localdomain", "(none)"]
 pub struct Claimant {
     /// The node's name, unique in the cluster.
     pub node: String,
+    /// What tells the node from another one of the same name, where it is known.
+    pub machine: String,
     /// The boot of its kernel.
     pub boot_id: String,
     /// The mapping; each has but one process at a time, and the end of the one before is proved.
@@ -33,12 +35,12 @@ impl Claimant {
     /// # Errors
     /// When /proc is not there.
     pub fn alone(node: &str, take_over: bool) -> Result<Self> {
-        let (node, boot_id) = (node_name(node)?, boot_id()?);
+        let (node, machine, boot_id) = (node_name(node)?, machine::mark(), boot_id()?);
         let process = ProcessMark::own();
         // Like the process, unique for this boot.
         let mark = process.map(|mark| format!("process-{}-{}", mark.pid, mark.started_ticks));
         let mapping_id = mark.unwrap_or_default();
-        Ok(Self { node, boot_id, mapping_id, take_over, resumes: false, process })
+        Ok(Self { node, machine, boot_id, mapping_id, take_over, resumes: false, process })
     }
 }
 

@@ -54,14 +54,22 @@ pub fn open(uri: &VolumeUri, options: &OpenOptions) -> Result<Arc<dyn Image>> {
     })
 }
 
-/// Reaches a place that volumes are kept in. Blocks, within a limit.
+/// Reaches a place that volumes are kept in, for nobody in particular. Blocks, within a limit.
 ///
 /// # Errors
 /// `NotFound`, `PermissionDenied`, `TimedOut`, `Unsupported`, or what the backend gives.
 pub fn store(uri: &StoreUri) -> Result<Box<dyn Store>> {
+    store_for(&Claimant::default(), uri)
+}
+
+/// The same for somebody, who may take data from under those that [`open`] would take a volume from.
+///
+/// # Errors
+/// As [`store`].
+pub fn store_for(claimant: &Claimant, uri: &StoreUri) -> Result<Box<dyn Store>> {
     Ok(match uri.spec() {
         StoreSpec::File(directory) => Box::new(FileStore::open(uri, directory)?),
-        StoreSpec::Rbd(spec) => Box::new(RbdStore::connect(uri, spec)?),
+        StoreSpec::Rbd(spec) => Box::new(RbdStore::connect(uri, spec, claimant)?),
     })
 }
 

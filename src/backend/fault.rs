@@ -39,6 +39,16 @@ struct Shared {
     timer: Mutex<Option<Arc<Timer>>>,
 }
 
+/// The variable of the environment that names a point at which the process is to die.
+pub const DIE_AT: &str = "CLEAT_FAULT_DIE_AT";
+
+/// A point that a test may have the process die at, as by a crash: nothing of it runs any more.
+pub(super) fn point(name: &str) {
+    if std::env::var(DIE_AT).is_ok_and(|wanted| wanted == name) {
+        std::process::abort();
+    }
+}
+
 impl FaultImage {
     /// `inner`, behind the faults of `plan`.
     pub(super) fn wrap(inner: Arc<dyn Image>, plan: Plan) -> Self {
@@ -86,6 +96,18 @@ impl Image for FaultImage {
 
     fn watch_size(&self, waker: Waker) {
         self.inner.watch_size(waker);
+    }
+
+    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
+        self.inner.watch_snapshots(waker, in_charge)
+    }
+
+    fn waiting_snapshot(&self) -> Option<u64> {
+        self.inner.waiting_snapshot()
+    }
+
+    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.inner.answer_snapshot(number, result)
     }
 
     fn resize(&self, size: u64) -> Result<()> {

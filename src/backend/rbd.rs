@@ -21,12 +21,15 @@ mod decision;
 mod encryption;
 mod extents;
 mod fence;
+mod header;
 mod manage;
 mod mirror;
 mod patience;
 mod problem;
 mod queue;
+mod quiesce;
 mod record;
+mod room;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -46,10 +49,13 @@ use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use decision::Occasion;
 pub(super) use fence::RbdFence;
+use header::ImageHeader;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
+use quiesce::Snapshots;
 use record::Claim;
+use room::Room;
 
 /// How long a monitor may take to answer, at the start and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -105,6 +111,8 @@ pub(super) struct RbdImage {
 /// What closing ends.
 struct Open {
     changes: Option<Changes>,
+    /// Where somebody wants to be told of them.
+    snapshots: Option<Snapshots>,
     image: Arc<librbd::Image>,
     /// What it says in the image's metadata for as long as we have the lock.
     claim: Option<Claim>,
@@ -125,8 +133,7 @@ struct Shared {
     encrypted: bool,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
-    /// The last request that needed room found none.
-    full: AtomicBool,
+    room: Room,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
     /// A write that is answered survives everything.
@@ -196,7 +203,8 @@ impl RbdImage {
         let unlock = spec.encryption.as_ref().map_or(Duration::ZERO, |_| UNLOCK_PATIENCE);
         patience::within(OPEN_PATIENCE + unlock, &format!("open {}", name(spec)), move || {
             let opened = Self::open_slowly(&wanted, options)?;
-            if claim { opened.claimed() } else { Ok(opened) }
+            let claimed = if claim { opened.claimed() } else { Ok(opened) };
+            claimed.map_err(|error| problem::explained(error, &wanted))
         })
     }
 
@@ -219,12 +227,17 @@ impl RbdImage {
             return Err(error.with_repair(format!("give it a size: rbd resize --size 10G {name}")));
         }
         let durable_writes = durable_writes(&image.config().map_err(failed)?);
+        let data_pool = if image.features().map_err(failed)? & librbd::RBD_FEATURE_DATA_POOL == 0 {
+            spec.pool.clone()
+        } else {
+            image.data_pool().map_err(failed)?
+        };
         let shared = Arc::new(Shared {
             size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
             watcher: OnceLock::new(),
             encrypted,
             fenced: AtomicBool::new(false),
-            full: AtomicBool::new(false),
+            room: Room::of(data_pool),
             read_only,
             durable_writes,
             piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
@@ -246,7 +259,7 @@ impl RbdImage {
             outlives_worker: true,
         };
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
-        let open = Mutex::new(Some(Open { changes, image, claim: None }));
+        let open = Mutex::new(Some(Open { changes, snapshots: None, image, claim: None }));
         let blocks = block_sizes(stat, encrypted);
         Ok(Self { open, name, claimant, blocks, features, shared })
     }
@@ -306,8 +319,9 @@ impl RbdImage {
             return Err(lost());
         }
         let Some(claimant) = &self.claimant else { return Ok(()) };
-        let image = self.image()?;
-        let contest = Contest { image: &image, name: &self.name, claimant, occasion, only: None };
+        let (image, name) = (self.image()?, &self.name);
+        let header = &ImageHeader { image: &image, name };
+        let contest = Contest { header, name, claimant, occasion, only: None };
         let Some(claim) = contest.acquire().inspect_err(|error| self.note(error))? else {
             self.shared.fenced.store(true, Ordering::Release);
             return Err(lost());
@@ -350,6 +364,12 @@ impl RbdImage {
         open.as_mut().and_then(|open| open.claim.take())
     }
 
+    /// Nothing where nobody wants to be told of snapshots.
+    fn with_snapshots<T>(&self, use_them: impl FnOnce(&Snapshots) -> T) -> Option<T> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.as_ref().and_then(|open| open.snapshots.as_ref()).map(use_them)
+    }
+
     fn failed(&self, error: librbd::Error) -> Error {
         let error = problem::later(error, &self.name);
         self.note(&error);
@@ -386,6 +406,27 @@ impl Image for RbdImage {
         let _ = self.shared.watcher.set(waker);
     }
 
+    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
+        if self.shared.read_only {
+            let message = format!("{} is read-only: nothing of it has to be quiet", self.name);
+            return Err(invalid(message).with_repair("map it without --quiesce"));
+        }
+        let snapshots = Snapshots::watch(&self.image()?, &self.name, waker, in_charge)?;
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = &mut *open {
+            open.snapshots = Some(snapshots);
+        }
+        Ok(())
+    }
+
+    fn waiting_snapshot(&self) -> Option<u64> {
+        self.with_snapshots(Snapshots::waiting).flatten()
+    }
+
+    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.with_snapshots(|snapshots| snapshots.answer(number, result)).unwrap_or(false)
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.change_size(size, false)
     }
@@ -409,10 +450,7 @@ impl Image for RbdImage {
     }
 
     fn trouble(&self) -> Option<String> {
-        let full = self.shared.full.load(Ordering::Relaxed);
-        full.then(|| {
-            format!("there is no room for {}: see `ceph df` and the pool's quota", self.name)
-        })
+        self.shared.room.trouble(&self.name)
     }
 
     fn bequeath(&self) -> Result<Inheritance> {
@@ -422,13 +460,14 @@ impl Image for RbdImage {
     fn let_go(&self) -> Result<Legacy> {
         let fenced = self.is_fenced();
         let image = self.image()?;
+        self.with_snapshots(Snapshots::refuse);
         if let Some(claim) = self.take_claim().filter(|_| !fenced) {
             let released = claim::release(&image, &claim, &self.name)
                 .inspect_err(|error| self.note(error))
                 .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
             if let Err(error) = released {
                 // The lock is ours still, and so the right to write.
-                self.claim(Occasion::HandOver)?;
+                self.take_back()?;
                 return Err(error);
             }
         }
@@ -436,6 +475,7 @@ impl Image for RbdImage {
     }
 
     fn take_back(&self) -> Result<()> {
+        self.with_snapshots(Snapshots::take_charge);
         let taken = self.claim(Occasion::HandOver);
         if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
             // Somebody else was faster. librbd would wait for the lock, and go on.
@@ -454,6 +494,7 @@ impl Image for RbdImage {
             return Ok(());
         }
         self.claim(Occasion::HandOver)?;
+        self.with_snapshots(Snapshots::take_charge);
         // It may have grown since this one opened it.
         self.read_size().map(drop)
     }
@@ -496,6 +537,7 @@ impl Drop for RbdImage {
 impl Open {
     /// Ends what follows the size and waits for the last queue.
     fn close(self) -> librbd::Result<()> {
+        drop(self.snapshots);
         if let Some(Changes { watch, thread }) = self.changes {
             drop(watch);
             let _ = thread.join();

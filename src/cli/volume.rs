@@ -12,6 +12,11 @@ use serde::Serialize;
 use super::Globals;
 use super::output::{self, Format};
 use super::progress::Tracker;
+use crate::backend::claimant::Claimant;
+use crate::backend::manage::Store;
+use crate::backend::store_for;
+use crate::backend::uri::StoreUri;
+use crate::config::Config;
 use crate::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
@@ -85,6 +90,23 @@ pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
         Command::Trash(args) => return trash::run(globals, args),
     }
     .map(|()| super::exit::OK)
+}
+
+/// What takes data from under those who may write: as this process, on this node.
+#[derive(Debug, clap::Args)]
+struct Rivals {
+    /// Cut off whoever has claimed the volume (rbd:), for good, instead of refusing
+    ///
+    /// What that client has not written yet is lost, and what is mounted there fails. Needed only when
+    /// it cannot be asked to unmap, and is not known to have ended.
+    #[arg(long)]
+    take_over: bool,
+}
+
+impl Rivals {
+    fn store(&self, place: &StoreUri) -> Result<Box<dyn Store>> {
+        store_for(&Claimant::alone(&Config::load(None)?.node_name, self.take_over)?, place)
+    }
 }
 
 /// Tells of a change; `unchanged` is what there is to say when nothing had to be done.

@@ -113,6 +113,7 @@ fn start(channel: &Channel) -> Result<Session> {
 fn options(start: &Start) -> OpenOptions {
     let claimant = Claimant {
         node: start.node.clone(),
+        machine: start.machine.clone(),
         boot_id: start.boot_id.clone(),
         mapping_id: start.mapping_id.clone(),
         take_over: start.take_over,

@@ -4,6 +4,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use ceph_test_cluster::{Cluster, ID, POOL, shared};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -125,7 +127,11 @@ pub(crate) fn many_objects(name: &str, size: &str) {
 }
 
 /// An image that is open for writing by another process until this is dropped.
-pub(crate) struct User(Child);
+pub(crate) struct User {
+    process: Child,
+    /// Where it serves it.
+    nbd: String,
+}
 
 impl User {
     /// Serves `uri` to NBD clients that never come.
@@ -134,22 +140,40 @@ impl User {
         let command = clean(command.args(["serve", uri, "--listen", "127.0.0.1:0"]));
         let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
         let stdout = child.stdout.take().expect("it is piped");
-        let user = Self(child);
+        let mut user = Self { process: child, nbd: String::new() };
         let mut line = String::new();
         std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line)
             .expect("it can be read");
         assert!(line.starts_with("nbd://"), "it does not serve {uri}: {line}");
+        line.trim_end().clone_into(&mut user.nbd);
         user
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.process.id().cast_signed()), signal).expect("it is ours");
+    }
+
+    /// Ends it as a crash does.
+    pub(crate) fn die(mut self) {
+        self.signal(Signal::SIGKILL);
+        self.process.wait().expect("it is ours");
+    }
+
+    /// Whether it still writes for its clients.
+    pub(crate) fn writes(&self) -> bool {
+        let mut command = Command::new("timeout");
+        command.args([LIMIT_S, "qemu-io", "-f", "raw", &self.nbd, "-c", "write 0 4k"]);
+        command.output().expect("qemu-io runs").status.success()
     }
 }
 
 impl Drop for User {
     fn drop(&mut self) {
-        use nix::sys::signal::{Signal, kill};
-        let pid = nix::unistd::Pid::from_raw(self.0.id().cast_signed());
+        let pid = Pid::from_raw(self.process.id().cast_signed());
         // Orderly, so that the image is closed.
         let _ = kill(pid, Signal::SIGTERM);
-        let _ = self.0.wait();
+        let _ = kill(pid, Signal::SIGCONT);
+        let _ = self.process.wait();
     }
 }
 

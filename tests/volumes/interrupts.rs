@@ -9,7 +9,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::fixture::{
-    changed, end, json, listed, many_objects, options_of, rbd, run_rbd, spawn, uri, volume,
+    User, changed, end, json, listed, many_objects, options_of, rbd, run_rbd, spawn, uri, volume,
 };
 
 /// Waits until a line of its stderr has `text`; what comes later is read there.
@@ -81,6 +81,57 @@ fn a_flattening_and_a_removal_are_ended_and_go_on_when_they_are_repeated() {
     assert!(said.contains(&format!("{id} (long) is still in the trash")), "{said}");
     assert_eq!(volume(&purge).code, 0);
     assert_eq!(volume(&purge).code, 3, "nothing of it is left");
+}
+
+/// Whoever has the volume open does the work, and goes on with it whatever becomes of who asked.
+#[test]
+fn a_flattening_under_a_user_is_finished_by_it_or_by_repeating() {
+    many_objects("used", "32M");
+    assert!(changed(&["snapshot", "create", &uri("used@s")]));
+    for (name, which) in [("used-told", Signal::SIGINT), ("used-killed", Signal::SIGKILL)] {
+        let clone = uri(name);
+        assert!(changed(&["clone", &uri("used@s"), &clone]));
+        let user = User::of(&clone);
+        let mut child = spawn(&["flatten", &clone]);
+        let mut stderr = wait_for(&mut child, "%\n");
+        signal(&child, which);
+        let mut said = String::new();
+        stderr.read_to_string(&mut said).expect("it can be read");
+        match end(child.wait().expect("it ends")) {
+            (Some(0), None) => {}
+            (Some(6), None) => assert!(said.contains("may still go on"), "{said}"),
+            killed => assert_eq!(killed, (None, Some(which as i32)), "{said}"),
+        }
+        assert!(user.writes());
+        let again = volume(&["flatten", &clone]);
+        assert_eq!(again.code, 0, "{again:?}");
+        assert_eq!(info(name)["parent"], json!(null));
+        // Growing is one step, which is done or not.
+        let mut child = spawn(&["resize", &clone, "64M"]);
+        signal(&child, which);
+        child.wait().expect("it ends");
+        changed(&["resize", &clone, "64M"]);
+        assert_eq!(info(name)["size"], 64 << 20);
+        assert!(user.writes());
+        drop(user);
+        assert!(changed(&["remove", &clone, "--now"]));
+    }
+}
+
+#[test]
+fn a_rollback_that_was_killed_is_in_the_way_until_it_is_given_up_or_cut_off() {
+    many_objects("torn", "32M");
+    assert!(changed(&["snapshot", "create", &uri("torn@s")]));
+    let rollback = ["snapshot", "rollback", &uri("torn@s")];
+    let mut child = spawn(&rollback);
+    drop(wait_for(&mut child, "%\n"));
+    signal(&child, Signal::SIGKILL);
+    child.wait().expect("it ends");
+    let refused = volume(&rollback);
+    assert!(refused.error(5).contains("about 30 s later"), "{refused:?}");
+    assert!(changed(&[&rollback[..], &["--take-over"]].concat()));
+    assert!(changed(&["snapshot", "remove", &uri("torn@s")]));
+    assert!(changed(&["remove", &uri("torn"), "--now"]));
 }
 
 #[test]

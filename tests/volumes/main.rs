@@ -2,6 +2,7 @@
 //! files.
 #![allow(clippy::print_stdout, reason = "figures are for whoever reads the output")]
 
+mod claims;
 mod everyday;
 mod files;
 mod fixture;

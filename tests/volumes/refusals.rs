@@ -93,6 +93,10 @@ fn missing_rights_name_the_command_that_gives_them() {
     assert!(changed(&["snapshot", "create", &uri("guarded@s")]));
     let run = volume(writes[5]);
     assert!(run.error(7).contains("ceph auth caps client.reader"), "{run:?}");
+    // What is recommended helps.
+    cluster.grant(&run.stderr).expect("it is a command");
+    assert!(changed(writes[5]));
+    assert!(changed(&["resize", &reader("guarded"), "16M"]));
 
     // Somebody without a key here, and somebody whose pool is another one.
     let stranger = format!("rbd:{POOL}?conf={}&id=stranger", cluster.conf().display());
@@ -101,6 +105,7 @@ fn missing_rights_name_the_command_that_gives_them() {
     cluster.ceph(&["osd", "pool", "application", "enable", "private", "rbd"]);
     let run = volume(&["list", &format!("rbd:private?{}", options())]);
     assert!(run.error(7).contains("profile rbd pool=private"), "{run:?}");
+    keys_of_namespaces_and_data_pools_are_given_what_they_need();
     // Without the profile's right to look for clones everywhere it is not known, and said so.
     let caps = ["mon", "profile rbd", "osd", "allow rwx pool=volumes"];
     let keyring = cluster.keyring("narrow").display().to_string();
@@ -110,6 +115,28 @@ fn missing_rights_name_the_command_that_gives_them() {
     let info = volume(&["info", &narrow, "-o", "json"]).json();
     assert_eq!(info["clones"], serde_json::json!(null));
     assert!(volume(&["info", &narrow]).stdout.contains("every pool"));
+}
+
+fn keys_of_namespaces_and_data_pools_are_given_what_they_need() {
+    let cluster = shared();
+    cluster.rbd(&["namespace", "create", &format!("{POOL}/tenant")]).expect("it is new");
+    cluster.ceph(&["osd", "pool", "create", "elsewhere", "8"]);
+    cluster.ceph(&["osd", "pool", "application", "enable", "elsewhere", "rbd"]);
+    let keyring = cluster.keyring("tenant").display().to_string();
+    let caps = ["mon", "profile rbd", "osd", "profile rbd pool=private"];
+    let get = ["auth", "get-or-create", "client.tenant"];
+    cluster.ceph(&[&get[..], &caps, &["-o", &keyring]].concat());
+    let options = options_of(cluster, "tenant");
+    let image = format!("rbd:{POOL}/tenant/i?{options}");
+    let create = ["create", &image, "8M", "--data-pool", "elsewhere"];
+    let run = volume(&create);
+    for part in ["pool=volumes namespace=tenant", "profile rbd pool=elsewhere"] {
+        assert!(run.error(7).contains(part), "{part}: {run:?}");
+    }
+    cluster.grant(&run.stderr).expect("it is a command");
+    assert!(changed(&create));
+    let outside = volume(&["create", &format!("rbd:{POOL}/outside?{options}"), "8M"]);
+    assert!(outside.error(7).contains("pool=volumes'"), "{outside:?}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ceph_test_cluster::shared;
 use cleat::backend::claimant::Claimant;
+use cleat::backend::fault::DIE_AT;
 use cleat::backend::{Legacy, OpenOptions, inherit, open};
 use cleat::error::ErrorKind;
 use cleat::worker::protocol::{Failure, FromWorker, Start, ToWorker};
@@ -14,6 +15,9 @@ use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 use crate::nbd;
 use crate::rbd::{fresh, pool};
 use crate::supervisor::{Worker, start_message};
+
+/// Of a worker that is to die when it has the lock and has not written its claim.
+const DYING: [(&str, &str); 1] = [(DIE_AT, "locked, not claimed")];
 
 /// What the image's metadata say.
 fn claim_of(image: &str) -> serde_json::Value {
@@ -208,6 +212,57 @@ fn a_crash_between_any_two_steps_of_a_take_over_is_made_good_by_the_next() {
     assert_eq!(claim["cut"].as_array().unwrap().len(), 4, "{claim}");
     assert!(image.metadata_set("a", "b").is_err(), "it is cut off");
     stop(told);
+}
+
+/// The OSDs take the dead one for alive, and it has made no claim: it is known by its announcement.
+#[test]
+fn who_died_between_the_lock_and_its_claim_is_succeeded_at_once() {
+    let uri = fresh("announced");
+    let own = start_as(&uri, "a", "boot", "m");
+    let owner = || {
+        let image = pool().open("announced", None, Open::ReadOnly).unwrap();
+        let address = image.lockers().unwrap().remove(0).address;
+        assert!(image.watchers().unwrap().iter().any(|watcher| watcher.address == address));
+        address
+    };
+    let mut times = Vec::new();
+    for round in 0..3 {
+        let mut dying = Worker::launch_with(&DYING);
+        dying.send_start(&own);
+        assert!(!dying.exit().success());
+        let address = owner();
+        let stranger = refused(&start_as(&uri, "b", "boot-b", "x"));
+        assert_eq!(stranger.kind, ErrorKind::InUse, "{stranger:?}");
+        for part in ["claimed by the node a", "mapping m", &address] {
+            assert!(stranger.message.contains(part), "{part}: {stranger:?}");
+        }
+        let begun = Instant::now();
+        let successor = started(&own);
+        times.push(begun.elapsed());
+        let claim = claim_of("announced");
+        assert_eq!(
+            (&claim["generation"], &claim["mapping_id"]),
+            (&(round + 1).into(), &"m".into())
+        );
+        assert_eq!(claim["cut"].as_array().unwrap().last().unwrap()["address"], *address);
+        let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+        assert!(listed.contains(&address), "{address} is not on the blocklist: {listed}");
+        stop(successor);
+    }
+    println!("figures: from a death in between to the successor's being ready: {times:?}");
+    // Two in a row, beside a claim that stands.
+    killed(started(&own));
+    let mut dying = Worker::launch_with(&DYING);
+    dying.send_start(&Start { resumes: true, ..own.clone() });
+    assert!(!dying.exit().success());
+    stop(started(&Start { resumes: true, ..own.clone() }));
+    // What cannot be understood is no announcement, and in nobody's way.
+    pool()
+        .open("announced", None, Open::Write)
+        .unwrap()
+        .metadata_put("cleat.claim.next", "{")
+        .unwrap();
+    stop(started(&own));
 }
 
 #[test]

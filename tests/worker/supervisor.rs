@@ -43,9 +43,11 @@ pub fn start_message(uri: &str) -> Start {
         successor: false,
         policy: Policy::default(),
         node: "node-a".to_owned(),
+        machine: String::new(),
         boot_id: boot_id().unwrap(),
         take_over: false,
         resumes: false,
+        quiesce: false,
     }
 }
 
@@ -56,12 +58,18 @@ pub fn seqpacket_pair() -> (OwnedFd, OwnedFd) {
 impl Worker {
     /// A process that has been told nothing.
     pub fn launch() -> Self {
+        Self::launch_with(&[])
+    }
+
+    /// The same, with something in its environment.
+    pub fn launch_with(environment: &[(&str, &str)]) -> Self {
         let (ours, theirs) = seqpacket_pair();
         // Another build of the binary, for figures: CLEAT_TEST_BINARY=target/release/cleat.
         let binary = std::env::var_os("CLEAT_TEST_BINARY");
         let mut command =
             Command::new(binary.unwrap_or_else(|| env!("CARGO_BIN_EXE_cleat").into()));
-        command.arg("worker").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command.envs(environment.iter().copied()).arg("worker");
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = spawn_with_channel(&mut command, &theirs, CHANNEL_FD).unwrap();
         let (page, _) = Page::create().unwrap();
         let directory = tempfile::tempdir().unwrap();

@@ -119,6 +119,10 @@ table! {
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
+        fn rados_exec(
+            rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char, size_t,
+            *mut c_char, size_t
+        ) -> c_int;
         fn rados_list_lockers(
             rados_ioctx_t, *const c_char, *const c_char, *mut c_int, *mut c_char, *mut size_t,
             *mut c_char, *mut size_t, *mut c_char, *mut size_t, *mut c_char, *mut size_t
@@ -244,5 +248,10 @@ table! {
         fn rbd_encryption_load(
             rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
         ) -> c_int;
+        fn rbd_quiesce_watch(
+            rbd_image_t, rbd_update_callback_t, rbd_update_callback_t, *mut c_void, *mut u64
+        ) -> c_int;
+        fn rbd_quiesce_complete(rbd_image_t, u64, c_int);
+        fn rbd_quiesce_unwatch(rbd_image_t, u64) -> c_int;
     }
 }

@@ -10,6 +10,7 @@ use librbd_sys::{
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
+use crate::list::listed;
 use crate::progress::with_extents;
 use crate::text::{owned, until_zero};
 
@@ -42,9 +43,6 @@ pub struct Objects {
     /// What their names begin with.
     pub prefix: String,
 }
-
-/// Most clones that are listed.
-const MAX_LISTED: usize = 1 << 20;
 
 impl Image {
     /// What the image was cloned from; `None` for one that stands for itself.
@@ -80,7 +78,9 @@ impl Image {
     pub fn is_mirror_copy(&self) -> Result<bool> {
         let api = self.api();
         let get_info = api.rbd_mirror_image_get_info.zip(api.rbd_mirror_image_get_info_cleanup);
-        let Some((get_info, clean_up)) = get_info else { return Ok(false) };
+        let Some((get_info, clean_up)) = get_info else {
+            return Ok(false);
+        };
         let mut info = rbd_mirror_image_info_t { global_id: null_mut(), state: 0, primary: false };
         // SAFETY: the image is open; `info` takes a text that is ours to clean up on success.
         let returned = unsafe { get_info(self.raw(), &raw mut info, size_of_val(&info)) };
@@ -96,27 +96,16 @@ impl Image {
     /// EPERM where there is a pool that it may not, or what the library gives.
     pub fn children(&self) -> Result<Vec<LinkedImage>> {
         let action = || "list the image's clones".to_owned();
-        let mut count = 16;
-        loop {
-            let mut children = vec![NO_IMAGE; count];
-            let room = count;
-            // SAFETY: `children` has room for `count`, which are ours to clean up on success.
-            let returned = unsafe {
-                (self.api().rbd_list_children3)(self.raw(), children.as_mut_ptr(), &raw mut count)
-            };
-            if returned == -libc::ERANGE && count > room {
-                if count > MAX_LISTED {
-                    return Err(Error::invalid(action(), "there are too many"));
-                }
-                continue;
-            }
-            check(returned, action)?;
-            // SAFETY: the library filled `count` entries with C strings, which the clean-up frees.
-            unsafe {
-                let listed = children.iter().take(count).map(|child| linked(child)).collect();
-                (self.api().rbd_linked_image_spec_list_cleanup)(children.as_mut_ptr(), count);
-                return Ok(listed);
-            }
+        let mut children = listed(NO_IMAGE, action, |entries, count| {
+            // SAFETY: the image is open, and there is room for `count` entries.
+            unsafe { (self.api().rbd_list_children3)(self.raw(), entries, count) }
+        })?;
+        // SAFETY: the library filled these with C strings, which the clean-up frees.
+        unsafe {
+            let found = children.iter().map(|child| linked(child)).collect();
+            let clean_up = self.api().rbd_linked_image_spec_list_cleanup;
+            clean_up(children.as_mut_ptr(), children.len());
+            Ok(found)
         }
     }
 

@@ -7,6 +7,7 @@ use librbd_sys::{RBD_LOCK_MODE_EXCLUSIVE, rbd_image_watcher_t};
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
+use crate::list::listed;
 use crate::text::{c_string, owned, texts};
 
 /// A client that has the image open for writing, or as a reader that wants to hear of changes.
@@ -39,9 +40,6 @@ impl Locker {
 
 /// The name of an image's lock, as librbd has it (`RBD_LOCK_NAME`).
 const LOCK: &CStr = c"rbd_lock";
-
-/// Most owners or watchers that are listed.
-const MAX_LISTED: usize = 4096;
 
 /// Bytes that the lockers' names may take.
 const MAX_NAMES: usize = 16 << 20;
@@ -88,31 +86,21 @@ impl Image {
     /// # Errors
     /// What the library gives.
     pub fn lock_owners(&self) -> Result<Vec<String>> {
-        let mut count = 4;
-        loop {
-            let mut mode = 0;
-            let mut owners: Vec<*mut c_char> = vec![null_mut(); count];
-            let room = count;
-            // SAFETY: `owners` has room for `count` texts, which are ours to clean up on success.
-            let returned = unsafe {
-                (self.api().rbd_lock_get_owners)(
-                    self.raw(),
-                    &raw mut mode,
-                    owners.as_mut_ptr(),
-                    &raw mut count,
-                )
-            };
-            match returned {
-                _ if returned == -libc::ENOENT => return Ok(Vec::new()),
-                _ if returned == -libc::ERANGE && count > room && count <= MAX_LISTED => continue,
-                _ => check(returned, || "ask for the lock's owner".to_owned())?,
-            };
-            // SAFETY: the library filled `count` texts; the clean-up frees them and nothing else.
-            unsafe {
-                let listed = owners.iter().take(count).map(|owner| owned(*owner)).collect();
-                (self.api().rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count);
-                return Ok(listed);
-            }
+        let action = || "ask for the lock's owner".to_owned();
+        let mut mode = 0;
+        let owners = listed(null_mut::<c_char>(), action, |entries, count| {
+            // SAFETY: the image is open, and there is room for `count` texts.
+            unsafe { (self.api().rbd_lock_get_owners)(self.raw(), &raw mut mode, entries, count) }
+        });
+        let mut owners = match owners {
+            Err(error) if error.errno() == Some(libc::ENOENT) => return Ok(Vec::new()),
+            owners => owners?,
+        };
+        // SAFETY: the library filled these with C strings; the clean-up frees them and nothing else.
+        unsafe {
+            let found = owners.iter().map(|owner| owned(*owner)).collect();
+            (self.api().rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), owners.len());
+            Ok(found)
         }
     }
 
@@ -200,8 +188,8 @@ impl Image {
         check(returned, action).map(drop)
     }
 
-    /// The object that holds the image's lock.
-    fn header(&self) -> Result<CString> {
+    /// The object that holds the image's lock and its metadata.
+    pub(crate) fn header(&self) -> Result<CString> {
         c_string(&format!("rbd_header.{}", self.id()?), "an object's name")
     }
 
@@ -211,30 +199,18 @@ impl Image {
     /// # Errors
     /// What the library gives.
     pub fn watchers(&self) -> Result<Vec<Watcher>> {
-        let mut count = 8;
-        loop {
-            let none = rbd_image_watcher_t { addr: null_mut(), id: 0, cookie: 0 };
-            let mut watchers = vec![none; count];
-            let room = count;
-            // SAFETY: `watchers` has room for `count`, which are ours to clean up on success.
-            let returned = unsafe {
-                (self.api().rbd_watchers_list)(self.raw(), watchers.as_mut_ptr(), &raw mut count)
-            };
-            if returned == -libc::ERANGE && count > room {
-                if count <= MAX_LISTED {
-                    continue;
-                }
-                return Err(Error::invalid("list the image's watchers", "there are too many"));
-            }
-            check(returned, || "list the image's watchers".to_owned())?;
-            // SAFETY: the library filled `count` entries; the clean-up frees their texts.
-            unsafe {
-                let listed = watchers.iter().take(count);
-                let listed = listed.map(|w| Watcher { address: owned(w.addr), client: w.id });
-                let listed = listed.collect();
-                (self.api().rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), count);
-                return Ok(listed);
-            }
+        let action = || "list the image's watchers".to_owned();
+        let none = rbd_image_watcher_t { addr: null_mut(), id: 0, cookie: 0 };
+        let mut watchers = listed(none, action, |entries, count| {
+            // SAFETY: the image is open, and there is room for `count` entries.
+            unsafe { (self.api().rbd_watchers_list)(self.raw(), entries, count) }
+        })?;
+        // SAFETY: the library filled these; the clean-up frees their texts.
+        unsafe {
+            let found = watchers.iter();
+            let found = found.map(|w| Watcher { address: owned(w.addr), client: w.id }).collect();
+            (self.api().rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), watchers.len());
+            Ok(found)
         }
     }
 }

@@ -44,6 +44,39 @@ impl Image {
         check(returned, || format!("set the image's metadata {key}")).map(drop)
     }
 
+    /// Sets `key` to `value` without the exclusive lock, which the library would take for it, or have
+    /// its owner do it: for what has to stand there before the lock is taken.
+    ///
+    /// # Errors
+    /// What the OSD gives.
+    pub fn metadata_put(&self, key: &str, value: &str) -> Result<()> {
+        let action = || format!("set the image's metadata {key}");
+        // What the objects' class takes: a map of one entry, as Ceph encodes it.
+        let mut entry = 1_u32.to_le_bytes().to_vec();
+        for text in [c_string(key, "a key")?, c_string(value, "a value")?] {
+            let length = u32::try_from(text.as_bytes().len())
+                .map_err(|_| Error::invalid(action(), "the text is too long"))?;
+            entry.extend_from_slice(&length.to_le_bytes());
+            entry.extend_from_slice(text.as_bytes());
+        }
+        let header = self.header()?;
+        // SAFETY: the pool is open, the names are C strings, and `entry` has as many bytes as is said;
+        // nothing is to be written back.
+        let returned = unsafe {
+            (self.pool().cluster().api.rados.rados_exec)(
+                self.pool().raw(),
+                header.as_ptr(),
+                c"rbd".as_ptr(),
+                c"metadata_set".as_ptr(),
+                entry.as_ptr().cast(),
+                entry.len(),
+                std::ptr::null_mut(),
+                0,
+            )
+        };
+        check(returned, action).map(drop)
+    }
+
     /// Forgets `key`.
     ///
     /// # Errors

@@ -10,8 +10,9 @@ use librbd_sys::{
 };
 
 use crate::cluster::Cluster;
-use crate::error::{Error, Result, check};
+use crate::error::{Result, check};
 use crate::image::{Image, Open};
+use crate::list::listed;
 use crate::progress::{Progress, with_progress};
 use crate::text::{c_string, owned};
 
@@ -62,9 +63,6 @@ pub struct Trashed {
     pub kept_until: i64,
 }
 
-/// Most images that are listed.
-const MAX_LISTED: usize = 1 << 20;
-
 impl Pool {
     /// # Safety
     /// `io` is open, belongs to `cluster`, and is handed over.
@@ -96,29 +94,17 @@ impl Pool {
     /// What the library gives.
     pub fn list(&self) -> Result<Vec<ImageSpec>> {
         let action = || "list the images".to_owned();
-        let mut count = 64;
-        loop {
-            let none = rbd_image_spec_t { id: null_mut(), name: null_mut() };
-            let mut images = vec![none; count];
-            let room = count;
-            // SAFETY: the pool is open; `images` has room for `count`, which are ours to clean up.
-            let returned =
-                unsafe { (self.api().rbd_list2)(self.io, images.as_mut_ptr(), &raw mut count) };
-            if returned == -libc::ERANGE && count > room {
-                if count > MAX_LISTED {
-                    return Err(Error::invalid(action(), "there are too many"));
-                }
-                continue;
-            }
-            check(returned, action)?;
-            // SAFETY: the library filled `count` entries with C strings, which the clean-up frees.
-            unsafe {
-                let listed = images.iter().take(count);
-                let listed = listed.map(|i| ImageSpec { id: owned(i.id), name: owned(i.name) });
-                let listed = listed.collect();
-                (self.api().rbd_image_spec_list_cleanup)(images.as_mut_ptr(), count);
-                return Ok(listed);
-            }
+        let none = rbd_image_spec_t { id: null_mut(), name: null_mut() };
+        let mut images = listed(none, action, |entries, count| {
+            // SAFETY: the pool is open, and there is room for `count` entries.
+            unsafe { (self.api().rbd_list2)(self.io, entries, count) }
+        })?;
+        // SAFETY: the library filled these with C strings, which the clean-up frees.
+        unsafe {
+            let found = images.iter();
+            let found = found.map(|i| ImageSpec { id: owned(i.id), name: owned(i.name) }).collect();
+            (self.api().rbd_image_spec_list_cleanup)(images.as_mut_ptr(), images.len());
+            Ok(found)
         }
     }
 
@@ -223,40 +209,28 @@ impl Pool {
     /// What the library gives.
     pub fn trashed(&self) -> Result<Vec<Trashed>> {
         let action = || "list the trash".to_owned();
-        let mut count = 64;
-        loop {
-            let none = rbd_trash_image_info_t {
-                id: null_mut(),
-                name: null_mut(),
-                source: 0,
-                deletion_time: 0,
-                deferment_end_time: 0,
-            };
-            let mut entries = vec![none; count];
-            let room = count;
-            // SAFETY: the pool is open; `entries` has room for `count`, which are ours to clean up.
-            let returned = unsafe {
-                (self.api().rbd_trash_list)(self.io, entries.as_mut_ptr(), &raw mut count)
-            };
-            if returned == -libc::ERANGE && count > room {
-                if count > MAX_LISTED {
-                    return Err(Error::invalid(action(), "there are too many"));
-                }
-                continue;
-            }
-            check(returned, action)?;
-            // SAFETY: the library filled `count` entries with C strings, which the clean-up frees.
-            unsafe {
-                let listed = entries.iter().take(count).map(|entry| Trashed {
-                    id: owned(entry.id),
-                    name: owned(entry.name),
-                    since: entry.deletion_time,
-                    kept_until: entry.deferment_end_time,
-                });
-                let listed = listed.collect();
-                (self.api().rbd_trash_list_cleanup)(entries.as_mut_ptr(), count);
-                return Ok(listed);
-            }
+        let none = rbd_trash_image_info_t {
+            id: null_mut(),
+            name: null_mut(),
+            source: 0,
+            deletion_time: 0,
+            deferment_end_time: 0,
+        };
+        let mut entries = listed(none, action, |entries, count| {
+            // SAFETY: the pool is open, and there is room for `count` entries.
+            unsafe { (self.api().rbd_trash_list)(self.io, entries, count) }
+        })?;
+        // SAFETY: the library filled these with C strings, which the clean-up frees.
+        unsafe {
+            let found = entries.iter().map(|entry| Trashed {
+                id: owned(entry.id),
+                name: owned(entry.name),
+                since: entry.deletion_time,
+                kept_until: entry.deferment_end_time,
+            });
+            let found = found.collect();
+            (self.api().rbd_trash_list_cleanup)(entries.as_mut_ptr(), entries.len());
+            Ok(found)
         }
     }
 

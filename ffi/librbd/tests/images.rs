@@ -133,6 +133,21 @@ fn metadata_is_kept_and_listed_in_pages() {
     assert_eq!(errno(image.metadata_remove("cleat.07")), libc::ENOENT);
     let error = image.metadata_set("a\0b", "c").unwrap_err();
     assert!(error.to_string().contains("zero byte"), "{error}");
+    assert!(image.metadata_put("a", "b\0c").unwrap_err().to_string().contains("zero byte"));
+}
+
+#[test]
+fn metadata_can_be_put_beside_somebody_elses_lock() {
+    let (pool, other) = (pool(), pool());
+    let image = fresh(&pool, "put", 8 * MIB);
+    image.lock_acquire().unwrap();
+    let beside = other.open("put", None, Open::Write).unwrap();
+    for value in ["", "short", &"long".repeat(1000)] {
+        beside.metadata_put("cleat.put", value).unwrap();
+        assert_eq!(image.metadata_get("cleat.put").unwrap().as_deref(), Some(value));
+    }
+    assert!(image.is_lock_owner().unwrap() && !beside.is_lock_owner().unwrap());
+    assert_eq!(image.metadata().unwrap().len(), 1);
 }
 
 #[test]

@@ -5,9 +5,11 @@
 //! it over when another client asks, under which two writers alternate. The lock alone keeps nobody
 //! out who had it once: requests to the OSDs do not carry it. So whoever takes over first has the
 //! cluster blocklist the address that the claim names (not what watches the image now, which may be
-//! somebody else), and waits for that map; then it breaks the lock, acquires it, looks whether the
-//! claim is still the one that was judged, and writes its own, one generation on. A crash anywhere in
-//! between leaves what the next one begins with: a claim whose client is cut off once more.
+//! somebody else), and waits for that map; then it breaks the lock, announces its claim, acquires the
+//! lock, looks whether the claim is still the one that was judged, and writes its own, one generation
+//! on. A crash anywhere in between leaves what the next one begins with: a claim whose client is cut off
+//! once more, or the lock of a client that is known by its announcement. Without that a holder that has
+//! made no claim would be another tool's, and its dead client be waited for until the OSDs forget it.
 //!
 //! From the moment that the lock is ours, an OSD that we have spoken to refuses the loser; one that
 //! has heard nothing may still take what was under way, until our first request brings it the map. So
@@ -15,12 +17,12 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use librbd::{Cluster, Image, RBD_FEATURE_EXCLUSIVE_LOCK};
+use librbd::{Cluster, Image};
 
 use super::decision::{Decision, Holder, Occasion, decide};
-use super::mirror::check_primary;
+use super::header::{Header, ImageHeader};
 use super::problem::later;
-use super::record::{Claim, Client, KEY};
+use super::record::{Claim, Client};
 use crate::backend::claimant::Claimant;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -37,8 +39,8 @@ const MAX_ROUNDS: u32 = 3;
 
 /// An image that is being claimed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Contest<'a> {
-    pub(super) image: &'a Image,
+pub(super) struct Contest<'a, H> {
+    pub(super) header: &'a H,
     /// Of the image, for people.
     pub(super) name: &'a str,
     pub(super) claimant: &'a Claimant,
@@ -47,52 +49,52 @@ pub(super) struct Contest<'a> {
     pub(super) only: Option<&'a [String]>,
 }
 
-impl Contest<'_> {
+impl<H: Header> Contest<'_, H> {
     /// Makes the image ours until it is released. `Ok(None)`: somebody else has had it since the
     /// mapping's last process, so that it must not be written to.
     pub(super) fn acquire(&self) -> Result<Option<Claim>> {
-        let failed = |error| later(error, self.name);
-        if self.image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK == 0 {
-            return Err(lockless(self.name));
-        }
-        // Before anybody is cut off in vain.
-        check_primary(self.image, self.name)?;
-        let id = self.image.id().map_err(failed)?;
-        let own = self.cluster().addresses().map_err(failed)?;
+        let Self { header, name, claimant, .. } = self;
+        let id = header.id()?;
+        let own = header.own_address()?;
         for _ in 0..MAX_ROUNDS {
-            let last = read(self.image, &id, self.name)?;
-            let holder = holder(self.image).map_err(failed)?;
-            let decision =
-                decide(last.as_ref(), holder.as_ref(), self.claimant, &own, self.occasion);
-            let cut = match decision {
+            let sight = header.look()?;
+            let cut = match decide(&sight, claimant, &own, self.occasion) {
                 Decision::Take(cut) => cut,
-                Decision::Claimed(client) => return Err(claimed(self.name, &client)),
-                Decision::Held(address) => return Err(held(self.name, &address)),
+                Decision::Claimed(client) => return Err(claimed(name, &client)),
+                Decision::Held(address) => return Err(held(name, &address)),
                 Decision::Superseded(client) => {
-                    tracing::error!(image = self.name, "claimed by {}", client.describe());
+                    tracing::error!(image = name, "claimed by {}", client.describe());
                     return Ok(None);
                 }
             };
             if let Some(other) = cut.iter().find(|cut| !self.may_cut_off(cut)) {
-                return Err(held(self.name, other));
+                return Err(held(name, other));
             }
-            self.cut_off(&cut, holder.as_ref())?;
-            self.lock(last.as_ref())?;
-            let next =
-                Claim::after(last.as_ref(), id.clone(), self.claimant, own.clone(), now(), &cut);
-            match self.write(last.as_ref(), &id, &next) {
+            self.cut_off(&cut, sight.holder.as_ref())?;
+            let last = sight.claim;
+            let next = Claim::after(last.as_ref(), id.clone(), claimant, own.clone(), now(), &cut);
+            // Nobody has the lock, or one that was faster and is alive: what another one announced is
+            // not needed any more.
+            header.announce(&next)?;
+            if let Some(owner) = header.lock()? {
+                return Err(self.outrun(&owner, last));
+            }
+            #[cfg(feature = "fault")]
+            crate::backend::fault::point("locked, not claimed");
+            match self.write(last.as_ref(), &next) {
                 Ok(true) => return Ok(Some(next)),
-                Ok(false) => self.image.lock_release().map_err(failed)?,
+                Ok(false) => header.unlock()?,
                 Err(error) => {
                     // The image may stay open, and its lock be needed by others.
-                    if let Err(error) = self.image.lock_release() {
-                        tracing::warn!(image = self.name, %error, "the lock is not given back");
+                    if let Err(error) = header.unlock() {
+                        let error = error.report();
+                        tracing::warn!(image = name, %error, "the lock is not given back");
                     }
                     return Err(error);
                 }
             }
         }
-        let message = format!("others claim {} at the same time", self.name);
+        let message = format!("others claim {name} at the same time");
         Err(Error::new(ErrorKind::Aborted, message).with_repair("try again"))
     }
 
@@ -100,51 +102,31 @@ impl Contest<'_> {
     fn cut_off(&self, clients: &[String], holder: Option<&Holder>) -> Result<()> {
         for address in clients {
             tracing::warn!(image = self.name, client = address, "being cut off");
-            cut_off(self.cluster(), address)?;
+            self.header.cut_off(address)?;
         }
-        let Some(holder) = holder.filter(|holder| clients.contains(&holder.address)) else {
-            return Ok(());
-        };
-        match self.image.lock_break(&holder.address) {
-            // It has gone by itself.
-            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
-            broken => broken.map_err(|error| later(error, self.name)),
+        match holder.filter(|holder| clients.contains(&holder.address)) {
+            Some(holder) => self.header.break_lock(&holder.address),
+            None => Ok(()),
         }
     }
 
-    fn lock(&self, last: Option<&Claim>) -> Result<()> {
-        match self.image.lock_acquire() {
-            Ok(()) => Ok(()),
-            Err(error)
-                if matches!(error.errno(), Some(libc::EROFS | libc::EBUSY | libc::EAGAIN)) =>
-            {
-                // Somebody was faster.
-                let owners = self.image.lock_owners().unwrap_or_default();
-                let owner = owners.first().map_or("an unknown address", String::as_str);
-                let known = last.map(|last| &last.client).filter(|client| client.address == owner);
-                let refusal = known
-                    .map_or_else(|| held(self.name, owner), |client| claimed(self.name, client));
-                Err(refusal.with_source(error))
-            }
-            Err(error) => Err(later(error, self.name)),
-        }
+    /// The error where somebody was faster.
+    fn outrun(&self, owner: &str, last: Option<Claim>) -> Error {
+        let known = last.filter(|last| last.client.address == owner);
+        known.map_or_else(|| held(self.name, owner), |claim| claimed(self.name, &claim.client))
     }
 
     /// Under the lock: writes the claim, unless the last one is no longer what it was.
-    fn write(&self, last: Option<&Claim>, id: &str, next: &Claim) -> Result<bool> {
-        if read(self.image, id, self.name)?.as_ref() != last {
+    fn write(&self, last: Option<&Claim>, next: &Claim) -> Result<bool> {
+        if self.header.claim()?.as_ref() != last {
             return Ok(false);
         }
-        set(self.image, next, self.name)?;
+        self.header.write(next)?;
         Ok(true)
     }
 
     fn may_cut_off(&self, client: &String) -> bool {
         self.only.is_none_or(|only| only.contains(client))
-    }
-
-    fn cluster(&self) -> &Cluster {
-        self.image.pool().cluster()
     }
 }
 
@@ -158,32 +140,12 @@ pub(super) fn release(image: &Image, claim: &Claim, name: &str) -> Result<()> {
     if !of(image, name)?.is_some_and(|now| now.is(claim)) {
         return Ok(());
     }
-    set(image, &claim.released(), name)
+    ImageHeader { image, name }.write(&claim.released())
 }
 
 /// The claim of `image`.
 pub(super) fn of(image: &Image, name: &str) -> Result<Option<Claim>> {
-    let id = image.id().map_err(|error| later(error, name))?;
-    read(image, &id, name)
-}
-
-/// The same, of an image whose id is `id`.
-fn read(image: &Image, id: &str, name: &str) -> Result<Option<Claim>> {
-    let text = image.metadata_get(KEY).map_err(|error| later(error, name))?;
-    Claim::read(text.as_deref(), id, name)
-}
-
-/// Writes `claim`; the lock must be ours.
-pub(super) fn set(image: &Image, claim: &Claim, name: &str) -> Result<()> {
-    image.metadata_set(KEY, &claim.text()?).map_err(|error| later(error, name))
-}
-
-/// Who holds the lock.
-pub(super) fn holder(image: &Image) -> librbd::Result<Option<Holder>> {
-    let Some(locker) = image.lockers()?.into_iter().next() else { return Ok(None) };
-    let address = locker.address;
-    let alive = image.watchers()?.iter().any(|watcher| watcher.address == address);
-    Ok(Some(Holder { address, alive }))
+    ImageHeader { image, name }.claim()
 }
 
 /// Has the cluster refuse a client, for as long as the configuration says.
@@ -195,10 +157,6 @@ pub(super) fn cut_off(cluster: &Cluster, address: &str) -> Result<()> {
         let failed = Error::new(kind, format!("the client {address} cannot be cut off"));
         let failed = failed.with_source(error);
         match kind {
-            ErrorKind::PermissionDenied => failed.with_repair(
-                "the key needs the right to add to the blocklist: ceph auth caps client.NAME mon \
-                 'profile rbd' osd 'profile rbd pool=…'",
-            ),
             ErrorKind::TimedOut => failed.with_repair("see that the monitors can be reached"),
             _ => failed,
         }
@@ -210,7 +168,7 @@ pub(super) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-fn lockless(name: &str) -> Error {
+pub(super) fn lockless(name: &str) -> Error {
     let message = format!("{name} has no exclusive lock, so a second writer could not be kept out");
     Error::new(ErrorKind::Unsupported, message).with_repair(format!(
         "rbd feature enable {name} exclusive-lock; or, where whatever uses the volume keeps its \
@@ -234,3 +192,6 @@ fn held(name: &str, address: &str) -> Error {
          gives a client up that died about 30 s later; to have one cut off that lives: --take-over",
     )
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,8 @@
 //! A claim counts until it is released, whether its client still holds the lock or not: a lock can be
 //! broken by hand, and a client that was forgotten by the OSDs can come back to life. So who has a
 //! claim is cut off before anybody else writes; and is cut off only by who is entitled to it or was
-//! told to. A client without a claim is another tool's: alive, it is never pushed aside untold.
+//! told to. A client without a claim is another tool's: alive, it is never pushed aside untold; unless it
+//! has announced its claim, and so said who it is: then it is judged as if it had made it.
 
 use super::record::{Claim, Client};
 use crate::backend::claimant::{Claimant, is_telling};
@@ -37,22 +38,36 @@ pub(super) enum Decision {
     Superseded(Client),
 }
 
+/// What is to be seen of an image.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Sight {
+    /// The newest claim.
+    pub(super) claim: Option<Claim>,
+    /// The claim that somebody was about to make when it set out to take the lock.
+    pub(super) announced: Option<Claim>,
+    /// Who holds the lock.
+    pub(super) holder: Option<Holder>,
+}
+
 /// `own` is the address of the client that asks.
 pub(super) fn decide(
-    claim: Option<&Claim>,
-    holder: Option<&Holder>,
+    sight: &Sight,
     claimant: &Claimant,
     own: &str,
     occasion: Occasion,
 ) -> Decision {
+    let (claim, holder) = (sight.claim.as_ref(), sight.holder.as_ref());
     let last = claim.map(|claim| &claim.client);
     let resumes = claimant.resumes || occasion == Occasion::HandOver;
     if let Some(client) = last.filter(|last| resumes && last.mapping_id != claimant.mapping_id) {
         return Decision::Superseded(client.clone());
     }
     let told = claimant.take_over && occasion == Occasion::Opening;
-    let holds = |client: &Client| holder.is_some_and(|holder| holder.address == client.address);
-    // Between the release of the claim and that of the lock something may still be under way.
+    let holds = |client: &Client| {
+        holder.is_some_and(|holder| holder.alive && holder.address == client.address)
+    };
+    // Between the release of the claim and that of the lock something may still be under way; one that
+    // has died there has nothing left but the lock.
     let standing = claim.filter(|claim| !claim.released || holds(&claim.client));
     let standing = standing.map(|claim| &claim.client).filter(|client| client.address != own);
     let mut cut = Vec::new();
@@ -67,8 +82,14 @@ pub(super) fn decide(
         && address != own
         && standing.is_none_or(|client| client.address != *address)
     {
-        if *alive && !told {
-            return Decision::Held(address.clone());
+        let announced = sight.announced.as_ref().map(|claim| &claim.client);
+        let announced = announced.filter(|client| client.address == *address);
+        // It died, or stands still, between the lock and its claim.
+        let succeeds = occasion == Occasion::Opening
+            && announced.is_some_and(|client| may_succeed(client, claimant));
+        if *alive && !told && !succeeds {
+            let held = || Decision::Held(address.clone());
+            return announced.map_or_else(held, |client| Decision::Claimed(client.clone()));
         }
         cut.push(address.clone());
     }
@@ -82,11 +103,19 @@ fn may_succeed(client: &Client, claimant: &Claimant) -> bool {
     }
     if client.boot_id != claimant.boot_id {
         // The node has been restarted.
-        return client.node == claimant.node && is_telling(&client.node);
+        return is_same_node(client, &claimant.node, &claimant.machine);
     }
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
     same_mapping
         || client.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
+}
+
+/// Whether `client` is of the node that is called `node`, of the machine `machine`. A name alone can be
+/// that of two machines; where either machine is not known, it has to do.
+pub(super) fn is_same_node(client: &Client, node: &str, machine: &str) -> bool {
+    let other_machine =
+        !client.machine.is_empty() && !machine.is_empty() && client.machine != machine;
+    client.node == node && is_telling(node) && !other_machine
 }
 
 #[cfg(test)]
@@ -116,8 +145,12 @@ mod tests {
         Holder { address: address.into(), alive }
     }
 
+    fn sight(claim: Option<&Claim>, holder: Option<&Holder>) -> Sight {
+        Sight { claim: claim.cloned(), announced: None, holder: holder.cloned() }
+    }
+
     fn opening(claim: Option<&Claim>, holder: Option<&Holder>, who: &Claimant) -> Decision {
-        decide(claim, holder, who, OWN, Occasion::Opening)
+        decide(&sight(claim, holder), who, OWN, Occasion::Opening)
     }
 
     fn take(addresses: &[&str]) -> Decision {
@@ -181,6 +214,64 @@ mod tests {
     }
 
     #[test]
+    fn who_died_before_it_could_claim_is_judged_by_what_it_announced() {
+        let me = claimant("n", "b", "m");
+        let (alive, gone) = (holder("A/2", true), holder("A/2", false));
+        for claim in [None, Some(claim(&me, "A/1").released()), Some(claim(&me, "A/1"))] {
+            let before = claim.as_ref().filter(|claim| !claim.released).map(|_| "A/1");
+            let cut = |address| take(&before.into_iter().chain([address]).collect::<Vec<_>>());
+            let seen = |of: &Claimant, at: &str, holder: &Holder| Sight {
+                claim: claim.clone(),
+                announced: Some(self::claim(of, at)),
+                holder: Some(holder.clone()),
+            };
+            let ask = |sight: &Sight, who: &Claimant, when| decide(sight, who, OWN, when);
+            let own = seen(&me, "A/2", &alive);
+            assert_eq!(ask(&own, &me, Occasion::Opening), cut("A/2"));
+            let rebooted = claimant("n", "c", "x");
+            assert_eq!(ask(&own, &rebooted, Occasion::Opening), cut("A/2"));
+            // In a hand-over nobody has died.
+            let judged = ask(&own, &me, Occasion::HandOver);
+            assert!(matches!(judged, Decision::Claimed(_)), "{judged:?}");
+            // Somebody else's is in the way, with its name, for as long as it is there.
+            let other = claimant("o", "c", "x");
+            let theirs = seen(&other, "A/2", &alive);
+            let Decision::Claimed(client) = ask(&theirs, &me, Occasion::Opening) else {
+                panic!("{theirs:?}")
+            };
+            assert_eq!((client.node.as_str(), client.address.as_str()), ("o", "A/2"));
+            assert_eq!(ask(&seen(&other, "A/2", &gone), &me, Occasion::Opening), cut("A/2"));
+            let told = Claimant { take_over: true, ..me.clone() };
+            assert_eq!(ask(&theirs, &told, Occasion::Opening), cut("A/2"));
+            // What was announced from elsewhere says nothing of whoever holds the lock.
+            let tool = seen(&me, "A/3", &alive);
+            assert_eq!(ask(&tool, &me, Occasion::Opening), Decision::Held("A/2".into()));
+        }
+        // Announced, and no more: nothing is held.
+        let early = Sight { announced: Some(claim(&me, "A/2")), ..Sight::default() };
+        assert_eq!(decide(&early, &claimant("o", "c", "x"), OWN, Occasion::Opening), take(&[]));
+    }
+
+    #[test]
+    fn two_machines_of_one_name_are_two_nodes() {
+        let on = |machine: &str, boot: &str| Claimant {
+            machine: machine.into(),
+            ..claimant("n", boot, boot)
+        };
+        let refused = |claim: &Claim, who: &Claimant| {
+            matches!(opening(Some(claim), None, who), Decision::Claimed(_))
+        };
+        for (old, new, same) in
+            [("1", "1", true), ("1", "2", false), ("", "2", true), ("1", "", true), ("", "", true)]
+        {
+            let claim = claim(&on(old, "b"), "A/1");
+            assert_eq!(refused(&claim, &on(new, "c")), !same, "{old:?} {new:?}");
+        }
+        let claim = claim(&on("1", "b"), "A/1");
+        assert!(refused(&claim, &Claimant { node: "o".into(), ..on("1", "c") }), "renamed");
+    }
+
+    #[test]
     fn a_device_goes_on_only_where_nobody_else_came_in_between() {
         let me = Claimant { resumes: true, ..claimant("n", "b", "m") };
         let told = Claimant { take_over: true, ..me.clone() };
@@ -203,7 +294,8 @@ mod tests {
     fn a_hand_over_cuts_nobody_off() {
         let me = Claimant { take_over: true, ..claimant("n", "b", "m") };
         let mut own = claim(&me, "A/1");
-        let ask = |claim: &Claim, held| decide(Some(claim), held, &me, OWN, Occasion::HandOver);
+        let ask =
+            |claim: &Claim, held| decide(&sight(Some(claim), held), &me, OWN, Occasion::HandOver);
         assert!(matches!(ask(&own, None), Decision::Claimed(_)));
         own.released = true;
         assert_eq!(ask(&own, None), take(&[]));
@@ -226,7 +318,8 @@ mod tests {
                 let own = ProcessMark::own();
                 let process = own
                     .map(|own| ProcessMark { pid: if gone { u32::MAX } else { own.pid }, ..own });
-                Claimant { node, boot_id, mapping_id, take_over, resumes, process }
+                let machine = String::new();
+                Claimant { node, machine, boot_id, mapping_id, take_over, resumes, process }
             },
         )
     }
@@ -239,6 +332,7 @@ mod tests {
         #[test]
         fn nobody_writes_beside_a_living_client(
             claims in prop::option::of((any_claimant(), any_address(), any::<bool>())),
+            announced in prop::option::of((any_claimant(), any_address())),
             holder in prop::option::of((any_address(), any::<bool>())),
             who in any_claimant(),
             hand_over: bool,
@@ -247,10 +341,12 @@ mod tests {
                 let claim = claim(&of, &address);
                 if released { claim.released() } else { claim }
             });
+            let announced = announced.map(|(of, address)| self::claim(&of, &address));
             let holder = holder.map(|(address, alive)| Holder { address, alive });
             let occasion = if hand_over { Occasion::HandOver } else { Occasion::Opening };
-            let decision = decide(claim.as_ref(), holder.as_ref(), &who, OWN, occasion);
-            let Decision::Take(cut) = decision else { return Ok(()) };
+            let sight = Sight { claim, announced, holder };
+            let Decision::Take(cut) = decide(&sight, &who, OWN, occasion) else { return Ok(()) };
+            let Sight { claim, announced, holder } = sight;
             prop_assert!(!cut.iter().any(|address| address == OWN), "nobody cuts itself off");
             let told = who.take_over && !hand_over;
             if let Some(claim) = &claim {
@@ -264,7 +360,9 @@ mod tests {
             if let Some(Holder { address, alive }) = &holder && address != OWN {
                 prop_assert!(cut.contains(address), "the holder could write on");
                 let claimed = claim.as_ref().is_some_and(|claim| claim.client.address == *address);
-                prop_assert!(told || claimed || !alive, "a stranger was pushed aside");
+                let named = announced.as_ref().filter(|claim| claim.client.address == *address);
+                let own = named.is_some_and(|claim| may_succeed(&claim.client, &who));
+                prop_assert!(told || claimed || own || !alive, "a stranger was pushed aside");
             }
             prop_assert!(cut.is_empty() || !hand_over || holder.is_some_and(|h| !h.alive));
         }

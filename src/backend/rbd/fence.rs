@@ -11,12 +11,13 @@ use librbd::{Cluster, Image, Open};
 use serde::Deserialize;
 
 use super::claim::{self, Contest};
-use super::decision::Occasion;
+use super::decision::{Occasion, is_same_node};
+use super::header::ImageHeader;
 use super::patience::{PATIENCE, answer, within};
 use super::problem::{self, problem};
 use super::record::{self, Claim};
 use super::{config, name, preload};
-use crate::backend::claimant::{Claimant, is_telling};
+use crate::backend::claimant::Claimant;
 use crate::backend::fence::{Client, Fence, Standing};
 use crate::backend::uri::{RbdSpec, invalid};
 use crate::error::{Error, ErrorKind, Result};
@@ -48,7 +49,8 @@ impl RbdFence {
             let failed = |error| problem(error, &name, &spec);
             let cluster = Cluster::connect(&config(&spec)).map_err(failed)?;
             let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
-            work(&*pool.open(&spec.image, None, how).map_err(failed)?, &name)
+            let done = work(&*pool.open(&spec.image, None, how).map_err(failed)?, &name);
+            done.map_err(|error| problem::explained(error, &spec))
         })
     }
 }
@@ -78,7 +80,7 @@ impl Fence for RbdFence {
         let cut: Vec<String> = chosen.iter().map(|client| client.address.clone()).collect();
         let (agreed, claimant) = (cut.clone(), claimant.clone());
         if writes(first) {
-            self.call(Open::Write, move |image, name| take(image, name, &claimant, &agreed))?;
+            self.call(Open::Write, move |image, name| take(image, name, &claimant, Some(&agreed)))?;
         } else {
             // It only looks on, or held a claim that others have now.
             self.call(Open::ReadOnly, move |image, _| {
@@ -112,10 +114,15 @@ impl Fence for RbdFence {
     }
 }
 
-/// Takes the image from the clients that were agreed on, and lets go of it.
-fn take(image: &Image, name: &str, claimant: &Claimant, agreed: &[String]) -> Result<()> {
-    let occasion = Occasion::Opening;
-    let contest = Contest { image, name, claimant, occasion, only: Some(agreed) };
+/// Takes the image from the clients in `only`, or from whoever has to be cut off, and lets go of it.
+pub(super) fn take(
+    image: &Image,
+    name: &str,
+    claimant: &Claimant,
+    only: Option<&[String]>,
+) -> Result<()> {
+    let (header, occasion) = (&ImageHeader { image, name }, Occasion::Opening);
+    let contest = Contest { header, name, claimant, occasion, only };
     let Some(taken) = contest.acquire()? else {
         return Err(Error::new(ErrorKind::Internal, format!("{name} cannot be taken over")));
     };
@@ -231,17 +238,17 @@ fn nobody(name: &str, address: Option<&str>) -> Error {
 }
 
 fn not_removed(error: librbd::Error, address: &str, spec: &RbdSpec) -> Error {
-    let (kind, client) = (problem::kind(&error), problem::client(spec));
+    let kind = problem::kind(&error);
     let failed = Error::new(kind, format!("{address} cannot be taken off the blocklist"));
     let failed = failed.with_source(error);
     if kind != ErrorKind::PermissionDenied {
         return failed;
     }
+    let right = ", allow command \"osd blocklist\" with blocklistop=rm";
     failed.with_repair(format!(
         "'profile rbd' may add to the blocklist, not remove from it: use a client that may (id=admin \
-         in the volume's options), or let this one: ceph auth caps {client} mon 'profile rbd, allow \
-         command \"osd blocklist\" with blocklistop=rm' osd 'profile rbd pool={}'",
-        spec.pool
+         in the volume's options), or let this one: {}",
+        problem::caps(spec, None, right)
     ))
 }
 
@@ -290,12 +297,14 @@ fn prove_gone(
         let message = format!("its process on this node (number {pid}) is not proved gone");
         return doubt(message, "end it, and ask from the pid namespace that it ran in");
     }
-    let restarted = |node: &str, boot_id: &str| {
-        is_telling(node) && node == client.node && boot_id != client.boot_id && !boot_id.is_empty()
+    let restarted = |node: &str, machine: &str, boot_id: &str| {
+        is_same_node(client, node, machine) && boot_id != client.boot_id && !boot_id.is_empty()
     };
     let later = std::iter::once(&claim.client).chain(&claim.cut);
     let mut later = later.filter(|other| other.generation > client.generation);
-    if restarted(&here.node, &here.boot_id) || later.any(|c| restarted(&c.node, &c.boot_id)) {
+    if restarted(&here.node, &here.machine, &here.boot_id)
+        || later.any(|c| restarted(&c.node, &c.machine, &c.boot_id))
+    {
         return Ok(());
     }
     doubt(

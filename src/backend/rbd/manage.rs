@@ -3,22 +3,24 @@
 //! - One RADOS client for all calls. Images are opened for one call each, for reading where that does:
 //!   a reader does not watch, and so is not among the watchers that are counted.
 //! - What an image's holder can do for us librbd has it do: a snapshot, another size, a flattening of an
-//!   image that is mapped. What cuts off or overwrites data under a holder is refused, by name.
+//!   image that is mapped. What cuts off or overwrites data under a holder is refused, by name: under
+//!   whoever has it open, and under a claim that stands, whether its client is heard of or not.
 
 mod info;
 mod layout;
+mod rivals;
 mod snapshots;
 mod trash;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
+use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK};
 
 use super::mirror::check_primary;
 use super::patience::{Course, PATIENCE, answer, followed, within};
-use super::record::{Claim, Client};
-use super::{claim, config, preload, problem};
+use super::{config, preload, problem};
+use crate::backend::claimant::Claimant;
 use crate::backend::manage::{
     Entry, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source,
     Store, Trashed,
@@ -35,6 +37,8 @@ pub(in crate::backend) struct RbdStore {
     pool: Arc<Pool>,
     uri: StoreUri,
     spec: RbdStoreSpec,
+    /// For whom.
+    claimant: Claimant,
 }
 
 /// An image, or a snapshot, that a call is about. It need not exist.
@@ -44,21 +48,27 @@ struct Target {
     /// `pool[/namespace]/image[@snapshot]`
     name: String,
     uri: String,
+    claimant: Claimant,
 }
 
 impl RbdStore {
     /// Connects.
-    pub(in crate::backend) fn connect(uri: &StoreUri, spec: &RbdStoreSpec) -> Result<Self> {
+    pub(in crate::backend) fn connect(
+        uri: &StoreUri,
+        spec: &RbdStoreSpec,
+        claimant: &Claimant,
+    ) -> Result<Self> {
         preload()?;
         let wanted = spec.clone();
         let pool = within(PATIENCE, &answer(spec.pool()), move || open_pool(&wanted))?;
-        Ok(Self { pool, uri: uri.clone(), spec: spec.clone() })
+        Ok(Self { pool, uri: uri.clone(), spec: spec.clone(), claimant: claimant.clone() })
     }
 
     fn target(&self, name: &str, snapshot: Option<&str>) -> Result<Target> {
         let spec = self.spec.image(name, snapshot)?;
         let uri = self.uri.volume(name, snapshot)?.to_string();
-        Ok(Target { pool: Arc::clone(&self.pool), name: super::name(&spec), spec, uri })
+        let (pool, name) = (Arc::clone(&self.pool), super::name(&spec));
+        Ok(Target { pool, name, spec, uri, claimant: self.claimant.clone() })
     }
 
     /// Does `work` with an image, within a limit.
@@ -255,11 +265,13 @@ impl Target {
     }
 
     fn not_made(&self, error: librbd::Error, layout: &Layout) -> Error {
-        let not_found = error.errno() == Some(libc::ENOENT);
-        let failed = self.failed(error);
-        match &layout.data_pool {
-            Some(pool) if not_found => {
+        let (kind, failed) = (problem::kind(&error), self.failed(error));
+        match (&layout.data_pool, kind) {
+            (Some(pool), ErrorKind::NotFound) => {
                 failed.with_repair(format!("see that the pool {pool} exists (ceph osd pool ls)"))
+            }
+            (Some(pool), ErrorKind::PermissionDenied) => {
+                failed.with_repair(problem::lacks_rights(&self.spec, Some(pool)))
             }
             _ => failed,
         }
@@ -406,24 +418,6 @@ impl Target {
         Err(Error::new(ErrorKind::InUse, message).with_repair(repair))
     }
 
-    /// Refuses an image that somebody else may be writing to.
-    fn check_unused(&self, image: &Image) -> Result<()> {
-        let mut watchers = image.watchers().map_err(|error| self.failed(error))?;
-        let ours = self.pool.cluster().addresses().map_err(|error| self.failed(error))?;
-        watchers.retain(|watcher| watcher.address != ours);
-        if watchers.is_empty() {
-            return Ok(());
-        }
-        // One that cannot be read names nobody.
-        let claim = claim::of(image, &self.name).ok().flatten();
-        let holders: Vec<String> =
-            watchers.iter().map(|watcher| holder(watcher, claim.as_ref())).collect();
-        let message = format!("{} is in use by {}", self.name, holders.join(", "));
-        Err(Error::new(ErrorKind::InUse, message).with_repair(
-            "unmap it there first; the cluster gives a client up that died about 30 s later",
-        ))
-    }
-
     /// What to type to do something with `name`, reached as this image is.
     fn command(&self, verb: &str, name: &str) -> String {
         match self.uri.split_once('?') {
@@ -515,11 +509,4 @@ fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
         Some(repair) => failed.with_repair(repair),
         None => failed,
     }
-}
-
-/// A watcher as people know it: by its claim where that is its own.
-fn holder(watcher: &Watcher, claim: Option<&Claim>) -> String {
-    let Watcher { client, address } = watcher;
-    let own = claim.map(|claim| &claim.client).filter(|client| client.address == *address);
-    own.map_or_else(|| format!("client.{client} at {address}"), Client::describe)
 }

@@ -23,18 +23,16 @@ pub(super) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error
 
 /// What repairs `error`, wherever it comes from.
 pub(super) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
-    let client = client(spec);
     match kind(error) {
         ErrorKind::Unsupported => error.load().map(librbd::LoadError::repair),
-        ErrorKind::PermissionDenied => Some(format!(
-            "see that the key of {client} is in its keyring (id=NAME and keyring=PATH in the \
-             volume's options name others), and that it may use the pool: ceph auth caps {client} \
-             mon 'profile rbd' osd 'profile rbd pool={}'",
-            spec.pool
-        )),
+        ErrorKind::PermissionDenied => Some(lacks_rights(spec, None)),
         ErrorKind::TimedOut => {
             Some("see that the monitors can be reached from here (ceph status)".to_owned())
         }
+        ErrorKind::NoSpace => Some(format!(
+            "see where there is no room: ceph df, ceph osd pool get-quota {}",
+            spec.pool
+        )),
         ErrorKind::Fenced => {
             Some("start again as a new client; see `ceph osd blocklist ls`".to_owned())
         }
@@ -42,7 +40,37 @@ pub(super) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
     }
 }
 
-pub(super) fn client(spec: &RbdSpec) -> String {
+/// What repairs that a key may not do something with `spec`, or with the pool that its data go to.
+pub(super) fn lacks_rights(spec: &RbdSpec, data_pool: Option<&str>) -> String {
+    format!(
+        "see that the key of {} is in its keyring (id=NAME and keyring=PATH in the volume's options \
+         name others), and that it may use the pool: {}",
+        client(spec),
+        caps(spec, data_pool, "")
+    )
+}
+
+/// The command that lets a key use `spec`, and with `more` in its rights at the monitors.
+pub(super) fn caps(spec: &RbdSpec, data_pool: Option<&str>, more: &str) -> String {
+    let RbdSpec { pool, namespace, .. } = spec;
+    let space = namespace.as_ref().map(|name| format!(" namespace={name}")).unwrap_or_default();
+    let data = data_pool.map(|pool| format!(", profile rbd pool={pool}")).unwrap_or_default();
+    let client = client(spec);
+    format!(
+        "ceph auth caps {client} mon 'profile rbd{more}' osd 'profile rbd pool={pool}{space}{data}' \
+         (instead of all that it may so far: ceph auth get {client})"
+    )
+}
+
+/// An error that was made where nobody knew the volume's options, with what repairs it.
+pub(super) fn explained(error: Error, spec: &RbdSpec) -> Error {
+    match (error.kind(), error.repair()) {
+        (ErrorKind::PermissionDenied, None) => error.with_repair(lacks_rights(spec, None)),
+        _ => error,
+    }
+}
+
+fn client(spec: &RbdSpec) -> String {
     format!("client.{}", spec.id.as_deref().unwrap_or("admin"))
 }
 

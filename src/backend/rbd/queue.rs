@@ -94,9 +94,7 @@ impl RbdQueue {
             Op::Read | Op::Flush | Op::Cache => return Ok(None),
             Op::Write | Op::Trim | Op::WriteZeroes => {}
         }
-        if self.shared.full.load(Ordering::Relaxed) {
-            self.shared.full.store(false, Ordering::Relaxed);
-        }
+        self.shared.room.is_there();
         task.progress += task.attempted;
         if task.progress < task.request.length {
             return self.operation(task);
@@ -118,7 +116,7 @@ impl RbdQueue {
         };
         match error {
             IoError::Fenced => self.shared.fenced.store(true, Ordering::Release),
-            IoError::NoSpace => self.shared.full.store(true, Ordering::Relaxed),
+            IoError::NoSpace => self.shared.room.is_missing(errno),
             // It may be on its way still, and then lands after its repetition.
             IoError::Retry if request.op.modifies() => return IoError::Broken,
             _ => {}

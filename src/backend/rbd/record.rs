@@ -10,6 +10,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// The metadata key.
 pub(super) const KEY: &str = "cleat.claim";
 
+/// Where a claim is announced: what is about to be written under [`KEY`] once the lock is ours.
+pub(super) const ANNOUNCED: &str = "cleat.claim.next";
+
 /// Raised when a field changes its meaning.
 const VERSION: u32 = 1;
 
@@ -43,6 +46,8 @@ pub(super) struct Claim {
 #[serde(default)]
 pub(super) struct Client {
     pub(super) node: String,
+    /// What the node's name stands for, where that is known: see `sys::machine`.
+    pub(super) machine: String,
     pub(super) boot_id: String,
     pub(super) mapping_id: String,
     pub(super) process: Option<ProcessMark>,
@@ -102,6 +107,7 @@ impl Claim {
         known.drain(..known.len().saturating_sub(MAX_CUT));
         let client = Client {
             node: claimant.node.clone(),
+            machine: claimant.machine.clone(),
             boot_id: claimant.boot_id.clone(),
             mapping_id: claimant.mapping_id.clone(),
             process: claimant.process,
@@ -134,8 +140,8 @@ impl Claim {
 impl Client {
     fn is_plausible(&self) -> bool {
         let plain = |text: &str| text.len() <= MAX_TEXT && !text.chars().any(char::is_control);
-        [&self.node, &self.boot_id, &self.mapping_id].into_iter().all(|text| plain(text))
-            && is_address(&self.address)
+        let texts = [&self.node, &self.machine, &self.boot_id, &self.mapping_id];
+        texts.into_iter().all(|text| plain(text)) && is_address(&self.address)
     }
 
     /// For people: who it is, where, and since when.

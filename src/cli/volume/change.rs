@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{Tracker, short, tell, time};
+use super::{Rivals, Tracker, short, tell, time};
 use crate::backend;
 use crate::backend::manage::{Layout, Removal, Removed, Source};
 use crate::backend::uri::{VolumeUri, parse_size};
@@ -67,12 +67,15 @@ Examples:
 
   Deleted at once, with all its data:
     $ cleat volume remove rbd:volumes/data --now
+
+  Claimed by a node that is lost, which never writes to it again:
+    $ cleat volume remove rbd:volumes/data --take-over
 ";
 
 /// Take a volume away: into the trash, or with --now for good
 ///
-/// Refuses while it has watchers, snapshots or clones, and names them. Removing what is not there
-/// succeeds. What lies in the trash takes up space until it is purged. Ended half way by a signal, a
+/// Refuses while it has watchers, a claim, snapshots or clones, and names them. Removing what is not
+/// there succeeds. What lies in the trash takes up space until it is purged. Ended half way by a signal, a
 /// deletion leaves the image with a part of its data gone, still listed; repeating it goes on.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "rm", after_long_help = REMOVE_EXAMPLES)]
@@ -86,6 +89,8 @@ pub(super) struct Remove {
     #[arg(long, value_name = "DURATION", default_value = "7d", value_parser = keep,
           conflicts_with = "now")]
     keep: Duration,
+    #[command(flatten)]
+    rivals: Rivals,
 }
 
 const RESIZE_EXAMPLES: &str = "\
@@ -111,6 +116,8 @@ pub(super) struct Resize {
     /// Allow a smaller size: what lies behind the new end is lost
     #[arg(long)]
     shrink: bool,
+    #[command(flatten)]
+    rivals: Rivals,
 }
 
 const CLONE_EXAMPLES: &str = "\
@@ -180,7 +187,7 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let how = if args.now { Removal::Now } else { Removal::Trash { keep: args.keep } };
     let tracker = Tracker::begin(globals, "remove", &args.uri)?;
-    let store = backend::store(&store)?;
+    let store = args.rivals.store(&store)?;
     let removed = tracker.run(|progress| store.remove(&name, how, progress))?;
     if globals.output == Some(Format::Json) {
         return output::json(&Outcome { volume: args.uri.to_string(), removed });
@@ -204,7 +211,7 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
 pub(super) fn resize(globals: &Globals, args: &Resize) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let tracker = Tracker::begin(globals, "resize", &args.uri)?;
-    let store = backend::store(&store)?;
+    let store = args.rivals.store(&store)?;
     let changed = tracker.run(|progress| store.resize(&name, args.size, args.shrink, progress))?;
     tell(globals, &args.uri, changed, "has this size already")
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::change::whole;
-use super::{Tracker, tell, time};
+use super::{Rivals, Tracker, tell, time};
 use crate::backend;
 use crate::backend::manage;
 use crate::backend::uri::VolumeUri;
@@ -120,13 +120,15 @@ Examples:
 
 /// Make the volume what it was when the snapshot was taken: what was written since is lost
 ///
-/// Refused while anybody has the volume open. Ended half way by a signal, a part of the volume is as it
+/// Refused while anybody has the volume open, or has claimed it and may come back. Ended half way by a signal, a part of the volume is as it
 /// was then; repeating the command goes on.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = ROLLBACK_EXAMPLES)]
 struct Rollback {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
     uri: VolumeUri,
+    #[command(flatten)]
+    rivals: Rivals,
 }
 
 /// The result of `list` in JSON.
@@ -150,10 +152,10 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
         }
         Command::Protect(Protect { uri }) => protect(globals, &uri, true),
         Command::Unprotect(Unprotect { uri }) => protect(globals, &uri, false),
-        Command::Rollback(Rollback { uri }) => {
+        Command::Rollback(Rollback { uri, rivals }) => {
             let (store, name, snapshot) = uri.snapshot_place()?;
             let tracker = Tracker::begin(globals, "rollback", &uri)?;
-            let store = backend::store(&store)?;
+            let store = rivals.store(&store)?;
             tracker.run(|progress| store.snapshot_rollback(&name, &snapshot, progress))?;
             tell(globals, &uri, true, "")
         }

@@ -109,7 +109,8 @@ impl Cluster {
         self.directory.join(format!("{id}.keyring"))
     }
 
-    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`.
+    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`; or
+    /// `start mgr`, without which there are no quotas.
     pub fn tell(&self, command: &str) {
         let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = script.commands.as_mut().expect("it was not told to end");
@@ -137,6 +138,22 @@ impl Cluster {
     /// What it complains of, when it fails.
     pub fn rados(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
         self.run("rados", arguments)
+    }
+
+    /// Does what a message recommends: the `ceph auth caps` in it, as a shell reads it.
+    ///
+    /// # Errors
+    /// What is complained of.
+    pub fn grant(&self, message: &str) -> Result<(), String> {
+        let (_, rest) = message.split_once("ceph auth caps ").ok_or("it recommends nothing")?;
+        let (command, _) = rest.split_once(" (instead").ok_or("it has no end")?;
+        let script =
+            format!("ceph --connect-timeout 60 --id admin --conf \"$1\" auth caps {command}");
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(script).arg("sh").arg(self.conf()).env_remove("CEPH_ARGS");
+        let output = shell.output().expect("a shell");
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        output.status.success().then_some(()).ok_or_else(|| complaint.into_owned())
     }
 
     fn run(&self, program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {

@@ -1,6 +1,6 @@
 //! Images change underneath: other sizes, snapshots and clones, and gone.
 
-use ceph_test_cluster::shared;
+use ceph_test_cluster::{POOL, shared};
 use cleat::kernel::Kernel;
 use cleat::proto::v1::MappingState;
 use nix::sys::signal::Signal;
@@ -124,4 +124,57 @@ fn an_image_that_is_removed_underneath_is_told() {
     assert_code(supervisor.map("removed", &mapping.uri), Code::NotFound, "volumes/removed");
     supervisor.unmap("removed").unwrap();
     machine.assert_clean();
+}
+
+/// What Ceph itself refuses to do while the image is watched.
+#[test]
+fn an_image_whose_header_is_destroyed_underneath_ends_in_errors_and_can_be_unmapped() {
+    let scene = Scene::on(shared());
+    scene.image("destroyed");
+    let mapping = scene.map("destroyed");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    let info = shared().rbd(&["info", &spec("destroyed"), "--format", "json"]).unwrap();
+    let info: serde_json::Value = serde_json::from_slice(&info).unwrap();
+    let header = format!("rbd_header.{}", info["id"].as_str().unwrap());
+    shared().rados(&["--pool", POOL, "rm", &header]).unwrap();
+    let failed = scene.supervisor.wait_for("destroyed", MappingState::Failed);
+    assert!(failed.message.contains("or has removed it"), "{failed:?}");
+    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
+    scene.supervisor.unmap("destroyed").unwrap();
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn an_image_that_is_renamed_underneath_is_served_and_missed_by_the_next_worker() {
+    let scene = Scene::on(shared());
+    scene.image("renamed");
+    let mapping = scene.map("renamed");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    let rename = |from: &str, to: &str| {
+        shared().rbd(&["rename", &spec(from), &spec(to)]).unwrap();
+    };
+    rename("renamed", "another");
+    load.wait_for_more();
+    let refused = shared().rbd(&["trash", "mv", &spec("another")]).unwrap_err();
+    assert!(refused.contains("busy"), "{refused}");
+    load.wait_for_more();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    wait_until("it is missed", || {
+        let mapping = scene.supervisor.get("renamed").unwrap();
+        mapping.message.contains("cannot open the RBD image volumes/renamed")
+    });
+    rename("another", "renamed");
+    wait_until("it is found again", || {
+        let mapping = scene.supervisor.get("renamed").unwrap();
+        mapping.state() == MappingState::Mapped
+            || scene.supervisor.map_with(scene.request("renamed")).is_ok()
+    });
+    load.wait_for_more();
+    let written = load.finish();
+    scene.supervisor.unmap("renamed").unwrap();
+    assert_eq!(held(&scene.content("renamed")), written);
+    scene.machine.assert_clean();
 }

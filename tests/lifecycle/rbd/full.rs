@@ -1,7 +1,7 @@
 //! The cluster has no room: what needs some waits or fails, as the mapping's owner wants; everything
 //! else goes on.
 
-use ceph_test_cluster::Cluster;
+use ceph_test_cluster::{Cluster, POOL};
 use cleat::proto::v1::{MappingState, Outage, SetOptionsRequest};
 
 use super::load::{SIZE, held};
@@ -15,10 +15,21 @@ impl Scene<'_> {
         for limit in ["nearfull", "backfillfull", "full"] {
             self.cluster.ceph(&["osd", &format!("set-{limit}-ratio"), ratio]);
         }
+        self.wait_for_flag("full", full);
+    }
+
+    /// Allows the pool so much; returns when it shows whether it has more than that.
+    fn set_quota(&self, of: &str, limit: &str) {
+        self.cluster.ceph(&["osd", "pool", "set-quota", POOL, of, limit]);
+        self.wait_for_flag("full_quota", limit != "0");
+    }
+
+    fn wait_for_flag(&self, flag: &str, set: bool) {
         wait_until("the pool shows it", || {
             let pools = self.cluster.ceph(&["osd", "pool", "ls", "detail", "--format", "json"]);
             let pools: serde_json::Value = serde_json::from_str(&pools).unwrap();
-            pools[0]["flags_names"].as_str().unwrap().split(',').any(|flag| flag == "full") == full
+            let mut flags = pools[0]["flags_names"].as_str().unwrap().split(',');
+            flags.any(|name| name == flag) == set
         });
     }
 
@@ -88,5 +99,61 @@ fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
     for (number, byte) in [5, 0, 6, 0].into_iter().enumerate() {
         assert_eq!(rest[number * object..][..4096], [byte; 4096], "object {number}");
     }
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn a_quota_is_waited_for_or_fails_writes_as_told() {
+    let cluster = Cluster::start();
+    cluster.tell("start mgr");
+    let scene = Scene::on(&cluster);
+    scene.image("a");
+    cluster.rbd(&["resize", &spec("a"), "--size", "128M", "--no-progress"]).unwrap();
+    let mapping = scene.map("a");
+    let (kernel, index) = (scene.machine.kernel.clone(), index_of(&mapping));
+    let load = scene.load(&mapping);
+    load.wait_until_all_is_written();
+    let begin = |place: u64| {
+        let kernel = kernel.clone();
+        std::thread::spawn(move || kernel.write(index, place, &[5; 4096]))
+    };
+    let waits = || scene.outage().is_some_and(|outage| outage.queued > 0);
+    let mut places = (0..24).map(|number| SIZE + number * 4 * MIB);
+    for of in ["max_bytes", "max_objects"] {
+        scene.set_quota(of, "1");
+        load.wait_for_more();
+        assert_eq!(scene.outage(), None, "what has its room keeps it");
+        // The OSD may hear of it later than we do.
+        let (place, writer) = places
+            .by_ref()
+            .map(|place| (place, begin(place)))
+            .find(|(_, writer)| {
+                wait_until("it is written or waits", || writer.is_finished() || waits());
+                !writer.is_finished()
+            })
+            .unwrap();
+        let reason = scene.outage().unwrap().reason;
+        for part in ["quota of the pool volumes", "set-quota volumes"] {
+            assert!(reason.contains(part), "{part}: {reason}");
+        }
+        assert_eq!(kernel.read(index, place, 4096).unwrap(), [0; 4096]);
+        assert!(!writer.is_finished());
+        scene.set_quota(of, "0");
+        writer.join().unwrap().unwrap();
+        wait_until("its end is told", || scene.outage().is_none());
+        assert_eq!(kernel.read(index, place, 4096).unwrap(), [5; 4096]);
+    }
+    scene.set_quota("max_bytes", "1");
+    scene.on_outage("fail");
+    // NBD_ENOSPC: there is no word for a quota.
+    let error = places.find_map(|place| begin(place).join().unwrap().err()).unwrap().to_string();
+    assert!(error.contains("NBD error 28"), "{error}");
+    load.wait_for_more();
+    load.finish();
+    scene.supervisor.unmap("a").unwrap();
+    // Neither a claim nor a volume's end needs room.
+    scene.map("a");
+    scene.supervisor.unmap("a").unwrap();
+    scene.set_quota("max_bytes", "0");
     scene.machine.assert_clean();
 }

@@ -30,6 +30,8 @@ fn images_of_every_kind_are_mapped_and_survive_their_worker() {
     };
     rbd(&["namespace", "create", &format!("{POOL}/tenant")]);
     rbd(&["mirror", "pool", "enable", POOL, "image"]);
+    // Nobody has to be there.
+    rbd(&["mirror", "pool", "peer", "add", POOL, "client.remote@elsewhere"]);
     let scene = Scene::on(&cluster);
     for (image, how) in KINDS {
         let (spec, size) = (spec(image), format!("{SIZE}B"));
