@@ -5,6 +5,9 @@
 
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
+#[path = "common/memory.rs"]
+mod memory;
+
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
@@ -373,13 +376,8 @@ impl Server {
         self.child.wait().unwrap()
     }
 
-    /// What it has written to. The pages of the program itself are left out: how many of those
-    /// are there is the page cache's doing, and of a program without optimisation they are most.
     fn used_kib(&self) -> u64 {
-        let rollup = format!("/proc/{}/smaps_rollup", self.child.id());
-        let rollup = std::fs::read_to_string(rollup).unwrap();
-        let line = rollup.lines().find(|line| line.starts_with("Pss_Dirty:")).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+        memory::own_kib(self.child.id())
     }
 }
 
