@@ -18,6 +18,7 @@ mod lifecycle;
 mod outage;
 mod peers;
 mod pod;
+mod quiesce;
 mod rbd;
 mod readonly;
 mod resize;
@@ -60,6 +61,7 @@ fn trials() -> Vec<Trial> {
         outage::trials(),
         upgrade::trials(),
         rbd::trials(),
+        quiesce::trials(),
         pod::trials(),
     ]
     .into_iter()

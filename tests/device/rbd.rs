@@ -29,7 +29,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Up for as long as this program: it takes a minute to start.
-fn cluster() -> &'static Cluster {
+pub(crate) fn cluster() -> &'static Cluster {
     static CLUSTER_HERE: OnceLock<Cluster> = OnceLock::new();
     CLUSTER_HERE.get_or_init(|| {
         let begun = Instant::now();
@@ -40,7 +40,7 @@ fn cluster() -> &'static Cluster {
 }
 
 /// Makes an image, which goes with the cluster; its URI.
-fn image(name: &str, size: &str) -> String {
+pub(crate) fn image(name: &str, size: &str) -> String {
     rbd(&["create", &format!("{POOL}/{name}"), "--size", size]);
     let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
     format!("rbd:{POOL}/{name}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
@@ -51,7 +51,7 @@ fn rbd(arguments: &[&str]) {
 }
 
 #[track_caller]
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !done() {
         assert!(Instant::now() < until, "waited for too long: {what}");

@@ -89,9 +89,9 @@ impl Cluster {
     fn read(&self, config: &Config) -> Result<()> {
         // Not the library's own search, which includes the working directory.
         let usual = Path::new("/etc/ceph/ceph.conf");
-        let Some(path) = config.conf.as_deref().or_else(|| usual.exists().then_some(usual)) else {
-            return Ok(());
-        };
+        // Where that cannot be told it is read, and the library says why not.
+        let given = || usual.try_exists().unwrap_or(true).then_some(usual);
+        let Some(path) = config.conf.as_deref().or_else(given) else { return Ok(()) };
         let text = c_string(path_text(path)?, "a path")?;
         // SAFETY: the handle is open, the path a C string.
         let read = unsafe { (self.api.rados.rados_conf_read_file)(self.handle, text.as_ptr()) };

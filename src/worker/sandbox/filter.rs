@@ -189,9 +189,12 @@ const ANY: &[c_long] = &[
 const X86_64: &[c_long] =
     &[libc::SYS_poll, libc::SYS_epoll_create, libc::SYS_epoll_wait, libc::SYS_time];
 
-/// For backends that read configuration while they open; Landlock says which.
+/// For backends that read configuration while they open; Landlock says which, and restricts no look at
+/// whether a file is there.
 const PATHS: &[c_long] = &[
     libc::SYS_openat,
+    libc::SYS_statx,
+    libc::SYS_newfstatat,
     libc::SYS_readlinkat,
     libc::SYS_getdents64,
     libc::SYS_faccessat,

@@ -142,8 +142,11 @@ fn a_process_with_needs_gets_those_and_no_more() {
     std::fs::write(&config, b"config").unwrap();
     std::fs::write(&secret, b"secret").unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    // From here on the standard library takes a refused statx(2) for an error of the file.
+    assert!(!directory.join("missing").exists());
     let landlock = confined(&Needs { paths: vec![config.clone()], network: true });
 
+    assert!(config.try_exists().unwrap());
     assert_eq!(std::fs::read(&config).unwrap(), b"config");
     assert!(File::options().write(true).open(&config).is_err());
     if landlock {
