@@ -29,7 +29,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Up for as long as this program: it takes a minute to start.
-fn cluster() -> &'static Cluster {
+pub(crate) fn cluster() -> &'static Cluster {
     static CLUSTER_HERE: OnceLock<Cluster> = OnceLock::new();
     CLUSTER_HERE.get_or_init(|| {
         let begun = Instant::now();
@@ -46,12 +46,12 @@ fn image(name: &str, size: &str) -> String {
     format!("rbd:{POOL}/{name}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
 }
 
-fn rbd(arguments: &[&str]) {
+pub(crate) fn rbd(arguments: &[&str]) {
     cluster().rbd(arguments).expect("rbd succeeds");
 }
 
 #[track_caller]
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !done() {
         assert!(Instant::now() < until, "waited for too long: {what}");
@@ -122,7 +122,7 @@ fn survives() {
 }
 
 /// Waits until the mapping has been written to so often again.
-fn goes_on(name: &str, writes: u64) {
+pub(crate) fn goes_on(name: &str, writes: u64) {
     let written = || {
         let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
         let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
