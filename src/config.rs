@@ -89,6 +89,12 @@ pub struct MapConfig {
     /// Bytes per second; 0: no limit.
     #[serde(deserialize_with = "size_or_zero")]
     pub bps: u64,
+    /// Makes a device quiet for a snapshot in place of freezing its file systems.
+    #[serde(deserialize_with = "path_or_none")]
+    pub quiesce_hook: Option<PathBuf>,
+    /// The longest that a device is kept quiet.
+    #[serde(deserialize_with = "duration")]
+    pub quiesce_deadline: Duration,
     /// Bound on calls that give none.
     #[serde(deserialize_with = "duration")]
     pub timeout: Duration,
@@ -179,6 +185,8 @@ impl Default for MapConfig {
             on_outage: OnOutage::Queue,
             iops: 0,
             bps: 0,
+            quiesce_hook: None,
+            quiesce_deadline: Duration::from_secs(30),
             timeout: Duration::from_secs(30),
         }
     }
@@ -265,6 +273,7 @@ impl Config {
             ("runtime_dir", Some(&self.runtime_dir)),
             ("state_dir", Some(&self.state_dir)),
             ("socket", self.socket.as_ref()),
+            ("map.quiesce_hook", self.map.quiesce_hook.as_ref()),
             ("workers.cgroup", self.workers.cgroup.as_ref()),
         ] {
             if path.is_some_and(|path| !path.is_absolute()) {
@@ -294,6 +303,10 @@ impl Config {
         }
         if !(Duration::from_secs(1)..=day).contains(&self.map.timeout) {
             return invalid("map.timeout", "must be at least 1s and at most a day".to_owned());
+        }
+        let quiet = Duration::from_secs(1)..=Duration::from_secs(300);
+        if !quiet.contains(&self.map.quiesce_deadline) {
+            return invalid("map.quiesce_deadline", "must be 1s to 5m".to_owned());
         }
         if let Err(error) = self.map.policy().limits.check() {
             return invalid("map.iops or map.bps", format!("is out of range: {}", error.message()));

@@ -98,6 +98,18 @@ impl Image for FaultImage {
         self.inner.watch_size(waker);
     }
 
+    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
+        self.inner.watch_snapshots(waker, in_charge)
+    }
+
+    fn waiting_snapshot(&self) -> Option<u64> {
+        self.inner.waiting_snapshot()
+    }
+
+    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.inner.answer_snapshot(number, result)
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.inner.resize(size)
     }

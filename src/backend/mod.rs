@@ -151,6 +151,31 @@ pub trait Image: Send + Sync {
         let _ = waker;
     }
 
+    /// Has `waker` woken when somebody is about to make a snapshot of the volume at its backend, which
+    /// waits for [`Image::answer_snapshot`], and when that is over. Not `in_charge`, as a successor is
+    /// until it has succeeded, it keeps none of them waiting.
+    ///
+    /// # Errors
+    /// `Unsupported` where the backend tells nothing of that; what the backend gives otherwise.
+    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
+        let _ = (waker, in_charge);
+        let message = "this volume's backend tells nothing of snapshots";
+        Err(crate::error::Error::new(crate::error::ErrorKind::Unsupported, message)
+            .with_repair("map it without --quiesce: only images of RBD can"))
+    }
+
+    /// The snapshot that waits, or is being made; each has a number of its own. Never blocks.
+    fn waiting_snapshot(&self) -> Option<u64> {
+        None
+    }
+
+    /// Lets a snapshot be made, the volume being quiet, or refuses it with an errno. Says whether that
+    /// one waited. Does not wait for the backend.
+    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+        let _ = (number, result);
+        false
+    }
+
     /// Changes the size at the backend. Never makes it smaller: that is [`Image::shrink`].
     ///
     /// # Errors

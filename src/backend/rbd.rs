@@ -27,6 +27,7 @@ mod mirror;
 mod patience;
 mod problem;
 mod queue;
+mod quiesce;
 mod record;
 mod room;
 
@@ -52,6 +53,7 @@ use header::ImageHeader;
 pub(super) use manage::RbdStore;
 use problem::problem;
 use queue::RbdQueue;
+use quiesce::Snapshots;
 use record::Claim;
 use room::Room;
 
@@ -109,6 +111,8 @@ pub(super) struct RbdImage {
 /// What closing ends.
 struct Open {
     changes: Option<Changes>,
+    /// Where somebody wants to be told of them.
+    snapshots: Option<Snapshots>,
     image: Arc<librbd::Image>,
     /// What it says in the image's metadata for as long as we have the lock.
     claim: Option<Claim>,
@@ -255,7 +259,7 @@ impl RbdImage {
             outlives_worker: true,
         };
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
-        let open = Mutex::new(Some(Open { changes, image, claim: None }));
+        let open = Mutex::new(Some(Open { changes, snapshots: None, image, claim: None }));
         let blocks = block_sizes(stat, encrypted);
         Ok(Self { open, name, claimant, blocks, features, shared })
     }
@@ -360,6 +364,12 @@ impl RbdImage {
         open.as_mut().and_then(|open| open.claim.take())
     }
 
+    /// Nothing where nobody wants to be told of snapshots.
+    fn with_snapshots<T>(&self, use_them: impl FnOnce(&Snapshots) -> T) -> Option<T> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.as_ref().and_then(|open| open.snapshots.as_ref()).map(use_them)
+    }
+
     fn failed(&self, error: librbd::Error) -> Error {
         let error = problem::later(error, &self.name);
         self.note(&error);
@@ -396,6 +406,27 @@ impl Image for RbdImage {
         let _ = self.shared.watcher.set(waker);
     }
 
+    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
+        if self.shared.read_only {
+            let message = format!("{} is read-only: nothing of it has to be quiet", self.name);
+            return Err(invalid(message).with_repair("map it without --quiesce"));
+        }
+        let snapshots = Snapshots::watch(&self.image()?, &self.name, waker, in_charge)?;
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = &mut *open {
+            open.snapshots = Some(snapshots);
+        }
+        Ok(())
+    }
+
+    fn waiting_snapshot(&self) -> Option<u64> {
+        self.with_snapshots(Snapshots::waiting).flatten()
+    }
+
+    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.with_snapshots(|snapshots| snapshots.answer(number, result)).unwrap_or(false)
+    }
+
     fn resize(&self, size: u64) -> Result<()> {
         self.change_size(size, false)
     }
@@ -429,13 +460,14 @@ impl Image for RbdImage {
     fn let_go(&self) -> Result<Legacy> {
         let fenced = self.is_fenced();
         let image = self.image()?;
+        self.with_snapshots(Snapshots::refuse);
         if let Some(claim) = self.take_claim().filter(|_| !fenced) {
             let released = claim::release(&image, &claim, &self.name)
                 .inspect_err(|error| self.note(error))
                 .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
             if let Err(error) = released {
                 // The lock is ours still, and so the right to write.
-                self.claim(Occasion::HandOver)?;
+                self.take_back()?;
                 return Err(error);
             }
         }
@@ -443,6 +475,7 @@ impl Image for RbdImage {
     }
 
     fn take_back(&self) -> Result<()> {
+        self.with_snapshots(Snapshots::take_charge);
         let taken = self.claim(Occasion::HandOver);
         if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
             // Somebody else was faster. librbd would wait for the lock, and go on.
@@ -461,6 +494,7 @@ impl Image for RbdImage {
             return Ok(());
         }
         self.claim(Occasion::HandOver)?;
+        self.with_snapshots(Snapshots::take_charge);
         // It may have grown since this one opened it.
         self.read_size().map(drop)
     }
@@ -503,6 +537,7 @@ impl Drop for RbdImage {
 impl Open {
     /// Ends what follows the size and waits for the last queue.
     fn close(self) -> librbd::Result<()> {
+        drop(self.snapshots);
         if let Some(Changes { watch, thread }) = self.changes {
             drop(watch);
             let _ = thread.join();

@@ -37,6 +37,10 @@ Examples:
   An image of a node that is lost, which never writes to it again:
     $ cleat map rbd:volumes/db --take-over
 
+  An image whose snapshots, whoever makes them, hold a clean file system:
+    $ cleat map rbd:volumes/db --name db --quiesce
+    $ rbd snap create volumes/db@monday
+
   For a script that wants more than the device:
     $ cleat map mem:1G -o json | jq -r .symlink
 ";
@@ -80,6 +84,15 @@ pub(super) struct Map {
     /// side cannot be asked to unmap, and is not known to have ended.
     #[arg(long)]
     take_over: bool,
+    /// Freeze the file systems on the device for the moment in which a snapshot is made (rbd:)
+    ///
+    /// Whoever makes the snapshot (rbd snap create, cleat volume snapshot, mirroring) waits until what is
+    /// dirty is written and nobody writes; so the snapshot needs no repair. They are thawed when it is
+    /// made, and in any case after the daemon's map.quiesce_deadline (30 s). Its map.quiesce_hook names a
+    /// program that does something else in place of freezing. Where it fails the snapshot fails, unless
+    /// it is made with --ignore-quiesce-error; with --skip-quiesce nobody is asked.
+    #[arg(long, conflicts_with = "read_only")]
+    quiesce: bool,
     #[command(flatten)]
     policy: PolicyArgs,
     /// Give up after this long
@@ -106,6 +119,7 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         on_outage: args.policy.on_outage.map(|policy| policy.to_string()).unwrap_or_default(),
         iops: args.policy.iops,
         bytes_per_s: args.policy.bps,
+        quiesce: args.quiesce,
     };
     let request = MapRequest {
         uri: args.uri,

@@ -44,6 +44,10 @@ pub(super) struct Mapping {
     pub fenced: bool,
     /// The backend cannot be reached.
     pub outage: Option<Outage>,
+    /// Whether it is made quiet for snapshots.
+    pub quiesce: bool,
+    /// It is quiet for a snapshot just now.
+    pub quiet: Option<Quiet>,
     /// How its last worker ended, where one did that was not asked to.
     pub last_worker_end: Option<String>,
     pub worker_pid: Option<u32>,
@@ -65,6 +69,15 @@ pub(super) struct Outage {
     /// Requests that wait.
     pub queued: u64,
     pub policy: String,
+}
+
+/// A device that is quiet for a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Quiet {
+    /// Milliseconds since the epoch.
+    pub since_unix_ms: u64,
+    /// The program that made it so; null: its file systems are frozen.
+    pub hook: Option<String>,
 }
 
 /// Who uses a device.
@@ -112,6 +125,10 @@ impl From<v1::Mapping> for Mapping {
                 queued: outage.queued,
                 policy: outage.policy,
             }),
+            quiesce: options.quiesce,
+            quiet: mapping
+                .quiet
+                .map(|quiet| Quiet { since_unix_ms: quiet.since_unix_ms, hook: text(quiet.hook) }),
             last_worker_end: text(mapping.last_worker_end),
             worker_pid: number(mapping.worker_pid),
             worker_version: text(mapping.worker_version),
@@ -200,6 +217,18 @@ impl std::fmt::Display for Outage {
     }
 }
 
+/// For people: since when, and by what.
+impl std::fmt::Display for Quiet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let since = SystemTime::UNIX_EPOCH + Duration::from_millis(self.since_unix_ms);
+        let since = humantime::format_rfc3339_seconds(since);
+        match &self.hook {
+            None => write!(f, "its file systems are frozen for a snapshot since {since}"),
+            Some(hook) => write!(f, "for a snapshot since {since}, by {hook}"),
+        }
+    }
+}
+
 /// Mappings as columns.
 pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
     let mut headings = vec!["NAME", "DEVICE", "SIZE", "STATE", "URI"];
@@ -258,6 +287,9 @@ pub(super) fn details(mapping: &Mapping) -> String {
     if let Some(outage) = &mapping.outage {
         line("outage", outage.to_string());
     }
+    if let Some(quiet) = &mapping.quiet {
+        line("quiet", quiet.to_string());
+    }
     line("device", or_empty(mapping.device.as_deref()));
     line("symlink", or_empty(mapping.symlink.as_deref()));
     line("size", format!("{} ({} bytes)", size::human(mapping.size_bytes), mapping.size_bytes));
@@ -271,6 +303,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
     }
     line("on outage", or_empty(mapping.on_outage.as_deref()));
     line("limits", limits(mapping));
+    line("quiesce", if mapping.quiesce { "for snapshots" } else { "no" }.to_owned());
     line("generation", mapping.generation.to_string());
     line("mapping id", or_empty(mapping.mapping_id.as_deref()));
     line("mapped", mapping.mapped_at_s.map_or(String::new(), |at| format!("{} ago", age(at))));

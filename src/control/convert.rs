@@ -63,6 +63,7 @@ pub fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
     validate::connections(options.connections)?;
     validate::block_size(options.block_size)?;
     validate::timeout_s(options.dead_connection_timeout_s)?;
+    validate::quiesce(options.quiesce, options.read_only)?;
     Ok(MapSpec {
         name: request.name,
         uri: request.uri,
@@ -72,6 +73,7 @@ pub fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
         dead_connection_timeout_s: options.dead_connection_timeout_s,
         policy: policy_change(&options.on_outage, options.iops, options.bytes_per_s)?,
         take_over: request.take_over,
+        quiesce: options.quiesce,
     })
 }
 
@@ -135,6 +137,7 @@ pub fn mapping(view: &View) -> api::Mapping {
             on_outage: record.options.policy.outage.to_string(),
             iops: Some(record.options.policy.limits.iops),
             bytes_per_s: Some(record.options.policy.limits.bytes_per_s),
+            quiesce: record.options.quiesce,
         }),
         state: state(&view.state).into(),
         message: view.message.clone(),
@@ -157,6 +160,10 @@ pub fn mapping(view: &View) -> api::Mapping {
             policy: record.options.policy.outage.to_string(),
         }),
         last_worker_end: view.last_end.clone().unwrap_or_default(),
+        quiet: record.quiet.as_ref().map(|quiet| api::Quiet {
+            since_unix_ms: quiet.since_unix_ms,
+            hook: path(quiet.hook.clone()),
+        }),
     }
 }
 

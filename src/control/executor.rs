@@ -17,6 +17,7 @@ use super::kernel_calls::KernelCalls;
 use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, plan};
 use super::naming::other_volume;
 use super::offload::offload;
+use super::quiesce::Means;
 use super::random::Random;
 use super::volume::{Guard, OutageView, Register, View, Volume};
 use super::workers::Workers;
@@ -29,6 +30,8 @@ use crate::policy;
 pub struct Settings {
     /// For what a request leaves open.
     pub defaults: Options,
+    /// How devices are made quiet for snapshots.
+    pub quiesce: Means,
     /// The most mappings.
     pub mappings: usize,
     /// The node's name.
@@ -58,6 +61,8 @@ pub struct MapSpec {
     pub policy: policy::Change,
     /// Take the volume from whoever has it.
     pub take_over: bool,
+    /// Made quiet for snapshots.
+    pub quiesce: bool,
 }
 
 /// A mapping as it is now, or that it is no more.
@@ -437,7 +442,8 @@ impl Executor {
             State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
             State::Mapped => {
                 let growth = core.growth.as_ref().map(|(_, why)| why.clone());
-                growth.or_else(|| core.refusal.clone()).unwrap_or_default()
+                let told = growth.or_else(|| core.refusal.clone());
+                told.or_else(|| core.unquiet.clone()).unwrap_or_default()
             }
             _ => String::new(),
         };
@@ -596,6 +602,7 @@ impl Executor {
                 // With several connections a short tick kills live sockets under load.
                 replay_delay_ms: if connections == 1 { defaults.replay_delay_ms } else { 0 },
                 policy: spec.policy.apply(defaults.policy),
+                quiesce: spec.quiesce,
             },
             intent: Intent::Mapped,
             generation: 0,
@@ -604,6 +611,7 @@ impl Executor {
             volume: None,
             established: false,
             fenced: false,
+            quiet: None,
             created_at_s: since_epoch.as_secs(),
             boot_id: self.settings.boot_id.clone(),
         }
@@ -636,6 +644,8 @@ fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
         Some("another block size".to_owned())
     } else if differs(spec.dead_connection_timeout_s, options.dead_connection_timeout_s) {
         Some(format!("dead_connection_timeout={}s", options.dead_connection_timeout_s))
+    } else if options.quiesce != spec.quiesce {
+        Some(format!("quiesce={}", options.quiesce))
     } else if spec.policy.apply(options.policy) != options.policy {
         Some("another outage policy or other limits (cleat set changes them)".to_owned())
     } else {

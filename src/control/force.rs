@@ -6,7 +6,7 @@
 //! 2. The worker answers every request with an error, those under way included. So nobody waits any
 //!    more, for as long as it lives. One that does not do so (stopped, hung) is killed at once, since
 //!    DISCONNECT sends through its sockets and would wait for it.
-//! 3. Lazy unmounts. What they write back is answered, or, without a worker, waits for step 4.
+//! 3. Lazy unmounts, of file systems that are thawed (`quiesce`). What they write back is answered, or, without a worker, waits for step 4.
 //! 4. DISCONNECT, on a thread that can be given up. What is open stays open, and fails.
 //! 5. The worker's end, proved.
 //! 6. The end of what it had under way at the backend: the worker has said so in step 2, or its claim
@@ -160,6 +160,13 @@ impl Executor {
                 Ok(())
             }
             Action::FailIo => self.fail_io(guard, deadline).await,
+            Action::TryThaw => {
+                // A file system that is frozen is not unmounted.
+                if let Err(error) = self.thaw(guard, deadline).await {
+                    guard.note(error.report());
+                }
+                Ok(())
+            }
             Action::Detach(index, unmount) => {
                 let served = guard.worker.as_ref().is_some_and(|worker| !worker.has_ended());
                 let patience = match served || guard.refusing.is_some() {
@@ -519,6 +526,7 @@ fn name(action: Action) -> &'static str {
     match action {
         Action::Renounce => "record",
         Action::FailIo => "fail I/O",
+        Action::TryThaw | Action::Thaw => "thaw",
         Action::Detach(..) => "unmount",
         Action::Sever(_) => "disconnect",
         Action::StopWorker => "end the worker",

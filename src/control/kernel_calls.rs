@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use super::offload::offload;
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernel::{ConnectSpec, DeviceIndex, Kernel};
+use crate::kernel::{ConnectSpec, DeviceIndex, Identity, Kernel};
 
 /// The kernel, from the event loop.
 pub struct KernelCalls {
@@ -147,6 +147,39 @@ impl KernelCalls {
             (Ok(index), _) => Ok(index),
             (Err(_), Err(error)) => Err(error),
             (Err(_), Ok(())) => Err(Error::new(ErrorKind::Internal, "no device was connected")),
+        }
+    }
+
+    /// Freezes what is mounted from a device. What nobody waits for any more is not begun, or undone.
+    ///
+    /// # Errors
+    /// As [`KernelCalls::wait`].
+    pub async fn freeze(
+        &self,
+        index: DeviceIndex,
+        identity: Identity,
+        deadline: Instant,
+    ) -> Result<Vec<String>> {
+        let (sender, mut receiver) = oneshot::channel();
+        let call = move |kernel: &dyn Kernel, until| {
+            if sender.is_closed() {
+                return Ok(());
+            }
+            let spared = kernel.freeze(index, &identity, until)?;
+            if let Err(spared) = sender.send(spared) {
+                tracing::warn!(index, "frozen too late: thawing it");
+                let until = std::time::Instant::now() + COMMAND_LIMIT;
+                kernel.thaw(index, &identity, &spared, until)?;
+            }
+            Ok(())
+        };
+        let frozen = self.wait("freeze the file systems", deadline, None, call).await;
+        // From here on it is too late; until here, it is not.
+        receiver.close();
+        match (receiver.try_recv(), frozen) {
+            (Ok(spared), _) => Ok(spared),
+            (Err(_), Err(error)) => Err(error),
+            (Err(_), Ok(())) => Err(Error::new(ErrorKind::TimedOut, "nothing was frozen in time")),
         }
     }
 

@@ -19,6 +19,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::quiesce::{self, Quiet};
 use crate::error::{Error, ErrorKind};
 use crate::kernel::{DeviceIndex, Holder, Identity, Unmount};
 use crate::policy::Policy;
@@ -53,6 +54,9 @@ pub struct Record {
     /// Whether somebody else came to own the volume: no worker of this mapping opens it again.
     #[serde(default)]
     pub fenced: bool,
+    /// Written before anything is made quiet for a snapshot, and taken back after that has ended.
+    #[serde(default)]
+    pub quiet: Option<Quiet>,
     /// Seconds since the epoch.
     pub created_at_s: u64,
     /// The kernel's boot: devices do not survive it.
@@ -85,6 +89,9 @@ pub struct Options {
     /// What happens in an outage of the backend, and how fast the mapping may go. Changed live.
     #[serde(default, deserialize_with = "Policy::understood")]
     pub policy: Policy,
+    /// The device is made quiet when a snapshot of the volume is made.
+    #[serde(default)]
+    pub quiesce: bool,
 }
 
 /// What the user wants of a mapping.
@@ -157,6 +164,8 @@ pub struct Observed {
     pub refusing: bool,
     /// A growth of the device could not be carried out a moment ago.
     pub growth_waits: bool,
+    /// What a snapshot asks for, and what was done for it.
+    pub quiet: quiesce::Seen,
     /// The kernel has not ended an attempt to connect a device, which nobody waits for any more.
     pub connecting: bool,
 }
@@ -248,6 +257,18 @@ pub enum Action {
     Detach(DeviceIndex, Unmount),
     /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
     Sever(DeviceIndex),
+    /// Make the device quiet for a snapshot, and answer for it. What goes wrong is the snapshot's
+    /// failure.
+    Quiesce {
+        /// The device.
+        index: DeviceIndex,
+        /// The worker's number for it.
+        snapshot: u64,
+    },
+    /// End that. Where it cannot be done now and the mapping stays, it is put off.
+    Thaw,
+    /// The same on the way of a forced unmap, whose failure is told and no more.
+    TryThaw,
     /// Record that somebody else owns the volume.
     RememberFence,
     /// Make sure that nothing of the worker, whose end is proved, is under way at the backend.
@@ -319,6 +340,10 @@ pub const MAX_FAILURES: u32 = 10;
 
 /// Decides.
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
+    quiesce::complete(decide(record, observed), record, observed)
+}
+
+fn decide(record: &Record, observed: &Observed) -> Plan {
     if record.predecessor.is_some() {
         return plan_succession(record, observed);
     }

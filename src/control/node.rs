@@ -26,6 +26,7 @@ use super::metrics::calls::{Calls, Count};
 use super::metrics::{Endpoint, Source};
 use super::offload::is_simulated;
 use super::process::{Launcher, Processes};
+use super::quiesce::Means;
 use super::random::Random;
 use super::restart;
 use super::workers::{WorkerEvent, Workers};
@@ -300,6 +301,7 @@ impl Node {
         if timeout(DRAIN_LIMIT, drained).await.is_err() {
             tracing::warn!("calls were still under way at the end");
         }
+        self.executor.thaw_everything(Instant::now() + DRAIN_LIMIT).await;
         let _ = std::fs::remove_file(&self.socket);
         self.tasks.abort_all();
         tracing::info!("ended: {}", status(&self.executor));
@@ -340,6 +342,11 @@ fn settings(config: &Config, boot_id: String) -> Result<Settings> {
             dead_connection_timeout_s: u32::try_from(seconds).unwrap_or(u32::MAX),
             replay_delay_ms: u32::try_from(delay_ms).unwrap_or(u32::MAX),
             policy: config.map.policy(),
+            quiesce: false,
+        },
+        quiesce: Means {
+            hook: config.map.quiesce_hook.clone(),
+            limit: config.map.quiesce_deadline,
         },
         mappings: config.limits.mappings,
         node: node_name(&config.node_name)?,
@@ -543,7 +550,7 @@ async fn sweep(executor: Arc<Executor>) {
             let served = volume.statistics().is_some_and(|page| {
                 page.snapshot().connections >= u64::from(view.record.options.connections)
             });
-            if view.state != State::Mapped || !right || !served {
+            if view.state != State::Mapped || !right || !served || view.record.quiet.is_some() {
                 // A full queue: at the next sweep.
                 let _ = executor.attention.try_send(volume.name.clone());
             } else {

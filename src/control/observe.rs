@@ -74,6 +74,7 @@ impl Executor {
             overdue,
             refusing: guard.refusing.is_some(),
             growth_waits,
+            quiet: super::quiesce::observe(guard),
             connecting: guard.volume().is_connecting(),
         })
     }

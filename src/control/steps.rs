@@ -72,6 +72,10 @@ impl Executor {
                 stored
             }
             Action::Grow { index, size } => self.grow(guard, index, size, deadline).await,
+            Action::Quiesce { index, snapshot } => {
+                self.quiesce(guard, index, snapshot, deadline).await
+            }
+            Action::Thaw => self.thaw(guard, deadline).await,
             Action::Renounce if matches!(guard.record.intent, Intent::Forced(_)) => {
                 self.forced_step(guard, action, deadline).await
             }
@@ -87,9 +91,11 @@ impl Executor {
             Action::Reinstate => self.reinstate(guard).await,
             Action::AwaitConnect => guard.volume().await_connect(deadline).await,
             Action::WithdrawRecord => self.withdraw(guard).await,
-            Action::FailIo | Action::Detach(..) | Action::Sever(_) | Action::ProveSilence => {
-                self.forced_step(guard, action, deadline).await
-            }
+            Action::FailIo
+            | Action::TryThaw
+            | Action::Detach(..)
+            | Action::Sever(_)
+            | Action::ProveSilence => self.forced_step(guard, action, deadline).await,
         }
     }
 
@@ -166,6 +172,7 @@ impl Executor {
             take_over: false,
             // A worker has had it, and perhaps a device was made.
             resumes: record.volume.is_some(),
+            quiesce: record.options.quiesce,
         }
     }
 

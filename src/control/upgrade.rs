@@ -10,6 +10,7 @@ use tonic::Status;
 use super::convert;
 use super::executor::{Executor, blocking};
 use super::mapping::{Intent, State};
+use super::quiesce;
 use super::restart::{self, Binary};
 use super::volume::{Guard, Volume};
 use crate::error::{Error, ErrorKind, Result};
@@ -118,6 +119,9 @@ impl Executor {
         let binary = blocking(restart::on_disk).await?;
         // A thread that the kernel does not let go would keep the process from going on as another
         // executable, and everything else in it.
+        for volume in self.register().all() {
+            quiesce::check_none(&volume.view().record)?;
+        }
         let until = Instant::now() + STUCK_LIMIT;
         if binary != Binary::Current
             && !(self.kernel.rest(until).await && self.urgent.rest(until).await)
@@ -182,6 +186,7 @@ impl Executor {
                 return Err(Error::new(ErrorKind::Unavailable, message));
             }
         }
+        quiesce::check_none(&guard.record)?;
         let binary = self.workers.binary();
         let runs = guard.worker.as_ref().map(|worker| worker.ready.binary.as_str());
         if !force && !binary.is_empty() && runs == Some(&binary) {

@@ -89,6 +89,18 @@ pub fn timeout_s(seconds: u32) -> Result<()> {
     }
 }
 
+/// Checks that there is something to be made quiet.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn quiesce(quiesce: bool, read_only: bool) -> Result<()> {
+    match quiesce && read_only {
+        true => Err(invalid("nothing of a mapping that is read-only has to be made quiet")
+            .with_repair("map it without --quiesce, or without --read-only")),
+        false => Ok(()),
+    }
+}
+
 fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidArgument, message)
 }

@@ -14,6 +14,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::force::Progress;
 use super::mapping::{Record, SeenDevice, State};
+use super::quiesce::Answered;
 use super::setbacks::Setbacks;
 use super::workers::Worker;
 use crate::error::{Error, ErrorKind, Result};
@@ -59,6 +60,12 @@ pub struct Core {
     pub progress: Option<Progress>,
     /// A growth of the device that was put off, until when and why.
     pub growth: Option<(Instant, String)>,
+    /// The last snapshot that a worker was answered about, by this supervisor.
+    pub answered: Option<Answered>,
+    /// No thaw before.
+    pub thaw_again: Option<Instant>,
+    /// What was wrong with the last snapshot.
+    pub unquiet: Option<String>,
 }
 
 impl Core {
@@ -83,6 +90,9 @@ impl Core {
             silent: false,
             progress: None,
             growth: None,
+            answered: None,
+            thaw_again: None,
+            unquiet: None,
         }
     }
 }

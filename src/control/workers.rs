@@ -79,6 +79,8 @@ struct Flags {
     /// The channel has ended or carried nonsense, or an answer did not come in time.
     broken: AtomicBool,
     fenced: AtomicBool,
+    /// The snapshot that waits, or is being made; 0: none.
+    snapshot: AtomicU64,
     /// What the worker says of its backend.
     outage: std::sync::Mutex<Option<Outage>>,
     /// How it ended: whoever asks first takes the exit status.
@@ -414,6 +416,11 @@ impl Worker {
         self.flags.fenced.load(Ordering::Acquire)
     }
 
+    /// Its number for the snapshot of its volume that waits, or is being made.
+    pub fn snapshot(&self) -> Option<u64> {
+        Some(self.flags.snapshot.load(Ordering::Acquire)).filter(|number| *number != 0)
+    }
+
     /// The volume's size in bytes, as the worker last said it.
     pub fn size(&self) -> u64 {
         self.flags.size.load(Ordering::Acquire)
@@ -583,6 +590,10 @@ impl Reader {
                 *known = outage;
                 drop(known);
                 self.tell("an outage of the backend began, changed or ended".to_owned());
+            }
+            Ok(Some((FromWorker::Snapshot { waiting }, _))) => {
+                self.flags.snapshot.store(waiting.unwrap_or(0), Ordering::Release);
+                self.tell("a snapshot of the volume begins or has been made".to_owned());
             }
             Ok(Some((FromWorker::SizeChanged { size }, _))) => {
                 self.flags.size.store(size, Ordering::Release);

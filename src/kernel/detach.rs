@@ -53,9 +53,33 @@ pub(super) fn detach(
     if which == Unmount::None {
         return Ok(());
     }
+    let unmounted =
+        in_namespaces(proc, threads, family, which, "unmount a device", deadline, unmount_here)?;
+    for error in unmounted.into_iter().filter_map(io::Result::err) {
+        // A namespace that we may not enter keeps its mounts: they show as holders.
+        tracing::warn!(%error, "a namespace keeps its mounts");
+    }
+    Ok(())
+}
+
+/// Does something in every namespace of `which` that has the device mounted, our own first, each on a
+/// thread that is thrown away.
+///
+/// # Errors
+/// `TimedOut` when some of it is under way at the deadline; what /proc gives.
+pub(super) fn in_namespaces<T: Send + 'static>(
+    proc: &Proc,
+    threads: &Disposable,
+    family: &Family,
+    which: Unmount,
+    what: &str,
+    deadline: Instant,
+    action: fn(&File, &Family) -> io::Result<T>,
+) -> Result<Vec<io::Result<T>>> {
     let unreadable = |error| Error::from_io(format!("cannot open {}", proc.0.display()), error);
     let directory = File::open(&proc.0).map_err(unreadable)?;
     let mut failed = None;
+    let mut done = Vec::new();
     for some in namespaces(proc, family, which)?.chunks(AT_ONCE) {
         std::thread::scope(|scope| {
             let running: Vec<_> = some
@@ -68,25 +92,24 @@ pub(super) fn detach(
                         if !own {
                             enter(&there)?;
                         }
-                        unmount_here(&directory, &family)
+                        action(&directory, &family)
                     };
-                    scope.spawn(move || threads.run("unmount a device", deadline, call, drop))
+                    scope.spawn(move || threads.run(what, deadline, call, drop))
                 })
                 .collect();
             for thread in running {
                 match thread.join() {
-                    Ok(Ok(Ok(()))) => {}
-                    // A namespace that we may not enter keeps its mounts: they show as holders.
-                    Ok(Ok(Err(error))) => tracing::warn!(%error, "a namespace keeps its mounts"),
+                    Ok(Ok(outcome)) => done.push(outcome),
                     Ok(Err(error)) => failed = Some(error),
                     Err(_) => {
-                        failed = Some(Error::new(ErrorKind::Internal, "unmounting panicked"));
+                        let message = format!("the thread to {what} panicked");
+                        failed = Some(Error::new(ErrorKind::Internal, message));
                     }
                 }
             }
         });
     }
-    failed.map_or(Ok(()), Err)
+    failed.map_or(Ok(done), Err)
 }
 
 /// The namespaces in which the device is mounted, our own first, each once.
@@ -160,7 +183,7 @@ fn unmount_here(proc: &File, family: &Family) -> io::Result<()> {
 }
 
 /// The mounts of this thread's namespace as its root sees them (proc_pid_mountinfo(5)).
-fn mountinfo(proc: &File) -> io::Result<Vec<u8>> {
+pub(super) fn mountinfo(proc: &File) -> io::Result<Vec<u8>> {
     let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
     let file = File::from(openat(proc, "thread-self/mountinfo", flags, Mode::empty())?);
     let mut text = Vec::new();
@@ -170,7 +193,7 @@ fn mountinfo(proc: &File) -> io::Result<Vec<u8>> {
 
 /// Mounts that no other one lies upon at the same path: an unmount by path takes the topmost, and
 /// must not take somebody else's.
-fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
+pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
     let lines = text.split(|byte| *byte == b'\n');
     let parsed: Vec<(u32, u32, Mount)> = lines
         .filter_map(|line| {

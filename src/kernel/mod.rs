@@ -12,6 +12,7 @@ pub mod cgroup;
 mod detach;
 mod disposable;
 mod events;
+mod freeze;
 mod mounts;
 mod netlink;
 pub mod real;
@@ -208,6 +209,33 @@ pub trait Kernel: Send + Sync {
     /// `TimedOut` at the deadline: it goes on behind the scenes. What cannot be unmounted is no
     /// error; it shows among the holders.
     fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()>;
+
+    /// Freezes the file systems that are mounted from the device, or from its partitions, in every mount
+    /// namespace: what is dirty is written, and nobody writes until they are thawed. Returns those that
+    /// somebody else had frozen before. On any error, and where it ends too late, none stays frozen.
+    ///
+    /// # Errors
+    /// `NotFound` when the device is not connected as `identity`; `Unsupported` when a file system
+    /// cannot be frozen, or lies on another device on top of this one; `TimedOut` at the deadline.
+    fn freeze(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Vec<String>>;
+
+    /// Thaws what was frozen; if by another process, everything that is mounted from the device but
+    /// `spared`, what [`Kernel::freeze`] returned. What is not frozen is success.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline, when the backend hangs: it goes on behind the scenes.
+    fn thaw(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        spared: &[String],
+        deadline: Instant,
+    ) -> Result<()>;
 
     /// Disconnects, whoever holds the device, and takes its names away, so that a new device can have
     /// them. Waits a moment for those who only look at it to let go. A device that is not connected,

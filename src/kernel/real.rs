@@ -13,6 +13,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 use super::detach::detach;
 use super::disposable::Disposable;
 use super::events::Hub;
+use super::freeze::Freezes;
 use super::mounts::{Proc, Usage};
 use super::netlink::{self, Netlink};
 use super::shared_look::SharedLook;
@@ -60,6 +61,7 @@ pub struct RealKernel {
     threads: Disposable,
     flushes: Flushes,
     unmounts: Disposable,
+    freezes: Freezes,
     netlink: Netlink,
     hub: Mutex<Option<Hub>>,
     loads_module: bool,
@@ -85,6 +87,7 @@ impl RealKernel {
             threads,
             flushes: Flushes::default(),
             unmounts: Disposable::new(STUCK_UNMOUNTS),
+            freezes: Freezes::default(),
             hub: Mutex::new(None),
             loads_module: true,
         };
@@ -193,6 +196,37 @@ impl Kernel for RealKernel {
         detach(&self.proc, &self.unmounts, &family, which, deadline)
     }
 
+    fn freeze(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Vec<String>> {
+        self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
+        let family = self.sysfs.family(index)?;
+        if let Some(upper) = self.sysfs.stacked(index, &family)?.first() {
+            let message = format!("{upper} lies on /dev/nbd{index}: what it carries is not frozen");
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("have map.quiesce_hook do it, see cleat.toml"));
+        }
+        self.freezes.freeze(&self.proc, index, &family, deadline)
+    }
+
+    fn thaw(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        spared: &[String],
+        deadline: Instant,
+    ) -> Result<()> {
+        // What lies on somebody else's device was not frozen by us.
+        let ours =
+            |device: &Device| !device.connected || device.identity().as_ref() == Some(identity);
+        let device = self.sysfs.device(index)?.filter(ours);
+        let family = device.map(|_| self.sysfs.family(index)).transpose()?;
+        self.freezes.thaw(&self.proc, index, family.as_ref(), spared, deadline)
+    }
+
     fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed> {
         let meant = self.meant(identity.clone());
         match self.netlink.disconnect(index, deadline, move || meant(index)) {
@@ -273,7 +307,10 @@ impl Kernel for RealKernel {
     }
 
     fn stuck(&self) -> usize {
-        self.threads.stuck() + self.flushes.threads.stuck() + self.unmounts.stuck()
+        self.threads.stuck()
+            + self.flushes.threads.stuck()
+            + self.unmounts.stuck()
+            + self.freezes.threads.stuck()
     }
 }
 

@@ -5,12 +5,14 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
 
 mod raw {
-    use nix::{ioctl_read, ioctl_read_bad};
+    use nix::{ioctl_read, ioctl_read_bad, ioctl_readwrite};
 
     // linux/fs.h. BLKGETSIZE64's number was made with size_t; the value is a u64 everywhere.
     ioctl_read!(blkgetsize64, 0x12, 114, usize);
     ioctl_read_bad!(blksszget, 0x1268, libc::c_int);
     ioctl_read_bad!(blkpbszget, 0x127b, libc::c_uint);
+    ioctl_readwrite!(fifreeze, b'X', 119, libc::c_int);
+    ioctl_readwrite!(fithaw, b'X', 120, libc::c_int);
 }
 
 /// The size of a block device, in bytes (BLKGETSIZE64).
@@ -44,6 +46,27 @@ pub fn physical_block_size(device: impl AsFd) -> io::Result<u32> {
     // SAFETY: the kernel stores one c_uint in `size`.
     unsafe { raw::blkpbszget(device.as_fd().as_raw_fd(), &raw mut size)? };
     Ok(size)
+}
+
+/// Freezes the file system that `file` lies on (FIFREEZE): what is dirty is written, and whoever writes
+/// then waits for [`thaw`]. Waits for the device.
+///
+/// # Errors
+/// `EBUSY` when it is frozen already, `EOPNOTSUPP` when it cannot be, `EPERM` without CAP_SYS_ADMIN.
+pub fn freeze(file: impl AsFd) -> io::Result<()> {
+    // SAFETY: the kernel does not use the argument (ioctl_fsfreeze).
+    unsafe { raw::fifreeze(file.as_fd().as_raw_fd(), std::ptr::null_mut())? };
+    Ok(())
+}
+
+/// Undoes [`freeze`] (FITHAW), whoever called it. Waits for the device.
+///
+/// # Errors
+/// `EINVAL` when it is not frozen, `EPERM` without CAP_SYS_ADMIN.
+pub fn thaw(file: impl AsFd) -> io::Result<()> {
+    // SAFETY: the kernel does not use the argument (ioctl_fsthaw).
+    unsafe { raw::fithaw(file.as_fd().as_raw_fd(), std::ptr::null_mut())? };
+    Ok(())
 }
 
 /// What direct I/O demands of an open file, in bytes.

@@ -13,6 +13,7 @@ pub mod channel;
 mod outage;
 pub mod process;
 pub mod protocol;
+mod quiet;
 pub mod refuse;
 pub mod sandbox;
 mod session;

@@ -90,6 +90,10 @@ pub enum ToWorker {
     /// With `fail`: answer every request, running ones and those to come, with an I/O error, and
     /// start nothing more at the backend. Answered by `IoFails`. Without: serve again; `Done`.
     FailIo { fail: bool },
+    // --- snapshots
+    /// What `Snapshot` has told of: the volume is quiet (0), or an errno why it is not, which makes the
+    /// snapshot fail. Answered by `Done`; `Failed` with `NotFound` when that one waits no more.
+    Quiet { snapshot: u64, errno: i32 },
 }
 
 /// What a new worker needs to know.
@@ -137,6 +141,9 @@ pub struct Start {
     /// The mapping has a device: see `backend::claimant`.
     #[serde(default)]
     pub resumes: bool,
+    /// Tell of snapshots that are about to be made of the volume, and keep them waiting for `Quiet`.
+    #[serde(default)]
+    pub quiesce: bool,
 }
 
 /// From the worker.
@@ -178,6 +185,12 @@ pub enum FromWorker {
     Outage {
         /// The one that lasts.
         outage: Option<Outage>,
+    },
+    /// By itself: a snapshot of the volume waits for it to be quiet, or is being made; `None`: it is
+    /// over. Told to every supervisor that adopts the worker while it waits.
+    Snapshot {
+        /// Its number.
+        waiting: Option<u64>,
     },
     // Sizes.
     /// By itself: the volume has another size at the backend, in bytes.

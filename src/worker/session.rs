@@ -17,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::channel::Channel;
 use super::outage::Watch;
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
+use super::quiet::Quiet;
 use super::sizes::{Order, Sizes};
 use super::succession::Pause;
 use super::version::Spoken;
@@ -68,6 +69,7 @@ pub(super) struct Session {
     /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
     fenced_before: u64,
     outage: Watch,
+    pub(super) quiet: Quiet,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
@@ -108,6 +110,8 @@ impl Session {
         server.set_policy(start.policy);
         server.watch_outages(waker.clone());
         let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
+        let (wanted, in_charge) = (start.quiesce, !start.successor);
+        let quiet = Quiet::start(Arc::clone(&image), waker.clone(), wanted, in_charge)?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
             start,
@@ -128,6 +132,7 @@ impl Session {
             fenced: false,
             fenced_before,
             outage: Watch::default(),
+            quiet,
             alone_since: None,
         })
     }
@@ -160,6 +165,9 @@ impl Session {
             }
             self.look_for_fence();
             if let Some(message) = self.outage.look(&self.page, self.image.as_ref()) {
+                self.tell(&message);
+            }
+            if let Some(message) = self.quiet.look(self.channel.is_some()) {
                 self.tell(&message);
             }
             self.on_sizes();
@@ -289,6 +297,8 @@ impl Session {
         self.channel = None;
         if self.served {
             tracing::warn!("the supervisor is gone; the device stays served");
+            // One that waits for it.
+            self.waker.wake();
             return Next::Continue;
         }
         tracing::info!("the supervisor is gone before anything was served");
@@ -337,6 +347,9 @@ impl Session {
             ToWorker::FailIo { fail: false } => {
                 self.server.set_fail_io(false);
                 Ok(FromWorker::Done)
+            }
+            ToWorker::Quiet { snapshot, errno } => {
+                self.quiet.answer(snapshot, errno).map(|()| FromWorker::Done)
             }
             // With every command, `Resume` too, a pause has ended already.
             ToWorker::Ping | ToWorker::Resume => Ok(FromWorker::Done),
@@ -433,6 +446,9 @@ impl Session {
         }
         if self.outage.lasts() {
             channel.send(&self.outage.message(), &[])?;
+        }
+        if let Some(message) = self.quiet.start_over() {
+            channel.send(&message, &[])?;
         }
         Ok(())
     }

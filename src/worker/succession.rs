@@ -57,6 +57,12 @@ impl Session {
             let message = "there is nothing to hand over, or not to an older worker";
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
+        if self.quiet.is_wanted() {
+            // Its answer would have to be waited for, and its lock.
+            let message = "a snapshot of the volume is just being made";
+            return Err(Error::new(ErrorKind::Unavailable, message)
+                .with_repair("try again when it has been"));
+        }
         let seen = self.page.snapshot();
         if seen.queued > 0 || seen.outage_since_ns != 0 {
             let message =

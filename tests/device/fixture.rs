@@ -130,7 +130,7 @@ pub(crate) fn signal(name: &str, pid: u32) {
     shell(&format!("kill -{name} {pid} || true"));
 }
 
-fn cleat_command(arguments: &[&str]) -> Command {
+pub(crate) fn cleat_command(arguments: &[&str]) -> Command {
     let mut command = Command::new("./cleat");
     command.args(arguments);
     command

@@ -18,6 +18,7 @@ mod lifecycle;
 mod outage;
 mod peers;
 mod pod;
+mod quiesce;
 mod rbd;
 mod readonly;
 mod resize;
@@ -61,6 +62,7 @@ fn trials() -> Vec<Trial> {
         outage::trials(),
         upgrade::trials(),
         rbd::trials(),
+        quiesce::trials(),
         pod::trials(),
     ]
     .into_iter()

@@ -40,7 +40,7 @@ pub(crate) fn cluster() -> &'static Cluster {
 }
 
 /// Makes an image, which goes with the cluster; its URI.
-fn image(name: &str, size: &str) -> String {
+pub(crate) fn image(name: &str, size: &str) -> String {
     rbd(&["create", &format!("{POOL}/{name}"), "--size", size]);
     let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
     format!("rbd:{POOL}/{name}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())

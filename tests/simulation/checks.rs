@@ -189,6 +189,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
     if alive {
         left("a worker");
     }
+    nothing_is_frozen(world, Some(id), "unmapped");
 }
 
 /// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
@@ -239,6 +240,7 @@ pub(crate) async fn at_the_end(
             world.violation(format!("{name} at the end: {why}; {state:?} {message:?}"));
         }
     }
+    nothing_is_frozen(world, None, "at the end");
     compare(world);
     reconnects_are_true(world, executor);
     everything_is_known(world, executor).await;
@@ -375,6 +377,18 @@ fn reconnects_are_true(world: &World, executor: &Executor) {
     }
 }
 
+/// Nothing is left frozen for a snapshot, where it can be thawed: of `id`, or of any mapping. Whose
+/// record was lost, nobody knows what it has frozen.
+fn nothing_is_frozen(world: &World, id: Option<&str>, when: &str) {
+    for (index, identity, path) in world.kernel().frozen() {
+        let owner = identity.mapping_id();
+        let known = !world.state().touched.contains(owner) && id.is_none_or(|id| id == owner);
+        if known && world.kernel().answers(index, &identity) {
+            world.violation(format!("{when}, {owner} has {path:?} on {index} still frozen"));
+        }
+    }
+}
+
 /// Every device, record and process belongs to a mapping that is listed, or is reported.
 async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     let known = executor.register().ids();
@@ -437,6 +451,7 @@ async fn force_everything_down(world: &World, executor: &Arc<Executor>) {
 
 /// From whatever state it is in, an unmap leads to nothing.
 async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
+    let mut elsewhere = Vec::new();
     for volume in executor.register().all() {
         let mut last = Ok(true);
         for _ in 0..4 {
@@ -448,6 +463,10 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
         }
         match last {
             Ok(_) => after_unmap(world, &volume.mapping_id),
+            // Its silence is proved by opening the volume, which an orphan may have open.
+            Err(_) if has_orphan(world, &volume.view().record.uri, executor) => {
+                elsewhere.push(volume);
+            }
             Err(error) => {
                 let (name, state) = (&volume.name, volume.view().state);
                 let error = error.report();
@@ -477,6 +496,24 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
             world.violation(format!("the orphan {path} cannot be unmapped: {}", error.report()));
         }
     }
+    for volume in elsewhere {
+        sleep(Duration::from_secs(60)).await;
+        match executor.unmap(&volume.name, Instant::now() + UNMAP_LIMIT).await {
+            Ok(_) => after_unmap(world, &volume.mapping_id),
+            Err(error) => {
+                let (name, error) = (&volume.name, error.report());
+                world.violation(format!("{name} cannot be unmapped without orphans: {error}"));
+            }
+        }
+    }
+}
+
+/// Whether a volume is open in a worker that no mapping knows of.
+fn has_orphan(world: &World, uri: &str, executor: &Executor) -> bool {
+    let known = executor.register().ids();
+    let state = world.state();
+    let claims = state.disks.get(uri).map(|disk| disk.claims.as_slice());
+    claims.unwrap_or_default().iter().any(|claim| !known.contains(&claim.mapping_id))
 }
 
 /// What was taken down can be mapped again.
@@ -500,6 +537,7 @@ async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
 
 /// No device, record, socket or process.
 fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
+    nothing_is_frozen(world, None, "when all is gone");
     let devices = cleat_devices(world.kernel());
     let workers: Vec<u32> = world.state().workers.keys().copied().collect();
     let records = records(world);

@@ -280,6 +280,10 @@ impl Player<'_> {
             Op::Next(quirks) => world.state().quirks.push_back(quirks.clone()),
             Op::Inject(call, fault) => kernel.inject(*call, *fault),
             Op::Vanish(at) => device(at).into_iter().for_each(|index| kernel.vanish(index)),
+            Op::Mount(at) => self.mount(*at),
+            Op::Snapshot(at, time) => {
+                self.with_worker(*at, |worker| worker.snapshots.begin(clock::now(), *time));
+            }
             Op::KillLinks(at) => device(at).into_iter().for_each(|index| kernel.kill_links(index)),
             Op::LoseEvents(lost) => kernel.lose_events(*lost),
             Op::Hold(at) => self.hold(*at),
@@ -328,6 +332,14 @@ impl Player<'_> {
         }
     }
 
+    fn mount(&self, at: usize) {
+        for device in self.world.devices_of(self.name(at)) {
+            let (path, filesystem) = (format!("/mnt/{}", self.name(at)).into(), "ext4".to_owned());
+            let holder = Holder::Mount { path, filesystem, namespace_pid: None };
+            self.world.kernel().set_holders(device.index, vec![holder]);
+        }
+    }
+
     fn with_worker(&self, at: usize, action: impl FnOnce(&mut crate::workers::Worker)) {
         let Some(pid) = self.worker(at) else { return };
         self.world.state().workers.get_mut(&pid).map(action);
@@ -355,6 +367,7 @@ impl Player<'_> {
             self.world.kernel().set_holders(device.index, Vec::new());
             self.world.kernel().vanish(device.index);
         }
+        self.world.kernel().forget_frozen();
         let _ = std::fs::remove_dir_all(self.world.config().runtime_dir);
     }
 
@@ -382,6 +395,7 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
         dead_connection_timeout_s: 0,
         policy: policy::Change::default(),
         take_over: false,
+        quiesce: volume.quiesce,
     }
 }
 

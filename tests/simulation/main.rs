@@ -17,6 +17,7 @@ mod connections;
 mod disks;
 mod lives;
 mod scenario;
+mod snapshots;
 mod succession;
 mod trace;
 mod workers;

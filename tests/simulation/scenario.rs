@@ -32,6 +32,8 @@ pub(crate) struct Volume {
     pub(crate) uri: String,
     pub(crate) connections: u32,
     pub(crate) read_only: bool,
+    /// Made quiet for snapshots.
+    pub(crate) quiesce: bool,
 }
 
 /// From a supervisor's start to the next one's.
@@ -147,6 +149,10 @@ pub(crate) enum Op {
     /// The device vanishes, and somebody else's takes its number.
     Usurp(usize),
     KillLinks(usize),
+    /// A file system is mounted from its device.
+    Mount(usize),
+    /// Of its volume; once it is quiet, it takes so long.
+    Snapshot(usize, Duration),
     LoseEvents(bool),
     Hold(usize),
     Release(usize),
@@ -176,6 +182,7 @@ pub(crate) fn of(seed: u64) -> Scenario {
     let mut scenario = Dice::new(seed).scenario();
     // By dice of their own, so that seeds mean what they meant before.
     Dice::new(!seed).enrich(&mut scenario);
+    Dice::new(!seed ^ 0x517e).snap(&mut scenario);
     scenario
 }
 
@@ -226,7 +233,7 @@ impl Dice {
             _ => format!("file:/{name}"),
         };
         let read_only = self.one_in(12);
-        Volume { name, uri, connections: self.pick(&[1, 1, 1, 2, 3]), read_only }
+        Volume { name, uri, connections: self.pick(&[1, 1, 1, 2, 3]), read_only, quiesce: false }
     }
 
     fn life(&mut self, volumes: usize, first: bool) -> Life {
@@ -273,6 +280,41 @@ impl Dice {
                     quirks.never_ends = true;
                 }
             }
+        }
+    }
+
+    /// Has snapshots made of some volumes, with file systems on their devices.
+    fn snap(&mut self, scenario: &mut Scenario) {
+        let count = scenario.volumes.len();
+        for (at, volume) in scenario.volumes.iter_mut().enumerate() {
+            volume.quiesce = !volume.read_only && self.one_in(3);
+            if !volume.quiesce {
+                continue;
+            }
+            for life in &mut scenario.lives {
+                let pause = self.millis(&[0, 100, 4000]);
+                life.steps.insert(count.min(life.steps.len()), (pause, Op::Mount(at)));
+                for _ in 0..1 + self.below(3) {
+                    let step = (self.millis(&[0, 10, 1000]), self.snapshot(at));
+                    let place = count as u64 + 1 + self.below(life.steps.len() as u64);
+                    let place = usize::try_from(place).unwrap_or(0).min(life.steps.len());
+                    life.steps.insert(place, step);
+                }
+                if self.one_in(4) {
+                    let what = self.pick(&["freeze the file systems", "thaw the file systems"]);
+                    let time = self.millis(&[100, 6000, 40_000]);
+                    life.slow = Some(Slow { what, nth: self.below(2), time });
+                }
+            }
+        }
+    }
+
+    fn snapshot(&mut self, at: usize) -> Op {
+        let faults = [Fault::Fail(ErrorKind::Internal), Fault::Hang, Fault::LateEffect];
+        match self.below(6) {
+            0 => Op::Inject(self.pick(&[Call::Freeze, Call::Thaw]), self.pick(&faults)),
+            1 => Op::Mount(at),
+            _ => Op::Snapshot(at, self.millis(&[1, 300, 5000, 60_000])),
         }
     }
 

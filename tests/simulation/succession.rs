@@ -50,6 +50,9 @@ impl Worker {
         if self.connections.is_empty() || generation <= own {
             return Err(refusal(ErrorKind::InvalidArgument, "nothing to hand over".into()));
         }
+        if self.snapshots.is_wanted() {
+            return Err(refusal(ErrorKind::Unavailable, "a snapshot is being made".into()));
+        }
         let pid = self.id.pid;
         self.connections.iter_mut().for_each(|connection| connection.rest(around, pid));
         let until = around.now + Duration::from_millis(limit_ms.into());

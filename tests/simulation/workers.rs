@@ -19,6 +19,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::EventFd;
 
 use crate::connections::{Connection, Side};
+use crate::snapshots::Snapshots;
 use crate::succession::Pause;
 use crate::world::Surroundings;
 
@@ -100,6 +101,7 @@ pub(crate) struct Worker {
     disconnecting: bool,
     told_fenced: bool,
     told_outage: bool,
+    pub(crate) snapshots: Snapshots,
     alone_since: Option<Instant>,
 }
 
@@ -156,6 +158,7 @@ impl Worker {
             disconnecting: false,
             told_fenced: false,
             told_outage: false,
+            snapshots: Snapshots::default(),
             alone_since: None,
         }
     }
@@ -185,7 +188,8 @@ impl Worker {
         let orphan = self.alone_since.map(|since| since + ORPHAN_PATIENCE);
         let running = self.connections.iter().filter(|_| !hung).filter_map(Connection::next_due);
         let pause = self.pause.as_ref().map(Pause::until);
-        let own = [self.opens_at, orphan, pause].into_iter().flatten();
+        let snapshot = self.snapshots.next_due();
+        let own = [self.opens_at, orphan, pause, snapshot].into_iter().flatten();
         let own = own.filter(|_| self.dying.is_none()).chain(running).filter(|_| !self.stopped);
         own.chain(self.dying).min()
     }
@@ -465,6 +469,12 @@ impl Worker {
                 self.look(around)
             }
             ToWorker::Ping | ToWorker::SetPolicy(_) => FromWorker::Done,
+            ToWorker::Quiet { snapshot, errno } => {
+                match self.snapshots.answer(snapshot, errno, around.now) {
+                    true => FromWorker::Done,
+                    false => refusal(ErrorKind::NotFound, "it does not wait".into()),
+                }
+            }
             ToWorker::FailIo { fail } => {
                 self.fails_io = fail;
                 let failed = self.connections.iter_mut().map(|c| c.fail_all(fail));
@@ -513,6 +523,9 @@ impl Worker {
         if self.told_outage {
             self.tell(&self.outage(), &[]);
         }
+        if let Some(message) = self.snapshots.start_over() {
+            self.tell(&message, &[]);
+        }
     }
 
     fn describe(&self) -> Ready {
@@ -544,6 +557,11 @@ impl Worker {
 
     /// What happened at the backend by itself.
     fn tell_news(&mut self, around: &Surroundings<'_>) {
+        let wanted = self.start.as_ref().is_some_and(|start| start.quiesce);
+        let news = self.snapshots.look(around.now, wanted, self.channel.is_some());
+        if let Some(message) = news.filter(|_| !self.mute) {
+            self.tell(&message, &[]);
+        }
         let Some(disk) = around.disks.get(&self.disk).filter(|_| !self.mute) else { return };
         if disk.hung != self.told_outage {
             self.told_outage = disk.hung;

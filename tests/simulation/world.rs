@@ -110,6 +110,10 @@ impl World {
         world.kernel().set_witness(Arc::new(move |identity| {
             shared.upgrade().into_iter().for_each(|shared| Self(shared).connected(identity));
         }));
+        let shared = Arc::downgrade(&world.0);
+        world.kernel().set_freeze_witness(Arc::new(move |identity| {
+            shared.upgrade().into_iter().for_each(|shared| Self(shared).froze(identity));
+        }));
         world
     }
 
@@ -152,6 +156,16 @@ impl World {
         let recorded = self.records().join(format!("{id}.json")).exists();
         if !recorded && !self.look().touched.contains(id) {
             self.violation(format!("{id} was connected without a record"));
+        }
+    }
+
+    /// File systems were frozen: there is a record by which the next supervisor thaws them.
+    fn froze(&self, identity: &Identity) {
+        let id = identity.mapping_id();
+        let text = std::fs::read(self.records().join(format!("{id}.json"))).unwrap_or_default();
+        let record: serde_json::Value = serde_json::from_slice(&text).unwrap_or_default();
+        if record["quiet"].is_null() && !self.look().touched.contains(id) {
+            self.violation(format!("{id} was frozen without a record of it"));
         }
     }
 

@@ -11,6 +11,7 @@ mod claims;
 mod fences;
 mod fight;
 mod nbd;
+mod quiesce;
 mod rbd;
 mod supervisor;
 

@@ -248,5 +248,10 @@ table! {
         fn rbd_encryption_load(
             rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
         ) -> c_int;
+        fn rbd_quiesce_watch(
+            rbd_image_t, rbd_update_callback_t, rbd_update_callback_t, *mut c_void, *mut u64
+        ) -> c_int;
+        fn rbd_quiesce_complete(rbd_image_t, u64, c_int);
+        fn rbd_quiesce_unwatch(rbd_image_t, u64) -> c_int;
     }
 }

@@ -24,6 +24,7 @@ mod lock;
 mod metadata;
 mod pool;
 mod progress;
+mod quiesce;
 mod snapshots;
 mod submit;
 mod text;
@@ -43,6 +44,7 @@ pub use librbd_sys::{
 pub use lock::{Locker, Watcher};
 pub use pool::{ImageSpec, NewImage, Pool, Trashed};
 pub use progress::Progress;
+pub use quiesce::{Quiesce, QuiesceWatch};
 pub use snapshots::{Snapshot, SnapshotKind};
 pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;

@@ -46,6 +46,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
             dead_connection_timeout_s: 60,
             replay_delay_ms: 1000,
             policy: Policy::default(),
+            quiesce: false,
         },
         intent: Intent::Mapped,
         generation: 0,
@@ -59,6 +60,7 @@ pub(in crate::control) fn record(connections: u32, outlives_worker: bool) -> Rec
         }),
         established: false,
         fenced: false,
+        quiet: None,
         created_at_s: 0,
         boot_id: "boot".into(),
     }
@@ -122,6 +124,7 @@ impl World {
             overdue: false,
             refusing: false,
             growth_waits: false,
+            quiet: quiesce::Seen::default(),
             connecting: false,
         }
     }
@@ -345,12 +348,12 @@ impl World {
     }
 }
 
-fn established(connections: u32, outlives_worker: bool) -> Record {
+pub(in crate::control) fn established(connections: u32, outlives_worker: bool) -> Record {
     Record { established: true, ..record(connections, outlives_worker) }
 }
 
 /// A mapping's device and worker, with nothing special about them.
-fn seen(worker: SeenWorker) -> Observed {
+pub(in crate::control) fn seen(worker: SeenWorker) -> Observed {
     Observed {
         devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
         worker,
@@ -363,6 +366,7 @@ fn seen(worker: SeenWorker) -> Observed {
         overdue: false,
         refusing: false,
         growth_waits: false,
+        quiet: quiesce::Seen::default(),
         connecting: false,
     }
 }

@@ -18,6 +18,7 @@ pub(super) const PEER_CLOSED: PollFlags = PollFlags::from_bits_retain(libc::POLL
 pub(super) struct SimDevice {
     pub(super) config: Option<Config>,
     pub(super) holders: Vec<Holder>,
+    pub(super) frozen: Vec<super::freeze::Frozen>,
 }
 
 /// A configured device: what the kernel's `nbd_config` holds.

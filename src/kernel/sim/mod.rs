@@ -14,6 +14,7 @@
 
 mod block;
 mod device;
+mod freeze;
 mod io;
 mod script;
 
@@ -67,6 +68,7 @@ struct State {
     instances: u64,
     far_end: Option<FarEnd>,
     witness: Option<Witness>,
+    freeze_witness: Option<Witness>,
     requests: Vec<block::Request>,
     completions: Vec<Completion>,
     tickets: Ticket,
@@ -100,6 +102,7 @@ impl SimKernel {
             instances: 0,
             far_end: None,
             witness: None,
+            freeze_witness: None,
             requests: Vec::new(),
             completions: Vec::new(),
             tickets: 0,
@@ -281,6 +284,9 @@ impl Kernel for SimKernel {
 
     fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()> {
         let (mut state, _) = self.enter(Call::Detach, Some(deadline))?;
+        if state.devices.get(&index).is_some_and(|device| !device.frozen.is_empty()) {
+            return Err(timed_out(Call::Detach));
+        }
         if let Some(device) = state.devices.get_mut(&index) {
             device.holders.retain(|holder| match (holder, which) {
                 (Holder::Mount { .. }, Unmount::All) => false,
@@ -292,6 +298,25 @@ impl Kernel for SimKernel {
         drop(state);
         self.touched();
         Ok(())
+    }
+
+    fn freeze(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Vec<String>> {
+        self.freeze_all(index, identity, deadline)
+    }
+
+    fn thaw(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        spared: &[String],
+        deadline: Instant,
+    ) -> Result<()> {
+        self.thaw_all(index, identity, spared, deadline)
     }
 
     fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed> {

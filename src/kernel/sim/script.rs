@@ -19,6 +19,10 @@ pub enum Call {
     Detach,
     /// [`Kernel::sever`](crate::kernel::Kernel::sever)
     Sever,
+    /// [`Kernel::freeze`](crate::kernel::Kernel::freeze)
+    Freeze,
+    /// [`Kernel::thaw`](crate::kernel::Kernel::thaw)
+    Thaw,
     /// [`Kernel::devices`](crate::kernel::Kernel::devices)
     Devices,
     /// [`Kernel::holders`](crate::kernel::Kernel::holders)
@@ -138,7 +142,7 @@ impl Random {
             Call::Reconfigure => {
                 &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
             }
-            Call::Resize | Call::Disconnect | Call::Sever => {
+            Call::Resize | Call::Disconnect | Call::Sever | Call::Freeze | Call::Thaw => {
                 &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
             }
             Call::WaitReady | Call::Flush | Call::Detach => &[Fault::Fail(Internal), Fault::Hang],

@@ -7,6 +7,7 @@ mod full;
 mod kinds;
 mod load;
 mod outages;
+mod quiesce;
 mod refused;
 mod rivals;
 

@@ -1,0 +1,119 @@
+//! File systems of a simulated kernel: one for each mount of a device, frozen and thawed.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use super::script::timed_out;
+use super::{Call, DeviceIndex, Holder, Identity, SimKernel, State};
+use crate::error::{Error, Result};
+
+/// A frozen file system.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Frozen {
+    path: PathBuf,
+    /// Whose device it was, where it was frozen through `Kernel::freeze`; `None`: by somebody else.
+    by: Option<Identity>,
+}
+
+/// The test's side.
+impl SimKernel {
+    /// The file systems that were frozen through [`crate::kernel::Kernel::freeze`], with their devices
+    /// and whose these were.
+    pub fn frozen(&self) -> Vec<(DeviceIndex, Identity, PathBuf)> {
+        let state = self.state();
+        let all =
+            state.devices.iter().flat_map(|(at, device)| device.frozen.iter().map(|f| (*at, f)));
+        all.filter_map(|(at, f)| Some((at, f.by.clone()?, f.path.clone()))).collect()
+    }
+
+    /// Those of the device that somebody else has frozen.
+    pub fn frozen_elsewhere(&self, index: DeviceIndex) -> Vec<PathBuf> {
+        let state = self.state();
+        let all = state.devices.get(&index).map(|device| device.frozen.as_slice());
+        let others = all.unwrap_or_default().iter().filter(|frozen| frozen.by.is_none());
+        others.map(|frozen| frozen.path.clone()).collect()
+    }
+
+    /// Whether what is written to the device, as it was configured for `identity`, comes to an end: well,
+    /// or with an error.
+    pub fn answers(&self, index: DeviceIndex, identity: &Identity) -> bool {
+        self.state().answers(index, identity)
+    }
+
+    /// A new boot: nothing is frozen.
+    pub fn forget_frozen(&self) {
+        self.state().devices.values_mut().for_each(|device| device.frozen.clear());
+    }
+
+    /// Has somebody else freeze what is mounted at `path`.
+    pub fn freeze_elsewhere(&self, index: DeviceIndex, path: impl Into<PathBuf>) {
+        let frozen = Frozen { path: path.into(), by: None };
+        self.state().devices.entry(index).or_default().frozen.push(frozen);
+    }
+
+    /// Is told of every device of which something is frozen.
+    pub fn set_freeze_witness(&self, witness: super::Witness) {
+        self.state().freeze_witness = Some(witness);
+    }
+}
+
+impl SimKernel {
+    pub(super) fn freeze_all(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Vec<String>> {
+        let (mut state, fault) = self.enter(Call::Freeze, Some(deadline))?;
+        state.config(index, identity)?;
+        drop(state);
+        // What is dirty is written first.
+        self.flush_device(index, deadline)
+            .map_err(|error| Error::from_io("the simulated kernel did not finish Freeze", error))?;
+        let mut state = self.state();
+        let witness = state.freeze_witness.clone();
+        let device = state.devices.entry(index).or_default();
+        let mounts = device.holders.iter().filter_map(|holder| match holder {
+            Holder::Mount { path, .. } => Some(path.clone()),
+            _ => None,
+        });
+        let (before, fresh): (Vec<_>, Vec<_>) =
+            mounts.partition(|path| device.frozen.iter().any(|frozen| frozen.path == *path));
+        let by = Some(identity.clone());
+        device.frozen.extend(fresh.into_iter().map(|path| Frozen { path, by: by.clone() }));
+        let frozen = self.leave(state, Call::Freeze, fault);
+        witness.iter().for_each(|witness| witness(identity));
+        frozen.map(|()| before.iter().map(|path| path.display().to_string()).collect())
+    }
+
+    pub(super) fn thaw_all(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        spared: &[String],
+        deadline: Instant,
+    ) -> Result<()> {
+        let (mut state, fault) = self.enter(Call::Thaw, Some(deadline))?;
+        if !state.answers(index, identity) {
+            return Err(timed_out(Call::Thaw));
+        }
+        let device = state.devices.entry(index).or_default();
+        device.frozen.retain(|frozen| {
+            let others = frozen.by.as_ref().is_some_and(|by| by != identity);
+            others || spared.contains(&frozen.path.display().to_string())
+        });
+        self.leave(state, Call::Thaw, fault)
+    }
+}
+
+impl State {
+    /// See [`SimKernel::answers`].
+    fn answers(&self, index: DeviceIndex, identity: &Identity) -> bool {
+        let config = self.devices.get(&index).and_then(|device| device.config.as_ref());
+        config.is_none_or(|config| {
+            config.backend.as_deref() != Some(identity.as_str())
+                || config.disconnected
+                || config.links.iter().any(|link| link.is_alive())
+        })
+    }
+}

@@ -1,0 +1,194 @@
+//! Snapshots that wait for the volume to be quiet: told to the supervisor, who sees to it, and has the
+//! privilege to, and answered as it says. Nothing waits here, and nothing waits for a supervisor without
+//! end: librbd would give up after 50 s, and who makes the snapshot asks it again, for ever.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::protocol::FromWorker;
+use crate::backend::{Image, Waker};
+use crate::error::{Error, ErrorKind, Result};
+
+/// For the supervisor to answer. Looked at every few seconds (`sizes` wakes the control thread).
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// What is known of snapshots.
+pub(super) struct Quiet {
+    image: Arc<dyn Image>,
+    /// The one that the supervisor knows of.
+    told: Option<u64>,
+    /// Whether that one waits no more.
+    answered: bool,
+    /// Until when it waits.
+    until: Instant,
+}
+
+impl Quiet {
+    /// Has `waker` woken by snapshots, where they are `wanted`.
+    pub(super) fn start(
+        image: Arc<dyn Image>,
+        waker: Waker,
+        wanted: bool,
+        in_charge: bool,
+    ) -> Result<Self> {
+        if wanted {
+            image.watch_snapshots(waker, in_charge)?;
+        }
+        Ok(Self { image, told: None, answered: false, until: Instant::now() })
+    }
+
+    /// Whether a snapshot waits, or is being made.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.image.waiting_snapshot().is_some()
+    }
+
+    /// What there is to tell, if it is not what was told last. Without a supervisor nobody will make the
+    /// volume quiet.
+    pub(super) fn look(&mut self, supervised: bool) -> Option<FromWorker> {
+        let waiting = self.image.waiting_snapshot();
+        if self.told != waiting {
+            (self.told, self.answered) = (waiting, false);
+            self.until = Instant::now() + PATIENCE;
+        } else if self.answered || waiting.is_none() || supervised && Instant::now() < self.until {
+            return None;
+        }
+        let deserted = !supervised || Instant::now() >= self.until;
+        if let Some(number) = waiting.filter(|_| deserted) {
+            tracing::warn!("no supervisor makes the volume quiet: a snapshot of it is refused");
+            self.answered = self.image.answer_snapshot(number, Err(libc::EAGAIN));
+            return None;
+        }
+        Some(FromWorker::Snapshot { waiting })
+    }
+
+    /// To be told to another supervisor: that a snapshot waits which none has answered.
+    pub(super) fn start_over(&self) -> Option<FromWorker> {
+        let waiting = self.told.filter(|_| !self.answered);
+        waiting.map(|waiting| FromWorker::Snapshot { waiting: Some(waiting) })
+    }
+
+    /// The supervisor's answer: 0, or an errno why not.
+    pub(super) fn answer(&mut self, number: u64, errno: i32) -> Result<()> {
+        let result = if errno == 0 { Ok(()) } else { Err(errno) };
+        if self.told == Some(number) {
+            self.answered = true;
+        }
+        match self.image.answer_snapshot(number, result) {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::NotFound, "that snapshot does not wait any more")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::backend::{BlockSizes, Features, ImageQueue};
+    use crate::sys::ring::Ring;
+
+    /// A volume of which a test makes snapshots.
+    #[derive(Default)]
+    struct Snapped {
+        waiting: Mutex<Option<u64>>,
+        answers: Mutex<Vec<(u64, Result<(), i32>)>>,
+    }
+
+    impl Image for Snapped {
+        fn size(&self) -> u64 {
+            0
+        }
+
+        fn block_sizes(&self) -> BlockSizes {
+            BlockSizes { minimum: 1, preferred: 1, maximum: 1 }
+        }
+
+        fn features(&self) -> Features {
+            Features::default()
+        }
+
+        fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
+            Err(Error::new(ErrorKind::Unsupported, "no data"))
+        }
+
+        fn refresh_size(&self) -> Result<u64> {
+            Ok(0)
+        }
+
+        fn resize(&self, _: u64) -> Result<()> {
+            Ok(())
+        }
+
+        fn waiting_snapshot(&self) -> Option<u64> {
+            *self.waiting.lock().unwrap()
+        }
+
+        fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+            let mut waiting = self.waiting.lock().unwrap();
+            let waits = *waiting == Some(number);
+            if waits && result.is_err() {
+                *waiting = None;
+            }
+            self.answers.lock().unwrap().push((number, result));
+            waits
+        }
+    }
+
+    fn quiet() -> (Arc<Snapped>, Quiet) {
+        let image = Arc::new(Snapped::default());
+        let until = Instant::now();
+        let quiet = Quiet { image: image.clone(), told: None, answered: false, until };
+        (image, quiet)
+    }
+
+    #[test]
+    fn a_snapshot_is_told_once_and_again_to_the_next_supervisor_while_it_waits() {
+        let (image, mut quiet) = quiet();
+        assert_eq!((quiet.look(true), quiet.start_over()), (None, None));
+        *image.waiting.lock().unwrap() = Some(1);
+        let told = Some(FromWorker::Snapshot { waiting: Some(1) });
+        assert_eq!((quiet.look(true), quiet.look(true)), (told.clone(), None));
+        assert_eq!(quiet.start_over(), told);
+        quiet.answer(1, 0).unwrap();
+        assert_eq!((quiet.start_over(), quiet.look(true)), (None, None));
+        *image.waiting.lock().unwrap() = None;
+        assert_eq!(quiet.look(true), Some(FromWorker::Snapshot { waiting: None }));
+        assert_eq!(quiet.answer(1, 0).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn without_a_supervisor_a_snapshot_is_refused_once_whenever_it_came() {
+        for before in [true, false] {
+            let (image, mut quiet) = quiet();
+            *image.waiting.lock().unwrap() = Some(3);
+            assert_eq!(quiet.look(before).is_some(), before);
+            // What there is to tell then, nobody hears.
+            let _ = (quiet.look(false), quiet.look(false));
+            assert_eq!(*image.answers.lock().unwrap(), [(3, Err(libc::EAGAIN))]);
+        }
+    }
+
+    #[test]
+    fn a_supervisor_that_says_nothing_is_not_waited_for_without_end() {
+        let (image, mut quiet) = quiet();
+        *image.waiting.lock().unwrap() = Some(5);
+        assert!(quiet.look(true).is_some());
+        assert_eq!(quiet.look(true), None);
+        assert_eq!(*image.answers.lock().unwrap(), []);
+        quiet.until = Instant::now();
+        assert_eq!(quiet.look(true), None);
+        assert_eq!(*image.answers.lock().unwrap(), [(5, Err(libc::EAGAIN))]);
+        assert_eq!(quiet.look(true), Some(FromWorker::Snapshot { waiting: None }));
+    }
+
+    #[test]
+    fn a_volume_that_tells_nothing_of_snapshots_is_refused() {
+        let image: Arc<dyn Image> = Arc::new(Snapped::default());
+        let start = |wanted| Quiet::start(Arc::clone(&image), Waker::new().unwrap(), wanted, true);
+        let error = start(true).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.repair().unwrap().contains("--quiesce"), "{error}");
+        assert!(start(false).is_ok());
+    }
+}

@@ -1,0 +1,317 @@
+//! Snapshots of images with file systems on their devices: frozen for the moment, so that they need no
+//! repair; and thawed, whoever dies meanwhile.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command};
+
+use ceph_test_cluster::{ID, POOL};
+use librbd::{Cluster, Config, Open, QuiesceWatch};
+use libtest_mimic::Trial;
+
+use crate::fixture::{Node, cleat, cleat_command, cleat_ok, shell, signal, status};
+use crate::force::spawn;
+use crate::rbd::{cluster, image, wait_for};
+use crate::trial;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("rbd_quiesce_makes_snapshots_that_need_no_repair", clean),
+        trial("rbd_quiesce_what_is_frozen_is_thawed_by_the_next_supervisor", supervisor_dies),
+        trial("rbd_quiesce_what_is_frozen_is_thawed_by_the_next_worker", worker_dies),
+        trial("rbd_quiesce_lasts_no_longer_than_it_may", too_long),
+        trial("rbd_quiesce_ends_before_force_unmounts", forced),
+        trial("rbd_quiesce_hook_freezes_in_place_of_the_daemon", hooked),
+    ]
+}
+
+/// Of a writer's file; it says in each line which one it is.
+const LINES: u32 = 2000;
+
+/// A file system on a device, with somebody who makes file after file, each under its name only once
+/// it is whole, and never syncs.
+struct Busy {
+    device: String,
+    writer: Child,
+}
+
+impl Busy {
+    /// In a mount namespace of its own, where it is the only one to have it mounted.
+    fn elsewhere(device: &str, kind: &str) -> Self {
+        make(device, kind);
+        Self::write(device, &format!("mkdir -p /mnt/busy; mount {device} /mnt/busy"))
+    }
+
+    fn write(device: &str, before: &str) -> Self {
+        let script = format!(
+            "{before}
+             cd /mnt/busy; n=0
+             while :; do
+                 n=$((n + 1)); yes file $n | head -{LINES} >half || true
+                 mv half $n; test $n -lt 20 || rm -f $((n - 20))
+             done"
+        );
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "bash", "-euc", &script]);
+        Self { device: device.to_owned(), writer: command.spawn().expect("unshare runs") }
+    }
+
+    /// Waits until so many more files have been made.
+    fn goes_on(&self) {
+        let place = format!("/proc/{}/root/mnt/busy", self.writer.id());
+        let newest = || {
+            let names = shell(&format!("ls {place} 2>/dev/null || true"));
+            names.lines().filter_map(|name| name.parse::<u32>().ok()).max().unwrap_or(0)
+        };
+        let before = newest();
+        wait_for("the writer goes on", || newest() >= before + 5);
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        let _ = self.writer.kill();
+        let _ = self.writer.wait();
+        // Its namespace goes with it, and the mount with that.
+        let device = self.device.clone();
+        wait_for("it is mounted no more", || {
+            shell(&format!("fuser {device} >/dev/null 2>&1 && echo held || true")).is_empty()
+        });
+    }
+}
+
+fn make(device: &str, kind: &str) {
+    let force = if kind == "xfs" { "-f" } else { "" };
+    shell(&format!("mkfs.{kind} -q {force} {device}"));
+}
+
+fn map(name: &str, size: &str, quiesce: bool) -> String {
+    let uri = image(name, size);
+    let more: &[&str] = if quiesce { &["--quiesce"] } else { &[] };
+    cleat_ok(&[&["map", &uri, "--name", name], more].concat())
+}
+
+fn snap(at: &str) {
+    cluster().rbd(&["snap", "create", "--no-progress", &format!("{POOL}/{at}")]).expect(at);
+}
+
+/// Maps a snapshot beside its image.
+fn look_at(name: &str, snapshot: &str) -> String {
+    let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
+    let (conf, keyring) = (conf.display(), keyring.display());
+    let uri = format!("rbd:{POOL}/{name}@{snapshot}?conf={conf}&keyring={keyring}&id={ID}");
+    cleat_ok(&["map", &uri, "--name", "then"])
+}
+
+fn needs_recovery(device: &str) -> bool {
+    shell(&format!("dumpe2fs -h {device} 2>/dev/null")).contains("needs_recovery")
+}
+
+/// Whole files and one that is being made.
+fn assert_whole(device: &str, options: &str) {
+    shell(&format!(
+        "mkdir -p /mnt/then; mount -o {options} {device} /mnt/then; cd /mnt/then
+         for n in $(ls | grep -v half | grep -v lost+found); do
+             test \"$(sort -u $n)\" = \"file $n\" && test $(wc -l <$n) = {LINES} ||
+                 {{ echo broken: $n: $(wc -l <$n) lines; exit 1; }}
+         done
+         test $(ls | wc -l) -gt 5; cd /; umount /mnt/then"
+    ));
+}
+
+fn clean() {
+    let node = Node::start();
+    shell("dmesg -C");
+    // What it is like without.
+    let device = map("dirty", "128M", false);
+    let busy = Busy::elsewhere(&device, "ext4");
+    busy.goes_on();
+    snap("dirty@s");
+    let then = look_at("dirty", "s");
+    assert!(needs_recovery(&then), "there is nothing to be seen");
+    cleat_ok(&["unmap", "then"]);
+    drop(busy);
+    cleat_ok(&["unmap", "dirty"]);
+
+    for (kind, options) in [("ext4", "ro,noload"), ("xfs", "ro,norecovery")] {
+        let device = map(kind, "384M", true);
+        let busy = Busy::elsewhere(&device, kind);
+        for snapshot in ["one", "two"] {
+            busy.goes_on();
+            let before = std::time::Instant::now();
+            snap(&format!("{kind}@{snapshot}"));
+            println!("figures: a snapshot of a busy {kind}: {:.1?}", before.elapsed());
+            let then = look_at(kind, snapshot);
+            if kind == "ext4" {
+                assert!(!needs_recovery(&then), "its journal is to be replayed");
+                shell(&format!("e2fsck -fn {then}"));
+            } else {
+                shell(&format!("xfs_repair -n {then}"));
+            }
+            assert_whole(&then, options);
+            cleat_ok(&["unmap", "then"]);
+        }
+        busy.goes_on();
+        assert_eq!(status(kind)["message"], serde_json::Value::Null);
+        drop(busy);
+        shell(&format!("fsck.{kind} {} {device}", if kind == "ext4" { "-fn" } else { "" }));
+        cleat_ok(&["unmap", kind]);
+    }
+    let log = shell("dmesg");
+    assert!(!log.contains("I/O error"), "{log}");
+    drop(node);
+}
+
+/// Keeps every snapshot of an image waiting, as a second client of it that says nothing.
+struct Brake(QuiesceWatch);
+
+impl Brake {
+    fn on(name: &str) -> Self {
+        let config = Config {
+            conf: Some(cluster().conf()),
+            id: Some(ID.to_owned()),
+            keyring: Some(cluster().keyring(ID)),
+            ..Config::default()
+        };
+        let pool = Cluster::connect(&config).expect("connects").pool(POOL, None).expect("a pool");
+        let image = pool.open(name, None, Open::Write).expect("opens");
+        Self(image.watch_quiesce(None, |_| ()).expect("watches"))
+    }
+
+    fn release(&self) {
+        self.0.stand(Some(0));
+    }
+}
+
+/// Whether a process has ended.
+fn over(child: &mut Child) -> bool {
+    child.try_wait().expect("waiting for a process").is_some()
+}
+
+/// A mounted image of which a snapshot is being made, frozen, with somebody who waits to write.
+struct Frozen {
+    brake: Brake,
+    snap: Child,
+    writer: Child,
+    place: String,
+}
+
+impl Frozen {
+    fn new(name: &str) -> Self {
+        let device = map(name, "96M", true);
+        make(&device, "ext4");
+        let place = format!("/mnt/{name}");
+        shell(&format!("mkdir -p {place}; mount {device} {place}; touch {place}/before"));
+        let brake = Brake::on(name);
+        let conf = cluster().conf();
+        let snap = spawn(&format!(
+            "exec rbd --id admin --conf {} snap create --no-progress {POOL}/{name}@s",
+            conf.display()
+        ));
+        wait_for("it is quiet", || !status(name)["quiet"].is_null());
+        let writer = spawn(&format!("sleep 1; exec touch {place}/written"));
+        wait_for("a writer waits", || {
+            shell(&format!("cat /proc/{}/stat || true", writer.id())).contains(" D ")
+        });
+        Self { brake, snap, writer, place }
+    }
+
+    fn wait_until_thawed(&mut self) {
+        wait_for("the writer goes on", || over(&mut self.writer));
+        let name = self.place.trim_start_matches("/mnt/").to_owned();
+        wait_for("nothing is quiet", || status(&name)["quiet"].is_null());
+    }
+
+    fn finish(mut self) {
+        self.brake.release();
+        wait_for("the snapshot ends", || over(&mut self.snap));
+        let name = self.place.trim_start_matches("/mnt/").to_owned();
+        wait_for("nothing is quiet", || status(&name)["quiet"].is_null());
+        shell(&format!("touch {0}/after; umount {0}", self.place));
+        cleat_ok(&["unmap", &name]);
+    }
+}
+
+fn configured(text: &str) -> Command {
+    std::fs::write("/tmp/quiesce.toml", text).expect("the configuration is written");
+    cleat_command(&["node", "--config", "/tmp/quiesce.toml"])
+}
+
+fn supervisor_dies() {
+    let mut node = Node::start_as(configured("[map]\nquiesce_deadline = \"5m\"\n"));
+    let mut frozen = Frozen::new("orphaned");
+    // Held open by the daemon: it cannot be unmounted, which would leave it frozen out of reach.
+    assert!(!Command::new("umount").arg(&frozen.place).status().expect("umount runs").success());
+    let refused = cleat(&["upgrade", "orphaned", "--workers-only", "--force"]);
+    assert!(!refused.status.success(), "{refused:?}");
+    node.kill();
+    assert!(!over(&mut frozen.writer), "thawed by nobody");
+    node.restart();
+    frozen.wait_until_thawed();
+    let message = status("orphaned")["message"].to_string();
+    assert!(message.contains("may not be consistent"), "{message}");
+    frozen.finish();
+}
+
+fn worker_dies() {
+    let _node = Node::start_as(configured("[map]\nquiesce_deadline = \"5m\"\n"));
+    let mut frozen = Frozen::new("widowed");
+    let killed = status("widowed")["worker_pid"].as_u64().expect("a worker");
+    signal("KILL", u32::try_from(killed).expect("a pid"));
+    wait_for("another worker serves", || {
+        let now = status("widowed")["worker_pid"].as_u64();
+        now.is_some_and(|pid| ![0, killed].contains(&pid))
+    });
+    frozen.brake.release();
+    frozen.wait_until_thawed();
+    frozen.finish();
+}
+
+fn too_long() {
+    let _node = Node::start_as(configured("[map]\nquiesce_deadline = \"15s\"\n"));
+    let mut frozen = Frozen::new("lasting");
+    frozen.wait_until_thawed();
+    assert!(!over(&mut frozen.snap), "it was over already");
+    let message = status("lasting")["message"].to_string();
+    assert!(message.contains("longer than map.quiesce_deadline"), "{message}");
+    frozen.finish();
+}
+
+fn forced() {
+    let _node = Node::start_as(configured("[map]\nquiesce_deadline = \"5m\"\n"));
+    let mut frozen = Frozen::new("forced");
+    let refused = cleat(&["unmap", "forced"]);
+    assert!(!refused.status.success(), "{refused:?}");
+    assert!(!over(&mut frozen.writer), "thawed for nothing");
+    cleat_ok(&["unmap", "forced", "--force", "--deadline", "40s"]);
+    wait_for("the writer is let go", || over(&mut frozen.writer));
+    shell("! findmnt /mnt/forced");
+    frozen.brake.release();
+    wait_for("the snapshot ends", || over(&mut frozen.snap));
+}
+
+/// As rbd-nbd's own hook does it.
+fn hooked() {
+    let hook = "#!/bin/sh
+        test \"$2\" = quiesce && how=--freeze || how=--unfreeze
+        echo \"$1 $2\" >>/tmp/quiesce.told
+        for place in $(findmnt -n -o TARGET \"$1\"); do fsfreeze $how \"$place\"; done
+        ";
+    std::fs::write("/tmp/quiesce.hook", hook).expect("the hook is written");
+    let path = Path::new("/tmp/quiesce.hook");
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    shell("rm -f /tmp/quiesce.told");
+    let _node = Node::start_as(configured("[map]\nquiesce_hook = \"/tmp/quiesce.hook\"\n"));
+    let device = map("hooked", "96M", true);
+    make(&device, "ext4");
+    shell(&format!("mkdir -p /mnt/hooked; mount {device} /mnt/hooked; touch /mnt/hooked/a"));
+    snap("hooked@s");
+    wait_for("it is over", || status("hooked")["quiet"].is_null());
+    let told = shell("cat /tmp/quiesce.told");
+    assert_eq!(told, format!("{device} quiesce\n{device} unquiesce"));
+    let then = look_at("hooked", "s");
+    assert!(!needs_recovery(&then));
+    cleat_ok(&["unmap", "then"]);
+    shell("touch /mnt/hooked/b; umount /mnt/hooked");
+    cleat_ok(&["unmap", "hooked"]);
+}
