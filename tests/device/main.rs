@@ -25,6 +25,7 @@ mod resize;
 #[path = "../common/stopwatch.rs"]
 mod stopwatch;
 mod systemd;
+mod unit_rbd;
 mod upgrade;
 mod verify;
 
@@ -45,7 +46,7 @@ fn main() {
 
 fn trials() -> Vec<Trial> {
     if std::env::var_os(host::SYSTEMD).is_some() {
-        return systemd::trials();
+        return systemd::trials().into_iter().chain(unit_rbd::trials()).collect();
     }
     [
         lifecycle::trials(),
@@ -72,7 +73,9 @@ fn trials() -> Vec<Trial> {
 /// A named test that fails by panicking.
 fn trial(name: impl Into<String>, body: impl FnOnce() + Send + 'static) -> Trial {
     Trial::test(name, move || {
+        let began = std::time::Instant::now();
         body();
+        println!("took {:.1?}", began.elapsed());
         Ok(())
     })
 }

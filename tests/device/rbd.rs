@@ -46,7 +46,7 @@ pub(crate) fn image(name: &str, size: &str) -> String {
     format!("rbd:{POOL}/{name}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
 }
 
-fn rbd(arguments: &[&str]) {
+pub(crate) fn rbd(arguments: &[&str]) {
     cluster().rbd(arguments).expect("rbd succeeds");
 }
 
@@ -122,7 +122,7 @@ fn survives() {
 }
 
 /// Waits until the mapping has been written to so often again.
-fn goes_on(name: &str, writes: u64) {
+pub(crate) fn goes_on(name: &str, writes: u64) {
     let written = || {
         let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
         let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");

@@ -9,7 +9,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("systemd_unit_starts_works_and_keeps_devices", unit)]
 }
 
-fn unit() {
+/// Puts the unit where a package does, and starts it.
+pub(crate) fn install() {
     shell(
         "install -D cleat /usr/bin/cleat
          install -m 0644 60-cleat.rules /etc/udev/rules.d/; udevadm control --reload
@@ -19,6 +20,10 @@ fn unit() {
          systemctl daemon-reload; systemctl start cleat || { journalctl -u cleat; exit 1; }",
     );
     assert_eq!(shell("systemctl is-active cleat"), "active");
+}
+
+fn unit() {
+    install();
     // The unit lets it listen on a port.
     assert!(shell("cleat metrics 127.0.0.1:9599 | grep cleat_build_info").contains("version="));
     let device = cleat_ok(&["map", "mem:64M", "--name", "unit"]);

@@ -1,0 +1,111 @@
+//! RBD images under the unit: a client as its administrator sets it up, with the cluster found by
+//! name and the key where Ceph looks for it.
+
+use ceph_test_cluster::{ID, POOL};
+use libtest_mimic::Trial;
+
+use crate::fixture::{cleat, cleat_ok, shell, status, wait_for_state};
+use crate::rbd::{cluster, goes_on, rbd, wait_for};
+use crate::resize::{Load, no_io_errors};
+use crate::{systemd, trial};
+
+const NAME: &str = "inunit";
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![trial("systemd_unit_serves_rbd_images_until_they_are_fenced", unit)]
+}
+
+fn unit() {
+    let (conf, key) = (cluster().conf(), cluster().keyring(ID));
+    shell(&format!(
+        "echo 127.0.0.1 mon.cleat.test >> /etc/hosts
+         mkdir -p /etc/ceph
+         echo '[global]' > /etc/ceph/ceph.conf
+         sed -nE 's#^(mon host = ).*:([0-9]+)/0$#\\1mon.cleat.test:\\2#p' {} >> /etc/ceph/ceph.conf
+         grep -q mon.cleat.test /etc/ceph/ceph.conf
+         install -m 0600 {} /etc/ceph/ceph.client.{ID}.keyring",
+        conf.display(),
+        key.display(),
+    ));
+    systemd::install();
+    // Exit statuses 20 and 21 are findings.
+    let findings = String::from_utf8(cleat(&["doctor"]).stdout).expect("UTF-8");
+    assert!(findings.contains("can be loaded"), "{findings}");
+    rbd(&["create", &format!("{POOL}/{NAME}"), "--size", "96M"]);
+    let device = cleat_ok(&["map", &uri(), "--name", NAME]);
+    let missing = shell(&format!("journalctl -t cleat MAPPING={NAME} -o cat -p warning"));
+    assert_eq!(missing, "", "a worker is not confined, or worse");
+    under_load(&device);
+    fenced(&device);
+    shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
+}
+
+fn uri() -> String {
+    format!("rbd:{POOL}/{NAME}?id={ID}")
+}
+
+/// What systemctl can do to the unit, with a file system on the device.
+fn under_load(device: &str) {
+    shell(&format!(
+        "dmesg -C; mkfs.ext4 -q {device}; mkdir -p /mnt/{NAME}; mount {device} /mnt/{NAME}"
+    ));
+    let load =
+        Load::start(&format!("--directory=/mnt/{NAME} --ioengine=libaio --iodepth=8 --size=8M"));
+    goes_on(NAME, 50);
+    let worker = || status(NAME)["worker_pid"].as_u64().filter(|pid| *pid != 0);
+    let first = worker();
+    shell("systemctl restart cleat");
+    wait_for_state(NAME, "mapped");
+    assert_eq!(worker(), first);
+    goes_on(NAME, 50);
+
+    let daemon = || shell("systemctl show cleat -p MainPID --value");
+    let before = daemon();
+    shell("cp /usr/bin/cleat /usr/bin/cleat.next; mv /usr/bin/cleat.next /usr/bin/cleat");
+    shell("systemctl reload-or-restart cleat || { journalctl -u cleat; exit 1; }");
+    assert_eq!(daemon(), before);
+    assert_ne!(worker(), first);
+    goes_on(NAME, 50);
+
+    shell("systemctl stop cleat");
+    let written = written_to(device);
+    wait_for("I/O goes on without a supervisor", || written_to(device) > written + 50);
+    shell("systemctl start cleat");
+    wait_for_state(NAME, "mapped");
+    goes_on(NAME, 50);
+    load.stop();
+    shell(&format!("umount /mnt/{NAME}; e2fsck -fn {device}"));
+    no_io_errors(device);
+}
+
+/// Writes that the kernel has seen end.
+fn written_to(device: &str) -> u64 {
+    let stat = shell(&format!("awk '{{ print $5 }}' /sys/block/{}/stat", &device[5..]));
+    stat.parse().expect("a number")
+}
+
+/// The client is cut off by hand: what its administrator is told, and how it ends.
+fn fenced(device: &str) {
+    let metric = |value: u32| {
+        let seen = shell("./cleat metrics 127.0.0.1:9599 | grep ^cleat_volume_fenced");
+        assert_eq!(seen, format!("cleat_volume_fenced{{volume=\"{NAME}\"}} {value}.0"));
+    };
+    metric(0);
+    let locks = cluster().rbd(&["lock", "ls", &format!("{POOL}/{NAME}"), "--format", "json"]);
+    let locks: serde_json::Value =
+        serde_json::from_slice(&locks.expect("it is listed")).expect("JSON");
+    let owner = locks[0]["address"].as_str().expect("a lock");
+    cluster().ceph(&["osd", "blocklist", "add", owner]);
+    wait_for("it is noticed without a request", || status(NAME)["fenced"] == true);
+    assert_eq!(status(NAME)["state"], "failed");
+    metric(1);
+    shell(&format!("! dd if=/dev/zero of={device} bs=4k count=1 oflag=direct 2> /dev/null"));
+    let errors = shell(&format!("journalctl -t cleat MAPPING={NAME} -o cat -p err"));
+    assert!(errors.contains("somebody else owns the volume"), "{errors:?}");
+    assert_eq!(cleat(&["map", &uri(), "--name", NAME]).status.code(), Some(12));
+    cleat_ok(&["unmap", NAME]);
+    let device = cleat_ok(&["map", &uri(), "--name", NAME]);
+    shell(&format!("dd if=/dev/zero of={device} bs=4k count=1 oflag=direct status=none"));
+    metric(0);
+    cleat_ok(&["unmap", NAME]);
+}
