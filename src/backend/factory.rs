@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::claimant::Claimant;
 #[cfg(feature = "fault")]
@@ -133,6 +134,19 @@ pub fn inherit(
             Arc::new(fault::FaultImage::wrap(inner, spec.plan.clone()))
         }
     })
+}
+
+/// The most that [`unlocking`] gives.
+pub const MAX_UNLOCKING: Duration = rbd::MAX_UNLOCKING;
+
+/// How much longer than others a volume may take to open, since its key is derived from a passphrase.
+pub fn unlocking(uri: &VolumeUri) -> Duration {
+    match uri.spec() {
+        Spec::Mem(_) | Spec::File(_) => Duration::ZERO,
+        Spec::Rbd(spec) => rbd::unlocking(spec),
+        #[cfg(feature = "fault")]
+        Spec::Fault(spec) => unlocking(&spec.inner),
+    }
 }
 
 /// When a process can be confined that is about to open `uri`.

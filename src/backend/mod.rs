@@ -37,8 +37,8 @@ pub mod uri;
 
 pub use extents::Extent;
 pub use factory::{
-    Confinement, OpenOptions, confinement, fence as fence_of, inherit, open, prepare, rbd_library,
-    store, store_for,
+    Confinement, MAX_UNLOCKING, OpenOptions, confinement, fence as fence_of, inherit, open,
+    prepare, rbd_library, store, store_for, unlocking,
 };
 pub use succession::{Inheritance, Legacy};
 

@@ -32,15 +32,15 @@ mod record;
 mod room;
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::claimant::Claimant;
-use super::uri::{RbdSpec, Size, invalid};
+use super::uri::{Encryption, RbdSpec, Size, invalid};
 use super::{
     BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker,
 };
@@ -48,6 +48,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ring::Ring;
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use decision::Occasion;
+pub(super) use encryption::PATIENCE as MAX_UNLOCKING;
+use encryption::Passphrases;
 pub(super) use fence::RbdFence;
 use header::ImageHeader;
 pub(super) use manage::RbdStore;
@@ -63,10 +65,6 @@ const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long opening may take in all, less than a supervisor waits for it. OSDs that do not answer have
 /// no limit of their own.
 const OPEN_PATIENCE: Duration = Duration::from_secs(15);
-
-/// How much longer it may take where a passphrase is turned into a key, which takes two seconds of a
-/// processor's time, and whatever that takes on a busy machine.
-const UNLOCK_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How long closing may take before it is left to itself.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
@@ -129,8 +127,8 @@ struct Shared {
     size: AtomicU64,
     /// Told when the size has changed by itself.
     watcher: OnceLock<Waker>,
-    /// The content is encrypted by the library.
-    encrypted: bool,
+    /// The content is encrypted by the library, and so many bytes of the image are no plain text.
+    luks_header: Option<u64>,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
     room: Room,
@@ -149,6 +147,11 @@ pub(super) fn preload() -> Result<(i32, i32, i32)> {
             .with_repair(error.repair())
             .with_source(error)
     })
+}
+
+/// How long a passphrase may take to be turned into a key, before anything else is done.
+pub(super) fn unlocking(spec: &RbdSpec) -> Duration {
+    spec.encryption.as_ref().map_or(Duration::ZERO, |_| MAX_UNLOCKING)
 }
 
 /// The libraries by their version; `None`: they are not installed.
@@ -180,8 +183,12 @@ pub(super) fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/sys/devices/system",
         "/proc/self",
     ];
-    let passphrase = spec.encryption.as_ref().map(|encryption| &encryption.passphrase_file);
-    let own = spec.conf.iter().chain(&spec.keyring).chain(passphrase).cloned();
+    let unlocking = spec.encryption.iter().flat_map(|encryption: &Encryption| {
+        // libcryptsetup does nothing without both.
+        let random = ["/dev/urandom", "/dev/random"].map(Path::new);
+        encryption.files().chain(random).map(PathBuf::from)
+    });
+    let own = spec.conf.iter().chain(&spec.keyring).cloned().chain(unlocking);
     let all = system.iter().map(PathBuf::from).chain(own);
     all.filter(|path| path.exists()).collect()
 }
@@ -199,28 +206,40 @@ impl RbdImage {
 
     fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         preload()?;
+        let passphrases = spec.encryption.as_ref().map(Passphrases::read).transpose()?;
+        let name = name(spec);
+        let (wanted, read_only) = (spec.clone(), options.read_only);
+        let opening = format!("open {name}");
+        let began = Instant::now();
+        let image =
+            patience::within(OPEN_PATIENCE, &opening, move || open_library(&wanted, read_only))?;
+        let left = OPEN_PATIENCE.saturating_sub(began.elapsed());
+        let (image, header) = match passphrases {
+            Some(passphrases) => {
+                let (image, header) = encryption::unlock_in_time(passphrases, image, name)?;
+                (image, Some(header))
+            }
+            None => (image, None),
+        };
         let (wanted, options) = (spec.clone(), options.clone());
-        let unlock = spec.encryption.as_ref().map_or(Duration::ZERO, |_| UNLOCK_PATIENCE);
-        patience::within(OPEN_PATIENCE + unlock, &format!("open {}", name(spec)), move || {
-            let opened = Self::open_slowly(&wanted, options)?;
+        patience::within(left, &opening, move || {
+            let opened = Self::around(image, header, &wanted, options)?;
             let claimed = if claim { opened.claimed() } else { Ok(opened) };
             claimed.map_err(|error| problem::explained(error, &wanted))
         })
     }
 
-    fn open_slowly(spec: &RbdSpec, options: OpenOptions) -> Result<Self> {
+    /// What serves an image that the library has opened.
+    fn around(
+        image: Arc<librbd::Image>,
+        header: Option<u64>,
+        spec: &RbdSpec,
+        options: OpenOptions,
+    ) -> Result<Self> {
         let name = name(spec);
         let failed = |error| problem(error, &name, spec);
-        let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
-        let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
-        let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
+        let encrypted = header.is_some();
         let read_only = options.read_only || spec.snapshot.is_some();
-        let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
-        let image = pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)?;
-        if let Some(encryption) = &spec.encryption {
-            encryption::unlock(&image, encryption, &name)?;
-        }
-        let encrypted = spec.encryption.is_some();
         let stat = image.stat().map_err(failed)?;
         if stat.size == 0 {
             let error = invalid(format!("{name} is empty"));
@@ -235,7 +254,7 @@ impl RbdImage {
         let shared = Arc::new(Shared {
             size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
             watcher: OnceLock::new(),
-            encrypted,
+            luks_header: header,
             fenced: AtomicBool::new(false),
             room: Room::of(data_pool),
             read_only,
@@ -291,12 +310,6 @@ impl RbdImage {
         if self.shared.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
         }
-        if self.shared.encrypted {
-            // Whether its size means that of the plain text depends on the library's version.
-            let message = format!("{} is encrypted, and not resized by cleat", self.name);
-            return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_repair(format!("rbd resize --size SIZE {}; the device follows", self.name)));
-        }
         let now = self.read_size()?;
         if size < now && !shrink {
             let (size, now) = (Size(size), Size(now));
@@ -305,7 +318,9 @@ impl RbdImage {
         if size == 0 {
             return Err(invalid(format!("{} cannot be made empty", self.name)));
         }
-        let resized = self.image()?.resize(size, shrink, &mut |_, _| ControlFlow::Continue(()));
+        let (image, mut unseen) = (self.image()?, |_, _| ControlFlow::Continue(()));
+        let resized =
+            encryption::resize(&image, self.shared.luks_header, size, shrink, &mut unseen);
         resized.map_err(|error| self.failed(error))?;
         self.read_size().map(drop)
     }
@@ -348,7 +363,7 @@ impl RbdImage {
 
     fn read_size(&self) -> Result<u64> {
         let size = self.image()?.size().map_err(|error| self.failed(error))?;
-        let size = whole_blocks(size, self.shared.encrypted);
+        let size = whole_blocks(size, self.shared.luks_header.is_some());
         self.shared.size.store(size, Ordering::Release);
         Ok(size)
     }
@@ -436,7 +451,7 @@ impl Image for RbdImage {
     }
 
     fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
-        if self.shared.encrypted {
+        if self.shared.luks_header.is_some() {
             // What the library would tell are the places of the ciphertext.
             return Ok(vec![Extent { length, hole: false }]);
         }
@@ -554,6 +569,17 @@ impl Open {
     }
 }
 
+/// Connects and opens, within no limit.
+fn open_library(spec: &RbdSpec, read_only: bool) -> Result<Arc<librbd::Image>> {
+    let failed = |error| problem(error, &name(spec), spec);
+    let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
+    let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
+    let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
+    let read_only = read_only || spec.snapshot.is_some();
+    let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
+    pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)
+}
+
 fn name(spec: &RbdSpec) -> String {
     let space = spec.namespace.as_ref().map(|name| format!("/{name}")).unwrap_or_default();
     let snapshot = spec.snapshot.as_ref().map(|name| format!("@{name}")).unwrap_or_default();
@@ -628,7 +654,9 @@ fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Chang
         for () in changes {
             match image.size() {
                 Ok(size) => {
-                    shared.size.store(whole_blocks(size, shared.encrypted), Ordering::Release);
+                    shared
+                        .size
+                        .store(whole_blocks(size, shared.luks_header.is_some()), Ordering::Release);
                     if let Some(watcher) = shared.watcher.get() {
                         watcher.wake();
                     }

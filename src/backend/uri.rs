@@ -8,8 +8,8 @@
 //! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
 //!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it says
 //!     id=NAME                           the client, without `client.`; default admin
-//!     encryption=luks1|luks2            how its content is encrypted, and the file
-//!     passphrase_file=PATH              whose content unlocks it
+//!     encryption=luks1|luks2|luks       how its content is encrypted, and the file whose content
+//!     passphrase_file=PATH              unlocks it; of a clone, each with a comma, then its parent's
 //!     trim=true|false                   give back what is trimmed; default true, unless encrypted
 //!     lock=exclusive|shared             shared: several write at a time and nobody is kept out, which
 //!                                       destroys what does not expect it; default exclusive
@@ -22,6 +22,7 @@
 //! Sizes take the suffixes K, M, G, T, P, E (also Ki, Mi, …): powers of 1024. Credentials are never
 //! part of a URI.
 
+mod encryption;
 mod options;
 mod rbd;
 mod size;
@@ -38,8 +39,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, ErrorKind, Result};
 use options::{Encoded, Query, decode};
 
+pub use encryption::{Encryption, Luks};
 pub(crate) use options::Options;
-pub use rbd::{Encryption, Luks, RbdSpec, RbdStoreSpec};
+pub use rbd::{RbdSpec, RbdStoreSpec};
 pub use size::{Size, parse_size, parse_size_or_zero};
 pub use store::{StoreSpec, StoreUri};
 
@@ -112,6 +114,15 @@ impl VolumeUri {
             #[cfg(feature = "fault")]
             Spec::Fault(_) => "fault",
         }
+    }
+
+    /// The same volume without what unlocks it, which is enough to claim it.
+    #[must_use]
+    pub fn locked(&self) -> Self {
+        Self(match &self.0 {
+            Spec::Rbd(spec) => Spec::Rbd(RbdSpec { encryption: None, trim: true, ..spec.clone() }),
+            other => other.clone(),
+        })
     }
 
     /// A mapping's name made from the volume, `[A-Za-z0-9][A-Za-z0-9._-]{0,127}`. Options do not

@@ -82,6 +82,10 @@ impl dyn Lane + '_ {
 pub struct Local(Arc<dyn Image>);
 
 impl Local {
+    pub fn shrink(&self, size: u64) -> Result<()> {
+        self.0.shrink(size)
+    }
+
     pub fn of(image: Arc<dyn Image>) -> Self {
         Self(image)
     }

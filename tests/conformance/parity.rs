@@ -11,7 +11,7 @@ use cleat::backend::{OpenOptions, Waker, open};
 use cleat::error::{Error, ErrorKind};
 use cleat::request::{Flags, Op};
 use librbd::{
-    Io, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
+    Io, Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -84,13 +84,24 @@ fn encrypted_images_are_served_in_plain_text() {
         // Zeroes that the library makes do not last (see the constructor), so they are written.
         assert!(!volume.features().write_zeroes && !volume.features().trim);
         assert_eq!(volume.extents(0, MIB, 9).unwrap().len(), 1, "nothing is told of holes");
-        assert_eq!(volume.resize(128 * MIB).unwrap_err().kind(), ErrorKind::Unsupported);
+        for size in [128 * MIB, 128 * MIB + 4096, 96 * MIB] {
+            // Sizes are those of the plain text, to the block.
+            let shrinks = size < volume.size();
+            let resized = if shrinks { volume.shrink(size) } else { volume.resize(size) };
+            resized.unwrap();
+            assert_eq!(volume.size(), size);
+            lane.one(write(size - 4096, &pattern(3, 4096)));
+            assert!(lane.read(size - 4096, 4096) == pattern(3, 4096));
+        }
+        assert_eq!(volume.resize(64 * MIB).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert!(lane.read(8192, 65536) == expected);
         drop(volume);
         // Others see the same, with the passphrase, and nothing of it without.
         let image = pool(shared(), ID).open(&name, None, Open::ReadOnly).unwrap();
         let cipher = read(&image, header + 8192, 4096);
         assert!(cipher != expected[..4096] && cipher != [0; 4096]);
-        image.unlock(luks, b"right").unwrap();
+        assert_eq!(image.size().unwrap(), 96 * MIB + header);
+        image.unlock(&[Key { format: luks, passphrase: b"right" }]).unwrap();
         assert!(read(&image, 8192, 8192) == expected[..8192]);
         drop(image);
         if luks == Luks::Two {

@@ -245,9 +245,13 @@ table! {
             rbd_image_t, *mut rbd_mirror_image_info_t, size_t
         ) -> c_int;
         fn rbd_mirror_image_get_info_cleanup(*mut rbd_mirror_image_info_t);
+        fn rbd_encryption_format(
+            rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
+        ) -> c_int;
         fn rbd_encryption_load(
             rbd_image_t, rbd_encryption_format_t, rbd_encryption_options_t, size_t
         ) -> c_int;
+        fn rbd_encryption_load2(rbd_image_t, *const rbd_encryption_spec_t, size_t) -> c_int;
         fn rbd_quiesce_watch(
             rbd_image_t, rbd_update_callback_t, rbd_update_callback_t, *mut c_void, *mut u64
         ) -> c_int;

@@ -134,8 +134,27 @@ pub struct rbd_encryption_luks1_format_options_t {
 /// The same for the other format.
 pub type rbd_encryption_luks2_format_options_t = rbd_encryption_luks1_format_options_t;
 
+/// What unlocks an image in either format.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_encryption_luks_format_options_t {
+    pub passphrase: *const c_char,
+    pub passphrase_size: usize,
+}
+
+/// What unlocks one image of a chain of clones.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct rbd_encryption_spec_t {
+    pub format: rbd_encryption_format_t,
+    pub opts: rbd_encryption_options_t,
+    pub opts_size: usize,
+}
+
 pub const RBD_ENCRYPTION_FORMAT_LUKS1: rbd_encryption_format_t = 0;
 pub const RBD_ENCRYPTION_FORMAT_LUKS2: rbd_encryption_format_t = 1;
+/// Either of the two, where the library has `rbd_encryption_load2`.
+pub const RBD_ENCRYPTION_FORMAT_LUKS: rbd_encryption_format_t = 2;
 pub const RBD_ENCRYPTION_ALGORITHM_AES256: c_int = 1;
 
 pub const RBD_MAX_IMAGE_NAME_SIZE: usize = 96;

@@ -17,11 +17,17 @@ fn declarations_agree_with_the_headers() {
         "#define _FILE_OFFSET_BITS 64\n#include <stddef.h>\n#include <stdbool.h>\n\
          #include <rados/librados.h>\n#include <rbd/librbd.h>\n",
     );
-    for symbol in Librados::SYMBOLS.iter().chain(Librbd::SYMBOLS) {
+    let newer = |symbol: &&Symbol| symbol.name == c"rbd_encryption_load2";
+    for symbol in Librados::SYMBOLS.iter().chain(Librbd::SYMBOLS).filter(|symbol| !newer(symbol)) {
         prototype(&mut source, symbol);
     }
     layouts(&mut source);
     constants(&mut source);
+    // What the headers say themselves that they have.
+    source.push_str("#ifdef LIBRBD_SUPPORTS_ENCRYPTION_LOAD2\n");
+    Librbd::SYMBOLS.iter().filter(newer).for_each(|symbol| prototype(&mut source, symbol));
+    newer_layouts(&mut source);
+    source.push_str("#endif\n");
     compile(&source).unwrap_or_else(|complaint| {
         panic!("the headers say otherwise (needs: apt install gcc librbd-dev):\n{complaint}")
     });
@@ -111,16 +117,32 @@ fn in_c(rust: &str) -> String {
     .to_owned()
 }
 
-fn layouts(source: &mut String) {
-    macro_rules! layout {
-        ($($type:ident { $($field:ident),* })*) => { $(
-            writeln!(source, "_Static_assert(sizeof({0}) == {1}, \"{0}\");",
-                stringify!($type), size_of::<$type>()).unwrap();
-            $(writeln!(source, "_Static_assert(offsetof({0}, {1}) == {2}, \"{0}.{1}\");",
-                stringify!($type), stringify!($field), offset_of!($type, $field)).unwrap();)*
-        )* };
+macro_rules! layout {
+    ($source:ident $($type:ident { $($field:ident),* })*) => { $(
+        writeln!($source, "_Static_assert(sizeof({0}) == {1}, \"{0}\");",
+            stringify!($type), size_of::<$type>()).unwrap();
+        $(writeln!($source, "_Static_assert(offsetof({0}, {1}) == {2}, \"{0}.{1}\");",
+            stringify!($type), stringify!($field), offset_of!($type, $field)).unwrap();)*
+    )* };
+}
+
+macro_rules! constant {
+    ($source:ident $($name:ident)*) => { $(
+        writeln!($source, "_Static_assert({0} == {1}, \"{0}\");", stringify!($name), $name)
+            .unwrap();
+    )* };
+}
+
+fn newer_layouts(source: &mut String) {
+    layout! { source
+        rbd_encryption_luks_format_options_t { passphrase, passphrase_size }
+        rbd_encryption_spec_t { format, opts, opts_size }
     }
-    layout! {
+    constant! { source RBD_ENCRYPTION_FORMAT_LUKS }
+}
+
+fn layouts(source: &mut String) {
+    layout! { source
         rbd_image_info_t {
             size, obj_size, num_objs, order, block_name_prefix, parent_pool, parent_name
         }
@@ -143,13 +165,7 @@ fn layouts(source: &mut String) {
 }
 
 fn constants(source: &mut String) {
-    macro_rules! constant {
-        ($($name:ident)*) => { $(
-            writeln!(source, "_Static_assert({0} == {1}, \"{0}\");", stringify!($name), $name)
-                .unwrap();
-        )* };
-    }
-    constant! {
+    constant! { source
         RBD_MAX_IMAGE_NAME_SIZE RBD_MAX_BLOCK_NAME_SIZE RBD_FEATURE_LAYERING
         RBD_FEATURE_STRIPINGV2 RBD_FEATURE_EXCLUSIVE_LOCK RBD_FEATURE_OBJECT_MAP
         RBD_FEATURE_FAST_DIFF RBD_FEATURE_DEEP_FLATTEN RBD_FEATURE_JOURNALING

@@ -3,11 +3,12 @@
 use std::ffi::{c_char, c_void};
 
 use librbd_sys::{
-    RBD_ENCRYPTION_ALGORITHM_AES256, RBD_ENCRYPTION_FORMAT_LUKS1, RBD_ENCRYPTION_FORMAT_LUKS2,
-    rbd_encryption_luks1_format_options_t,
+    RBD_ENCRYPTION_ALGORITHM_AES256, RBD_ENCRYPTION_FORMAT_LUKS, RBD_ENCRYPTION_FORMAT_LUKS1,
+    RBD_ENCRYPTION_FORMAT_LUKS2, rbd_encryption_format_t, rbd_encryption_luks_format_options_t,
+    rbd_encryption_luks1_format_options_t, rbd_encryption_spec_t,
 };
 
-use crate::error::{Result, check};
+use crate::error::{Error, Result, check};
 use crate::image::Image;
 
 /// How an image's content is encrypted.
@@ -15,36 +16,110 @@ use crate::image::Image;
 pub enum Luks {
     One,
     Two,
+    /// Whichever the image has.
+    Any,
+}
+
+/// What unlocks an image, or one of those that it was cloned from.
+#[derive(Clone, Copy)]
+pub struct Key<'a> {
+    pub format: Luks,
+    pub passphrase: &'a [u8],
+}
+
+/// The library's form of a [`Key`].
+enum Options {
+    Of(rbd_encryption_format_t, rbd_encryption_luks1_format_options_t),
+    Any(rbd_encryption_luks_format_options_t),
 }
 
 impl Image {
-    /// Reads and writes plain text from now on, as `passphrase` unlocks it; the size becomes that of
-    /// the plain text. To be called before the first operation.
+    /// Whether the library finds the format out by itself, and takes a key for each image of a chain of
+    /// clones (Ceph 18 does, 16 does not).
+    pub fn can_unlock_chains(&self) -> bool {
+        self.api().rbd_encryption_load2.is_some()
+    }
+
+    /// Reads and writes plain text from now on; the size becomes that of the plain text. The first key
+    /// is that of the image, the next one that of its parent, and so on; the last one is good for the
+    /// rest of the chain, too, up to an image that is not encrypted.
     ///
     /// # Errors
-    /// EPERM for a wrong passphrase, EINVAL without such a header, ENOSYS for a library before Ceph 16,
-    /// or what the library gives.
-    pub fn unlock(&self, format: Luks, passphrase: &[u8]) -> Result<()> {
+    /// EPERM for a wrong passphrase, EINVAL without such a header; ENOSYS for a library before Ceph 16,
+    /// and where several keys, or [`Luks::Any`], are given to one that cannot unlock chains; or what the
+    /// library gives.
+    pub fn unlock(&self, keys: &[Key<'_>]) -> Result<()> {
         let action = || "unlock the image's encryption".to_owned();
-        let load = self.api().rbd_encryption_load.ok_or_else(|| {
-            let action = "unlock the image's encryption, for which librbd is too old (Ceph 16 can)";
-            crate::Error::new(action, libc::ENOSYS)
-        })?;
-        // The options of both look the same.
-        let format = match format {
-            Luks::One => RBD_ENCRYPTION_FORMAT_LUKS1,
-            Luks::Two => RBD_ENCRYPTION_FORMAT_LUKS2,
+        let mut options: Vec<Options> = keys.iter().map(Options::new).collect();
+        let api = self.api();
+        if let Some(load2) = api.rbd_encryption_load2 {
+            let specs: Vec<_> = options.iter_mut().map(Options::spec).collect();
+            // SAFETY: the image is open; each of the specs points to options of the type and size that
+            // its format has, which live until the end of the call; the library copies what it keeps.
+            let loaded = unsafe { load2(self.raw(), specs.as_ptr(), specs.len()) };
+            return check(loaded, action).map(drop);
+        }
+        let (Some(load), [only @ Options::Of(..)]) = (api.rbd_encryption_load, &mut *options)
+        else {
+            return Err(Error::new(action(), libc::ENOSYS));
         };
-        let mut options = rbd_encryption_luks1_format_options_t {
-            // Only of use when one formats.
-            alg: RBD_ENCRYPTION_ALGORITHM_AES256,
-            passphrase: passphrase.as_ptr().cast::<c_char>(),
-            passphrase_size: passphrase.len(),
+        let rbd_encryption_spec_t { format, opts, opts_size } = only.spec();
+        // SAFETY: as above.
+        check(unsafe { load(self.raw(), format, opts, opts_size) }, action).map(drop)
+    }
+
+    /// Writes a new header with a new key over the image's beginning: what was there is lost.
+    ///
+    /// # Errors
+    /// EINVAL for [`Luks::Any`]; ENOSPC where the image is smaller than the header; ENOSYS for a library
+    /// before Ceph 16; or what the library gives.
+    pub fn format(&self, key: Key<'_>) -> Result<()> {
+        let action = || "format the image for encryption".to_owned();
+        let format = self.api().rbd_encryption_format;
+        let format = format.ok_or_else(|| Error::new(action(), libc::ENOSYS))?;
+        let mut options = Options::new(&key);
+        if matches!(options, Options::Any(_)) {
+            return Err(Error::new(action(), libc::EINVAL));
+        }
+        let rbd_encryption_spec_t { format: kind, opts, opts_size } = options.spec();
+        // SAFETY: the image is open; the options are of the type and size that the format has, and live
+        // until the end of the call; the library copies what it keeps.
+        check(unsafe { format(self.raw(), kind, opts, opts_size) }, action).map(drop)
+    }
+}
+
+impl Options {
+    /// Points to the key's passphrase.
+    fn new(key: &Key<'_>) -> Self {
+        let passphrase = key.passphrase.as_ptr().cast::<c_char>();
+        let passphrase_size = key.passphrase.len();
+        let of = |format| {
+            let alg = RBD_ENCRYPTION_ALGORITHM_AES256;
+            // The options of both look the same.
+            let options =
+                rbd_encryption_luks1_format_options_t { alg, passphrase, passphrase_size };
+            Self::Of(format, options)
         };
-        let size = size_of_val(&options);
-        let options = (&raw mut options).cast::<c_void>();
-        // SAFETY: the image is open; the options are of the type and size that the format has, and the
-        // library copies the passphrase.
-        check(unsafe { load(self.raw(), format, options, size) }, action).map(drop)
+        match key.format {
+            Luks::One => of(RBD_ENCRYPTION_FORMAT_LUKS1),
+            Luks::Two => of(RBD_ENCRYPTION_FORMAT_LUKS2),
+            Luks::Any => {
+                Self::Any(rbd_encryption_luks_format_options_t { passphrase, passphrase_size })
+            }
+        }
+    }
+
+    /// Points to these options.
+    fn spec(&mut self) -> rbd_encryption_spec_t {
+        let (format, opts, opts_size): (_, *mut c_void, _) = match self {
+            Self::Of(format, options) => {
+                (*format, (&raw mut *options).cast(), size_of_val(options))
+            }
+            Self::Any(options) => {
+                let format = RBD_ENCRYPTION_FORMAT_LUKS;
+                (format, (&raw mut *options).cast(), size_of_val(options))
+            }
+        };
+        rbd_encryption_spec_t { format, opts, opts_size }
     }
 }

@@ -32,7 +32,7 @@ mod watch;
 
 pub use cluster::{Cluster, Config};
 pub use describe::{LinkedImage, Objects, Parent};
-pub use encryption::Luks;
+pub use encryption::{Key, Luks};
 pub use error::{Error, Result};
 pub use image::{Image, Open, Stat};
 pub use librbd_sys::{

@@ -12,10 +12,12 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::mpsc::sync_channel;
 
 use libc::iovec;
 use librbd_sys::{RBD_WRITE_ZEROES_FLAG_THICK_PROVISION, rbd_completion_t};
 
+use crate::error::Error;
 use crate::gate::Gate;
 use crate::image::Image;
 
@@ -134,6 +136,30 @@ impl Image {
             running: 0,
             capacity,
         }
+    }
+}
+
+impl Image {
+    /// Reads a few bytes, and waits for them; fewer at the end of the image.
+    ///
+    /// # Errors
+    /// What the library gives.
+    pub fn read(self: &Arc<Self>, offset: u64, length: usize) -> Result<Vec<u8>, Error> {
+        let failed = |errno| Error::new(format!("read {length} bytes at {offset}"), errno);
+        let (sender, ended) = sync_channel::<()>(1);
+        let mut submitter = self.submitter(1, move || _ = sender.try_send(()));
+        let started = submitter.start(0, Io::Read { offset }, Some(vec![0; length]));
+        started.map_err(|refused| failed(refused.errno))?;
+        // Called back whatever happens; with the callback gone, nothing comes.
+        let _ = ended.recv();
+        let Some(Completion { result, buffer: Some(mut buffer), .. }) = submitter.next() else {
+            return Err(failed(libc::EIO));
+        };
+        match usize::try_from(result) {
+            Ok(count) => buffer.truncate(count),
+            Err(_) => return Err(failed(i32::try_from(-result).unwrap_or(libc::EIO))),
+        }
+        Ok(buffer)
     }
 }
 

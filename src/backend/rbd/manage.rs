@@ -6,6 +6,7 @@
 //!   image that is mapped. What cuts off or overwrites data under a holder is refused, by name: under
 //!   whoever has it open, and under a claim that stands, whether its client is heard of or not.
 
+mod encrypted;
 mod info;
 mod layout;
 mod rivals;
@@ -19,7 +20,7 @@ use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK};
 
 use super::mirror::check_primary;
 use super::patience::{Course, PATIENCE, answer, followed, within};
-use super::{config, preload, problem};
+use super::{config, encryption, preload, problem};
 use crate::backend::claimant::Claimant;
 use crate::backend::manage::{
     Entry, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source,
@@ -98,7 +99,10 @@ impl RbdStore {
 impl Store for RbdStore {
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
         let layout = layout.clone();
-        self.call(name, None, move |target| target.create(size, &layout))
+        let target = self.target(name, None)?;
+        let unlocking =
+            target.spec.encryption.as_ref().map_or(Duration::ZERO, |_| encrypted::PATIENCE);
+        within(PATIENCE + unlocking, &answer(&target.name), move || target.create(size, &layout))
     }
 
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
@@ -209,8 +213,12 @@ impl Store for RbdStore {
 impl Target {
     fn create(&self, size: u64, layout: &Layout) -> Result<bool> {
         let new = layout::new_image(layout)?;
-        match self.pool.create(&self.spec.image, size, &new) {
-            Ok(()) => Ok(true),
+        match self.pool.create(&self.spec.image, self.whole(size, layout)?, &new) {
+            Ok(()) => self.encrypt(size, layout).map(|_| true),
+            Err(error) if self.spec.encryption.is_some() && error.errno() == Some(libc::EEXIST) => {
+                drop(self.half_made(error)?);
+                self.encrypt(size, layout)
+            }
             Err(error) if error.errno() == Some(libc::EEXIST) => {
                 let image = self.half_made(error)?;
                 let mut differences =
@@ -318,7 +326,8 @@ impl Target {
 
     fn resize(&self, size: u64, shrink: bool, course: &Course) -> Result<bool> {
         let failed = |error| self.failed(error);
-        let image = self.open(Open::ReadOnly)?;
+        let image = self.open(Open::Write)?;
+        let header = self.unlock(&image)?;
         let now = image.size().map_err(failed)?;
         if now == size {
             return Ok(false);
@@ -332,11 +341,10 @@ impl Target {
                 ));
             }
             self.check_unused(&image)?;
+            self.keep_alone(&image)?;
         }
-        drop(image);
-        let image = if size < now { self.open_alone()? } else { self.open(Open::Write)? };
-        let resized = image.resize(size, shrink, &mut |done, total| course.tell(done, total));
-        match resized {
+        let mut tell = |done, total| course.tell(done, total);
+        match encryption::resize(&image, header, size, shrink, &mut tell) {
             Ok(()) => Ok(true),
             Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.too_large(error)),
             Err(error) => Err(self.ended(
@@ -373,8 +381,13 @@ impl Target {
     /// Opens the image so that nobody comes to write to it meanwhile: with the exclusive lock, where it
     /// has that. A mapping that was faster is refused as one that was there.
     fn open_alone(&self) -> Result<Arc<Image>> {
-        let failed = |error| self.failed(error);
         let image = self.open(Open::Write)?;
+        self.keep_alone(&image)?;
+        Ok(image)
+    }
+
+    fn keep_alone(&self, image: &Image) -> Result<()> {
+        let failed = |error| self.failed(error);
         if image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK != 0 {
             image.lock_acquire().map_err(|error| match error.errno() {
                 Some(libc::EROFS) => {
@@ -385,8 +398,7 @@ impl Target {
                 _ => failed(error),
             })?;
         }
-        self.check_unused(&image)?;
-        Ok(image)
+        self.check_unused(image)
     }
 
     /// As [`Target::open`]; `None` where there is no such image.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use super::options::{Encoded, Options, decode};
-use super::{ErrorKind, invalid};
+use super::{Encryption, ErrorKind, invalid};
 use crate::error::{Error, Result};
 
 /// An RBD image, and how its cluster is reached. Never a secret itself: only where one is read.
@@ -24,7 +24,7 @@ pub struct RbdSpec {
     pub id: Option<String>,
     /// The file with the client's key; absolute.
     pub keyring: Option<PathBuf>,
-    /// How the content is encrypted, and the file with the passphrase.
+    /// How the content is encrypted, and the files with the passphrases.
     pub encryption: Option<Encryption>,
     /// Whether what is trimmed is given back to the cluster; by default it is, unless it is encrypted.
     pub trim: bool,
@@ -32,22 +32,6 @@ pub struct RbdSpec {
     pub shared: bool,
     /// Options of Ceph, before those of the configuration file.
     pub config: BTreeMap<String, String>,
-}
-
-/// LUKS, as `rbd encryption format` makes it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Encryption {
-    /// Which.
-    pub format: Luks,
-    /// Absolute; the whole of the file is the passphrase.
-    pub passphrase_file: PathBuf,
-}
-
-/// The version of LUKS.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Luks {
-    One,
-    Two,
 }
 
 /// A pool, or a namespace in one, and how its cluster is reached.
@@ -93,7 +77,7 @@ impl RbdSpec {
         snapshot: Option<String>,
         mut options: Options,
     ) -> Result<Self> {
-        let encryption = encryption(&mut options)?;
+        let encryption = Encryption::take(&mut options)?;
         let spec = Self {
             pool,
             namespace,
@@ -142,12 +126,14 @@ impl RbdSpec {
 
     pub(super) fn options(&self) -> Vec<(String, String)> {
         let path = |path: &PathBuf| path.to_string_lossy().into_owned();
+        let encryption = self.encryption.as_ref().map(Encryption::options);
+        let (formats, files) = encryption.unzip();
         let first = [
             ("conf", self.conf.as_ref().map(path)),
             ("id", self.id.clone()),
             ("keyring", self.keyring.as_ref().map(path)),
-            ("encryption", self.encryption.as_ref().map(|e| luks_name(e.format).to_owned())),
-            ("passphrase_file", self.encryption.as_ref().map(|e| path(&e.passphrase_file))),
+            ("encryption", formats),
+            ("passphrase_file", files),
             ("trim", (self.trim != self.encryption.is_none()).then(|| self.trim.to_string())),
             ("lock", self.shared.then(|| "shared".to_owned())),
         ];
@@ -245,38 +231,16 @@ fn plain(name: &str, what: &str) -> Result<()> {
 }
 
 fn file(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {
-    let Some(path) = options.take(key) else { return Ok(None) };
+    options.take(key).map(|path| absolute(&path, key)).transpose()
+}
+
+/// The value of the option `key`, a path.
+pub(super) fn absolute(path: &str, key: &str) -> Result<PathBuf> {
     if !path.starts_with('/') || path.contains('\0') {
         return Err(invalid(format!("{key} needs an absolute path, not {path:?}"))
             .with_repair(format!("write the whole path, as in {key}=/etc/ceph/…")));
     }
-    Ok(Some(path.into()))
-}
-
-fn encryption(options: &mut Options) -> Result<Option<Encryption>> {
-    let passphrase_file = file(options, "passphrase_file")?;
-    let format = match options.take("encryption").as_deref() {
-        None => None,
-        Some("luks1") => Some(Luks::One),
-        Some("luks2") => Some(Luks::Two),
-        Some(other) => {
-            return Err(invalid(format!("the encryption {other:?} is unknown"))
-                .with_repair("write encryption=luks1 or encryption=luks2"));
-        }
-    };
-    match (format, passphrase_file) {
-        (None, None) => Ok(None),
-        (Some(format), Some(passphrase_file)) => Ok(Some(Encryption { format, passphrase_file })),
-        _ => Err(invalid("encryption and passphrase_file go together")
-            .with_repair("write encryption=luks2&passphrase_file=/etc/ceph/…")),
-    }
-}
-
-fn luks_name(format: Luks) -> &'static str {
-    match format {
-        Luks::One => "luks1",
-        Luks::Two => "luks2",
-    }
+    Ok(path.into())
 }
 
 fn shared(lock: Option<&str>) -> Result<bool> {
@@ -346,6 +310,16 @@ mod tests {
                 "rbd:p/i?id=x&encryption=luks2&passphrase_file=/k&trim=true",
                 "rbd-p-i",
             ),
+            (
+                "rbd:p/i?passphrase_file=/k,/l&encryption=luks2,luks",
+                "rbd:p/i?encryption=luks2,luks&passphrase_file=/k,/l",
+                "rbd-p-i",
+            ),
+            (
+                "rbd:p/i?encryption=luks1&passphrase_file=/k%2c,l",
+                "rbd:p/i?encryption=luks1&passphrase_file=/k,,l",
+                "rbd-p-i",
+            ),
             ("rbd:p/i?trim=true", "rbd:p/i", "rbd-p-i"),
             ("rbd:p/i?trim=false", "rbd:p/i?trim=false", "rbd-p-i"),
             (
@@ -382,6 +356,8 @@ mod tests {
             ("rbd:p/i?encryption=luks2", "go together", "passphrase_file=/"),
             ("rbd:p/i?passphrase_file=/k", "go together", "encryption=luks2"),
             ("rbd:p/i?encryption=aes&passphrase_file=/k", "unknown", "luks1"),
+            ("rbd:p/i?encryption=luks2,luks1&passphrase_file=/k", "1 files", "as many"),
+            ("rbd:p/i?encryption=luks2,luks1&passphrase_file=/k,l", "absolute path", ""),
             ("rbd:p/i?encryption=luks2&passphrase_file=k", "absolute path", "passphrase_file=/"),
             ("rbd:p/i?trim=perhaps", "trim", ""),
             ("rbd:p/i?config.A=1", "no option of Ceph", ""),

@@ -20,13 +20,19 @@ Examples:
     $ cleat volume create rbd:volumes/data 10G --features layering,exclusive-lock \\
         --object-size 8M --data-pool volumes-ec
 
+  Encrypted, with 10G of plain text; its URI is what `cleat map` takes, too:
+    $ cleat volume create \\
+        'rbd:volumes/secret?encryption=luks2&passphrase_file=/etc/ceph/secret.key' 10G
+
   A sparse file:
     $ cleat volume create file:/var/lib/images/a.img 10G
 ";
 
 /// Make a volume
 ///
-/// One that is there already with the same size, and with what is asked for here, succeeds.
+/// One that is there already with the same size, and with what is asked for here, succeeds. Where the
+/// URI names an encryption, the image is formatted for it, and one that is there already only if it
+/// holds nothing.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CREATE_EXAMPLES)]
 pub(super) struct Create {
@@ -104,7 +110,8 @@ Examples:
 
 /// Change the size of a volume where it is kept
 ///
-/// For a mapping of this node `cleat resize` does both, the volume and its device.
+/// For a mapping of this node `cleat resize` does both, the volume and its device. Of a volume whose
+/// URI says how it is encrypted, the size is that of the plain text.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = RESIZE_EXAMPLES)]
 pub(super) struct Resize {
