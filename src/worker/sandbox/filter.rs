@@ -199,6 +199,11 @@ const PATHS: &[c_long] = &[
     libc::SYS_getdents64,
     libc::SYS_faccessat,
     libc::SYS_getcwd,
+    // Of libcryptsetup: memory that is not to be swapped out, and locks of its own.
+    libc::SYS_mlock,
+    libc::SYS_munlock,
+    libc::SYS_fstatfs,
+    libc::SYS_flock,
 ];
 
 /// For backends that speak over a network. Librados wakes its own threads through pipes.
