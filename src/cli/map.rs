@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use super::client::{self, GRACE, milliseconds};
+use super::client::{self, GRACE, OPERATION_TIMEOUT, milliseconds};
 use super::output::{self, Format};
 use super::set::PolicyArgs;
 use super::{Globals, size, view};
+use crate::backend;
 use crate::backend::uri::VolumeUri;
 use crate::config::MAX_CONNECTIONS;
 use crate::error::{Error, Result};
@@ -58,7 +59,7 @@ pub(super) struct Map {
     /// file:/path is a raw file or a block device; its options are direct=true (past the page cache)
     /// and create=SIZE (make the file, sparse, where it is missing or empty).
     /// rbd:pool[/namespace]/image[@snapshot] is an RBD image of Ceph; its options are id=NAME,
-    /// keyring=PATH, conf=PATH, encryption=luks1|luks2 with passphrase_file=PATH, trim=false,
+    /// keyring=PATH, conf=PATH, encryption=luks2|luks1|luks with passphrase_file=PATH, trim=false,
     /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several write at a time and nobody is
     /// kept out: destroys what does not expect it). mem:SIZE holds the volume
     /// in memory; it is gone when it is unmapped. `?` and `%` in a path are written %3F and %25.
@@ -95,9 +96,9 @@ pub(super) struct Map {
     quiesce: bool,
     #[command(flatten)]
     policy: PolicyArgs,
-    /// Give up after this long
-    #[arg(long, value_name = "DURATION", value_parser = size::duration, default_value = "30s")]
-    timeout: Duration,
+    /// Give up after this long [default: 30s; 150s where a passphrase unlocks the volume]
+    #[arg(long, value_name = "DURATION", value_parser = size::duration)]
+    timeout: Option<Duration>,
 }
 
 /// Runs the command.
@@ -107,7 +108,8 @@ pub(super) struct Map {
 pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
     // Checked here, too, so that a slip of the pen is told without a daemon; what is sent is what was
     // typed.
-    args.uri.parse::<VolumeUri>().map_err(teach)?;
+    let uri = args.uri.parse::<VolumeUri>().map_err(teach)?;
+    let timeout = args.timeout.unwrap_or(OPERATION_TIMEOUT + backend::unlocking(&uri));
     let options = MapOptions {
         read_only: args.read_only,
         connections: args.connections.unwrap_or(0),
@@ -125,11 +127,11 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         uri: args.uri,
         name: args.name.unwrap_or_default(),
         options: Some(options),
-        timeout_ms: milliseconds(args.timeout),
+        timeout_ms: milliseconds(timeout),
         take_over: args.take_over,
     };
     let mapping: view::Mapping = client::run(globals, async |client| {
-        let limit = args.timeout + GRACE;
+        let limit = timeout + GRACE;
         client.call(limit, async |mut node| node.map(request).await).await
     })?
     .into();

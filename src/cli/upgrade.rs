@@ -8,6 +8,7 @@ use tokio_stream::StreamExt as _;
 use super::client::{self, Client, GRACE, OPERATION_TIMEOUT, QUERY_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
+use crate::backend::MAX_UNLOCKING;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1::upgrade_event::Outcome;
 use crate::proto::v1::{HealthRequest, UpgradeEvent, UpgradeRequest};
@@ -128,7 +129,7 @@ async fn follow(
     done: &mut Upgraded,
 ) -> Result<Option<String>> {
     // The daemon bounds each volume by itself.
-    let limit = OPERATION_TIMEOUT * 2 + GRACE;
+    let limit = OPERATION_TIMEOUT * 2 + MAX_UNLOCKING + GRACE;
     let mut stream = client.call(limit, async |mut node| node.upgrade(request).await).await?;
     loop {
         let event = match tokio::time::timeout(limit, stream.next()).await {

@@ -19,6 +19,7 @@ use tonic::{Request, Response, Status};
 use super::convert;
 use super::executor::Executor;
 use super::growth::NewSize;
+use super::unlocking;
 use super::volume::{View, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1 as api;
@@ -176,7 +177,8 @@ impl api::node_server::Node for Admin {
         request: Request<api::MapRequest>,
     ) -> Result<Response<api::Mapping>, Status> {
         let mut request = request.into_inner();
-        let deadline = self.deadline(request.timeout_ms)?;
+        let default = self.timeout + unlocking::patience(&request.uri);
+        let deadline = Instant::now() + checked(convert::timeout(request.timeout_ms, default))?;
         if request.name.is_empty() {
             request.name = self.executor.name_of(&request.uri);
         }

@@ -19,6 +19,7 @@ use super::naming::other_volume;
 use super::offload::offload;
 use super::quiesce::Means;
 use super::random::Random;
+use super::unlocking;
 use super::volume::{Guard, OutageView, Register, View, Volume};
 use super::workers::Workers;
 use crate::error::{Error, ErrorKind, Result};
@@ -89,6 +90,8 @@ pub struct Executor {
     pub(super) workers: Workers,
     /// Workers that may be starting at one time.
     pub(super) starts: tokio::sync::Semaphore,
+    /// Those of them that may be unlocking their volumes.
+    pub(super) unlocks: tokio::sync::Semaphore,
     pub(super) register: Register,
     pub(super) settings: Settings,
     pub(super) random: Random,
@@ -280,7 +283,7 @@ impl Executor {
             tracing::warn!(mapping = guard.volume().name, "{}", error.report());
             self.later(guard);
         }
-        let deadline = Instant::now() + REPAIR_LIMIT;
+        let deadline = Instant::now() + REPAIR_LIMIT + unlocking::patience(&guard.record.uri);
         match self.converge(guard, deadline).await {
             Ok(State::Failed(trouble)) => {
                 tracing::debug!(mapping = guard.volume().name, "failed: {}", trouble.message);

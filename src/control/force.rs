@@ -24,11 +24,12 @@ use super::executor::{Executor, Target};
 use super::mapping::{Action, Intent, State};
 use super::process::Process;
 use super::steps::{FORCED_STOP_GRACE, within};
+use super::unlocking;
 use super::volume::Guard;
 use super::workers::{Worker, stop_process, unexpected};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernel::{Device, DeviceIndex, Holder, Identity, Severed, Unmount};
-use crate::worker::protocol::{FromWorker, ToWorker};
+use crate::worker::protocol::{FromWorker, Start, ToWorker};
 
 /// What a forced unmap did.
 #[derive(Debug, Clone, Default)]
@@ -332,6 +333,7 @@ impl Executor {
         guard.record.worker = Some(launched.id());
         self.store(guard).await?;
         let start = self.start_message(&guard.record, false);
+        let start = Start { uri: unlocking::locked(&start.uri), ..start };
         let starting = self.workers.start(launched, start, None, Vec::new(), deadline);
         let started = timeout_at(deadline, starting);
         let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");

@@ -15,6 +15,7 @@ use tokio::time::Instant;
 use super::executor::Executor;
 use super::mapping::State;
 use super::steps::{no_worker, volume_of, within};
+use super::unlocking;
 use super::volume::Guard;
 use super::workers::{Launched, unexpected};
 use crate::error::{Error, ErrorKind, Result};
@@ -43,13 +44,14 @@ impl Executor {
         if answer != FromWorker::Bequeathed {
             return Err(unexpected(&answer));
         }
+        let unlocking = self.turn_to_unlock(guard, deadline).await?;
         let turn = self.turn_to_start(deadline).await?;
         let launched = self.workers.launch().await?;
         self.point("successor launched").await;
         self.record_successor(guard, &launched).await?;
         self.point("successor recorded").await;
         let passed = self.pass(guard, launched, bequeathed, deadline).await;
-        drop(turn);
+        drop((turn, unlocking));
         if passed.is_ok() {
             self.counted(guard).await;
         }
@@ -101,7 +103,7 @@ impl Executor {
     ) -> Result<Duration> {
         let start = self.start_message(&guard.record, true);
         let page = guard.statistics.clone();
-        let until = within(deadline, OPEN_LIMIT);
+        let until = within(deadline, OPEN_LIMIT + unlocking::patience(&guard.record.uri));
         let started = self.workers.start(launched, start, page, bequeathed, until).await;
         let new = started.map_err(|failed| failed.error)?;
         let volume = volume_of(&guard.record, &new.ready);

@@ -39,6 +39,7 @@ pub mod recover;
 mod restart;
 pub mod setbacks;
 mod steps;
+mod unlocking;
 mod upgrade;
 pub mod validate;
 pub mod volume;

@@ -29,6 +29,7 @@ use super::process::{Launcher, Processes};
 use super::quiesce::Means;
 use super::random::Random;
 use super::restart;
+use super::unlocking;
 use super::workers::{WorkerEvent, Workers};
 use crate::backend::claimant::{boot_id, node_name};
 use crate::config::Config;
@@ -209,15 +210,15 @@ impl Node {
         let (attention, attention_receiver) = mpsc::channel(4096);
         let (worker_events, worker_receiver) = mpsc::channel(1024);
         let log = config.log().decided().to_string();
-        let launcher = parts.launcher;
         let kernel = KernelCalls::new((parts.kernel)());
         let executor = Arc::new(Executor {
             journal,
             urgent: kernel.urgent(),
             left: std::sync::Mutex::default(),
             kernel,
-            workers: Workers::new(launcher, workers_dir, log, worker_events),
+            workers: Workers::new(parts.launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
+            unlocks: Semaphore::new(unlocking::AT_ONCE),
             register: super::volume::Register::default(),
             settings: settings(config, parts.boot_id)?,
             random: parts.random,

@@ -15,6 +15,7 @@ use super::executor::{Change, Executor, blocking};
 use super::force::or_by_force;
 use super::kernel_calls::COMMAND_LIMIT;
 use super::mapping::{Action, Intent, READ_ONLY, Record, Volume, WorkerId};
+use super::unlocking;
 use super::volume::Guard;
 use super::workers::{Worker, stop_process};
 use crate::error::{Error, ErrorKind, Result};
@@ -109,8 +110,9 @@ impl Executor {
     }
 
     async fn start_worker(&self, guard: &mut Guard, deadline: Instant) -> Result<()> {
+        let _unlocking = self.turn_to_unlock(guard, deadline).await?;
         let turn = self.turn_to_start(deadline).await?;
-        let deadline = within(deadline, START_LIMIT);
+        let deadline = within(deadline, START_LIMIT + unlocking::patience(&guard.record.uri));
         // The process waits; only when it can be found again after a crash is it told anything.
         let launched = self.workers.launch().await?;
         self.point("worker launched").await;

@@ -12,6 +12,7 @@ use super::executor::{Executor, blocking};
 use super::mapping::{Intent, State};
 use super::quiesce;
 use super::restart::{self, Binary};
+use super::unlocking;
 use super::volume::{Guard, Volume};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::v1::{self as api, upgrade_event::Outcome};
@@ -174,7 +175,7 @@ impl Executor {
         limit: Duration,
     ) -> Result<Option<Duration>> {
         let mut guard = enter.await?;
-        let deadline = Instant::now() + limit;
+        let deadline = Instant::now() + limit + unlocking::patience(&guard.record.uri);
         if guard.withdrawn || guard.record.intent != Intent::Mapped {
             return Ok(None);
         }
