@@ -1,6 +1,8 @@
 //! Devices over RBD, on a cluster in the same machine: under fio, under ext4 while everything dies
 //! in turn, and taken away while the cluster says nothing.
 
+mod encrypted;
+
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -24,6 +26,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("rbd_fio_verify_zeroes_and_discards", verified),
         trial("rbd_ext4_survives_what_dies_under_it", survives),
+        trial("rbd_encrypted_ext4_survives_and_grows", encrypted::survives),
         trial("rbd_force_unmap_with_the_osd_stopped", forced),
     ]
 }
@@ -42,6 +45,10 @@ pub(crate) fn cluster() -> &'static Cluster {
 /// Makes an image, which goes with the cluster; its URI.
 pub(crate) fn image(name: &str, size: &str) -> String {
     rbd(&["create", &format!("{POOL}/{name}"), "--size", size]);
+    image_uri(name)
+}
+
+fn image_uri(name: &str) -> String {
     let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
     format!("rbd:{POOL}/{name}?conf={}&keyring={}&id={ID}", conf.display(), keyring.display())
 }

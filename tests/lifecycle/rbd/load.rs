@@ -160,7 +160,7 @@ fn place(writer: usize, slot: u64) -> u64 {
     (slot * WRITERS as u64 + writer as u64) * (SIZE / SLOTS / WRITERS as u64)
 }
 
-fn block(writer: usize, number: u64) -> Vec<u8> {
+pub(super) fn block(writer: usize, number: u64) -> Vec<u8> {
     let mut block = vec![0; BLOCK];
     for (word, chunk) in block.chunks_exact_mut(8).enumerate() {
         let stamp = if word == 0 { number } else { number ^ (writer as u64) << 56 };

@@ -3,6 +3,7 @@
 
 mod changes;
 mod clients;
+mod encrypted;
 mod full;
 mod kinds;
 mod load;
