@@ -198,24 +198,24 @@ fn clones_in_both_formats_live_and_become_independent() {
 
 #[test]
 fn namespaces_have_images_of_their_own() {
-    run_rbd(shared(), &["namespace", "create", &format!("{POOL}/tenant")]);
-    let inside = format!("rbd:{POOL}/tenant/image?{}", options());
+    run_rbd(shared(), &["namespace", "create", &format!("{POOL}/inner")]);
+    let inside = format!("rbd:{POOL}/inner/image?{}", options());
     assert!(changed(&["create", &inside, "8M"]));
     let names = |place: &str| {
         let listing = json(&["list", place])["volumes"].clone();
         let entries = listing.as_array().expect("a list").iter();
         entries.map(|e| e["name"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
     };
-    assert_eq!(names(&place("/tenant")), ["image"]);
+    assert_eq!(names(&place("/inner")), ["image"]);
     assert!(!names(&place("")).contains(&"image".to_owned()));
     let missing = volume(&["list", &place("/nobody")]);
     assert!(missing.error(3).contains("no namespace nobody"), "{missing:?}");
     // A clone of a snapshot there, here.
-    let snapshot = format!("rbd:{POOL}/tenant/image@s?{}", options());
+    let snapshot = format!("rbd:{POOL}/inner/image@s?{}", options());
     assert!(changed(&["snapshot", "create", &snapshot]));
-    assert!(changed(&["clone", &snapshot, &uri("from-tenant")]));
-    let parent = json(&["info", &uri("from-tenant")])["parent"]["name"].clone();
-    assert_eq!(parent, format!("{POOL}/tenant/image@s"));
+    assert!(changed(&["clone", &snapshot, &uri("from-inner")]));
+    let parent = json(&["info", &uri("from-inner")])["parent"]["name"].clone();
+    assert_eq!(parent, format!("{POOL}/inner/image@s"));
 }
 
 #[test]

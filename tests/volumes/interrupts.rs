@@ -86,11 +86,11 @@ fn a_flattening_and_a_removal_are_ended_and_go_on_when_they_are_repeated() {
 /// Whoever has the volume open does the work, and goes on with it whatever becomes of who asked.
 #[test]
 fn a_flattening_under_a_user_is_finished_by_it_or_by_repeating() {
-    many_objects("used", "32M");
-    assert!(changed(&["snapshot", "create", &uri("used@s")]));
-    for (name, which) in [("used-told", Signal::SIGINT), ("used-killed", Signal::SIGKILL)] {
+    many_objects("flattened", "32M");
+    assert!(changed(&["snapshot", "create", &uri("flattened@s")]));
+    for (name, which) in [("flattened-told", Signal::SIGINT), ("used-killed", Signal::SIGKILL)] {
         let clone = uri(name);
-        assert!(changed(&["clone", &uri("used@s"), &clone]));
+        assert!(changed(&["clone", &uri("flattened@s"), &clone]));
         let user = User::of(&clone);
         let mut child = spawn(&["flatten", &clone]);
         let mut stderr = wait_for(&mut child, "%\n");

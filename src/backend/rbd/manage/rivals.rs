@@ -31,10 +31,13 @@ impl Target {
         if locked & RBD_FEATURE_EXCLUSIVE_LOCK == 0 {
             return self.check_watchers(image, None);
         }
-        let (sight, own) = (header.look()?, header.own_address()?);
+        let sight = header.look();
         if !self.claimant.take_over {
-            self.check_watchers(image, sight.claim.as_ref())?;
+            // They say more than a claim that cannot be read.
+            let claim = sight.as_ref().ok().and_then(|sight| sight.claim.as_ref());
+            self.check_watchers(image, claim)?;
         }
+        let (sight, own) = (sight?, header.own_address()?);
         match decide(&sight, &self.claimant, &own, Occasion::Opening) {
             Decision::Take(cut) if cut.is_empty() => {}
             Decision::Take(cut) => {
