@@ -135,11 +135,13 @@ A field without a value is null. Sizes are in bytes, times in seconds since the 
 
 map, set, resize, status TARGET: a mapping
   name uri state message device symlink size_bytes block_size read_only connections
-  dead_connection_timeout_s on_outage iops bytes_per_s fenced outage worker_pid worker_version
-  last_worker_end mapping_id generation mapped_at_s holders
+  dead_connection_timeout_s on_outage iops bytes_per_s fenced outage quiesce quiet worker_pid
+  worker_version last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
   fenced   true: somebody else owns the volume now; the state is failed, until it is mapped anew
   outage   {since_unix_ms, reason, queued, policy}: the backend cannot be reached; or null
+  quiesce  whether it is made quiet for snapshots
+  quiet    {since_unix_ms, hook}: it is, just now; hook is null where its file systems are frozen
   holders  {kind: mount, path, filesystem, namespace_pid} | {kind: process, pid, command}
            | {kind: device, name}
 ls         {mappings: [mapping]}
