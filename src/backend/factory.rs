@@ -23,6 +23,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Who makes the claim, where a volume has one that outlives processes.
     pub claimant: Claimant,
+    /// Snapshots of it are to be told ([`Image::watch_snapshots`](super::Image::watch_snapshots)).
+    pub snapshots: bool,
 }
 
 /// When a process that serves a volume can give up its access to the system, and what must stay.

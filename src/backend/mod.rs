@@ -153,10 +153,11 @@ pub trait Image: Send + Sync {
 
     /// Has `waker` woken when somebody is about to make a snapshot of the volume at its backend, which
     /// waits for [`Image::answer_snapshot`], and when that is over. Not `in_charge`, as a successor is
-    /// until it has succeeded, it keeps none of them waiting.
+    /// until it has succeeded, it keeps none of them waiting. For a volume that was opened with
+    /// [`OpenOptions::snapshots`]; one in a backend that knows no snapshots opens all the same.
     ///
     /// # Errors
-    /// `Unsupported` where the backend tells nothing of that; what the backend gives otherwise.
+    /// `Unsupported` where the backend tells nothing of that.
     fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
         let _ = (waker, in_charge);
         let message = "this volume's backend tells nothing of snapshots";

@@ -208,11 +208,17 @@ impl RbdImage {
         preload()?;
         let passphrases = spec.encryption.as_ref().map(Passphrases::read).transpose()?;
         let name = name(spec);
-        let (wanted, read_only) = (spec.clone(), options.read_only);
+        let (wanted, read_only) = (spec.clone(), options.read_only || spec.snapshot.is_some());
+        let (named, watched) = (name.clone(), options.snapshots && !read_only);
         let opening = format!("open {name}");
         let began = Instant::now();
-        let image =
-            patience::within(OPEN_PATIENCE, &opening, move || open_library(&wanted, read_only))?;
+        let (image, snapshots) = patience::within(OPEN_PATIENCE, &opening, move || {
+            let image = open_library(&wanted, read_only)?;
+            // At once: one that begins before this aborts the process (librbd 16).
+            let watch = || Snapshots::watch(&image, &named);
+            let snapshots = watched.then(watch).transpose()?;
+            Ok((image, snapshots))
+        })?;
         let left = OPEN_PATIENCE.saturating_sub(began.elapsed());
         let (image, header) = match passphrases {
             Some(passphrases) => {
@@ -223,7 +229,7 @@ impl RbdImage {
         };
         let (wanted, options) = (spec.clone(), options.clone());
         patience::within(left, &opening, move || {
-            let opened = Self::around(image, header, &wanted, options)?;
+            let opened = Self::around(image, header, snapshots, &wanted, options)?;
             let claimed = if claim { opened.claimed() } else { Ok(opened) };
             claimed.map_err(|error| problem::explained(error, &wanted))
         })
@@ -233,6 +239,7 @@ impl RbdImage {
     fn around(
         image: Arc<librbd::Image>,
         header: Option<u64>,
+        snapshots: Option<Snapshots>,
         spec: &RbdSpec,
         options: OpenOptions,
     ) -> Result<Self> {
@@ -278,7 +285,7 @@ impl RbdImage {
             outlives_worker: true,
         };
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
-        let open = Mutex::new(Some(Open { changes, snapshots: None, image, claim: None }));
+        let open = Mutex::new(Some(Open { changes, snapshots, image, claim: None }));
         let blocks = block_sizes(stat, encrypted);
         Ok(Self { open, name, claimant, blocks, features, shared })
     }
@@ -426,12 +433,10 @@ impl Image for RbdImage {
             let message = format!("{} is read-only: nothing of it has to be quiet", self.name);
             return Err(invalid(message).with_repair("map it without --quiesce"));
         }
-        let snapshots = Snapshots::watch(&self.image()?, &self.name, waker, in_charge)?;
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(open) = &mut *open {
-            open.snapshots = Some(snapshots);
-        }
-        Ok(())
+        self.with_snapshots(|snapshots| snapshots.attend(waker, in_charge)).ok_or_else(|| {
+            let message = format!("{} was opened to be told nothing of snapshots", self.name);
+            Error::new(ErrorKind::Internal, message)
+        })
     }
 
     fn waiting_snapshot(&self) -> Option<u64> {
@@ -575,7 +580,6 @@ fn open_library(spec: &RbdSpec, read_only: bool) -> Result<Arc<librbd::Image>> {
     let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
     let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
     let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
-    let read_only = read_only || spec.snapshot.is_some();
     let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
     pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)
 }

@@ -85,6 +85,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         open: OpenOptions {
             read_only: args.read_only,
             claimant: Claimant::alone(&Config::load(None)?.node_name, args.take_over)?,
+            snapshots: false,
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

@@ -120,7 +120,7 @@ fn options(start: &Start) -> OpenOptions {
         resumes: start.resumes,
         process: ProcessMark::own(),
     };
-    OpenOptions { read_only: start.read_only, claimant }
+    OpenOptions { read_only: start.read_only, claimant, snapshots: start.quiesce }
 }
 
 /// Opens the volume and confines the process, in the order that the backend asks for.

@@ -1,7 +1,7 @@
 //! Snapshots that wait for the volume to be quiet. librbd's callback only counts and wakes.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use crate::backend::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -11,19 +11,15 @@ pub(super) struct Snapshots {
     watch: librbd::QuiesceWatch,
     /// Odd while one waits or is being made.
     number: Arc<AtomicU64>,
+    waker: Arc<OnceLock<Waker>>,
 }
 
 impl Snapshots {
-    /// Has `waker` woken when one begins to wait, and when it is over. Not `in_charge`, all of them go
-    /// on at once.
-    pub(super) fn watch(
-        image: &Arc<librbd::Image>,
-        name: &str,
-        waker: Waker,
-        in_charge: bool,
-    ) -> Result<Self> {
+    /// Is told of them from now on, and lets all of them go on until [`Snapshots::attend`].
+    pub(super) fn watch(image: &Arc<librbd::Image>, name: &str) -> Result<Self> {
         let number = Arc::new(AtomicU64::new(0));
-        let counter = Arc::clone(&number);
+        let waker = Arc::new(OnceLock::<Waker>::new());
+        let (counter, awaited) = (Arc::clone(&number), Arc::clone(&waker));
         let told = move |what| {
             // librbd lets one in after the other, so these two take turns; but a failure has ended one
             // already, and those that stand by are never told to begin.
@@ -31,10 +27,9 @@ impl Snapshots {
             if odd == (what == librbd::Quiesce::End) {
                 counter.fetch_add(1, Ordering::SeqCst);
             }
-            waker.wake();
+            awaited.get().into_iter().for_each(Waker::wake);
         };
-        let standing = if in_charge { None } else { Some(0) };
-        let watch = image.watch_quiesce(standing, told).map_err(|error| {
+        let watch = image.watch_quiesce(Some(0), told).map_err(|error| {
             let kind = match error.errno() {
                 Some(libc::ENOSYS) => ErrorKind::Unsupported,
                 _ => ErrorKind::Unavailable,
@@ -43,7 +38,17 @@ impl Snapshots {
                 .with_repair("update librbd1 (Ceph 16 can), or map it without --quiesce")
                 .with_source(error)
         })?;
-        Ok(Self { watch, number })
+        Ok(Self { watch, number, waker })
+    }
+
+    /// Has `waker` woken when one begins to wait, and when it is over. Not `in_charge`, all of them go
+    /// on at once.
+    pub(super) fn attend(&self, waker: Waker, in_charge: bool) {
+        // Whoever serves the volume does so once.
+        let _ = self.waker.set(waker);
+        if in_charge {
+            self.take_charge();
+        }
     }
 
     /// The number of the one that waits, or is being made.
