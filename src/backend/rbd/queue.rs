@@ -94,7 +94,6 @@ impl RbdQueue {
             Op::Read | Op::Flush | Op::Cache => return Ok(None),
             Op::Write | Op::Trim | Op::WriteZeroes => {}
         }
-        self.shared.room.is_there();
         task.progress += task.attempted;
         if task.progress < task.request.length {
             return self.operation(task);
@@ -119,6 +118,7 @@ impl RbdQueue {
             IoError::NoSpace => self.shared.room.is_missing(errno),
             // It may be on its way still, and then lands after its repetition.
             IoError::Retry if request.op.modifies() => return IoError::Broken,
+            IoError::Retry => self.shared.room.is_not_the_matter(),
             _ => {}
         }
         error

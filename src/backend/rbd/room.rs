@@ -1,4 +1,4 @@
-//! What the last request that needed room found, and what is said of it.
+//! What the last request that there was no room for was told, and what is said of it.
 //!
 //! The OSDs refuse with ENOSPC when the cluster is full and with EDQUOT when the pool has reached its
 //! quota; both only since we ask them to (`rados_set_pool_full_try`), and by the map of the cluster, which
@@ -23,15 +23,13 @@ impl Room {
         Self { missing: AtomicU8::new(ENOUGH), pool }
     }
 
-    /// There was some.
-    pub(super) fn is_there(&self) {
-        // Not written to where nothing changes: all connections look at it.
-        if self.missing.load(Ordering::Relaxed) != ENOUGH {
-            self.missing.store(ENOUGH, Ordering::Relaxed);
-        }
+    /// A request waits for something else.
+    pub(super) fn is_not_the_matter(&self) {
+        self.missing.store(ENOUGH, Ordering::Relaxed);
     }
 
-    /// There was none.
+    /// There was none. Others that succeed meanwhile, since what they write to has its room, change
+    /// nothing in that.
     pub(super) fn is_missing(&self, errno: i32) {
         let why = if errno == libc::EDQUOT { QUOTA } else { FULL };
         self.missing.store(why, Ordering::Relaxed);
@@ -60,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quota_is_told_from_a_full_cluster_until_there_is_room() {
+    fn a_quota_is_told_from_a_full_cluster_and_from_anything_else() {
         let room = Room::of("p".to_owned());
         assert_eq!(room.trouble("p/i"), None);
         for (errno, part) in [(libc::EDQUOT, "set-quota p "), (libc::ENOSPC, "ceph df")] {
@@ -68,7 +66,7 @@ mod tests {
             let told = room.trouble("p/i").unwrap();
             assert!(told.contains("no room for p/i") && told.contains(part), "{told}");
         }
-        room.is_there();
+        room.is_not_the_matter();
         assert_eq!(room.trouble("p/i"), None);
     }
 }
