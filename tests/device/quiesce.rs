@@ -145,9 +145,9 @@ fn clean() {
             if kind == "ext4" {
                 assert!(!needs_recovery(&then), "its journal is to be replayed");
                 shell(&format!("e2fsck -fn {then}"));
-            } else {
-                shell(&format!("xfs_repair -n {then}"));
             }
+            // XFS marks its log as dirty when it is frozen, for the sake of orphans (xfs_super.c), and
+            // keeps its counters there: of it the files are looked at alone, without the log.
             assert_whole(&then, options);
             cleat_ok(&["unmap", "then"]);
         }
@@ -279,13 +279,13 @@ fn too_long() {
 
 fn forced() {
     let _node = Node::start_as(configured("[map]\nquiesce_deadline = \"5m\"\n"));
-    let mut frozen = Frozen::new("forced");
-    let refused = cleat(&["unmap", "forced"]);
+    let mut frozen = Frozen::new("ended");
+    let refused = cleat(&["unmap", "ended"]);
     assert!(!refused.status.success(), "{refused:?}");
     assert!(!over(&mut frozen.writer), "thawed for nothing");
-    cleat_ok(&["unmap", "forced", "--force", "--deadline", "40s"]);
+    cleat_ok(&["unmap", "ended", "--force", "--deadline", "40s"]);
     wait_for("the writer is let go", || over(&mut frozen.writer));
-    shell("! findmnt /mnt/forced");
+    shell("! findmnt /mnt/ended");
     frozen.brake.release();
     wait_for("the snapshot ends", || over(&mut frozen.snap));
 }

@@ -26,7 +26,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("rbd_fio_verify_zeroes_and_discards", verified),
         trial("rbd_ext4_survives_what_dies_under_it", survives),
-        trial("rbd_encrypted_ext4_survives_and_grows", encrypted::survives),
+        trial("rbd_encrypted_ext4_survives", encrypted::survives),
         trial("rbd_force_unmap_with_the_osd_stopped", forced),
     ]
 }
