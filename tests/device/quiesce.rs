@@ -133,7 +133,7 @@ fn clean() {
     drop(busy);
     cleat_ok(&["unmap", "dirty"]);
 
-    for (kind, options) in [("ext4", "ro,noload"), ("xfs", "ro,norecovery")] {
+    for (kind, options) in [("ext4", "ro,noload"), ("xfs", "ro,norecovery,nouuid")] {
         let device = map(kind, "384M", true);
         let busy = Busy::elsewhere(&device, kind);
         for snapshot in ["one", "two"] {

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::{POOL, cluster, goes_on, image_uri, wait_for};
 use crate::fixture::{Node, cleat_ok, shell, signal, status};
-use crate::resize::{Load, no_io_errors, size_of};
+use crate::resize::{Load, size_of};
 
 pub(super) fn survives() {
     let _node = Node::start();
@@ -43,7 +43,11 @@ pub(super) fn survives() {
     load.stop();
     shell("head -c 1M /dev/urandom > /mnt/secret/known; sha256sum /mnt/secret/known > /root/sum");
     shell(&format!("umount /mnt/secret; e2fsck -fn {device}"));
-    no_io_errors(&device);
+    // A device whose last owner offered WRITE_ZEROES goes on being asked for them (6.12). They are
+    // refused here, since they were not offered, and the kernel writes zeroes instead.
+    let failed =
+        format!("dmesg | grep 'I/O error, dev {}' | grep -v WRITE_ZEROES || true", &device[5..]);
+    assert_eq!(shell(&failed), "");
     cleat_ok(&["unmap", "secret"]);
 
     // What the cluster has is cipher text: a header, and no file system behind it.
