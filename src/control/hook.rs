@@ -110,11 +110,13 @@ struct Output {
 }
 
 impl Output {
-    /// What is there now. What it left running may write on, to nobody.
+    /// What is there now, as much as a pipe holds: whoever writes without end keeps nobody here. What it
+    /// left running may write on, to nobody.
     fn take(&mut self) {
         let mut some = [0; 4096];
-        // An error is the end of it, or that there is nothing now.
-        while let Ok(length @ 1..) = self.pipe.read(&mut some) {
+        for _ in 0..16 {
+            // An error is the end of it, or that there is nothing now.
+            let Ok(length @ 1..) = self.pipe.read(&mut some) else { break };
             let room = MAX_OUTPUT - self.text.len();
             self.text.extend_from_slice(&some[..length.min(room)]);
         }
@@ -187,6 +189,9 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.report().contains("exit status: 3"), "{}", error.report());
         Hook::new("head -c 1000000 /dev/zero").run(soon()).unwrap();
+        let soon_over = Instant::now() + Duration::from_millis(300);
+        let error = Hook::new("exec cat /dev/zero").run(soon_over).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
         // With what it has started; and what it has left running with the pipe keeps nobody.
         let hook = Hook::new("sleep 600 & echo $! >\"${0%/*}/child\"; wait");
         let error = hook.run(Instant::now() + Duration::from_millis(300)).unwrap_err();
