@@ -210,7 +210,7 @@ pub struct Listing {
 }
 
 /// A volume of a list; what costs a question of its own is null where it was not asked for.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Entry {
     pub name: String,
     pub uri: String,
@@ -222,6 +222,23 @@ pub struct Entry {
     pub snapshots: Option<usize>,
     /// How many clients have it open for writing.
     pub watchers: Option<usize>,
+    /// Why it could not be asked.
+    pub error: Option<Failure>,
+}
+
+/// What is wrong with one of several, which does not keep the others.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Failure {
+    pub kind: ErrorKind,
+    pub message: String,
+    pub repair: Option<String>,
+}
+
+impl From<&Error> for Failure {
+    fn from(error: &Error) -> Self {
+        let repair = error.repair().map(str::to_owned);
+        Self { kind: error.kind(), message: error.report(), repair }
+    }
 }
 
 /// What there is to be known of a volume. What the backend does not have is null, or empty.

@@ -160,7 +160,8 @@ volume create, resize, clone, flatten, snapshot create, remove, protect, unprote
 trash restore: {volume, changed}; changed is false where nothing had to be done
 volume remove      {volume, changed, trash: trashed | null}
   trashed  {id, name, removed_at_s, kept_until_s}
-volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers}], next}
+volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers,
+                   error: {kind, message, repair} | null}], next}
   next     what --after takes for the rest, or null
 volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects, object_size_bytes,
                    object_prefix, stripe_unit_bytes, stripe_count, data_pool, features, flags,

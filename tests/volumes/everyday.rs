@@ -247,6 +247,47 @@ fn a_list_comes_in_pages_and_with_details() {
 }
 
 #[test]
+fn one_image_that_cannot_be_opened_does_not_keep_the_others() {
+    run_rbd(shared(), &["namespace", "create", &format!("{POOL}/torn")]);
+    let place = place("/torn");
+    let image = |name: &str| format!("rbd:{POOL}/torn/{name}?{}", options());
+    for name in ["a", "b", "c"] {
+        assert!(changed(&["create", &image(name), "8M"]));
+    }
+    let rados = |words: &[&str]| {
+        shared().rados(&[&["-p", POOL, "-N", "torn"], words].concat()).expect("it is done");
+    };
+    let id = json(&["info", &image("b")])["id"].as_str().expect("an id").to_owned();
+    rados(&["rm", &format!("rbd_header.{id}")]);
+    let run = volume(&["list", &place, "--long", "-o", "json"]);
+    assert_eq!(run.code, 3, "{run:?}");
+    let listing = run.json();
+    let [a, b, c] = &listing["volumes"].as_array().expect("a list")[..] else { panic!("{run:?}") };
+    for whole in [a, c] {
+        assert_eq!((&whole["size_bytes"], &whole["error"]), (&json!(8 * MIB), &json!(null)));
+    }
+    assert_eq!((&b["name"], &b["id"]), (&json!("b"), &json!(id)));
+    assert_eq!((&b["size_bytes"], &b["error"]["kind"]), (&json!(null), &json!("not_found")));
+    let text = volume(&["list", &place, "--long"]);
+    assert_eq!((text.code, text.stdout.lines().count()), (3, 4), "{text:?}");
+    assert!(text.stderr.contains("b cannot be asked: its header is missing"), "{text:?}");
+    assert!(text.stderr.contains("cleat volume remove --now 'rbd:volumes/torn/b?"), "{text:?}");
+    assert_eq!(volume(&["list", &place]).code, 0, "names alone");
+    // What it says is what helps.
+    assert!(changed(&["remove", "--now", &image("b")]));
+    assert_eq!(json(&["list", &place, "--long"])["volumes"].as_array().map(Vec::len), Some(2));
+
+    // Of another kind: one that this library cannot read.
+    let id = json(&["info", &image("c")])["id"].as_str().expect("an id").to_owned();
+    rados(&["setomapval", &format!("rbd_header.{id}"), "size", "x"]);
+    let run = volume(&["list", &place, "--long", "-o", "json"]);
+    assert_ne!(run.code, 0, "{run:?}");
+    assert_eq!(run.json()["volumes"][0]["error"], json!(null));
+    assert_eq!(run.json()["volumes"][1]["name"], "c");
+    assert_ne!(run.json()["volumes"][1]["error"], json!(null));
+}
+
+#[test]
 fn a_claim_is_shown_and_names_the_node() {
     let uri = uri("claimed");
     assert!(changed(&["create", &uri, "8M"]));

@@ -178,6 +178,6 @@ impl Drop for User {
 }
 
 /// Without what the environment could change.
-fn clean(command: &mut Command) -> &mut Command {
+pub(crate) fn clean(command: &mut Command) -> &mut Command {
     command.env_remove("CEPH_ARGS").env_remove("CEPH_CONF").env_remove("CLEAT_SOCKET")
 }

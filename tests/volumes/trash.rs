@@ -137,16 +137,7 @@ fn what_is_deleted_at_once_is_gone() {
 #[test]
 fn what_was_made_in_part_is_told_and_can_be_removed() {
     // What a creation leaves that is cut off after its first step.
-    let object = ["put", "rbd_id.torn", "/dev/null"];
-    let conf = shared().conf();
-    let rados = std::process::Command::new("rados")
-        .args(["--id", "admin", "-p", POOL, "--conf"])
-        .arg(conf)
-        .args(object)
-        .env_remove("CEPH_ARGS")
-        .output()
-        .expect("rados runs");
-    assert!(rados.status.success(), "{rados:?}");
+    shared().rados(&["-p", POOL, "put", "rbd_id.torn", "/dev/null"]).expect("it is put");
     let torn = volume(&["create", &uri("torn"), "8M"]);
     assert_eq!(torn.code, 4, "{torn:?}");
     assert!(torn.stderr.contains("remove --now"), "{torn:?}");
