@@ -119,6 +119,8 @@ table! {
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
+        fn rados_read(rados_ioctx_t, *const c_char, *mut c_char, size_t, u64) -> c_int;
+        fn rados_remove(rados_ioctx_t, *const c_char) -> c_int;
         fn rados_exec(
             rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char, size_t,
             *mut c_char, size_t
