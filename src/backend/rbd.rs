@@ -290,6 +290,10 @@ impl RbdImage {
             multi_connection: true,
             outlives_worker: true,
         };
+        if !read_only && spec.shared {
+            // Whoever claims an image looks himself.
+            mirror::check_primary(&image, &name)?;
+        }
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
         let open = Mutex::new(Some(Open { changes, snapshots, image, claim: None }));
         let blocks = block_sizes(stat, encrypted);
