@@ -22,7 +22,7 @@ impl RbdStore {
             for entry in &mut volumes {
                 self.look_at(entry)?;
             }
-            self.forget_removed(&mut volumes)?;
+            self.look_again(&mut volumes)?;
         }
         Ok(Listing { volumes, next })
     }
@@ -45,7 +45,10 @@ impl RbdStore {
 
     fn look_at(&self, entry: &mut Entry) -> Result<()> {
         match self.call(&entry.name, None, Target::details) {
-            Ok(Some(details)) => details.put_into(entry),
+            Ok(Some(details)) => {
+                details.put_into(entry);
+                entry.error = None;
+            }
             Ok(None) => entry.error = Some(Failure::from(&self.torn(&entry.name))),
             Err(error) if is_of_all(error.kind()) => return Err(error),
             Err(error) => entry.error = Some(Failure::from(&error)),
@@ -53,8 +56,8 @@ impl RbdStore {
         Ok(())
     }
 
-    /// What is listed and cannot be found may have been removed since.
-    fn forget_removed(&self, volumes: &mut Vec<Entry>) -> Result<()> {
+    /// What is listed and cannot be found was removed since, is about to be made, or is there in part.
+    fn look_again(&self, volumes: &mut Vec<Entry>) -> Result<()> {
         let missing = |entry: &Entry| {
             entry.error.as_ref().is_some_and(|error| error.kind == ErrorKind::NotFound)
         };
@@ -64,6 +67,9 @@ impl RbdStore {
         let now = self.images()?;
         let listed = |entry: &Entry| now.iter().any(|image| Some(&image.id) == entry.id.as_ref());
         volumes.retain(|entry| !missing(entry) || listed(entry));
+        for entry in volumes.iter_mut().filter(|entry| missing(entry)) {
+            self.look_at(entry)?;
+        }
         Ok(())
     }
 
