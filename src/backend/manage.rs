@@ -137,7 +137,7 @@ pub trait Store: Send + Sync {
     }
 
     /// Removes for good what lies in the trash: these `ids`, or all; before its time only with `force`.
-    /// One that cannot be removed does not keep the others.
+    /// One that cannot be removed, as it is in use perhaps, does not keep the others.
     ///
     /// # Errors
     /// `NotFound` for an id that is not there; `Aborted` when it was told to end; what the backend
@@ -217,7 +217,7 @@ pub struct Entry {
     /// Stays when the volume is renamed.
     pub id: Option<String>,
     pub size_bytes: Option<u64>,
-    /// The snapshot that it was cloned from.
+    /// The snapshot that it was cloned from, and whether that is of a volume in the trash.
     pub parent: Option<String>,
     pub snapshots: Option<usize>,
     /// How many clients have it open for writing.
@@ -232,6 +232,14 @@ pub struct Failure {
     pub kind: ErrorKind,
     pub message: String,
     pub repair: Option<String>,
+}
+
+/// In one line, with what can be done about it.
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)?;
+        self.repair.iter().try_for_each(|repair| write!(f, "; {repair}"))
+    }
 }
 
 impl From<&Error> for Failure {
@@ -275,12 +283,20 @@ pub struct Info {
 /// What a clone was made of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Parent {
-    /// `pool[/namespace]/image@snapshot`
+    /// `pool[/namespace]/image@snapshot`; of an image in the trash, as it was called.
     pub name: String,
+    pub image_id: String,
     /// Whether the image lies in the trash.
     pub in_trash: bool,
     /// Bytes from the beginning that may still be read from it.
     pub overlap_bytes: u64,
+}
+
+impl std::fmt::Display for Parent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.name)?;
+        if self.in_trash { write!(f, " (in the trash, {})", self.image_id) } else { Ok(()) }
+    }
 }
 
 /// A snapshot.

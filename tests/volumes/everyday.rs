@@ -164,12 +164,14 @@ fn clones_in_both_formats_live_and_become_independent() {
     assert!(unprotected.error(2).contains("snapshot protect"), "{unprotected:?}");
     assert!(changed(&["snapshot", "protect", &snapshot]));
     assert!(changed(&["clone", &snapshot, &one, "--clone-format", "1"]));
+    let id = info("parent")["id"].clone();
     for name in ["clone1", "clone2"] {
         let theirs = info(name)["parent"].clone();
         assert_eq!((&theirs["image"], &theirs["snapshot"]), (&json!("parent"), &json!("s")));
         let mine = json(&["info", &uri(name)])["parent"].clone();
         let expected = json!({
-            "name": format!("{POOL}/parent@s"), "in_trash": false, "overlap_bytes": 16 * MIB
+            "name": format!("{POOL}/parent@s"), "image_id": id, "in_trash": false,
+            "overlap_bytes": 16 * MIB
         });
         assert_eq!(mine, expected);
     }
@@ -194,6 +196,37 @@ fn clones_in_both_formats_live_and_become_independent() {
     drop(user);
     assert_eq!(json(&["snapshot", "list", &whole])["snapshots"], json!([]));
     assert_eq!(info("clone2")["parent"], json!(null));
+}
+
+#[test]
+fn a_parent_in_the_trash_is_shown_by_the_name_that_it_had() {
+    run_rbd(shared(), &["namespace", "create", &format!("{POOL}/thrift")]);
+    let image = |name: &str| format!("rbd:{POOL}/thrift/{name}?{}", options());
+    let (whole, snapshot, clone) = (image("thrown"), image("thrown@s"), image("clone"));
+    assert!(changed(&["create", &whole, "8M"]));
+    assert!(changed(&["snapshot", "create", &snapshot]));
+    assert!(changed(&["clone", &snapshot, &clone]));
+    let id = json(&["info", &whole])["id"].as_str().expect("an id").to_owned();
+    // With its snapshots rbd puts it there, we do not.
+    run_rbd(shared(), &["trash", "mv", &format!("{POOL}/thrift/thrown")]);
+    assert!(changed(&["create", &whole, "16M"]), "another one of that name");
+    let parent = json(&["info", &clone])["parent"].clone();
+    assert_eq!(
+        (&parent["name"], &parent["image_id"]),
+        (&json!(format!("{POOL}/thrift/thrown@s")), &json!(id))
+    );
+    assert_eq!(parent["in_trash"], true);
+    let shown = format!("{POOL}/thrift/thrown@s (in the trash, {id})");
+    let told = volume(&["info", &clone]);
+    assert!(told.stdout.contains(&format!("{shown}, 8.0 MiB")), "{told:?}");
+    let listing = json(&["list", &place("/thrift"), "--long"])["volumes"].clone();
+    assert_eq!((&listing[0]["name"], &listing[0]["parent"]), (&json!("clone"), &json!(shown)));
+    assert!(changed(&["snapshot", "create", &snapshot]));
+    let other = volume(&["clone", &snapshot, &clone]);
+    assert!(
+        other.error(4).contains("the parent"),
+        "that is not what it was cloned from: {other:?}"
+    );
 }
 
 #[test]

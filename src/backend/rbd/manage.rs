@@ -220,8 +220,8 @@ impl Target {
             Some(libc::EEXIST) => {
                 let image = self.half_made(error)?;
                 let is = image.parent().map_err(|error| self.failed(error))?;
-                let differences = match is.map(|parent| info::parent(&parent).name) {
-                    Some(is) if is == source => Vec::new(),
+                let differences = match is.map(|parent| info::parent(&parent)) {
+                    Some(is) if is.name == source && !is.in_trash => Vec::new(),
                     Some(is) => vec![format!("the parent {is}, not {source}")],
                     None => vec![format!("no parent, not {source}")],
                 };

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::time;
 use crate::backend;
-use crate::backend::manage::{self, Failure, Listing, Page};
+use crate::backend::manage::{self, Listing, Page};
 use crate::backend::uri::{Size, StoreUri, VolumeUri};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit, size};
@@ -77,9 +77,8 @@ pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
         return output::json(&listing).map(|()| code);
     }
     output::text(&if details { table(&listing) } else { names(&listing) })?;
-    for (entry, Failure { message, repair, .. }) in failed() {
-        let repair = repair.as_ref().map(|repair| format!("; {repair}")).unwrap_or_default();
-        output::note(&format!("{} cannot be asked: {message}{repair}", entry.name));
+    for (entry, why) in failed() {
+        output::note(&format!("{} cannot be asked: {why}", entry.name));
     }
     if let Some(last) = listing.next {
         output::note(&format!("there are more: --after '{last}'"));
@@ -137,10 +136,8 @@ fn described(info: &manage::Info) -> String {
     line("data pool", info.data_pool.clone().unwrap_or_default());
     line("features", info.features.join(", "));
     line("flags", info.flags.join(", "));
-    let parent = info.parent.as_ref().map(|parent| {
-        let trash = if parent.in_trash { " (in the trash)" } else { "" };
-        format!("{}{trash}, {} of it", parent.name, size::human(parent.overlap_bytes))
-    });
+    let parent = info.parent.as_ref();
+    let parent = parent.map(|from| format!("{from}, {} of it", size::human(from.overlap_bytes)));
     line("parent", parent.unwrap_or_default());
     line("snapshots", snapshots(&info.snapshots));
     line(
