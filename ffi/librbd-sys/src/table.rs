@@ -170,6 +170,12 @@ table! {
         fn rbd_open_read_only(
             rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char
         ) -> c_int;
+        fn rbd_open_by_id(
+            rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char
+        ) -> c_int;
+        fn rbd_open_by_id_read_only(
+            rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char
+        ) -> c_int;
         fn rbd_close(rbd_image_t) -> c_int;
         fn rbd_resize2(
             rbd_image_t, u64, bool, librbd_progress_fn_t, *mut c_void

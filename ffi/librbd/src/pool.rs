@@ -11,7 +11,7 @@ use librbd_sys::{
 
 use crate::cluster::Cluster;
 use crate::error::{Result, check};
-use crate::image::{Image, Open};
+use crate::image::{Image, Open, Which};
 use crate::list::listed;
 use crate::progress::{Progress, with_progress};
 use crate::text::{c_string, owned};
@@ -85,7 +85,15 @@ impl Pool {
         snapshot: Option<&str>,
         how: Open,
     ) -> Result<Arc<Image>> {
-        Image::open(self, name, snapshot, how).map(Arc::new)
+        Image::open(self, Which::Named(name), snapshot, how).map(Arc::new)
+    }
+
+    /// Opens an image by its id: also one that lies in the trash.
+    ///
+    /// # Errors
+    /// ENOENT, or what the library gives.
+    pub fn open_by_id(self: &Arc<Self>, id: &str, how: Open) -> Result<Arc<Image>> {
+        Image::open(self, Which::WithId(id), None, how).map(Arc::new)
     }
 
     /// All images.

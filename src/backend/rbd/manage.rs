@@ -47,6 +47,8 @@ pub(in crate::backend) struct RbdStore {
 struct Target {
     pool: Arc<Pool>,
     spec: RbdSpec,
+    /// Where it lies in the trash.
+    id: Option<String>,
     /// `pool[/namespace]/image[@snapshot]`
     name: String,
     uri: String,
@@ -70,7 +72,7 @@ impl RbdStore {
         let spec = self.spec.image(name, snapshot)?;
         let uri = self.uri.volume(name, snapshot)?.to_string();
         let (pool, name) = (Arc::clone(&self.pool), super::name(&spec));
-        Ok(Target { pool, name, spec, uri, claimant: self.claimant.clone() })
+        Ok(Target { pool, name, spec, id: None, uri, claimant: self.claimant.clone() })
     }
 
     /// Does `work` with an image, within a limit.
@@ -340,7 +342,10 @@ impl Target {
     }
 
     fn open_at(&self, snapshot: Option<&str>, how: Open) -> Result<Arc<Image>> {
-        let opened = self.pool.open(&self.spec.image, snapshot, how);
+        let opened = match &self.id {
+            None => self.pool.open(&self.spec.image, snapshot, how),
+            Some(id) => self.pool.open_by_id(id, how),
+        };
         let image = opened.map_err(|error| problem(error, &self.name, &self.spec))?;
         if how == Open::Write {
             check_primary(&image, &self.name)?;
