@@ -293,6 +293,12 @@ pub trait ImageQueue {
     /// that has ended by it; `None` when there is more to do first (a short read goes on).
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)>;
 
+    /// Whether [`Waker::answer`] will be called if the running request `id` succeeds.
+    fn answers(&self, id: RequestId) -> bool {
+        let _ = id;
+        false
+    }
+
     /// Called after the waker was woken: appends the requests that foreign threads have finished.
     fn on_wake(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
         let _ = (ring, done);
@@ -308,7 +314,20 @@ fn index(position: u64) -> usize {
 
 /// Wakes a connection thread from any other thread: an eventfd that its ring polls. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Waker(Arc<nix::sys::eventfd::EventFd>);
+pub struct Waker {
+    event: Arc<nix::sys::eventfd::EventFd>,
+    shortcut: Option<Arc<dyn Shortcut>>,
+}
+
+/// Answers a request on the thread where it has ended, while the connection's thread waits.
+pub trait Shortcut: Send + Sync + std::fmt::Debug {
+    /// See [`Waker::answer`].
+    fn answer(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool;
+
+    /// The request that was answered can be taken. Returns whether the connection's thread takes it
+    /// without being woken.
+    fn answered(&self) -> bool;
+}
 
 impl Waker {
     /// A new waker.
@@ -318,24 +337,44 @@ impl Waker {
     pub fn new() -> std::io::Result<Self> {
         use nix::sys::eventfd::{EfdFlags, EventFd};
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(Self(Arc::new(EventFd::from_flags(flags)?)))
+        Ok(Self { event: Arc::new(EventFd::from_flags(flags)?), shortcut: None })
     }
 
     /// Makes the loop call [`ImageQueue::on_wake`]. Never blocks; may be called from any thread.
     pub fn wake(&self) {
         // The counter can only overflow after 2^64 - 1 wakes that nobody took.
-        let _ = self.0.write(1);
+        let _ = self.event.write(1);
+    }
+
+    /// The same waker, which may answer requests.
+    #[must_use]
+    pub fn with_shortcut(&self, shortcut: Arc<dyn Shortcut>) -> Self {
+        Self { event: Arc::clone(&self.event), shortcut: Some(shortcut) }
+    }
+
+    /// Answers a request if it may, for which [`ImageQueue::answers`] says yes, and which has just
+    /// succeeded, but which [`ImageQueue::on_wake`] cannot give yet. Never blocks. With `true`,
+    /// [`Waker::answered`] has to be called, once it can, in place of [`Waker::wake`].
+    pub fn answer(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool {
+        self.shortcut.as_ref().is_some_and(|shortcut| shortcut.answer(id, buffer))
+    }
+
+    /// See [`Waker::answer`].
+    pub fn answered(&self) {
+        if !self.shortcut.as_ref().is_some_and(|shortcut| shortcut.answered()) {
+            self.wake();
+        }
     }
 
     /// The descriptor that becomes readable.
     pub fn descriptor(&self) -> std::os::fd::BorrowedFd<'_> {
         use std::os::fd::AsFd;
-        self.0.as_fd()
+        self.event.as_fd()
     }
 
     /// Takes the pending wakes.
     pub fn take(&self) {
         // EAGAIN when there were none.
-        let _ = self.0.read();
+        let _ = self.event.read();
     }
 }

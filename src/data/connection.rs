@@ -1,4 +1,5 @@
-//! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter.
+//! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter. (With one
+//! request at a time, `shortcut` may have replied meanwhile.)
 //!
 //! Bounds: `depth` requests are running or waiting to be answered; their payloads fit the budget of
 //! the pool. At either bound the loop stops reading until something has ended. It cannot stall for
@@ -25,6 +26,7 @@ use super::pool::{LARGEST, Pool};
 use super::retry::Retries;
 use super::rules::Rules;
 use super::server::Limits;
+use super::shortcut::{Shortcut, set_read_header};
 use super::slab::{Running, Slab};
 use super::status::Questions;
 use crate::backend::{Image, ImageQueue, Outcome, RequestId, Started};
@@ -40,8 +42,9 @@ const WAKE: Token = Token(3);
 const TRIM: Token = Token(4);
 pub(super) const DEADLINE: Token = Token(5);
 pub(super) const CANCEL: Token = Token(6);
+pub(super) const LOOK: Token = Token(7);
 
-/// Ring entries beyond the backend's: receive, send, wake, trim, deadline, cancel.
+/// Ring entries beyond the backend's: one for each of these.
 const OWN_ENTRIES: u32 = 8;
 
 /// Bytes of replies that a socket is asked to take before a send has to wait for the peer.
@@ -57,7 +60,7 @@ pub(super) struct Connection {
     pub(super) ring: Ring,
     pub(super) socket: FileSlot,
     wake: FileSlot,
-    pub(super) file: OwnedFd,
+    pub(super) file: Arc<OwnedFd>,
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) image: Arc<dyn Image>,
     pub(super) rules: Arc<Rules>,
@@ -85,6 +88,11 @@ pub(super) struct Connection {
     /// Running requests that are answered already.
     pub(super) answered: usize,
     wake_armed: bool,
+    pub(super) shortcut: Arc<Shortcut>,
+    /// The request that another thread answers, or has, and that has not come back yet. Until it does,
+    /// nothing is parsed and so nothing sent.
+    pub(super) answered_elsewhere: Option<RequestId>,
+    pub(super) look_armed: bool,
     /// The pool's count of takes when the idle timer was set.
     trim_armed: Option<u64>,
     woken: Vec<(RequestId, Outcome)>,
@@ -147,7 +155,10 @@ impl Connection {
         let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
         let socket = ring.register(file.as_fd()).map_err(failed)?;
         let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
-        let queue = image.queue(&mut ring, mailbox.waker())?;
+        let file = Arc::new(file);
+        let shortcut = Arc::new(Shortcut::new(Arc::clone(&file), Arc::clone(&rules)));
+        let waker = mailbox.waker().with_shortcut(Arc::clone(&shortcut) as _);
+        let queue = image.queue(&mut ring, &waker)?;
         let mailbox_waker = mailbox.waker().clone();
         let depth = limits.depth as usize;
         let clock_began_ns = statistics::now_ns().saturating_sub(rules.elapsed_ns());
@@ -178,6 +189,9 @@ impl Connection {
             fail_io: false,
             answered: 0,
             wake_armed: false,
+            shortcut,
+            answered_elsewhere: None,
+            look_armed: false,
             trim_armed: None,
             woken: Vec::with_capacity(depth),
             recorder,
@@ -230,12 +244,16 @@ impl Connection {
                 return Ok(());
             }
         }
+        let offered = self.offer();
         match self.due_ns() {
             Some(due_ns) => {
                 let left_ns = due_ns.saturating_sub(self.elapsed_ns());
                 self.ring.submit_and_wait_for(Duration::from_nanos(left_ns))?;
             }
             None => self.ring.submit_and_wait()?,
+        }
+        if offered {
+            self.take_back();
         }
         self.reap();
         Ok(())
@@ -292,6 +310,7 @@ impl Connection {
                 self.woken();
             }
             TRIM => self.trim_if_idle(),
+            LOOK => self.look_armed = false,
             DEADLINE if completion.result == -libc::ETIME => {
                 self.ending.get_or_insert(End::HandshakeTimeout);
             }
@@ -345,18 +364,23 @@ impl Connection {
 
     fn woken(&mut self) {
         self.mailbox.waker().take();
-        let mut woken = std::mem::take(&mut self.woken);
-        self.queue.on_wake(&mut self.ring, &mut woken);
-        for (id, outcome) in woken.drain(..) {
-            self.finish(id, outcome);
-        }
-        self.woken = woken;
+        self.take_ended();
         self.tell_statuses();
         // The limits may have changed.
         self.limited_until_ns = 0;
         if self.mailbox.desired() == Desired::Stop {
             self.ending.get_or_insert(End::Stopped);
         }
+    }
+
+    /// Takes what the backend's threads have finished.
+    pub(super) fn take_ended(&mut self) {
+        let mut woken = std::mem::take(&mut self.woken);
+        self.queue.on_wake(&mut self.ring, &mut woken);
+        for (id, outcome) in woken.drain(..) {
+            self.finish(id, outcome);
+        }
+        self.woken = woken;
     }
 
     /// From now on every request fails. Those that the backend still has are answered now, and their
@@ -382,10 +406,13 @@ impl Connection {
 
     /// Understands and starts what has arrived, as far as the bounds allow.
     fn parse(&mut self) {
+        self.hungry = false;
+        if self.answered_elsewhere.is_some() {
+            return;
+        }
         // Not only when woken: what was sent after the level was set is judged by it.
         self.set_fail_io(self.mailbox.fail_io());
         let size = self.image.size();
-        self.hungry = false;
         let pausing = self.is_pausing();
         while self.ending.is_none() && !self.inbound.is_receiving() {
             if self.inbound.in_write() {
@@ -529,7 +556,11 @@ impl Connection {
 
     pub(super) fn finish(&mut self, id: RequestId, outcome: Outcome) {
         let Some(Outcome { result, buffer }) = self.settle(id, outcome) else { return };
-        let Running { cookie, request, started_ns, answered, .. } = self.slab.remove(id);
+        let running = self.slab.remove(id);
+        if self.answered_elsewhere.take_if(|other| *other == id).is_some() {
+            return self.conclude(running, buffer);
+        }
+        let Running { cookie, request, started_ns, answered, .. } = running;
         if answered {
             self.answered -= 1;
             if self.fail_io {
@@ -549,17 +580,27 @@ impl Connection {
         result: std::result::Result<(), IoError>,
         buffer: Option<Buffer>,
     ) {
+        self.reply(cookie, request, result, buffer);
+        let Some(Request { op, length, .. }) = request else { return };
+        if self.ended.len() == self.ended.capacity() {
+            self.record();
+        }
+        self.ended.push(Ended { op, length, started_ns, result });
+    }
+
+    pub(super) fn reply(
+        &mut self,
+        cookie: u64,
+        request: Option<Request>,
+        result: std::result::Result<(), IoError>,
+        buffer: Option<Buffer>,
+    ) {
         match (buffer, request) {
             (Some(mut buffer), Some(Request { op: Op::Read, offset, length, .. }))
                 if result.is_ok() =>
             {
                 assert_eq!(buffer.len() as u64, length, "a read is answered in full");
-                if self.agreed.structured {
-                    let length = u32::try_from(length).expect("no payload is above MAX_PAYLOAD");
-                    buffer.set_header(&structured::read_header(cookie, offset, length));
-                } else {
-                    buffer.set_header(&simple_reply(cookie, result));
-                }
+                set_read_header(&mut buffer, self.agreed.structured, cookie, offset);
                 self.outbound.push_buffer(buffer, &mut self.pool);
             }
             (buffer, request) => {
@@ -568,11 +609,6 @@ impl Connection {
                 buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
             }
         }
-        let Some(Request { op, length, .. }) = request else { return };
-        if self.ended.len() == self.ended.capacity() {
-            self.record();
-        }
-        self.ended.push(Ended { op, length, started_ns, result });
     }
 
     /// Counts what ended since the last time; one look at the clock for all of it.

@@ -22,6 +22,7 @@ mod pool;
 mod retry;
 mod rules;
 pub mod server;
+mod shortcut;
 mod slab;
 mod status;
 

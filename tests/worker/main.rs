@@ -18,6 +18,7 @@ mod rbd;
 mod supervisor;
 
 use std::os::fd::AsFd;
+use std::process::Command;
 use std::time::Duration;
 
 use cleat::error::ErrorKind;
@@ -314,6 +315,30 @@ fn an_idle_worker_is_small() {
     let own_kib = memory::own_kib(worker.child.id());
     println!("figures: an idle worker, 4 connections: {own_kib} KiB of its own");
     assert!(own_kib < 4 << 10, "{own_kib} KiB");
+}
+
+/// Libraries that are loaded later take these from the program, as librbd is meant to. All of them or none:
+/// what one allocator gave, another must not be asked to free.
+#[test]
+fn the_allocator_is_there_for_libraries_too() {
+    let program = env!("CARGO_BIN_EXE_cleat");
+    let listed = Command::new("nm").args(["-D", "--defined-only", program]).output();
+    let symbols = String::from_utf8(listed.expect("apt install binutils").stdout).unwrap();
+    for name in [
+        "malloc",
+        "calloc",
+        "realloc",
+        "free",
+        "posix_memalign",
+        "aligned_alloc",
+        "memalign",
+        "malloc_usable_size",
+        "reallocarray",
+        "strdup",
+        "strndup",
+    ] {
+        assert!(symbols.lines().any(|line| line.ends_with(&format!(" T {name}"))), "{name}");
+    }
 }
 
 #[test]

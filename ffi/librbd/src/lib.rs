@@ -46,7 +46,7 @@ pub use pool::{ImageSpec, NewImage, Pool, Trashed};
 pub use progress::Progress;
 pub use quiesce::{Quiesce, QuiesceWatch};
 pub use snapshots::{Snapshot, SnapshotKind};
-pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
+pub use submit::{Completion, Ends, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;
 
 /// Loads the libraries now, while their files can still be read: a process may want to give that

@@ -81,6 +81,30 @@ pub struct Refused<B> {
     pub buffer: Option<B>,
 }
 
+/// Hears of ends, on threads of the library: no function may block, call the library, or panic. A closure
+/// is one that is only woken.
+pub trait Ends<B>: Send + Sync + 'static {
+    /// Operations have ended, and the last call of [`Submitter::next`] found none.
+    fn wake(&self);
+
+    /// An operation has succeeded, a read in full, and [`Submitter::next`] cannot give it yet. With
+    /// `true`, [`Ends::listed`] is called once it can, in place of [`Ends::wake`]; and until it was
+    /// taken, others may end without a call of either.
+    fn succeeded(&self, token: u64, buffer: Option<&mut B>) -> bool {
+        let _ = (token, buffer);
+        false
+    }
+
+    /// See [`Ends::succeeded`].
+    fn listed(&self) {}
+}
+
+impl<B, F: Fn() + Send + Sync + 'static> Ends<B> for F {
+    fn wake(&self) {
+        self();
+    }
+}
+
 /// Starts operations on an image and takes their ends, on one thread.
 pub struct Submitter<B: IoBuffer> {
     image: Arc<Image>,
@@ -97,7 +121,7 @@ pub struct Submitter<B: IoBuffer> {
 /// Operations that have ended on other threads, newest first; each is owned by the list.
 struct Ended<B: IoBuffer> {
     head: AtomicPtr<Operation<B>>,
-    wake: Box<dyn Fn() + Send + Sync>,
+    told: Box<dyn Ends<B>>,
     gate: Arc<Gate>,
     api: &'static librbd_sys::Librbd,
 }
@@ -108,6 +132,7 @@ struct Operation<B: IoBuffer> {
     ended: *const Ended<B>,
     token: u64,
     result: i64,
+    is_read: bool,
     /// The library keeps a pointer to it until a read has ended.
     vector: iovec,
     buffer: Option<B>,
@@ -115,16 +140,15 @@ struct Operation<B: IoBuffer> {
 
 impl Image {
     /// A submitter for the calling thread, with at most `capacity` operations between start and
-    /// [`Submitter::next`]. `wake` is called on threads of the library when operations have ended
-    /// and the last call of `next` found none: it must not block, nor call the library, nor panic.
+    /// [`Submitter::next`], whose ends `told` hears of.
     pub fn submitter<B: IoBuffer>(
         self: &Arc<Self>,
         capacity: usize,
-        wake: impl Fn() + Send + Sync + 'static,
+        told: impl Ends<B>,
     ) -> Submitter<B> {
         let ended = Ended {
             head: AtomicPtr::new(null_mut()),
-            wake: Box::new(wake),
+            told: Box::new(told),
             gate: Arc::clone(self.gate()),
             api: self.api(),
         };
@@ -178,6 +202,7 @@ impl<B: IoBuffer> Submitter<B> {
         }
         let mut operation = self.free.pop().unwrap_or_else(|| Box::new(Operation::idle()));
         operation.token = token;
+        operation.is_read = matches!(io, Io::Read { .. });
         if let Some(buffer) = &mut buffer {
             let (iov_base, iov_len) = (buffer.address().cast(), buffer.length());
             operation.vector = iovec { iov_base, iov_len };
@@ -288,9 +313,14 @@ unsafe extern "C" fn on_end<B: IoBuffer>(completion: rbd_completion_t, argument:
         (ended.api.rbd_aio_release)(completion);
         ended
     };
+    // SAFETY: ours until it is pushed.
+    let noted = unsafe { &mut *operation }.tell_success(&*ended.told);
     // SAFETY: ours, and handed over.
-    if unsafe { ended.push(operation) } {
-        (ended.wake)();
+    let first = unsafe { ended.push(operation) };
+    if noted {
+        ended.told.listed();
+    } else if first {
+        ended.told.wake();
     }
     ended.gate.leave();
 }
@@ -347,7 +377,21 @@ impl<B: IoBuffer> Drop for Ended<B> {
 impl<B: IoBuffer> Operation<B> {
     fn idle() -> Self {
         let vector = iovec { iov_base: null_mut(), iov_len: 0 };
-        Self { next: null_mut(), ended: null(), token: 0, result: 0, vector, buffer: None }
+        Self {
+            next: null_mut(),
+            ended: null(),
+            token: 0,
+            result: 0,
+            is_read: false,
+            vector,
+            buffer: None,
+        }
+    }
+
+    fn tell_success(&mut self, told: &dyn Ends<B>) -> bool {
+        let wanted = self.is_read.then_some(self.vector.iov_len as i64);
+        let success = wanted.map_or(self.result >= 0, |wanted| self.result == wanted);
+        success && told.succeeded(self.token, self.buffer.as_mut())
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use librbd::{Completion, Io, Refused, Submitter};
+use librbd::{Completion, Ends, Io, Refused, Submitter};
 
 use super::Shared;
 use crate::backend::{ImageQueue, Outcome, RequestId, Started, Waker};
@@ -41,12 +41,29 @@ struct Task {
     flushing: bool,
 }
 
+/// Hears of ends on librbd's threads.
+struct Ended(Waker);
+
+impl Ends<Buffer> for Ended {
+    fn wake(&self) {
+        self.0.wake();
+    }
+
+    fn succeeded(&self, token: u64, buffer: Option<&mut Buffer>) -> bool {
+        RequestId::try_from(token).is_ok_and(|id| self.0.answer(id, buffer))
+    }
+
+    fn listed(&self) {
+        self.0.answered();
+    }
+}
+
 /// What comes next for a request: an operation, or its end.
 type Next = Result<Option<Io>, IoError>;
 
 impl RbdQueue {
     pub(super) fn new(image: &Arc<librbd::Image>, shared: Arc<Shared>, waker: Waker) -> Self {
-        let submitter = image.submitter(MAX_OPERATIONS, move || waker.wake());
+        let submitter = image.submitter(MAX_OPERATIONS, Ended(waker));
         Self {
             submitter,
             shared,
@@ -161,6 +178,19 @@ impl RbdQueue {
         }
     }
 
+    /// Whether the running operation is a request's last one, if it succeeds.
+    fn is_last(&self, task: &Task) -> bool {
+        let Request { op, flags, length, .. } = task.request;
+        match op {
+            Op::Read | Op::Flush | Op::Cache => true,
+            Op::Write | Op::Trim | Op::WriteZeroes if task.flushing => true,
+            Op::Write | Op::Trim | Op::WriteZeroes => {
+                task.progress + task.attempted == length
+                    && !(flags.fua && !self.shared.durable_writes)
+            }
+        }
+    }
+
     fn task(&self, id: RequestId) -> Option<Task> {
         self.tasks.get(id as usize).copied().flatten()
     }
@@ -229,6 +259,10 @@ impl ImageQueue for RbdQueue {
     ) -> Option<(RequestId, Outcome)> {
         // Nothing is ever submitted to the ring.
         None
+    }
+
+    fn answers(&self, id: RequestId) -> bool {
+        self.task(id).is_some_and(|task| self.is_last(&task))
     }
 
     fn on_wake(&mut self, _ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
