@@ -136,7 +136,7 @@ impl RbdQueue {
         if task.progress < task.request.length {
             return self.operation(task);
         }
-        if task.request.flags.fua && !self.shared.durable_writes {
+        if self.ends_with_flush(task) {
             task.flushing = true;
             return Ok(Some(Io::Flush));
         }
@@ -178,17 +178,15 @@ impl RbdQueue {
         }
     }
 
-    /// Whether the running operation is a request's last one, if it succeeds.
+    /// Whether the running operation is its request's last one, if it succeeds.
     fn is_last(&self, task: &Task) -> bool {
-        let Request { op, flags, length, .. } = task.request;
-        match op {
-            Op::Read | Op::Flush | Op::Cache => true,
-            Op::Write | Op::Trim | Op::WriteZeroes if task.flushing => true,
-            Op::Write | Op::Trim | Op::WriteZeroes => {
-                task.progress + task.attempted == length
-                    && !(flags.fua && !self.shared.durable_writes)
-            }
-        }
+        let whole = task.progress + task.attempted == task.request.length;
+        task.flushing || !task.request.op.modifies() || whole && !self.ends_with_flush(task)
+    }
+
+    /// Whether what is done has to be made durable before the request ends.
+    fn ends_with_flush(&self, task: &Task) -> bool {
+        task.request.flags.fua && !self.shared.durable_writes
     }
 
     fn task(&self, id: RequestId) -> Option<Task> {
