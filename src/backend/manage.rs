@@ -137,7 +137,7 @@ pub trait Store: Send + Sync {
     }
 
     /// Removes for good what lies in the trash: these `ids`, or all; before its time only with `force`.
-    /// One that cannot be removed does not keep the others.
+    /// One that cannot be removed, as it is in use perhaps, does not keep the others.
     ///
     /// # Errors
     /// `NotFound` for an id that is not there; `Aborted` when it was told to end; what the backend
@@ -210,18 +210,43 @@ pub struct Listing {
 }
 
 /// A volume of a list; what costs a question of its own is null where it was not asked for.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Entry {
     pub name: String,
     pub uri: String,
     /// Stays when the volume is renamed.
     pub id: Option<String>,
     pub size_bytes: Option<u64>,
-    /// The snapshot that it was cloned from.
+    /// The snapshot that it was cloned from, and whether that is of a volume in the trash.
     pub parent: Option<String>,
     pub snapshots: Option<usize>,
     /// How many clients have it open for writing.
     pub watchers: Option<usize>,
+    /// Why it could not be asked.
+    pub error: Option<Failure>,
+}
+
+/// What is wrong with one of several, which does not keep the others.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Failure {
+    pub kind: ErrorKind,
+    pub message: String,
+    pub repair: Option<String>,
+}
+
+/// In one line, with what can be done about it.
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)?;
+        self.repair.iter().try_for_each(|repair| write!(f, "; {repair}"))
+    }
+}
+
+impl From<&Error> for Failure {
+    fn from(error: &Error) -> Self {
+        let repair = error.repair().map(str::to_owned);
+        Self { kind: error.kind(), message: error.report(), repair }
+    }
 }
 
 /// What there is to be known of a volume. What the backend does not have is null, or empty.
@@ -258,12 +283,20 @@ pub struct Info {
 /// What a clone was made of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Parent {
-    /// `pool[/namespace]/image@snapshot`
+    /// `pool[/namespace]/image@snapshot`; of an image in the trash, as it was called.
     pub name: String,
+    pub image_id: String,
     /// Whether the image lies in the trash.
     pub in_trash: bool,
     /// Bytes from the beginning that may still be read from it.
     pub overlap_bytes: u64,
+}
+
+impl std::fmt::Display for Parent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.name)?;
+        if self.in_trash { write!(f, " (in the trash, {})", self.image_id) } else { Ok(()) }
+    }
 }
 
 /// A snapshot.

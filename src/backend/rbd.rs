@@ -30,6 +30,7 @@ mod problem;
 mod queue;
 mod quiesce;
 mod record;
+mod rights;
 mod room;
 
 use std::ops::ControlFlow;
@@ -58,6 +59,7 @@ use problem::problem;
 use queue::RbdQueue;
 use quiesce::Snapshots;
 use record::Claim;
+use rights::Rights;
 use room::Room;
 
 /// How long a monitor may take to answer, at the start and later.
@@ -136,6 +138,7 @@ struct Shared {
     luks_header: Option<u64>,
     /// Somebody else owns the image, or nobody knows who does.
     fenced: AtomicBool,
+    rights: Rights,
     room: Room,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     read_only: bool,
@@ -261,13 +264,16 @@ impl RbdImage {
         let data_pool = if image.features().map_err(failed)? & librbd::RBD_FEATURE_DATA_POOL == 0 {
             spec.pool.clone()
         } else {
-            image.data_pool().map_err(failed)?
+            let data_pool = image.data_pool().map_err(failed)?;
+            rights::check(&image, &data_pool, spec, read_only)?;
+            data_pool
         };
         let shared = Arc::new(Shared {
             size: AtomicU64::new(whole_blocks(stat.size, encrypted)),
             watcher: OnceLock::new(),
             luks_header: header,
             fenced: AtomicBool::new(false),
+            rights: Rights::of(spec, &data_pool),
             room: Room::of(data_pool),
             read_only,
             durable_writes,
@@ -293,6 +299,10 @@ impl RbdImage {
             multi_connection: true,
             outlives_worker: true,
         };
+        if !read_only && spec.shared {
+            // Whoever claims an image looks himself.
+            mirror::check_primary(&image, &name)?;
+        }
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
         let open = Mutex::new(Some(Open { changes, snapshots, image, claim: None }));
         let blocks = block_sizes(stat, encrypted);

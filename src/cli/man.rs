@@ -160,16 +160,18 @@ volume create, resize, clone, flatten, snapshot create, remove, protect, unprote
 trash restore: {volume, changed}; changed is false where nothing had to be done
 volume remove      {volume, changed, trash: trashed | null}
   trashed  {id, name, removed_at_s, kept_until_s}
-volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers}], next}
+volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers,
+                   error: {kind, message, repair} | null}], next}
   next     what --after takes for the rest, or null
 volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects, object_size_bytes,
                    object_prefix, stripe_unit_bytes, stripe_count, data_pool, features, flags,
-                   parent: {name, in_trash, overlap_bytes} | null, snapshots: [snapshot], clones,
-                   claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
+                   parent: {name, image_id, in_trash, overlap_bytes} | null, snapshots: [snapshot],
+                   clones, claim, watchers: [{client, address}], locks: [{client, cookie, address}]}
   snapshot {id, name, size_bytes, created_at_s, protected, kind: user, trash, mirror or other}
 volume snapshot list  {snapshots: [snapshot]}
 volume trash list  {trash: [trashed]}
-volume trash purge {removed: [trashed], failed: [{trashed's, kind, message}], waiting: [trashed]}
+volume trash purge {removed: [trashed], failed: [{trashed's, kind, message, repair}],
+                   waiting: [trashed]}
 fence ls           {volume, clients: [client]}
   client   {address, node, boot_id, mapping_id, generation, since_s, claim, holds_lock, watches,
            cut_off_until}

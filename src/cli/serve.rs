@@ -25,7 +25,7 @@ Examples:
     $ cleat serve mem:1G --listen 127.0.0.1:10809
 
 The NBD URI to connect to is printed on stdout once clients can connect. SIGTERM and SIGINT end it
-after the running requests.
+after the running requests, or at once (exit code 6) while the volume is not open yet.
 ";
 
 /// Serve a volume to NBD clients (qemu, libnbd, nbd-client)

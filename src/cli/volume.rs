@@ -82,7 +82,7 @@ pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
         Command::Create(args) => change::create(globals, args),
         Command::Remove(args) => change::remove(globals, &args),
         Command::Resize(args) => change::resize(globals, &args),
-        Command::List(args) => show::list(globals, args),
+        Command::List(args) => return show::list(globals, args),
         Command::Info(args) => show::info(globals, &args),
         Command::Clone(args) => change::clone(globals, *args),
         Command::Flatten(args) => change::flatten(globals, &args),

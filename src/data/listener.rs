@@ -1,7 +1,8 @@
 //! `cleat serve`: one volume behind a listening socket, for NBD clients.
 //!
 //! Comes in: a volume and an address. Goes out: the volume's data path, until SIGTERM or SIGINT;
-//! then running requests are finished, and the socket's file is removed.
+//! then running requests are finished, and the socket's file is removed. Before the volume is open they
+//! end it, too.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -21,6 +22,7 @@ use nix::sys::socket::{
 };
 use nix::sys::stat::{Mode, fchmod};
 
+use super::opening::open_unless_told;
 use super::server::{Event, ExportName, Limits, Server};
 use crate::backend::uri::VolumeUri;
 use crate::backend::{Image, OpenOptions, Waker, open};
@@ -83,11 +85,12 @@ impl std::fmt::Display for Address {
 /// chose included) once clients can connect.
 ///
 /// # Errors
-/// When the volume cannot be opened, or the address not be used.
+/// When the volume cannot be opened, or the address not be used; `Aborted` for a signal before that.
 pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     // Before any thread is made: each inherits the mask, and the signals arrive here alone.
     let signals = catch_signals()?;
-    let image = open(&options.uri, &options.open)?;
+    let (uri, how) = (options.uri.clone(), options.open.clone());
+    let image = open_unless_told(&signals, move || open(&uri, &how))?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };
@@ -126,7 +129,7 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     ended
 }
 
-fn catch_signals() -> Result<SignalFd> {
+pub(super) fn catch_signals() -> Result<SignalFd> {
     let mut wanted = SigSet::empty();
     wanted.add(Signal::SIGTERM);
     wanted.add(Signal::SIGINT);

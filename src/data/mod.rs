@@ -17,6 +17,7 @@ mod limiter;
 pub mod listener;
 mod mailbox;
 pub mod nbd;
+mod opening;
 mod outbound;
 mod pool;
 mod retry;

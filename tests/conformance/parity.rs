@@ -247,10 +247,12 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
         // As in the cluster that it is mirrored to.
         let image = format!("{POOL}/{name}");
         shared().rbd(&["mirror", "image", "demote", &image]).unwrap();
-        let error = refused(&uri);
-        assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{}", error.report());
-        assert!(error.message().contains("mirror's copy"), "{}", error.report());
-        assert!(error.repair().unwrap().contains(&format!("promote {image}")));
+        for uri in [&uri, &format!("{uri}&lock=shared")] {
+            let error = refused(uri);
+            assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{}", error.report());
+            assert!(error.message().contains("mirror's copy"), "{}", error.report());
+            assert!(error.repair().unwrap().contains(&format!("promote {image}")));
+        }
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
         let copy = Local::open(&uri.parse().unwrap(), read_only);
         assert!(copy.lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");

@@ -164,12 +164,14 @@ fn clones_in_both_formats_live_and_become_independent() {
     assert!(unprotected.error(2).contains("snapshot protect"), "{unprotected:?}");
     assert!(changed(&["snapshot", "protect", &snapshot]));
     assert!(changed(&["clone", &snapshot, &one, "--clone-format", "1"]));
+    let id = info("parent")["id"].clone();
     for name in ["clone1", "clone2"] {
         let theirs = info(name)["parent"].clone();
         assert_eq!((&theirs["image"], &theirs["snapshot"]), (&json!("parent"), &json!("s")));
         let mine = json(&["info", &uri(name)])["parent"].clone();
         let expected = json!({
-            "name": format!("{POOL}/parent@s"), "in_trash": false, "overlap_bytes": 16 * MIB
+            "name": format!("{POOL}/parent@s"), "image_id": id, "in_trash": false,
+            "overlap_bytes": 16 * MIB
         });
         assert_eq!(mine, expected);
     }
@@ -194,6 +196,37 @@ fn clones_in_both_formats_live_and_become_independent() {
     drop(user);
     assert_eq!(json(&["snapshot", "list", &whole])["snapshots"], json!([]));
     assert_eq!(info("clone2")["parent"], json!(null));
+}
+
+#[test]
+fn a_parent_in_the_trash_is_shown_by_the_name_that_it_had() {
+    run_rbd(shared(), &["namespace", "create", &format!("{POOL}/thrift")]);
+    let image = |name: &str| format!("rbd:{POOL}/thrift/{name}?{}", options());
+    let (whole, snapshot, clone) = (image("thrown"), image("thrown@s"), image("clone"));
+    assert!(changed(&["create", &whole, "8M"]));
+    assert!(changed(&["snapshot", "create", &snapshot]));
+    assert!(changed(&["clone", &snapshot, &clone]));
+    let id = json(&["info", &whole])["id"].as_str().expect("an id").to_owned();
+    // With its snapshots rbd puts it there, we do not.
+    run_rbd(shared(), &["trash", "mv", &format!("{POOL}/thrift/thrown")]);
+    assert!(changed(&["create", &whole, "16M"]), "another one of that name");
+    let parent = json(&["info", &clone])["parent"].clone();
+    assert_eq!(
+        (&parent["name"], &parent["image_id"]),
+        (&json!(format!("{POOL}/thrift/thrown@s")), &json!(id))
+    );
+    assert_eq!(parent["in_trash"], true);
+    let shown = format!("{POOL}/thrift/thrown@s (in the trash, {id})");
+    let told = volume(&["info", &clone]);
+    assert!(told.stdout.contains(&format!("{shown}, 8.0 MiB")), "{told:?}");
+    let listing = json(&["list", &place("/thrift"), "--long"])["volumes"].clone();
+    assert_eq!((&listing[0]["name"], &listing[0]["parent"]), (&json!("clone"), &json!(shown)));
+    assert!(changed(&["snapshot", "create", &snapshot]));
+    let other = volume(&["clone", &snapshot, &clone]);
+    assert!(
+        other.error(4).contains("the parent"),
+        "that is not what it was cloned from: {other:?}"
+    );
 }
 
 #[test]
@@ -244,6 +277,47 @@ fn a_list_comes_in_pages_and_with_details() {
     assert_eq!(plain["volumes"][0]["size_bytes"], json!(null), "nobody was asked");
     assert_eq!(volume(&["list", &place, "-o", "wide"]).stdout.lines().count(), 5);
     drop(user);
+}
+
+#[test]
+fn one_image_that_cannot_be_opened_does_not_keep_the_others() {
+    run_rbd(shared(), &["namespace", "create", &format!("{POOL}/torn")]);
+    let place = place("/torn");
+    let image = |name: &str| format!("rbd:{POOL}/torn/{name}?{}", options());
+    for name in ["a", "b", "c"] {
+        assert!(changed(&["create", &image(name), "8M"]));
+    }
+    let rados = |words: &[&str]| {
+        shared().rados(&[&["-p", POOL, "-N", "torn"], words].concat()).expect("it is done");
+    };
+    let id = json(&["info", &image("b")])["id"].as_str().expect("an id").to_owned();
+    rados(&["rm", &format!("rbd_header.{id}")]);
+    let run = volume(&["list", &place, "--long", "-o", "json"]);
+    assert_eq!(run.code, 3, "{run:?}");
+    let listing = run.json();
+    let [a, b, c] = &listing["volumes"].as_array().expect("a list")[..] else { panic!("{run:?}") };
+    for whole in [a, c] {
+        assert_eq!((&whole["size_bytes"], &whole["error"]), (&json!(8 * MIB), &json!(null)));
+    }
+    assert_eq!((&b["name"], &b["id"]), (&json!("b"), &json!(id)));
+    assert_eq!((&b["size_bytes"], &b["error"]["kind"]), (&json!(null), &json!("not_found")));
+    let text = volume(&["list", &place, "--long"]);
+    assert_eq!((text.code, text.stdout.lines().count()), (3, 4), "{text:?}");
+    assert!(text.stderr.contains("b cannot be asked: its header is missing"), "{text:?}");
+    assert!(text.stderr.contains("cleat volume remove --now 'rbd:volumes/torn/b?"), "{text:?}");
+    assert_eq!(volume(&["list", &place]).code, 0, "names alone");
+    // What it says is what helps.
+    assert!(changed(&["remove", "--now", &image("b")]));
+    assert_eq!(json(&["list", &place, "--long"])["volumes"].as_array().map(Vec::len), Some(2));
+
+    // Of another kind: one that this library cannot read.
+    let id = json(&["info", &image("c")])["id"].as_str().expect("an id").to_owned();
+    rados(&["setomapval", &format!("rbd_header.{id}"), "size", "x"]);
+    let run = volume(&["list", &place, "--long", "-o", "json"]);
+    assert_ne!(run.code, 0, "{run:?}");
+    assert_eq!(run.json()["volumes"][0]["error"], json!(null));
+    assert_eq!(run.json()["volumes"][1]["name"], "c");
+    assert_ne!(run.json()["volumes"][1]["error"], json!(null));
 }
 
 #[test]

@@ -78,6 +78,11 @@ fn what_files_cannot_do_is_said() {
         let run = volume(words);
         assert!(run.error(code).contains(cause), "{words:?}: {run:?}");
     }
+    let sized = format!("{}?create=1G", uri("b.img"));
+    let two = volume(&["create", &sized, "1M"]);
+    assert!(two.error(2).contains("to have 1M, and by its URI 1G"), "{two:?}");
+    assert!(!directory.path().join("b.img").exists());
+    assert!(changed(&["create", &sized.replace("1G", "1M"), "1M"]));
     std::os::unix::fs::symlink("a.img", directory.path().join("link")).expect("a link");
     let link = volume(&["remove", &uri("link"), "--now"]);
     assert!(link.error(2).contains("symbolic link"), "{link:?}");

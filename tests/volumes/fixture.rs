@@ -7,6 +7,7 @@ use ceph_test_cluster::{Cluster, ID, POOL, shared};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
+use tempfile::NamedTempFile;
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -126,27 +127,38 @@ pub(crate) fn many_objects(name: &str, size: &str) {
     run_rbd(shared(), &[&bench[..], &["--io-threads", "64", "--io-total", size, &target]].concat());
 }
 
-/// An image that is open for writing by another process until this is dropped.
+/// A volume that is open in another process until this is dropped.
+#[derive(Debug)]
 pub(crate) struct User {
     process: Child,
     /// Where it serves it.
     nbd: String,
+    log: NamedTempFile,
 }
 
 impl User {
-    /// Serves `uri` to NBD clients that never come.
+    /// Serves `uri`, to clients that may never come.
     pub(crate) fn of(uri: &str) -> Self {
+        Self::try_of(uri).unwrap_or_else(|said| panic!("it does not serve {uri}: {said}"))
+    }
+
+    /// The same; what it says instead, where it does not.
+    pub(crate) fn try_of(uri: &str) -> Result<Self, String> {
+        let log = NamedTempFile::new().expect("a file");
         let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
         let command = clean(command.args(["serve", uri, "--listen", "127.0.0.1:0"]));
-        let mut child = command.stdout(Stdio::piped()).spawn().expect("it runs");
-        let stdout = child.stdout.take().expect("it is piped");
-        let mut user = Self { process: child, nbd: String::new() };
+        let stderr = log.reopen().expect("it is there");
+        let mut process = command.stdout(Stdio::piped()).stderr(stderr).spawn().expect("it runs");
+        let stdout = process.stdout.take().expect("it is piped");
+        let mut user = Self { process, nbd: String::new(), log };
         let mut line = String::new();
         std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line)
             .expect("it can be read");
-        assert!(line.starts_with("nbd://"), "it does not serve {uri}: {line}");
+        if !line.starts_with("nbd://") {
+            return Err(user.end());
+        }
         line.trim_end().clone_into(&mut user.nbd);
-        user
+        Ok(user)
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -161,23 +173,36 @@ impl User {
 
     /// Whether it still writes for its clients.
     pub(crate) fn writes(&self) -> bool {
+        self.does("write 0 4k")
+    }
+
+    /// Whether it does for a client what `qemu-io` calls so.
+    pub(crate) fn does(&self, what: &str) -> bool {
         let mut command = Command::new("timeout");
-        command.args([LIMIT_S, "qemu-io", "-f", "raw", &self.nbd, "-c", "write 0 4k"]);
+        let read_only = if what.starts_with("read") { &["-r"][..] } else { &[] };
+        command.args([LIMIT_S, "qemu-io"]).args(read_only);
+        command.args(["-f", "raw", &self.nbd, "-c", what]);
         command.output().expect("qemu-io runs").status.success()
+    }
+
+    /// Ends it in order, so that the image is closed; what it has said on its standard error.
+    pub(crate) fn end(&mut self) -> String {
+        if matches!(self.process.try_wait(), Ok(None)) {
+            self.signal(Signal::SIGTERM);
+            self.signal(Signal::SIGCONT);
+            self.process.wait().expect("it is ours");
+        }
+        std::fs::read_to_string(self.log.path()).expect("it is there")
     }
 }
 
 impl Drop for User {
     fn drop(&mut self) {
-        let pid = Pid::from_raw(self.process.id().cast_signed());
-        // Orderly, so that the image is closed.
-        let _ = kill(pid, Signal::SIGTERM);
-        let _ = kill(pid, Signal::SIGCONT);
-        let _ = self.process.wait();
+        self.end();
     }
 }
 
 /// Without what the environment could change.
-fn clean(command: &mut Command) -> &mut Command {
+pub(crate) fn clean(command: &mut Command) -> &mut Command {
     command.env_remove("CEPH_ARGS").env_remove("CEPH_CONF").env_remove("CLEAT_SOCKET")
 }

@@ -1,7 +1,7 @@
 //! Long operations: their progress, and what signals leave of them.
 
 use std::io::{BufRead, BufReader, Read};
-use std::process::Child;
+use std::process::{Child, Command, Stdio};
 
 use ceph_test_cluster::{Cluster, ID, POOL, shared};
 use nix::sys::signal::{Signal, kill};
@@ -9,7 +9,8 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::fixture::{
-    User, changed, end, json, listed, many_objects, options_of, rbd, run_rbd, spawn, uri, volume,
+    User, changed, clean, end, json, listed, many_objects, options_of, rbd, run_rbd, spawn, uri,
+    volume,
 };
 
 /// Waits until a line of its stderr has `text`; what comes later is read there.
@@ -177,4 +178,47 @@ fn changed_with_progress(words: &[&str]) -> bool {
     }
     assert!(last > 0, "it told nothing: {run:?}");
     run.json()["changed"].as_bool().expect("a flag")
+}
+
+#[test]
+fn a_server_whose_volume_does_not_open_ends_when_it_is_told_to() {
+    let cluster = Cluster::start();
+    let image = format!("rbd:{POOL}/slow?{}", options_of(&cluster, ID));
+    assert!(changed(&["create", &image, "8M"]));
+    cluster.tell("pause osd");
+    let mut ends = Vec::new();
+    for which in [Signal::SIGINT, Signal::SIGTERM] {
+        // Where the test itself was held up, the limit may have come first.
+        let end =
+            (0..3).map(|_| told_while_opening(&image, which)).find(|(code, _)| *code != Some(10));
+        ends.push(end.expect("the signal is heard before the limit"));
+    }
+    cluster.tell("resume osd");
+    for (code, said) in ends {
+        assert_eq!(code, Some(6), "{said}");
+        assert!(said.contains("ended by a signal before it was open"), "{said}");
+    }
+    // What was claimed halfway is in nobody's way.
+    assert!(changed(&["remove", &image, "--now"]));
+}
+
+/// How a server ends that is told to as soon as it catches signals.
+fn told_while_opening(uri: &str, which: Signal) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+    let command = clean(command.args(["serve", uri, "--listen", "127.0.0.1:0"]));
+    let mut server = command.stderr(Stdio::piped()).spawn().expect("it runs");
+    let status = format!("/proc/{}/status", server.id());
+    let blocks = || {
+        let status = std::fs::read_to_string(&status).expect("it runs");
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask");
+        u64::from_str_radix(mask.trim(), 16).expect("a number") & 1 << (which as i32 - 1) != 0
+    };
+    while !blocks() {
+        std::thread::yield_now();
+    }
+    signal(&server, which);
+    let mut said = String::new();
+    let stderr = server.stderr.as_mut().expect("it is piped");
+    stderr.read_to_string(&mut said).expect("it can be read");
+    (server.wait().expect("it ends").code(), said)
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster, ID, POOL, shared};
 
-use crate::fixture::{changed, options, options_of, uri, volume};
+use crate::fixture::{User, changed, options, options_of, uri, volume};
 
 #[test]
 fn each_wrong_input_has_a_message_of_its_own() {
@@ -137,6 +137,45 @@ fn keys_of_namespaces_and_data_pools_are_given_what_they_need() {
     assert!(changed(&create));
     let outside = volume(&["create", &format!("rbd:{POOL}/outside?{options}"), "8M"]);
     assert!(outside.error(7).contains("pool=volumes'"), "{outside:?}");
+}
+
+#[test]
+fn a_key_without_rights_where_the_data_lie_is_told_so() {
+    let cluster = shared();
+    cluster.ceph(&["osd", "pool", "create", "apart", "8"]);
+    cluster.ceph(&["osd", "pool", "application", "enable", "apart", "rbd"]);
+    let admin = |name: &str| format!("rbd:{POOL}/{name}?{}", options_of(cluster, "admin"));
+    assert!(changed(&["create", &admin("apart"), "8M", "--data-pool", "apart"]));
+    assert!(User::of(&admin("apart")).writes(), "the administrator may");
+    assert!(changed(&["snapshot", "create", &admin("apart@s")]));
+    assert!(changed(&["clone", &admin("apart@s"), &admin("from-apart")]));
+
+    let keyring = cluster.keyring("halfway").display().to_string();
+    let caps = |data: &str| format!("profile rbd pool={POOL}{data}");
+    let get = ["auth", "get-or-create", "client.halfway", "mon", "profile rbd", "osd"];
+    cluster.ceph(&[&get[..], &[&caps(""), "-o", &keyring]].concat());
+    let halfway = |name: &str| format!("rbd:{POOL}/{name}?{}", options_of(cluster, "halfway"));
+    let told = |complaint: &str| {
+        for part in ["may not use the pool apart", "the data of volumes/apart", "pool=apart'"] {
+            assert!(complaint.contains(part), "{part}: {complaint}");
+        }
+    };
+    told(&User::try_of(&halfway("apart")).expect_err("it may not"));
+    told(&User::try_of(&halfway("apart@s")).expect_err("nor read"));
+    // Of what a clone was made of nobody asks before it is read.
+    let mut clone = User::of(&halfway("from-apart"));
+    assert!(!clone.does("read 0 4k") && !clone.does("read 0 4k"));
+    let said = clone.end();
+    assert_eq!(said.matches("what it was cloned from").count(), 1, "{said}");
+    assert!(said.contains("ceph auth caps client.halfway"), "{said}");
+
+    let set = ["auth", "caps", "client.halfway", "mon", "profile rbd", "osd"];
+    cluster.ceph(&[&set[..], &[&caps(", profile rbd-read-only pool=apart")]].concat());
+    told(&User::try_of(&halfway("apart")).expect_err("it may not write"));
+    assert!(User::of(&halfway("apart@s")).does("read 0 4k"));
+    let message = User::try_of(&halfway("apart")).expect_err("it may not write");
+    cluster.grant(&message).expect("it is a command");
+    assert!(User::of(&halfway("apart")).writes());
 }
 
 #[test]

@@ -114,6 +114,43 @@ fn the_trash_is_emptied_of_what_has_been_kept_long_enough() {
 }
 
 #[test]
+fn what_is_claimed_is_not_purged_untold() {
+    let space = Space::new("owned");
+    let (claimed, free) = (space.image("claimed"), space.image("free"));
+    for image in [&claimed, &free] {
+        assert!(changed(&["create", image, "8M"]));
+    }
+    let user = User::of(&claimed);
+    let mut claim = json(&["info", &claimed])["claim"].clone();
+    drop(user);
+    for (key, value) in [("node", "node-7"), ("boot_id", "another"), ("process", "")] {
+        claim[key] = if value.is_empty() { Value::Null } else { json!(value) };
+    }
+    let image = format!("{POOL}/owned/claimed");
+    run_rbd(shared(), &["image-meta", "set", &image, "cleat.claim", &claim.to_string()]);
+    let refused = volume(&["remove", &claimed, "--keep", "0s"]);
+    assert!(refused.error(5).contains("claimed by the node node-7"), "{refused:?}");
+    // rbd puts it there, and what lies there already is not taken from under a claim either.
+    run_rbd(shared(), &["trash", "mv", &image]);
+    assert!(changed(&["remove", &free, "--keep", "0s"]));
+    let part = volume(&["trash", "purge", &space.place(), "-o", "json"]);
+    assert_eq!(part.code, 5, "{part:?}");
+    let part = part.json();
+    assert_eq!((&part["removed"][0]["name"], &part["waiting"]), (&json!("free"), &json!([])));
+    let [kept] = &part["failed"].as_array().expect("a list")[..] else { panic!("{part}") };
+    assert_eq!((&kept["name"], &kept["kind"]), (&json!("claimed"), &json!("in_use")));
+    assert!(kept["repair"].as_str().expect("one").contains("--take-over"), "{kept}");
+    let told = volume(&["trash", "purge", &space.place(), "--force"]);
+    for part in ["(claimed) cannot be deleted: ", "claimed by the node node-7", "--take-over"] {
+        assert!(told.stderr.contains(part), "{part}: {told:?}");
+    }
+    assert_eq!(space.trash().len(), 1);
+    let purged = json(&["trash", "purge", &space.place(), "--take-over"]);
+    assert_eq!(purged["removed"][0]["name"], "claimed");
+    assert_eq!(space.trash(), Vec::<Value>::new());
+}
+
+#[test]
 fn what_is_deleted_at_once_is_gone() {
     let image = uri("brief");
     assert!(changed(&["create", &image, "8M"]));
@@ -137,16 +174,7 @@ fn what_is_deleted_at_once_is_gone() {
 #[test]
 fn what_was_made_in_part_is_told_and_can_be_removed() {
     // What a creation leaves that is cut off after its first step.
-    let object = ["put", "rbd_id.torn", "/dev/null"];
-    let conf = shared().conf();
-    let rados = std::process::Command::new("rados")
-        .args(["--id", "admin", "-p", POOL, "--conf"])
-        .arg(conf)
-        .args(object)
-        .env_remove("CEPH_ARGS")
-        .output()
-        .expect("rados runs");
-    assert!(rados.status.success(), "{rados:?}");
+    shared().rados(&["-p", POOL, "put", "rbd_id.torn", "/dev/null"]).expect("it is put");
     let torn = volume(&["create", &uri("torn"), "8M"]);
     assert_eq!(torn.code, 4, "{torn:?}");
     assert!(torn.stderr.contains("remove --now"), "{torn:?}");

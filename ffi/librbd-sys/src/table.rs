@@ -119,6 +119,8 @@ table! {
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
+        fn rados_read(rados_ioctx_t, *const c_char, *mut c_char, size_t, u64) -> c_int;
+        fn rados_remove(rados_ioctx_t, *const c_char) -> c_int;
         fn rados_exec(
             rados_ioctx_t, *const c_char, *const c_char, *const c_char, *const c_char, size_t,
             *mut c_char, size_t
@@ -166,6 +168,12 @@ table! {
         fn rbd_trash_restore(rados_ioctx_t, *const c_char, *const c_char) -> c_int;
         fn rbd_open(rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char) -> c_int;
         fn rbd_open_read_only(
+            rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char
+        ) -> c_int;
+        fn rbd_open_by_id(
+            rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char
+        ) -> c_int;
+        fn rbd_open_by_id_read_only(
             rados_ioctx_t, *const c_char, *mut rbd_image_t, *const c_char
         ) -> c_int;
         fn rbd_close(rbd_image_t) -> c_int;

@@ -22,6 +22,14 @@ pub enum Open {
     ReadOnly,
 }
 
+/// Which image of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which<'a> {
+    Named(&'a str),
+    /// Also one that lies in the trash.
+    WithId(&'a str),
+}
+
 /// An open image. Closed when dropped, after every operation on it has ended: that blocks as long as
 /// the cluster does not answer.
 #[derive(Debug)]
@@ -57,18 +65,20 @@ const MAX_OPTIONS: i32 = 4096;
 impl Image {
     pub(crate) fn open(
         pool: &Arc<Pool>,
-        name: &str,
+        which: Which<'_>,
         snapshot: Option<&str>,
         how: Open,
     ) -> Result<Self> {
+        let api = &pool.cluster.api.rbd;
+        let (name, call) = match (which, how) {
+            (Which::Named(name), Open::Write) => (name, api.rbd_open),
+            (Which::Named(name), Open::ReadOnly) => (name, api.rbd_open_read_only),
+            (Which::WithId(id), Open::Write) => (id, api.rbd_open_by_id),
+            (Which::WithId(id), Open::ReadOnly) => (id, api.rbd_open_by_id_read_only),
+        };
         let text = c_string(name, "an image's name")?;
         let at = snapshot.map(|name| c_string(name, "a snapshot's name")).transpose()?;
         let at: *const c_char = at.as_ref().map_or(null(), |name| name.as_ptr());
-        let api = &pool.cluster.api.rbd;
-        let call = match how {
-            Open::Write => api.rbd_open,
-            Open::ReadOnly => api.rbd_open_read_only,
-        };
         let mut handle = null_mut();
         // SAFETY: the pool is open, the names are C strings or null; `handle` takes the image.
         let opened = unsafe { call(pool.raw(), text.as_ptr(), &raw mut handle, at) };

@@ -11,7 +11,7 @@ use librbd_sys::{
 
 use crate::cluster::Cluster;
 use crate::error::{Result, check};
-use crate::image::{Image, Open};
+use crate::image::{Image, Open, Which};
 use crate::list::listed;
 use crate::progress::{Progress, with_progress};
 use crate::text::{c_string, owned};
@@ -85,7 +85,15 @@ impl Pool {
         snapshot: Option<&str>,
         how: Open,
     ) -> Result<Arc<Image>> {
-        Image::open(self, name, snapshot, how).map(Arc::new)
+        Image::open(self, Which::Named(name), snapshot, how).map(Arc::new)
+    }
+
+    /// Opens an image by its id: also one that lies in the trash.
+    ///
+    /// # Errors
+    /// ENOENT, or what the library gives.
+    pub fn open_by_id(self: &Arc<Self>, id: &str, how: Open) -> Result<Arc<Image>> {
+        Image::open(self, Which::WithId(id), None, how).map(Arc::new)
     }
 
     /// All images.
@@ -266,6 +274,29 @@ impl Pool {
             }
         });
         check(returned, || format!("remove {id} from the trash")).map(drop)
+    }
+
+    /// Asks whether this client may read, and with `write` also change, objects of names that begin with
+    /// `prefix`: of one that no image has.
+    ///
+    /// # Errors
+    /// EPERM when it may not, or what the library gives.
+    pub fn check_rights(&self, prefix: &str, write: bool) -> Result<()> {
+        let rados = &self.cluster.api.rados;
+        let object = c_string(&format!("{prefix}.rights"), "an object's name")?;
+        let ask = |returned| match check(returned, || "use the data's pool".to_owned()) {
+            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
+            other => other.map(drop),
+        };
+        let mut byte = 0;
+        // SAFETY: the pool is open, the name a C string, and there is room for a byte.
+        ask(unsafe { (rados.rados_read)(self.io, object.as_ptr(), &raw mut byte, 1, 0) })?;
+        if write {
+            // Rights come before the object, and removing what is not there changes nothing.
+            // SAFETY: the pool is open, the name a C string.
+            ask(unsafe { (rados.rados_remove)(self.io, object.as_ptr()) })?;
+        }
+        Ok(())
     }
 
     pub(crate) fn raw(&self) -> rados_ioctx_t {

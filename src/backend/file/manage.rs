@@ -184,11 +184,8 @@ impl Store for FileStore {
             volumes.push(Entry {
                 uri: self.uri.volume(&name, None)?.to_string(),
                 name,
-                id: None,
                 size_bytes: Some(metadata.len()),
-                parent: None,
-                snapshots: None,
-                watchers: None,
+                ..Entry::default()
             });
         }
         Ok(Listing { volumes, next })

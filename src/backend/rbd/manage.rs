@@ -9,6 +9,7 @@
 mod encrypted;
 mod info;
 mod layout;
+mod listing;
 mod rivals;
 mod snapshots;
 mod trash;
@@ -23,8 +24,8 @@ use super::patience::{Course, PATIENCE, answer, followed, within};
 use super::{config, encryption, preload, problem};
 use crate::backend::claimant::Claimant;
 use crate::backend::manage::{
-    Entry, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source,
-    Store, Trashed,
+    Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source, Store,
+    Trashed,
 };
 use crate::backend::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
 use crate::error::{Error, ErrorKind, Result};
@@ -46,6 +47,8 @@ pub(in crate::backend) struct RbdStore {
 struct Target {
     pool: Arc<Pool>,
     spec: RbdSpec,
+    /// Where it lies in the trash.
+    id: Option<String>,
     /// `pool[/namespace]/image[@snapshot]`
     name: String,
     uri: String,
@@ -69,7 +72,7 @@ impl RbdStore {
         let spec = self.spec.image(name, snapshot)?;
         let uri = self.uri.volume(name, snapshot)?.to_string();
         let (pool, name) = (Arc::clone(&self.pool), super::name(&spec));
-        Ok(Target { pool, name, spec, uri, claimant: self.claimant.clone() })
+        Ok(Target { pool, name, spec, id: None, uri, claimant: self.claimant.clone() })
     }
 
     /// Does `work` with an image, within a limit.
@@ -117,38 +120,7 @@ impl Store for RbdStore {
     }
 
     fn list(&self, page: &Page) -> Result<Listing> {
-        let (pool, client) = (Arc::clone(&self.pool), self.spec.client().clone());
-        let mut images = within(PATIENCE, &answer(self.spec.pool()), move || {
-            pool.list().map_err(|error| pool_problem(error, &client))
-        })?;
-        images.sort_by(|a, b| a.name.cmp(&b.name));
-        let behind = |name: &str| page.after.as_deref().is_none_or(|after| name > after);
-        let mut rest = images.into_iter().filter(|image| behind(&image.name)).peekable();
-        let mut listing = Listing { volumes: Vec::new(), next: None };
-        let mut taken = 0;
-        while let Some(image) = rest.next_if(|_| taken < page.limit) {
-            taken += 1;
-            let more = taken == page.limit && rest.peek().is_some();
-            listing.next = more.then(|| image.name.clone());
-            let mut entry = Entry {
-                uri: self.uri.volume(&image.name, None)?.to_string(),
-                name: image.name.clone(),
-                id: Some(image.id),
-                size_bytes: None,
-                parent: None,
-                snapshots: None,
-                watchers: None,
-            };
-            if page.details {
-                match self.call(&image.name, None, Target::details)? {
-                    Some(details) => details.put_into(&mut entry),
-                    // Removed since, or not wholly made.
-                    None => continue,
-                }
-            }
-            listing.volumes.push(entry);
-        }
-        Ok(listing)
+        self.listing(page)
     }
 
     fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info> {
@@ -250,8 +222,8 @@ impl Target {
             Some(libc::EEXIST) => {
                 let image = self.half_made(error)?;
                 let is = image.parent().map_err(|error| self.failed(error))?;
-                let differences = match is.map(|parent| info::parent(&parent).name) {
-                    Some(is) if is == source => Vec::new(),
+                let differences = match is.map(|parent| info::parent(&parent)) {
+                    Some(is) if is.name == source && !is.in_trash => Vec::new(),
                     Some(is) => vec![format!("the parent {is}, not {source}")],
                     None => vec![format!("no parent, not {source}")],
                 };
@@ -370,7 +342,10 @@ impl Target {
     }
 
     fn open_at(&self, snapshot: Option<&str>, how: Open) -> Result<Arc<Image>> {
-        let opened = self.pool.open(&self.spec.image, snapshot, how);
+        let opened = match &self.id {
+            None => self.pool.open(&self.spec.image, snapshot, how),
+            Some(id) => self.pool.open_by_id(id, how),
+        };
         let image = opened.map_err(|error| problem(error, &self.name, &self.spec))?;
         if how == Open::Write {
             check_primary(&image, &self.name)?;

@@ -70,7 +70,7 @@ pub(super) fn explained(error: Error, spec: &RbdSpec) -> Error {
     }
 }
 
-fn client(spec: &RbdSpec) -> String {
+pub(super) fn client(spec: &RbdSpec) -> String {
     format!("client.{}", spec.id.as_deref().unwrap_or("admin"))
 }
 

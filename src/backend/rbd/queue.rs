@@ -147,8 +147,10 @@ impl RbdQueue {
         let error = match errno {
             // The lock is gone; who has it now nobody knows.
             libc::EROFS if !self.shared.read_only => IoError::Fenced,
-            // A key that is no longer good for it.
-            libc::EPERM | libc::EACCES => IoError::Broken,
+            libc::EPERM | libc::EACCES => {
+                self.shared.rights.are_missing();
+                IoError::Broken
+            }
             errno => IoError::from_errno(errno),
         };
         match error {

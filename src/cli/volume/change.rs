@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::{Rivals, Tracker, short, tell, time};
 use crate::backend;
 use crate::backend::manage::{Layout, Removal, Removed, Source};
-use crate::backend::uri::{VolumeUri, parse_size};
+use crate::backend::uri::{FileSpec, Size, Spec, VolumeUri, parse_size};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
 use crate::error::{Error, ErrorKind, Result};
@@ -186,6 +186,7 @@ struct Outcome {
 
 pub(super) fn create(globals: &Globals, args: Create) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
+    check_size(&args.uri, args.size)?;
     let changed = backend::store(&store)?.create(&name, args.size, &args.layout.into())?;
     tell(globals, &args.uri, changed, "exists already, as it is wanted")
 }
@@ -239,6 +240,18 @@ pub(super) fn flatten(globals: &Globals, args: &Flatten) -> Result<()> {
     let store = backend::store(&store)?;
     let changed = tracker.run(|progress| store.flatten(&name, progress))?;
     tell(globals, &args.uri, changed, "has no parent")
+}
+
+/// A URI may say itself how large the file is to be that it makes.
+fn check_size(uri: &VolumeUri, size: u64) -> Result<()> {
+    let Spec::File(FileSpec { create: Some(told), .. }) = uri.spec() else { return Ok(()) };
+    if *told == size {
+        return Ok(());
+    }
+    let (told, size) = (Size(*told), Size(size));
+    let message = format!("the volume is to have {size}, and by its URI {told} (create={told})");
+    Err(Error::new(ErrorKind::InvalidArgument, message)
+        .with_repair("leave create= out: it is for those who open the file where it is missing"))
 }
 
 /// The place of a volume, and its name there; of all of it, and not of a snapshot.

@@ -7,7 +7,7 @@ use crate::backend;
 use crate::backend::manage::{self, Listing, Page};
 use crate::backend::uri::{Size, StoreUri, VolumeUri};
 use crate::cli::output::{self, Format, Table};
-use crate::cli::{Globals, size};
+use crate::cli::{Globals, exit, size};
 use crate::error::Result;
 
 const LIST_EXAMPLES: &str = "\
@@ -26,7 +26,8 @@ Examples:
 
 /// List the volumes of a pool, a namespace or a directory
 ///
-/// Names come at once; what --long shows asks each image.
+/// Names come at once; what --long shows asks each image. One that cannot be asked is listed all the same,
+/// with the reason on stderr, or as its `error` in JSON; the exit code is that of the first such error.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
 pub(super) struct List {
@@ -64,19 +65,25 @@ pub(super) struct Info {
     uri: VolumeUri,
 }
 
-pub(super) fn list(globals: &Globals, args: List) -> Result<()> {
+/// Returns the exit code: of the first that could not be asked.
+pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
     let details = args.long || globals.output == Some(Format::Wide);
     let limit = args.limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
     let page = Page { after: args.after, limit, details };
     let listing = backend::store(&args.place)?.list(&page)?;
+    let failed = || listing.volumes.iter().filter_map(|entry| Some((entry, entry.error.as_ref()?)));
+    let code = failed().next().map_or(exit::OK, |(_, error)| exit::code(error.kind));
     if globals.output == Some(Format::Json) {
-        return output::json(&listing);
+        return output::json(&listing).map(|()| code);
     }
     output::text(&if details { table(&listing) } else { names(&listing) })?;
+    for (entry, why) in failed() {
+        output::note(&format!("{} cannot be asked: {why}", entry.name));
+    }
     if let Some(last) = listing.next {
         output::note(&format!("there are more: --after '{last}'"));
     }
-    Ok(())
+    Ok(code)
 }
 
 pub(super) fn info(globals: &Globals, args: &Info) -> Result<()> {
@@ -129,10 +136,8 @@ fn described(info: &manage::Info) -> String {
     line("data pool", info.data_pool.clone().unwrap_or_default());
     line("features", info.features.join(", "));
     line("flags", info.flags.join(", "));
-    let parent = info.parent.as_ref().map(|parent| {
-        let trash = if parent.in_trash { " (in the trash)" } else { "" };
-        format!("{}{trash}, {} of it", parent.name, size::human(parent.overlap_bytes))
-    });
+    let parent = info.parent.as_ref();
+    let parent = parent.map(|from| format!("{from}, {} of it", size::human(from.overlap_bytes)));
     line("parent", parent.unwrap_or_default());
     line("snapshots", snapshots(&info.snapshots));
     line(

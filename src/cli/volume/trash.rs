@@ -3,13 +3,13 @@
 use serde::Serialize;
 
 use super::change::whole;
-use super::{Tracker, short, tell, time};
+use super::{Rivals, Tracker, short, tell, time};
 use crate::backend;
-use crate::backend::manage::{Purged, Trashed};
+use crate::backend::manage::{Failure, Purged, Trashed};
 use crate::backend::uri::{StoreUri, VolumeUri};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit};
-use crate::error::{ErrorKind, Result};
+use crate::error::Result;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -80,8 +80,8 @@ Examples:
 
 /// Delete for good what lies in the trash
 ///
-/// What is to be kept longer stays, unless --force is given. What cannot be deleted is named, and does
-/// not keep the rest; the exit code is then that of the first error.
+/// What is to be kept longer stays, unless --force is given; what has watchers or a claim stays, too. What
+/// cannot be deleted is named, and does not keep the rest; the exit code is then that of the first error.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = PURGE_EXAMPLES)]
 struct Purge {
@@ -93,6 +93,8 @@ struct Purge {
     /// Also what is to be kept longer
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    rivals: Rivals,
 }
 
 /// The result of `list` in JSON.
@@ -105,16 +107,16 @@ struct Listing {
 #[derive(Debug, Serialize)]
 struct Outcome {
     removed: Vec<Trashed>,
-    failed: Vec<Failure>,
+    failed: Vec<Kept>,
     waiting: Vec<Trashed>,
 }
 
 #[derive(Debug, Serialize)]
-struct Failure {
+struct Kept {
     #[serde(flatten)]
     trashed: Trashed,
-    kind: ErrorKind,
-    message: String,
+    #[serde(flatten)]
+    why: Failure,
 }
 
 pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
@@ -146,7 +148,7 @@ fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
 
 fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
     let tracker = Tracker::begin(globals, "purge", &args.place)?;
-    let store = backend::store(&args.place)?;
+    let store = args.rivals.store(&args.place)?;
     let purged = tracker.run(|progress| store.trash_purge(&args.ids, args.force, progress))?;
     let code = purged.failed.first().map_or(exit::OK, |(_, error)| exit::code(error.kind()));
     if globals.output == Some(Format::Json) {
@@ -161,7 +163,7 @@ fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
         output::note(&format!("{} ({}) is kept until {until}", entry.id, entry.name));
     }
     for (entry, error) in &purged.failed {
-        let why = error.report();
+        let why = Failure::from(error);
         output::note(&format!("{} ({}) cannot be deleted: {why}", entry.id, entry.name));
     }
     if purged.removed.is_empty() && purged.waiting.is_empty() && purged.failed.is_empty() {
@@ -172,11 +174,8 @@ fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
 
 impl From<Purged> for Outcome {
     fn from(purged: Purged) -> Self {
-        let failed = purged.failed.into_iter().map(|(trashed, error)| Failure {
-            trashed,
-            kind: error.kind(),
-            message: error.report(),
-        });
+        let failed = purged.failed.into_iter();
+        let failed = failed.map(|(trashed, error)| Kept { trashed, why: Failure::from(&error) });
         Self { removed: purged.removed, failed: failed.collect(), waiting: purged.waiting }
     }
 }

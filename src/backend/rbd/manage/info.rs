@@ -34,7 +34,7 @@ impl Target {
         let details = || {
             Ok(Details {
                 size: image.size()?,
-                parent: image.parent()?.map(|found| parent(&found).name),
+                parent: image.parent()?.map(|found| parent(&found).to_string()),
                 snapshots: image.snapshots()?.len(),
                 watchers: image.watchers()?.len(),
             })
@@ -150,6 +150,7 @@ impl Target {
 pub(super) fn parent(found: &librbd::Parent) -> Parent {
     Parent {
         name: format!("{}@{}", linked(&found.image), found.snapshot),
+        image_id: found.image.id.clone(),
         in_trash: found.image.in_trash,
         overlap_bytes: found.overlap,
     }

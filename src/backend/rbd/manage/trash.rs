@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use librbd::Open;
+use librbd::{Open, Progress};
 
 use super::{RbdStore, Target, pool_problem};
 use crate::backend::manage::{Purged, Removed, Trashed};
@@ -109,19 +109,18 @@ impl RbdStore {
         let count = wanted.len() as u64;
         let mut purged = Purged { removed: Vec::new(), failed: Vec::new(), waiting: Vec::new() };
         for (entry, before) in wanted.into_iter().zip(0_u64..) {
+            if waits(&entry) && !force {
+                purged.waiting.push(entry);
+                continue;
+            }
             // Each is a step of as many parts as it has objects.
             let mut progress = |done: u64, total: u64| {
                 let done = before.saturating_mul(total).saturating_add(done);
                 course.tell(done, total.saturating_mul(count))
             };
-            match self.pool.trash_remove(&entry.id, force, &mut progress) {
+            match self.purge_one(&entry, force, &mut progress) {
                 Ok(()) => purged.removed.push(entry),
-                // Somebody else has done it.
-                Err(error) if error.errno() == Some(libc::ENOENT) => purged.removed.push(entry),
-                Err(error) if error.errno() == Some(libc::EPERM) && waits(&entry) && !force => {
-                    purged.waiting.push(entry);
-                }
-                Err(error) if error.errno() == Some(libc::ECANCELED) => {
+                Err(error) if error.kind() == ErrorKind::Aborted && course.stopped() => {
                     let message = format!(
                         "ended as it was told to, after {} of {count}; {} ({}) is still in the \
                          trash, with a part of its data gone",
@@ -132,13 +131,35 @@ impl RbdStore {
                     return Err(Error::new(ErrorKind::Aborted, message)
                         .with_repair("repeat the command: it goes on from there"));
                 }
-                Err(error) => {
-                    let failed = self.cannot_purge(error);
-                    purged.failed.push((entry, failed));
-                }
+                Err(error) => purged.failed.push((entry, error)),
             }
         }
         Ok(purged)
+    }
+
+    /// What is in use or under a claim is kept, as it would have been from being put there.
+    fn purge_one(&self, entry: &Trashed, force: bool, progress: Progress<'_>) -> Result<()> {
+        let target = Target {
+            id: Some(entry.id.clone()),
+            name: format!("{}/{} in the trash", self.place(), entry.name),
+            ..self.target(&entry.id, None)?
+        };
+        // What was removed in part only cannot be opened.
+        if let Some(image) = target.find(Open::ReadOnly)? {
+            target.check_unused(&image).map_err(|error| match error.kind() {
+                ErrorKind::InUse | ErrorKind::TimedOut => error,
+                _ => error.with_repair(format!(
+                    "when nobody uses it: rbd trash rm {}/{}",
+                    self.place(),
+                    entry.id
+                )),
+            })?;
+        }
+        match self.pool.trash_remove(&entry.id, force, progress) {
+            // Somebody else has done it.
+            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
+            other => other.map_err(|error| self.cannot_purge(error)),
+        }
     }
 
     /// `pool[/namespace]`
@@ -158,7 +179,7 @@ impl RbdStore {
     }
 }
 
-/// Whether its time has not come: librbd refuses to remove it with EPERM, as it does for lack of a right.
+/// Whether its time has not come.
 fn waits(entry: &Trashed) -> bool {
     let now = claim::now();
     u64::try_from(entry.kept_until_s).is_ok_and(|until| until > now)

@@ -1,0 +1,76 @@
+//! What a key may do where an image's data lie: in a pool of their own, or in its parents' pools. librbd
+//! opens an image without asking, and each request fails later on, as it does on a broken disk.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::patience::within;
+use super::problem::{client, lacks_rights, later};
+use crate::backend::uri::RbdSpec;
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long the answer may take. An image whose data cannot be reached just now is opened all the same.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Refuses an image whose data, in a pool of their own, this client may not use.
+pub(super) fn check(
+    image: &Arc<librbd::Image>,
+    data_pool: &str,
+    spec: &RbdSpec,
+    read_only: bool,
+) -> Result<()> {
+    let name = super::name(spec);
+    let failed = |error| later(error, &name);
+    let prefix = image.objects().map_err(failed)?.prefix;
+    let cluster = image.pool().cluster();
+    let pool = cluster.pool(data_pool, spec.namespace.as_deref()).map_err(failed)?;
+    let what = format!("say whether the pool {data_pool} may be used");
+    let asked = within(PATIENCE, &what, move || Ok(pool.check_rights(&prefix, !read_only)));
+    match asked {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) if error.errno() == Some(libc::EPERM) => {
+            let message = format!(
+                "{} may not use the pool {data_pool}, which has the data of {name}",
+                client(spec)
+            );
+            Err(Error::new(ErrorKind::PermissionDenied, message)
+                .with_repair(lacks_rights(spec, Some(data_pool)))
+                .with_source(error))
+        }
+        Ok(Err(error)) => Err(failed(error)),
+        Err(error) if error.kind() == ErrorKind::TimedOut => {
+            tracing::warn!(image = name, error = error.message(), "the data cannot be reached");
+            Ok(())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Says once what requests fail for that are refused later on.
+#[derive(Debug)]
+pub(super) struct Rights {
+    told: AtomicBool,
+    image: String,
+    repair: String,
+}
+
+impl Rights {
+    pub(super) fn of(spec: &RbdSpec, data_pool: &str) -> Self {
+        let data_pool = Some(data_pool).filter(|pool| *pool != spec.pool);
+        let (image, repair) = (super::name(spec), lacks_rights(spec, data_pool));
+        Self { told: AtomicBool::new(false), image, repair }
+    }
+
+    pub(super) fn are_missing(&self) {
+        if !self.told.swap(true, Ordering::Relaxed) {
+            let Self { image, repair, .. } = self;
+            tracing::error!(
+                image,
+                repair,
+                "a request fails since the key may not use a pool that has data of the image, or of what \
+                 it was cloned from; others may, too, and are not told"
+            );
+        }
+    }
+}
