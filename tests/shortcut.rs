@@ -1,7 +1,7 @@
 //! Requests that are answered on the backend's thread while their connection waits: each reply comes once,
 //! whole and right, whatever happens beside it.
 
-#![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
+#![allow(clippy::cast_possible_truncation, clippy::print_stdout, clippy::unwrap_used)]
 
 #[path = "common/client.rs"]
 mod client;

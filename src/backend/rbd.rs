@@ -13,7 +13,8 @@
 //!   `rbd_disable_zero_copy_writes=false` would spare it, but in 16.2 a write that is then refused
 //!   (after a take-over, say) never completes.
 //! - WRITE_ZEROES is librbd's own, which keeps the promise for every byte; a discard leaves the edges
-//!   of objects as they were (`rbd_skip_partial_discard`). Long ranges go piece by piece.
+//!   of objects as they were (`rbd_skip_partial_discard`). Long ranges go piece by piece. Of an encrypted
+//!   image either is encrypted zeroes that are written, a few pieces at a time.
 //! - Closing waits for what is in flight, on a thread that is left alone when the cluster is away.
 
 mod claim;
@@ -83,6 +84,10 @@ const ENCRYPTED_BLOCK: u32 = 4096;
 
 /// Objects that one piece of a long range touches at once.
 const PIECE_OBJECTS: u64 = 64;
+
+/// Bytes of such a piece where zeroes are encrypted: it takes the connection's thread as long as a write
+/// of that length.
+const ENCRYPTED_PIECE: u64 = 1 << 20;
 
 /// Options of Ceph that go before the configuration file, and behind those of the volume.
 const DEFAULTS: [(&str, &str); 1] = [("rbd_cache", "false")];
@@ -272,13 +277,17 @@ impl RbdImage {
             room: Room::of(data_pool),
             read_only,
             durable_writes,
-            piece: stat.object_size.saturating_mul(PIECE_OBJECTS),
+            piece: if encrypted {
+                ENCRYPTED_PIECE
+            } else {
+                stat.object_size.saturating_mul(PIECE_OBJECTS)
+            },
         });
         // A reader is not told of changes.
         let changes = if read_only { None } else { Some(follow_size(&image, &shared)?) };
-        // Of an encrypted object the library removes the ciphertext: that reads as zeroes for as long as
-        // nothing else of the object is written, and as the decryption of zeroes from then on.
-        let write_zeroes = image.can_write_zeroes() && !encrypted;
+        // Also where they have to be encrypted: a device keeps what its last owner offered (Linux 6.12), and
+        // asks for them all the same.
+        let write_zeroes = image.can_write_zeroes();
         let features = Features {
             read_only,
             flush: true,

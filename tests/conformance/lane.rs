@@ -94,6 +94,14 @@ impl Local {
         Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
     }
 
+    /// Starts all `jobs` on a lane that is gone at once, as when a connection is cut off.
+    pub fn cut_off(&self, jobs: Vec<Job>) {
+        let (mut lane, mut ended) = (LocalLane::new(&*self.0, 64), Vec::new());
+        for (index, job) in jobs.into_iter().enumerate() {
+            lane.start(index, job, &mut ended);
+        }
+    }
+
     pub fn watch_size(&self, waker: Waker) {
         self.0.watch_size(waker);
     }

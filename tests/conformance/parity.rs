@@ -9,16 +9,17 @@ use std::time::{Duration, Instant};
 use ceph_test_cluster::{ID, POOL, shared};
 use cleat::backend::{OpenOptions, Waker, open};
 use cleat::error::{Error, ErrorKind};
-use cleat::request::{Flags, Op};
+use cleat::request::{Flags, IoError, Op};
 use librbd::{
     Io, Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::checks::pattern;
-use crate::lane::{Local, Volume, job, write};
+use crate::lane::{Lane, Local, Volume, job, write};
 use crate::places::{image_uri, pool};
 use crate::rbd::{MIB, fresh, local, refused, wait_until};
+use crate::{checks, model};
 
 /// A file with a passphrase, kept for the process.
 fn passphrase(text: &str) -> PathBuf {
@@ -81,8 +82,7 @@ fn encrypted_images_are_served_in_plain_text() {
         assert!(lane.read(last, 4096) == pattern(2, 4096));
         let expected = pattern(1, 65536);
         assert!(lane.read(8192, 65536) == expected);
-        // Zeroes that the library makes do not last (see the constructor), so they are written.
-        assert!(!volume.features().write_zeroes && !volume.features().trim);
+        assert!(volume.features().write_zeroes && !volume.features().trim);
         assert_eq!(volume.extents(0, MIB, 9).unwrap().len(), 1, "nothing is told of holes");
         for size in [128 * MIB, 128 * MIB + 4096, 96 * MIB] {
             // Sizes are those of the plain text, to the block.
@@ -117,6 +117,98 @@ fn encrypted_images_are_served_in_plain_text() {
             assert_eq!(error.kind(), kind, "{}", error.report());
             assert!(!error.report().contains("right"), "{}", error.report());
         }
+    }
+}
+
+/// A range of zeroes, what lies around it, and what is written into the same objects later.
+fn zero_and_surround(volume: &Local, expected: &mut [u8], seed: u64) {
+    let lane: &mut dyn Lane = &mut *volume.lane();
+    let put = |lane: &mut dyn Lane, expected: &mut [u8], at: u64, data: &[u8]| {
+        lane.one(write(at, data));
+        expected[at as usize..][..data.len()].copy_from_slice(data);
+    };
+    let zero = |expected: &mut [u8], at: u64, length: u64| {
+        expected[at as usize..(at + length) as usize].fill(0);
+        job(Op::WriteZeroes, at, length)
+    };
+    put(lane, expected, 3 * MIB, &pattern(seed, 10 * MIB));
+    // Parts of objects and whole ones; the end of an object that nobody has written, and all of another;
+    // more at once than are encrypted at once, and beside them what need not wait.
+    let mut jobs = vec![
+        zero(expected, 3 * MIB + 4096, 9 * MIB + 8192),
+        zero(expected, 15 * MIB - 4096, 5 * MIB + 4096),
+    ];
+    jobs.extend((0..8).map(|n| zero(expected, (21 + n) * MIB, MIB - 4096)));
+    jobs.push(write(30 * MIB, &pattern(seed + 1, 4096)));
+    expected[30 * MIB as usize..][..4096].copy_from_slice(&pattern(seed + 1, 4096));
+    jobs.push(job(Op::Read, 3 * MIB, 4096));
+    let ends = lane.run(jobs);
+    assert!(ends.iter().all(|done| done.result == Ok(())), "{ends:?}");
+    assert!(ends.last().unwrap().data.as_deref() == Some(&pattern(seed, 10 * MIB)[..4096]));
+    // In each of the objects something is written from now on.
+    for n in 0..8 {
+        put(lane, expected, (n * 4 + 3) * MIB - 8192, &pattern(seed + 2 + n, 4096));
+    }
+}
+
+/// Where cipher text was removed rather than overwritten, the range would read as the decryption of zeroes
+/// once something else of the object is written.
+#[test]
+fn zeroes_of_encrypted_images_last() {
+    let file = passphrase("zeroes");
+    for (format, order, header) in [("luks1", 22, 4 * MIB), ("luks2", 14, 16 * MIB)] {
+        let (name, size) = (format!("zeroes-{format}"), 32 * MIB);
+        let new = NewImage { order: Some(order), ..NewImage::default() };
+        pool(shared(), ID).create(&name, size + header, &new).unwrap();
+        let image = format!("{POOL}/{name}");
+        shared().rbd(&["encryption", "format", &image, format, file.to_str().unwrap()]).unwrap();
+        let uri = image_uri(shared(), &name);
+        let uri = format!("{uri}&encryption={format}&passphrase_file={}", file.display());
+        let volume = opened(&uri).unwrap();
+        assert!(volume.features().write_zeroes && volume.features().fast_zero);
+        let mut expected = vec![0; size as usize];
+        // What was never written reads as anything.
+        volume.lane().one(job(Op::WriteZeroes, 0, size));
+        zero_and_surround(&volume, &mut expected, 1);
+        assert!(volume.lane().read(0, size) == expected);
+        drop(volume);
+        let image = pool(shared(), ID).open(&name, None, Open::ReadOnly).unwrap();
+        let cipher = read(&image, header + 16 * MIB, MIB as usize);
+        assert!(cipher.chunks(4096).all(|block| block.iter().any(|byte| *byte != 0)), "{format}");
+        drop(image);
+
+        // Again, held back until a flush, and with trims.
+        let cache = "config.rbd_cache=true&config.rbd_cache_policy=writeback";
+        let volume = opened(&format!("{uri}&{cache}&trim=true")).unwrap();
+        assert!(volume.features().trim);
+        assert!(volume.lane().read(0, size) == expected, "{format}: opened anew");
+        checks::zeroes_are_written_whatever_the_flags(&volume);
+        checks::writes_can_be_made_durable(&volume);
+        checks::trimmed_zeroes_never_turn_back(&volume);
+        model::any_sequence_agrees_with_the_model(&volume);
+        let keep = Flags { no_hole: true, fua: true, ..Flags::default() };
+        volume.lane().one(job(Op::WriteZeroes, 0, size).with(keep));
+        expected.fill(0);
+        zero_and_surround(&volume, &mut expected, 2);
+        drop(volume);
+        let volume = opened(&uri).unwrap();
+        assert!(volume.lane().read(0, size) == expected, "{format}: opened once more");
+        let fast = Flags { fast_zero: true, ..Flags::default() };
+        let refused = volume.lane().try_one(job(Op::WriteZeroes, 0, size).with(fast));
+        assert_eq!(refused, Err(IoError::Unsupported));
+        assert!(volume.lane().read(0, size) == expected, "{format}: refused, and yet changed");
+        // Of what waits for its turn nothing is written once the connection is cut off.
+        let data = pattern(3, size);
+        volume.lane().one(write(0, &data));
+        volume.cut_off((0..8).map(|n| job(Op::WriteZeroes, 4 * n * MIB, 4 * MIB)).collect());
+        drop(volume);
+        let now = opened(&uri).unwrap().lane().read(0, size);
+        let pieces = now.chunks(MIB as usize).zip(data.chunks(MIB as usize));
+        let zeroed = pieces.filter(|(now, was)| {
+            assert!(now == was || now.iter().all(|byte| *byte == 0), "{format}: half a piece");
+            now != was
+        });
+        assert!((1..=4).contains(&zeroed.count()), "{format}");
     }
 }
 

@@ -190,6 +190,13 @@ pub(crate) fn shell(script: &str) -> String {
     String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
 }
 
+/// Whether this kernel is of that series or a later one.
+pub(crate) fn kernel_is_at_least(major: u32, minor: u32) -> bool {
+    let release = shell("uname -r");
+    let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
+}
+
 /// One block, aligned for direct access.
 #[repr(align(4096))]
 pub(crate) struct Block(pub(crate) [u8; 4096]);

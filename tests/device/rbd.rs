@@ -26,7 +26,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("rbd_fio_verify_zeroes_and_discards", verified),
         trial("rbd_ext4_survives_what_dies_under_it", survives),
-        trial("rbd_encrypted_ext4_survives", encrypted::survives),
+        trial("rbd_encrypted_ext4_survives_and_grows", encrypted::survives),
         trial("rbd_force_unmap_with_the_osd_stopped", forced),
     ]
 }
@@ -130,12 +130,7 @@ fn survives() {
 
 /// Waits until the mapping has been written to so often again.
 pub(crate) fn goes_on(name: &str, writes: u64) {
-    let written = || {
-        let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
-        let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-        // Nothing while a worker is being replaced.
-        stats["volumes"][0]["counters"]["write"]["count"].as_u64()
-    };
+    let written = || count(name, "write");
     let mut before = None;
     wait_for("it is served", || {
         before = written();
@@ -143,6 +138,13 @@ pub(crate) fn goes_on(name: &str, writes: u64) {
     });
     let enough = before.unwrap_or_default() + writes;
     wait_for("the load goes on", || written().is_some_and(|count| count >= enough));
+}
+
+/// How many requests of a kind there have been; none while a worker is being replaced.
+fn count(name: &str, op: &str) -> Option<u64> {
+    let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
+    let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    stats["volumes"][0]["counters"][op]["count"].as_u64()
 }
 
 fn forced() {

@@ -1,5 +1,6 @@
 //! The data half: requests become operations of librbd, whose ends come through the waker.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -14,12 +15,18 @@ use crate::sys::ring::{Completion as RingCompletion, Ring};
 /// Operations at once: a connection's requests, of which each has one, are bounded below.
 const MAX_OPERATIONS: usize = 1024;
 
+/// Pieces of zeroes that are being encrypted and written at once: the library holds their cipher text.
+const ZEROES_AT_ONCE: usize = 4;
+
 pub(super) struct RbdQueue {
     submitter: Submitter<Buffer>,
     shared: Arc<Shared>,
     can_write_zeroes: bool,
     /// By request number.
     tasks: Vec<Option<Task>>,
+    /// Have zeroes to be encrypted, and wait for their turn; none does while there is room for another.
+    waiting: VecDeque<(RequestId, Io)>,
+    encrypting_zeroes: usize,
 }
 
 /// A request under way.
@@ -57,7 +64,14 @@ type Next = Result<Option<Io>, IoError>;
 impl RbdQueue {
     pub(super) fn new(image: &Arc<librbd::Image>, shared: Arc<Shared>, waker: Waker) -> Self {
         let submitter = image.submitter(MAX_OPERATIONS, Ended(waker));
-        Self { submitter, shared, can_write_zeroes: image.can_write_zeroes(), tasks: Vec::new() }
+        Self {
+            submitter,
+            shared,
+            can_write_zeroes: image.can_write_zeroes(),
+            tasks: Vec::new(),
+            waiting: VecDeque::new(),
+            encrypting_zeroes: 0,
+        }
     }
 
     /// The operation that a request begins or goes on with.
@@ -75,17 +89,24 @@ impl RbdQueue {
                 task.attempted = self.piece(offset, left);
                 Io::Discard { offset, length: task.attempted }
             }
-            // Allocating means writing.
-            Op::WriteZeroes if flags.fast_zero && flags.no_hole => {
-                return Err(IoError::Unsupported);
-            }
-            Op::WriteZeroes if !self.can_write_zeroes => return Err(IoError::Unsupported),
             Op::WriteZeroes => {
+                // Allocating means writing, and so does encrypting.
+                let allocate = flags.no_hole || self.shared.luks_header.is_some();
+                if flags.fast_zero && allocate || !self.can_write_zeroes {
+                    return Err(IoError::Unsupported);
+                }
                 task.attempted = self.piece(offset, left);
                 let length = usize::try_from(task.attempted).map_err(|_| IoError::Invalid)?;
-                Io::WriteZeroes { offset, length, allocate: flags.no_hole }
+                Io::WriteZeroes { offset, length, allocate }
             }
         }))
+    }
+
+    /// Whether a request becomes zeroes that are encrypted and written. Of an encrypted image the library
+    /// does so with what is discarded, too: removed cipher text would read as the decryption of zeroes once
+    /// something else of the object is written.
+    fn encrypts_zeroes(&self, request: &Request) -> bool {
+        matches!(request.op, Op::Trim | Op::WriteZeroes) && self.shared.luks_header.is_some()
     }
 
     /// The part of a long range that is done at once. It ends where pieces of the volume do, and so
@@ -115,7 +136,7 @@ impl RbdQueue {
         if task.progress < task.request.length {
             return self.operation(task);
         }
-        if task.request.flags.fua && !self.shared.durable_writes {
+        if self.ends_with_flush(task) {
             task.flushing = true;
             return Ok(Some(Io::Flush));
         }
@@ -159,17 +180,15 @@ impl RbdQueue {
         }
     }
 
-    /// Whether the running operation is a request's last one, if it succeeds.
+    /// Whether the running operation is its request's last one, if it succeeds.
     fn is_last(&self, task: &Task) -> bool {
-        let Request { op, flags, length, .. } = task.request;
-        match op {
-            Op::Read | Op::Flush | Op::Cache => true,
-            Op::Write | Op::Trim | Op::WriteZeroes if task.flushing => true,
-            Op::Write | Op::Trim | Op::WriteZeroes => {
-                task.progress + task.attempted == length
-                    && !(flags.fua && !self.shared.durable_writes)
-            }
-        }
+        let whole = task.progress + task.attempted == task.request.length;
+        task.flushing || !task.request.op.modifies() || whole && !self.ends_with_flush(task)
+    }
+
+    /// Whether what is done has to be made durable before the request ends.
+    fn ends_with_flush(&self, task: &Task) -> bool {
+        task.request.flags.fua && !self.shared.durable_writes
     }
 
     fn task(&self, id: RequestId) -> Option<Task> {
@@ -179,6 +198,13 @@ impl RbdQueue {
     /// Goes on with a request, or ends it.
     fn proceed(&mut self, id: RequestId, next: Next, buffer: Option<Buffer>) -> Option<Outcome> {
         let ended = match next {
+            Ok(Some(io @ (Io::Discard { .. } | Io::WriteZeroes { .. })))
+                if self.shared.luks_header.is_some() =>
+            {
+                // Behind the others that wait: no long range keeps them from their turn.
+                self.waiting.push_back((id, io));
+                None
+            }
             Ok(Some(io)) => self.submit(id, io, buffer),
             Ok(None) => Some(Outcome { result: Ok(()), buffer }),
             Err(error) => Some(Outcome { result: Err(error), buffer }),
@@ -187,6 +213,19 @@ impl RbdQueue {
             self.tasks[id as usize] = None;
         }
         ended
+    }
+
+    /// Begins what waits with zeroes, as far as there is room. Returns a request that ended with that.
+    fn begin_zeroes(&mut self) -> Option<(RequestId, Outcome)> {
+        while self.encrypting_zeroes < ZEROES_AT_ONCE {
+            let (id, io) = self.waiting.pop_front()?;
+            if let Some(outcome) = self.submit(id, io, None) {
+                self.tasks[id as usize] = None;
+                return Some((id, outcome));
+            }
+            self.encrypting_zeroes += 1;
+        }
+        None
     }
 }
 
@@ -205,7 +244,12 @@ impl ImageQueue for RbdQueue {
             self.tasks.resize(index + 1, None);
         }
         self.tasks[index] = Some(task);
-        self.proceed(id, next, buffer).map_or(Started::Pending, Started::Done)
+        let mut ended = self.proceed(id, next, buffer);
+        if ended.is_none() && self.encrypts_zeroes(&request) {
+            // With room for one, nobody else waits.
+            ended = self.begin_zeroes().map(|(_, outcome)| outcome);
+        }
+        ended.map_or(Started::Pending, Started::Done)
     }
 
     fn on_ring(
@@ -225,10 +269,17 @@ impl ImageQueue for RbdQueue {
         while let Some(Completion { token, result, buffer }) = self.submitter.next() {
             let Ok(id) = RequestId::try_from(token) else { continue };
             let Some(mut task) = self.task(id) else { continue };
+            let zeroes = self.encrypts_zeroes(&task.request) && !task.flushing;
             let next = self.advance(&mut task, result);
             self.tasks[id as usize] = Some(task);
             if let Some(outcome) = self.proceed(id, next, buffer) {
                 done.push((id, outcome));
+            }
+            if zeroes {
+                self.encrypting_zeroes -= 1;
+                while let Some(ended) = self.begin_zeroes() {
+                    done.push(ended);
+                }
             }
         }
     }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::netlink::{self, Family};
-use super::peer::{Device, Io, Make, OURS, Peer, SIZE, kernel_is_at_least};
-use crate::fixture::{PATIENCE, shell};
+use super::peer::{Device, FUA_TRIM_AND_ZEROES, Io, Make, OURS, Peer, SIZE, TRIM, WRITE_ZEROES};
+use crate::fixture::{PATIENCE, kernel_is_at_least, shell};
 use crate::stopwatch::Stopwatch;
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
@@ -17,6 +17,7 @@ pub(super) fn facts() -> Vec<(&'static str, fn())> {
         ("resize_with_a_request_that_is_never_answered", resize_under_load),
         ("an_opener_keeps_a_disconnected_device_configured", opener),
         ("a_reused_device_keeps_the_io_timeout_of_its_last_owner", reused),
+        ("a_reused_device_keeps_write_zeroes_of_its_last_owner", features_kept),
     ]
 }
 
@@ -160,4 +161,35 @@ fn reused() {
     let third = Device::connect(Make::default());
     assert_eq!(third.index, index);
     assert_eq!(third.attribute("queue/io_timeout").as_deref(), Some("30000"));
+}
+
+/// What an owner does not offer, although its predecessor did: TRIM and FUA are gone, WRITE_ZEROES stays,
+/// where the driver knows it, and whoever refuses it makes the request fail.
+fn features_kept() {
+    let limits = |device: &Device| {
+        let value = |name: &str| device.attribute(name).expect(name).parse::<u64>().expect(name);
+        ["discard", "write_zeroes"].map(|op| value(&format!("queue/{op}_max_bytes")) > 0)
+    };
+    let fua = |device: &Device| device.attribute("queue/fua").expect("queue/fua");
+    let knows = kernel_is_at_least(6, 12);
+    let first = Device::connect(Make { more_flags: FUA_TRIM_AND_ZEROES, ..Make::default() });
+    let index = first.index;
+    assert_eq!((limits(&first), fua(&first).as_str()), ([true, knows], "1"));
+    drop(first);
+
+    let again = Device::connect(Make::default());
+    assert_eq!(again.index, index, "a free device is used again");
+    println!("figures: [discard, write zeroes] are left: {:?}", limits(&again));
+    assert_eq!((limits(&again), fua(&again).as_str()), ([false, knows], "0"));
+    netlink::reconfigure(index, Some(&again.identifier), &[], Some(2 * SIZE)).expect("RECONFIGURE");
+    assert_eq!(limits(&again), [false, knows], "a new size clears nothing");
+
+    let node = again.node();
+    shell(&format!("! blkdiscard -o {OURS} -l 65536 {node} 2>&1"));
+    assert!(!again.peers[0].commands().contains(&TRIM), "what is not offered is not sent");
+    shell(&format!("blkdiscard -z -o {OURS} -l 65536 {node}"));
+    assert_eq!(again.peers[0].commands().contains(&WRITE_ZEROES), knows);
+    again.peers[0].refuse(WRITE_ZEROES);
+    let refused = shell(&format!("blkdiscard -z -o {OURS} -l 65536 {node} 2>&1 || true"));
+    assert_eq!(refused.contains("Input/output error"), knows, "{refused}");
 }

@@ -26,6 +26,10 @@ pub(crate) const OURS: u64 = 1 << 20;
 const READ: u16 = 0;
 const WRITE: u16 = 1;
 const DISC: u16 = 2;
+/// Commands and flags (SEND_FUA, SEND_TRIM, SEND_WRITE_ZEROES) that tests name themselves.
+pub(crate) const TRIM: u16 = 4;
+pub(crate) const WRITE_ZEROES: u16 = 6;
+pub(crate) const FUA_TRIM_AND_ZEROES: u64 = 1 << 3 | 1 << 5 | 1 << 6;
 
 /// A request as it came.
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +58,10 @@ struct State {
     held: Vec<Request>,
     /// Offsets of the requests from `OURS` on.
     seen: Vec<u64>,
+    /// Commands of these requests.
+    commands: Vec<u16>,
+    /// Command that is answered with EINVAL.
+    refused: Option<u16>,
     disconnected: bool,
 }
 
@@ -86,13 +94,23 @@ impl Peer {
         state.holds = false;
         for request in std::mem::take(&mut state.held) {
             // The kernel may have hung up meanwhile.
-            let _ = answer(&self.stream, request);
+            let _ = answer(&self.stream, request, 0);
         }
     }
 
     /// Offsets of the tests' requests so far, in the order of their arrival.
     pub(crate) fn seen(&self) -> Vec<u64> {
         self.shared.state.lock().expect("the peer's state").seen.clone()
+    }
+
+    /// Commands of the tests' requests so far.
+    pub(crate) fn commands(&self) -> Vec<u16> {
+        self.shared.state.lock().expect("the peer's state").commands.clone()
+    }
+
+    /// From now on one command is answered with an error.
+    pub(crate) fn refuse(&self, command: u16) {
+        self.shared.state.lock().expect("the peer's state").refused = Some(command);
     }
 
     /// Whether NBD_CMD_DISC came.
@@ -158,23 +176,25 @@ fn serve(shared: &Shared, mut stream: UnixStream) -> io::Result<()> {
         let mut state = shared.state.lock().expect("the peer's state");
         if request.offset >= OURS {
             state.seen.push(request.offset);
+            state.commands.push(request.command);
         }
         if request.command == DISC {
             state.disconnected = true;
         } else if state.holds {
             state.held.push(request);
         } else {
-            answer(&stream, request)?;
+            let refused = state.refused == Some(request.command);
+            answer(&stream, request, if refused { libc::EINVAL } else { 0 })?;
         }
         shared.changed.notify_all();
     }
 }
 
-fn answer(mut stream: &UnixStream, request: Request) -> io::Result<()> {
+fn answer(mut stream: &UnixStream, request: Request, errno: i32) -> io::Result<()> {
     let mut reply = 0x6744_6698_u32.to_be_bytes().to_vec();
-    reply.extend([0; 4]);
+    reply.extend(errno.to_be_bytes());
     reply.extend(request.cookie);
-    if request.command == READ {
+    if request.command == READ && errno == 0 {
         reply.resize(16 + request.length, 0);
     }
     stream.write_all(&reply)
@@ -187,11 +207,19 @@ pub(crate) struct Make {
     pub(crate) timeout_s: Option<u64>,
     pub(crate) dead_timeout_s: u64,
     pub(crate) io_timeout_ms: Option<u32>,
+    /// Beyond [`FLAGS`].
+    pub(crate) more_flags: u64,
 }
 
 impl Default for Make {
     fn default() -> Self {
-        Self { connections: 1, timeout_s: Some(0), dead_timeout_s: 120, io_timeout_ms: None }
+        Self {
+            connections: 1,
+            timeout_s: Some(0),
+            dead_timeout_s: 120,
+            io_timeout_ms: None,
+            more_flags: 0,
+        }
     }
 }
 
@@ -216,7 +244,7 @@ impl Device {
         let identifier = format!("facts.{}.{number}", std::process::id());
         let setup = Setup {
             size: SIZE,
-            flags: FLAGS,
+            flags: FLAGS | make.more_flags,
             identifier: &identifier,
             timeout_s: make.timeout_s,
             dead_timeout_s: make.dead_timeout_s,
@@ -306,13 +334,6 @@ impl Drop for Device {
 pub(crate) fn set_io_timeout(index: u32, ms: u32) {
     let path = format!("/sys/block/nbd{index}/queue/io_timeout");
     std::fs::write(path, ms.to_string()).expect("io_timeout is written");
-}
-
-/// Whether this kernel is of that series or a later one.
-pub(crate) fn kernel_is_at_least(major: u32, minor: u32) -> bool {
-    let release = shell("uname -r");
-    let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
-    (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
 }
 
 /// Something on a thread of its own that may take long.

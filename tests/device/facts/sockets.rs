@@ -6,8 +6,8 @@ use nix::errno::Errno;
 use nix::sched::{CloneFlags, unshare};
 
 use super::netlink::{self, Family, Links};
-use super::peer::{Device, Io, Make, OURS, Peer, kernel_is_at_least};
-use crate::fixture::PATIENCE;
+use super::peer::{Device, Io, Make, OURS, Peer};
+use crate::fixture::{PATIENCE, kernel_is_at_least};
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![

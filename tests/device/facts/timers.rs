@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::peer::{Device, Io, Make, OURS, kernel_is_at_least};
-use crate::fixture::PATIENCE;
+use super::peer::{Device, Io, Make, OURS};
+use crate::fixture::{PATIENCE, kernel_is_at_least};
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![
