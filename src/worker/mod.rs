@@ -10,6 +10,8 @@
 //! after `Ready`; a wait for the supervisor without bound; work for the data path on this thread.
 
 pub mod channel;
+#[cfg(test)]
+mod double;
 mod outage;
 pub mod process;
 pub mod protocol;

@@ -82,61 +82,11 @@ impl Quiet {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
-    use crate::backend::{BlockSizes, Features, ImageQueue};
-    use crate::sys::ring::Ring;
+    use crate::worker::double::Double;
 
-    /// A volume of which a test makes snapshots.
-    #[derive(Default)]
-    struct Snapped {
-        waiting: Mutex<Option<u64>>,
-        answers: Mutex<Vec<(u64, Result<(), i32>)>>,
-    }
-
-    impl Image for Snapped {
-        fn size(&self) -> u64 {
-            0
-        }
-
-        fn block_sizes(&self) -> BlockSizes {
-            BlockSizes { minimum: 1, preferred: 1, maximum: 1 }
-        }
-
-        fn features(&self) -> Features {
-            Features::default()
-        }
-
-        fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
-            Err(Error::new(ErrorKind::Unsupported, "no data"))
-        }
-
-        fn refresh_size(&self) -> Result<u64> {
-            Ok(0)
-        }
-
-        fn resize(&self, _: u64) -> Result<()> {
-            Ok(())
-        }
-
-        fn waiting_snapshot(&self) -> Option<u64> {
-            *self.waiting.lock().unwrap()
-        }
-
-        fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
-            let mut waiting = self.waiting.lock().unwrap();
-            let waits = *waiting == Some(number);
-            if waits && result.is_err() {
-                *waiting = None;
-            }
-            self.answers.lock().unwrap().push((number, result));
-            waits
-        }
-    }
-
-    fn quiet() -> (Arc<Snapped>, Quiet) {
-        let image = Arc::new(Snapped::default());
+    fn quiet() -> (Arc<Double>, Quiet) {
+        let image = Arc::new(Double::default());
         let until = Instant::now();
         let quiet = Quiet { image: image.clone(), told: None, answered: false, until };
         (image, quiet)
@@ -184,7 +134,7 @@ mod tests {
 
     #[test]
     fn a_volume_that_tells_nothing_of_snapshots_is_refused() {
-        let image: Arc<dyn Image> = Arc::new(Snapped::default());
+        let image: Arc<dyn Image> = Arc::new(Double::default());
         let start = |wanted| Quiet::start(Arc::clone(&image), Waker::new().unwrap(), wanted, true);
         let error = start(true).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Unsupported);

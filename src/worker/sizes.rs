@@ -174,47 +174,8 @@ impl Asker {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-    use std::sync::atomic::{AtomicU64, Ordering};
-
     use super::*;
-    use crate::backend::{BlockSizes, Features, ImageQueue};
-    use crate::sys::ring::Ring;
-
-    /// A volume whose size is asked for under a lock that a test may hold.
-    #[derive(Default)]
-    struct Slow {
-        size: AtomicU64,
-        answers: Mutex<()>,
-    }
-
-    impl Image for Slow {
-        fn size(&self) -> u64 {
-            self.size.load(Ordering::SeqCst)
-        }
-
-        fn block_sizes(&self) -> BlockSizes {
-            BlockSizes { minimum: 1, preferred: 1, maximum: 1 }
-        }
-
-        fn features(&self) -> Features {
-            Features::default()
-        }
-
-        fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
-            Err(Error::new(ErrorKind::Unsupported, "no data"))
-        }
-
-        fn refresh_size(&self) -> Result<u64> {
-            let _turn = self.answers.lock().unwrap();
-            Ok(self.size())
-        }
-
-        fn resize(&self, size: u64) -> Result<()> {
-            self.size.store(size, Ordering::SeqCst);
-            Ok(())
-        }
-    }
+    use crate::worker::double::Double;
 
     fn answer(sizes: &mut Sizes) -> Result<u64> {
         let until = std::time::Instant::now() + Duration::from_secs(10);
@@ -229,7 +190,7 @@ mod tests {
 
     #[test]
     fn an_order_is_answered_and_tells_no_change_besides() {
-        let image = Arc::new(Slow::default());
+        let image = Arc::new(Double::default());
         let mut sizes = Sizes::start(image.clone(), Waker::new().unwrap()).unwrap();
         assert_eq!(sizes.change(), None);
         sizes.order(Order::Resize(4096)).unwrap();
@@ -244,9 +205,9 @@ mod tests {
 
     #[test]
     fn a_backend_that_hangs_costs_two_orders_and_no_answer_goes_to_the_wrong_one() {
-        let image = Arc::new(Slow::default());
+        let image = Arc::new(Double::default());
         let mut sizes = Sizes::start(image.clone(), Waker::new().unwrap()).unwrap();
-        let hangs = image.answers.lock().unwrap();
+        let hangs = image.turn.lock().unwrap();
         sizes.order(Order::Resize(512)).unwrap();
         while sizes.image.size() == 0 {
             std::thread::yield_now();

@@ -56,8 +56,7 @@ fn an_image_is_made_as_it_is_asked_for_and_once() {
 
 #[test]
 fn data_goes_to_its_own_pool() {
-    shared().ceph(&["osd", "pool", "create", "elsewhere", "8"]);
-    shared().ceph(&["osd", "pool", "application", "enable", "elsewhere", "rbd"]);
+    shared().make_pool("elsewhere");
     let admin = options_of(shared(), "admin");
     let uri = format!("rbd:{POOL}/split?{admin}");
     assert!(changed(&["create", &uri, "1G", "--data-pool", "elsewhere"]));

@@ -101,8 +101,7 @@ fn missing_rights_name_the_command_that_gives_them() {
     // Somebody without a key here, and somebody whose pool is another one.
     let stranger = format!("rbd:{POOL}?conf={}&id=stranger", cluster.conf().display());
     assert!([3, 7].contains(&volume(&["list", &stranger]).code));
-    cluster.ceph(&["osd", "pool", "create", "private", "8"]);
-    cluster.ceph(&["osd", "pool", "application", "enable", "private", "rbd"]);
+    cluster.make_pool("private");
     let run = volume(&["list", &format!("rbd:private?{}", options())]);
     assert!(run.error(7).contains("profile rbd pool=private"), "{run:?}");
     keys_of_namespaces_and_data_pools_are_given_what_they_need();
@@ -120,8 +119,7 @@ fn missing_rights_name_the_command_that_gives_them() {
 fn keys_of_namespaces_and_data_pools_are_given_what_they_need() {
     let cluster = shared();
     cluster.rbd(&["namespace", "create", &format!("{POOL}/tenant")]).expect("it is new");
-    cluster.ceph(&["osd", "pool", "create", "elsewhere", "8"]);
-    cluster.ceph(&["osd", "pool", "application", "enable", "elsewhere", "rbd"]);
+    cluster.make_pool("elsewhere");
     let keyring = cluster.keyring("tenant").display().to_string();
     let caps = ["mon", "profile rbd", "osd", "profile rbd pool=private"];
     let get = ["auth", "get-or-create", "client.tenant"];
@@ -142,8 +140,7 @@ fn keys_of_namespaces_and_data_pools_are_given_what_they_need() {
 #[test]
 fn a_key_without_rights_where_the_data_lie_is_told_so() {
     let cluster = shared();
-    cluster.ceph(&["osd", "pool", "create", "apart", "8"]);
-    cluster.ceph(&["osd", "pool", "application", "enable", "apart", "rbd"]);
+    cluster.make_pool("apart");
     let admin = |name: &str| format!("rbd:{POOL}/{name}?{}", options_of(cluster, "admin"));
     assert!(changed(&["create", &admin("apart"), "8M", "--data-pool", "apart"]));
     assert!(User::of(&admin("apart")).writes(), "the administrator may");

@@ -131,8 +131,7 @@ fn what_is_ended_half_way_goes_on_when_it_is_repeated() {
 #[test]
 fn objects_and_pools_are_named() {
     let cluster = shared();
-    cluster.ceph(&["osd", "pool", "create", "data", "8"]);
-    cluster.ceph(&["osd", "pool", "application", "enable", "data", "rbd"]);
+    cluster.make_pool("data");
     let pool = pool();
     let new = NewImage { data_pool: Some("data".to_owned()), ..NewImage::default() };
     pool.create("apart", 9 * MIB, &new).unwrap();

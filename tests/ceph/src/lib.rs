@@ -124,6 +124,12 @@ impl Cluster {
         String::from_utf8(said.expect("ceph succeeds")).expect("UTF-8")
     }
 
+    /// Makes another pool for images. That there is one already is no error.
+    pub fn make_pool(&self, name: &str) {
+        self.ceph(&["osd", "pool", "create", name, "8"]);
+        self.ceph(&["osd", "pool", "application", "enable", name, "rbd"]);
+    }
+
     /// Runs `rbd` as the administrator and returns what it writes to its standard output.
     ///
     /// # Errors

@@ -1,12 +1,47 @@
 //! The cluster has no room: what needs some waits or fails, as the mapping's owner wants; everything
 //! else goes on.
 
+use std::io;
+use std::thread::{self, JoinHandle};
+
 use ceph_test_cluster::{Cluster, POOL};
+use cleat::kernel::DeviceIndex;
+use cleat::kernel::sim::SimKernel;
 use cleat::proto::v1::{MappingState, Outage, SetOptionsRequest};
 
-use super::load::{SIZE, held};
+use super::load::{Load, SIZE, held};
 use super::{MIB, Scene, spec};
 use crate::bench::{index_of, wait_until};
+
+/// A mapped image's device, with space that no load writes to.
+struct Device {
+    kernel: SimKernel,
+    index: DeviceIndex,
+}
+
+impl Device {
+    /// Writes to where nothing is yet, which may take its time.
+    fn begin(&self, place: u64) -> JoinHandle<io::Result<()>> {
+        let (kernel, index) = (self.kernel.clone(), self.index);
+        thread::spawn(move || kernel.write(index, place, &[5; 4096]))
+    }
+
+    fn read(&self, place: u64) -> Vec<u8> {
+        self.kernel.read(self.index, place, 4096).unwrap()
+    }
+}
+
+/// A load that has written all of its part once.
+fn loaded(cluster: &Cluster) -> (Scene<'_>, Device, Load) {
+    let scene = Scene::on(cluster);
+    scene.image("a");
+    cluster.rbd(&["resize", &spec("a"), "--size", "128M", "--no-progress"]).unwrap();
+    let mapping = scene.map("a");
+    let device = Device { kernel: scene.machine.kernel.clone(), index: index_of(&mapping) };
+    let load = scene.load(&mapping);
+    load.wait_until_all_is_written();
+    (scene, device, load)
+}
 
 impl Scene<'_> {
     /// Has the OSD take itself for full, or not any more; returns when the pool shows it.
@@ -49,13 +84,8 @@ impl Scene<'_> {
 #[test]
 fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
     let cluster = Cluster::start();
-    let scene = Scene::on(&cluster);
-    scene.image("a");
-    cluster.rbd(&["resize", &spec("a"), "--size", "128M", "--no-progress"]).unwrap();
-    let mapping = scene.map("a");
-    let (kernel, index) = (scene.machine.kernel.clone(), index_of(&mapping));
-    let load = scene.load(&mapping);
-    load.wait_until_all_is_written();
+    let (scene, device, load) = loaded(&cluster);
+    let waits = || scene.outage().is_some_and(|outage| outage.queued > 0);
     scene.set_full(true);
     // What has its room keeps it.
     load.wait_for_more();
@@ -63,33 +93,28 @@ fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
     assert_eq!(scene.outage(), None);
 
     // Another object needs some.
-    let begin = |place: u64| {
-        let kernel = kernel.clone();
-        std::thread::spawn(move || kernel.write(index, place, &[5; 4096]))
-    };
-    let waits = || scene.outage().is_some_and(|outage| outage.queued > 0);
-    let writer = begin(SIZE);
+    let writer = device.begin(SIZE);
     wait_until("it waits, and that is told", waits);
     let reason = scene.outage().unwrap().reason;
     assert!(reason.contains("no room for volumes/a"), "{reason}");
-    assert_eq!(kernel.read(index, SIZE, 4096).unwrap(), [0; 4096]);
+    assert_eq!(device.read(SIZE), [0; 4096]);
     assert!(!writer.is_finished());
     scene.set_full(false);
     writer.join().unwrap().unwrap();
     wait_until("its end is told", || scene.outage().is_none());
 
     scene.set_full(true);
-    let writer = begin(SIZE + 4 * MIB);
+    let writer = device.begin(SIZE + 4 * MIB);
     wait_until("it waits", waits);
     scene.on_outage("fail");
     // NBD_ENOSPC.
-    for failed in [writer, begin(SIZE + 8 * MIB)] {
+    for failed in [writer, device.begin(SIZE + 8 * MIB)] {
         let error = failed.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("NBD error 28"), "{error}");
     }
-    assert_eq!(kernel.read(index, SIZE, 4096).unwrap(), [5; 4096]);
+    assert_eq!(device.read(SIZE), [5; 4096]);
     scene.set_full(false);
-    kernel.write(index, SIZE + 8 * MIB, &[6; 4096]).unwrap();
+    device.kernel.write(device.index, SIZE + 8 * MIB, &[6; 4096]).unwrap();
     wait_until("its end is told", || scene.outage().is_none());
     scene.supervisor.unmap("a").unwrap();
     let content = scene.content("a");
@@ -106,17 +131,7 @@ fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
 fn a_quota_is_waited_for_or_fails_writes_as_told() {
     let cluster = Cluster::start();
     cluster.tell("start mgr");
-    let scene = Scene::on(&cluster);
-    scene.image("a");
-    cluster.rbd(&["resize", &spec("a"), "--size", "128M", "--no-progress"]).unwrap();
-    let mapping = scene.map("a");
-    let (kernel, index) = (scene.machine.kernel.clone(), index_of(&mapping));
-    let load = scene.load(&mapping);
-    load.wait_until_all_is_written();
-    let begin = |place: u64| {
-        let kernel = kernel.clone();
-        std::thread::spawn(move || kernel.write(index, place, &[5; 4096]))
-    };
+    let (scene, device, load) = loaded(&cluster);
     let waits = || scene.outage().is_some_and(|outage| outage.queued > 0);
     let mut places = (0..24).map(|number| SIZE + number * 4 * MIB);
     for of in ["max_bytes", "max_objects"] {
@@ -126,7 +141,7 @@ fn a_quota_is_waited_for_or_fails_writes_as_told() {
         // The OSD may hear of it later than we do.
         let (place, writer) = places
             .by_ref()
-            .map(|place| (place, begin(place)))
+            .map(|place| (place, device.begin(place)))
             .find(|(_, writer)| {
                 wait_until("it is written or waits", || writer.is_finished() || waits());
                 !writer.is_finished()
@@ -136,17 +151,18 @@ fn a_quota_is_waited_for_or_fails_writes_as_told() {
         for part in ["quota of the pool volumes", "set-quota volumes"] {
             assert!(reason.contains(part), "{part}: {reason}");
         }
-        assert_eq!(kernel.read(index, place, 4096).unwrap(), [0; 4096]);
+        assert_eq!(device.read(place), [0; 4096]);
         assert!(!writer.is_finished());
         scene.set_quota(of, "0");
         writer.join().unwrap().unwrap();
         wait_until("its end is told", || scene.outage().is_none());
-        assert_eq!(kernel.read(index, place, 4096).unwrap(), [5; 4096]);
+        assert_eq!(device.read(place), [5; 4096]);
     }
     scene.set_quota("max_bytes", "1");
     scene.on_outage("fail");
     // NBD_ENOSPC: there is no word for a quota.
-    let error = places.find_map(|place| begin(place).join().unwrap().err()).unwrap().to_string();
+    let error =
+        places.find_map(|place| device.begin(place).join().unwrap().err()).unwrap().to_string();
     assert!(error.contains("NBD error 28"), "{error}");
     load.wait_for_more();
     load.finish();

@@ -20,8 +20,7 @@ const KINDS: [(&str, &[&str]); 6] = [
 #[test]
 fn images_of_every_kind_are_mapped_and_survive_their_worker() {
     let cluster = Cluster::start();
-    cluster.ceph(&["osd", "pool", "create", "elsewhere", "8"]);
-    cluster.ceph(&["osd", "pool", "application", "enable", "elsewhere", "rbd"]);
+    cluster.make_pool("elsewhere");
     let caps =
         ["mon", "profile rbd", "osd", "profile rbd pool=volumes, profile rbd pool=elsewhere"];
     cluster.ceph(&[&["auth", "caps", "client.volumes"][..], &caps].concat());
