@@ -1,7 +1,5 @@
 //! The `cleat` binary.
 
-use std::process::ExitCode;
-
 use mimalloc::MiMalloc;
 
 /// For C and C++, too: the crate's `override` puts `malloc` and its like into the program, where
@@ -10,14 +8,13 @@ use mimalloc::MiMalloc;
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 
-fn main() -> ExitCode {
+fn main() {
     // Heaps of some MiB would be rounded up to huge pages, where the system gives those unasked
     // (`transparent_hugepage/enabled` is `always`): up to 25 MiB for an idle worker. Before the heap
     // grows; where it cannot be had, it costs just that.
     let _ = nix::sys::prctl::set_thp_disable(true);
     // Before anything else that a client needs: a worker is a process per volume, and stays small.
-    if std::env::args_os().nth(1).is_some_and(|command| command == "worker") {
-        return cleat::worker::process::main();
-    }
-    cleat::cli::main()
+    let is_worker = std::env::args_os().nth(1).is_some_and(|command| command == "worker");
+    let code = if is_worker { cleat::worker::process::main() } else { cleat::cli::main() };
+    cleat::sys::process::end(code);
 }

@@ -33,7 +33,6 @@ mod volume;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::error::ErrorKind as Usage;
 use clap::parser::ValueSource;
@@ -123,16 +122,15 @@ enum Command {
 }
 
 /// Runs the command line of this process and returns its exit code.
-pub fn main() -> ExitCode {
+pub fn main() -> u8 {
     let arguments: Vec<OsString> = std::env::args_os().collect();
-    let code = match parse(&arguments) {
+    match parse(&arguments) {
         Ok(cli) => {
             let format = cli.globals.output;
             run(cli).unwrap_or_else(|error| output::error(&error, format))
         }
         Err(error) => not_parsed(&error, &arguments),
-    };
-    ExitCode::from(code)
+    }
 }
 
 fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {

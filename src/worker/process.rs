@@ -15,7 +15,6 @@
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -43,15 +42,15 @@ const START_PATIENCE_MS: u16 = 60_000;
 
 const OOM_SCORE_ADJ: &str = "-999";
 
-/// The whole life of a worker process.
-pub fn main() -> ExitCode {
+/// The whole life of a worker process; returns its exit code.
+pub fn main() -> u8 {
     let channel = match inherited_channel() {
         Ok(channel) => channel,
         Err(error) => {
             // Started by hand: there is nobody else to tell.
             let line = format!("cleat worker is started by cleat node only: {}\n", error.report());
             let _ = io::Write::write_all(&mut io::stderr(), line.as_bytes());
-            return ExitCode::from(2);
+            return 2;
         }
     };
     let session = match start(&channel) {
@@ -60,17 +59,17 @@ pub fn main() -> ExitCode {
             tracing::error!(error = %error.report(), "the worker could not start");
             // The supervisor may be gone; the exit code says it too.
             let _ = channel.send_failure(&error);
-            return ExitCode::FAILURE;
+            return 1;
         }
     };
     let image = session.image();
     let ended = session.run(channel);
     image.close();
     match ended {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => {
             tracing::error!(error = %error.report(), "the worker failed");
-            ExitCode::FAILURE
+            1
         }
     }
 }
