@@ -56,6 +56,7 @@ pub(super) struct Shortcut {
     structured: AtomicBool,
     // Of the answer; written before it is told.
     sent: AtomicUsize,
+    whole: AtomicBool,
     ended_ns: AtomicU64,
 }
 
@@ -77,6 +78,7 @@ impl Shortcut {
             is_read: AtomicBool::default(),
             structured: AtomicBool::default(),
             sent: AtomicUsize::default(),
+            whole: AtomicBool::default(),
             ended_ns: AtomicU64::default(),
         }
     }
@@ -97,22 +99,25 @@ impl Shortcut {
         }
     }
 
-    /// Sends what the socket takes at once; returns how many bytes that were.
-    fn reply(&self, buffer: Option<&mut Buffer>) -> usize {
+    fn reply(&self, buffer: Option<&mut Buffer>) {
         let cookie = self.cookie.load(Ordering::Relaxed);
-        let send = |bytes: &[u8]| {
-            let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-            // Full or broken: the connection's thread tries again, and sees for itself.
-            send(self.socket.as_raw_fd(), bytes, flags).unwrap_or(0)
-        };
         match buffer {
             Some(buffer) if self.is_read.load(Ordering::Relaxed) => {
                 let structured = self.structured.load(Ordering::Relaxed);
                 set_read_header(buffer, structured, cookie, self.offset.load(Ordering::Relaxed));
-                send(buffer.wire())
+                self.send(buffer.wire());
             }
-            _ => send(&simple_reply(cookie, Ok(()))),
+            _ => self.send(&simple_reply(cookie, Ok(()))),
         }
+    }
+
+    /// Sends what the socket takes at once.
+    fn send(&self, bytes: &[u8]) {
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        // Full or broken: the connection's thread tries again, and sees for itself.
+        let sent = send(self.socket.as_raw_fd(), bytes, flags).unwrap_or(0);
+        self.sent.store(sent, Ordering::Relaxed);
+        self.whole.store(sent == bytes.len(), Ordering::Relaxed);
     }
 }
 
@@ -124,13 +129,15 @@ impl backend::Shortcut for Shortcut {
             return false;
         }
         self.ended_ns.store(self.rules.elapsed_ns(), Ordering::Relaxed);
-        self.sent.store(self.reply(buffer), Ordering::Relaxed);
+        self.reply(buffer);
         true
     }
 
     fn answered(&self) -> bool {
         let (release, relaxed) = (Ordering::Release, Ordering::Relaxed);
-        self.state.compare_exchange(ANSWERING, ANSWERED, release, relaxed).is_ok()
+        // Before the exchange: after it, the next one may be written.
+        let whole = self.whole.load(relaxed);
+        self.state.compare_exchange(ANSWERING, ANSWERED, release, relaxed).is_ok() && whole
     }
 }
 
