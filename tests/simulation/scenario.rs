@@ -314,7 +314,8 @@ impl Dice {
         match self.below(6) {
             0 => Op::Inject(self.pick(&[Call::Freeze, Call::Thaw]), self.pick(&faults)),
             1 => Op::Mount(at),
-            _ => Op::Snapshot(at, self.millis(&[1, 300, 5000, 60_000])),
+            // The last one longer than anybody waits: it is for the deadline to end that.
+            _ => Op::Snapshot(at, self.millis(&[1, 300, 5000, 600_000])),
         }
     }
 
