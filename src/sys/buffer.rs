@@ -16,7 +16,7 @@ pub const ALIGNMENT: usize = 4096;
 pub const HEADROOM: usize = ALIGNMENT;
 
 /// From this capacity on, a buffer has pages of its own, which go back to the system at once when
-/// it is freed. (The allocator would keep them: it raises its threshold with every large block.)
+/// it is freed. (An allocator would keep them for a while.)
 const OWN_PAGES: usize = 128 << 10;
 
 /// A payload of fixed capacity with headroom. Freed when dropped.
