@@ -49,7 +49,7 @@ pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
 }
 
 /// Keeps what is mapped now in memory, page by page from its first use on; memory that is mapped
-/// later is not concerned, nor is the main thread's stack.
+/// later is not concerned, nor are stacks and the allocator's reserves.
 ///
 /// # Errors
 /// EPERM or ENOMEM where RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
@@ -57,31 +57,58 @@ pub fn lock_touched_memory() -> io::Result<()> {
     // SAFETY: locking changes no content and no mapping.
     let result = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_ONFAULT) };
     Errno::result(result)?;
-    unlock_main_stack().inspect_err(|_| {
+    unlock_reserves().inspect_err(|_| {
         // SAFETY: as above.
         unsafe { libc::munlockall() };
     })
 }
 
+/// From this length on, in bytes, a mapping without a file is taken for a reserve of address space.
+const RESERVE_LEN: usize = 1 << 20;
+
 /// A locked stack grows only as far as RLIMIT_MEMLOCK allows (mm/mmap.c, acct_stack_growth), and all
-/// that is locked counts. Once CAP_IPC_LOCK is gone, growing ends in SIGSEGV.
-fn unlock_main_stack() -> io::Result<()> {
-    let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let (start, end) = maps
-        .lines()
-        .find(|line| line.ends_with("[stack]"))
-        .and_then(|line| line.split_once(' ')?.0.split_once('-'))
-        .ok_or_else(|| io::Error::other("/proc/self/maps shows no stack"))?;
-    let address = |text| usize::from_str_radix(text, 16).map_err(io::Error::other);
+/// that is locked counts. Once CAP_IPC_LOCK is gone, growing ends in SIGSEGV. What the allocator has
+/// reserved, a GiB at a time, it could never give back once it was touched: MADV_DONTNEED fails on locked
+/// pages.
+fn unlock_reserves() -> io::Result<()> {
+    for line in std::fs::read_to_string("/proc/self/maps")?.lines() {
+        let Some((start, end)) = reserve(line) else { continue };
+        // SAFETY: unlocking changes no content and no mapping.
+        let result = unsafe { libc::munlock(start as *const libc::c_void, end - start) };
+        Errno::result(result)?;
+    }
+    Ok(())
+}
+
+/// The range of a line of /proc/self/maps (proc_pid_maps(5)), if it is a reserve.
+fn reserve(line: &str) -> Option<(usize, usize)> {
+    let mut fields = line.split_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let address = |text| usize::from_str_radix(text, 16).ok();
     let (start, end) = (address(start)?, address(end)?);
-    // SAFETY: unlocking changes no content and no mapping.
-    let result = unsafe { libc::munlock(start as *const libc::c_void, end - start) };
-    Errno::result(result).map(drop).map_err(io::Error::from)
+    let inode = fields.nth(3)?;
+    let name = fields.next().unwrap_or_default();
+    let anonymous = inode == "0" && (name.is_empty() || name.starts_with("[anon:"));
+    (name == "[stack]" || anonymous && end - start >= RESERVE_LEN).then_some((start, end))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn reserves_are_told_from_what_the_process_needs() {
+        let reserved = |line: &str| reserve(line).is_some();
+        assert!(reserved("7ffc0000-7ffc1000 rw-p 00000000 00:00 0    [stack]"));
+        assert!(reserved("7f0000000000-7f0040000000 rw-p 00000000 00:00 0 "));
+        assert!(reserved("7f0000000000-7f0040000000 rw-p 00000000 00:00 0 [anon:mimalloc]"));
+        assert!(!reserved("7f0000000000-7f0000010000 rw-p 00000000 00:00 0 "));
+        assert!(!reserved(
+            "7f0000000000-7f0040000000 r-xp 00000000 fe:00 1234    /usr/lib/librbd.so.1"
+        ));
+        assert!(!reserved("7f0000000000-7f0040000000 r-xp 00000000 00:00 0    [vdso]"));
+        assert!(!reserved("nothing of the kind"));
+    }
 
     #[test]
     fn code_is_locked_and_the_stack_is_free_to_grow() {
@@ -100,5 +127,8 @@ mod tests {
         };
         assert!(locked("libc.so"));
         assert!(!locked("[stack]"));
+        let reserves: Vec<&str> = maps.lines().filter(|line| reserve(line).is_some()).collect();
+        assert!(reserves.len() > 1, "of this thread, too");
+        assert!(!reserves.iter().any(|line| locked(line)));
     }
 }
