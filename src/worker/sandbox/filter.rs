@@ -168,6 +168,8 @@ const ANY: &[c_long] = &[
     libc::SYS_timerfd_create,
     libc::SYS_timerfd_settime,
     libc::SYS_getrandom,
+    // mimalloc asks for the node where there are several.
+    libc::SYS_getcpu,
     libc::SYS_gettid,
     libc::SYS_getpid,
     libc::SYS_getuid,
