@@ -38,13 +38,18 @@ pub(super) fn check(
                 .with_repair(lacks_rights(spec, Some(data_pool)))
                 .with_source(error))
         }
-        Ok(Err(error)) => Err(failed(error)),
-        Err(error) if error.kind() == ErrorKind::TimedOut => {
-            tracing::warn!(image = name, error = error.message(), "the data cannot be reached");
-            Ok(())
-        }
-        Err(error) => Err(error),
+        Ok(Err(error)) => reached(&name, failed(error)),
+        Err(error) => reached(&name, error),
     }
+}
+
+/// What cannot be reached just now is no reason.
+fn reached(name: &str, error: Error) -> Result<()> {
+    if error.kind() != ErrorKind::TimedOut {
+        return Err(error);
+    }
+    tracing::warn!(image = name, error = error.message(), "the data cannot be reached");
+    Ok(())
 }
 
 /// Says once what requests fail for that are refused later on.
