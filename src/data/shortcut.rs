@@ -14,6 +14,9 @@
 //! back by the way of all; after one, it takes it from the backend at once. Where the peer's socket was
 //! full, the connection sends the rest. Only what has succeeded is answered here. The connection's
 //! thread looks after [`LOOK_AFTER`], lest an idle client's last request be counted as running.
+//!
+//! An `answered` that comes late, when its request has been taken by the way of all and the next one is
+//! being answered, may mark that one as answered too early: then its own `answered` fails, and wakes.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -156,7 +159,7 @@ impl Connection {
     /// for. Returns whether it did.
     pub(super) fn offer(&mut self) -> bool {
         let Some((id, running)) = self.slab.only() else { return false };
-        let Running { cookie, request, answered, retried, .. } = *running;
+        let Running { cookie, request, started_ns, answered, retried } = *running;
         let nothing_else = self.answered_elsewhere.is_none()
             && self.outbound.is_idle()
             && self.at_boundary()
@@ -164,7 +167,10 @@ impl Connection {
             && self.retries.is_quiet()
             && self.ending.is_none()
             && !self.is_pausing();
-        let simple = !answered && !retried && (request.op != Op::Read || request.length <= LONGEST);
+        // One that hangs would be looked after for nothing.
+        let young = Duration::from_nanos(self.now_ns.saturating_sub(started_ns)) < LOOK_AFTER;
+        let simple =
+            young && !answered && !retried && (request.op != Op::Read || request.length <= LONGEST);
         if !nothing_else || !simple || !self.queue.answers(id) {
             return false;
         }
