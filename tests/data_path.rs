@@ -248,11 +248,33 @@ fn failing_all_io_answers_even_what_hangs() {
     client.send(command::WRITE, 77, 0, 4096);
     client.stream.write_all(&[1; 4096]).unwrap();
     client.expect(77, Err(IoError::Broken));
+    slow.wait_until_abandoned();
     // The backend comes back: its late answers are nobody's.
     bench.server.set_fail_io(false);
     slow.release(1000);
     client.send(command::FLUSH, 88, 0, 0);
     client.expect(88, Ok(()));
+}
+
+#[test]
+fn the_backend_hears_that_the_client_has_left_but_not_of_a_goodbye() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    client.send(command::FLUSH, 1, 0, 0);
+    client.send(command::DISC, 0, 0, 0);
+    slow.wait_for(1);
+    slow.release(1);
+    client.expect(1, Ok(()));
+    assert!(matches!(bench.end(), End::Disconnected));
+    assert_eq!(slow.state.lock().unwrap().abandoned, 0);
+    let mut client = bench.connect();
+    client.send(command::FLUSH, 2, 0, 0);
+    slow.wait_for(1);
+    drop(client);
+    slow.wait_until_abandoned();
+    slow.release(1);
+    assert!(matches!(bench.end(), End::Closed));
 }
 
 #[test]
@@ -449,6 +471,8 @@ struct SlowState {
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
     done: VecDeque<(RequestId, Option<Buffer>)>,
     released: usize,
+    /// How often the connection said that nobody waits.
+    abandoned: usize,
     waker: Option<Waker>,
 }
 
@@ -467,6 +491,14 @@ impl Slow {
         let few = |state: &mut SlowState| state.waiting.len() < requests;
         let (state, _) = self.changed.wait_timeout_while(state, limit, few).unwrap();
         assert!(state.waiting.len() >= requests);
+    }
+
+    fn wait_until_abandoned(&self) {
+        let state = self.state.lock().unwrap();
+        let limit = Duration::from_secs(10);
+        let not_yet = |state: &mut SlowState| state.abandoned == 0;
+        let (state, _) = self.changed.wait_timeout_while(state, limit, not_yet).unwrap();
+        assert!(state.abandoned > 0);
     }
 
     /// Lets that many requests end, those to come included.
@@ -534,6 +566,10 @@ impl ImageQueue for SlowQueue {
     }
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
         None
+    }
+    fn abandon(&mut self, _: &mut Vec<(RequestId, Outcome)>) {
+        self.0.state.lock().unwrap().abandoned += 1;
+        self.0.changed.notify_all();
     }
     fn on_wake(&mut self, _ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
         let mut state = self.0.state.lock().unwrap();

@@ -293,6 +293,13 @@ pub trait ImageQueue {
     /// that has ended by it; `None` when there is more to do first (a short read goes on).
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)>;
 
+    /// Nobody waits for what runs any more: of a request that is done in several steps none begins from
+    /// now on. Appends those that have ended by that; the others end with their running step, successful or
+    /// not. What is started afterwards is not concerned.
+    fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
+        let _ = done;
+    }
+
     /// Whether [`Waker::answer`] will be called if the running request `id` succeeds.
     fn answers(&self, id: RequestId) -> bool {
         let _ = id;

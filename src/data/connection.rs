@@ -355,8 +355,12 @@ impl Connection {
         self.outbound.sent(gather, bytes, &mut self.pool);
     }
 
-    fn end_reading(&mut self, end: End) {
+    pub(super) fn end_reading(&mut self, end: End) {
         self.ending.get_or_insert(end);
+        if self.peer_has_left() {
+            // Meanwhile it may have asked elsewhere, see `retry`.
+            self.abandon();
+        }
         if let Some(buffer) = self.inbound.abandon_write() {
             self.pool.give(buffer);
         }
@@ -377,10 +381,21 @@ impl Connection {
     pub(super) fn take_ended(&mut self) {
         let mut woken = std::mem::take(&mut self.woken);
         self.queue.on_wake(&mut self.ring, &mut woken);
-        for (id, outcome) in woken.drain(..) {
+        self.finish_all(woken);
+    }
+
+    /// Has the backend begin nothing more for the requests that run.
+    fn abandon(&mut self) {
+        let mut ended = std::mem::take(&mut self.woken);
+        self.queue.abandon(&mut ended);
+        self.finish_all(ended);
+    }
+
+    fn finish_all(&mut self, mut ended: Vec<(RequestId, Outcome)>) {
+        for (id, outcome) in ended.drain(..) {
             self.finish(id, outcome);
         }
-        self.woken = woken;
+        self.woken = ended;
     }
 
     /// From now on every request fails. Those that the backend still has are answered now, and their
@@ -401,6 +416,9 @@ impl Connection {
             }
         }
         self.fail_io = fail_io;
+        if fail_io {
+            self.abandon();
+        }
         self.mailbox.tell_failing(fail_io.then(|| self.slab.len()));
     }
 
@@ -519,8 +537,7 @@ impl Connection {
         self.recorder.limited(self.now_ns.saturating_sub(since_ns));
         let left = self.peer_has_left();
         if left {
-            // Meanwhile it may have asked elsewhere, see `retry`.
-            self.ending = Some(End::Closed);
+            self.end_reading(End::Closed);
         }
         !left
     }

@@ -188,7 +188,7 @@ impl Connection {
             return;
         }
         if self.peer_has_left() {
-            self.ending = Some(End::Closed);
+            self.end_reading(End::Closed);
             return self.fail_waiting();
         }
         for _ in 0..self.retries.waiting.len() {

@@ -102,6 +102,21 @@ impl Local {
         }
     }
 
+    /// Starts all `jobs` and abandons them, as when nobody waits for them any more; returns how they end.
+    pub fn abandon(&self, jobs: Vec<Job>) -> Vec<std::result::Result<(), IoError>> {
+        let (mut lane, mut ended, count) = (LocalLane::new(&*self.0, 64), Vec::new(), jobs.len());
+        for (index, job) in jobs.into_iter().enumerate() {
+            lane.start(index, job, &mut ended);
+        }
+        let mut done = Vec::new();
+        lane.queue.abandon(&mut done);
+        done.into_iter().for_each(|(id, outcome)| lane.end(id, outcome, &mut ended));
+        while ended.len() < count {
+            lane.turn(&mut ended);
+        }
+        ended.into_iter().map(|(_, done)| done.result).collect()
+    }
+
     pub fn watch_size(&self, waker: Waker) {
         self.0.watch_size(waker);
     }

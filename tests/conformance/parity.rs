@@ -212,19 +212,30 @@ fn zeroes_of_encrypted_images_last() {
         let refused = volume.lane().try_one(job(Op::WriteZeroes, 0, size).with(fast));
         assert_eq!(refused, Err(IoError::Unsupported));
         assert!(expected.is_in(&volume), "{format}: refused, and yet changed");
-        // Of what waits for its turn nothing is written once the connection is cut off.
+        // Of what waits for its turn nothing is written once the connection is cut off, or nobody waits.
         let data = pattern(3, size);
+        let zeroes = || (0..8).map(|n| job(Op::WriteZeroes, 4 * n * MIB, 4 * MIB)).collect();
         volume.lane().one(write(0, &data));
-        volume.cut_off((0..8).map(|n| job(Op::WriteZeroes, 4 * n * MIB, 4 * MIB)).collect());
+        volume.cut_off(zeroes());
         drop(volume);
-        let now = opened(&uri).unwrap().lane().read(0, size);
-        let pieces = now.chunks(MIB as usize).zip(data.chunks(MIB as usize));
-        let zeroed = pieces.filter(|(now, was)| {
-            assert!(now == was || now.iter().all(|byte| *byte == 0), "{format}: half a piece");
-            now != was
-        });
-        assert!((1..=4).contains(&zeroed.count()), "{format}");
+        let volume = opened(&uri).unwrap();
+        assert!((1..=4).contains(&zeroed(&volume, &data)), "{format}: cut off");
+        volume.lane().one(write(0, &data));
+        let ended = volume.abandon(zeroes());
+        assert_eq!(ended, [Err(IoError::Broken); 8], "{format}");
+        assert!((1..=4).contains(&zeroed(&volume, &data)), "{format}: abandoned");
     }
+}
+
+/// How many MiB have become zeroes that were `data`.
+fn zeroed(volume: &Local, data: &[u8]) -> usize {
+    let now = volume.lane().read(0, data.len() as u64);
+    let pieces = now.chunks(MIB as usize).zip(data.chunks(MIB as usize));
+    let zeroed = pieces.filter(|(now, was)| {
+        assert!(now == was || now.iter().all(|byte| *byte == 0), "half a piece");
+        now != was
+    });
+    zeroed.count()
 }
 
 #[test]

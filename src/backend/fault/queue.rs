@@ -82,6 +82,11 @@ impl Drop for FaultQueue {
 }
 
 impl ImageQueue for FaultQueue {
+    /// What is held is with the backend, as far as anybody can tell.
+    fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
+        self.inner.abandon(done);
+    }
+
     fn start(
         &mut self,
         id: RequestId,

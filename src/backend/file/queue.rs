@@ -80,6 +80,8 @@ struct Task {
     progress: u64,
     /// Bytes that the operation in the ring covers.
     attempted: u64,
+    /// No other step begins.
+    abandoned: bool,
 }
 
 /// Either the request goes on, or it has ended.
@@ -221,6 +223,14 @@ impl FileQueue {
         }
     }
 
+    /// What comes after an operation, if anybody waits for it.
+    fn next(&self, task: &mut Task, result: i32) -> Next {
+        match self.advance(task, result) {
+            Ok(Some(_)) if task.abandoned => Err(IoError::Broken),
+            next => next,
+        }
+    }
+
     /// What an operation's result means for its task.
     fn advance(&self, task: &mut Task, result: i32) -> Next {
         if result < 0 {
@@ -314,7 +324,8 @@ impl ImageQueue for FileQueue {
         if self.tasks.len() <= index {
             self.tasks.resize(index + 1, None);
         }
-        self.tasks[index] = Some(Task { request, step, progress: 0, attempted: 0 });
+        self.tasks[index] =
+            Some(Task { request, step, progress: 0, attempted: 0, abandoned: false });
         self.submit(id, buffer, ring);
         Started::Pending
     }
@@ -328,7 +339,7 @@ impl ImageQueue for FileQueue {
         {
             self.zeroes = Zeroes::Here(zeroes);
         }
-        let next = self.advance(&mut task, completion.result);
+        let next = self.next(&mut task, completion.result);
         let ended = match next {
             Ok(Some(step)) => {
                 task.step = step;
@@ -353,6 +364,15 @@ impl ImageQueue for FileQueue {
 
     fn on_wake(&mut self, ring: &mut Ring, _done: &mut Vec<(RequestId, Outcome)>) {
         self.resume(ring);
+    }
+
+    fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
+        self.tasks.iter_mut().flatten().for_each(|task| task.abandoned = true);
+        let zeroes = self.waiting_for_zeroes.drain(..).map(|id| (id, None));
+        for (id, buffer) in self.waiting.drain(..).chain(zeroes) {
+            self.tasks[id as usize] = None;
+            done.push((id, Outcome { result: Err(IoError::Broken), buffer }));
+        }
     }
 }
 
@@ -382,7 +402,7 @@ mod tests {
 
     fn task(op: Op, flags: Flags, step: Step, length: u64) -> Task {
         let request = Request { op, flags, offset: 0, length };
-        Task { request, step, progress: 0, attempted: length }
+        Task { request, step, progress: 0, attempted: length, abandoned: false }
     }
 
     #[test]
@@ -454,6 +474,8 @@ mod tests {
         zero.attempted = SLOW_ALLOCATION;
         assert_eq!(device.advance(&mut zero, 0), Ok(Some(Step::ZeroRange)), "piece by piece");
         assert_eq!(zero.progress, SLOW_ALLOCATION);
+        zero.abandoned = true;
+        assert_eq!(device.next(&mut zero, 0), Err(IoError::Broken), "nobody waits");
     }
 
     #[test]

@@ -39,6 +39,8 @@ struct Task {
     attempted: u64,
     /// The running operation makes durable what was done.
     flushing: bool,
+    /// No other operation begins.
+    abandoned: bool,
 }
 
 /// Hears of ends on librbd's threads.
@@ -113,6 +115,14 @@ impl RbdQueue {
     /// objects: what fills one is removed rather than overwritten.
     fn piece(&self, offset: u64, left: u64) -> u64 {
         left.min(self.shared.piece - offset % self.shared.piece)
+    }
+
+    /// What comes after an operation, if anybody waits for it.
+    fn next(&self, task: &mut Task, result: i64) -> Next {
+        match self.advance(task, result) {
+            Ok(Some(_)) if task.abandoned => Err(IoError::Broken),
+            next => next,
+        }
     }
 
     /// What the end of an operation means for its request.
@@ -237,7 +247,8 @@ impl ImageQueue for RbdQueue {
         buffer: Option<Buffer>,
         _ring: &mut Ring,
     ) -> Started {
-        let mut task = Task { request, progress: 0, attempted: 0, flushing: false };
+        let mut task =
+            Task { request, progress: 0, attempted: 0, flushing: false, abandoned: false };
         let next = self.operation(&mut task);
         let index = id as usize;
         if self.tasks.len() <= index {
@@ -261,6 +272,14 @@ impl ImageQueue for RbdQueue {
         None
     }
 
+    fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
+        self.tasks.iter_mut().flatten().for_each(|task| task.abandoned = true);
+        for (id, _) in self.waiting.drain(..) {
+            self.tasks[id as usize] = None;
+            done.push((id, Outcome { result: Err(IoError::Broken), buffer: None }));
+        }
+    }
+
     fn answers(&self, id: RequestId) -> bool {
         self.task(id).is_some_and(|task| self.is_last(&task))
     }
@@ -270,7 +289,7 @@ impl ImageQueue for RbdQueue {
             let Ok(id) = RequestId::try_from(token) else { continue };
             let Some(mut task) = self.task(id) else { continue };
             let zeroes = self.encrypts_zeroes(&task.request) && !task.flushing;
-            let next = self.advance(&mut task, result);
+            let next = self.next(&mut task, result);
             self.tasks[id as usize] = Some(task);
             if let Some(outcome) = self.proceed(id, next, buffer) {
                 done.push((id, outcome));
