@@ -10,8 +10,9 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() {
     // Heaps of some MiB would be rounded up to huge pages, where the system gives those unasked
-    // (`transparent_hugepage/enabled` is `always`): up to 25 MiB for an idle worker. Before the heap
-    // grows; where it cannot be had, it costs just that.
+    // (`transparent_hugepage/enabled` is `always`): up to 25 MiB for an idle worker. What this process
+    // starts inherits it: workers, which so have none from their first page on, but hooks as well.
+    // Where it cannot be had, it costs just that.
     let _ = nix::sys::prctl::set_thp_disable(true);
     // Before anything else that a client needs: a worker is a process per volume, and stays small.
     let is_worker = std::env::args_os().nth(1).is_some_and(|command| command == "worker");

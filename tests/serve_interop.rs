@@ -268,6 +268,7 @@ fn a_client_that_does_not_read_costs_bounded_memory() {
 #[test]
 fn an_idle_server_is_small_even_after_large_requests() {
     let dir = TempDir::new().unwrap();
+    memory::without_huge_pages();
     let server = Server::start(&dir, "file:", &[]);
     let mut client = raw_client(&dir);
     let mut payload = vec![0; 32 << 20];

@@ -304,6 +304,7 @@ fn a_successor_of_a_fenced_worker_is_not_fenced() {
 /// the page cache's doing, and of a program without optimisation they are most.
 #[test]
 fn an_idle_worker_is_small() {
+    memory::without_huge_pages();
     let (_directory, uri) = file("a.img", 64 << 20);
     let (worker, sockets) = Worker::serving(&uri, 4);
     for (n, socket) in sockets.iter().enumerate() {
