@@ -306,15 +306,14 @@ unsafe extern "C" fn on_end<B: IoBuffer>(completion: rbd_completion_t, argument:
     let operation = argument.cast::<Operation<B>>();
     // SAFETY: the argument is the operation that `start` gave to the library, which calls back once
     // and does not touch it afterwards: it is ours now, and so is the reference to the list.
-    let ended = unsafe {
+    let (ended, noted) = unsafe {
         let ended = Arc::from_raw((*operation).ended);
         (*operation).ended = null();
         (*operation).result = (ended.api.rbd_aio_get_return_value)(completion) as i64;
+        let noted = (*operation).tell_success(&*ended.told);
         (ended.api.rbd_aio_release)(completion);
-        ended
+        (ended, noted)
     };
-    // SAFETY: ours until it is pushed.
-    let noted = unsafe { &mut *operation }.tell_success(&*ended.told);
     // SAFETY: ours, and handed over.
     let first = unsafe { ended.push(operation) };
     if noted {
