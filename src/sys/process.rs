@@ -107,7 +107,8 @@ pub fn is_gone(pid: u32) -> bool {
 
 /// Ends the process, and runs nothing of what is registered for that moment: the destructors of C++
 /// libraries take from under their own threads what those still use, where one was left alone because a
-/// cluster does not answer, and the process would end by SIGABRT. What is printed is flushed each time (`cli/output.rs`).
+/// cluster does not answer, and the process would end by SIGABRT. What is printed is flushed each time
+/// (`cli/output.rs`).
 pub fn end(code: u8) -> ! {
     // SAFETY: it takes an integer and does not return.
     unsafe { libc::_exit(code.into()) }
