@@ -16,10 +16,10 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use cleat::data::nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
-use cleat::sys::buffer::Buffer;
-use cleat::sys::gather::Gather;
-use cleat::sys::ring::{Ring, Token};
+use cleat_nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::gather::Gather;
+use cleat_sys::ring::{Ring, Token};
 use common::{Server, compare};
 
 const SIZE: usize = 256 << 20;

@@ -13,11 +13,10 @@ use caps::{CapSet, Capability};
 use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 use nix::sys::resource::{Resource, getrlimit};
 
-use crate::backend::rbd_library;
-use crate::config::Config;
-use crate::error::ErrorKind;
-use crate::kernel;
-use crate::sys::ring::Ring;
+use cleat_backend::rbd_library;
+use cleat_core::error::ErrorKind;
+use cleat_node::config::Config;
+use cleat_sys::ring::Ring;
 
 /// How a finding is to be taken, from harmless to fatal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
@@ -109,7 +108,7 @@ const NETLINK_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn netlink() -> Check {
     const NAME: &str = "netlink";
-    match kernel::real::probe(Instant::now() + NETLINK_TIMEOUT) {
+    match cleat_kernel::real::probe(Instant::now() + NETLINK_TIMEOUT) {
         Ok(()) => Check::ok(NAME, "the nbd driver answers over generic netlink"),
         Err(error) if error.kind() == ErrorKind::Unsupported => Check::warning(
             NAME,
@@ -146,8 +145,8 @@ fn capabilities() -> Check {
 
 fn udev() -> Check {
     const NAME: &str = "udev";
-    let rule = kernel::udev::RULE;
-    match (kernel::udev::udevd_runs(), kernel::udev::rule_installed()) {
+    let rule = cleat_kernel::udev::RULE;
+    match (cleat_kernel::udev::udevd_runs(), cleat_kernel::udev::rule_installed()) {
         (true, true) => Check::ok(NAME, format!("udevd runs and {rule} is installed")),
         (true, false) => Check::warning(
             NAME,

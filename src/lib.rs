@@ -1,18 +1,8 @@
 //! cleat makes volumes fast to a Linux node as block devices. `ARCHITECTURE.md`, beside this file,
-//! tells how the parts work together and in which order to read them.
+//! describes how the parts work together and in which order to read them.
+//!
+//! This crate is the binary: the command line, the checks of `cleat doctor`, and the composition. All
+//! the rest lies in the crates below `src/`, one folder each.
 
-pub mod backend;
 pub mod cli;
-pub mod config;
-pub mod control;
-pub mod data;
 pub mod doctor;
-pub mod error;
-pub mod kernel;
-pub mod policy;
-pub mod proto;
-pub mod request;
-pub mod statistics;
-pub mod sys;
-pub mod telemetry;
-pub mod worker;

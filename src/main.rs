@@ -16,6 +16,6 @@ fn main() {
     let _ = nix::sys::prctl::set_thp_disable(true);
     // Before anything else that a client needs: a worker is a process per volume, and stays small.
     let is_worker = std::env::args_os().nth(1).is_some_and(|command| command == "worker");
-    let code = if is_worker { cleat::worker::process::main() } else { cleat::cli::main() };
-    cleat::sys::process::end(code);
+    let code = if is_worker { cleat_worker::process::main() } else { cleat::cli::main() };
+    cleat_sys::process::end(code);
 }

@@ -13,20 +13,19 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use cleat::backend::uri::VolumeUri;
-use cleat::backend::{
-    BlockSizes, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open,
-};
-use cleat::data::End;
-use cleat::data::nbd::handshake::Refusal;
-use cleat::data::nbd::transmission::Violation;
-use cleat::data::nbd::wire::{RequestHeader, command};
-use cleat::data::server::{Event, ExportName, Limits, Server};
-use cleat::error::Result;
-use cleat::request::{IoError, Op, Request};
-use cleat::statistics::Page;
-use cleat::sys::buffer::Buffer;
-use cleat::sys::ring::{Completion, Ring};
+use cleat_backend::uri::VolumeUri;
+use cleat_backend::{Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open};
+use cleat_core::error::Result;
+use cleat_core::request::{IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_export::End;
+use cleat_export::server::{Event, ExportName, Limits, Server};
+use cleat_nbd::handshake::Refusal;
+use cleat_nbd::transmission::Violation;
+use cleat_nbd::wire::{RequestHeader, command};
+use cleat_statistics::Page;
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
 use client::Client;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;

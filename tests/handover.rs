@@ -9,13 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use cleat::backend::{Image, OpenOptions, open};
-use cleat::data::End;
-use cleat::data::handover::Rest;
-use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
-use cleat::data::server::{Event, ExportName, Limits, Server};
-use cleat::error::{Error, ErrorKind};
-use cleat::statistics::Page;
+use cleat_backend::{Image, OpenOptions, open};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_export::End;
+use cleat_export::handover::Rest;
+use cleat_export::server::{Event, ExportName, Limits, Server};
+use cleat_nbd::wire::{RequestHeader, command, parse_simple_reply};
+use cleat_statistics::Page;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 

@@ -14,11 +14,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use cleat::error::ErrorKind;
-use cleat::kernel::real::RealKernel;
-use cleat::kernel::sim::{Call, Fault, Script, SimKernel};
-use cleat::kernel::udev::{RUN_DIRECTORY, rule_installed, udevd_runs};
-use cleat::kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
+use cleat_core::error::ErrorKind;
+use cleat_kernel::real::RealKernel;
+use cleat_kernel::sim::{Call, Fault, Script, SimKernel};
+use cleat_kernel::udev::{RUN_DIRECTORY, rule_installed, udevd_runs};
+use cleat_kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
 use common::nbd_server::{FLAGS, Server, hangs_up};
 
 const SIZE: u64 = 4 << 20;

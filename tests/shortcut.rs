@@ -11,15 +11,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cleat::backend::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker};
-use cleat::control::random::Random;
-use cleat::data::nbd::wire::command;
-use cleat::data::server::{ExportName, Limits, Server};
-use cleat::error::Result;
-use cleat::request::{IoError, Op, Request};
-use cleat::statistics::Page;
-use cleat::sys::buffer::Buffer;
-use cleat::sys::ring::{Completion, Ring};
+use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_core::error::Result;
+use cleat_core::request::{IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_export::server::{ExportName, Limits, Server};
+use cleat_nbd::wire::command;
+use cleat_node::random::Random;
+use cleat_statistics::Page;
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
 use client::Client;
 use crossbeam_channel::{Receiver, Sender, unbounded};
 

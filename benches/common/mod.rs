@@ -9,9 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use cleat::data::nbd::wire::{
-    REQUEST_LEN, RequestHeader, SIMPLE_REPLY_LEN, command, parse_simple_reply,
-};
+use cleat_nbd::wire::{REQUEST_LEN, RequestHeader, SIMPLE_REPLY_LEN, command, parse_simple_reply};
 
 /// What is asked for, again and again.
 #[derive(Debug, Clone, Copy)]

@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::sys::machine;
-use crate::sys::process::{is_gone, pid_namespace, started_ticks};
+use cleat_core::error::{Error, Result};
+use cleat_sys::machine;
+use cleat_sys::process::{is_gone, pid_namespace, started_ticks};
 
 /// Names that many machines have: they prove nothing.
 const NO_NAMES: [&str; 4] = ["", "localhost", "localhost.localdomain", "(none)"];

@@ -4,17 +4,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 
+use cleat_core::volume::Extent;
 use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
-
-/// A part of a volume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Extent {
-    /// In bytes; never zero.
-    pub length: u64,
-    /// Takes no room, and reads as zeroes. What is no hole may hold anything.
-    pub hole: bool,
-}
 
 /// Collects the extents of a range from where its data lies.
 pub(super) struct Layout {

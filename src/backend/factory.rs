@@ -14,7 +14,7 @@ use super::mem::MemImage;
 use super::rbd::{self, RbdFence, RbdImage, RbdStore};
 use super::uri::{Spec, StoreSpec, StoreUri, VolumeUri};
 use super::{Image, Inheritance};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How a volume is opened, beyond what its URI says.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -14,9 +14,10 @@ mod timer;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
-use crate::error::Result;
-use crate::sys::ring::Ring;
+use super::{Image, ImageQueue, Inheritance, Legacy, Waker};
+use cleat_core::error::Result;
+use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_sys::ring::Ring;
 pub use plan::{PREFIX, Plan};
 use queue::FaultQueue;
 use timer::Timer;

@@ -4,7 +4,7 @@
 use serde::Serialize;
 
 use super::claimant::Claimant;
-use crate::error::Result;
+use cleat_core::error::Result;
 
 /// A volume whose writers are kept apart by its storage.
 pub trait Fence {

@@ -31,11 +31,12 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
 use super::extents::{self, Layout};
 use super::uri::{FileSpec, Size, invalid};
-use super::{BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, Waker};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::block;
-use crate::sys::buffer::ALIGNMENT;
-use crate::sys::ring::Ring;
+use super::{Image, ImageQueue, Inheritance, Legacy, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_sys::block;
+use cleat_sys::buffer::ALIGNMENT;
+use cleat_sys::ring::Ring;
 pub(super) use manage::FileStore;
 use queue::{Abilities, FileQueue};
 

@@ -16,13 +16,13 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Told several times a second how much of how much is done; both are zero until that is known.
 /// `Break` asks the operation to end.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
 
-/// Where volumes are kept. Names are those of [`crate::backend::uri::VolumeUri::place`]. Results of
+/// Where volumes are kept. Names are those of [`crate::uri::VolumeUri::place`]. Results of
 /// type `bool` say whether anything had to be changed.
 pub trait Store: Send + Sync {
     /// Makes a volume.

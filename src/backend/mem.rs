@@ -7,15 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::extents::{self, Layout};
 use super::uri::{MemSpec, Size, invalid};
-use super::{
-    BlockSizes, Extent, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker, index,
-};
+use super::{Image, ImageQueue, Outcome, RequestId, Started, Waker, index};
 use super::{Inheritance, Legacy};
-use crate::error::{Error, ErrorKind, Result};
-use crate::request::{IoError, Op, Request};
-use crate::sys::buffer::Buffer;
-use crate::sys::ring::{Completion, Ring};
-use crate::sys::shared::SharedMemory;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::request::{IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
+use cleat_sys::shared::SharedMemory;
 
 /// How often a volume can grow. A memory file's size is sealed, so that no access can fault; a
 /// volume that grows gets a further one.

@@ -43,12 +43,11 @@ use std::time::{Duration, Instant};
 
 use super::claimant::Claimant;
 use super::uri::{Encryption, RbdSpec, Size, invalid};
-use super::{
-    BlockSizes, Extent, Features, Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker,
-};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::ring::Ring;
+use super::{Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker};
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_sys::ring::Ring;
 use decision::Occasion;
 pub(super) use encryption::PATIENCE as MAX_UNLOCKING;
 use encryption::Passphrases;

@@ -15,7 +15,7 @@ use std::os::fd::OwnedFd;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, ErrorKind};
+use cleat_core::error::{Error, ErrorKind};
 
 /// What a successor opens the volume with.
 #[derive(Debug)]

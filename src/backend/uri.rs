@@ -36,7 +36,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 use options::{Encoded, Query, decode};
 
 pub use encryption::{Encryption, Luks};

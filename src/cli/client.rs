@@ -12,8 +12,8 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
 
 use super::{DEFAULT_SOCKET, Globals, output};
-use crate::error::{Error, ErrorKind, Result};
-use crate::proto::v1::node_client::NodeClient;
+use cleat_api::v1::node_client::NodeClient;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Bound on the connection being made.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

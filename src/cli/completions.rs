@@ -3,7 +3,7 @@
 use clap::CommandFactory;
 
 use super::{Cli, output};
-use crate::error::Result;
+use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

@@ -7,9 +7,9 @@ use serde::Serialize;
 use super::output::{self, Format};
 use super::view;
 use super::{Globals, exit};
-use crate::config::Config;
 use crate::doctor::{self, Verdict};
-use crate::error::Result;
+use cleat_core::error::Result;
+use cleat_node::config::Config;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

@@ -1,6 +1,6 @@
 //! Exit codes: one per kind of error, so that a script can react without reading text.
 
-use crate::error::ErrorKind;
+use cleat_core::error::ErrorKind;
 
 /// Everything went well.
 pub const OK: u8 = 0;

@@ -2,8 +2,8 @@
 
 use super::Globals;
 use super::client::{self, QUERY_TIMEOUT};
-use crate::error::Result;
-use crate::proto::v1::SetFaultRequest;
+use cleat_api::v1::SetFaultRequest;
+use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

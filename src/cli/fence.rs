@@ -5,12 +5,11 @@ use serde::Serialize;
 use super::Globals;
 use super::output::{self, Format, Table};
 use super::volume::time;
-use crate::backend;
-use crate::backend::claimant::Claimant;
-use crate::backend::fence::{Client, Standing};
-use crate::backend::uri::VolumeUri;
-use crate::config::Config;
-use crate::error::{Error, ErrorKind, Result};
+use cleat_backend::claimant::Claimant;
+use cleat_backend::fence::{Client, Standing};
+use cleat_backend::uri::VolumeUri;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_node::config::Config;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -141,7 +140,7 @@ pub(super) fn run(globals: &Globals, args: Fence) -> Result<()> {
 }
 
 fn ls(globals: &Globals, args: &Ls) -> Result<()> {
-    let clients = backend::fence_of(&args.uri)?.clients()?;
+    let clients = cleat_backend::fence_of(&args.uri)?.clients()?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { volume: args.uri.to_string(), clients });
     }
@@ -198,7 +197,8 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
     };
     // Told, since that is what the command is for; and it has a mapping id of its own.
     let claimant = Claimant { take_over: true, ..here()? };
-    let cut_off = backend::fence_of(&args.uri)?.add(args.address.as_deref(), &claimant, &agree)?;
+    let cut_off =
+        cleat_backend::fence_of(&args.uri)?.add(args.address.as_deref(), &claimant, &agree)?;
     if globals.output == Some(Format::Json) {
         return output::json(&Cut { volume: args.uri.to_string(), cut_off });
     }
@@ -206,7 +206,7 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
 }
 
 fn clear(globals: &Globals, args: Clear) -> Result<()> {
-    let changed = backend::fence_of(&args.uri)?.clear(&args.address, &here()?)?;
+    let changed = cleat_backend::fence_of(&args.uri)?.clear(&args.address, &here()?)?;
     if globals.output == Some(Format::Json) {
         let volume = args.uri.to_string();
         return output::json(&Cleared { volume, address: args.address, changed });

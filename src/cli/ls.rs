@@ -5,8 +5,8 @@ use serde::Serialize;
 use super::client::{self, QUERY_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
-use crate::error::Result;
-use crate::proto::v1::ListRequest;
+use cleat_api::v1::ListRequest;
+use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

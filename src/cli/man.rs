@@ -9,7 +9,7 @@ use clap_mangen::Man as Page;
 use clap_mangen::roff::{Roff, roman};
 
 use super::{Cli, exit, output};
-use crate::error::{Error, Result};
+use cleat_core::error::{Error, Result};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

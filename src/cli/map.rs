@@ -6,11 +6,10 @@ use super::client::{self, GRACE, OPERATION_TIMEOUT, milliseconds};
 use super::output::{self, Format};
 use super::set::PolicyArgs;
 use super::{Globals, size, view};
-use crate::backend;
-use crate::backend::uri::VolumeUri;
-use crate::config::MAX_CONNECTIONS;
-use crate::error::{Error, Result};
-use crate::proto::v1::{MapOptions, MapRequest};
+use cleat_api::v1::{MapOptions, MapRequest};
+use cleat_backend::uri::VolumeUri;
+use cleat_core::error::{Error, Result};
+use cleat_node::config::MAX_CONNECTIONS;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -109,7 +108,7 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
     // Checked here, too, so that a slip of the pen is told without a daemon; what is sent is what was
     // typed.
     let uri = args.uri.parse::<VolumeUri>().map_err(teach)?;
-    let timeout = args.timeout.unwrap_or(OPERATION_TIMEOUT + backend::unlocking(&uri));
+    let timeout = args.timeout.unwrap_or(OPERATION_TIMEOUT + cleat_backend::unlocking(&uri));
     let options = MapOptions {
         read_only: args.read_only,
         connections: args.connections.unwrap_or(0),

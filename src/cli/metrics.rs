@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{DEFAULT_SOCKET, Globals, output};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

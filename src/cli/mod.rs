@@ -38,7 +38,7 @@ use clap::error::ErrorKind as Usage;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 use output::Format;
 
 /// Where the daemon listens, unless told otherwise.

@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 
 use super::Globals;
-use crate::config::Config;
-use crate::control;
-use crate::error::Result;
-use crate::telemetry::Format;
+use cleat_core::error::Result;
+use cleat_node::config::Config;
+use cleat_telemetry::Format;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -71,5 +70,5 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     config.unmap_on_shutdown |= args.unmap_on_shutdown;
     config.check(std::path::Path::new("command line"))?;
     config.log().init()?;
-    control::node::run(&config)
+    cleat_node::node::run(&config)
 }

@@ -7,7 +7,7 @@ use std::io::{self, IsTerminal, Write};
 use serde::Serialize;
 
 use super::exit;
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How results are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

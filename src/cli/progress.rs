@@ -15,8 +15,8 @@ use serde::Serialize;
 
 use super::Globals;
 use super::output::{self, Format};
-use crate::backend::manage::Progress;
-use crate::error::{Error, Result};
+use cleat_backend::manage::Progress;
+use cleat_core::error::{Error, Result};
 
 /// Clears the terminal's line.
 const CLEAR: &str = "\r\x1b[K";

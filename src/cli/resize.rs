@@ -3,9 +3,9 @@
 use super::client::{self, GRACE, OPERATION_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
-use crate::backend::uri::parse_size;
-use crate::error::Result;
-use crate::proto::v1::ResizeRequest;
+use cleat_api::v1::ResizeRequest;
+use cleat_backend::uri::parse_size;
+use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

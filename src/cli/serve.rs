@@ -5,15 +5,15 @@ use std::path::PathBuf;
 
 use super::set::PolicyArgs;
 use super::{Globals, output};
-use crate::backend::OpenOptions;
-use crate::backend::claimant::Claimant;
-use crate::backend::uri::VolumeUri;
-use crate::config::Config;
-use crate::data::listener::{self, Address, ServeOptions};
-use crate::error::{Error, ErrorKind, Result};
-use crate::policy::{self, Policy};
-use crate::statistics::SLOTS;
-use crate::telemetry::{Format, Log};
+use cleat_backend::OpenOptions;
+use cleat_backend::claimant::Claimant;
+use cleat_backend::uri::VolumeUri;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::policy::{self, Policy};
+use cleat_export::listener::{self, Address, ServeOptions};
+use cleat_node::config::Config;
+use cleat_statistics::SLOTS;
+use cleat_telemetry::{Format, Log};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

@@ -3,10 +3,10 @@
 use super::client::{self, QUERY_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
-use crate::backend::uri::parse_size_or_zero;
-use crate::error::Result;
-use crate::policy::{MAX_IOPS, OnOutage, RateLimits};
-use crate::proto::v1::SetOptionsRequest;
+use cleat_api::v1::SetOptionsRequest;
+use cleat_backend::uri::parse_size_or_zero;
+use cleat_core::error::Result;
+use cleat_core::policy::{MAX_IOPS, OnOutage, RateLimits};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

@@ -12,8 +12,8 @@ use tonic::Streaming;
 use super::client::{self, Client, GRACE, QUERY_TIMEOUT, milliseconds};
 use super::output::{self, Format, Table};
 use super::{Globals, size};
-use crate::error::{Error, ErrorKind, Result};
-use crate::proto::v1::{StatsRequest, StatsResponse};
+use cleat_api::v1::{StatsRequest, StatsResponse};
+use cleat_core::error::{Error, ErrorKind, Result};
 use reading::{Latency, Reading};
 
 pub(super) const EXAMPLES: &str = "\
@@ -245,7 +245,7 @@ fn interval(text: &str) -> Result<Duration, String> {
 mod tests {
     use super::reading::Rates;
     use super::*;
-    use crate::proto::v1::{OpStats, VolumeStats};
+    use cleat_api::v1::{OpStats, VolumeStats};
 
     fn reading_of(at_ms: u64, count: u64, bytes: u64, total_ns: u64) -> StatsResponse {
         let read = OpStats { op: "read".into(), count, bytes, total_ns, ..Default::default() };

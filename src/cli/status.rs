@@ -7,8 +7,8 @@ use serde::Serialize;
 use super::client::{self, Client, QUERY_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
-use crate::error::Result;
-use crate::proto::v1::{GetRequest, HealthRequest, ListRequest};
+use cleat_api::v1::{GetRequest, HealthRequest, ListRequest};
+use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

@@ -7,8 +7,8 @@ use serde::Serialize;
 use super::client::{self, GRACE, OPERATION_TIMEOUT, milliseconds};
 use super::output::{self, Format};
 use super::{Globals, exit, size, view};
-use crate::error::Result;
-use crate::proto::v1;
+use cleat_api::v1;
+use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

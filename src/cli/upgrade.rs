@@ -8,10 +8,10 @@ use tokio_stream::StreamExt as _;
 use super::client::{self, Client, GRACE, OPERATION_TIMEOUT, QUERY_TIMEOUT};
 use super::output::{self, Format};
 use super::{Globals, view};
-use crate::backend::MAX_UNLOCKING;
-use crate::error::{Error, ErrorKind, Result};
-use crate::proto::v1::upgrade_event::Outcome;
-use crate::proto::v1::{HealthRequest, UpgradeEvent, UpgradeRequest};
+use cleat_api::v1::upgrade_event::Outcome;
+use cleat_api::v1::{HealthRequest, UpgradeEvent, UpgradeRequest};
+use cleat_backend::MAX_UNLOCKING;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

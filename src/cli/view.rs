@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::output::Table;
 use super::size;
 use crate::doctor::{self, Verdict};
-use crate::proto::v1;
+use cleat_api::v1;
 
 /// One mapping.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -12,12 +12,12 @@ use serde::Serialize;
 use super::Globals;
 use super::output::{self, Format};
 use super::progress::Tracker;
-use crate::backend::claimant::Claimant;
-use crate::backend::manage::Store;
-use crate::backend::store_for;
-use crate::backend::uri::StoreUri;
-use crate::config::Config;
-use crate::error::Result;
+use cleat_backend::claimant::Claimant;
+use cleat_backend::manage::Store;
+use cleat_backend::store_for;
+use cleat_backend::uri::StoreUri;
+use cleat_core::error::Result;
+use cleat_node::config::Config;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:

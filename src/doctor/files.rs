@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use nix::unistd::{AccessFlags, access};
 
 use super::{Check, Machine};
-use crate::kernel;
 
 /// The oldest kernel that is tested.
 const KERNEL_TESTED: (u32, u32) = (6, 1);
@@ -77,7 +76,8 @@ impl Machine {
         const NAME: &str = "dev";
         let mounts = fs::read(self.path("proc/self/mountinfo")).unwrap_or_default();
         // The last mount on a place is the one that is seen.
-        let dev = kernel::parse_mountinfo(&mounts).filter(|mount| mount.path == Path::new("/dev"));
+        let dev =
+            cleat_kernel::parse_mountinfo(&mounts).filter(|mount| mount.path == Path::new("/dev"));
         match dev.last().map(|mount| mount.filesystem) {
             Some(kind) if kind == "devtmpfs" => Check::ok(NAME, "/dev is a devtmpfs"),
             kind => Check::error(
@@ -159,7 +159,7 @@ impl Machine {
         let Some(group) = &self.cgroup else {
             return Check::ok(NAME, "workers stay in the supervisor's control group");
         };
-        match kernel::cgroup::examine(group) {
+        match cleat_kernel::cgroup::examine(group) {
             Ok(()) => Check::ok(NAME, format!("workers are put into {}", group.display())),
             Err(error) => {
                 let repair = error.repair().unwrap_or("name another in workers.cgroup");

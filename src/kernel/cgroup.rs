@@ -16,7 +16,7 @@ use nix::sched::{CloneFlags, setns};
 use nix::sys::stat::Mode;
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
 
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Lists the processes of a group; a number that is written to it moves that process there.
 const MEMBERS: &str = "cgroup.procs";

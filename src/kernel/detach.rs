@@ -24,7 +24,7 @@ use super::Unmount;
 use super::disposable::Disposable;
 use super::mounts::{MOUNTINFO_MAX, Mount, Proc, parse_mount, parse_mountinfo, too_much};
 use super::sysfs::Family;
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Namespaces that have the device mounted; each needs a thread.
 const NAMESPACES_MAX: usize = 1024;
@@ -215,7 +215,7 @@ pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::descriptor::DeviceNumber;
+    use cleat_sys::descriptor::DeviceNumber;
 
     fn family(minor: u32) -> Family {
         Family { names: vec!["nbd1".into()], numbers: vec![DeviceNumber { major: 43, minor }] }

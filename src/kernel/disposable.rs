@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use crossbeam_channel::{RecvTimeoutError, SendError, bounded};
 
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Runs calls on threads of their own.
 #[derive(Debug, Clone)]

@@ -10,8 +10,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::netlink::LinkEvents;
 use super::{KernelEvent, sysfs};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::descriptor;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::descriptor;
 
 /// How long the subscription may take: it goes through the lock of all netlink commands.
 const START_TIMEOUT: Duration = Duration::from_secs(10);

@@ -19,9 +19,9 @@ use super::disposable::Disposable;
 use super::mounts::Proc;
 use super::sysfs::Family;
 use super::{DeviceIndex, Unmount};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::block;
-use crate::sys::descriptor::DeviceNumber;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::block;
+use cleat_sys::descriptor::DeviceNumber;
 
 /// Threads that may be stuck: one or two a device, each waits for a backend of its own.
 const STUCK_MAX: usize = 64;

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 
 use super::Holder;
 use super::sysfs::{Family, parse_number};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::descriptor::{Behind, DeviceNumber, block_device, device_behind};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::descriptor::{Behind, DeviceNumber, block_device, device_behind};
 
 /// Bytes of one mountinfo; a mount takes about 150.
 pub(super) const MOUNTINFO_MAX: u64 = 64 << 20;
@@ -29,11 +29,15 @@ pub(super) struct Proc(pub(super) PathBuf);
 
 /// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct Mount {
-    pub(crate) number: DeviceNumber,
-    pub(crate) path: PathBuf,
-    pub(crate) filesystem: String,
-    pub(crate) source: OsString,
+pub struct Mount {
+    /// The device number of the filesystem.
+    pub number: DeviceNumber,
+    /// The mount point.
+    pub path: PathBuf,
+    /// The type of the filesystem.
+    pub filesystem: String,
+    /// What is mounted: a device or a name.
+    pub source: OsString,
 }
 
 /// Who uses which block device.
@@ -221,7 +225,7 @@ impl Mount {
 }
 
 /// Reads mountinfo; lines that are not understood are skipped.
-pub(crate) fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
+pub fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
     text.split(|byte| *byte == b'\n').filter_map(parse_mount)
 }
 

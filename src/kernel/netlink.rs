@@ -26,7 +26,7 @@ use neli::{Size, ToBytes};
 
 use super::disposable::Disposable;
 use super::{ConnectSpec, DeviceIndex, Identity, module_missing, permission_missing};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 const FAMILY: &str = "nbd";
 const FAMILY_VERSION: u8 = 1;

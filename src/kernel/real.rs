@@ -23,7 +23,7 @@ use super::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
     KernelEvent, Severed, Unmount, module_missing, not_ours,
 };
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Bound on netlink commands that are given no deadline.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);

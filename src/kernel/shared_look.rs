@@ -4,7 +4,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use crate::error::Result;
+use cleat_core::error::Result;
 
 /// The last look. Waiting for the one that is under way takes no turn: who has asked is done when the
 /// next one has ended, however many others come meanwhile.
@@ -83,7 +83,7 @@ mod tests {
         for expected in 0..3 {
             assert_eq!(*shared.get(|| Ok(expected)).unwrap(), expected);
         }
-        assert!(shared.get(|| Err(crate::kernel::module_missing())).is_err());
+        assert!(shared.get(|| Err(crate::module_missing())).is_err());
     }
 
     #[test]

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{Device, DeviceIndex, Identity};
-use crate::error::{Error, Result};
-use crate::sys::descriptor::DeviceNumber;
+use cleat_core::error::{Error, Result};
+use cleat_sys::descriptor::DeviceNumber;
 
 /// Units of `size` (include/linux/types.h: always 512).
 const SECTOR_BYTES: u64 = 512;

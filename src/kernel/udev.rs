@@ -8,8 +8,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{DeviceIndex, DevicePaths, Identity};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::descriptor::{DeviceNumber, block_device};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::descriptor::{DeviceNumber, block_device};
 
 /// The run directory that the rule names.
 pub const RUN_DIRECTORY: &str = "/run/cleat";

@@ -1,5 +1,5 @@
 //! For tests of the confinement: what a process that was taken over would try by raw io_uring.
-#![allow(clippy::cast_possible_truncation)]
+#![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -8,14 +8,14 @@ use std::path::Path;
 use io_uring::{IoUring, opcode, squeue, types};
 
 /// Opens a file for reading; a descriptor or a negated errno.
-pub(crate) fn open_by_ring(path: &Path) -> i32 {
+pub fn open_by_ring(path: &Path) -> i32 {
     let path = CString::new(path.as_os_str().as_bytes()).unwrap();
     let entry = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
     run(&entry)
 }
 
 /// Connects to a TCP port of this machine; zero or a negated errno.
-pub(crate) fn connect_by_ring(port: u16) -> i32 {
+pub fn connect_by_ring(port: u16) -> i32 {
     let socket = run(&opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build());
     if socket < 0 {
         return socket;
@@ -39,7 +39,7 @@ fn run(entry: &squeue::Entry) -> i32 {
 }
 
 /// Attaches to another process as a debugger; zero or a negated errno.
-pub(crate) fn trace(pid: libc::pid_t) -> i32 {
+pub fn trace(pid: libc::pid_t) -> i32 {
     let nothing = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: PTRACE_SEIZE uses no memory of ours.
     let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, nothing, nothing) };

@@ -5,9 +5,11 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::num::NonZeroUsize;
+use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use stable_deref_trait::StableDeref;
 
 /// Alignment of every payload, in bytes: enough for direct I/O on any block device.
 pub const ALIGNMENT: usize = 4096;
@@ -31,17 +33,25 @@ pub struct Buffer {
 // SAFETY: the memory belongs to this value alone; nothing about it is tied to a thread.
 unsafe impl Send for Buffer {}
 
-// SAFETY: the payload lies in an allocation that this value owns alone and never moves, and all of it
-// is initialised; the length changes only by `set_len`, which needs the value back.
-unsafe impl librbd::IoBuffer for Buffer {
-    fn address(&mut self) -> *mut u8 {
-        self.payload_ptr()
-    }
+/// The payload.
+impl Deref for Buffer {
+    type Target = [u8];
 
-    fn length(&self) -> usize {
-        self.len()
+    fn deref(&self) -> &[u8] {
+        self.payload()
     }
 }
+
+/// The payload, to be filled.
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.payload_mut()
+    }
+}
+
+// SAFETY: the payload lies in an allocation that this value owns alone and that moving the value leaves
+// where it is; all of it is initialised.
+unsafe impl StableDeref for Buffer {}
 
 impl Buffer {
     /// A buffer whose payload is `len` bytes of zero. Aborts when memory is exhausted, as `Vec`.

@@ -10,8 +10,8 @@ use nix::sys::time::TimeVal;
 
 use super::protocol::{Failure, FromWorker, MAX_PACKET, ToWorker};
 use super::version::BUILD;
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::packet;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::packet;
 
 /// How long the other side may keep us waiting in the middle of an exchange, in seconds. A
 /// supervisor that is stopped must not stop the worker's control thread for good.

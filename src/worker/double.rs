@@ -3,9 +3,10 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::backend::{BlockSizes, Features, Image, ImageQueue, Waker};
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::ring::Ring;
+use cleat_backend::{Image, ImageQueue, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_sys::ring::Ring;
 
 #[derive(Default)]
 pub(super) struct Double {

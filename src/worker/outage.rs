@@ -4,8 +4,8 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::protocol::{FromWorker, Outage};
-use crate::backend::Image;
-use crate::statistics::{Page, boot_now_ns};
+use cleat_backend::Image;
+use cleat_statistics::{Page, boot_now_ns};
 
 /// The longest reason that is passed on, in characters.
 const MAX_REASON: usize = 1024;

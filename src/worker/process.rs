@@ -27,15 +27,15 @@ use super::protocol::{CHANNEL_FD, Start, ToWorker};
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use super::version::{Spoken, binary_id};
-use crate::backend::claimant::{Claimant, ProcessMark};
-use crate::backend::uri::{MAX_NAME, VolumeUri};
-use crate::backend::{
+use cleat_backend::claimant::{Claimant, ProcessMark};
+use cleat_backend::uri::{MAX_NAME, VolumeUri};
+use cleat_backend::{
     Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open, prepare,
 };
-use crate::error::{Error, ErrorKind, Result};
-use crate::statistics::Page;
-use crate::sys::prctl;
-use crate::telemetry::Log;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_statistics::Page;
+use cleat_sys::prctl;
+use cleat_telemetry::Log;
 
 /// How long a new worker waits to be told what to do, in milliseconds.
 const START_PATIENCE_MS: u16 = 60_000;

@@ -12,8 +12,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::Legacy;
-use crate::policy::Policy;
+use cleat_backend::Legacy;
+use cleat_core::policy::Policy;
 
 /// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
 /// say theirs in the first message; see `version`.
@@ -28,7 +28,7 @@ pub const CHANNEL_FD: i32 = 3;
 /// The longest message, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
 
-pub use crate::sys::packet::MAX_DESCRIPTORS;
+pub use cleat_sys::packet::MAX_DESCRIPTORS;
 
 /// To the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -244,11 +244,11 @@ pub struct Ready {
     pub connections: u32,
 }
 
-/// An [`crate::error::Error`] on its way between processes.
+/// An [`cleat_core::error::Error`] on its way between processes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// See `error::ErrorKind`.
-    pub kind: crate::error::ErrorKind,
+    pub kind: cleat_core::error::ErrorKind,
     /// The message and its sources.
     pub message: String,
     /// What the reader can do about it.
@@ -258,7 +258,7 @@ pub struct Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
+    use cleat_core::error::ErrorKind;
 
     #[test]
     fn what_a_newer_worker_says_is_no_nonsense() {

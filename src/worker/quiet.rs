@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::protocol::FromWorker;
-use crate::backend::{Image, Waker};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_backend::{Image, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// For the supervisor to answer. Looked at every few seconds (`sizes` wakes the control thread).
 const PATIENCE: Duration = Duration::from_secs(40);
@@ -83,7 +83,7 @@ impl Quiet {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::double::Double;
+    use crate::double::Double;
 
     fn quiet() -> (Arc<Double>, Quiet) {
         let image = Arc::new(Double::default());

@@ -8,13 +8,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{BlockSizes, Features, Image, ImageQueue, Outcome, RequestId, Started, Waker};
-use crate::data::server::{ExportName, Limits, Server};
-use crate::error::{Error, ErrorKind, Result};
-use crate::request::{IoError, Request};
-use crate::statistics::{Page, SLOTS};
-use crate::sys::buffer::Buffer;
-use crate::sys::ring::{Completion, Ring};
+use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::request::{IoError, Request};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_export::server::{ExportName, Limits, Server};
+use cleat_statistics::{Page, SLOTS};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
 
 /// For the threads to end once they are told to; they wait for nobody.
 const STOP_LIMIT: Duration = Duration::from_secs(1);
@@ -101,7 +102,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
-    use crate::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
+    use cleat_nbd::wire::{RequestHeader, command, parse_simple_reply};
 
     #[test]
     fn every_request_fails_until_it_is_dropped() {

@@ -26,7 +26,7 @@ use landlock::{
 };
 use nix::sched::CloneFlags;
 
-use crate::backend::Confinement;
+use cleat_backend::Confinement;
 
 /// What will stay possible.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -21,13 +21,13 @@ use super::quiet::Quiet;
 use super::sizes::{Order, Sizes};
 use super::succession::Pause;
 use super::version::Spoken;
-use crate::backend::{Image, Waker};
-use crate::data::End;
-use crate::data::nbd::wire::transmission_flags;
-use crate::data::server::{ConnectionId, Event, ExportName, Limits, Server};
-use crate::error::{Error, ErrorKind, Result};
-use crate::request::IoError;
-use crate::statistics::Page;
+use cleat_backend::{Image, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::request::IoError;
+use cleat_export::End;
+use cleat_export::server::{ConnectionId, Event, ExportName, Limits, Server};
+use cleat_nbd::wire::transmission_flags;
+use cleat_statistics::Page;
 
 /// How long a worker without supervisor and without connections waits for either.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
@@ -102,7 +102,7 @@ impl Session {
         listener: UnixListener,
         binary: String,
     ) -> Result<Self> {
-        let limits = Limits { connections: crate::statistics::SLOTS, ..Limits::default() };
+        let limits = Limits { connections: cleat_statistics::SLOTS, ..Limits::default() };
         let export = ExportName::default();
         let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
 
-use crate::backend::{Image, Waker};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_backend::{Image, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How often the backend is asked.
 const INTERVAL: Duration = Duration::from_secs(5);
@@ -175,7 +175,7 @@ impl Asker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::double::Double;
+    use crate::double::Double;
 
     fn answer(sizes: &mut Sizes) -> Result<u64> {
         let until = std::time::Instant::now() + Duration::from_secs(10);

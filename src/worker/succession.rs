@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use super::protocol::{FromWorker, MAX_DESCRIPTORS};
 use super::session::{Answer, Next, Session};
-use crate::backend::Legacy;
-use crate::data::handover::Rest;
-use crate::error::{Error, ErrorKind, Result};
-use crate::sys::shared::SharedMemory;
+use cleat_backend::Legacy;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_export::handover::Rest;
+use cleat_sys::shared::SharedMemory;
 
 /// How long connections rest at most while nobody says how it goes on.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -8,10 +8,26 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// This build, for people.
 pub const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("CLEAT_COMMIT"), ")");
+
+/// The output of `--version`, after the name.
+pub const LONG: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    " (",
+    env!("CLEAT_COMMIT"),
+    ", ",
+    env!("CLEAT_PROFILE"),
+    ", ",
+    env!("CLEAT_TARGET"),
+    ")",
+    "\nbuilt with ",
+    env!("CLEAT_RUSTC"),
+    "\nfeatures: ",
+    env!("CLEAT_FEATURES"),
+);
 
 /// What one side speaks.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,8 +4,8 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::mpsc;
 
-use cleat::proto::v1::node_server::{Node, NodeServer};
-use cleat::proto::v1::{self, MappingState};
+use cleat_api::v1::node_server::{Node, NodeServer};
+use cleat_api::v1::{self, MappingState};
 use tempfile::TempDir;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::{Code, Request, Response, Status};

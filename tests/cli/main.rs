@@ -12,7 +12,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use cleat::proto::v1::{MappingState, Unmount};
+use cleat_api::v1::{MappingState, Unmount};
 use serde_json::Value;
 use tempfile::TempDir;
 use tonic::Code;
@@ -336,13 +336,13 @@ fn set_sends_what_is_to_change_and_nothing_else() {
 
 #[test]
 fn an_outage_is_told_wherever_the_mapping_is_shown() {
-    let outage = cleat::proto::v1::Outage {
+    let outage = cleat_api::v1::Outage {
         since_unix_ms: 1000,
         reason: "no route".into(),
         queued: 17,
         policy: "queue".into(),
     };
-    let mapping = cleat::proto::v1::Mapping {
+    let mapping = cleat_api::v1::Mapping {
         outage: Some(outage),
         last_worker_end: "worker 7 was killed by SIGKILL".into(),
         ..mapping("data", 0)

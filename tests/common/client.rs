@@ -5,10 +5,10 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use cleat::data::End;
-use cleat::data::nbd::wire::{RequestHeader, command, parse_simple_reply};
-use cleat::data::server::{Event, Server};
-use cleat::request::IoError;
+use cleat_core::request::IoError;
+use cleat_export::End;
+use cleat_export::server::{Event, Server};
+use cleat_nbd::wire::{RequestHeader, command, parse_simple_reply};
 use crossbeam_channel::Receiver;
 
 const LIMIT: Duration = Duration::from_secs(20);

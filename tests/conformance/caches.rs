@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use ceph_test_cluster::Cluster as TestCluster;
-use cleat::request::{Flags, Op};
+use cleat_core::request::{Flags, Op};
 
 use crate::checks::pattern;
 use crate::lane::{Job, Volume, job, write};

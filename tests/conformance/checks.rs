@@ -1,9 +1,9 @@
 //! The contract of `backend`, one promise a check.
 
-use cleat::backend::uri::VolumeUri;
-use cleat::backend::{Image, OpenOptions, inherit, open};
-use cleat::error::ErrorKind;
-use cleat::request::{Flags, IoError, Op};
+use cleat_backend::uri::VolumeUri;
+use cleat_backend::{Image, OpenOptions, inherit, open};
+use cleat_core::error::ErrorKind;
+use cleat_core::request::{Flags, IoError, Op};
 
 use crate::lane::{Job, Lane, Local, LocalLane, Volume, job, write};
 

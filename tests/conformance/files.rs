@@ -4,9 +4,9 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-use cleat::backend::{Legacy, OpenOptions, inherit, open};
-use cleat::error::{Error, ErrorKind};
-use cleat::request::{Flags, IoError, Op};
+use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_core::request::{Flags, IoError, Op};
 
 use crate::checks::pattern;
 use crate::lane::{Lane, Local, LocalLane, Volume, job, write};

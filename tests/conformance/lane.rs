@@ -3,15 +3,13 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use cleat::backend::uri::VolumeUri;
-use cleat::backend::{
-    BlockSizes, Extent, Features, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started,
-    Waker, open,
-};
-use cleat::error::Result;
-use cleat::request::{Flags, IoError, Op, Request};
-use cleat::sys::buffer::Buffer;
-use cleat::sys::ring::{FileSlot, Ring, Token};
+use cleat_backend::uri::VolumeUri;
+use cleat_backend::{Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open};
+use cleat_core::error::Result;
+use cleat_core::request::{Flags, IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{FileSlot, Ring, Token};
 
 /// An open volume, however it is reached.
 pub trait Volume {

@@ -12,7 +12,7 @@ mod parity;
 mod places;
 mod rbd;
 
-use cleat::backend::OpenOptions;
+use cleat_backend::OpenOptions;
 use lane::Local;
 use places::{Place, root};
 

@@ -1,6 +1,6 @@
 //! Random requests against a model: an array of bytes.
 
-use cleat::request::{Flags, IoError, Op};
+use cleat_core::request::{Flags, IoError, Op};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{ID, POOL, shared};
-use cleat::backend::{OpenOptions, Waker, open};
-use cleat::error::{Error, ErrorKind};
-use cleat::request::{Flags, IoError, Op};
+use cleat_backend::{OpenOptions, Waker, open};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_core::request::{Flags, IoError, Op};
 use librbd::{
     Io, Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
 };

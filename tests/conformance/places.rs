@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
-use cleat::backend::uri::VolumeUri;
+use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
 

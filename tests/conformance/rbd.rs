@@ -4,10 +4,10 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
-use cleat::backend::claimant::Claimant;
-use cleat::backend::{Legacy, OpenOptions, inherit, open};
-use cleat::error::{Error, ErrorKind};
-use cleat::request::{Flags, IoError, Op};
+use cleat_backend::claimant::Claimant;
+use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_core::request::{Flags, IoError, Op};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 
 use crate::checks::pattern;

@@ -7,19 +7,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
-use cleat::config::Config;
-use cleat::control::executor::Halt;
-use cleat::control::node::{Node, Parts};
-use cleat::control::process::Processes;
-use cleat::control::random::Random;
-use cleat::error::ErrorKind;
-use cleat::kernel::Kernel;
-use cleat::kernel::sim::{Script, SimKernel};
-use cleat::proto::v1::node_client::NodeClient;
-use cleat::proto::v1::{
+use cleat_api::v1::node_client::NodeClient;
+use cleat_api::v1::{
     GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, SetFaultRequest,
     StatsRequest, UnmapRequest, UnmapResponse, VolumeStats,
 };
+use cleat_core::error::ErrorKind;
+use cleat_kernel::Kernel;
+use cleat_kernel::sim::{Script, SimKernel};
+use cleat_node::config::Config;
+use cleat_node::executor::Halt;
+use cleat_node::node::{Node, Parts};
+use cleat_node::process::Processes;
+use cleat_node::random::Random;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;
@@ -53,8 +53,8 @@ impl Machine {
         static LOG: Once = Once::new();
         LOG.call_once(|| {
             if let Ok(filter) = std::env::var("CLEAT_TEST_LOG") {
-                let format = cleat::telemetry::Format::Human;
-                let _ = cleat::telemetry::Log { format, filter }.init();
+                let format = cleat_telemetry::Format::Human;
+                let _ = cleat_telemetry::Log { format, filter }.init();
             }
         });
         let directory = tempfile::tempdir().unwrap();
@@ -92,7 +92,7 @@ impl Machine {
 
     /// A worker that another test is just starting has, between fork and exec, copies of this
     /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
-    fn once_free<T>(mut start: impl FnMut() -> cleat::error::Result<T>) -> T {
+    fn once_free<T>(mut start: impl FnMut() -> cleat_core::error::Result<T>) -> T {
         let until = Instant::now() + PATIENCE;
         loop {
             match start() {
@@ -133,7 +133,7 @@ impl Machine {
         Self::once_free(|| self.try_crash_while_starting(nth))
     }
 
-    fn try_crash_while_starting(&self, nth: u64) -> cleat::error::Result<Option<String>> {
+    fn try_crash_while_starting(&self, nth: u64) -> cleat_core::error::Result<Option<String>> {
         let (sender, receiver) = std::sync::mpsc::channel();
         let passed = AtomicU64::new(0);
         let halt: Halt = Arc::new(move |point: &str| {
@@ -159,7 +159,7 @@ impl Machine {
         }
     }
 
-    pub(crate) fn try_start(&self, halt: Option<Halt>) -> cleat::error::Result<Supervisor> {
+    pub(crate) fn try_start(&self, halt: Option<Halt>) -> cleat_core::error::Result<Supervisor> {
         let runtime = runtime();
         let node = runtime.block_on(Node::start(&self.config, self.parts(halt)))?;
         let client = runtime.block_on(connect(self.config.socket()));

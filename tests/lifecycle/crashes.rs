@@ -1,7 +1,7 @@
 //! The supervisor crashes, at every point of every operation, and the next one makes it good.
 
-use cleat::kernel::Kernel;
-use cleat::proto::v1::{HealthRequest, MappingState, UnmapRequest};
+use cleat_api::v1::{HealthRequest, MappingState, UnmapRequest};
+use cleat_kernel::Kernel;
 use nix::sys::signal::Signal;
 
 use crate::bench::{Machine, SIZE, index_of, is_alive, kill, request, wait_halted, wait_until};
@@ -215,7 +215,7 @@ fn one_supervisor_at_a_time() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let error = machine.try_start(None).err().unwrap();
-    assert_eq!(error.kind(), cleat::error::ErrorKind::InUse);
+    assert_eq!(error.kind(), cleat_core::error::ErrorKind::InUse);
     // It has not touched what the first one uses.
     assert_eq!(machine.asked_for.load(std::sync::atomic::Ordering::Relaxed), 1);
     supervisor.crash();

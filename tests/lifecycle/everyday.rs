@@ -1,11 +1,11 @@
 //! What happens every day: map, list, get, watch, unmap, and what is refused.
 
-use cleat::kernel::sim::{Call, Fault};
-use cleat::kernel::{Holder, Kernel};
-use cleat::proto::v1::{
+use cleat_api::v1::{
     HealthRequest, MapOptions, MapRequest, MappingState, ResizeRequest, StatsRequest, UnmapRequest,
     WatchRequest,
 };
+use cleat_kernel::sim::{Call, Fault};
+use cleat_kernel::{Holder, Kernel};
 use tonic::Code;
 
 use crate::bench::{Machine, SIZE, assert_code, index_of, repair, request, wait_until};

@@ -6,9 +6,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use cleat::config::Listen;
-use cleat::kernel::Kernel;
-use cleat::proto::v1::MappingState;
+use cleat_api::v1::MappingState;
+use cleat_kernel::Kernel;
+use cleat_node::config::Listen;
 
 use crate::bench::{Machine, SIZE, index_of, kill, wait_until};
 use crate::openmetrics::Metrics;

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use cleat::proto::v1::{HealthRequest, MapOptions, Mapping, MappingState, SetOptionsRequest};
+use cleat_api::v1::{HealthRequest, MapOptions, Mapping, MappingState, SetOptionsRequest};
 use nix::sys::signal::Signal;
 use tonic::Code;
 

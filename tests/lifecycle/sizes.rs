@@ -1,9 +1,9 @@
 //! Another size: grown at the backend and noticed, made smaller on demand, put off while the backend
 //! does not answer.
 
-use cleat::kernel::{Holder, Kernel};
-use cleat::proto::v1::upgrade_event::Outcome;
-use cleat::proto::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
+use cleat_api::v1::upgrade_event::Outcome;
+use cleat_api::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
+use cleat_kernel::{Holder, Kernel};
 use tonic::{Code, Status};
 
 use crate::bench::{Machine, SIZE, Supervisor, assert_code, index_of, kill, wait_until};

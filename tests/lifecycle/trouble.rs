@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use cleat::error::ErrorKind;
-use cleat::kernel::sim::{Call, Fault};
-use cleat::kernel::{Holder, Kernel};
-use cleat::proto::v1::MappingState;
+use cleat_api::v1::MappingState;
+use cleat_core::error::ErrorKind;
+use cleat_kernel::sim::{Call, Fault};
+use cleat_kernel::{Holder, Kernel};
 use nix::sys::signal::Signal;
 use tonic::Code;
 

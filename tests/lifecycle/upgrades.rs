@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use cleat::proto::v1::upgrade_event::Outcome;
-use cleat::proto::v1::{
-    MapOptions, MapRequest, Mapping, MappingState, UpgradeEvent, UpgradeRequest,
-};
+use cleat_api::v1::upgrade_event::Outcome;
+use cleat_api::v1::{MapOptions, MapRequest, Mapping, MappingState, UpgradeEvent, UpgradeRequest};
 use nix::sys::signal::Signal;
 use tokio_stream::StreamExt as _;
 use tonic::Status;

@@ -6,11 +6,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat::control::executor::Executor;
-use cleat::control::mapping::{Intent, State, Trouble};
-use cleat::control::volume::View;
-use cleat::error::Error;
-use cleat::kernel::Device;
+use cleat_core::error::Error;
+use cleat_kernel::Device;
+use cleat_node::executor::Executor;
+use cleat_node::mapping::{Intent, State, Trouble};
+use cleat_node::volume::View;
 use tokio::time::{Instant, sleep};
 
 use crate::clock;
@@ -69,7 +69,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
         }
         Some(Lasting::Held(at)) => {
             for device in world.devices_of(volumes[at].name) {
-                let holder = cleat::kernel::Holder::Process { pid: 4711, command: "dd".to_owned() };
+                let holder = cleat_kernel::Holder::Process { pid: 4711, command: "dd".to_owned() };
                 kernel.set_holders(device.index, vec![holder]);
             }
         }

@@ -7,9 +7,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use cleat::data::nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
-use cleat::request::IoError;
-use cleat::statistics::Recorder;
+use cleat_core::request::IoError;
+use cleat_nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
+use cleat_statistics::Recorder;
 use nix::sys::stat::fstat;
 
 use crate::disks::SECTOR;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cleat::kernel::sim::Ticket;
+use cleat_kernel::sim::Ticket;
 
 use crate::world::Claim;
 

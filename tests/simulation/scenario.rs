@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use cleat::control::growth::NewSize;
-use cleat::control::random::Random;
-use cleat::error::ErrorKind;
-use cleat::kernel::sim::{Call, Fault};
-use cleat::policy::{self, OnOutage};
+use cleat_core::error::ErrorKind;
+use cleat_core::policy::{self, OnOutage};
+use cleat_kernel::sim::{Call, Fault};
+use cleat_node::growth::NewSize;
+use cleat_node::random::Random;
 
 use crate::workers::{Open, Quirks};
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use cleat::worker::protocol::FromWorker;
+use cleat_worker::protocol::FromWorker;
 
 /// As librbd: then it is given up.
 const PATIENCE: Duration = Duration::from_secs(50);

@@ -4,10 +4,10 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use cleat::backend::Legacy;
-use cleat::error::ErrorKind;
-use cleat::sys::shared::SharedMemory;
-use cleat::worker::protocol::FromWorker;
+use cleat_backend::Legacy;
+use cleat_core::error::ErrorKind;
+use cleat_sys::shared::SharedMemory;
+use cleat_worker::protocol::FromWorker;
 
 use crate::connections::Connection;
 use crate::workers::{Turn, Worker, refusal};

@@ -5,13 +5,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use cleat::backend::Features;
-use cleat::control::mapping::WorkerId;
-use cleat::data::nbd::wire::transmission_flags;
-use cleat::error::ErrorKind;
-use cleat::statistics::{Page, Recorder};
-use cleat::sys::packet;
-use cleat::worker::protocol::{
+use cleat_core::error::ErrorKind;
+use cleat_core::volume::Features;
+use cleat_nbd::wire::transmission_flags;
+use cleat_node::mapping::WorkerId;
+use cleat_statistics::{Page, Recorder};
+use cleat_sys::packet;
+use cleat_worker::protocol::{
     Failure, FromWorker, Outage, PROTOCOL_VERSION, Ready, Start, ToWorker,
 };
 use nix::fcntl::{FcntlArg, OFlag, fcntl};

@@ -40,7 +40,7 @@ impl File {
 pub(crate) fn files() -> Vec<File> {
     let mut files = Vec::new();
     collect(root(), &mut files);
-    assert!(files.iter().any(|file| file.path == "src/lib.rs"), "the walk misses the sources");
+    assert!(files.iter().any(|file| file.path == "src/core/lib.rs"), "the walk misses the sources");
     files.sort_by(|a, b| a.path.cmp(&b.path));
     files
 }
@@ -132,34 +132,4 @@ fn is_char_literal(rest: &str) -> bool {
 /// The words of `code`: identifiers and keywords.
 pub(crate) fn words(code: &str) -> impl Iterator<Item = &str> {
     code.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty())
-}
-
-/// The modules of this crate that `code` names by path: `a` and `b` in `crate::{a::X, b}`.
-pub(crate) fn modules_named(code: &str) -> Vec<String> {
-    let mut named = Vec::new();
-    for (at, _) in code.match_indices("crate::") {
-        let rest = &code[at + "crate::".len()..];
-        let Some(group) = rest.strip_prefix('{') else {
-            named.extend(words(rest).next().map(str::to_owned));
-            continue;
-        };
-        let mut depth = 0_usize;
-        let mut item = String::new();
-        for character in group.chars() {
-            match character {
-                '{' => depth += 1,
-                '}' if depth == 0 => break,
-                '}' => depth -= 1,
-                ',' if depth == 0 => {
-                    named.extend(words(&item).next().map(str::to_owned));
-                    item.clear();
-                    continue;
-                }
-                _ => {}
-            }
-            item.push(character);
-        }
-        named.extend(words(&item).next().map(str::to_owned));
-    }
-    named
 }

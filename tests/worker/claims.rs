@@ -5,11 +5,11 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime};
 
 use ceph_test_cluster::shared;
-use cleat::backend::claimant::Claimant;
-use cleat::backend::fault::DIE_AT;
-use cleat::backend::{Legacy, OpenOptions, inherit, open};
-use cleat::error::ErrorKind;
-use cleat::worker::protocol::{Failure, FromWorker, Start, ToWorker};
+use cleat_backend::claimant::Claimant;
+use cleat_backend::fault::DIE_AT;
+use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_core::error::ErrorKind;
+use cleat_worker::protocol::{Failure, FromWorker, Start, ToWorker};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 
 use crate::nbd;

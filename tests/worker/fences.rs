@@ -3,7 +3,7 @@
 use std::process::{Command, Output};
 
 use ceph_test_cluster::{ID, shared};
-use cleat::worker::protocol::{FromWorker, Start, ToWorker};
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use serde_json::Value;
 
 use crate::nbd;
@@ -52,7 +52,7 @@ fn a_client_is_cut_off_by_hand_and_let_in_again_once_it_is_gone() {
     let (code, said) = refused(&["add", &uri, "--yes"]);
     assert!(code == 3 && said.contains("nobody may write"), "{code} {said}");
     // On this node, as the command has it: its end can be seen from here.
-    let boot_id = cleat::backend::claimant::boot_id().unwrap();
+    let boot_id = cleat_backend::claimant::boot_id().unwrap();
     let start = Start { boot_id, mapping_id: "m".to_owned(), ..start_message(&uri) };
     let mut worker = Worker::launch();
     worker.send_start(&start);

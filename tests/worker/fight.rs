@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use cleat::worker::protocol::{FromWorker, Start, ToWorker};
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 

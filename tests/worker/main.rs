@@ -21,10 +21,10 @@ use std::os::fd::AsFd;
 use std::process::Command;
 use std::time::Duration;
 
-use cleat::error::ErrorKind;
-use cleat::policy::{OnOutage, Policy, RateLimits};
-use cleat::request::{IoError, Op};
-use cleat::worker::protocol::{FromWorker, ToWorker};
+use cleat_core::error::ErrorKind;
+use cleat_core::policy::{OnOutage, Policy, RateLimits};
+use cleat_core::request::{IoError, Op};
+use cleat_worker::protocol::{FromWorker, ToWorker};
 use supervisor::{Worker, adopt, failure, receive, seqpacket_pair, start_message};
 
 fn file(name: &str, size: u64) -> (tempfile::TempDir, String) {

@@ -4,8 +4,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use ceph_test_cluster::{POOL, shared};
-use cleat::error::ErrorKind;
-use cleat::worker::protocol::{FromWorker, Start, ToWorker};
+use cleat_core::error::ErrorKind;
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 
 use crate::nbd;
 use crate::rbd::fresh;

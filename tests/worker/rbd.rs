@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
-use cleat::error::ErrorKind;
-use cleat::worker::protocol::{FromWorker, Start, ToWorker};
+use cleat_core::error::ErrorKind;
+use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use librbd::{Cluster, Config, NewImage, Open, Pool};
 
 use crate::nbd;

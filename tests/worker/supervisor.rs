@@ -6,13 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use cleat::error::ErrorKind;
-use cleat::policy::Policy;
-use cleat::statistics::Page;
-use cleat::sys::machine::boot_id;
-use cleat::sys::packet;
-use cleat::sys::process::spawn_with_channel;
-use cleat::worker::protocol::{
+use cleat_core::error::ErrorKind;
+use cleat_core::policy::Policy;
+use cleat_statistics::Page;
+use cleat_sys::machine::boot_id;
+use cleat_sys::packet;
+use cleat_sys::process::spawn_with_channel;
+use cleat_worker::protocol::{
     CHANNEL_FD, Failure, FromWorker, MAX_PACKET, PROTOCOL_VERSION, Ready, Start, ToWorker,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};

@@ -9,6 +9,7 @@
 //! itself there, and the last one frees it all.
 
 use std::ffi::c_void;
+use std::ops::DerefMut;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -16,34 +17,17 @@ use std::sync::mpsc::sync_channel;
 
 use libc::iovec;
 use librbd_sys::{RBD_WRITE_ZEROES_FLAG_THICK_PROVISION, rbd_completion_t};
+use stable_deref_trait::StableDeref;
 
 use crate::error::Error;
 use crate::gate::Gate;
 use crate::image::Image;
 
-/// Memory that the library reads or fills while an operation runs.
-///
-/// # Safety
-/// `length` bytes at `address` belong to the value alone, are initialised, and stay where they are
-/// while the value moves, from its making to its drop; both functions always return the same unless
-/// the value is changed.
-pub unsafe trait IoBuffer: Send + 'static {
-    /// Where the bytes are.
-    fn address(&mut self) -> *mut u8;
-    /// How many there are.
-    fn length(&self) -> usize;
-}
+/// Memory that the library reads or fills while an operation runs: bytes that stay where they are
+/// while the value that owns them moves.
+pub trait IoBuffer: StableDeref + DerefMut<Target = [u8]> + Send + 'static {}
 
-// SAFETY: a vector's bytes lie in an allocation of their own, which moving the vector leaves alone.
-unsafe impl IoBuffer for Vec<u8> {
-    fn address(&mut self) -> *mut u8 {
-        self.as_mut_ptr()
-    }
-
-    fn length(&self) -> usize {
-        self.len()
-    }
-}
+impl<B: StableDeref + DerefMut<Target = [u8]> + Send + 'static> IoBuffer for B {}
 
 /// What to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -204,7 +188,7 @@ impl<B: IoBuffer> Submitter<B> {
         operation.token = token;
         operation.is_read = matches!(io, Io::Read { .. });
         if let Some(buffer) = &mut buffer {
-            let (iov_base, iov_len) = (buffer.address().cast(), buffer.length());
+            let (iov_base, iov_len) = (buffer.as_mut_ptr().cast(), buffer.len());
             operation.vector = iovec { iov_base, iov_len };
         }
         operation.buffer = buffer;

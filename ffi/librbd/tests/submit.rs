@@ -5,6 +5,7 @@
 #![allow(unsafe_code, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 use std::collections::HashMap;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -13,7 +14,8 @@ use std::time::{Duration, Instant};
 use ceph_test_cluster::{
     Cluster as TestCluster, ID, POOL, is_under_valgrind, run_under_valgrind, shared,
 };
-use librbd::{Cluster, Config, Image, Io, IoBuffer, NewImage, Open, Submitter};
+use librbd::{Cluster, Config, Image, Io, NewImage, Open, Submitter};
+use stable_deref_trait::StableDeref;
 
 const MIB: u64 = 1 << 20;
 
@@ -49,16 +51,22 @@ impl Drop for Counted {
     }
 }
 
-// SAFETY: as for the vector that it holds.
-unsafe impl IoBuffer for Counted {
-    fn address(&mut self) -> *mut u8 {
-        self.bytes.as_mut_ptr()
-    }
+impl Deref for Counted {
+    type Target = [u8];
 
-    fn length(&self) -> usize {
-        self.bytes.len()
+    fn deref(&self) -> &[u8] {
+        &self.bytes
     }
 }
+
+impl DerefMut for Counted {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+// SAFETY: the bytes lie in the vector's own allocation, which moving the vector leaves alone.
+unsafe impl StableDeref for Counted {}
 
 fn submitter(image: &Arc<Image>, capacity: usize) -> (Submitter<Counted>, Receiver<()>) {
     let (sender, receiver) = channel();
@@ -83,8 +91,8 @@ fn operations_come_back_once_each_with_their_buffers() {
             let token = started as u64;
             let length = 512 * (1 + started % 9);
             let offset = token * 4608 % (16 * MIB - 8192);
-            let mut buffer = Counted::new(vec![token as u8; length], &live);
-            running.insert(token, (buffer.address() as usize, length));
+            let buffer = Counted::new(vec![token as u8; length], &live);
+            running.insert(token, (buffer.as_ptr() as usize, length));
             let io = if started % 2 == 0 { Io::Write { offset } } else { Io::Read { offset } };
             submitter.start(token, io, Some(buffer)).unwrap_or_else(|r| panic!("{}", r.errno));
             started += 1;
@@ -94,9 +102,9 @@ fn operations_come_back_once_each_with_their_buffers() {
         woken.recv_timeout(Duration::from_secs(60)).unwrap();
         wakes += 1;
         while let Some(done) = submitter.next() {
-            let mut buffer = done.buffer.unwrap();
+            let buffer = done.buffer.unwrap();
             let (address, length) = running.remove(&done.token).expect("it was running");
-            assert_eq!((buffer.address() as usize, buffer.length()), (address, length));
+            assert_eq!((buffer.as_ptr() as usize, buffer.len()), (address, length));
             let read = done.token % 2 == 1;
             assert_eq!(done.result, if read { length as i64 } else { 0 });
             ended += 1;

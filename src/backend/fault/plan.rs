@@ -19,8 +19,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::super::uri::{Options, Size, invalid, parse_size_or_zero};
-use crate::error::{Error, Result};
-use crate::request::{IoError, Op, Request};
+use cleat_core::error::{Error, Result};
+use cleat_core::request::{IoError, Op, Request};
 
 /// What marks the options of a URI that are meant for us.
 pub const PREFIX: &str = "fault.";
@@ -219,7 +219,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::request::Flags;
+    use cleat_core::request::Flags;
 
     fn request(op: Op, offset: u64, length: u64) -> Request {
         Request { op, flags: Flags::default(), offset, length }

@@ -9,9 +9,9 @@ use super::super::{ImageQueue, Outcome, RequestId, Started, Waker};
 use super::plan::Plan;
 use super::timer::Timer;
 use super::{Shared, lock};
-use crate::request::{IoError, Request};
-use crate::sys::buffer::Buffer;
-use crate::sys::ring::{Completion, Ring};
+use cleat_core::request::{IoError, Request};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
 
 pub(super) struct FaultQueue {
     inner: Box<dyn ImageQueue>,

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::super::Waker;
 use super::lock;
-use crate::error::{Error, Result};
+use cleat_core::error::{Error, Result};
 
 /// Ends, and joins its thread, when dropped.
 pub(super) struct Timer {

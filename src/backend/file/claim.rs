@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::stat::{major, minor};
 
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How often, and how far apart, a busy file is tried again. A process that was killed with requests
 /// in flight lets go of its files a moment after it is gone, when its ring has been torn down.

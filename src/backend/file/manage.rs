@@ -13,24 +13,22 @@ use std::path::{Path, PathBuf};
 use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::{FileImage, FileSpec, claim, create, inspect, open, sync_directory};
-use crate::backend::Image;
-use crate::backend::manage::{
-    Entry, Info, Layout, Listing, Lock, Page, Progress, Removal, Removed, Store,
-};
-use crate::backend::uri::{Size, Spec, StoreUri, invalid};
-use crate::error::{Error, ErrorKind, Result};
+use crate::Image;
+use crate::manage::{Entry, Info, Layout, Listing, Lock, Page, Progress, Removal, Removed, Store};
+use crate::uri::{Size, Spec, StoreUri, invalid};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Most files that a directory may have to be listed.
 const MAX_FILES: usize = 1 << 20;
 
 /// A directory.
-pub(in crate::backend) struct FileStore {
+pub(crate) struct FileStore {
     directory: PathBuf,
     uri: StoreUri,
 }
 
 impl FileStore {
-    pub(in crate::backend) fn open(uri: &StoreUri, directory: &Path) -> Result<Self> {
+    pub(crate) fn open(uri: &StoreUri, directory: &Path) -> Result<Self> {
         let shown = directory.display();
         let metadata = fs::metadata(directory)
             .map_err(|error| Error::from_io(format!("cannot look at {shown}"), error))?;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{ImageQueue, Outcome, RequestId, Started, Waker, index};
-use crate::request::{IoError, Op, Request};
-use crate::sys::buffer::Buffer;
-use crate::sys::ring::{Completion, FileSlot, Ring, Token};
+use cleat_core::request::{IoError, Op, Request};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 
 /// One write of zeroes, in bytes, where they have to be written.
 const ZEROES: usize = 256 << 10;
@@ -392,7 +392,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::request::Flags;
+    use cleat_core::request::Flags;
 
     fn queue(abilities: &Arc<Abilities>, block: u32) -> FileQueue {
         let file = tempfile::tempfile().unwrap();

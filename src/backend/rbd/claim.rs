@@ -23,8 +23,8 @@ use super::decision::{Decision, Holder, Occasion, decide};
 use super::header::{Header, ImageHeader};
 use super::problem::later;
 use super::record::{Claim, Client};
-use crate::backend::claimant::Claimant;
-use crate::error::{Error, ErrorKind, Result};
+use crate::claimant::Claimant;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How long a client stays cut off, unless the option says otherwise: as good as for ever. A client
 /// that comes back after that would write.
@@ -80,7 +80,7 @@ impl<H: Header> Contest<'_, H> {
                 return Err(self.outrun(&owner, last));
             }
             #[cfg(feature = "fault")]
-            crate::backend::fault::point("locked, not claimed");
+            crate::fault::point("locked, not claimed");
             match self.write(last.as_ref(), &next) {
                 Ok(true) => return Ok(Some(next)),
                 Ok(false) => header.unlock()?,

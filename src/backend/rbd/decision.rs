@@ -7,7 +7,7 @@
 //! has announced its claim, and so said who it is: then it is judged as if it had made it.
 
 use super::record::{Claim, Client};
-use crate::backend::claimant::{Claimant, is_telling};
+use crate::claimant::{Claimant, is_telling};
 
 /// The client that holds the image's lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -123,7 +123,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::claimant::ProcessMark;
+    use crate::claimant::ProcessMark;
 
     const OWN: &str = "10.0.0.9:0/9";
 

@@ -17,12 +17,12 @@ use zeroize::Zeroizing;
 
 use super::patience;
 use super::problem::later;
-use crate::backend::uri::{Encryption, Luks, invalid};
-use crate::error::{Error, ErrorKind, Result};
+use crate::uri::{Encryption, Luks, invalid};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How long unlocking may take. A busy machine was seen to take more than a minute for what takes two
 /// seconds of its time; a newline in the wrong place takes twice as long.
-pub(in crate::backend) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The longest passphrase, in bytes; `cryptsetup` has the same bound for passphrases that are typed,
 /// and files of more are hardly meant.

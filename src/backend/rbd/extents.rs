@@ -15,8 +15,8 @@ use librbd::{
     Parent, RBD_FEATURE_FAST_DIFF, RBD_FLAG_FAST_DIFF_INVALID, RBD_FLAG_OBJECT_MAP_INVALID, Stat,
 };
 
-use crate::backend::Extent;
-use crate::backend::extents::Layout;
+use crate::extents::Layout;
+use cleat_core::volume::Extent;
 
 /// Objects that one call asks the OSDs for.
 const SLOW_OBJECTS: u64 = 64;

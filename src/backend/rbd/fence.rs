@@ -17,19 +17,19 @@ use super::patience::{PATIENCE, answer, within};
 use super::problem::{self, problem};
 use super::record::{self, Claim};
 use super::{config, name, preload};
-use crate::backend::claimant::Claimant;
-use crate::backend::fence::{Client, Fence, Standing};
-use crate::backend::uri::{RbdSpec, invalid};
-use crate::error::{Error, ErrorKind, Result};
+use crate::claimant::Claimant;
+use crate::fence::{Client, Fence, Standing};
+use crate::uri::{RbdSpec, invalid};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// An image, looked at from outside.
-pub(in crate::backend) struct RbdFence {
+pub(crate) struct RbdFence {
     spec: RbdSpec,
     name: String,
 }
 
 impl RbdFence {
-    pub(in crate::backend) fn of(spec: &RbdSpec) -> Result<Self> {
+    pub(crate) fn of(spec: &RbdSpec) -> Result<Self> {
         preload()?;
         if spec.snapshot.is_some() || spec.shared {
             let message = "a snapshot is written by nobody, and a shared image by everybody";
@@ -316,7 +316,7 @@ fn prove_gone(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::claimant::ProcessMark;
+    use crate::claimant::ProcessMark;
 
     fn claimant(node: &str, boot: &str, pid: u32) -> Claimant {
         let process = ProcessMark::own().map(|own| ProcessMark { pid, ..own });

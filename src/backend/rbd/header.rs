@@ -8,7 +8,7 @@ use super::decision::{Holder, Sight};
 use super::mirror::check_primary;
 use super::problem::later;
 use super::record::{ANNOUNCED, Claim, KEY};
-use crate::error::Result;
+use cleat_core::error::Result;
 
 /// An image's header, for one client. Each call is one step: a crash falls between two of them.
 pub(super) trait Header {

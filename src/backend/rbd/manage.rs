@@ -22,20 +22,20 @@ use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK};
 use super::mirror::check_primary;
 use super::patience::{Course, PATIENCE, answer, followed, within};
 use super::{config, encryption, preload, problem};
-use crate::backend::claimant::Claimant;
-use crate::backend::manage::{
+use crate::claimant::Claimant;
+use crate::manage::{
     Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source, Store,
     Trashed,
 };
-use crate::backend::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
-use crate::error::{Error, ErrorKind, Result};
+use crate::uri::{RbdSpec, RbdStoreSpec, Size, StoreSpec, StoreUri, invalid};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How long taking a snapshot may take: whoever has the image mapped may write out what it holds first.
 const QUIESCE_PATIENCE: Duration = Duration::from_secs(120);
 
 /// A pool, or a namespace in one, on a connection of its own.
 #[derive(Clone)]
-pub(in crate::backend) struct RbdStore {
+pub(crate) struct RbdStore {
     pool: Arc<Pool>,
     uri: StoreUri,
     spec: RbdStoreSpec,
@@ -57,7 +57,7 @@ struct Target {
 
 impl RbdStore {
     /// Connects.
-    pub(in crate::backend) fn connect(
+    pub(crate) fn connect(
         uri: &StoreUri,
         spec: &RbdStoreSpec,
         claimant: &Claimant,

@@ -3,7 +3,7 @@
 use librbd::{Image, RBD_FEATURE_JOURNALING, RBD_FEATURE_NON_PRIMARY};
 
 use super::problem::later;
-use crate::error::{Error, ErrorKind, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Refuses a copy, which librbd calls an invalid argument, a lack of rights or a lost lock, as it comes.
 pub(super) fn check_primary(image: &Image, name: &str) -> Result<()> {

@@ -8,8 +8,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::backend::manage::Progress;
-use crate::error::{Error, ErrorKind, Result};
+use crate::manage::Progress;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How long a call without progress may take.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);

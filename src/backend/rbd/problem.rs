@@ -1,7 +1,7 @@
 //! What librbd's errors mean to whoever opens or changes a volume.
 
-use crate::backend::uri::RbdSpec;
-use crate::error::{Error, ErrorKind};
+use crate::uri::RbdSpec;
+use cleat_core::error::{Error, ErrorKind};
 
 /// An error while `name` was opened, with what repairs it.
 pub(super) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error {

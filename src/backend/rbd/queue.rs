@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering;
 use librbd::{Completion, Ends, Io, Refused, Submitter};
 
 use super::Shared;
-use crate::backend::{ImageQueue, Outcome, RequestId, Started, Waker};
-use crate::request::{IoError, Op, Request};
-use crate::sys::buffer::Buffer;
-use crate::sys::ring::{Completion as RingCompletion, Ring};
+use crate::{ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_core::request::{IoError, Op, Request};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion as RingCompletion, Ring};
 
 /// Operations at once: a connection's requests, of which each has one, are bounded below.
 const MAX_OPERATIONS: usize = 1024;

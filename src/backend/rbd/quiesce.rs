@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::Waker;
-use crate::error::{Error, ErrorKind, Result};
+use crate::Waker;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// What is known of them. Ends with the image's closing; who waits then is refused.
 pub(super) struct Snapshots {

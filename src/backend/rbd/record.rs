@@ -4,8 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::claimant::{Claimant, ProcessMark};
-use crate::error::{Error, ErrorKind, Result};
+use crate::claimant::{Claimant, ProcessMark};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The metadata key.
 pub(super) const KEY: &str = "cleat.claim";

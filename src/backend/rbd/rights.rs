@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::patience::within;
 use super::problem::{client, lacks_rights, later};
-use crate::backend::uri::RbdSpec;
-use crate::error::{Error, ErrorKind, Result};
+use crate::uri::RbdSpec;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How long the answer may take. An image whose data cannot be reached just now is opened all the same.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::invalid;
 use super::options::Options;
 use super::rbd::absolute;
-use crate::error::Result;
+use cleat_core::error::Result;
 
 /// LUKS, as `rbd encryption format` makes it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::invalid;
-use crate::error::Result;
+use cleat_core::error::Result;
 
 /// Options that nobody has taken yet: keys are unique.
 #[derive(Debug, Default)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::options::{Encoded, Options, decode};
 use super::{Encryption, ErrorKind, invalid};
-use crate::error::{Error, Result};
+use cleat_core::error::{Error, Result};
 
 /// An RBD image, and how its cluster is reached. Never a secret itself: only where one is read.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -165,7 +165,7 @@ impl RbdStoreSpec {
     }
 
     /// How its cluster is reached: an image there that has no name.
-    pub(in crate::backend) fn client(&self) -> &RbdSpec {
+    pub(crate) fn client(&self) -> &RbdSpec {
         &self.0
     }
 

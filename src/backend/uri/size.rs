@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::invalid;
-use crate::error::Result;
+use cleat_core::error::Result;
 
 /// The largest size of a volume, in bytes: 4 EiB, so that offsets fit everywhere.
 pub(super) const MAX_SIZE: u64 = 1 << 62;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::proto::v1::{OpStats, StatsResponse, VolumeStats};
-use crate::statistics::quantile;
+use cleat_api::v1::{OpStats, StatsResponse, VolumeStats};
+use cleat_statistics::quantile;
 
 /// One reading.
 #[derive(Debug, Serialize)]

@@ -5,12 +5,11 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::{Rivals, Tracker, short, tell, time};
-use crate::backend;
-use crate::backend::manage::{Layout, Removal, Removed, Source};
-use crate::backend::uri::{FileSpec, Size, Spec, VolumeUri, parse_size};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
-use crate::error::{Error, ErrorKind, Result};
+use cleat_backend::manage::{Layout, Removal, Removed, Source};
+use cleat_backend::uri::{FileSpec, Size, Spec, VolumeUri, parse_size};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 const CREATE_EXAMPLES: &str = "\
 Examples:
@@ -187,7 +186,7 @@ struct Outcome {
 pub(super) fn create(globals: &Globals, args: Create) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     check_size(&args.uri, args.size)?;
-    let changed = backend::store(&store)?.create(&name, args.size, &args.layout.into())?;
+    let changed = cleat_backend::store(&store)?.create(&name, args.size, &args.layout.into())?;
     tell(globals, &args.uri, changed, "exists already, as it is wanted")
 }
 
@@ -227,7 +226,7 @@ pub(super) fn resize(globals: &Globals, args: &Resize) -> Result<()> {
 pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
     let (from, source, snapshot) = args.source.snapshot_place()?;
     let (to, name) = whole(&args.uri)?;
-    let store = backend::store(&to.reached_as(&from)?)?;
+    let store = cleat_backend::store(&to.reached_as(&from)?)?;
     let layout = Layout { clone_format: Some(args.clone_format), ..args.layout.into() };
     let source = Source { store: &from, name: &source, snapshot: &snapshot };
     let changed = store.clone_snapshot(&source, &name, &layout)?;
@@ -237,7 +236,7 @@ pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
 pub(super) fn flatten(globals: &Globals, args: &Flatten) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let tracker = Tracker::begin(globals, "flatten", &args.uri)?;
-    let store = backend::store(&store)?;
+    let store = cleat_backend::store(&store)?;
     let changed = tracker.run(|progress| store.flatten(&name, progress))?;
     tell(globals, &args.uri, changed, "has no parent")
 }
@@ -255,7 +254,7 @@ fn check_size(uri: &VolumeUri, size: u64) -> Result<()> {
 }
 
 /// The place of a volume, and its name there; of all of it, and not of a snapshot.
-pub(super) fn whole(uri: &VolumeUri) -> Result<(backend::uri::StoreUri, String)> {
+pub(super) fn whole(uri: &VolumeUri) -> Result<(cleat_backend::uri::StoreUri, String)> {
     match uri.place()? {
         (store, name, None) => Ok((store, name)),
         (_, name, Some(snapshot)) => {

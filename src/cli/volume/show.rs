@@ -3,12 +3,11 @@
 use std::fmt::Write as _;
 
 use super::time;
-use crate::backend;
-use crate::backend::manage::{self, Listing, Page};
-use crate::backend::uri::{Size, StoreUri, VolumeUri};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit, size};
-use crate::error::Result;
+use cleat_backend::manage::{self, Listing, Page};
+use cleat_backend::uri::{Size, StoreUri, VolumeUri};
+use cleat_core::error::Result;
 
 const LIST_EXAMPLES: &str = "\
 Examples:
@@ -70,7 +69,7 @@ pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
     let details = args.long || globals.output == Some(Format::Wide);
     let limit = args.limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
     let page = Page { after: args.after, limit, details };
-    let listing = backend::store(&args.place)?.list(&page)?;
+    let listing = cleat_backend::store(&args.place)?.list(&page)?;
     let failed = || listing.volumes.iter().filter_map(|entry| Some((entry, entry.error.as_ref()?)));
     let code = failed().next().map_or(exit::OK, |(_, error)| exit::code(error.kind));
     if globals.output == Some(Format::Json) {
@@ -88,7 +87,7 @@ pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
 
 pub(super) fn info(globals: &Globals, args: &Info) -> Result<()> {
     let (store, name, snapshot) = args.uri.place()?;
-    let info = backend::store(&store)?.info(&name, snapshot.as_deref())?;
+    let info = cleat_backend::store(&store)?.info(&name, snapshot.as_deref())?;
     if globals.output == Some(Format::Json) {
         return output::json(&info);
     }

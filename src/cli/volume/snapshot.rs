@@ -4,12 +4,11 @@ use serde::Serialize;
 
 use super::change::whole;
 use super::{Rivals, Tracker, tell, time};
-use crate::backend;
-use crate::backend::manage;
-use crate::backend::uri::VolumeUri;
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, size};
-use crate::error::Result;
+use cleat_backend::manage;
+use cleat_backend::uri::VolumeUri;
+use cleat_core::error::Result;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -141,13 +140,13 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
     match args.command {
         Command::Create(Create { uri }) => {
             let (store, name, snapshot) = uri.snapshot_place()?;
-            let changed = backend::store(&store)?.snapshot_create(&name, &snapshot)?;
+            let changed = cleat_backend::store(&store)?.snapshot_create(&name, &snapshot)?;
             tell(globals, &uri, changed, "exists already")
         }
         Command::List(List { uri }) => list(globals, &uri),
         Command::Remove(Remove { uri }) => {
             let (store, name, snapshot) = uri.snapshot_place()?;
-            let changed = backend::store(&store)?.snapshot_remove(&name, &snapshot)?;
+            let changed = cleat_backend::store(&store)?.snapshot_remove(&name, &snapshot)?;
             tell(globals, &uri, changed, "was not there")
         }
         Command::Protect(Protect { uri }) => protect(globals, &uri, true),
@@ -164,7 +163,7 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
 
 fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
     let (store, name) = whole(uri)?;
-    let snapshots = backend::store(&store)?.snapshots(&name)?;
+    let snapshots = cleat_backend::store(&store)?.snapshots(&name)?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { snapshots });
     }
@@ -185,6 +184,6 @@ fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
 
 fn protect(globals: &Globals, uri: &VolumeUri, protect: bool) -> Result<()> {
     let (store, name, snapshot) = uri.snapshot_place()?;
-    let changed = backend::store(&store)?.snapshot_protect(&name, &snapshot, protect)?;
+    let changed = cleat_backend::store(&store)?.snapshot_protect(&name, &snapshot, protect)?;
     tell(globals, uri, changed, if protect { "is protected already" } else { "is not protected" })
 }

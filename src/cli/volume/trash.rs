@@ -4,12 +4,11 @@ use serde::Serialize;
 
 use super::change::whole;
 use super::{Rivals, Tracker, short, tell, time};
-use crate::backend;
-use crate::backend::manage::{Failure, Purged, Trashed};
-use crate::backend::uri::{StoreUri, VolumeUri};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit};
-use crate::error::Result;
+use cleat_backend::manage::{Failure, Purged, Trashed};
+use cleat_backend::uri::{StoreUri, VolumeUri};
+use cleat_core::error::Result;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -125,7 +124,7 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
         Command::Restore(restore) => {
             let Restore { uri, id, name: new_name } = *restore;
             let (store, name) = whole(&uri)?;
-            let store = backend::store(&store)?;
+            let store = cleat_backend::store(&store)?;
             let changed = store.trash_restore(&name, id.as_deref(), new_name.as_deref())?;
             tell(globals, &uri, changed, "is not in the trash, but where it was").map(|()| exit::OK)
         }
@@ -134,7 +133,7 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
 }
 
 fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
-    let trash = backend::store(place)?.trash()?;
+    let trash = cleat_backend::store(place)?.trash()?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { trash });
     }

@@ -15,7 +15,7 @@ use nix::sys::socket::{MsgFlags, recv, send};
 use super::device::{Config, Link};
 use super::io::{CMD_FLUSH, CMD_READ, CMD_WRITE, REPLY_BYTES, parse_reply, request_message};
 use super::{SimKernel, State, lock};
-use crate::kernel::DeviceIndex;
+use crate::DeviceIndex;
 
 /// A request's number.
 pub type Ticket = u64;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, shutdown};
 
-use crate::kernel::{ConnectSpec, Holder};
+use crate::{ConnectSpec, Holder};
 
 /// The peer has closed, or shut down its writing half: the driver's receiver sees the end then.
 pub(super) const PEER_CLOSED: PollFlags = PollFlags::from_bits_retain(libc::POLLRDHUP);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::script::timed_out;
 use super::{Call, DeviceIndex, Holder, Identity, SimKernel, State};
-use crate::error::{Error, Result};
+use cleat_core::error::{Error, Result};
 
 /// A frozen file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(super) struct Frozen {
 
 /// The test's side.
 impl SimKernel {
-    /// The file systems that were frozen through [`crate::kernel::Kernel::freeze`], with their devices
+    /// The file systems that were frozen through [`crate::Kernel::freeze`], with their devices
     /// and whose these were.
     pub fn frozen(&self) -> Vec<(DeviceIndex, Identity, PathBuf)> {
         let state = self.state();

@@ -11,7 +11,7 @@ use nix::sys::socket::{MsgFlags, recv, send};
 
 use super::device::Link;
 use super::{SimKernel, lock};
-use crate::kernel::DeviceIndex;
+use crate::DeviceIndex;
 
 /// NBD protocol, "request message" and "simple reply message".
 const REQUEST_MAGIC: u32 = 0x2560_9513;

@@ -32,8 +32,8 @@ use super::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
     KernelEvent, Severed, Unmount,
 };
-use crate::error::{Error, ErrorKind, Result};
 pub use block::{Completion, FarEnd, Io, Ticket};
+use cleat_core::error::{Error, ErrorKind, Result};
 use device::{Config, Link, PEER_CLOSED, SimDevice};
 pub use script::{Call, Fault, Script};
 use script::{Random, failure, timed_out};

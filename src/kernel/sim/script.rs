@@ -2,36 +2,36 @@
 
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, ErrorKind};
+use cleat_core::error::{Error, ErrorKind};
 
 /// A call that can be made to misbehave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Call {
-    /// [`Kernel::connect`](crate::kernel::Kernel::connect)
+    /// [`Kernel::connect`](crate::Kernel::connect)
     Connect,
-    /// [`Kernel::reconfigure`](crate::kernel::Kernel::reconfigure)
+    /// [`Kernel::reconfigure`](crate::Kernel::reconfigure)
     Reconfigure,
-    /// [`Kernel::resize`](crate::kernel::Kernel::resize)
+    /// [`Kernel::resize`](crate::Kernel::resize)
     Resize,
-    /// [`Kernel::disconnect`](crate::kernel::Kernel::disconnect)
+    /// [`Kernel::disconnect`](crate::Kernel::disconnect)
     Disconnect,
-    /// [`Kernel::detach`](crate::kernel::Kernel::detach)
+    /// [`Kernel::detach`](crate::Kernel::detach)
     Detach,
-    /// [`Kernel::sever`](crate::kernel::Kernel::sever)
+    /// [`Kernel::sever`](crate::Kernel::sever)
     Sever,
-    /// [`Kernel::freeze`](crate::kernel::Kernel::freeze)
+    /// [`Kernel::freeze`](crate::Kernel::freeze)
     Freeze,
-    /// [`Kernel::thaw`](crate::kernel::Kernel::thaw)
+    /// [`Kernel::thaw`](crate::Kernel::thaw)
     Thaw,
-    /// [`Kernel::devices`](crate::kernel::Kernel::devices)
+    /// [`Kernel::devices`](crate::Kernel::devices)
     Devices,
-    /// [`Kernel::holders`](crate::kernel::Kernel::holders)
+    /// [`Kernel::holders`](crate::Kernel::holders)
     Holders,
-    /// [`Kernel::wait_ready`](crate::kernel::Kernel::wait_ready)
+    /// [`Kernel::wait_ready`](crate::Kernel::wait_ready)
     WaitReady,
-    /// [`Kernel::flush`](crate::kernel::Kernel::flush)
+    /// [`Kernel::flush`](crate::Kernel::flush)
     Flush,
-    /// [`Kernel::events`](crate::kernel::Kernel::events)
+    /// [`Kernel::events`](crate::Kernel::events)
     Events,
 }
 

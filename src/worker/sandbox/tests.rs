@@ -12,10 +12,10 @@ use std::process::Command;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
 
 use super::*;
-use crate::backend::{OpenOptions, Waker, open};
-use crate::sys::attempts::{connect_by_ring, open_by_ring, trace};
-use crate::sys::buffer::Buffer;
-use crate::sys::ring::{Ring, Token};
+use cleat_backend::{OpenOptions, Waker, open};
+use cleat_sys::attempts::{connect_by_ring, open_by_ring, trace};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Ring, Token};
 
 const PROBE: &str = "CLEAT_TEST_CONFINED";
 
@@ -27,7 +27,7 @@ fn in_a_process_of_its_own(test: &str) -> bool {
     }
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--nocapture", "--test-threads=1"])
-        .arg(format!("worker::sandbox::tests::{test}"))
+        .arg(format!("sandbox::tests::{test}"))
         .env(PROBE, "1")
         .output()
         .unwrap();
@@ -113,9 +113,9 @@ fn a_confined_process_can_serve() {
         let mut ring = Ring::new(8).unwrap();
         let waker = Waker::new().unwrap();
         let mut queue = image.queue(&mut ring, &waker).unwrap();
-        let flags = crate::request::Flags { fua: true, ..Default::default() };
-        let op = crate::request::Op::Write;
-        let request = crate::request::Request { op, flags, offset: 0, length: 4096 };
+        let flags = cleat_core::request::Flags { fua: true, ..Default::default() };
+        let op = cleat_core::request::Op::Write;
+        let request = cleat_core::request::Request { op, flags, offset: 0, length: 4096 };
         queue.start(0, request, Some(Buffer::zeroed(4096)), &mut ring);
         ring.submit_and_wait().unwrap();
         let completion = ring.next().unwrap();

@@ -1,8 +1,8 @@
 //! Images change underneath: other sizes, snapshots and clones, and gone.
 
 use ceph_test_cluster::{POOL, shared};
-use cleat::kernel::Kernel;
-use cleat::proto::v1::MappingState;
+use cleat_api::v1::MappingState;
+use cleat_kernel::Kernel;
 use nix::sys::signal::Signal;
 use tonic::Code;
 

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use ceph_test_cluster::shared;
-use cleat::proto::v1::{MappingState, WatchRequest};
+use cleat_api::v1::{MappingState, WatchRequest};
 use nix::sys::signal::Signal;
 
 use super::Scene;

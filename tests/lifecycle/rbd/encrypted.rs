@@ -7,13 +7,13 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use ceph_test_cluster::shared;
-use cleat::backend::manage::Layout;
-use cleat::backend::uri::VolumeUri;
-use cleat::backend::{MAX_UNLOCKING, store};
-use cleat::error::ErrorKind;
-use cleat::kernel::Kernel;
-use cleat::proto::v1::upgrade_event::Outcome;
-use cleat::proto::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
+use cleat_api::v1::upgrade_event::Outcome;
+use cleat_api::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
+use cleat_backend::manage::Layout;
+use cleat_backend::uri::VolumeUri;
+use cleat_backend::{MAX_UNLOCKING, store};
+use cleat_core::error::ErrorKind;
+use cleat_kernel::Kernel;
 use nix::sys::signal::Signal;
 use tonic::{Code, Status};
 

@@ -5,9 +5,9 @@ use std::io;
 use std::thread::{self, JoinHandle};
 
 use ceph_test_cluster::{Cluster, POOL};
-use cleat::kernel::DeviceIndex;
-use cleat::kernel::sim::SimKernel;
-use cleat::proto::v1::{MappingState, Outage, SetOptionsRequest};
+use cleat_api::v1::{MappingState, Outage, SetOptionsRequest};
+use cleat_kernel::DeviceIndex;
+use cleat_kernel::sim::SimKernel;
 
 use super::load::{Load, SIZE, held};
 use super::{MIB, Scene, spec};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
-use cleat::kernel::DeviceIndex;
-use cleat::kernel::sim::SimKernel;
+use cleat_kernel::DeviceIndex;
+use cleat_kernel::sim::SimKernel;
 
 use super::MIB;
 use crate::bench::wait_until;

@@ -13,7 +13,7 @@ mod refused;
 mod rivals;
 
 use ceph_test_cluster::{Cluster, ID, POOL};
-use cleat::proto::v1::{MapRequest, Mapping};
+use cleat_api::v1::{MapRequest, Mapping};
 
 use crate::bench::{Machine, Supervisor, index_of, request};
 use load::Load;

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ceph_test_cluster::{Cluster, shared};
-use cleat::config::Config;
-use cleat::control::executor::Halt;
-use cleat::kernel::{DeviceIndex, Holder};
-use cleat::proto::v1::upgrade_event::Outcome;
-use cleat::proto::v1::{MapOptions, MapRequest, Mapping, UpgradeRequest};
+use cleat_api::v1::upgrade_event::Outcome;
+use cleat_api::v1::{MapOptions, MapRequest, Mapping, UpgradeRequest};
+use cleat_kernel::{DeviceIndex, Holder};
+use cleat_node::config::Config;
+use cleat_node::executor::Halt;
 use nix::sys::signal::Signal;
 use tonic::Code;
 
@@ -105,7 +105,7 @@ fn own_cluster() -> &'static Cluster {
 fn what_is_mounted_is_frozen_while_a_snapshot_is_made() {
     let (sender, frozen_at) = channel();
     let sender = Mutex::new(sender);
-    let kernel: Arc<Mutex<Option<cleat::kernel::sim::SimKernel>>> = Arc::default();
+    let kernel: Arc<Mutex<Option<cleat_kernel::sim::SimKernel>>> = Arc::default();
     let seen = Arc::clone(&kernel);
     let look = move |point: &str| {
         if let Some(kernel) = &*seen.lock().unwrap() {

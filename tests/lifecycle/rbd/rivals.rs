@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use ceph_test_cluster::shared;
-use cleat::proto::v1::{MapRequest, MappingState};
+use cleat_api::v1::{MapRequest, MappingState};
 use nix::sys::signal::Signal;
 use tonic::Code;
 

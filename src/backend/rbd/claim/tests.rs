@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use proptest::prelude::*;
 
 use super::*;
-use crate::backend::rbd::decision::Sight;
+use crate::rbd::decision::Sight;
 
 /// More than a life has.
 const STEPS: u32 = 20;

@@ -8,10 +8,10 @@ use std::time::Duration;
 use librbd::{Image, Open};
 
 use super::{Target, layout};
-use crate::backend::manage::Layout;
-use crate::backend::rbd::encryption::{self, Kind, Passphrases};
-use crate::backend::uri::{Luks, Size, invalid};
-use crate::error::{Error, ErrorKind, Result};
+use crate::manage::Layout;
+use crate::rbd::encryption::{self, Kind, Passphrases};
+use crate::uri::{Luks, Size, invalid};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// What a header takes, in bytes: libcryptsetup's sizes.
 const HEADERS: [(Luks, u64); 2] = [(Luks::One, 4 << 20), (Luks::Two, 16 << 20)];

@@ -6,9 +6,9 @@ use librbd::{
 };
 
 use super::{Target, layout};
-use crate::backend::manage::{Entry, Info, Lock, Parent, Snapshot, Watcher};
-use crate::backend::rbd::record::KEY;
-use crate::error::{ErrorKind, Result};
+use crate::manage::{Entry, Info, Lock, Parent, Snapshot, Watcher};
+use crate::rbd::record::KEY;
+use cleat_core::error::{ErrorKind, Result};
 
 /// What a list shows of an image that had to be opened for it.
 pub(super) struct Details {

@@ -5,9 +5,9 @@ use librbd::{
     RBD_FEATURE_FAST_DIFF, RBD_FEATURE_JOURNALING, RBD_FEATURE_LAYERING, RBD_FEATURE_OBJECT_MAP,
 };
 
-use crate::backend::manage::Layout;
-use crate::backend::uri::{Size, invalid};
-use crate::error::Result;
+use crate::manage::Layout;
+use crate::uri::{Size, invalid};
+use cleat_core::error::Result;
 
 /// Features that somebody may ask for, with those that they need.
 const CHOOSABLE: [(&str, u64); 6] = [

@@ -3,9 +3,9 @@
 use librbd::ImageSpec;
 
 use super::{RbdStore, Target, answer, pool_problem, within};
-use crate::backend::manage::{Entry, Failure, Listing, Page};
-use crate::backend::rbd::patience::PATIENCE;
-use crate::error::{Error, ErrorKind, Result};
+use crate::manage::{Entry, Failure, Listing, Page};
+use crate::rbd::patience::PATIENCE;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 impl RbdStore {
     /// A part of the images. What is wrong with one does not keep the others.

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use librbd::{Image, Open, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
 use super::Target;
-use crate::backend::rbd::decision::{Decision, Occasion, decide};
-use crate::backend::rbd::fence;
-use crate::backend::rbd::header::{Header, ImageHeader};
-use crate::backend::rbd::problem::explained;
-use crate::backend::rbd::record::{Claim, Client};
-use crate::error::{Error, ErrorKind, Result};
+use crate::rbd::decision::{Decision, Occasion, decide};
+use crate::rbd::fence;
+use crate::rbd::header::{Header, ImageHeader};
+use crate::rbd::problem::explained;
+use crate::rbd::record::{Claim, Client};
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How long the OSDs may take to drop the watch of a client that was cut off: they do it when they hear
 /// of it.

@@ -3,8 +3,8 @@
 use librbd::Open;
 
 use super::Target;
-use crate::backend::rbd::patience::Course;
-use crate::error::{Error, ErrorKind, Result};
+use crate::rbd::patience::Course;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 impl Target {
     pub(super) fn snapshot_create(&self) -> Result<bool> {

@@ -5,10 +5,10 @@ use std::time::Duration;
 use librbd::{Open, Progress};
 
 use super::{RbdStore, Target, pool_problem};
-use crate::backend::manage::{Purged, Removed, Trashed};
-use crate::backend::rbd::{claim, patience::Course, problem};
-use crate::backend::uri::invalid;
-use crate::error::{Error, ErrorKind, Result};
+use crate::manage::{Purged, Removed, Trashed};
+use crate::rbd::{claim, patience::Course, problem};
+use crate::uri::invalid;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 impl Target {
     /// Puts the image into the trash.

@@ -1,0 +1,181 @@
+//! The receiving half of a connection: the bytes that arrived and are not understood yet, and the
+//! write whose payload is arriving.
+
+use cleat_core::request::Request;
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{FileSlot, Ring, Token};
+
+/// Bytes that one receive takes at most, payloads of large writes aside.
+const RECEIVE_LEN: usize = 128 << 10;
+
+/// From this many missing bytes on, a payload is received straight into its buffer.
+const DIRECT_LEN: usize = 16 << 10;
+
+/// Bytes that a receive takes after a large write: its successor's header, and little of its payload
+/// that would have to be copied.
+const SHORT_RECEIVE_LEN: usize = 512;
+
+/// See the file's comment.
+#[derive(Debug)]
+pub(super) struct Inbound {
+    /// `None` while the ring has it.
+    buffer: Option<Buffer>,
+    pos: usize,
+    end: usize,
+    /// A write whose payload is not complete.
+    partial: Option<Partial>,
+    receiving: Option<Target>,
+    large_writes: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Target {
+    Bytes,
+    Payload,
+}
+
+#[derive(Debug)]
+struct Partial {
+    cookie: u64,
+    request: Request,
+    /// `None` while the ring has it.
+    buffer: Option<Buffer>,
+    filled: usize,
+}
+
+/// A write with its whole payload.
+#[derive(Debug)]
+pub(super) struct Write {
+    pub(super) cookie: u64,
+    pub(super) request: Request,
+    pub(super) buffer: Buffer,
+}
+
+impl Inbound {
+    pub(super) fn new() -> Self {
+        Self {
+            buffer: Some(Buffer::zeroed(RECEIVE_LEN)),
+            pos: 0,
+            end: 0,
+            partial: None,
+            receiving: None,
+            large_writes: false,
+        }
+    }
+
+    /// As [`Inbound::new`], with bytes that somebody else has received. `None` for more than fit.
+    pub(super) fn with_unread(bytes: &[u8]) -> Option<Self> {
+        let mut inbound = Self::new();
+        inbound.buffer.as_mut()?.payload_mut().get_mut(..bytes.len())?.copy_from_slice(bytes);
+        inbound.end = bytes.len();
+        Some(inbound)
+    }
+
+    /// Whether a receive is under way; nothing can be eaten meanwhile.
+    pub(super) fn is_receiving(&self) -> bool {
+        self.receiving.is_some()
+    }
+
+    /// What arrived and was not eaten.
+    pub(super) fn unread(&self) -> &[u8] {
+        self.buffer.as_ref().map_or(&[], |buffer| &buffer.payload()[self.pos..self.end])
+    }
+
+    pub(super) fn eat(&mut self, bytes: usize) {
+        self.pos += bytes;
+        debug_assert!(self.pos <= self.end);
+    }
+
+    /// Begins to collect the payload of a write into `buffer`, which has its length.
+    pub(super) fn begin_write(&mut self, cookie: u64, request: Request, buffer: Buffer) {
+        debug_assert!(self.partial.is_none());
+        self.large_writes = buffer.len() >= DIRECT_LEN;
+        self.partial = Some(Partial { cookie, request, buffer: Some(buffer), filled: 0 });
+    }
+
+    /// Whether a write's payload is being collected.
+    pub(super) fn in_write(&self) -> bool {
+        self.partial.is_some()
+    }
+
+    /// Moves what arrived into the write's payload. Returns how many bytes that were, and the write
+    /// once it is complete.
+    pub(super) fn fill_write(&mut self) -> (usize, Option<Write>) {
+        let Some(Partial { buffer: Some(target), filled, .. }) = &mut self.partial else {
+            return (0, None);
+        };
+        let missing = &mut target.payload_mut()[*filled..];
+        let arrived = self.buffer.as_ref().map_or(&[][..], |b| &b.payload()[self.pos..self.end]);
+        let moved = missing.len().min(arrived.len());
+        missing[..moved].copy_from_slice(&arrived[..moved]);
+        self.pos += moved;
+        *filled += moved;
+        (moved, self.take_complete())
+    }
+
+    /// Lets the ring receive what comes next. Does nothing when it is at it, or has no room.
+    pub(super) fn receive(&mut self, ring: &mut Ring, socket: FileSlot, token: Token) {
+        if self.receiving.is_some() {
+            return;
+        }
+        if let Some(partial) = &mut self.partial
+            && let Some(buffer) = partial.buffer.take_if(|b| b.len() - partial.filled >= DIRECT_LEN)
+        {
+            match ring.receive(socket, buffer, partial.filled, true, token) {
+                Ok(()) => self.receiving = Some(Target::Payload),
+                Err(buffer) => partial.buffer = Some(buffer),
+            }
+            return;
+        }
+        let Some(mut buffer) = self.buffer.take() else { return };
+        self.make_room(&mut buffer);
+        match ring.receive(socket, buffer, self.end, false, token) {
+            Ok(()) => self.receiving = Some(Target::Bytes),
+            Err(buffer) => self.buffer = Some(buffer),
+        }
+    }
+
+    /// Takes the end of a receive: `bytes` arrived in `buffer`. Returns how many of them belong to
+    /// the payload, and the write if it is complete by them.
+    pub(super) fn received(&mut self, buffer: Buffer, bytes: usize) -> (usize, Option<Write>) {
+        match self.receiving.take() {
+            Some(Target::Payload) => {
+                let partial = self.partial.as_mut().expect("a payload is received for a write");
+                partial.buffer = Some(buffer);
+                partial.filled += bytes;
+                (bytes, self.take_complete())
+            }
+            Some(Target::Bytes) | None => {
+                self.buffer = Some(buffer);
+                self.end += bytes;
+                (0, None)
+            }
+        }
+    }
+
+    /// Gives up the write whose payload will not come, and returns its buffer.
+    pub(super) fn abandon_write(&mut self) -> Option<Buffer> {
+        self.partial.take_if(|partial| partial.buffer.is_some())?.buffer
+    }
+
+    fn take_complete(&mut self) -> Option<Write> {
+        let complete = |partial: &mut Partial| {
+            partial.buffer.as_ref().is_some_and(|buffer| buffer.len() == partial.filled)
+        };
+        let Partial { cookie, request, buffer, .. } = self.partial.take_if(complete)?;
+        Some(Write { cookie, request, buffer: buffer? })
+    }
+
+    /// Moves what is unread to the front, and sets how far the next receive may go.
+    fn make_room(&mut self, buffer: &mut Buffer) {
+        buffer.set_len(buffer.capacity());
+        if self.pos > 0 {
+            buffer.payload_mut().copy_within(self.pos..self.end, 0);
+            (self.pos, self.end) = (0, self.end - self.pos);
+        }
+        if self.large_writes && self.partial.is_none() {
+            buffer.set_len(self.end + SHORT_RECEIVE_LEN);
+        }
+        debug_assert!(self.end < buffer.len(), "what is unread is shorter than any receive");
+    }
+}

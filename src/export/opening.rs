@@ -1,0 +1,94 @@
+//! Opening a volume so that a signal ends it, too: the storage may take its time to answer.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{self, TryRecvError};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signalfd::SignalFd;
+
+use cleat_backend::{Image, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// How long an opening that is not wanted any more may go on, so that what it has claimed is given back.
+/// One that takes longer ends with the process, as in a crash.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often to look, in milliseconds: a thread that panics wakes nobody.
+const LOOK_MS: u16 = 1000;
+
+/// Opens a volume by `open`, on a thread of its own.
+///
+/// # Errors
+/// `Aborted` when one of `signals` comes first; what `open` gives.
+pub(super) fn open_unless_told(
+    signals: &SignalFd,
+    open: impl FnOnce() -> Result<Arc<dyn Image>> + Send + 'static,
+) -> Result<Arc<dyn Image>> {
+    let waker = Waker::new().map_err(|error| Error::from_io("no descriptor left", error))?;
+    let ended = waker.clone();
+    let (sender, opened) = mpsc::sync_channel(1);
+    let thread = std::thread::Builder::new().name("open".into()).spawn(move || {
+        // Nobody is left to hear of it when this has taken too long.
+        let _ = sender.send(open());
+        ended.wake();
+    });
+    drop(thread.map_err(|error| Error::from_io("cannot start a thread", error))?);
+    loop {
+        match opened.try_recv() {
+            Ok(result) => return result,
+            Err(TryRecvError::Disconnected) => {
+                return Err(Error::new(ErrorKind::Internal, "the opening has panicked"));
+            }
+            Err(TryRecvError::Empty) => {}
+        }
+        if let Ok(Some(signal)) = signals.read_signal() {
+            tracing::info!(signal = signal.ssi_signo, "stopping before the volume is open");
+            if let Ok(Ok(image)) = opened.recv_timeout(PATIENCE) {
+                image.close();
+            }
+            return Err(Error::new(ErrorKind::Aborted, "ended by a signal before it was open"));
+        }
+        let mut waiting = [
+            PollFd::new(signals.as_fd(), PollFlags::POLLIN),
+            PollFd::new(waker.descriptor(), PollFlags::POLLIN),
+        ];
+        match poll(&mut waiting, PollTimeout::from(LOOK_MS)) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(Error::from_io("cannot wait for the volume", error.into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::signal::{Signal, raise};
+
+    use super::*;
+    use crate::listener::catch_signals;
+    use cleat_backend::OpenOptions;
+
+    #[test]
+    fn a_signal_ends_what_does_not_answer_and_nothing_else() {
+        let signals = catch_signals().unwrap();
+        let uri = "mem:1M".parse().unwrap();
+        let image = move || cleat_backend::open(&uri, &OpenOptions::default());
+        assert_eq!(open_unless_told(&signals, image.clone()).unwrap().size(), 1 << 20);
+        let refused = || Err(Error::new(ErrorKind::NotFound, "as expected"));
+        assert_eq!(open_unless_told(&signals, refused).err().unwrap().kind(), ErrorKind::NotFound);
+        let panics = || panic!("as expected");
+        assert_eq!(open_unless_told(&signals, panics).err().unwrap().kind(), ErrorKind::Internal);
+
+        let (release, released) = mpsc::channel::<()>();
+        let hangs = move || {
+            let _ = released.recv();
+            image()
+        };
+        raise(Signal::SIGTERM).unwrap();
+        let error = open_unless_told(&signals, hangs).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Aborted);
+        drop(release);
+    }
+}

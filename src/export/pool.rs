@@ -1,0 +1,154 @@
+//! Buffers for payloads, kept for the next request, under one bound for used and kept together.
+
+use cleat_sys::buffer::{Buffer, HEADROOM};
+
+/// Smallest capacity handed out; the classes double from here.
+const SMALLEST: usize = 4096;
+/// Capacities 4 KiB to 32 MiB.
+const CLASSES: usize = 14;
+
+/// The longest payload that the pool has buffers for, in bytes.
+pub(super) const LARGEST: usize = SMALLEST << (CLASSES - 1);
+
+/// The pool of one connection.
+#[derive(Debug)]
+pub(super) struct Pool {
+    free: [Vec<Buffer>; CLASSES],
+    budget: usize,
+    used: usize,
+    kept: usize,
+    taken_count: u64,
+}
+
+impl Pool {
+    /// A pool whose buffers, used and kept, take at most `budget` bytes; but one is always given,
+    /// so that a request of any size can be served alone.
+    pub(super) fn new(budget: usize) -> Self {
+        Self { free: Default::default(), budget, used: 0, kept: 0, taken_count: 0 }
+    }
+
+    /// A buffer with a payload of `len` bytes, at most [`LARGEST`], of any content; `None` while
+    /// the budget is used up.
+    pub(super) fn take(&mut self, len: usize) -> Option<Buffer> {
+        let class = class(len);
+        let mut buffer = match self.free[class].pop() {
+            Some(buffer) => {
+                self.kept -= footprint(&buffer);
+                buffer
+            }
+            None => {
+                if !self.has_room(len) {
+                    return None;
+                }
+                self.make_room((SMALLEST << class) + HEADROOM);
+                Buffer::zeroed(SMALLEST << class)
+            }
+        };
+        self.used += footprint(&buffer);
+        self.taken_count += 1;
+        buffer.set_len(len);
+        Some(buffer)
+    }
+
+    /// Whether [`Pool::take`] would give a buffer of `len` bytes now.
+    pub(super) fn has_room(&self, len: usize) -> bool {
+        let class = class(len);
+        let bytes = (SMALLEST << class) + HEADROOM;
+        self.used == 0 || self.used + bytes <= self.budget || !self.free[class].is_empty()
+    }
+
+    /// Takes a buffer back.
+    pub(super) fn give(&mut self, mut buffer: Buffer) {
+        self.used -= footprint(&buffer);
+        buffer.clear_header();
+        let class = class(buffer.capacity());
+        let fits = self.used + self.kept + footprint(&buffer) <= self.budget;
+        if fits && SMALLEST << class == buffer.capacity() {
+            self.kept += footprint(&buffer);
+            self.free[class].push(buffer);
+        }
+    }
+
+    /// Bytes that are kept for later.
+    pub(super) fn kept(&self) -> usize {
+        self.kept
+    }
+
+    /// How often a buffer was taken; tells whether the pool was in use since the last look.
+    pub(super) fn taken_count(&self) -> u64 {
+        self.taken_count
+    }
+
+    /// Frees what is kept beyond `bytes`, the largest buffers first.
+    pub(super) fn trim(&mut self, bytes: usize) {
+        for class in (0..CLASSES).rev() {
+            while self.kept > bytes
+                && let Some(buffer) = self.free[class].pop()
+            {
+                self.kept -= footprint(&buffer);
+            }
+            if self.free[class].is_empty() {
+                self.free[class].shrink_to_fit();
+            }
+        }
+    }
+
+    fn make_room(&mut self, bytes: usize) {
+        if self.used + self.kept + bytes > self.budget {
+            self.trim(self.budget.saturating_sub(self.used + bytes));
+        }
+    }
+}
+
+fn footprint(buffer: &Buffer) -> usize {
+    buffer.capacity() + HEADROOM
+}
+
+fn class(len: usize) -> usize {
+    assert!(len <= LARGEST, "a payload of {len} bytes");
+    let pages = len.div_ceil(SMALLEST).max(1);
+    pages.next_power_of_two().trailing_zeros() as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back_and_are_used_again() {
+        let mut pool = Pool::new(1 << 20);
+        let buffer = pool.take(5000).unwrap();
+        assert_eq!((buffer.len(), buffer.capacity()), (5000, 8192));
+        let address = buffer.payload_ptr();
+        pool.give(buffer);
+        assert_eq!(pool.kept(), 8192 + HEADROOM);
+        assert_eq!(pool.take(6000).unwrap().payload_ptr(), address);
+    }
+
+    #[test]
+    fn the_budget_holds_for_used_and_kept_together() {
+        let mut pool = Pool::new(10 * (4096 + HEADROOM));
+        let mut used: Vec<_> = std::iter::from_fn(|| pool.take(4096)).collect();
+        assert_eq!(used.len(), 10);
+        used.drain(..).for_each(|buffer| pool.give(buffer));
+        assert_eq!(pool.kept(), 10 * (4096 + HEADROOM));
+        let large = pool.take(32768).unwrap();
+        assert!(pool.used + pool.kept <= pool.budget, "kept buffers made room");
+        pool.give(large);
+        pool.trim(0);
+        assert_eq!((pool.used, pool.kept), (0, 0));
+    }
+
+    #[test]
+    fn one_request_of_any_size_is_always_admitted() {
+        let mut pool = Pool::new(64 << 10);
+        let small = pool.take(1).unwrap();
+        assert!(pool.take(LARGEST).is_none());
+        pool.give(small);
+        let alone = pool.take(LARGEST).unwrap();
+        assert!(pool.take(1).is_none());
+        pool.give(alone);
+        assert_eq!(pool.kept(), 0, "too large to be kept");
+        assert!(pool.take(1).is_some());
+    }
+}

@@ -1,0 +1,460 @@
+//! The names of what is measured, and their text. Names and meanings are only added.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeCounterValue, MetricEncoder, NoLabelSet,
+};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+
+use super::scene::{Counted, Scene, ShownVolume};
+use crate::mapping::State;
+use cleat_core::request::{IoError, Op};
+use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, OpSnapshot};
+
+/// Of the page's buckets, those that are shown: 4 microseconds to 69 seconds. What is faster is in
+/// the first one, what is slower in `+Inf`.
+const SHOWN_BUCKETS: std::ops::Range<usize> = 2..27;
+
+/// Each volume has each state, with 1 for the one that it is in.
+const STATES: [&str; 5] = ["mapping", "mapped", "recovering", "failed", "unmapping"];
+
+/// These are shown from the beginning; the others once they have happened.
+const EXPECTED: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
+
+/// The same text in Prometheus' own format, which is older (text/plain; version=0.0.4): a family bears
+/// the name of its samples, suffix and all, what is an info there is a gauge here, and nothing marks
+/// the end.
+pub(super) fn classic(text: &str) -> String {
+    let mut classic = String::with_capacity(text.len());
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        let descriptor = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' '));
+        let kind = lines.peek().and_then(|line| line.rsplit_once(' '));
+        if let (Some((family, help)), Some((_, kind))) = (descriptor, kind) {
+            let (suffix, kind) = match kind {
+                "counter" => ("_total", "counter"),
+                "info" => ("_info", "gauge"),
+                other => ("", other),
+            };
+            for part in ["# HELP ", family, suffix, " ", help, "\n"] {
+                classic.push_str(part);
+            }
+            for part in ["# TYPE ", family, suffix, " ", kind, "\n"] {
+                classic.push_str(part);
+            }
+            lines.next();
+        } else if line != "# EOF" {
+            classic.push_str(line);
+            classic.push('\n');
+        }
+    }
+    classic
+}
+
+/// The text of a scrape.
+pub(super) fn text(scene: Scene) -> Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("cleat");
+    registry.register_collector(Box::new(scene));
+    let mut text = String::new();
+    encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+impl Collector for Scene {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut writer = Writer(&mut encoder);
+        self.encode_daemon(&mut writer)?;
+        self.encode_mappings(&mut writer)?;
+        self.encode_requests(&mut writer)?;
+        self.encode_now(&mut writer)
+    }
+}
+
+type Label<'a> = (&'static str, &'a str);
+
+/// One family after the other.
+struct Writer<'e, 'd>(&'e mut DescriptorEncoder<'d>);
+
+impl Writer<'_, '_> {
+    fn family(
+        &mut self,
+        name: &str,
+        help: &str,
+        kind: MetricType,
+        mut samples: impl FnMut(&mut Samples<'_>) -> fmt::Result,
+    ) -> fmt::Result {
+        samples(&mut Samples(self.0.encode_descriptor(name, help, None, kind)?))
+    }
+
+    fn gauges<'a, const N: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        values: impl Iterator<Item = ([Label<'a>; N], f64)>,
+    ) -> fmt::Result {
+        let mut values = values;
+        self.family(name, help, MetricType::Gauge, |samples| {
+            values.try_for_each(|(labels, value)| {
+                samples.labelled(&labels, |encoder| encoder.encode_gauge(&value))
+            })
+        })
+    }
+
+    fn counters<'a, const N: usize, V: EncodeCounterValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        values: impl Iterator<Item = ([Label<'a>; N], V)>,
+    ) -> fmt::Result {
+        let mut values = values;
+        self.family(name, help, MetricType::Counter, |samples| {
+            values.try_for_each(|(labels, value)| {
+                samples.labelled(&labels, |e| e.encode_counter::<NoLabelSet, _, u64>(&value, None))
+            })
+        })
+    }
+}
+
+/// The samples of one family.
+struct Samples<'a>(MetricEncoder<'a>);
+
+impl Samples<'_> {
+    fn labelled<const N: usize>(
+        &mut self,
+        labels: &[Label<'_>; N],
+        encode: impl FnOnce(&mut MetricEncoder<'_>) -> fmt::Result,
+    ) -> fmt::Result {
+        match N {
+            0 => encode(&mut self.0),
+            _ => encode(&mut self.0.encode_family(labels)?),
+        }
+    }
+}
+
+impl Scene {
+    fn encode_daemon(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
+        writer.family("build", "The daemon's version", MetricType::Info, |samples| {
+            samples.0.encode_info(&[("version", env!("CARGO_PKG_VERSION"))])
+        })?;
+        let one = |value: f64| std::iter::once(([], value));
+        writer.gauges(
+            "start_time_seconds",
+            "When the daemon started, since the epoch",
+            one(self.started_at_s as f64),
+        )?;
+        writer.gauges(
+            "findings",
+            "What an operator should know of how the daemon began",
+            one(self.findings as f64),
+        )?;
+        writer.gauges(
+            "kernel_reachable",
+            "Whether the kernel's nbd devices could be listed for this scrape",
+            one(f64::from(u8::from(self.orphans.is_some()))),
+        )?;
+        writer.gauges(
+            "orphan_devices",
+            "Devices with an identity of cleat and without a record",
+            self.orphans.iter().map(|count| ([], *count as f64)),
+        )?;
+        let load = &self.kernel;
+        let calls = [("command", load.commands), ("wait", load.waits)];
+        writer.gauges(
+            "kernel_calls",
+            "Calls to the kernel that are under way, stuck ones included",
+            calls.iter().map(|(kind, count)| ([("kind", *kind)], *count as f64)),
+        )?;
+        writer.gauges(
+            "kernel_calls_stuck",
+            "Calls that the kernel has not returned from in time, and still has",
+            one(load.stuck as f64),
+        )?;
+        writer.counters(
+            "log_lines_dropped",
+            "Lines of the daemon's log that were lost because nobody took them in time",
+            std::iter::once(([], self.log_lines_dropped)),
+        )?;
+        writer.counters(
+            "api_calls",
+            "Calls of the control API that were answered",
+            self.calls.iter().map(|((method, code), count)| {
+                ([("method", method.as_str()), ("code", *code)], *count)
+            }),
+        )
+    }
+
+    fn encode_mappings(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
+        let in_state = |state: &str| self.volumes.iter().filter(|v| state_of(v) == state).count();
+        writer.gauges(
+            "mappings",
+            "Mappings by state",
+            STATES.iter().map(|state| ([("state", *state)], in_state(state) as f64)),
+        )?;
+        writer.family("volume", "What a mapping is", MetricType::Info, |samples| {
+            self.volumes.iter().try_for_each(|volume| {
+                let view = &volume.view;
+                let device = view.node().map(|n| n.to_string_lossy().into_owned());
+                samples.0.encode_info(&[
+                    ("volume", view.record.name.as_str()),
+                    ("mapping_id", &view.record.mapping_id),
+                    ("device", device.as_deref().unwrap_or_default()),
+                    ("uri", &view.record.uri),
+                    ("mode", if view.is_read_only() { "read-only" } else { "read-write" }),
+                ])
+            })
+        })?;
+        let states = self.volumes.iter().flat_map(|volume| {
+            let is = state_of(volume);
+            STATES.iter().map(move |state| {
+                ([name(volume), ("state", *state)], f64::from(u8::from(is == *state)))
+            })
+        });
+        writer.gauges("volume_state", "1 for the state that the mapping is in", states)?;
+        writer.gauges(
+            "volume_fenced",
+            "Whether somebody else owns the volume now",
+            self.each(|volume| Some(f64::from(u8::from(volume.view.is_fenced())))),
+        )?;
+        writer.gauges(
+            "volume_size_bytes",
+            "The size of the device",
+            self.each(|volume| volume.size.map(|size| size as f64)),
+        )?;
+        let starts = self.volumes.iter().map(|v| ([name(v)], v.view.record.generation));
+        writer.counters("volume_worker_starts", "Workers that the mapping has had", starts)?;
+        writer.counters(
+            "volume_reconnects",
+            "Connections of the device that were replaced, all dead ones at once being one",
+            self.counted(|counted| counted.reconnects),
+        )
+    }
+
+    fn encode_requests(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
+        writer.counters(
+            "volume_operations",
+            "Requests that ended, failed ones included",
+            self.by_op(|counts| counts.count),
+        )?;
+        writer.counters(
+            "volume_bytes",
+            "Bytes of the requests that succeeded",
+            self.by_op(|counts| counts.bytes),
+        )?;
+        let errors = self.counts().flat_map(|(volume, counted)| {
+            let errors = IoError::ALL.iter().zip(&counted.snapshot.errors);
+            errors
+                .filter(|(_, count)| **count > 0)
+                .map(move |(kind, count)| ([name(volume), ("kind", kind.name())], *count))
+        });
+        writer.counters("volume_errors", "Requests that failed, by kind", errors)?;
+        writer.counters(
+            "volume_stalled_seconds",
+            "Time in outages of the backend that are over, summed over the connections",
+            self.counted(|counted| seconds(counted.snapshot.stalled_ns)),
+        )?;
+        writer.counters(
+            "volume_limited_seconds",
+            "Time in which a limit held requests back, summed over the connections",
+            self.counted(|counted| seconds(counted.snapshot.limited_ns)),
+        )?;
+        writer.family(
+            "volume_request_duration_seconds",
+            "From a request's arrival to its reply",
+            MetricType::Histogram,
+            |samples| {
+                self.ops().try_for_each(|(volume, op, counts)| {
+                    let (sum, count, buckets) = histogram(counts);
+                    samples.labelled(&[name(volume), ("op", op.name())], |encoder| {
+                        encoder.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
+                    })
+                })
+            },
+        )
+    }
+
+    fn encode_now(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
+        writer.gauges(
+            "volume_queued_requests",
+            "Requests that wait for a backend which cannot be reached",
+            self.counted(|counted| counted.snapshot.queued as f64),
+        )?;
+        writer.gauges(
+            "volume_outage_seconds",
+            "How long the backend has not been reached; 0 while it is",
+            self.counted(|counted| match counted.snapshot.outage_since_ns {
+                0 => 0.0,
+                since => seconds(self.boot_now_ns.saturating_sub(since)),
+            }),
+        )?;
+        writer.gauges(
+            "volume_connections",
+            "Connections of the device that are served",
+            self.counted(|counted| counted.snapshot.connections as f64),
+        )?;
+        writer.gauges(
+            "volume_in_flight_requests",
+            "Requests that are running",
+            self.counted(|counted| counted.snapshot.in_flight as f64),
+        )?;
+        writer.gauges(
+            "volume_oldest_request_seconds",
+            "How long the oldest of the running requests has been running; 0 without any",
+            self.counted(|counted| match counted.snapshot.oldest_ns {
+                0 => 0.0,
+                since => seconds(self.now_ns.saturating_sub(since)),
+            }),
+        )
+    }
+
+    fn each<'a>(
+        &'a self,
+        value: impl Fn(&ShownVolume) -> Option<f64> + 'a,
+    ) -> impl Iterator<Item = ([Label<'a>; 1], f64)> {
+        self.volumes.iter().filter_map(move |volume| Some(([name(volume)], value(volume)?)))
+    }
+
+    fn counts(&self) -> impl Iterator<Item = (&ShownVolume, &Counted)> {
+        self.volumes.iter().filter_map(|volume| Some((volume, volume.counted.as_ref()?)))
+    }
+
+    fn counted<'a, T>(
+        &'a self,
+        value: impl Fn(&Counted) -> T + 'a,
+    ) -> impl Iterator<Item = ([Label<'a>; 1], T)> {
+        self.counts().map(move |(volume, counted)| ([name(volume)], value(counted)))
+    }
+
+    fn ops(&self) -> impl Iterator<Item = (&ShownVolume, Op, &OpSnapshot)> {
+        self.counts().flat_map(|(volume, counted)| {
+            Op::ALL
+                .into_iter()
+                .map(|op| (op, counted.snapshot.op(op)))
+                .filter(|(op, counts)| counts.count > 0 || EXPECTED.contains(op))
+                .map(move |(op, counts)| (volume, op, counts))
+        })
+    }
+
+    fn by_op<'a>(
+        &'a self,
+        value: impl Fn(&OpSnapshot) -> u64 + 'a,
+    ) -> impl Iterator<Item = ([Label<'a>; 2], u64)> {
+        self.ops()
+            .map(move |(volume, op, counts)| ([name(volume), ("op", op.name())], value(counts)))
+    }
+}
+
+fn name(volume: &ShownVolume) -> Label<'_> {
+    ("volume", volume.view.record.name.as_str())
+}
+
+fn state_of(volume: &ShownVolume) -> &'static str {
+    match volume.view.state {
+        State::Mapping => STATES[0],
+        State::Mapped => STATES[1],
+        State::Recovering => STATES[2],
+        State::Failed(_) => STATES[3],
+        State::Unmapping | State::Held(_) | State::Unmapped => STATES[4],
+    }
+}
+
+/// The sum in seconds, the count, and how many fell into each shown bucket.
+fn histogram(counts: &OpSnapshot) -> (f64, u64, Vec<(f64, u64)>) {
+    // Whoever has the page may have written anything: no sum may overflow.
+    let most = u64::MAX / (2 * BUCKETS as u64);
+    let sum = |range: &[u64]| range.iter().map(|count| (*count).min(most)).sum::<u64>();
+    let mut from = 0;
+    let mut buckets = Vec::with_capacity(SHOWN_BUCKETS.len() + 1);
+    for index in SHOWN_BUCKETS {
+        buckets.push((seconds(FIRST_BUCKET_NS << index), sum(&counts.latency[from..=index])));
+        from = index + 1;
+    }
+    buckets.push((f64::INFINITY, sum(&counts.latency[from..])));
+    // Not `count`, which may be a request ahead: the two must agree.
+    (seconds(counts.total_ns), sum(&counts.latency), buckets)
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel_calls::Load;
+    use crate::mapping::tests::record;
+    use crate::volume::Volume;
+    use cleat_statistics::Snapshot;
+
+    fn scene(snapshot: Snapshot) -> Scene {
+        let (attention, _) = tokio::sync::mpsc::channel(1);
+        let view = Volume::new(record(1, true), attention).view();
+        let counted = Some(Counted { snapshot, reconnects: 0 });
+        Scene {
+            volumes: vec![ShownVolume { view, size: Some(4096), counted }],
+            started_at_s: 1,
+            findings: 0,
+            log_lines_dropped: 0,
+            orphans: None,
+            kernel: Load { commands: 1, waits: 2, stuck: 3 },
+            calls: Vec::new(),
+            now_ns: 3_000_000_000,
+            boot_now_ns: 5_000_000_000,
+        }
+    }
+
+    #[test]
+    fn buckets_are_cumulative_in_seconds_and_lose_nothing() {
+        let mut snapshot = Snapshot::default();
+        let read = &mut snapshot.ops[Op::Read as usize];
+        (read.count, read.total_ns) = (7, 1_500_000_000);
+        (read.latency[0], read.latency[2], read.latency[3], read.latency[31]) = (1, 2, 3, 1);
+        let text = text(scene(snapshot)).unwrap();
+        let name = "cleat_volume_request_duration_seconds";
+        for line in [
+            format!("{name}_bucket{{le=\"0.000004096\",volume=\"v\",op=\"read\"}} 3\n"),
+            format!("{name}_bucket{{le=\"0.000008192\",volume=\"v\",op=\"read\"}} 6\n"),
+            format!("{name}_bucket{{le=\"68.719476736\",volume=\"v\",op=\"read\"}} 6\n"),
+            format!("{name}_bucket{{le=\"+Inf\",volume=\"v\",op=\"read\"}} 7\n"),
+            format!("{name}_sum{{volume=\"v\",op=\"read\"}} 1.5\n"),
+            format!("{name}_count{{volume=\"v\",op=\"read\"}} 7\n"),
+        ] {
+            assert!(text.contains(&line), "{line}{text}");
+        }
+    }
+
+    #[test]
+    fn a_page_full_of_nonsense_is_shown_all_the_same() {
+        let mut snapshot =
+            Snapshot { in_flight: u64::MAX, oldest_ns: u64::MAX, ..Default::default() };
+        for op in &mut snapshot.ops {
+            (op.count, op.bytes, op.latency) = (u64::MAX, u64::MAX, [u64::MAX; BUCKETS]);
+        }
+        snapshot.errors.fill(u64::MAX);
+        let text = text(scene(snapshot)).unwrap();
+        assert!(text.contains("cleat_volume_oldest_request_seconds{volume=\"v\"} 0.0\n"), "{text}");
+    }
+
+    #[test]
+    fn the_classic_format_names_families_as_their_samples() {
+        let text = "# HELP a Some a\n# TYPE a info\na_info{x=\"# EOF\"} 1\n# HELP b_c Some counter\n\
+                    # TYPE b_c counter\nb_c_total 2\n# HELP d A d\n# TYPE d gauge\n# EOF\n";
+        assert_eq!(
+            classic(text),
+            "# HELP a_info Some a\n# TYPE a_info gauge\na_info{x=\"# EOF\"} 1\n\
+             # HELP b_c_total Some counter\n# TYPE b_c_total counter\nb_c_total 2\n\
+             # HELP d A d\n# TYPE d gauge\n"
+        );
+    }
+
+    #[test]
+    fn what_the_kernel_did_not_say_is_left_out() {
+        let text = text(scene(Snapshot::default())).unwrap();
+        assert!(text.contains("cleat_kernel_reachable 0.0\n"), "{text}");
+        assert!(!text.contains("\ncleat_orphan_devices "), "{text}");
+        assert!(text.contains("cleat_kernel_calls_stuck 3.0\n"), "{text}");
+    }
+}

@@ -1,0 +1,149 @@
+//! The names of mappings whose users gave none, and which mapping a URI means. Options are not part of
+//! a volume's identity: the same image with another option is the same image, and mapped once.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::executor::Executor;
+use super::mapping::Record;
+use super::volume::Volume;
+
+impl Executor {
+    /// What a volume that is mapped without a name is called: as it is called already where it was
+    /// mapped so, whatever its options were and whichever build chose the name.
+    pub(super) fn name_of(&self, uri: &str) -> String {
+        let all = self.register.all();
+        let named = all.iter().map(|volume| (volume, volume.view().record.uri));
+        let same = named.filter(|(volume, is)| is_same(is, uri) && is_derived(&volume.name, is));
+        // Earlier builds mapped a snapshot once for each way to write its options.
+        let found = same.max_by_key(|(_, is)| is == uri);
+        found.map_or_else(|| derived_name(uri), |(volume, _)| volume.name.clone())
+    }
+
+    /// The mappings that a URI means: those of just these options, or else, where it has none, all of
+    /// its volume.
+    pub(super) fn mapped_as(&self, uri: &str) -> Vec<Arc<Volume>> {
+        let mut volumes = self.register.all();
+        let is = |volume: &Arc<Volume>| volume.view().record.uri;
+        match volume_part(uri) == uri && !volumes.iter().any(|volume| is(volume) == uri) {
+            true => volumes.retain(|volume| is_same(&is(volume), uri)),
+            false => volumes.retain(|volume| is(volume) == uri),
+        }
+        volumes
+    }
+}
+
+/// Whether two URIs name the same volume. Text decides: two ways to write a path are two volumes here,
+/// and the storage's own claim keeps them apart.
+fn is_same(one: &str, other: &str) -> bool {
+    volume_part(one) == volume_part(other)
+}
+
+fn volume_part(uri: &str) -> &str {
+    uri.split_once('?').map_or(uri, |(volume, _)| volume)
+}
+
+/// The name of a mapping whose user gave none: readable, and the same for the same volume.
+fn derived_name(uri: &str) -> String {
+    name_by(uri, volume_part(uri))
+}
+
+/// Whether `name` was derived from `uri`. Builds before this one took the options for a part of it.
+fn is_derived(name: &str, uri: &str) -> bool {
+    name == derived_name(uri) || name == name_by(uri, uri)
+}
+
+fn name_by(uri: &str, hashed: &str) -> String {
+    let (scheme, path) = volume_part(uri).split_once(':').unwrap_or(("", volume_part(uri)));
+    let last = path.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
+    let mut stem: String = format!("{scheme}-{last}")
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' })
+        .take(64)
+        .collect();
+    if !stem.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        stem.insert(0, 'v');
+    }
+    // FNV-1a: keeps volumes of the same file name in different directories apart.
+    let hash = hashed.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("{stem}-{:08x}", hash >> 32)
+}
+
+/// What tells the volume of a record from the one that is asked for; `None`: nothing.
+pub(super) fn other_volume(record: &Record, uri: &str) -> Option<String> {
+    if record.uri == uri {
+        return None;
+    }
+    if !is_same(&record.uri, uri) {
+        return Some(format!("the volume {}", record.uri));
+    }
+    let (is, asked) = (options(&record.uri), options(uri));
+    let list = |options: Vec<&&str>| match options.as_slice() {
+        [] => "none".to_owned(),
+        some => some.iter().map(|option| **option).collect::<Vec<_>>().join("&"),
+    };
+    let (has, lacks) =
+        (list(is.difference(&asked).collect()), list(asked.difference(&is).collect()));
+    match is == asked {
+        // The same in another order.
+        true => None,
+        false => {
+            Some(format!("other options of the same volume: {has}, where {lacks} was asked for"))
+        }
+    }
+}
+
+fn options(uri: &str) -> BTreeSet<&str> {
+    let query = uri.split_once('?').map_or("", |(_, query)| query);
+    query.split('&').filter(|option| !option.is_empty()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{mapping, validate};
+
+    #[test]
+    fn derived_names_tell_directories_apart_and_options_not() {
+        assert_ne!(derived_name("file:/a/x.img"), derived_name("file:/b/x.img"));
+        assert!(derived_name("file:/a/x.img").starts_with("file-x.img-"));
+        assert_eq!(derived_name("mem:1G"), derived_name("mem:1G"));
+        assert_eq!(derived_name("rbd:p/i"), derived_name("rbd:p/i?id=x"));
+        assert_ne!(derived_name("rbd:p/i"), derived_name("rbd:p/i@s?id=x"));
+    }
+
+    /// Journals have them.
+    #[test]
+    fn names_that_were_derived_once_stay() {
+        assert_eq!(derived_name("file:/a/x.img"), "file-x.img-75c1704b");
+        let former = "file:/a/x.img?direct=true";
+        assert!(is_derived("file-x.img-75c1704b", former));
+        assert!(is_derived("file-x.img-53c0fbde", former));
+        assert!(!is_derived("file-x.img-53c0fbde", "file:/a/x.img"));
+        assert!(!is_derived("mine", former));
+    }
+
+    #[test]
+    fn a_difference_is_named() {
+        let of = |uri: &str| Record { uri: uri.into(), ..mapping::tests::record(1, true) };
+        let told = |is, asked| other_volume(&of(is), asked);
+        assert_eq!(told("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&a=1"), None);
+        assert_eq!(told("rbd:p/i", "rbd:p/j").unwrap(), "the volume rbd:p/i");
+        assert_eq!(
+            told("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&c=3").unwrap(),
+            "other options of the same volume: a=1, where c=3 was asked for"
+        );
+        assert!(told("rbd:p/i", "rbd:p/i?c=3").unwrap().contains("none, where c=3"));
+    }
+
+    proptest! {
+        #[test]
+        fn derived_names_are_names(uri in ".{0,300}") {
+            prop_assert!(validate::is_name(&derived_name(&uri)), "{}", derived_name(&uri));
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! The supervisor's one source of randomness (splitmix64): mapping ids and the spread of retries.
+//! Seeded from the kernel, or by a test.
+
+use std::io::Read;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use cleat_core::error::{Error, Result};
+
+/// A generator that many may share.
+#[derive(Debug)]
+pub struct Random(AtomicU64);
+
+impl Random {
+    /// Seeded by the kernel.
+    ///
+    /// # Errors
+    /// When /dev/urandom cannot be read.
+    pub fn from_kernel() -> Result<Self> {
+        let mut seed = [0; 8];
+        std::fs::File::open("/dev/urandom")
+            .and_then(|mut file| file.read_exact(&mut seed))
+            .map_err(|error| Error::from_io("cannot read /dev/urandom", error))?;
+        Ok(Self::seeded(u64::from_ne_bytes(seed)))
+    }
+
+    /// The same sequence for the same seed.
+    pub fn seeded(seed: u64) -> Self {
+        Self(AtomicU64::new(seed))
+    }
+
+    /// The next number.
+    pub fn next(&self) -> u64 {
+        let step = 0x9e37_79b9_7f4a_7c15;
+        let mut z = self.0.fetch_add(step, Ordering::Relaxed).wrapping_add(step);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// How long to wait before attempt `attempt` (from 1): doubling from `first` up to `most`, and
+    /// up to a quarter more, so that many that failed together do not return together.
+    pub fn backoff(&self, attempt: u32, first: Duration, most: Duration) -> Duration {
+        let doubled = first.saturating_mul(1 << attempt.saturating_sub(1).min(16)).min(most);
+        let spread = u64::try_from(doubled.as_micros() / 4).unwrap_or(u64::MAX).max(1);
+        doubled + Duration::from_micros(self.next() % spread)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backoff_doubles_up_to_its_bound() {
+        let random = Random::seeded(1);
+        let (first, most) = (Duration::from_millis(100), Duration::from_secs(10));
+        for attempt in 1..100 {
+            let wait = random.backoff(attempt, first, most);
+            assert!(wait >= first && wait <= most + most / 4, "{attempt}: {wait:?}");
+        }
+        assert!(random.backoff(3, first, most) >= 4 * first);
+    }
+}
