@@ -1,5 +1,5 @@
 //! What the kernel's nbd driver does, settled by experiment: no daemon, hand-made commands, and
-//! peers that answer, hold or die on purpose. `src/ARCHITECTURE.md` has the table of the results;
+//! peers that answer, hold or die on purpose. `docs/kernel-facts.md` has the table of the results;
 //! it names these tests. Times are asserted in wide bands only: the order of things is the fact.
 
 mod commands;
