@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
 use cleat_core::error::Result;
+use cleat_core::random::Random;
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_export::server::{ExportName, Limits, Server};
 use cleat_nbd::wire::command;
-use cleat_node::random::Random;
 use cleat_statistics::Page;
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};

@@ -18,12 +18,12 @@ use super::mapping::{Action, Intent, Observed, Options, Record, State, Trouble, 
 use super::naming::other_volume;
 use super::offload::offload;
 use super::quiesce::Means;
-use super::random::Random;
 use super::unlocking;
 use super::volume::{Guard, OutageView, Register, View, Volume};
 use super::workers::Workers;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy;
+use cleat_core::random::Random;
 use cleat_kernel::{DeviceIndex, Holder, Identity};
 
 /// What stays the same while the daemon runs.

@@ -35,7 +35,6 @@ pub mod offload;
 mod operations;
 pub mod process;
 pub mod quiesce;
-pub mod random;
 pub mod recover;
 mod restart;
 pub mod setbacks;

@@ -13,13 +13,13 @@ use cleat_api::v1::{
     StatsRequest, UnmapRequest, UnmapResponse, VolumeStats,
 };
 use cleat_core::error::ErrorKind;
+use cleat_core::random::Random;
 use cleat_kernel::Kernel;
 use cleat_kernel::sim::{Script, SimKernel};
 use cleat_node::config::Config;
 use cleat_node::executor::Halt;
 use cleat_node::node::{Node, Parts};
 use cleat_node::process::Processes;
-use cleat_node::random::Random;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;

@@ -10,13 +10,13 @@ use cleat_api::v1::UpgradeRequest;
 use cleat_api::v1::upgrade_event::Outcome;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy;
+use cleat_core::random::Random;
 use cleat_kernel::{Holder, Unmount};
 use cleat_node::executor::{Executor, Halt, MapSpec};
 use cleat_node::growth::NewSize;
 use cleat_node::mapping::State;
 use cleat_node::node::{Node, Parts};
 use cleat_node::offload::simulation;
-use cleat_node::random::Random;
 use cleat_node::volume::View;
 use tokio::time::{Instant, sleep, timeout};
 

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use cleat_core::error::ErrorKind;
 use cleat_core::policy::{self, OnOutage};
+use cleat_core::random::Random;
 use cleat_kernel::sim::{Call, Fault};
 use cleat_node::growth::NewSize;
-use cleat_node::random::Random;
 
 use crate::workers::{Open, Quirks};
 

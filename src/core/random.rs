@@ -1,18 +1,20 @@
-//! The supervisor's one source of randomness (splitmix64): mapping ids and the spread of retries.
-//! Seeded from the kernel, or by a test.
+//! Random numbers: mapping ids and the spread of retries.
+//!
+//! The generator (splitmix64) is seeded by the kernel or, in tests, by a number. It is not for
+//! secrets.
 
 use std::io::Read;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use cleat_core::error::{Error, Result};
+use crate::error::{Error, Result};
 
-/// A generator that many may share.
+/// A generator of random numbers that several threads may share.
 #[derive(Debug)]
 pub struct Random(AtomicU64);
 
 impl Random {
-    /// Seeded by the kernel.
+    /// Makes a generator that the kernel seeds. Blocks only in the first seconds of a boot.
     ///
     /// # Errors
     /// When /dev/urandom cannot be read.
@@ -24,12 +26,12 @@ impl Random {
         Ok(Self::seeded(u64::from_ne_bytes(seed)))
     }
 
-    /// The same sequence for the same seed.
+    /// Makes a generator that gives the same sequence for the same seed.
     pub fn seeded(seed: u64) -> Self {
         Self(AtomicU64::new(seed))
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn next(&self) -> u64 {
         let step = 0x9e37_79b9_7f4a_7c15;
         let mut z = self.0.fetch_add(step, Ordering::Relaxed).wrapping_add(step);
@@ -38,8 +40,9 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// How long to wait before attempt `attempt` (from 1): doubling from `first` up to `most`, and
-    /// up to a quarter more, so that many that failed together do not return together.
+    /// Returns the time to wait before attempt `attempt` (counted from 1): it doubles from `first`
+    /// up to `most`, plus up to a quarter, so that callers that failed together do not retry
+    /// together.
     pub fn backoff(&self, attempt: u32, first: Duration, most: Duration) -> Duration {
         let doubled = first.saturating_mul(1 << attempt.saturating_sub(1).min(16)).min(most);
         let spread = u64::try_from(doubled.as_micros() / 4).unwrap_or(u64::MAX).max(1);
