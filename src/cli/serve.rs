@@ -10,7 +10,7 @@ use cleat_backend::claimant::Claimant;
 use cleat_backend::uri::VolumeUri;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{self, Policy};
-use cleat_export::listener::{self, Address, ServeOptions};
+use cleat_export::serve::{self, Address, ServeOptions};
 use cleat_node::config::Config;
 use cleat_statistics::SLOTS;
 use cleat_telemetry::{Format, Log};
@@ -91,7 +91,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         export_name: args.export_name,
         policy,
     };
-    listener::run(&options, |address| {
+    serve::run(&options, |address| {
         // Whoever started the server without reading its output still gets the server.
         let _ = output::text(&format!("{}\n", uri(address, &options.export_name)));
     })

@@ -15,16 +15,16 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
 
 use super::End;
-use super::inbound::{Inbound, Write};
-use super::mailbox::{Desired, Mailbox};
-use super::outbound::Outbound;
-use super::pool::{LARGEST, Pool};
+use super::block_status::BlockStatus;
+use super::buffer_pool::{BufferPool, LARGEST};
+use super::control::{Control, Desired};
+use super::direct_reply::{Shortcut, set_read_header};
+use super::in_flight::{InFlight, Running};
+use super::policy::ActivePolicy;
+use super::receive_buffer::{ReceiveBuffer, Write};
 use super::retry::Retries;
-use super::rules::Rules;
+use super::sending::Sending;
 use super::server::Limits;
-use super::shortcut::{Shortcut, set_read_header};
-use super::slab::{Running, Slab};
-use super::status::Questions;
 use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{Flags, IoError, Op, Request};
@@ -61,16 +61,16 @@ pub(super) struct Connection {
     pub(super) socket: FileSlot,
     wake: FileSlot,
     pub(super) file: Arc<OwnedFd>,
-    pub(super) mailbox: Arc<Mailbox>,
+    pub(super) control: Arc<Control>,
     pub(super) image: Arc<dyn Image>,
-    pub(super) rules: Arc<Rules>,
+    pub(super) policy: Arc<ActivePolicy>,
     pub(super) parser: Transmission,
     pub(super) agreed: Agreed,
-    pub(super) questions: Questions,
-    pub(super) inbound: Inbound,
-    pub(super) outbound: Outbound,
-    pub(super) pool: Pool,
-    pub(super) slab: Slab,
+    pub(super) block_status: BlockStatus,
+    pub(super) receive_buffer: ReceiveBuffer,
+    pub(super) sending: Sending,
+    pub(super) pool: BufferPool,
+    pub(super) in_flight: InFlight,
     pub(super) retries: Retries,
     depth: usize,
     /// A request that waits for a buffer, or for the limits.
@@ -135,8 +135,8 @@ impl Connection {
         file: OwnedFd,
         unread: &[u8],
         image: Arc<dyn Image>,
-        mailbox: Arc<Mailbox>,
-        rules: Arc<Rules>,
+        control: Arc<Control>,
+        policy: Arc<ActivePolicy>,
         recorder: Recorder,
         limits: Limits,
     ) -> Result<Self> {
@@ -146,7 +146,7 @@ impl Connection {
                  forbids it",
             )
         };
-        let inbound = Inbound::with_unread(unread).ok_or_else(|| {
+        let receive_buffer = ReceiveBuffer::with_unread(unread).ok_or_else(|| {
             let message = format!("{} bytes that are not read yet: too many", unread.len());
             Error::new(ErrorKind::InvalidArgument, message)
         })?;
@@ -154,30 +154,30 @@ impl Connection {
         widen_send_buffer(&file);
         let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
         let socket = ring.register(file.as_fd()).map_err(failed)?;
-        let wake = ring.register(mailbox.waker().descriptor()).map_err(failed)?;
+        let wake = ring.register(control.waker().descriptor()).map_err(failed)?;
         let file = Arc::new(file);
-        let shortcut = Arc::new(Shortcut::new(Arc::clone(&file), Arc::clone(&rules)));
-        let waker = mailbox.waker().with_shortcut(Arc::clone(&shortcut) as _);
+        let shortcut = Arc::new(Shortcut::new(Arc::clone(&file), Arc::clone(&policy)));
+        let waker = control.waker().with_shortcut(Arc::clone(&shortcut) as _);
         let queue = image.queue(&mut ring, &waker)?;
-        let mailbox_waker = mailbox.waker().clone();
+        let control_waker = control.waker().clone();
         let depth = limits.depth as usize;
-        let clock_began_ns = cleat_statistics::now_ns().saturating_sub(rules.elapsed_ns());
+        let clock_began_ns = cleat_statistics::now_ns().saturating_sub(policy.elapsed_ns());
         Ok(Self {
             queue,
             ring,
             socket,
             wake,
             file,
-            mailbox,
+            control,
             parser: Transmission::new(image.features(), image.block_sizes()),
             agreed: Agreed::default(),
-            questions: Questions::new(Arc::clone(&image), mailbox_waker),
+            block_status: BlockStatus::new(Arc::clone(&image), control_waker),
             image,
-            rules,
-            inbound,
-            outbound: Outbound::new(depth),
-            pool: Pool::new(limits.buffer_bytes),
-            slab: Slab::new(limits.depth),
+            policy,
+            receive_buffer,
+            sending: Sending::new(depth),
+            pool: BufferPool::new(limits.buffer_bytes),
+            in_flight: InFlight::new(limits.depth),
             retries: Retries::new(depth),
             depth,
             held: None,
@@ -222,9 +222,9 @@ impl Connection {
 
     /// One enter: hands over what is to be sent and received, waits, and takes what has ended.
     pub(super) fn turn(&mut self) -> io::Result<()> {
-        let sending = self.outbound.flush(&mut self.ring, self.socket, SEND);
+        let sending = self.sending.flush(&mut self.ring, self.socket, SEND);
         if self.hungry && self.ending.is_none() {
-            self.inbound.receive(&mut self.ring, self.socket, RECEIVE);
+            self.receive_buffer.receive(&mut self.ring, self.socket, RECEIVE);
         } else if self.is_pausing() {
             self.stop_receiving();
         }
@@ -240,7 +240,7 @@ impl Connection {
             // alone is no reason to go round; and to wait for a second one with a time limit costs
             // more than a second enter, since the limit is a timer that must be set.
             self.ring.submit()?;
-            if self.reap() || self.outbound.has_rest() || self.ending.is_some() {
+            if self.reap() || self.sending.has_rest() || self.ending.is_some() {
                 return Ok(());
             }
         }
@@ -273,7 +273,7 @@ impl Connection {
     /// When there is something to do though nothing completes: what waits for the backend or for the
     /// limits.
     fn due_ns(&self) -> Option<u64> {
-        let retry_ns = self.retries.due_ns(self.rules.patience_ns());
+        let retry_ns = self.retries.due_ns(self.policy.patience_ns());
         let limited = self.limited_since_ns.is_some() && self.held.is_some();
         if !limited || self.ending.is_some() {
             return retry_ns;
@@ -282,16 +282,16 @@ impl Connection {
     }
 
     fn finished(&mut self) -> Option<End> {
-        match self.mailbox.desired() {
+        match self.control.desired() {
             Desired::Abort => return Some(End::Aborted),
             Desired::Leave if self.is_at_rest() => return Some(End::HandedOver),
             Desired::Pause if self.is_at_rest() => self.moor(),
             Desired::Run => self.recorder.begin(),
             _ => {}
         }
-        let quiet = self.slab.len() == self.answered
-            && self.questions.unanswered() == 0
-            && self.outbound.is_idle();
+        let quiet = self.in_flight.len() == self.answered
+            && self.block_status.unanswered() == 0
+            && self.sending.is_idle();
         self.ending.take_if(|_| quiet)
     }
 
@@ -329,7 +329,7 @@ impl Connection {
         self.cancelling = false;
         let buffer = completion.buffer.expect("a receive has a buffer");
         let bytes = usize::try_from(completion.result).unwrap_or(0);
-        let (payload, write) = self.inbound.received(buffer, bytes);
+        let (payload, write) = self.receive_buffer.received(buffer, bytes);
         self.parser.payload_taken(payload as u64);
         match completion.result {
             0 => self.end_reading(End::Closed),
@@ -349,10 +349,10 @@ impl Connection {
         let retry = result == -libc::EINTR || result == -libc::EAGAIN;
         if result < 0 && !retry {
             self.end_reading(End::Socket(io::Error::from_raw_os_error(-result)));
-            self.outbound.break_off(&mut self.pool);
+            self.sending.break_off(&mut self.pool);
         }
         let bytes = usize::try_from(result).unwrap_or(0);
-        self.outbound.sent(gather, bytes, &mut self.pool);
+        self.sending.sent(gather, bytes, &mut self.pool);
     }
 
     pub(super) fn end_reading(&mut self, end: End) {
@@ -361,18 +361,18 @@ impl Connection {
             // Meanwhile it may have asked elsewhere, see `retry`.
             self.abandon();
         }
-        if let Some(buffer) = self.inbound.abandon_write() {
+        if let Some(buffer) = self.receive_buffer.abandon_write() {
             self.pool.give(buffer);
         }
     }
 
     fn woken(&mut self) {
-        self.mailbox.waker().take();
+        self.control.waker().take();
         self.take_ended();
         self.tell_statuses();
         // The limits may have changed.
         self.limited_until_ns = 0;
-        if self.mailbox.desired() == Desired::Stop {
+        if self.control.desired() == Desired::Stop {
             self.ending.get_or_insert(End::Stopped);
         }
     }
@@ -406,12 +406,12 @@ impl Connection {
         }
         if fail_io {
             self.fail_waiting();
-            for running in self.slab.iter_mut().filter(|running| !running.answered) {
+            for running in self.in_flight.iter_mut().filter(|running| !running.answered) {
                 running.answered = true;
                 self.answered += 1;
                 let Running { cookie, request: Request { op, length, .. }, started_ns, .. } =
                     *running;
-                push_end(&mut self.outbound, self.agreed, cookie, Some(op), Err(IoError::Broken));
+                push_end(&mut self.sending, self.agreed, cookie, Some(op), Err(IoError::Broken));
                 self.ended.push(Ended { op, length, started_ns, result: Err(IoError::Broken) });
             }
         }
@@ -419,7 +419,7 @@ impl Connection {
         if fail_io {
             self.abandon();
         }
-        self.mailbox.tell_failing(fail_io.then(|| self.slab.len()));
+        self.control.tell_failing(fail_io.then(|| self.in_flight.len()));
     }
 
     /// Understands and starts what has arrived, as far as the bounds allow.
@@ -429,12 +429,12 @@ impl Connection {
             return;
         }
         // Not only when woken: what was sent after the level was set is judged by it.
-        self.set_fail_io(self.mailbox.fail_io());
+        self.set_fail_io(self.control.fail_io());
         let size = self.image.size();
         let pausing = self.is_pausing();
-        while self.ending.is_none() && !self.inbound.is_receiving() {
-            if self.inbound.in_write() {
-                let (bytes, write) = self.inbound.fill_write();
+        while self.ending.is_none() && !self.receive_buffer.is_receiving() {
+            if self.receive_buffer.in_write() {
+                let (bytes, write) = self.receive_buffer.fill_write();
                 self.parser.payload_taken(bytes as u64);
                 let Some(write) = write else {
                     self.hungry = true;
@@ -457,8 +457,8 @@ impl Connection {
                 }
                 Some((cookie, request)) => Event::Request { cookie, request },
                 None => {
-                    let (bytes, event) = self.parser.next(self.inbound.unread(), size);
-                    self.inbound.eat(bytes);
+                    let (bytes, event) = self.parser.next(self.receive_buffer.unread(), size);
+                    self.receive_buffer.eat(bytes);
                     event
                 }
             };
@@ -486,11 +486,11 @@ impl Connection {
 
     /// Whether the bounds allow for another request.
     fn admits(&self) -> bool {
-        let unanswered = self.slab.len() - self.answered + self.questions.unanswered();
-        unanswered + self.outbound.queued() < self.depth
-            && self.questions.has_room()
+        let unanswered = self.in_flight.len() - self.answered + self.block_status.unanswered();
+        unanswered + self.sending.queued() < self.depth
+            && self.block_status.has_room()
             && (self.fail_io
-                || self.slab.has_room()
+                || self.in_flight.has_room()
                     && self.limited_until_ns <= self.now_ns
                     && !self.held_without_buffer())
     }
@@ -517,7 +517,7 @@ impl Connection {
         }
         match self.pool.take(payload_len(&request)) {
             Some(buffer) if request.op == Op::Write => {
-                self.inbound.begin_write(cookie, request, buffer);
+                self.receive_buffer.begin_write(cookie, request, buffer);
             }
             buffer => self.start(cookie, request, buffer),
         }
@@ -527,7 +527,7 @@ impl Connection {
     fn is_within_limits(&mut self, request: &Request) -> bool {
         // One that was read already is not what a hand-over should have to wait for.
         if !self.is_pausing()
-            && let Err(wait_ns) = self.rules.limiter.admit(request, self.now_ns)
+            && let Err(wait_ns) = self.policy.limiter.admit(request, self.now_ns)
         {
             self.limited_since_ns.get_or_insert(self.now_ns);
             self.limited_until_ns = self.now_ns.saturating_add(wait_ns);
@@ -549,12 +549,12 @@ impl Connection {
     fn start(&mut self, cookie: u64, request: Request, buffer: Option<Buffer>) {
         let started_ns = self.now_ns;
         // Room was there when the request was admitted; a write's payload may have taken long.
-        if self.fail_io || !self.slab.has_room() {
+        if self.fail_io || !self.in_flight.has_room() {
             let failed = Err(IoError::Broken);
             return self.answer(cookie, Some(request), started_ns, failed, buffer);
         }
         let running = Running { cookie, request, started_ns, answered: false, retried: false };
-        let id = self.slab.insert(running);
+        let id = self.in_flight.insert(running);
         self.start_at_backend(id, request, buffer);
     }
 
@@ -573,7 +573,7 @@ impl Connection {
 
     pub(super) fn finish(&mut self, id: RequestId, outcome: Outcome) {
         let Some(Outcome { result, buffer }) = self.settle(id, outcome) else { return };
-        let running = self.slab.remove(id);
+        let running = self.in_flight.remove(id);
         if self.answered_elsewhere.take_if(|other| *other == id).is_some() {
             return self.conclude(running, buffer);
         }
@@ -581,7 +581,7 @@ impl Connection {
         if answered {
             self.answered -= 1;
             if self.fail_io {
-                self.mailbox.tell_failing(Some(self.slab.len()));
+                self.control.tell_failing(Some(self.in_flight.len()));
             }
             buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
         } else {
@@ -618,11 +618,11 @@ impl Connection {
             {
                 assert_eq!(buffer.len() as u64, length, "a read is answered in full");
                 set_read_header(&mut buffer, self.agreed.structured, cookie, offset);
-                self.outbound.push_buffer(buffer, &mut self.pool);
+                self.sending.push_buffer(buffer, &mut self.pool);
             }
             (buffer, request) => {
                 let op = request.map(|request| request.op);
-                push_end(&mut self.outbound, self.agreed, cookie, op, result);
+                push_end(&mut self.sending, self.agreed, cookie, op, result);
                 buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
             }
         }
@@ -630,11 +630,12 @@ impl Connection {
 
     /// Counts what ended since the last time; one look at the clock for all of it.
     fn record(&mut self) {
-        if self.slab.len() != self.in_flight_shown {
-            self.in_flight_shown = self.slab.len();
+        if self.in_flight.len() != self.in_flight_shown {
+            self.in_flight_shown = self.in_flight.len();
             self.recorder.set_in_flight(self.in_flight_shown as u64);
         }
-        let oldest_ns = self.slab.oldest().map_or(0, |ns| self.clock_began_ns.saturating_add(ns));
+        let oldest_ns =
+            self.in_flight.oldest().map_or(0, |ns| self.clock_began_ns.saturating_add(ns));
         if oldest_ns != self.oldest_shown_ns {
             self.oldest_shown_ns = oldest_ns;
             self.recorder.set_oldest(oldest_ns);
@@ -649,13 +650,13 @@ impl Connection {
     }
 
     pub(super) fn elapsed_ns(&self) -> u64 {
-        self.rules.elapsed_ns()
+        self.policy.elapsed_ns()
     }
 }
 
 /// A reply without payload.
 fn push_end(
-    outbound: &mut Outbound,
+    sending: &mut Sending,
     agreed: Agreed,
     cookie: u64,
     op: Option<Op>,
@@ -663,9 +664,9 @@ fn push_end(
 ) {
     match result {
         Err(error) if agreed.structured && op == Some(Op::Read) => {
-            outbound.push(&structured::error(cookie, error));
+            sending.push(&structured::error(cookie, error));
         }
-        _ => outbound.push(&simple_reply(cookie, result)),
+        _ => sending.push(&simple_reply(cookie, result)),
     }
 }
 
@@ -673,13 +674,13 @@ fn push_end(
 /// backend still has, and the peer must not wait with it. One that was given away goes on elsewhere.
 impl Drop for Connection {
     fn drop(&mut self) {
-        if self.mailbox.is_given() {
+        if self.control.is_given() {
             self.recorder.leave();
         } else {
             // ENOTCONN when the peer was faster.
             let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
         }
-        self.mailbox.berth.end();
+        self.control.berth.end();
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::connection::{CANCEL, Connection, RECEIVE};
-use super::mailbox::Desired;
+use super::control::Desired;
 use super::server::{ConnectionId, Kind, Server};
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -106,9 +106,9 @@ impl Server {
     /// `TimedOut` when the backend holds on to requests; `Aborted` when a connection ends meanwhile.
     pub fn hand_over(&self, limit: Duration) -> Result<Vec<Rest>> {
         let until = Instant::now() + limit;
-        let mailboxes = self.mailboxes();
-        mailboxes.iter().for_each(|mailbox| mailbox.ask(Desired::Pause));
-        let rests = mailboxes.iter().map(|mailbox| mailbox.berth.wait(until)).collect();
+        let controls = self.controls();
+        controls.iter().for_each(|control| control.ask(Desired::Pause));
+        let rests = controls.iter().map(|control| control.berth.wait(until)).collect();
         if Result::is_err(&rests) {
             self.resume();
         }
@@ -117,7 +117,7 @@ impl Server {
 
     /// Has every connection that rests go on.
     pub fn resume(&self) {
-        self.mailboxes().iter().for_each(|mailbox| mailbox.resume());
+        self.controls().iter().for_each(|control| control.resume());
     }
 
     /// Ends every connection at rest without a word to the peer: its socket is somebody else's.
@@ -126,7 +126,7 @@ impl Server {
     /// `TimedOut` when a thread does not end.
     pub fn leave(&self) -> Result<()> {
         const LEAVE_LIMIT: Duration = Duration::from_secs(5);
-        self.mailboxes().iter().for_each(|mailbox| mailbox.ask(Desired::Leave));
+        self.controls().iter().for_each(|control| control.ask(Desired::Leave));
         self.wait(LEAVE_LIMIT)
     }
 
@@ -144,42 +144,43 @@ impl Server {
 impl Connection {
     /// Whether nothing new is to be begun.
     pub(super) fn is_pausing(&self) -> bool {
-        matches!(self.mailbox.desired(), Desired::Pause | Desired::Leave)
+        matches!(self.control.desired(), Desired::Pause | Desired::Leave)
     }
 
     /// Whether the stream stands between two requests, as far as it was understood.
     pub(super) fn at_boundary(&self) -> bool {
-        !self.inbound.in_write() && self.held.is_none() && self.parser.at_boundary()
+        !self.receive_buffer.in_write() && self.held.is_none() && self.parser.at_boundary()
     }
 
     /// Whether nothing is left to do: nothing runs, all replies have left, nothing is received.
     pub(super) fn is_at_rest(&self) -> bool {
         self.at_boundary()
-            && !self.inbound.is_receiving()
-            && self.slab.len() == 0
-            && self.outbound.is_idle()
+            && !self.receive_buffer.is_receiving()
+            && self.in_flight.len() == 0
+            && self.sending.is_idle()
             && self.ending.is_none()
     }
 
     /// Shows that this connection is at rest.
     pub(super) fn moor(&self) {
-        let (mailbox, file) = (&self.mailbox, &self.file);
+        let (control, file) = (&self.control, &self.file);
         let still = || self.is_pausing();
-        let rest =
-            || Ok(Rest { socket: file.try_clone()?, unread: self.inbound.unread().to_vec() });
-        mailbox.berth.moor(still, rest);
+        let rest = || {
+            Ok(Rest { socket: file.try_clone()?, unread: self.receive_buffer.unread().to_vec() })
+        };
+        control.berth.moor(still, rest);
     }
 
     /// Cancels the receive that waits for a next request. What it got already stays unread.
     pub(super) fn stop_receiving(&mut self) {
-        if !self.cancelling && self.inbound.is_receiving() && self.at_boundary() {
+        if !self.cancelling && self.receive_buffer.is_receiving() && self.at_boundary() {
             self.cancelling = self.ring.cancel(RECEIVE, CANCEL);
         }
     }
 
     /// Passes over the rest of a refused write's payload, as far as it has arrived.
     pub(super) fn skip_arrived(&mut self) {
-        let bytes = self.parser.skip_in(self.inbound.unread());
-        self.inbound.eat(bytes);
+        let bytes = self.parser.skip_in(self.receive_buffer.unread());
+        self.receive_buffer.eat(bytes);
     }
 }

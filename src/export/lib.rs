@@ -2,7 +2,7 @@
 //!
 //! Comes in: connected sockets, of the kernel's driver or of NBD clients, and an open volume. Goes
 //! out: how each connection ended. A connection has a thread of its own with a ring of its own
-//! ([`connection`]); they share nothing but the volume. [`server`] owns the threads, [`listener`]
+//! ([`connection`]); they share nothing but the volume. [`server`] owns the threads, [`serve`]
 //! puts a listening socket in front of it.
 //!
 //! What may never happen here: an allocation, lock, log line or format per request; a queue or
@@ -10,21 +10,21 @@
 //! async runtime, no control, no kernel interface is named in here.
 
 mod connection;
-mod greeting;
+mod control;
 pub mod handover;
-mod inbound;
 mod limiter;
-pub mod listener;
-mod mailbox;
-mod opening;
-mod outbound;
-mod pool;
+mod negotiation;
+mod receive_buffer;
+pub mod serve;
+
+mod block_status;
+mod buffer_pool;
+mod direct_reply;
+mod in_flight;
+mod policy;
 mod retry;
-mod rules;
+mod sending;
 pub mod server;
-mod shortcut;
-mod slab;
-mod status;
 
 /// How a connection ended.
 #[derive(Debug, thiserror::Error)]

@@ -3,7 +3,7 @@
 //! answered but kept, with their buffers, and started again until they end otherwise or the owner's
 //! patience does ([`cleat_core::policy::OnOutage`]).
 //!
-//! A kept request keeps its place in the slab and its buffer, so it is bounded as every running one
+//! A kept request keeps its place in the in_flight and its buffer, so it is bounded as every running one
 //! is, and with the bounds reached the connection stops reading. There is one clock a connection: all
 //! that waits is started again together, after 100 ms, then at intervals that double up to 5 s. A
 //! request that ends otherwise, be it a new one, shows that the backend is there again: what waits is
@@ -27,7 +27,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::End;
 use super::connection::Connection;
-use super::slab::Running;
+use super::in_flight::Running;
 use cleat_backend::{Outcome, RequestId};
 use cleat_core::request::{Flags, IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
@@ -124,7 +124,7 @@ impl Connection {
             return Some(outcome);
         }
         let now_ns = self.now_ns;
-        let running = self.slab.get_mut(id);
+        let running = self.in_flight.get_mut(id);
         if std::mem::take(&mut running.retried) {
             self.retries.restarted -= 1;
         }
@@ -137,7 +137,7 @@ impl Connection {
         };
         let may_wait = !running.answered && self.ending.is_none() && !self.fail_io;
         let since_ns = self.retries.since_ns.unwrap_or(now_ns);
-        let keep = may_wait && now_ns < since_ns.saturating_add(self.rules.patience_ns());
+        let keep = may_wait && now_ns < since_ns.saturating_add(self.policy.patience_ns());
         self.retries.full = trouble == IoError::NoSpace;
         if self.retries.full && !keep {
             self.end_wait_for_room();
@@ -151,7 +151,7 @@ impl Connection {
             self.retries.boot_since_ns = cleat_statistics::boot_now_ns().max(1);
         }
         let answered = if keep {
-            self.slab.get_mut(id).retried = true;
+            self.in_flight.get_mut(id).retried = true;
             self.retries.waiting.push_back((id, outcome.buffer, trouble));
             None
         } else {
@@ -159,7 +159,7 @@ impl Connection {
         };
         self.show_outage();
         if began {
-            self.rules.outage_changed();
+            self.policy.outage_changed();
         }
         answered
     }
@@ -168,7 +168,7 @@ impl Connection {
     pub(super) fn tend_outage(&mut self) {
         let Some(since_ns) = self.retries.since_ns else { return };
         let now_ns = self.elapsed_ns();
-        let expired = now_ns >= since_ns.saturating_add(self.rules.patience_ns());
+        let expired = now_ns >= since_ns.saturating_add(self.policy.patience_ns());
         if expired || self.fail_io || self.ending.is_some() {
             self.fail_waiting();
         }
@@ -193,7 +193,7 @@ impl Connection {
         for _ in 0..self.retries.waiting.len() {
             let Some((id, buffer, _)) = self.retries.waiting.pop_front() else { break };
             self.retries.restarted += 1;
-            let request = self.slab.get_mut(id).request;
+            let request = self.in_flight.get_mut(id).request;
             self.start_at_backend(id, request, buffer);
         }
         self.show_outage();
@@ -205,7 +205,7 @@ impl Connection {
             return;
         }
         while let Some((id, buffer, error)) = self.retries.waiting.pop_front() {
-            let Running { cookie, request, started_ns, .. } = self.slab.remove(id);
+            let Running { cookie, request, started_ns, .. } = self.in_flight.remove(id);
             self.answer(cookie, Some(request), started_ns, Err(error), buffer);
         }
         self.show_outage();
@@ -235,14 +235,14 @@ impl Connection {
         let length = u64::from(self.image.block_sizes().minimum);
         let buffer = usize::try_from(length).ok().and_then(|length| self.pool.take(length));
         // Of a connection that rests the volume may be somebody else's.
-        if self.slab.len() > 0 || buffer.is_none() || self.is_pausing() {
+        if self.in_flight.len() > 0 || buffer.is_none() || self.is_pausing() {
             buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
             return self.retries.arm(self.now_ns);
         }
         let request = Request { op: Op::Read, flags: Flags::default(), offset: 0, length };
         let started_ns = self.now_ns;
         let nobody = Running { cookie: 0, request, started_ns, answered: true, retried: false };
-        let id = self.slab.insert(nobody);
+        let id = self.in_flight.insert(nobody);
         self.answered += 1;
         self.start_at_backend(id, request, buffer);
     }
@@ -254,7 +254,7 @@ impl Connection {
         self.retries.due_ns = None;
         self.retries.boot_since_ns = 0;
         self.show_outage();
-        self.rules.outage_changed();
+        self.policy.outage_changed();
     }
 
     fn show_outage(&self) {

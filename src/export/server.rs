@@ -14,8 +14,8 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 
 use super::End;
 use super::connection::Connection;
-use super::mailbox::{Desired, Mailbox};
-use super::rules::Rules;
+use super::control::{Control, Desired};
+use super::policy::ActivePolicy;
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::Policy;
@@ -84,7 +84,7 @@ pub struct Server {
     export: ExportName,
     page: Page,
     limits: Limits,
-    rules: Arc<Rules>,
+    policy: Arc<ActivePolicy>,
     connections: Mutex<Vec<Handle>>,
     live: Arc<Live>,
     next_id: AtomicU64,
@@ -94,7 +94,7 @@ pub struct Server {
 }
 
 struct Handle {
-    mailbox: Arc<Mailbox>,
+    control: Arc<Control>,
     thread: JoinHandle<()>,
 }
 
@@ -121,14 +121,14 @@ impl Server {
             return Err(invalid(format!("an export's name is longer than {MAX_STRING} bytes")));
         }
         let (events, receiver) = bounded(EVENTS);
-        let rules = Arc::new(Rules::new(Policy::default()));
+        let policy = Arc::new(ActivePolicy::new(Policy::default()));
         let (connections, live, next_id, fail_io) = Default::default();
         let server = Self {
             image,
             export,
             page,
             limits,
-            rules,
+            policy,
             connections,
             live,
             next_id,
@@ -166,7 +166,7 @@ impl Server {
     pub fn set_fail_io(&self, fail: bool) {
         let handles = self.lock();
         self.fail_io.store(fail, Ordering::Relaxed);
-        handles.iter().for_each(|handle| handle.mailbox.set_fail_io(fail));
+        handles.iter().for_each(|handle| handle.control.set_fail_io(fail));
     }
 
     /// As [`Server::set_fail_io`], and returns once every connection has answered all that it had
@@ -183,7 +183,7 @@ impl Server {
             // A thread that has ended has nothing at the backend: its ring is gone.
             let handles = self.lock();
             let serving = handles.iter().filter(|handle| !handle.thread.is_finished());
-            let failing: Option<u32> = serving.map(|handle| handle.mailbox.failing()).sum();
+            let failing: Option<u32> = serving.map(|handle| handle.control.failing()).sum();
             drop(handles);
             let over = Instant::now() >= until;
             match failing {
@@ -202,14 +202,14 @@ impl Server {
     /// is the default one.
     pub fn set_policy(&self, policy: Policy) {
         let handles = self.lock();
-        self.rules.set(policy);
-        handles.iter().for_each(|handle| handle.mailbox.waker().wake());
+        self.policy.set(policy);
+        handles.iter().for_each(|handle| handle.control.waker().wake());
     }
 
     /// Has `waker` woken whenever the statistics page shows an outage of the backend that it did not
     /// show before, or no longer shows one.
     pub fn watch_outages(&self, waker: Waker) {
-        self.rules.set_watcher(waker);
+        self.policy.set_watcher(waker);
     }
 
     /// Ends every connection: running requests are finished and answered, until `limit` has passed;
@@ -219,7 +219,7 @@ impl Server {
     /// # Errors
     /// `TimedOut`, as said.
     pub fn stop(&self, limit: Duration) -> Result<()> {
-        self.lock().iter().for_each(|handle| handle.mailbox.ask(Desired::Stop));
+        self.lock().iter().for_each(|handle| handle.control.ask(Desired::Stop));
         self.wait(limit).or_else(|_| self.abort())
     }
 
@@ -229,7 +229,7 @@ impl Server {
     /// `TimedOut` when some backend holds on to a thread for longer than seconds.
     pub fn abort(&self) -> Result<()> {
         const ABORT_LIMIT: Duration = Duration::from_secs(5);
-        self.lock().iter().for_each(|handle| handle.mailbox.ask(Desired::Abort));
+        self.lock().iter().for_each(|handle| handle.control.ask(Desired::Abort));
         self.wait(ABORT_LIMIT)
     }
 
@@ -248,10 +248,10 @@ impl Server {
     }
 
     /// The levels of every connection.
-    pub(super) fn mailboxes(&self) -> Vec<Arc<Mailbox>> {
+    pub(super) fn controls(&self) -> Vec<Arc<Control>> {
         let handles = self.lock();
         let live = handles.iter().filter(|handle| !handle.thread.is_finished());
-        live.map(|handle| Arc::clone(&handle.mailbox)).collect()
+        live.map(|handle| Arc::clone(&handle.control)).collect()
     }
 
     /// With `unread`, the connection has begun elsewhere and rests.
@@ -277,8 +277,8 @@ impl Server {
         let recorder = recorder.ok_or_else(full)?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let failed = |error| Error::from_io("cannot start a connection's thread", error);
-        let mailbox = Arc::new(Mailbox::new(desired).map_err(failed)?);
-        mailbox.set_fail_io(self.fail_io.load(Ordering::Relaxed));
+        let control = Arc::new(Control::new(desired).map_err(failed)?);
+        control.set_fail_io(self.fail_io.load(Ordering::Relaxed));
         let (ready, started) = bounded(1);
         let task = Task {
             id,
@@ -286,8 +286,8 @@ impl Server {
             unread: unread.unwrap_or_default(),
             image: Arc::clone(&self.image),
             export: self.export.clone(),
-            mailbox: Arc::clone(&mailbox),
-            rules: Arc::clone(&self.rules),
+            control: Arc::clone(&control),
+            policy: Arc::clone(&self.policy),
             limits: self.limits,
             events: self.events.clone(),
         };
@@ -307,7 +307,7 @@ impl Server {
             Err(Error::new(ErrorKind::Internal, "a connection's thread died at its start"))
         });
         setup?;
-        handles.push(Handle { mailbox, thread });
+        handles.push(Handle { control, thread });
         Ok(id)
     }
 
@@ -364,8 +364,8 @@ struct Task {
     unread: Vec<u8>,
     image: Arc<dyn Image>,
     export: ExportName,
-    mailbox: Arc<Mailbox>,
-    rules: Arc<Rules>,
+    control: Arc<Control>,
+    policy: Arc<ActivePolicy>,
     limits: Limits,
     events: Sender<Event>,
 }
@@ -390,9 +390,9 @@ impl Task {
             Kind::Kernel => None,
             Kind::Client => Some(self.export()),
         };
-        let Self { image, mailbox, rules, limits, .. } = self;
+        let Self { image, control, policy, limits, .. } = self;
         let connection =
-            Connection::new(socket, &self.unread, image, mailbox, rules, recorder, limits);
+            Connection::new(socket, &self.unread, image, control, policy, recorder, limits);
         let mut connection = match connection {
             Ok(connection) => connection,
             Err(error) => {
@@ -401,8 +401,8 @@ impl Task {
             }
         };
         let _ = ready.send(Ok(()));
-        let greeted = export.map_or(Ok(()), |export| connection.greet(export));
-        Some(match greeted {
+        let negotiated = export.map_or(Ok(()), |export| connection.negotiate(export));
+        Some(match negotiated {
             Ok(()) => connection.transmit(),
             Err(end) => end,
         })

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::End;
 use super::connection::{CANCEL, Connection, DEADLINE, RECEIVE};
-use super::mailbox::Desired;
+use super::control::Desired;
 use cleat_nbd::handshake::{Export, Handshake, Step};
 
 /// How long a client may take for its handshake.
@@ -15,14 +15,14 @@ impl Connection {
     ///
     /// # Errors
     /// How the connection ended instead.
-    pub(super) fn greet(&mut self, export: Export) -> Result<(), End> {
+    pub(super) fn negotiate(&mut self, export: Export) -> Result<(), End> {
         let mut out = Vec::new();
         let mut handshake = Handshake::new(export, &mut out);
         // Without it, a client that says nothing would keep its place for ever.
         assert!(self.ring.timeout(HANDSHAKE_LIMIT, DEADLINE), "a new connection's ring has room");
         loop {
-            let (eaten, step) = handshake.advance(self.inbound.unread(), &mut out);
-            self.inbound.eat(eaten);
+            let (eaten, step) = handshake.advance(self.receive_buffer.unread(), &mut out);
+            self.receive_buffer.eat(eaten);
             let sent = self.send_all(&mut out);
             match step {
                 // Whoever says goodbye need not wait for the answer.
@@ -51,16 +51,16 @@ impl Connection {
         let mut buffer = self.pool.take(out.len()).ok_or(End::Aborted)?;
         buffer.payload_mut().copy_from_slice(out);
         out.clear();
-        self.outbound.push_buffer(buffer, &mut self.pool);
-        while !self.outbound.is_idle() {
+        self.sending.push_buffer(buffer, &mut self.pool);
+        while !self.sending.is_idle() {
             self.step()?;
         }
         Ok(())
     }
 
     fn receive_more(&mut self) -> Result<(), End> {
-        self.inbound.receive(&mut self.ring, self.socket, RECEIVE);
-        while self.inbound.is_receiving() {
+        self.receive_buffer.receive(&mut self.ring, self.socket, RECEIVE);
+        while self.receive_buffer.is_receiving() {
             self.step()?;
         }
         Ok(())
@@ -68,7 +68,7 @@ impl Connection {
 
     fn step(&mut self) -> Result<(), End> {
         self.turn().map_err(End::Ring)?;
-        if self.mailbox.desired() == Desired::Abort {
+        if self.control.desired() == Desired::Abort {
             return Err(End::Aborted);
         }
         self.ending.take().map_or(Ok(()), Err)

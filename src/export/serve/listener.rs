@@ -1,8 +1,4 @@
-//! `cleat serve`: one volume behind a listening socket, for NBD clients.
-//!
-//! Comes in: a volume and an address. Goes out: the volume's data path, until SIGTERM or SIGINT;
-//! then running requests are finished, and the socket's file is removed. Before the volume is open they
-//! end it, too.
+//! The listening socket of `cleat serve`: bound, private, and removed with its owner.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -10,34 +6,17 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, Signal};
-use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, setsockopt,
     socket, sockopt,
 };
 use nix::sys::stat::{Mode, fchmod};
 
-use super::opening::open_unless_told;
-use super::server::{Event, ExportName, Limits, Server};
-use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Image, OpenOptions, Waker, open};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_core::policy::Policy;
-use cleat_statistics::Page;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 64;
-
-/// How long running requests may take once the end is asked for.
-const STOP_LIMIT: Duration = Duration::from_secs(10);
-
-/// How long nothing is accepted when the process or the system has no descriptor left.
-const EXHAUSTED_PAUSE_MS: u16 = 200;
 
 /// A TCP client is asked for a sign of life after this idle time, then at this interval, in seconds.
 const KEEPALIVE_IDLE_S: u32 = 60;
@@ -45,23 +24,6 @@ const KEEPALIVE_INTERVAL_S: u32 = 15;
 
 /// How long a TCP client may leave bytes or probes without an answer, in milliseconds.
 const DEAD_PEER_LIMIT_MS: u32 = 120_000;
-
-/// What to serve, and where.
-#[derive(Debug, Clone)]
-pub struct ServeOptions {
-    /// The volume.
-    pub uri: VolumeUri,
-    /// Where clients connect.
-    pub address: Address,
-    /// How the volume is opened.
-    pub open: OpenOptions,
-    /// Clients at one time.
-    pub connections: usize,
-    /// The export's name; the empty one works for every client.
-    pub export_name: String,
-    /// What happens in an outage of the backend, and how fast the volume may go.
-    pub policy: Policy,
-}
 
 /// Where clients connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,158 +43,15 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// Serves until SIGTERM or SIGINT. `ready` is called with the address (the port that the system
-/// chose included) once clients can connect.
-///
-/// # Errors
-/// When the volume cannot be opened, or the address not be used; `Aborted` for a signal before that.
-pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
-    // Before any thread is made: each inherits the mask, and the signals arrive here alone.
-    let signals = catch_signals()?;
-    let (uri, how) = (options.uri.clone(), options.open.clone());
-    let image = open_unless_told(&signals, move || open(&uri, &how))?;
-    let (page, _) = Page::create()?;
-    let export = ExportName { name: options.export_name.clone(), description: String::new() };
-    let limits = Limits { connections: options.connections, ..Limits::default() };
-    let (server, events) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
-    server.set_policy(options.policy);
-    let mut outages = Outages::watch(&server, page, Arc::clone(&image))?;
-    let listener = Listener::bind(&options.address)?;
-    let log = std::thread::Builder::new().name("events".into()).spawn(move || {
-        for Event::ConnectionEnded { id, end } in events {
-            if end.is_orderly() {
-                tracing::debug!(connection = id, "{end}");
-            } else {
-                tracing::warn!(connection = id, "connection lost: {end}");
-            }
-        }
-    });
-    log.map_err(|error| Error::from_io("cannot start a thread", error))?;
-    let address = listener.address()?;
-    if let Address::Tcp(tcp) = address
-        && !tcp.ip().is_loopback()
-    {
-        tracing::warn!(
-            "{tcp} can be reached from other machines, and there is neither encryption nor \
-             authentication: whoever connects can read{} the volume",
-            if options.open.read_only { "" } else { " and write" }
-        );
-    }
-    tracing::info!(volume = %options.uri, %address, "serving");
-    ready(&address);
-    let accepted = accept_until_signal(&listener, &signals, &server, &mut outages);
-    // No more clients, and nobody who finds a socket that nobody serves.
-    drop(listener);
-    let ended = accepted.and(server.stop(STOP_LIMIT));
-    drop(server);
-    image.close();
-    ended
-}
-
-pub(super) fn catch_signals() -> Result<SignalFd> {
-    let mut wanted = SigSet::empty();
-    wanted.add(Signal::SIGTERM);
-    wanted.add(Signal::SIGINT);
-    let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
-    wanted
-        .thread_block()
-        .and_then(|()| SignalFd::with_flags(&wanted, flags))
-        .map_err(|error| Error::from_io("cannot catch signals", error.into()))
-}
-
-/// Tells of outages of the backend: a client only sees that nothing comes.
-struct Outages {
-    waker: Waker,
-    page: Page,
-    image: Arc<dyn Image>,
-    told: bool,
-}
-
-impl Outages {
-    fn watch(server: &Server, page: Page, image: Arc<dyn Image>) -> Result<Self> {
-        let waker = Waker::new().map_err(|error| Error::from_io("no descriptor left", error))?;
-        server.watch_outages(waker.clone());
-        Ok(Self { waker, page, image, told: false })
-    }
-
-    fn look(&mut self) {
-        self.waker.take();
-        let lasts = self.page.snapshot().outage_since_ns != 0;
-        match (std::mem::replace(&mut self.told, lasts), lasts) {
-            (false, true) => tracing::warn!(
-                reason = self.image.trouble().as_deref().unwrap_or("unknown"),
-                "the backend does not answer"
-            ),
-            (true, false) => tracing::warn!("the backend answers again"),
-            _ => {}
-        }
-    }
-}
-
-fn accept_until_signal(
-    listener: &Listener,
-    signals: &SignalFd,
-    server: &Server,
-    outages: &mut Outages,
-) -> Result<()> {
-    let failed = |error| Error::from_io("cannot wait for clients", error);
-    loop {
-        let mut waiting = [
-            PollFd::new(signals.as_fd(), PollFlags::POLLIN),
-            PollFd::new(listener.as_fd(), PollFlags::POLLIN),
-            PollFd::new(outages.waker.descriptor(), PollFlags::POLLIN),
-        ];
-        match poll(&mut waiting, PollTimeout::NONE) {
-            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
-            Err(error) => return Err(failed(error.into())),
-        }
-        let woken = waiting[2].any().unwrap_or(true);
-        if woken {
-            outages.look();
-        }
-        if let Ok(Some(signal)) = signals.read_signal() {
-            tracing::info!(signal = signal.ssi_signo, "stopping");
-            return Ok(());
-        }
-        match listener.accept() {
-            Ok(client) => {
-                if let Err(error) = server.add_client(client) {
-                    tracing::warn!("client turned away: {}", error.report());
-                }
-            }
-            Err(error) if is_exhausted(&error) => {
-                tracing::warn!("cannot accept: {error}");
-                // Only the end is looked out for meanwhile.
-                let mut waiting = [PollFd::new(signals.as_fd(), PollFlags::POLLIN)];
-                let _ = poll(&mut waiting, EXHAUSTED_PAUSE_MS);
-            }
-            Err(error) if is_transient(&error) => {}
-            Err(error) => return Err(failed(error)),
-        }
-    }
-}
-
-fn is_exhausted(error: &io::Error) -> bool {
-    let codes = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
-    error.raw_os_error().is_some_and(|code| codes.contains(&code))
-}
-
-/// The client went away before it was accepted (see accept(2), "Error handling").
-fn is_transient(error: &io::Error) -> bool {
-    use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted, WouldBlock};
-    matches!(error.kind(), ConnectionAborted | ConnectionReset | Interrupted | WouldBlock)
-        || matches!(error.raw_os_error(), Some(libc::EPROTO | libc::ENETDOWN | libc::EHOSTUNREACH))
-}
-
 /// A bound socket; its file, if it has one, is removed with it.
 #[derive(Debug)]
-enum Listener {
+pub(super) enum Listener {
     Unix { socket: UnixListener, path: PathBuf, inode: u64 },
     Tcp(TcpListener),
 }
 
 impl Listener {
-    fn bind(address: &Address) -> Result<Self> {
+    pub(super) fn bind(address: &Address) -> Result<Self> {
         match address {
             Address::Unix(path) => Self::bind_unix(path),
             Address::Tcp(address) => {
@@ -258,7 +77,7 @@ impl Listener {
         Ok(Self::Unix { socket, path: path.to_owned(), inode })
     }
 
-    fn accept(&self) -> io::Result<OwnedFd> {
+    pub(super) fn accept(&self) -> io::Result<OwnedFd> {
         match self {
             Self::Unix { socket, .. } => {
                 let (stream, _): (UnixStream, _) = socket.accept()?;
@@ -273,7 +92,7 @@ impl Listener {
         }
     }
 
-    fn address(&self) -> Result<Address> {
+    pub(super) fn address(&self) -> Result<Address> {
         match self {
             Self::Unix { path, .. } => Ok(Address::Unix(path.clone())),
             Self::Tcp(socket) => socket
@@ -374,6 +193,18 @@ fn bind_error(address: &str, error: io::Error) -> Error {
 fn in_use(address: &str) -> Error {
     Error::new(ErrorKind::InUse, format!("another server listens on {address}"))
         .with_repair("stop that server, or choose another address")
+}
+
+pub(super) fn is_exhausted(error: &io::Error) -> bool {
+    let codes = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+/// The client went away before it was accepted (see accept(2), "Error handling").
+pub(super) fn is_transient(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted, WouldBlock};
+    matches!(error.kind(), ConnectionAborted | ConnectionReset | Interrupted | WouldBlock)
+        || matches!(error.raw_os_error(), Some(libc::EPROTO | libc::ENETDOWN | libc::EHOSTUNREACH))
 }
 
 #[cfg(test)]

@@ -26,8 +26,8 @@ use std::time::Duration;
 use nix::sys::socket::{MsgFlags, send};
 
 use super::connection::{Connection, LOOK};
-use super::rules::Rules;
-use super::slab::Running;
+use super::in_flight::Running;
+use super::policy::ActivePolicy;
 use cleat_backend::RequestId;
 use cleat_core::request::{Op, Request};
 use cleat_nbd::structured;
@@ -50,7 +50,7 @@ const OFFERED: u64 = 1 << 32;
 #[derive(Debug)]
 pub(super) struct Shortcut {
     socket: Arc<OwnedFd>,
-    rules: Arc<Rules>,
+    policy: Arc<ActivePolicy>,
     state: AtomicU64,
     // Of the request; written before it is offered.
     cookie: AtomicU64,
@@ -71,10 +71,10 @@ enum Offer {
 }
 
 impl Shortcut {
-    pub(super) fn new(socket: Arc<OwnedFd>, rules: Arc<Rules>) -> Self {
+    pub(super) fn new(socket: Arc<OwnedFd>, policy: Arc<ActivePolicy>) -> Self {
         Self {
             socket,
-            rules,
+            policy,
             state: AtomicU64::new(MINE),
             cookie: AtomicU64::default(),
             offset: AtomicU64::default(),
@@ -131,7 +131,7 @@ impl cleat_backend::Shortcut for Shortcut {
         if self.state.compare_exchange(offered, ANSWERING, acquire, relaxed).is_err() {
             return false;
         }
-        self.ended_ns.store(self.rules.elapsed_ns(), Ordering::Relaxed);
+        self.ended_ns.store(self.policy.elapsed_ns(), Ordering::Relaxed);
         self.reply(buffer);
         true
     }
@@ -158,12 +158,12 @@ impl Connection {
     /// Before waiting: offers the only request to the backend's thread, if nothing but its end is waited
     /// for. Returns whether it did.
     pub(super) fn offer(&mut self) -> bool {
-        let Some((id, running)) = self.slab.only() else { return false };
+        let Some((id, running)) = self.in_flight.only() else { return false };
         let Running { cookie, request, started_ns, answered, retried } = *running;
         let nothing_else = self.answered_elsewhere.is_none()
-            && self.outbound.is_idle()
+            && self.sending.is_idle()
             && self.at_boundary()
-            && self.questions.unanswered() == 0
+            && self.block_status.unanswered() == 0
             && self.retries.is_quiet()
             && self.ending.is_none()
             && !self.is_pausing();
@@ -185,7 +185,7 @@ impl Connection {
 
     /// After waiting, before anything else.
     pub(super) fn take_back(&mut self) {
-        let only = self.slab.only().map(|(id, _)| id);
+        let only = self.in_flight.only().map(|(id, _)| id);
         match self.shortcut.take_back() {
             Offer::Untouched => {}
             // The backend will wake this thread.
@@ -202,7 +202,7 @@ impl Connection {
         let Running { cookie, request, started_ns, .. } = running;
         self.reply(cookie, Some(request), Ok(()), buffer);
         // Nothing else is in there: nothing was parsed meanwhile.
-        self.outbound.skip(self.shortcut.sent.load(Ordering::Relaxed), &mut self.pool);
+        self.sending.skip(self.shortcut.sent.load(Ordering::Relaxed), &mut self.pool);
         let took_ns = self.shortcut.ended_ns.load(Ordering::Relaxed).saturating_sub(started_ns);
         self.recorder.ended(request.op, request.length, took_ns, Ok(()));
     }

@@ -67,7 +67,7 @@ mod tests {
     use nix::sys::signal::{Signal, raise};
 
     use super::*;
-    use crate::listener::catch_signals;
+    use crate::serve::catch_signals;
     use cleat_backend::OpenOptions;
 
     #[test]

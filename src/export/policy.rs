@@ -11,7 +11,7 @@ use cleat_core::policy::Policy;
 
 /// See the file's comment.
 #[derive(Debug)]
-pub(super) struct Rules {
+pub(super) struct ActivePolicy {
     pub(super) limiter: Limiter,
     /// Of every time in nanoseconds.
     epoch: Instant,
@@ -21,16 +21,16 @@ pub(super) struct Rules {
     watcher: Mutex<Option<Waker>>,
 }
 
-impl Rules {
+impl ActivePolicy {
     pub(super) fn new(policy: Policy) -> Self {
-        let rules = Self {
+        let active = Self {
             limiter: Limiter::default(),
             epoch: Instant::now(),
             patience_ns: AtomicU64::new(0),
             watcher: Mutex::default(),
         };
-        rules.set(policy);
-        rules
+        active.set(policy);
+        active
     }
 
     /// Changes the policy; the connections must be woken to look at it.

@@ -17,7 +17,7 @@ const SHORT_RECEIVE_LEN: usize = 512;
 
 /// See the file's comment.
 #[derive(Debug)]
-pub(super) struct Inbound {
+pub(super) struct ReceiveBuffer {
     /// `None` while the ring has it.
     buffer: Option<Buffer>,
     pos: usize,
@@ -51,7 +51,7 @@ pub(super) struct Write {
     pub(super) buffer: Buffer,
 }
 
-impl Inbound {
+impl ReceiveBuffer {
     pub(super) fn new() -> Self {
         Self {
             buffer: Some(Buffer::zeroed(RECEIVE_LEN)),
@@ -63,12 +63,17 @@ impl Inbound {
         }
     }
 
-    /// As [`Inbound::new`], with bytes that somebody else has received. `None` for more than fit.
+    /// As [`ReceiveBuffer::new`], with bytes that somebody else has received. `None` for more than fit.
     pub(super) fn with_unread(bytes: &[u8]) -> Option<Self> {
-        let mut inbound = Self::new();
-        inbound.buffer.as_mut()?.payload_mut().get_mut(..bytes.len())?.copy_from_slice(bytes);
-        inbound.end = bytes.len();
-        Some(inbound)
+        let mut receive_buffer = Self::new();
+        receive_buffer
+            .buffer
+            .as_mut()?
+            .payload_mut()
+            .get_mut(..bytes.len())?
+            .copy_from_slice(bytes);
+        receive_buffer.end = bytes.len();
+        Some(receive_buffer)
     }
 
     /// Whether a receive is under way; nothing can be eaten meanwhile.

@@ -18,7 +18,7 @@ use cleat_core::volume::Extent;
 use cleat_nbd::structured;
 use cleat_nbd::wire::simple_reply;
 
-/// Questions of one connection that are not answered.
+/// BlockStatus of one connection that are not answered.
 const MAX_QUESTIONS: usize = 16;
 
 /// Extents of one answer, which then fits a small buffer.
@@ -56,7 +56,7 @@ fn tell(message: &'static str, error: &dyn std::fmt::Display) {
 }
 
 /// What a connection asks of its volume.
-pub(super) struct Questions {
+pub(super) struct BlockStatus {
     image: Arc<dyn Image>,
     answers: Arc<Answers>,
     /// To the thread, once there is one.
@@ -114,7 +114,7 @@ impl Drop for Question {
     }
 }
 
-impl Questions {
+impl BlockStatus {
     pub(super) fn new(image: Arc<dyn Image>, waker: Waker) -> Self {
         let answers = Arc::new(Answers { list: Mutex::default(), waker });
         Self { image, answers, sender: None, unanswered: 0 }
@@ -162,32 +162,32 @@ impl Connection {
     /// Asks the volume.
     pub(super) fn ask_status(&mut self, cookie: u64, offset: u64, length: u64, one: bool) {
         if self.fail_io {
-            return self.outbound.push(&simple_reply(cookie, Err(IoError::Broken)));
+            return self.sending.push(&simple_reply(cookie, Err(IoError::Broken)));
         }
-        self.questions.ask(cookie, offset, length, if one { 1 } else { MAX_EXTENTS });
+        self.block_status.ask(cookie, offset, length, if one { 1 } else { MAX_EXTENTS });
     }
 
     /// Replies to what the volume has answered.
     pub(super) fn tell_statuses(&mut self) {
-        for Answer { cookie, extents } in self.questions.take() {
+        for Answer { cookie, extents } in self.block_status.take() {
             let extents = match extents {
                 Ok(extents) if !self.fail_io && !extents.is_empty() => extents,
                 failed => {
                     let error = failed.err().unwrap_or(IoError::Broken);
-                    self.outbound.push(&simple_reply(cookie, Err(error)));
+                    self.sending.push(&simple_reply(cookie, Err(error)));
                     continue;
                 }
             };
             match self.pool.take(structured::status_len(extents.len())) {
                 Some(mut buffer) => {
                     structured::put_status(buffer.payload_mut(), cookie, &extents);
-                    self.outbound.push_buffer(buffer, &mut self.pool);
+                    self.sending.push_buffer(buffer, &mut self.pool);
                 }
                 None => {
                     // Payloads have all the memory; the client asks for the rest.
                     let mut bytes = [0; structured::STATUS_HEADER_LEN + structured::EXTENT_LEN];
                     structured::put_status(&mut bytes, cookie, &extents[..1]);
-                    self.outbound.push(&bytes);
+                    self.sending.push(&bytes);
                 }
             }
         }

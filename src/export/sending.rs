@@ -5,11 +5,11 @@ use cleat_sys::buffer::Buffer;
 use cleat_sys::gather::Gather;
 use cleat_sys::ring::{FileSlot, Ring, Token};
 
-use super::pool::Pool;
+use super::buffer_pool::BufferPool;
 
 /// See the file's comment.
 #[derive(Debug)]
-pub(super) struct Outbound {
+pub(super) struct Sending {
     filling: Box<Gather>,
     /// The other list, while it is neither with the ring nor waiting to go on.
     spare: Option<Box<Gather>>,
@@ -19,7 +19,7 @@ pub(super) struct Outbound {
     broken: bool,
 }
 
-impl Outbound {
+impl Sending {
     /// Room for `depth` replies to gather, and as many under way.
     pub(super) fn new(depth: usize) -> Self {
         let list = || Box::new(Gather::new(depth));
@@ -50,7 +50,7 @@ impl Outbound {
     }
 
     /// Queues a reply with its header in `buffer`.
-    pub(super) fn push_buffer(&mut self, buffer: Buffer, pool: &mut Pool) {
+    pub(super) fn push_buffer(&mut self, buffer: Buffer, pool: &mut BufferPool) {
         if self.broken {
             pool.give(buffer);
         } else {
@@ -60,7 +60,7 @@ impl Outbound {
     }
 
     /// Notes that `bytes` of the only reply that is queued have left by another way.
-    pub(super) fn skip(&mut self, bytes: usize, pool: &mut Pool) {
+    pub(super) fn skip(&mut self, bytes: usize, pool: &mut BufferPool) {
         if self.broken {
             return;
         }
@@ -91,7 +91,7 @@ impl Outbound {
     }
 
     /// Takes the end of a send: `bytes` have left.
-    pub(super) fn sent(&mut self, mut gather: Box<Gather>, bytes: usize, pool: &mut Pool) {
+    pub(super) fn sent(&mut self, mut gather: Box<Gather>, bytes: usize, pool: &mut BufferPool) {
         gather.advance(bytes);
         if gather.unsent() > 0 && !self.broken {
             self.rest = Some(gather);
@@ -102,7 +102,7 @@ impl Outbound {
     }
 
     /// Throws away what is queued, and all that will be: the peer is gone.
-    pub(super) fn break_off(&mut self, pool: &mut Pool) {
+    pub(super) fn break_off(&mut self, pool: &mut BufferPool) {
         self.broken = true;
         self.queued = 0;
         self.filling.take_buffers().for_each(|buffer| pool.give(buffer));

@@ -12,7 +12,7 @@ pub(super) const LARGEST: usize = SMALLEST << (CLASSES - 1);
 
 /// The pool of one connection.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub(super) struct BufferPool {
     free: [Vec<Buffer>; CLASSES],
     budget: usize,
     used: usize,
@@ -20,7 +20,7 @@ pub(super) struct Pool {
     taken_count: u64,
 }
 
-impl Pool {
+impl BufferPool {
     /// A pool whose buffers, used and kept, take at most `budget` bytes; but one is always given,
     /// so that a request of any size can be served alone.
     pub(super) fn new(budget: usize) -> Self {
@@ -50,7 +50,7 @@ impl Pool {
         Some(buffer)
     }
 
-    /// Whether [`Pool::take`] would give a buffer of `len` bytes now.
+    /// Whether [`BufferPool::take`] would give a buffer of `len` bytes now.
     pub(super) fn has_room(&self, len: usize) -> bool {
         let class = class(len);
         let bytes = (SMALLEST << class) + HEADROOM;
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn buffers_come_back_and_are_used_again() {
-        let mut pool = Pool::new(1 << 20);
+        let mut pool = BufferPool::new(1 << 20);
         let buffer = pool.take(5000).unwrap();
         assert_eq!((buffer.len(), buffer.capacity()), (5000, 8192));
         let address = buffer.payload_ptr();
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn the_budget_holds_for_used_and_kept_together() {
-        let mut pool = Pool::new(10 * (4096 + HEADROOM));
+        let mut pool = BufferPool::new(10 * (4096 + HEADROOM));
         let mut used: Vec<_> = std::iter::from_fn(|| pool.take(4096)).collect();
         assert_eq!(used.len(), 10);
         used.drain(..).for_each(|buffer| pool.give(buffer));
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn one_request_of_any_size_is_always_admitted() {
-        let mut pool = Pool::new(64 << 10);
+        let mut pool = BufferPool::new(64 << 10);
         let small = pool.take(1).unwrap();
         assert!(pool.take(LARGEST).is_none());
         pool.give(small);

@@ -26,7 +26,7 @@ pub(super) enum Desired {
 
 /// One connection's levels, shared with its thread.
 #[derive(Debug)]
-pub(super) struct Mailbox {
+pub(super) struct Control {
     desired: AtomicU8,
     fail_io: AtomicBool,
     /// The socket has been given away: nobody here shuts it down.
@@ -39,7 +39,7 @@ pub(super) struct Mailbox {
 
 const NOT_FAILING: u32 = u32::MAX;
 
-impl Mailbox {
+impl Control {
     /// All quiet: `desired`, fail nothing.
     ///
     /// # Errors
@@ -108,7 +108,7 @@ impl Mailbox {
         self.failing.store(count.unwrap_or(NOT_FAILING), Ordering::Release);
     }
 
-    /// What [`Mailbox::tell_failing`] said last.
+    /// What [`Control::tell_failing`] said last.
     pub(super) fn failing(&self) -> Option<u32> {
         Some(self.failing.load(Ordering::Acquire)).filter(|count| *count != NOT_FAILING)
     }

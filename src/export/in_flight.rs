@@ -20,7 +20,7 @@ pub(super) struct Running {
 
 /// A fixed number of places, and the order in which those that are taken were.
 #[derive(Debug)]
-pub(super) struct Slab {
+pub(super) struct InFlight {
     places: Vec<Option<Running>>,
     free: Vec<RequestId>,
     /// A ring of neighbours by age; the last one stands between the youngest and the oldest.
@@ -33,7 +33,7 @@ struct Neighbours {
     younger: RequestId,
 }
 
-impl Slab {
+impl InFlight {
     /// Room for `depth` requests.
     pub(super) fn new(depth: u32) -> Self {
         Self {
@@ -129,19 +129,19 @@ mod tests {
 
     #[test]
     fn places_are_bounded_and_used_again() {
-        let mut slab = Slab::new(2);
-        let first = slab.insert(READ);
-        let second = slab.insert(Running { cookie: 8, ..READ });
-        assert!(!slab.has_room());
+        let mut in_flight = InFlight::new(2);
+        let first = in_flight.insert(READ);
+        let second = in_flight.insert(Running { cookie: 8, ..READ });
+        assert!(!in_flight.has_room());
         assert_ne!(first, second);
-        assert_eq!(slab.remove(first).cookie, 7);
-        assert_eq!((slab.len(), slab.iter_mut().count()), (1, 1));
-        assert_eq!(slab.insert(READ), first);
+        assert_eq!(in_flight.remove(first).cookie, 7);
+        assert_eq!((in_flight.len(), in_flight.iter_mut().count()), (1, 1));
+        assert_eq!(in_flight.insert(READ), first);
     }
 
     #[test]
     fn the_oldest_is_known_in_whatever_order_they_end() {
-        let mut slab = Slab::new(8);
+        let mut in_flight = InFlight::new(8);
         let mut running: Vec<(u64, RequestId)> = Vec::new();
         let mut state = 1_u64;
         for started_ns in 0..5000 {
@@ -150,21 +150,21 @@ mod tests {
             let chosen = usize::try_from(state >> 33).unwrap();
             if running.len() == 8 || chosen % 2 == 0 && !running.is_empty() {
                 let (started_ns, id) = running.remove(chosen / 2 % running.len());
-                assert_eq!(slab.remove(id).started_ns, started_ns);
+                assert_eq!(in_flight.remove(id).started_ns, started_ns);
             } else {
-                running.push((started_ns, slab.insert(Running { started_ns, ..READ })));
+                running.push((started_ns, in_flight.insert(Running { started_ns, ..READ })));
             }
-            assert_eq!(slab.oldest(), running.iter().map(|(started_ns, _)| *started_ns).min());
+            assert_eq!(in_flight.oldest(), running.iter().map(|(started_ns, _)| *started_ns).min());
         }
-        assert!(slab.places.iter().any(Option::is_some));
+        assert!(in_flight.places.iter().any(Option::is_some));
     }
 
     #[test]
     #[should_panic(expected = "each request ends once")]
     fn ending_twice_is_a_defect() {
-        let mut slab = Slab::new(1);
-        let id = slab.insert(READ);
-        slab.remove(id);
-        slab.remove(id);
+        let mut in_flight = InFlight::new(1);
+        let id = in_flight.insert(READ);
+        in_flight.remove(id);
+        in_flight.remove(id);
     }
 }
