@@ -18,8 +18,8 @@ use std::process::{Command, Stdio};
 
 use cleat_nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
 use cleat_sys::buffer::Buffer;
-use cleat_sys::gather::Gather;
 use cleat_sys::ring::{Ring, Token};
+use cleat_sys::send_list::SendList;
 use common::{Server, compare};
 
 const SIZE: usize = 256 << 20;
@@ -95,7 +95,7 @@ fn serve_raw(socket: &Path) {
     let slot = ring.register(stream.as_fd()).unwrap();
     let mut memory = vec![0; SIZE];
     let (mut input, mut end) = (Buffer::zeroed(INPUT), 0);
-    let (mut gather, mut spare) = (Box::new(Gather::new(4)), Some(Buffer::zeroed(INPUT)));
+    let (mut send_list, mut spare) = (Box::new(SendList::new(4)), Some(Buffer::zeroed(INPUT)));
     let wait = |ring: &mut Ring| loop {
         if let Some(done) = ring.next() {
             return done;
@@ -123,14 +123,14 @@ fn serve_raw(socket: &Path) {
             spare = Some(output);
             continue;
         }
-        gather.push_buffer(output);
-        while gather.unsent() > 0 {
-            ring.send(slot, gather, Token(2)).unwrap();
+        send_list.push_buffer(output);
+        while send_list.unsent() > 0 {
+            ring.send(slot, send_list, Token(2)).unwrap();
             let done = wait(&mut ring);
-            gather = done.gather.unwrap();
-            gather.advance(usize::try_from(done.result).unwrap());
+            send_list = done.send_list.unwrap();
+            send_list.advance(usize::try_from(done.result).unwrap());
         }
-        spare = gather.take_buffers().next();
+        spare = send_list.take_buffers().next();
     }
 }
 

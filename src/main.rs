@@ -17,5 +17,5 @@ fn main() {
     // Before anything else that a client needs: a worker is a process per volume, and stays small.
     let is_worker = std::env::args_os().nth(1).is_some_and(|command| command == "worker");
     let code = if is_worker { cleat_worker::process::main() } else { cleat::cli::main() };
-    cleat_sys::process::end(code);
+    cleat_sys::process::exit_now(code);
 }

@@ -393,10 +393,10 @@ fn simulated_io_survives_a_worker_crash() {
 
 #[test]
 fn simulated_faults_show() {
-    let script = Script { hurry: true, devices: 1, devices_max: 1, ..Script::default() };
+    let script = Script { skip_waits: true, devices: 1, devices_max: 1, ..Script::default() };
     let kernel = SimKernel::new(script);
 
-    kernel.inject(Call::Connect, Fault::LoseLink);
+    kernel.inject(Call::Connect, Fault::NoSymlink);
     let mapped = connect(&kernel, "faulty", 1);
     let lost = kernel.wait_ready(mapped.index, &mapped.identity, SIZE, soon()).unwrap_err();
     assert_eq!(lost.kind(), ErrorKind::TimedOut);

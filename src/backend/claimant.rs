@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use cleat_core::error::{Error, Result};
-use cleat_sys::machine;
+use cleat_sys::host;
 use cleat_sys::process::{is_gone, pid_namespace, started_ticks};
 
 /// Names that many machines have: they prove nothing.
@@ -35,7 +35,7 @@ impl Claimant {
     /// # Errors
     /// When /proc is not there.
     pub fn alone(node: &str, take_over: bool) -> Result<Self> {
-        let (node, machine, boot_id) = (node_name(node)?, machine::mark(), boot_id()?);
+        let (node, machine, boot_id) = (node_name(node)?, host::machine_id_hash(), boot_id()?);
         let process = ProcessMark::own();
         // Like the process, unique for this boot.
         let mark = process.map(|mark| format!("process-{}-{}", mark.pid, mark.started_ticks));
@@ -77,7 +77,7 @@ impl ProcessMark {
 /// When /proc is not there.
 pub fn node_name(configured: &str) -> Result<String> {
     match configured {
-        "" => machine::host_name().map_err(|e| Error::from_io("cannot read the host's name", e)),
+        "" => host::host_name().map_err(|e| Error::from_io("cannot read the host's name", e)),
         name => Ok(name.to_owned()),
     }
 }
@@ -87,7 +87,7 @@ pub fn node_name(configured: &str) -> Result<String> {
 /// # Errors
 /// As [`node_name`].
 pub fn boot_id() -> Result<String> {
-    machine::boot_id().map_err(|e| Error::from_io("cannot read the boot's id", e))
+    host::boot_id().map_err(|e| Error::from_io("cannot read the boot's id", e))
 }
 
 /// Whether a node's name tells one node from all others.

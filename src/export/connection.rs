@@ -344,7 +344,7 @@ impl Connection {
     }
 
     fn sent(&mut self, completion: Completion) {
-        let gather = completion.gather.expect("a send has its pieces");
+        let send_list = completion.send_list.expect("a send has its pieces");
         let result = completion.result;
         let retry = result == -libc::EINTR || result == -libc::EAGAIN;
         if result < 0 && !retry {
@@ -352,7 +352,7 @@ impl Connection {
             self.sending.break_off(&mut self.pool);
         }
         let bytes = usize::try_from(result).unwrap_or(0);
-        self.sending.sent(gather, bytes, &mut self.pool);
+        self.sending.sent(send_list, bytes, &mut self.pool);
     }
 
     pub(super) fn end_reading(&mut self, end: End) {

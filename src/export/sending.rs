@@ -2,19 +2,19 @@
 //! together. One send at a time, so a short one is simply continued.
 
 use cleat_sys::buffer::Buffer;
-use cleat_sys::gather::Gather;
 use cleat_sys::ring::{FileSlot, Ring, Token};
+use cleat_sys::send_list::SendList;
 
 use super::buffer_pool::BufferPool;
 
 /// See the file's comment.
 #[derive(Debug)]
 pub(super) struct Sending {
-    filling: Box<Gather>,
+    filling: Box<SendList>,
     /// The other list, while it is neither with the ring nor waiting to go on.
-    spare: Option<Box<Gather>>,
+    spare: Option<Box<SendList>>,
     /// A list whose send ended short.
-    rest: Option<Box<Gather>>,
+    rest: Option<Box<SendList>>,
     queued: usize,
     broken: bool,
 }
@@ -22,7 +22,7 @@ pub(super) struct Sending {
 impl Sending {
     /// Room for `depth` replies to gather, and as many under way.
     pub(super) fn new(depth: usize) -> Self {
-        let list = || Box::new(Gather::new(depth));
+        let list = || Box::new(SendList::new(depth));
         Self { filling: list(), spare: Some(list()), rest: None, queued: 0, broken: false }
     }
 
@@ -91,13 +91,18 @@ impl Sending {
     }
 
     /// Takes the end of a send: `bytes` have left.
-    pub(super) fn sent(&mut self, mut gather: Box<Gather>, bytes: usize, pool: &mut BufferPool) {
-        gather.advance(bytes);
-        if gather.unsent() > 0 && !self.broken {
-            self.rest = Some(gather);
+    pub(super) fn sent(
+        &mut self,
+        mut send_list: Box<SendList>,
+        bytes: usize,
+        pool: &mut BufferPool,
+    ) {
+        send_list.advance(bytes);
+        if send_list.unsent() > 0 && !self.broken {
+            self.rest = Some(send_list);
         } else {
-            gather.take_buffers().for_each(|buffer| pool.give(buffer));
-            self.spare = Some(gather);
+            send_list.take_buffers().for_each(|buffer| pool.give(buffer));
+            self.spare = Some(send_list);
         }
     }
 

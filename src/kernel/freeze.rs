@@ -14,11 +14,11 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::detach::{in_namespaces, mountinfo, uncovered};
-use super::disposable::Disposable;
+use super::bounded_call::BoundedCalls;
 use super::mounts::Proc;
-use super::sysfs::Family;
-use super::{DeviceIndex, Unmount};
+use super::sysfs::Disk;
+use super::unmount::{in_namespaces, mountinfo, uncovered};
+use super::{DeviceIndex, UnmountScope};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::block;
 use cleat_sys::descriptor::DeviceNumber;
@@ -29,7 +29,7 @@ const STUCK_MAX: usize = 64;
 /// What this process has frozen.
 #[derive(Debug)]
 pub(super) struct Freezes {
-    pub(super) threads: Disposable,
+    pub(super) threads: BoundedCalls,
     devices: Arc<Devices>,
 }
 
@@ -64,22 +64,22 @@ impl Drop for Turn {
 
 impl Default for Freezes {
     fn default() -> Self {
-        Self { threads: Disposable::new(STUCK_MAX), devices: Arc::default() }
+        Self { threads: BoundedCalls::new(STUCK_MAX), devices: Arc::default() }
     }
 }
 
 impl Freezes {
-    /// Freezes all file systems on `family`; those that somebody else has frozen already are returned.
+    /// Freezes all file systems on `disk`; those that somebody else has frozen already are returned.
     /// Where it fails, nothing stays frozen.
     pub(super) fn freeze(
         &self,
         proc: &Proc,
         index: DeviceIndex,
-        family: &Family,
+        disk: &Disk,
         deadline: Instant,
     ) -> Result<Vec<String>> {
         let what = format!("freeze what is mounted from /dev/nbd{index}");
-        let found = self.open_all(proc, family, deadline)?;
+        let found = self.open_all(proc, disk, deadline)?;
         let failed = |error| Error::from_io(format!("cannot {what}"), error);
         let files = found.into_iter().map(|(number, file)| Ok((number, file?)));
         let files = files.collect::<io::Result<Vec<_>>>().map_err(failed)?;
@@ -98,20 +98,20 @@ impl Freezes {
     }
 
     /// Thaws what was frozen by this process; or else by another one, which left `spared` as they were,
-    /// everything that is mounted, where `family` is given.
+    /// everything that is mounted, where `disk` is given.
     pub(super) fn thaw(
         &self,
         proc: &Proc,
         index: DeviceIndex,
-        family: Option<&Family>,
+        disk: Option<&Disk>,
         spared: &[String],
         deadline: Instant,
     ) -> Result<()> {
         if self.devices.lock().contains_key(&index) {
             return self.thaw_held(index, deadline);
         }
-        let Some(family) = family else { return Ok(()) };
-        let found = self.open_all(proc, family, deadline)?;
+        let Some(disk) = disk else { return Ok(()) };
+        let found = self.open_all(proc, disk, deadline)?;
         let mut unreachable = None;
         let wanted = found.into_iter().filter(|(number, _)| !spared.contains(&text(*number)));
         let files = wanted.filter_map(|(_, file)| file.map_err(|e| unreachable = Some(e)).ok());
@@ -149,13 +149,13 @@ impl Freezes {
         Ok(Turn { devices: Arc::clone(&self.devices), index })
     }
 
-    /// Every file system on `family`, once, in our own namespace where it is there.
-    fn open_all(&self, proc: &Proc, family: &Family, deadline: Instant) -> Result<Vec<Opened>> {
+    /// Every file system on `disk`, once, in our own namespace where it is there.
+    fn open_all(&self, proc: &Proc, disk: &Disk, deadline: Instant) -> Result<Vec<Opened>> {
         let found = in_namespaces(
             proc,
             &self.threads,
-            family,
-            Unmount::All,
+            disk,
+            UnmountScope::All,
             "look at mounts",
             deadline,
             open_here,
@@ -277,17 +277,17 @@ fn text(number: DeviceNumber) -> String {
     format!("{}:{}", number.major, number.minor)
 }
 
-/// The file systems on `family` that the calling thread sees, each with an open directory of it.
-fn open_here(proc: &File, family: &Family) -> io::Result<Vec<Opened>> {
+/// The file systems on `disk` that the calling thread sees, each with an open directory of it.
+fn open_here(proc: &File, disk: &Disk) -> io::Result<Vec<Opened>> {
     let text = mountinfo(proc)?;
     let (mut found, mut done): (Vec<Opened>, BTreeSet<(u32, u32)>) = (Vec::new(), BTreeSet::new());
-    for mount in super::mounts::parse_mountinfo(&text).filter(|mount| mount.is_on(family)) {
+    for mount in super::mounts::parse_mountinfo(&text).filter(|mount| mount.is_on(disk)) {
         if !found.iter().any(|(number, _)| *number == mount.number) {
             let covered = io::Error::other("every mount of it lies under another one");
             found.push((mount.number, Err(covered)));
         }
     }
-    for mount in uncovered(&text).filter(|mount| mount.is_on(family)) {
+    for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
         let key = (mount.number.major, mount.number.minor);
         if done.contains(&key) {
             continue;
@@ -335,14 +335,14 @@ mod tests {
     fn a_device_that_is_mounted_nowhere_is_frozen_and_thawed_as_it_is() {
         let (proc, freezes) = (Proc("/proc".into()), Freezes::default());
         let numbers = vec![DeviceNumber { major: 43, minor: 0xf_ffff }];
-        let family = Family { names: vec!["nbd9".into()], numbers };
-        assert!(freezes.freeze(&proc, 9, &family, soon()).unwrap().is_empty());
-        let again = freezes.freeze(&proc, 9, &family, soon()).unwrap_err();
+        let disk = Disk { names: vec!["nbd9".into()], numbers };
+        assert!(freezes.freeze(&proc, 9, &disk, soon()).unwrap().is_empty());
+        let again = freezes.freeze(&proc, 9, &disk, soon()).unwrap_err();
         assert_eq!(again.kind(), ErrorKind::TimedOut);
-        for family in [Some(&family), None] {
-            freezes.thaw(&proc, 9, family, &[], soon()).unwrap();
+        for disk in [Some(&disk), None] {
+            freezes.thaw(&proc, 9, disk, &[], soon()).unwrap();
         }
-        freezes.freeze(&proc, 9, &family, soon()).unwrap();
+        freezes.freeze(&proc, 9, &disk, soon()).unwrap();
     }
 
     /// The thread that freezes comes back after everybody has left: nothing stays behind.

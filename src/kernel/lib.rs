@@ -8,19 +8,19 @@
 //! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
 //! runs on both.
 
+mod bounded_call;
 pub mod cgroup;
-mod detach;
-mod disposable;
 mod events;
 mod freeze;
 mod mounts;
 mod netlink;
 pub mod real;
-mod shared_look;
+mod shared_scan;
 #[cfg(any(test, feature = "fault"))]
 pub mod sim;
 mod sysfs;
 pub mod udev;
+mod unmount;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -138,7 +138,7 @@ pub enum Holder {
     Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize,
 )]
 #[serde(rename_all = "snake_case")]
-pub enum Unmount {
+pub enum UnmountScope {
     /// Those in every mount namespace.
     #[default]
     All,
@@ -150,7 +150,7 @@ pub enum Unmount {
 
 /// What became of a device that was severed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Severed {
+pub enum Disconnected {
     /// Nothing is configured any more.
     Free,
     /// Every request of it fails; its configuration stays until whoever holds it lets go.
@@ -208,7 +208,7 @@ pub trait Kernel: Send + Sync {
     /// # Errors
     /// `TimedOut` at the deadline: it goes on behind the scenes. What cannot be unmounted is no
     /// error; it shows among the holders.
-    fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()>;
+    fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()>;
 
     /// Freezes the file systems that are mounted from the device, or from its partitions, in every mount
     /// namespace: what is dirty is written, and nobody writes until they are thawed. Returns those that
@@ -243,7 +243,12 @@ pub trait Kernel: Send + Sync {
     ///
     /// # Errors
     /// `TimedOut` at the deadline; the command may still take effect later.
-    fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed>;
+    fn force_disconnect(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Disconnected>;
 
     /// Every nbd device that exists.
     ///

@@ -12,9 +12,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::Holder;
-use super::sysfs::{Family, parse_number};
+use super::sysfs::{Disk, parse_number};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_sys::descriptor::{Behind, DeviceNumber, block_device, device_behind};
+use cleat_sys::descriptor::{BackingDevice, DeviceNumber, backing_device, block_device};
 
 /// Bytes of one mountinfo; a mount takes about 150.
 pub(super) const MOUNTINFO_MAX: u64 = 64 << 20;
@@ -55,8 +55,8 @@ pub(super) struct Usage {
 
 impl Usage {
     /// Mounts, openers and swap on the device or its partitions.
-    pub(super) fn holders(&self, family: &Family) -> Result<Vec<Holder>> {
-        let mounts = self.mounts.iter().filter(|(mount, _)| mount.is_on(family));
+    pub(super) fn holders(&self, disk: &Disk) -> Result<Vec<Holder>> {
+        let mounts = self.mounts.iter().filter(|(mount, _)| mount.is_on(disk));
         let mut holders: Vec<_> = mounts
             .map(|(mount, namespace_pid)| Holder::Mount {
                 path: mount.path.clone(),
@@ -64,7 +64,7 @@ impl Usage {
                 namespace_pid: *namespace_pid,
             })
             .collect();
-        let ours = |numbers: &[DeviceNumber]| numbers.iter().any(|n| family.numbers.contains(n));
+        let ours = |numbers: &[DeviceNumber]| numbers.iter().any(|n| disk.numbers.contains(n));
         let opens = self.opens.iter().chain(&self.lingering).filter(|(.., numbers)| ours(numbers));
         for (pid, command, _) in opens {
             let process = Holder::Process { pid: *pid, command: command.clone() };
@@ -72,7 +72,7 @@ impl Usage {
                 holders.push(process);
             }
         }
-        let swap = self.swaps.iter().any(|path| is_ours(path, family));
+        let swap = self.swaps.iter().any(|path| is_ours(path, disk));
         holders.extend(swap.then(|| Holder::Device { name: "swap".into() }));
         if holders.len() > HOLDERS_MAX {
             return Err(too_much("holders"));
@@ -179,9 +179,11 @@ impl Proc {
         let (mut devices, mut filesystems) = (Vec::new(), Vec::new());
         let mut note = |path: &Path| {
             // By number, not by name: the node may have any name, in any namespace.
-            let (list, number) = match device_behind(path) {
-                Ok(Behind::Device(number)) => (&mut devices, number),
-                Ok(Behind::Filesystem(number)) if number.major != 0 => (&mut filesystems, number),
+            let (list, number) = match backing_device(path) {
+                Ok(BackingDevice::Device(number)) => (&mut devices, number),
+                Ok(BackingDevice::Filesystem(number)) if number.major != 0 => {
+                    (&mut filesystems, number)
+                }
                 _ => return,
             };
             if !list.contains(&number) {
@@ -218,9 +220,9 @@ impl Mount {
 
     /// Whether the filesystem lies on one of these devices. A filesystem with a device number of
     /// its own (btrfs: major 0) is known by its source.
-    pub(super) fn is_on(&self, family: &Family) -> bool {
-        family.numbers.contains(&self.number)
-            || self.number.major == 0 && is_ours(Path::new(&self.source), family)
+    pub(super) fn is_on(&self, disk: &Disk) -> bool {
+        disk.numbers.contains(&self.number)
+            || self.number.major == 0 && is_ours(Path::new(&self.source), disk)
     }
 }
 
@@ -267,11 +269,11 @@ fn unescape(field: &[u8]) -> OsString {
 }
 
 /// Whether a path names one of these devices: by the kernel's name for it, or by its number.
-fn is_ours(path: &Path, family: &Family) -> bool {
+fn is_ours(path: &Path, disk: &Disk) -> bool {
     let Ok(name) = path.strip_prefix("/dev") else { return false };
-    let by_name = family.names.iter().any(|ours| OsStr::new(ours) == name.as_os_str());
+    let by_name = disk.names.iter().any(|ours| OsStr::new(ours) == name.as_os_str());
     by_name
-        || block_device(path).ok().flatten().is_some_and(|number| family.numbers.contains(&number))
+        || block_device(path).ok().flatten().is_some_and(|number| disk.numbers.contains(&number))
 }
 
 fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
@@ -304,15 +306,15 @@ broken line
 40 22 43:64 / /mnt/other rw - ext4 /dev/nbd2 rw
 ";
 
-    fn family() -> Family {
+    fn disk() -> Disk {
         let number = |minor| DeviceNumber { major: 43, minor };
         let names = vec!["nbd1".to_owned(), "nbd1p1".to_owned()];
-        Family { names, numbers: vec![number(32), number(33)] }
+        Disk { names, numbers: vec![number(32), number(33)] }
     }
 
     #[test]
     fn mounts_on_a_device_are_found() {
-        let ours: Vec<_> = parse_mountinfo(MOUNTINFO).filter(|m| m.is_on(&family())).collect();
+        let ours: Vec<_> = parse_mountinfo(MOUNTINFO).filter(|m| m.is_on(&disk())).collect();
         let paths: Vec<_> = ours.iter().map(|mount| mount.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["/mnt/my data", "/mnt/part", "/mnt/btrfs"]);
         assert_eq!(ours[1].filesystem, "xfs");
@@ -324,8 +326,8 @@ broken line
         let text = b"Filename\t\tType\t\tSize\n/dev/nbd1p1                  partition\t1\n/swap\\040file file\t1\n";
         let found: Vec<_> = parse_swaps(text).collect();
         assert_eq!(found, ["/dev/nbd1p1", "/swap file"]);
-        assert!(is_ours(Path::new("/dev/nbd1p1"), &family()));
-        assert!(!is_ours(Path::new("/dev/nbd10"), &family()));
+        assert!(is_ours(Path::new("/dev/nbd1p1"), &disk()));
+        assert!(!is_ours(Path::new("/dev/nbd10"), &disk()));
     }
 
     /// Two namespaces, three processes: each namespace is asked once, each mount told once.
@@ -343,7 +345,7 @@ broken line
         let swaps = "Filename Type\n/dev/nbd1 partition\n";
         fs::write(root.path().join("swaps"), swaps).unwrap();
         let usage = Proc(root.path().to_owned()).usage().unwrap();
-        let holders = usage.holders(&family()).unwrap();
+        let holders = usage.holders(&disk()).unwrap();
         let mounts: Vec<_> = holders
             .iter()
             .filter_map(|holder| match holder {
@@ -359,7 +361,7 @@ broken line
         assert_eq!(holders.last(), Some(&Holder::Device { name: "swap".into() }));
         // Another device has its own.
         let number = DeviceNumber { major: 43, minor: 64 };
-        let other = Family { names: vec!["nbd2".into()], numbers: vec![number] };
+        let other = Disk { names: vec!["nbd2".into()], numbers: vec![number] };
         assert_eq!(usage.holders(&other).unwrap().len(), 1);
         // Without swap in the kernel nothing is, and what cannot be read is not called free.
         fs::remove_file(root.path().join("swaps")).unwrap();

@@ -24,7 +24,7 @@ use neli::types::{Buffer, GenlBuffer};
 use neli::utils::Groups;
 use neli::{Size, ToBytes};
 
-use super::disposable::Disposable;
+use super::bounded_call::BoundedCalls;
 use super::{ConnectSpec, DeviceIndex, Identity, module_missing, permission_missing};
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -77,12 +77,12 @@ type Message = Genlmsghdr<u8, u16>;
 /// later one, or is begun after all.
 #[derive(Debug, Clone)]
 pub(super) struct Netlink {
-    threads: Disposable,
+    threads: BoundedCalls,
     turn: Arc<Mutex<()>>,
 }
 
 impl Netlink {
-    pub(super) fn new(threads: Disposable) -> Self {
+    pub(super) fn new(threads: BoundedCalls) -> Self {
         Self { threads, turn: Arc::default() }
     }
 
@@ -525,7 +525,7 @@ mod tests {
 
     #[test]
     fn a_command_that_was_given_up_before_its_turn_is_never_begun() {
-        let netlink = Netlink::new(Disposable::new(8));
+        let netlink = Netlink::new(BoundedCalls::new(8));
         let turn = netlink.turn.lock().unwrap();
         let (begun, was_begun) = crossbeam_channel::bounded(1);
         let call = move || begun.send(()).map_err(|_| unexpected("nobody listens"));
@@ -541,7 +541,7 @@ mod tests {
 
     #[test]
     fn a_device_that_is_no_longer_meant_is_not_disconnected() {
-        let netlink = Netlink::new(Disposable::new(8));
+        let netlink = Netlink::new(BoundedCalls::new(8));
         let later = Instant::now() + Duration::from_secs(10);
         // No socket is even opened: without nbd this would fail.
         netlink.disconnect(0, later, || Ok(false)).unwrap();

@@ -10,18 +10,18 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
-use super::detach::detach;
-use super::disposable::Disposable;
+use super::bounded_call::BoundedCalls;
 use super::events::Hub;
 use super::freeze::Freezes;
 use super::mounts::{Proc, Usage};
 use super::netlink::{self, Netlink};
-use super::shared_look::SharedLook;
+use super::shared_scan::SharedScan;
 use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
+use super::unmount::unmount;
 use super::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
-    KernelEvent, Severed, Unmount, module_missing, not_ours,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
+    Kernel, KernelEvent, UnmountScope, module_missing, not_ours,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -52,15 +52,15 @@ const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct RealKernel {
     sysfs: Sysfs,
-    seen: SharedLook<Vec<Device>>,
+    seen: SharedScan<Vec<Device>>,
     proc: Proc,
-    usage: SharedLook<Usage>,
+    usage: SharedScan<Usage>,
     names: Names,
     /// For what belongs to the driver as a whole; flushes have their own, so that backends that hang
     /// never stop commands.
-    threads: Disposable,
+    threads: BoundedCalls,
     flushes: Flushes,
-    unmounts: Disposable,
+    unmounts: BoundedCalls,
     freezes: Freezes,
     netlink: Netlink,
     hub: Mutex<Option<Hub>>,
@@ -72,21 +72,21 @@ impl RealKernel {
     /// (see `systemd/60-cleat.rules`, which names [`super::udev::RUN_DIRECTORY`]; with another one the
     /// symlinks are made here).
     pub fn new(run_directory: &Path) -> Self {
-        let threads = Disposable::new(STUCK_COMMANDS);
+        let threads = BoundedCalls::new(STUCK_COMMANDS);
         let names = Names { dev: PathBuf::from("/dev"), run: run_directory.to_owned() };
         if names.links_are_ours() {
             tracing::info!("no udevd with our rule: symlinks are made by cleat itself");
         }
         let kernel = Self {
             sysfs: Sysfs(PathBuf::from("/sys")),
-            seen: SharedLook::default(),
+            seen: SharedScan::default(),
             proc: Proc(PathBuf::from("/proc")),
-            usage: SharedLook::default(),
+            usage: SharedScan::default(),
             names,
             netlink: Netlink::new(threads.clone()),
             threads,
             flushes: Flushes::default(),
-            unmounts: Disposable::new(STUCK_UNMOUNTS),
+            unmounts: BoundedCalls::new(STUCK_UNMOUNTS),
             freezes: Freezes::default(),
             hub: Mutex::new(None),
             loads_module: true,
@@ -118,7 +118,7 @@ impl RealKernel {
 /// # Errors
 /// `Unsupported` when it is not loaded; `TimedOut` when a stuck command blocks it.
 pub fn probe(deadline: Instant) -> Result<()> {
-    Disposable::new(1).run("answer for nbd", deadline, netlink::probe, |_| ())?
+    BoundedCalls::new(1).run("answer for nbd", deadline, netlink::probe, |_| ())?
 }
 
 impl Kernel for RealKernel {
@@ -191,9 +191,9 @@ impl Kernel for RealKernel {
         self.withdraw(index, identity, deadline)
     }
 
-    fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()> {
-        let family = self.sysfs.family(index)?;
-        detach(&self.proc, &self.unmounts, &family, which, deadline)
+    fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()> {
+        let disk = self.sysfs.disk(index)?;
+        unmount(&self.proc, &self.unmounts, &disk, which, deadline)
     }
 
     fn freeze(
@@ -203,13 +203,13 @@ impl Kernel for RealKernel {
         deadline: Instant,
     ) -> Result<Vec<String>> {
         self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
-        let family = self.sysfs.family(index)?;
-        if let Some(upper) = self.sysfs.stacked(index, &family)?.first() {
+        let disk = self.sysfs.disk(index)?;
+        if let Some(upper) = self.sysfs.stacked(index, &disk)?.first() {
             let message = format!("{upper} lies on /dev/nbd{index}: what it carries is not frozen");
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_repair("have map.quiesce_hook do it, see cleat.toml"));
         }
-        self.freezes.freeze(&self.proc, index, &family, deadline)
+        self.freezes.freeze(&self.proc, index, &disk, deadline)
     }
 
     fn thaw(
@@ -223,11 +223,16 @@ impl Kernel for RealKernel {
         let ours =
             |device: &Device| !device.connected || device.identity().as_ref() == Some(identity);
         let device = self.sysfs.device(index)?.filter(ours);
-        let family = device.map(|_| self.sysfs.family(index)).transpose()?;
-        self.freezes.thaw(&self.proc, index, family.as_ref(), spared, deadline)
+        let disk = device.map(|_| self.sysfs.disk(index)).transpose()?;
+        self.freezes.thaw(&self.proc, index, disk.as_ref(), spared, deadline)
     }
 
-    fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed> {
+    fn force_disconnect(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Disconnected> {
         let meant = self.meant(identity.clone());
         match self.netlink.disconnect(index, deadline, move || meant(index)) {
             // It went by itself.
@@ -243,7 +248,7 @@ impl Kernel for RealKernel {
             self.disown(index, identity);
         }
         self.withdraw(index, identity, deadline)?;
-        Ok(if gone.is_some() { Severed::Free } else { Severed::Held })
+        Ok(if gone.is_some() { Disconnected::Free } else { Disconnected::Held })
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -251,9 +256,9 @@ impl Kernel for RealKernel {
     }
 
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
-        let family = self.sysfs.family(index)?;
-        let mut holders = self.usage.get(|| self.proc.usage())?.holders(&family)?;
-        let stacked = self.sysfs.stacked(index, &family)?;
+        let disk = self.sysfs.disk(index)?;
+        let mut holders = self.usage.get(|| self.proc.usage())?.holders(&disk)?;
+        let stacked = self.sysfs.stacked(index, &disk)?;
         holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
         Ok(holders)
     }
@@ -272,8 +277,8 @@ impl Kernel for RealKernel {
         let ready = self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
             let device = self.sysfs.connected_device(index, identity)?;
             let device = device.ok_or_else(|| not_ours(index, identity))?;
-            let family = self.sysfs.family(index)?;
-            let Some(number) = family.numbers.first() else { return Ok(None) };
+            let disk = self.sysfs.disk(index)?;
+            let Some(number) = disk.numbers.first() else { return Ok(None) };
             missing = if device.size == size {
                 self.names.missing(index, identity, *number).map(NotReady::Name)
             } else {
@@ -317,13 +322,13 @@ impl Kernel for RealKernel {
 /// Flushes under way: one a device, as one that hangs tells all that another would.
 #[derive(Debug)]
 struct Flushes {
-    threads: Disposable,
+    threads: BoundedCalls,
     nodes: Arc<Mutex<BTreeSet<PathBuf>>>,
 }
 
 impl Default for Flushes {
     fn default() -> Self {
-        Self { threads: Disposable::new(STUCK_FLUSHES), nodes: Arc::default() }
+        Self { threads: BoundedCalls::new(STUCK_FLUSHES), nodes: Arc::default() }
     }
 }
 

@@ -18,7 +18,7 @@ pub(super) struct Sysfs(pub(super) PathBuf);
 
 /// A block device and its partitions: their names and numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Family {
+pub(super) struct Disk {
     pub(super) names: Vec<String>,
     pub(super) numbers: Vec<DeviceNumber>,
 }
@@ -66,27 +66,27 @@ impl Sysfs {
     }
 
     /// The device with its partitions.
-    pub(super) fn family(&self, index: DeviceIndex) -> Result<Family> {
+    pub(super) fn disk(&self, index: DeviceIndex) -> Result<Disk> {
         let directory = self.directory(index);
         let disk = format!("nbd{index}");
         let partition = format!("{disk}p");
-        let mut family = Family { names: vec![disk], numbers: Vec::new() };
-        family.numbers.extend(read_number(&directory));
+        let mut disk = Disk { names: vec![disk], numbers: Vec::new() };
+        disk.numbers.extend(read_number(&directory));
         for name in list(&directory).map_err(|error| unreadable(&directory, error))? {
             if name.starts_with(&partition) {
-                family.numbers.extend(read_number(&directory.join(&name)));
-                family.names.push(name);
+                disk.numbers.extend(read_number(&directory.join(&name)));
+                disk.names.push(name);
             }
         }
-        Ok(family)
+        Ok(disk)
     }
 
     /// Block devices stacked on the device or a partition of it: device mapper, md, bcache by
     /// `holders/`, loop devices by the file they are made of.
-    pub(super) fn stacked(&self, index: DeviceIndex, family: &Family) -> Result<Vec<String>> {
+    pub(super) fn stacked(&self, index: DeviceIndex, disk: &Disk) -> Result<Vec<String>> {
         let directory = self.directory(index);
         let mut found = Vec::new();
-        for name in &family.names {
+        for name in &disk.names {
             let disk = *name == format!("nbd{index}");
             let device = if disk { directory.clone() } else { directory.join(name) };
             let holders = device.join("holders");
@@ -105,7 +105,7 @@ impl Sysfs {
                 continue;
             };
             let file = file.trim_end_matches('\n').trim_start_matches("/dev/");
-            if family.names.iter().any(|ours| ours == file) {
+            if disk.names.iter().any(|ours| ours == file) {
                 found.push(name);
             }
         }
@@ -129,7 +129,7 @@ impl Sysfs {
 
     /// As [`Sysfs::announce`], for the partitions.
     pub(super) fn announce_partitions(&self, index: DeviceIndex) {
-        let names = self.family(index).map(|family| family.names).unwrap_or_default();
+        let names = self.disk(index).map(|disk| disk.names).unwrap_or_default();
         names.iter().skip(1).for_each(|name| announce(&self.directory(index).join(name)));
     }
 
@@ -244,10 +244,10 @@ mod tests {
             ("block/loop4/loop/backing_file", "/dev/nbd10\n"),
             ("block/nbd10/dev", "43:320\n"),
         ]);
-        let family = sysfs.family(1).unwrap();
-        assert_eq!(family.names, ["nbd1", "nbd1p1"]);
-        assert_eq!(family.numbers.iter().map(|n| n.minor).collect::<Vec<_>>(), [32, 33]);
-        assert_eq!(sysfs.stacked(1, &family).unwrap(), ["dm-0", "loop3", "md0"]);
+        let disk = sysfs.disk(1).unwrap();
+        assert_eq!(disk.names, ["nbd1", "nbd1p1"]);
+        assert_eq!(disk.numbers.iter().map(|n| n.minor).collect::<Vec<_>>(), [32, 33]);
+        assert_eq!(sysfs.stacked(1, &disk).unwrap(), ["dm-0", "loop3", "md0"]);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy;
 use cleat_core::request::{IoError, Op};
-use cleat_kernel::{Device, Holder, Identity, Unmount};
+use cleat_kernel::{Device, Holder, Identity, UnmountScope};
 use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, Snapshot};
 
 /// The metadata key of an error's repair; see `node.proto`.
@@ -213,11 +213,11 @@ pub fn forced(forced: Option<&Forced>) -> api::UnmapResponse {
 }
 
 /// Which mounts a forced unmap takes away.
-pub fn unmount(unmount: api::Unmount) -> Unmount {
+pub fn unmount(unmount: api::Unmount) -> UnmountScope {
     match unmount {
-        api::Unmount::Unspecified | api::Unmount::All => Unmount::All,
-        api::Unmount::Own => Unmount::Own,
-        api::Unmount::None => Unmount::None,
+        api::Unmount::Unspecified | api::Unmount::All => UnmountScope::All,
+        api::Unmount::Own => UnmountScope::Own,
+        api::Unmount::None => UnmountScope::None,
     }
 }
 

@@ -28,7 +28,7 @@ use super::unlocking;
 use super::volume::Guard;
 use super::workers::{Worker, stop_process, unexpected};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_kernel::{Device, DeviceIndex, Holder, Identity, Severed, Unmount};
+use cleat_kernel::{Device, DeviceIndex, Disconnected, Holder, Identity, UnmountScope};
 use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 
 /// What a forced unmap did.
@@ -97,7 +97,7 @@ impl Executor {
     pub async fn force(
         &self,
         target: &str,
-        unmount: Unmount,
+        unmount: UnmountScope,
         deadline: Instant,
     ) -> Result<Option<Forced>> {
         let volume = match self.find(target, deadline).await? {
@@ -228,7 +228,7 @@ impl Executor {
         &self,
         progress: &mut Progress,
         index: DeviceIndex,
-        unmount: Unmount,
+        unmount: UnmountScope,
         deadline: Instant,
     ) {
         let look = within(deadline, LOOK_LIMIT);
@@ -242,10 +242,10 @@ impl Executor {
             }
             Err(error) => progress.note = error.report(),
         }
-        if unmount == Unmount::None {
+        if unmount == UnmountScope::None {
             return;
         }
-        let detach = move |k: &dyn cleat_kernel::Kernel, until| k.detach(index, unmount, until);
+        let detach = move |k: &dyn cleat_kernel::Kernel, until| k.unmount(index, unmount, until);
         let detached = self.urgent.wait("unmount the device", deadline, None, detach).await;
         if let Err(error) = detached {
             progress.note = match error.kind() {
@@ -266,7 +266,7 @@ impl Executor {
         let attempt = |deadline: Instant| {
             let identity = identity.clone();
             self.urgent.wait("disconnect the device", deadline, None, move |kernel, until| {
-                kernel.sever(index, &identity, until)
+                kernel.force_disconnect(index, &identity, until)
             })
         };
         let first = within(deadline, SEVER_LIMIT.min((deadline - Instant::now()) / 2));
@@ -279,7 +279,7 @@ impl Executor {
             other => other?,
         };
         tracing::warn!(device = index, ?severed, "severed");
-        if severed == Severed::Held {
+        if severed == Disconnected::Held {
             progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
             progress.left = Some(index);
             self.remember_left(index, identity);
@@ -346,7 +346,7 @@ impl Executor {
         &self,
         index: DeviceIndex,
         identity: Identity,
-        unmount: Unmount,
+        unmount: UnmountScope,
         deadline: Instant,
     ) -> Result<Forced> {
         let mut progress = Progress::default();
@@ -366,7 +366,7 @@ impl Executor {
         progress: &mut Progress,
         index: DeviceIndex,
         identity: &Identity,
-        unmount: Unmount,
+        unmount: UnmountScope,
         deadline: Instant,
     ) -> Result<()> {
         let id = identity.mapping_id();

@@ -259,7 +259,7 @@ fn read_record(path: &Path) -> Result<Record, String> {
 mod tests {
     use super::*;
     use crate::mapping;
-    use cleat_kernel::Unmount;
+    use cleat_kernel::UnmountScope;
 
     fn record(id: &str, name: &str) -> Record {
         Record { mapping_id: id.into(), name: name.into(), ..mapping::tests::record(1, true) }
@@ -286,7 +286,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let mut forced = record("00000000000000aa", "a");
-        forced.intent = Intent::Forced(Unmount::Own);
+        forced.intent = Intent::Forced(UnmountScope::Own);
         journal.store(&forced).unwrap();
         assert_eq!(journal.load().unwrap().records, [forced.clone()]);
         let path = journal.path(&forced.mapping_id).unwrap();

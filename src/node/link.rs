@@ -7,7 +7,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use cleat_sys::packet;
+use cleat_sys::seqpacket;
 use cleat_worker::protocol::{FromWorker, MAX_PACKET, ToWorker};
 
 /// A connected SOCK_SEQPACKET socket.
@@ -36,7 +36,7 @@ impl Link {
         }
         let send = |socket: &OwnedFd| {
             let borrowed: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
-            packet::send(socket.as_fd(), &bytes, &borrowed)
+            seqpacket::send(socket.as_fd(), &bytes, &borrowed)
         };
         self.0.async_io(Interest::WRITABLE, send).await
     }
@@ -48,7 +48,7 @@ impl Link {
     pub async fn receive(&self) -> io::Result<Option<(FromWorker, Vec<OwnedFd>)>> {
         let receive = |socket: &OwnedFd| {
             let mut buffer = vec![0; MAX_PACKET];
-            let (length, descriptors) = packet::receive(socket.as_fd(), &mut buffer)?;
+            let (length, descriptors) = seqpacket::receive(socket.as_fd(), &mut buffer)?;
             buffer.truncate(length);
             Ok((buffer, descriptors))
         };

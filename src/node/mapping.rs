@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use super::quiesce::{self, Quiet};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy::Policy;
-use cleat_kernel::{DeviceIndex, Holder, Identity, Unmount};
+use cleat_kernel::{DeviceIndex, Holder, Identity, UnmountScope};
 
 /// What is remembered of a mapping, durably. See `journal`. Fields are only added, each with a
 /// default, and unknown ones ignored: records of older and newer builds can be read.
@@ -103,7 +103,7 @@ pub enum Intent {
     /// Nothing left.
     Unmapped,
     /// Nothing left, whatever hangs and whoever holds it.
-    Forced(Unmount),
+    Forced(UnmountScope),
 }
 
 /// A process that cannot be mistaken for a later one of the same number.
@@ -254,7 +254,7 @@ pub enum Action {
     /// Have the worker answer every request with an error; end one that does not do so.
     FailIo,
     /// Unmount the device lazily. That it hangs is no failure.
-    Detach(DeviceIndex, Unmount),
+    Detach(DeviceIndex, UnmountScope),
     /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
     Sever(DeviceIndex),
     /// Make the device quiet for a snapshot, and answer for it. What goes wrong is the snapshot's
@@ -526,7 +526,7 @@ fn last(observed: &Observed) -> Action {
 
 /// The worker goes last: as long as it answers everything with an error, nothing waits, neither what
 /// an unmount writes back nor DISCONNECT, which sends through its sockets.
-fn plan_forced(observed: &Observed, unmount: Unmount) -> Plan {
+fn plan_forced(observed: &Observed, unmount: UnmountScope) -> Plan {
     let mut actions = vec![Action::Renounce];
     let worker = observed.worker != SeenWorker::Gone;
     actions.extend(worker.then_some(Action::FailIo));

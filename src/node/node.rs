@@ -37,7 +37,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kernel::real::RealKernel;
 use cleat_kernel::{Kernel, KernelEvent, cgroup};
-use cleat_sys::machine;
+use cleat_sys::host;
 
 /// What the daemon stands on; tests put others in their place.
 pub struct Parts {
@@ -351,7 +351,7 @@ fn settings(config: &Config, boot_id: String) -> Result<Settings> {
         },
         mappings: config.limits.mappings,
         node: node_name(&config.node_name)?,
-        machine: machine::mark(),
+        machine: host::machine_id_hash(),
         boot_id,
     })
 }

@@ -369,7 +369,7 @@ mod tests {
     use crate::mapping::plan;
     use crate::mapping::tests::{established, seen};
     use crate::mapping::{SeenWorker, WorkerId};
-    use cleat_kernel::{Holder, Unmount};
+    use cleat_kernel::{Holder, UnmountScope};
 
     const SERVES: SeenWorker = SeenWorker::Alive { connections: 1, size: 1 << 20 };
 
@@ -432,10 +432,10 @@ mod tests {
         assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Thaw));
         assert!(at(&dead, Action::Thaw) < at(&dead, Action::WithdrawRecord));
 
-        let forced = quiet(Intent::Forced(Unmount::All));
+        let forced = quiet(Intent::Forced(UnmountScope::All));
         let actions = plan(&forced, &observed(SERVES, lasts)).actions;
         assert!(at(&actions, Action::FailIo) < at(&actions, Action::TryThaw));
-        let detach = Action::Detach(3, Unmount::All);
+        let detach = Action::Detach(3, UnmountScope::All);
         assert!(at(&actions, Action::TryThaw) < at(&actions, detach));
         assert!(at(&actions, Action::Sever(3)) < at(&actions, Action::Thaw));
         assert!(at(&actions, Action::Thaw) < at(&actions, Action::WithdrawRecord));

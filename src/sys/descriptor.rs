@@ -31,15 +31,15 @@ pub fn of_netlink(socket: &NlSocketHandle) -> BorrowedFd<'_> {
 /// # Errors
 /// What `statx` gives.
 pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
-    Ok(match device_behind(path)? {
-        Behind::Device(number) => Some(number),
-        Behind::Filesystem(_) => None,
+    Ok(match backing_device(path)? {
+        BackingDevice::Device(number) => Some(number),
+        BackingDevice::Filesystem(_) => None,
     })
 }
 
 /// What stands behind an open file or a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Behind {
+pub enum BackingDevice {
     /// It is this block device.
     Device(DeviceNumber),
     /// It lies on a filesystem of this number: that of its block device, or with a major number of 0
@@ -51,7 +51,7 @@ pub enum Behind {
 ///
 /// # Errors
 /// What `statx` gives.
-pub fn device_behind(path: &Path) -> io::Result<Behind> {
+pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut found = MaybeUninit::<libc::statx>::zeroed();
     // SAFETY: `path` ends with a zero byte, `found` is writable and of the type that is asked for.
@@ -71,11 +71,11 @@ pub fn device_behind(path: &Path) -> io::Result<Behind> {
     let found = unsafe { found.assume_init() };
     let is_block = u32::from(found.stx_mode) & libc::S_IFMT == libc::S_IFBLK;
     Ok(match is_block {
-        true => Behind::Device(DeviceNumber {
+        true => BackingDevice::Device(DeviceNumber {
             major: found.stx_rdev_major,
             minor: found.stx_rdev_minor,
         }),
-        false => Behind::Filesystem(DeviceNumber {
+        false => BackingDevice::Filesystem(DeviceNumber {
             major: found.stx_dev_major,
             minor: found.stx_dev_minor,
         }),

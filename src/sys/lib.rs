@@ -5,15 +5,15 @@
 //! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
 #![allow(unsafe_code)]
 
-#[cfg(any(test, feature = "attempts"))]
-pub mod attempts;
 pub mod block;
 pub mod buffer;
 pub mod descriptor;
-pub mod gather;
-pub mod machine;
-pub mod packet;
+#[cfg(any(test, feature = "escape-attempts"))]
+pub mod escape_attempts;
+pub mod host;
 pub mod prctl;
 pub mod process;
 pub mod ring;
+pub mod send_list;
+pub mod seqpacket;
 pub mod shared;

@@ -109,7 +109,7 @@ pub fn is_gone(pid: u32) -> bool {
 /// libraries take from under their own threads what those still use, where one was left alone because a
 /// cluster does not answer, and the process would end by SIGABRT. What is printed is flushed each time
 /// (`cli/output.rs`).
-pub fn end(code: u8) -> ! {
+pub fn exit_now(code: u8) -> ! {
     // SAFETY: it takes an integer and does not return.
     unsafe { libc::_exit(code.into()) }
 }

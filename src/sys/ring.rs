@@ -15,7 +15,7 @@ use io_uring::register::Restriction;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 
 use super::buffer::Buffer;
-use super::gather::Gather;
+use super::send_list::SendList;
 
 /// What a submitter gets back with the completion. The upper half tells owners apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -57,7 +57,7 @@ pub struct Completion {
     /// The operation's buffer, if it had one.
     pub buffer: Option<Buffer>,
     /// What [`Ring::send`] was given.
-    pub gather: Option<Box<Gather>>,
+    pub send_list: Option<Box<SendList>>,
 }
 
 /// A file or socket in the ring's table. The kernel holds its own reference: closing the descriptor
@@ -89,7 +89,7 @@ enum Owned {
     #[default]
     Nothing,
     Buffer(Buffer),
-    Gather(Box<Gather>),
+    SendList(Box<SendList>),
     /// Held for the kernel, which reads it when the operation is submitted.
     Time {
         _time: Box<types::Timespec>,
@@ -230,22 +230,22 @@ impl Ring {
         self.push_buffer(entry, buffer, token)
     }
 
-    /// Sends what is left of `gather` to a stream socket. May end short.
+    /// Sends what is left of `send_list` to a stream socket. May end short.
     ///
     /// # Errors
     /// Gives the pieces back when the ring is full.
     pub fn send(
         &mut self,
         socket: FileSlot,
-        mut gather: Box<Gather>,
+        mut send_list: Box<SendList>,
         token: Token,
-    ) -> Result<(), Box<Gather>> {
+    ) -> Result<(), Box<SendList>> {
         // On a stream, MSG_WAITALL makes io_uring go on after a partial send by itself.
         let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL).cast_unsigned();
-        let message = gather.message();
+        let message = send_list.message();
         let entry = opcode::SendMsg::new(types::Fixed(socket.0), message).flags(flags).build();
-        self.push(entry, Owned::Gather(gather), token).map_err(|owned| match owned {
-            Owned::Gather(gather) => gather,
+        self.push(entry, Owned::SendList(send_list), token).map_err(|owned| match owned {
+            Owned::SendList(send_list) => send_list,
             _ => unreachable!("what was pushed comes back"),
         })
     }
@@ -311,13 +311,13 @@ impl Ring {
         let index = u32::try_from(entry.user_data()).expect("`push` gave it a slot's number");
         let slot = &mut self.in_flight[index as usize];
         let token = slot.token.take().expect("each slot completes once");
-        let (buffer, gather) = match std::mem::take(&mut slot.owned) {
+        let (buffer, send_list) = match std::mem::take(&mut slot.owned) {
             Owned::Buffer(buffer) => (Some(buffer), None),
-            Owned::Gather(gather) => (None, Some(gather)),
+            Owned::SendList(send_list) => (None, Some(send_list)),
             Owned::Nothing | Owned::Time { .. } => (None, None),
         };
         self.free.push(index);
-        Some(Completion { token, result: entry.result(), buffer, gather })
+        Some(Completion { token, result: entry.result(), buffer, send_list })
     }
 
     fn push_buffer(
@@ -487,30 +487,30 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut ring = Ring::new(4).unwrap();
         let socket = ring.register(ours.as_fd()).unwrap();
-        let mut gather = Box::new(Gather::new(8));
-        gather.push_small(b"first ");
-        gather.push_small(b"second ");
+        let mut send_list = Box::new(SendList::new(8));
+        send_list.push_small(b"first ");
+        send_list.push_small(b"second ");
         let mut large = Buffer::zeroed(1 << 20);
         large.payload_mut().fill(7);
         large.set_header(b"third ");
-        gather.push_buffer(large);
-        gather.push_small(b"end");
-        let total = gather.unsent();
+        send_list.push_buffer(large);
+        send_list.push_small(b"end");
+        let total = send_list.unsent();
         let reader = std::thread::spawn(move || {
             let mut all = vec![0; total];
             theirs.read_exact(&mut all).unwrap();
             all
         });
-        while gather.unsent() > 0 {
-            ring.send(socket, gather, Token(9)).unwrap();
+        while send_list.unsent() > 0 {
+            ring.send(socket, send_list, Token(9)).unwrap();
             let done = wait(&mut ring);
-            gather = done.gather.unwrap();
-            gather.advance(usize::try_from(done.result).unwrap());
+            send_list = done.send_list.unwrap();
+            send_list.advance(usize::try_from(done.result).unwrap());
         }
         let all = reader.join().unwrap();
         assert!(all.starts_with(b"first second third \x07"));
         assert!(all.ends_with(b"\x07end"));
-        assert_eq!(gather.take_buffers().count(), 1);
+        assert_eq!(send_list.take_buffers().count(), 1);
     }
 
     #[test]

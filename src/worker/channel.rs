@@ -11,7 +11,7 @@ use nix::sys::time::TimeVal;
 use super::protocol::{Failure, FromWorker, MAX_PACKET, ToWorker};
 use super::version::BUILD;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_sys::packet;
+use cleat_sys::seqpacket;
 
 /// How long the other side may keep us waiting in the middle of an exchange, in seconds. A
 /// supervisor that is stopped must not stop the worker's control thread for good.
@@ -80,7 +80,7 @@ impl Channel {
     pub fn receive(&self) -> Result<Incoming> {
         let mut buffer = vec![0; MAX_PACKET];
         let (length, descriptors) =
-            packet::receive(self.0.as_fd(), &mut buffer).map_err(|e| match e.kind() {
+            seqpacket::receive(self.0.as_fd(), &mut buffer).map_err(|e| match e.kind() {
                 std::io::ErrorKind::InvalidData => {
                     Error::new(ErrorKind::InvalidArgument, "the message does not fit")
                         .with_source(e)
@@ -109,7 +109,7 @@ impl Channel {
         if bytes.len() > MAX_PACKET {
             return Err(Error::new(ErrorKind::Internal, "the message is too long"));
         }
-        packet::send(self.0.as_fd(), &bytes, descriptors).map_err(broken)
+        seqpacket::send(self.0.as_fd(), &bytes, descriptors).map_err(broken)
     }
 
     /// Sends that the last command failed.

@@ -28,7 +28,7 @@ pub const CHANNEL_FD: i32 = 3;
 /// The longest message, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
 
-pub use cleat_sys::packet::MAX_DESCRIPTORS;
+pub use cleat_sys::seqpacket::MAX_DESCRIPTORS;
 
 /// To the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use cleat_core::policy::Policy;
 use cleat_core::request::{IoError, Op};
-use cleat_kernel::Unmount;
+use cleat_kernel::UnmountScope;
 use cleat_node::journal::Journal;
 use cleat_node::mapping::{Intent, Record};
 use cleat_statistics::Page;
@@ -98,8 +98,8 @@ fn records_of_every_build_are_read_and_written_so_that_it_can_read_them() {
     assert_eq!((one("a4").worker, one("a4").established), (None, false));
     assert_eq!(one("a5").intent, Intent::Unmapped);
     assert!(one("a6").fenced);
-    assert_eq!(one("a7").intent, Intent::Forced(Unmount::Own));
-    assert_eq!(one("a8").intent, Intent::Forced(Unmount::All));
+    assert_eq!(one("a7").intent, Intent::Forced(UnmountScope::Own));
+    assert_eq!(one("a8").intent, Intent::Forced(UnmountScope::All));
     for (record, earlier) in loaded.iter().zip(&records) {
         journal.store(record).expect("it is stored");
         let path = directory.path().join("mappings").join(format!("{}.json", record.mapping_id));

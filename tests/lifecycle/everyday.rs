@@ -200,7 +200,7 @@ fn several_connections_are_served() {
     let options = MapOptions { connections: 4, ..Default::default() };
     let request = MapRequest { options: Some(options), ..request("a", &machine.volume("a")) };
     let mapping = supervisor.map_with(request).unwrap();
-    assert_eq!(machine.kernel.live_links(index_of(&mapping)), 4);
+    assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 4);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }

@@ -241,7 +241,7 @@ fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
     let uri = machine.volume("a");
     supervisor.map("a", &uri).unwrap();
     for _ in 0..2 {
-        machine.kernel.inject(Call::Sever, Fault::Hang);
+        machine.kernel.inject(Call::ForceDisconnect, Fault::Hang);
     }
     let begun = Stopwatch::start();
     let asked = UnmapRequest { timeout_ms: 1000, ..forced("a") };
@@ -260,8 +260,8 @@ fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
 fn what_is_cut_off_in_the_middle_of_a_step_is_told_and_never_taken_back() {
     let asked_for = UnmapRequest { timeout_ms: 1000, ..forced("a") };
     for (call, done, missing) in [
-        (Call::Detach, "done: record, fail I/O;", "not done: unmount"),
-        (Call::Sever, "done: record, fail I/O, unmount;", "not done: disconnect"),
+        (Call::Unmount, "done: record, fail I/O;", "not done: unmount"),
+        (Call::ForceDisconnect, "done: record, fail I/O, unmount;", "not done: disconnect"),
     ] {
         let machine = Machine::new();
         let supervisor = machine.start();
@@ -287,7 +287,7 @@ fn a_second_call_finishes_what_the_first_one_could_not() {
     let supervisor = machine.start();
     supervisor.map("a", &machine.volume("a")).unwrap();
     for _ in 0..2 {
-        machine.kernel.inject(Call::Sever, Fault::Hang);
+        machine.kernel.inject(Call::ForceDisconnect, Fault::Hang);
     }
     let asked = UnmapRequest { timeout_ms: 500, ..forced("a") };
     let first = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
@@ -303,7 +303,7 @@ fn two_at_once_both_succeed() {
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.set_holders(index_of(&mapping), vec![process("dd")]);
-    machine.kernel.inject(Call::Sever, Fault::Slow(Duration::from_millis(300)));
+    machine.kernel.inject(Call::ForceDisconnect, Fault::Slow(Duration::from_millis(300)));
     let mut client = supervisor.client();
     let other = supervisor.spawn(async move { client.unmap(forced("a")).await });
     let response = force(&supervisor, "a");

@@ -29,7 +29,7 @@ fn a_killed_worker_is_replaced_and_nothing_is_lost() {
         let now = supervisor.get("a").unwrap();
         assert_eq!(now.device, mapping.device);
         assert_eq!(now.generation, mapping.generation + u64::from(round));
-        assert_eq!(machine.kernel.live_links(index), 1);
+        assert_eq!(machine.kernel.live_connections(index), 1);
         assert_eq!(machine.kernel.read(index, 0, 4096).unwrap(), [round; 4096]);
         worker = now.worker_pid;
     }
@@ -158,7 +158,7 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
             machine.assert_clean();
         }
     }
-    for fault in [Fault::LateEffect, Fault::LoseLink, Fault::Vanish] {
+    for fault in [Fault::LateEffect, Fault::NoSymlink, Fault::Vanish] {
         let machine = Machine::new();
         let supervisor = machine.start();
         machine.kernel.inject(Call::Connect, fault);

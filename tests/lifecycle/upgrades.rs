@@ -144,7 +144,7 @@ fn workers_succeed_each_other_under_load() {
     load.goes_on();
     println!("longest round: {:?}", load.finish());
     // The same sockets all the time: the kernel has seen nothing.
-    assert_eq!(machine.kernel.live_links(index_of(&mapping)), 3);
+    assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 3);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
@@ -236,7 +236,7 @@ fn a_crash_of_the_supervisor_at_any_point_leaves_one_worker_that_serves() {
         let now = supervisor.wait_for("a", MappingState::Mapped);
         load.goes_on();
         wait_until("one worker is left", || machine.workers() == [now.worker_pid]);
-        assert_eq!(machine.kernel.live_links(index_of(&mapping)), 1);
+        assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 1);
         let longest = load.finish();
         // Nothing was given up and repaired in its place: that would wait for a new connection.
         assert!(now.message.is_empty(), "{now:?}");
@@ -430,7 +430,7 @@ fn an_old_worker_that_stops_is_never_doubled() {
     assert_eq!(now.worker_pid, mapping.worker_pid);
     load.goes_on();
     load.finish();
-    assert_eq!(machine.kernel.live_links(index_of(&mapping)), 1);
+    assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 1);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }

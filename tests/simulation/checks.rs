@@ -194,7 +194,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
 
 /// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
 pub(crate) fn after_force(world: &World, id: &str) {
-    let held = |device: &Device| world.kernel().is_severed(device.index);
+    let held = |device: &Device| world.kernel().is_disconnected(device.index);
     let all = cleat_devices(world.kernel());
     let left: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     if left.iter().any(|device| !held(device)) {
@@ -270,7 +270,7 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
     if view.device.map(|seen| (seen.index, seen.size)) != Some((device.index, device.size)) {
         return Err(format!("is shown as {:?}, is {device:?}", view.device));
     }
-    let links = world.kernel().live_links(device.index);
+    let links = world.kernel().live_connections(device.index);
     if links != view.record.options.connections as usize {
         return Err(format!("has {links} connections"));
     }
@@ -483,7 +483,7 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
             let worker = state.workers.values().find(|w| w.mapping_id() == id.as_deref());
             worker.map(|worker| (worker.id.pid, worker.fenced))
         };
-        if world.kernel().live_links(device.index) == 0 || worker.is_some_and(|w| w.1) {
+        if world.kernel().live_connections(device.index) == 0 || worker.is_some_and(|w| w.1) {
             // What its page cache holds can go nowhere: only force takes it down. Which process its
             // worker is, nothing in this world tells a supervisor.
             worker.into_iter().for_each(|(pid, _)| world.state().end(pid));

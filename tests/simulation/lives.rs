@@ -11,7 +11,7 @@ use cleat_api::v1::upgrade_event::Outcome;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy;
 use cleat_core::random::Random;
-use cleat_kernel::{Holder, Unmount};
+use cleat_kernel::{Holder, UnmountScope};
 use cleat_node::executor::{Executor, Halt, MapSpec};
 use cleat_node::growth::NewSize;
 use cleat_node::mapping::State;
@@ -284,7 +284,9 @@ impl Player<'_> {
             Op::Snapshot(at, time) => {
                 self.with_worker(*at, |worker| worker.snapshots.begin(clock::now(), *time));
             }
-            Op::KillLinks(at) => device(at).into_iter().for_each(|index| kernel.kill_links(index)),
+            Op::KillLinks(at) => {
+                device(at).into_iter().for_each(|index| kernel.kill_connections(index))
+            }
             Op::LoseEvents(lost) => kernel.lose_events(*lost),
             Op::Hold(at) => self.hold(*at),
             Op::Release(at) => {
@@ -367,7 +369,7 @@ impl Player<'_> {
             self.world.kernel().set_holders(device.index, Vec::new());
             self.world.kernel().vanish(device.index);
         }
-        self.world.kernel().forget_frozen();
+        self.world.kernel().clear_frozen();
         let _ = std::fs::remove_dir_all(self.world.config().runtime_dir);
     }
 
@@ -432,7 +434,7 @@ pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String)
     let deadline = Instant::now() + Duration::from_secs(5);
     let volume = executor.register().get(&target);
     world.state().forced.extend(volume.iter().map(|volume| volume.mapping_id.clone()));
-    let result = executor.force(&target, Unmount::All, deadline).await;
+    let result = executor.force(&target, UnmountScope::All, deadline).await;
     tracing::debug!(target, result = ?result.as_ref().map_err(Error::report), "FORCED");
     late(&world, "a forced unmap", deadline, Duration::from_millis(700));
     let forced = matches!(result, Ok(Some(_)));

@@ -447,7 +447,7 @@ impl Dice {
         let mut faults =
             vec![Fault::Fail(self.pick(&[Internal, NotFound, TimedOut, Unavailable])), Fault::Hang];
         match call {
-            Call::Connect => faults.extend([Fault::LateEffect, Fault::LoseLink, Fault::Vanish]),
+            Call::Connect => faults.extend([Fault::LateEffect, Fault::NoSymlink, Fault::Vanish]),
             Call::Reconfigure => faults.extend([Fault::LateEffect, Fault::DropSockets]),
             Call::Resize | Call::Disconnect => faults.push(Fault::LateEffect),
             _ => {}

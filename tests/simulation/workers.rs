@@ -10,7 +10,7 @@ use cleat_core::volume::Features;
 use cleat_nbd::wire::transmission_flags;
 use cleat_node::mapping::WorkerId;
 use cleat_statistics::{Page, Recorder};
-use cleat_sys::packet;
+use cleat_sys::seqpacket;
 use cleat_worker::protocol::{
     Failure, FromWorker, Outage, PROTOCOL_VERSION, Ready, Start, ToWorker,
 };
@@ -635,7 +635,7 @@ impl Worker {
     fn send(&mut self, bytes: &[u8], descriptors: &[OwnedFd]) {
         let Some(channel) = &self.channel else { return };
         let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-        if packet::send(channel.as_fd(), bytes, &borrowed).is_err() && self.served {
+        if seqpacket::send(channel.as_fd(), bytes, &borrowed).is_err() && self.served {
             self.channel = None;
         }
     }
@@ -652,7 +652,7 @@ pub(crate) fn refusal(kind: ErrorKind, message: String) -> FromWorker {
 
 fn receive(socket: &OwnedFd) -> Message {
     let mut buffer = [0; MESSAGE_BYTES];
-    match packet::receive(socket.as_fd(), &mut buffer) {
+    match seqpacket::receive(socket.as_fd(), &mut buffer) {
         Ok((0, _)) => Message::End,
         Ok((length, descriptors)) => match serde_json::from_slice(&buffer[..length]) {
             Ok(command) => Message::Command(command, descriptors),

@@ -103,15 +103,15 @@ impl World {
             crashed: AtomicBool::new(false),
         }));
         let shared = Arc::downgrade(&world.0);
-        world.kernel().set_far_end(Arc::new(move || {
+        world.kernel().set_peer_step(Arc::new(move || {
             shared.upgrade().is_some_and(|shared| Self(shared).serve())
         }));
         let shared = Arc::downgrade(&world.0);
-        world.kernel().set_witness(Arc::new(move |identity| {
+        world.kernel().on_connect(Arc::new(move |identity| {
             shared.upgrade().into_iter().for_each(|shared| Self(shared).connected(identity));
         }));
         let shared = Arc::downgrade(&world.0);
-        world.kernel().set_freeze_witness(Arc::new(move |identity| {
+        world.kernel().on_freeze(Arc::new(move |identity| {
             shared.upgrade().into_iter().for_each(|shared| Self(shared).froze(identity));
         }));
         world
@@ -205,7 +205,7 @@ impl World {
         if !self.0.touched.swap(false, Ordering::Relaxed) && self.is_quiet() {
             return false;
         }
-        let mut moved = self.kernel().turn();
+        let mut moved = self.kernel().step();
         for done in self.kernel().completions() {
             let read = done.result.as_ref().ok().map(Vec::as_slice);
             let ended = self.look().model.ended(done.ticket, read);
@@ -267,7 +267,7 @@ impl World {
             worker.dying = Some(clock::now() + worker.quirks.linger);
         }
         drop(state);
-        self.kernel().check_links();
+        self.kernel().check_connections();
     }
 
     /// The process that serves the mapping of that name, or was started to.

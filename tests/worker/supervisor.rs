@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use cleat_core::error::ErrorKind;
 use cleat_core::policy::Policy;
 use cleat_statistics::Page;
-use cleat_sys::machine::boot_id;
-use cleat_sys::packet;
+use cleat_sys::host::boot_id;
 use cleat_sys::process::spawn_with_channel;
+use cleat_sys::seqpacket;
 use cleat_worker::protocol::{
     CHANNEL_FD, Failure, FromWorker, MAX_PACKET, PROTOCOL_VERSION, Ready, Start, ToWorker,
 };
@@ -123,7 +123,7 @@ impl Worker {
     }
 
     pub fn send_text(&self, text: &[u8], descriptors: &[BorrowedFd<'_>]) {
-        packet::send(self.channel.as_ref().unwrap().as_fd(), text, descriptors).unwrap();
+        seqpacket::send(self.channel.as_ref().unwrap().as_fd(), text, descriptors).unwrap();
     }
 
     pub fn receive(&self) -> FromWorker {
@@ -204,7 +204,7 @@ pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) 
         build: String::new(),
         mapping_id: mapping_id.to_owned(),
     };
-    packet::send(channel.as_fd(), &serde_json::to_vec(&adopt).unwrap(), &[]).unwrap();
+    seqpacket::send(channel.as_fd(), &serde_json::to_vec(&adopt).unwrap(), &[]).unwrap();
     receive(channel).unwrap()
 }
 
@@ -213,7 +213,7 @@ pub fn receive(channel: &OwnedFd) -> Option<(FromWorker, Vec<OwnedFd>)> {
     let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
     assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)), Ok(1), "no answer in time");
     let mut buffer = vec![0; MAX_PACKET];
-    let (length, descriptors) = match packet::receive(channel.as_fd(), &mut buffer) {
+    let (length, descriptors) = match seqpacket::receive(channel.as_fd(), &mut buffer) {
         Ok(received) => received,
         Err(error) if error.raw_os_error() == Some(libc::ECONNRESET) => return None,
         Err(error) => panic!("{error}"),

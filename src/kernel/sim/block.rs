@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv, send};
 
-use super::device::{Config, Link};
+use super::device::{Config, Connection};
 use super::io::{CMD_FLUSH, CMD_READ, CMD_WRITE, REPLY_BYTES, parse_reply, request_message};
 use super::{SimKernel, State, lock};
 use crate::DeviceIndex;
@@ -48,20 +48,20 @@ pub(super) struct Request {
     /// The configuration that it was made on: no other one ever gets it.
     instance: u64,
     io: Io,
-    sent: Option<(Arc<Link>, Instant)>,
+    sent: Option<(Arc<Connection>, Instant)>,
 }
 
 /// Gives whoever serves the other ends a turn, where everything runs on one thread. Says whether
 /// that did anything.
-pub type FarEnd = Arc<dyn Fn() -> bool + Send + Sync>;
+pub type PeerStep = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// When the driver repeats a request on another connection.
 const REQUEUE: Duration = Duration::from_secs(30);
 
 impl SimKernel {
     /// Has the far end take its turns in calls that wait for it. Not mixed with `read` and `write`.
-    pub fn set_far_end(&self, far_end: FarEnd) {
-        self.state().far_end = Some(far_end);
+    pub fn set_peer_step(&self, peer_step: PeerStep) {
+        self.state().peer_step = Some(peer_step);
     }
 
     /// Begins a request.
@@ -84,10 +84,10 @@ impl SimKernel {
     }
 
     /// Moves every request on as far as it goes. Says whether anything moved.
-    pub fn turn(&self) -> bool {
+    pub fn step(&self) -> bool {
         let mut state = self.state();
         let before = state.progress;
-        state.check_links();
+        state.check_connections();
         state.dispatch();
         state.collect();
         state.progress != before
@@ -99,16 +99,20 @@ impl SimKernel {
     }
 
     /// A flush that nothing but turns carries on.
-    pub(super) fn flush_by_turns(&self, index: DeviceIndex, far_end: &FarEnd) -> io::Result<()> {
+    pub(super) fn flush_stepwise(
+        &self,
+        index: DeviceIndex,
+        peer_step: &PeerStep,
+    ) -> io::Result<()> {
         let ticket = self.submit(index, Io::Flush)?;
         loop {
-            let moved = self.turn();
+            let moved = self.step();
             let mut state = self.state();
             if let Some(at) = state.completions.iter().position(|done| done.ticket == ticket) {
                 return state.completions.swap_remove(at).result.map(drop);
             }
             drop(state);
-            if !far_end() && !moved {
+            if !peer_step() && !moved {
                 // Only its deadline would end it.
                 self.state().requests.retain(|request| request.ticket != ticket);
                 return Err(io::ErrorKind::TimedOut.into());
@@ -132,9 +136,9 @@ impl State {
                 request.sent = None;
             }
             if request.sent.is_none() {
-                if let Some((link, _)) = config.live_link() {
-                    if link.send_now(&request.message()) {
-                        request.sent = Some((link, now));
+                if let Some((connection, _)) = config.live_connection() {
+                    if connection.send_now(&request.message()) {
+                        request.sent = Some((connection, now));
                         self.progress += 1;
                     }
                 } else if config.dead_since.is_some_and(|since| {
@@ -151,11 +155,14 @@ impl State {
     /// Takes the replies that have arrived.
     fn collect(&mut self) {
         let configs = self.devices.values().filter_map(|device| device.config.as_ref());
-        let links: Vec<Arc<Link>> =
-            configs.flat_map(|config| &config.links).filter(|l| l.is_alive()).cloned().collect();
-        for link in links {
-            link.receive_now();
-            while let Some((ticket, result)) = link.take_reply(&self.requests) {
+        let connections: Vec<Arc<Connection>> = configs
+            .flat_map(|config| &config.connections)
+            .filter(|c| c.is_alive())
+            .cloned()
+            .collect();
+        for connection in connections {
+            connection.receive_now();
+            while let Some((ticket, result)) = connection.take_reply(&self.requests) {
                 if let Some(at) = self.requests.iter().position(|r| r.ticket == ticket) {
                     self.requests.remove(at);
                     self.end(ticket, result);
@@ -173,9 +180,9 @@ impl State {
 impl Request {
     /// Whether its connection is dead and the driver would send it again.
     fn may_be_repeated(&self, config: &Config, now: Instant) -> bool {
-        let Some((link, at)) = &self.sent else { return false };
+        let Some((connection, at)) = &self.sent else { return false };
         let old = now.saturating_duration_since(*at) >= REQUEUE;
-        !link.is_alive() && (config.links.len() == 1 || old)
+        !connection.is_alive() && (config.connections.len() == 1 || old)
     }
 
     fn message(&self) -> Vec<u8> {
@@ -199,7 +206,7 @@ impl Request {
     }
 }
 
-impl Link {
+impl Connection {
     /// Sends a message if there is room for all of it.
     fn send_now(&self, message: &[u8]) -> bool {
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;

@@ -24,13 +24,13 @@ pub(super) struct SimDevice {
 /// A configured device: what the kernel's `nbd_config` holds.
 #[derive(Debug)]
 pub(super) struct Config {
-    pub(super) links: Vec<Arc<Link>>,
+    pub(super) connections: Vec<Arc<Connection>>,
     pub(super) size: u64,
     pub(super) transmission_flags: u16,
     pub(super) backend: Option<String>,
     pub(super) pid: u32,
     /// When the symlink appears; `None`: never.
-    pub(super) link_at: Option<Instant>,
+    pub(super) symlink_at: Option<Instant>,
     pub(super) dead_connection_timeout: Duration,
     /// Since when every connection is dead.
     pub(super) dead_since: Option<Instant>,
@@ -44,32 +44,32 @@ pub(super) struct Config {
 
 /// A connection: the kernel's end of a socket.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct Connection {
     pub(super) socket: OwnedFd,
-    pub(super) state: Mutex<LinkState>,
+    pub(super) state: Mutex<ConnectionState>,
     /// Held while one message is sent.
     pub(super) sending: Mutex<()>,
     /// What has arrived and not been taken, of requests that are carried on by turns.
     pub(super) inbox: Mutex<Vec<u8>>,
-    /// Held from a request to its reply: a simulated kernel has one request in flight a link.
+    /// Held from a request to its reply: a simulated kernel has one request in flight a connection.
     pub(super) round_trip: Mutex<()>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LinkState {
+pub(super) enum ConnectionState {
     Alive,
     Dead,
 }
 
 impl Config {
-    pub(super) fn new(spec: ConnectSpec, link_at: Option<Instant>, instance: u64) -> Self {
+    pub(super) fn new(spec: ConnectSpec, symlink_at: Option<Instant>, instance: u64) -> Self {
         Self {
-            links: spec.sockets.into_iter().map(Link::new).collect(),
+            connections: spec.sockets.into_iter().map(Connection::new).collect(),
             size: spec.size,
             transmission_flags: spec.transmission_flags,
             backend: Some(spec.identity.as_str().to_owned()),
             pid: std::process::id(),
-            link_at,
+            symlink_at,
             dead_connection_timeout: spec.dead_connection_timeout,
             dead_since: None,
             disconnected: false,
@@ -81,12 +81,12 @@ impl Config {
     /// A device that somebody else configured, without sockets that we know of.
     pub(super) fn foreign(size: u64, backend: Option<String>, instance: u64) -> Self {
         Self {
-            links: Vec::new(),
+            connections: Vec::new(),
             size,
             transmission_flags: 0,
             backend,
             pid: 1,
-            link_at: None,
+            symlink_at: None,
             dead_connection_timeout: Duration::ZERO,
             dead_since: None,
             disconnected: false,
@@ -96,20 +96,24 @@ impl Config {
     }
 
     /// A live connection for the next request, taking turns.
-    pub(super) fn live_link(&mut self) -> Option<(Arc<Link>, u64)> {
+    pub(super) fn live_connection(&mut self) -> Option<(Arc<Connection>, u64)> {
         self.cookies += 1;
-        let mut live: VecDeque<_> = self.links.iter().filter(|link| link.is_alive()).collect();
+        let mut live: VecDeque<_> =
+            self.connections.iter().filter(|connection| connection.is_alive()).collect();
         let turn = usize::try_from(self.cookies).unwrap_or(0) % live.len().max(1);
         live.rotate_left(turn);
         Some((Arc::clone(live.front()?), self.cookies))
     }
 
     /// Marks connections whose peer is gone as dead. Returns how many died.
-    pub(super) fn bury(&mut self, now: Instant) -> usize {
-        let died =
-            self.links.iter().filter(|link| link.is_alive() && link.hung_up() && link.kill());
+    pub(super) fn mark_dead(&mut self, now: Instant) -> usize {
+        let died = self.connections.iter().filter(|connection| {
+            connection.is_alive() && connection.hung_up() && connection.kill()
+        });
         let died = died.count();
-        if !self.links.is_empty() && self.links.iter().all(|link| !link.is_alive()) {
+        if !self.connections.is_empty()
+            && self.connections.iter().all(|connection| !connection.is_alive())
+        {
             self.dead_since.get_or_insert(now);
         } else {
             self.dead_since = None;
@@ -122,9 +126,9 @@ impl Config {
     pub(super) fn replace_dead(&mut self, sockets: Vec<OwnedFd>) -> u64 {
         let mut replaced = 0;
         let mut sockets = sockets.into_iter();
-        for link in self.links.iter_mut().filter(|link| !link.is_alive()) {
+        for connection in self.connections.iter_mut().filter(|connection| !connection.is_alive()) {
             let Some(socket) = sockets.next() else { break };
-            *link = Link::new(socket);
+            *connection = Connection::new(socket);
             replaced += 1;
         }
         self.dead_since = None;
@@ -133,17 +137,17 @@ impl Config {
 
     /// Shuts every connection down.
     pub(super) fn shut_down(&mut self) {
-        for link in &self.links {
-            link.kill();
+        for connection in &self.connections {
+            connection.kill();
         }
     }
 }
 
-impl Link {
+impl Connection {
     fn new(socket: OwnedFd) -> Arc<Self> {
         Arc::new(Self {
             socket,
-            state: Mutex::new(LinkState::Alive),
+            state: Mutex::new(ConnectionState::Alive),
             sending: Mutex::new(()),
             inbox: Mutex::new(Vec::new()),
             round_trip: Mutex::new(()),
@@ -151,15 +155,15 @@ impl Link {
     }
 
     pub(super) fn is_alive(&self) -> bool {
-        *super::lock(&self.state) == LinkState::Alive
+        *super::lock(&self.state) == ConnectionState::Alive
     }
 
     /// Marks it dead and shuts it down. Returns whether it was alive.
     pub(super) fn kill(&self) -> bool {
-        let before = std::mem::replace(&mut *super::lock(&self.state), LinkState::Dead);
+        let before = std::mem::replace(&mut *super::lock(&self.state), ConnectionState::Dead);
         // The peer may have closed it already: ENOTCONN is as good.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
-        before == LinkState::Alive
+        before == ConnectionState::Alive
     }
 
     /// Whether the peer has closed or shut down its end.
@@ -170,7 +174,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for Connection {
     fn drop(&mut self) {
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
     }

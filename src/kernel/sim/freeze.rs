@@ -27,7 +27,7 @@ impl SimKernel {
     }
 
     /// Those of the device that somebody else has frozen.
-    pub fn frozen_elsewhere(&self, index: DeviceIndex) -> Vec<PathBuf> {
+    pub fn frozen_by_others(&self, index: DeviceIndex) -> Vec<PathBuf> {
         let state = self.state();
         let all = state.devices.get(&index).map(|device| device.frozen.as_slice());
         let others = all.unwrap_or_default().iter().filter(|frozen| frozen.by.is_none());
@@ -41,19 +41,19 @@ impl SimKernel {
     }
 
     /// A new boot: nothing is frozen.
-    pub fn forget_frozen(&self) {
+    pub fn clear_frozen(&self) {
         self.state().devices.values_mut().for_each(|device| device.frozen.clear());
     }
 
     /// Has somebody else freeze what is mounted at `path`.
-    pub fn freeze_elsewhere(&self, index: DeviceIndex, path: impl Into<PathBuf>) {
+    pub fn freeze_by_other(&self, index: DeviceIndex, path: impl Into<PathBuf>) {
         let frozen = Frozen { path: path.into(), by: None };
         self.state().devices.entry(index).or_default().frozen.push(frozen);
     }
 
     /// Is told of every device of which something is frozen.
-    pub fn set_freeze_witness(&self, witness: super::Witness) {
-        self.state().freeze_witness = Some(witness);
+    pub fn on_freeze(&self, hook: super::Hook) {
+        self.state().freeze_hook = Some(hook);
     }
 }
 
@@ -71,7 +71,7 @@ impl SimKernel {
         self.flush_device(index, deadline)
             .map_err(|error| Error::from_io("the simulated kernel did not finish Freeze", error))?;
         let mut state = self.state();
-        let witness = state.freeze_witness.clone();
+        let hook = state.freeze_hook.clone();
         let device = state.devices.entry(index).or_default();
         let mounts = device.holders.iter().filter_map(|holder| match holder {
             Holder::Mount { path, .. } => Some(path.clone()),
@@ -82,7 +82,7 @@ impl SimKernel {
         let by = Some(identity.clone());
         device.frozen.extend(fresh.into_iter().map(|path| Frozen { path, by: by.clone() }));
         let frozen = self.leave(state, Call::Freeze, fault);
-        witness.iter().for_each(|witness| witness(identity));
+        hook.iter().for_each(|hook| hook(identity));
         frozen.map(|()| before.iter().map(|path| path.display().to_string()).collect())
     }
 
@@ -113,7 +113,7 @@ impl State {
         config.is_none_or(|config| {
             config.backend.as_deref() != Some(identity.as_str())
                 || config.disconnected
-                || config.links.iter().any(|link| link.is_alive())
+                || config.connections.iter().any(|connection| connection.is_alive())
         })
     }
 }

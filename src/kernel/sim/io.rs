@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
 
-use super::device::Link;
+use super::device::Connection;
 use super::{SimKernel, lock};
 use crate::DeviceIndex;
 
@@ -60,9 +60,9 @@ impl SimKernel {
         if flags & SEND_FLUSH == 0 {
             return Ok(());
         }
-        let far_end = self.state().far_end.clone();
-        if let Some(far_end) = far_end {
-            return self.flush_by_turns(index, &far_end);
+        let peer_step = self.state().peer_step.clone();
+        if let Some(peer_step) = peer_step {
+            return self.flush_stepwise(index, &peer_step);
         }
         self.request(index, (CMD_FLUSH, 0, 0), &[], &mut [], deadline)
     }
@@ -76,29 +76,33 @@ impl SimKernel {
         deadline: Instant,
     ) -> io::Result<()> {
         loop {
-            let (link, cookie) = self.wait_for_link(index, deadline)?;
+            let (connection, cookie) = self.wait_for_connection(index, deadline)?;
             let message = request_message(command, cookie, offset, length, payload);
-            match round_trip(&link, &message, cookie, into, deadline) {
+            match round_trip(&connection, &message, cookie, into, deadline) {
                 Ok(0) => return Ok(()),
                 Ok(code) => return Err(io::Error::other(format!("NBD error {code}"))),
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(error),
                 // The connection died under the request: it is sent again on another one.
                 Err(_) => {
-                    link.kill();
-                    self.check_links();
+                    connection.kill();
+                    self.check_connections();
                 }
             }
         }
     }
 
     /// A live connection, waiting for one as long as the device lets requests wait.
-    fn wait_for_link(&self, index: DeviceIndex, deadline: Instant) -> io::Result<(Arc<Link>, u64)> {
+    fn wait_for_connection(
+        &self,
+        index: DeviceIndex,
+        deadline: Instant,
+    ) -> io::Result<(Arc<Connection>, u64)> {
         let mut state = self.state();
         loop {
-            state.check_links();
+            state.check_connections();
             let config = state.devices.get_mut(&index).and_then(|device| device.config.as_mut());
             let config = config.filter(|config| !config.disconnected).ok_or(Errno::EIO)?;
-            if let Some(found) = config.live_link() {
+            if let Some(found) = config.live_connection() {
                 return Ok(found);
             }
             let since = config.dead_since.unwrap_or_else(Instant::now);
@@ -118,15 +122,15 @@ impl SimKernel {
 
 /// Sends NBD_CMD_DISC as the driver does: under the connection's lock and blocking, here up to a
 /// deadline. Returns whether it is sent, or need not be.
-pub(super) fn send_disconnect(link: &Link, deadline: Instant) -> bool {
-    if !link.is_alive() {
+pub(super) fn send_disconnect(connection: &Connection, deadline: Instant) -> bool {
+    if !connection.is_alive() {
         return true;
     }
     let mut message = [0; 28];
     message[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
     message[6..8].copy_from_slice(&CMD_DISC.to_be_bytes());
-    let _sending = lock(&link.sending);
-    match send_all(link, &message, deadline) {
+    let _sending = lock(&connection.sending);
+    match send_all(connection, &message, deadline) {
         Ok(()) => true,
         Err(error) => error.kind() != io::ErrorKind::TimedOut,
     }
@@ -161,34 +165,34 @@ pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
 
 /// Sends a request and takes its reply. Returns the reply's error number.
 fn round_trip(
-    link: &Link,
+    connection: &Connection,
     message: &[u8],
     cookie: u64,
     into: &mut [u8],
     deadline: Instant,
 ) -> io::Result<u32> {
-    let _alone = lock(&link.round_trip);
+    let _alone = lock(&connection.round_trip);
     {
-        let _sending = lock(&link.sending);
-        send_all(link, message, deadline)?;
+        let _sending = lock(&connection.sending);
+        send_all(connection, message, deadline)?;
     }
     let mut reply = [0; REPLY_BYTES];
-    receive_exact(link, &mut reply, deadline)?;
+    receive_exact(connection, &mut reply, deadline)?;
     let Some((_, error)) = parse_reply(&reply).filter(|(found, _)| *found == cookie) else {
         return Err(io::ErrorKind::InvalidData.into());
     };
     if error == 0 {
-        receive_exact(link, into, deadline)?;
+        receive_exact(connection, into, deadline)?;
     }
     Ok(error)
 }
 
-fn send_all(link: &Link, mut message: &[u8], deadline: Instant) -> io::Result<()> {
+fn send_all(connection: &Connection, mut message: &[u8], deadline: Instant) -> io::Result<()> {
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
     while !message.is_empty() {
-        match send(link.socket.as_raw_fd(), message, flags) {
+        match send(connection.socket.as_raw_fd(), message, flags) {
             Ok(sent) => message = &message[sent..],
-            Err(Errno::EAGAIN) => await_socket(link, PollFlags::POLLOUT, deadline)?,
+            Err(Errno::EAGAIN) => await_socket(connection, PollFlags::POLLOUT, deadline)?,
             Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -196,12 +200,16 @@ fn send_all(link: &Link, mut message: &[u8], deadline: Instant) -> io::Result<()
     Ok(())
 }
 
-fn receive_exact(link: &Link, mut into: &mut [u8], deadline: Instant) -> io::Result<()> {
+fn receive_exact(
+    connection: &Connection,
+    mut into: &mut [u8],
+    deadline: Instant,
+) -> io::Result<()> {
     while !into.is_empty() {
-        match recv(link.socket.as_raw_fd(), into, MsgFlags::MSG_DONTWAIT) {
+        match recv(connection.socket.as_raw_fd(), into, MsgFlags::MSG_DONTWAIT) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(received) => into = &mut into[received..],
-            Err(Errno::EAGAIN) => await_socket(link, PollFlags::POLLIN, deadline)?,
+            Err(Errno::EAGAIN) => await_socket(connection, PollFlags::POLLIN, deadline)?,
             Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -209,12 +217,12 @@ fn receive_exact(link: &Link, mut into: &mut [u8], deadline: Instant) -> io::Res
     Ok(())
 }
 
-fn await_socket(link: &Link, event: PollFlags, deadline: Instant) -> io::Result<()> {
+fn await_socket(connection: &Connection, event: PollFlags, deadline: Instant) -> io::Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(io::ErrorKind::TimedOut.into());
     }
-    let mut fds = [PollFd::new(link.socket.as_fd(), event)];
+    let mut fds = [PollFd::new(connection.socket.as_fd(), event)];
     let left_ms = u16::try_from(left.as_millis()).unwrap_or(u16::MAX).max(1);
     match poll(&mut fds, PollTimeout::from(left_ms)) {
         Ok(_) | Err(Errno::EINTR) => Ok(()),

@@ -29,12 +29,12 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, EVENT_QUEUE, Holder, Identity, Kernel,
-    KernelEvent, Severed, Unmount,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
+    Kernel, KernelEvent, UnmountScope,
 };
-pub use block::{Completion, FarEnd, Io, Ticket};
+pub use block::{Completion, Io, PeerStep, Ticket};
 use cleat_core::error::{Error, ErrorKind, Result};
-use device::{Config, Link, PEER_CLOSED, SimDevice};
+use device::{Config, Connection, PEER_CLOSED, SimDevice};
 pub use script::{Call, Fault, Script};
 use script::{Random, failure, timed_out};
 
@@ -66,9 +66,9 @@ struct State {
     replaced: BTreeMap<String, u64>,
     /// Configurations that there have been.
     instances: u64,
-    far_end: Option<FarEnd>,
-    witness: Option<Witness>,
-    freeze_witness: Option<Witness>,
+    peer_step: Option<PeerStep>,
+    hook: Option<Hook>,
+    freeze_hook: Option<Hook>,
     requests: Vec<block::Request>,
     completions: Vec<Completion>,
     tickets: Ticket,
@@ -77,7 +77,7 @@ struct State {
 }
 
 /// Is told of every device that is connected.
-pub type Witness = Arc<dyn Fn(&Identity) + Send + Sync>;
+pub type Hook = Arc<dyn Fn(&Identity) + Send + Sync>;
 
 /// The test's side.
 impl SimKernel {
@@ -100,9 +100,9 @@ impl SimKernel {
             vanished: BTreeSet::new(),
             replaced: BTreeMap::new(),
             instances: 0,
-            far_end: None,
-            witness: None,
-            freeze_witness: None,
+            peer_step: None,
+            hook: None,
+            freeze_hook: None,
             requests: Vec::new(),
             completions: Vec::new(),
             tickets: 0,
@@ -112,9 +112,9 @@ impl SimKernel {
         Self(Arc::new(Shared { state, changed, wake: Arc::new(wake) }))
     }
 
-    /// Has `witness` told of every device that is connected from now on.
-    pub fn set_witness(&self, witness: Witness) {
-        self.state().witness = Some(witness);
+    /// Has `hook` told of every device that is connected from now on.
+    pub fn on_connect(&self, hook: Hook) {
+        self.state().hook = Some(hook);
     }
 
     /// Makes the next `call` misbehave. Faults on the same call queue up.
@@ -190,12 +190,12 @@ impl SimKernel {
     }
 
     /// The kernel gives up the device's connections (its request timeout, say).
-    pub fn kill_links(&self, index: DeviceIndex) {
+    pub fn kill_connections(&self, index: DeviceIndex) {
         let mut state = self.state();
         let now = (state.script.now)();
         if let Some(config) = state.devices.get_mut(&index).and_then(|d| d.config.as_mut()) {
             config.shut_down();
-            config.bury(now);
+            config.mark_dead(now);
             state.emit(KernelEvent::LinkDead(index));
         }
         drop(state);
@@ -203,7 +203,7 @@ impl SimKernel {
     }
 
     /// Whether a device is disconnected, and configured only for those who hold it.
-    pub fn is_severed(&self, index: DeviceIndex) -> bool {
+    pub fn is_disconnected(&self, index: DeviceIndex) -> bool {
         let state = self.state();
         let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
         config.is_some_and(|config| config.disconnected)
@@ -215,17 +215,19 @@ impl SimKernel {
     }
 
     /// Notices connections whose peer is gone, as the kernel does by itself.
-    pub fn check_links(&self) {
-        self.state().check_links();
+    pub fn check_connections(&self) {
+        self.state().check_connections();
         self.0.changed.notify_all();
     }
 
     /// Connections of the device that are alive now.
-    pub fn live_links(&self, index: DeviceIndex) -> usize {
+    pub fn live_connections(&self, index: DeviceIndex) -> usize {
         let mut state = self.state();
-        state.check_links();
+        state.check_connections();
         let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
-        config.map_or(0, |config| config.links.iter().filter(|link| link.is_alive()).count())
+        config.map_or(0, |config| {
+            config.connections.iter().filter(|connection| connection.is_alive()).count()
+        })
     }
 }
 
@@ -237,15 +239,15 @@ impl Kernel for SimKernel {
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let index = state.free_index()?;
-        let link_at = match fault {
-            Some(Fault::LoseLink) => None,
-            _ => Some((state.script.now)() + state.script.link_delay),
+        let symlink_at = match fault {
+            Some(Fault::NoSymlink) => None,
+            _ => Some((state.script.now)() + state.script.symlink_delay),
         };
-        let (identity, witness) = (spec.identity.clone(), state.witness.clone());
-        let config = Config::new(spec, link_at, state.next_instance());
+        let (identity, hook) = (spec.identity.clone(), state.hook.clone());
+        let config = Config::new(spec, symlink_at, state.next_instance());
         state.devices.entry(index).or_default().config = Some(config);
         state.emit(KernelEvent::Changed(index));
-        witness.iter().for_each(|witness| witness(&identity));
+        hook.iter().for_each(|hook| hook(&identity));
         if fault == Some(Fault::Vanish) {
             state.vanish(index);
         }
@@ -282,15 +284,15 @@ impl Kernel for SimKernel {
         })
     }
 
-    fn detach(&self, index: DeviceIndex, which: Unmount, deadline: Instant) -> Result<()> {
-        let (mut state, _) = self.enter(Call::Detach, Some(deadline))?;
+    fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()> {
+        let (mut state, _) = self.enter(Call::Unmount, Some(deadline))?;
         if state.devices.get(&index).is_some_and(|device| !device.frozen.is_empty()) {
-            return Err(timed_out(Call::Detach));
+            return Err(timed_out(Call::Unmount));
         }
         if let Some(device) = state.devices.get_mut(&index) {
             device.holders.retain(|holder| match (holder, which) {
-                (Holder::Mount { .. }, Unmount::All) => false,
-                (Holder::Mount { namespace_pid, .. }, Unmount::Own) => namespace_pid.is_some(),
+                (Holder::Mount { .. }, UnmountScope::All) => false,
+                (Holder::Mount { namespace_pid, .. }, UnmountScope::Own) => namespace_pid.is_some(),
                 _ => true,
             });
             device.release();
@@ -319,10 +321,15 @@ impl Kernel for SimKernel {
         self.thaw_all(index, identity, spared, deadline)
     }
 
-    fn sever(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<Severed> {
-        self.cut_off(Call::Sever, index, identity, deadline)?;
+    fn force_disconnect(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<Disconnected> {
+        self.cut_off(Call::ForceDisconnect, index, identity, deadline)?;
         let held = self.state().config(index, identity).is_ok();
-        Ok(if held { Severed::Held } else { Severed::Free })
+        Ok(if held { Disconnected::Held } else { Disconnected::Free })
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
@@ -353,7 +360,7 @@ impl Kernel for SimKernel {
             if config.size != size {
                 return Err("its size is another");
             }
-            let ready = config.link_at.is_some_and(|at| at <= now);
+            let ready = config.symlink_at.is_some_and(|at| at <= now);
             if ready { Ok(Ok(())) } else { Err("udev made no symlink") }
         })??;
         let symlink = PathBuf::from(format!("/dev/disk/by-id/cleat-{}", identity.name()));
@@ -370,9 +377,9 @@ impl Kernel for SimKernel {
         let (mut state, _) = self.enter(Call::Events, None)?;
         let (sender, receiver) = crossbeam_channel::bounded(EVENT_QUEUE);
         state.subscribers.push(sender);
-        if state.script.watch_links && !std::mem::replace(&mut state.watched, true) {
+        if state.script.watch_connections && !std::mem::replace(&mut state.watched, true) {
             let (shared, wake) = (Arc::downgrade(&self.0), Arc::clone(&self.0.wake));
-            std::thread::spawn(move || watch_links(&shared, &wake));
+            std::thread::spawn(move || watch_connections(&shared, &wake));
         }
         Ok(receiver)
     }
@@ -393,11 +400,11 @@ impl SimKernel {
     ) -> Result<()> {
         let (mut state, fault) = self.enter(call, Some(deadline))?;
         let Ok(config) = state.config(index, identity) else { return Ok(()) };
-        let links = config.links.clone();
-        let hurry = state.script.hurry;
+        let connections = config.connections.clone();
+        let skip_waits = state.script.skip_waits;
         drop(state);
-        let until = if hurry { Instant::now() } else { deadline };
-        if !links.iter().all(|link| io::send_disconnect(link, until)) {
+        let until = if skip_waits { Instant::now() } else { deadline };
+        if !connections.iter().all(|connection| io::send_disconnect(connection, until)) {
             return Err(timed_out(call));
         }
         let mut state = self.state();
@@ -448,7 +455,7 @@ impl SimKernel {
             }
             _ => {}
         }
-        state.check_links();
+        state.check_connections();
         Ok((state, fault))
     }
 
@@ -465,7 +472,7 @@ impl SimKernel {
         let _ = self.0.wake.write(1);
     }
 
-    /// Waits for `done`, until the deadline, or not at all in a hurry.
+    /// Waits for `done`, until the deadline; with `Script::skip_waits`, looks once.
     fn wait<T>(
         &self,
         call: Call,
@@ -479,7 +486,7 @@ impl SimKernel {
                 Err(missing) => missing,
             };
             let now = Instant::now();
-            if now >= deadline || state.script.hurry {
+            if now >= deadline || state.script.skip_waits {
                 return Err(timed_out(call).with_source(missing));
             }
             // A symlink appears by time alone, so the wait is cut into pieces.
@@ -532,12 +539,12 @@ impl State {
         }
     }
 
-    fn check_links(&mut self) {
+    fn check_connections(&mut self) {
         let mut dead = Vec::new();
         let now = (self.script.now)();
         for (index, device) in &mut self.devices {
             let Some(config) = &mut device.config else { continue };
-            let died = config.bury(now);
+            let died = config.mark_dead(now);
             if !config.disconnected {
                 dead.extend(std::iter::repeat_n(*index, died));
             }
@@ -587,22 +594,22 @@ impl Drop for Shared {
 }
 
 /// Waits for connections to hang up, until the kernel is gone.
-fn watch_links(shared: &Weak<Shared>, wake: &EventFd) {
+fn watch_connections(shared: &Weak<Shared>, wake: &EventFd) {
     loop {
         let Some(kernel) = shared.upgrade().map(SimKernel) else { return };
-        kernel.check_links();
-        let links: Vec<Arc<Link>> = {
+        kernel.check_connections();
+        let connections: Vec<Arc<Connection>> = {
             let state = kernel.state();
             let configs = state.devices.values().filter_map(|device| device.config.as_ref());
-            configs.flat_map(|c| c.links.iter()).filter(|l| l.is_alive()).cloned().collect()
+            configs.flat_map(|c| c.connections.iter()).filter(|c| c.is_alive()).cloned().collect()
         };
         drop(kernel);
         let mut fds = vec![PollFd::new(wake.as_fd(), PollFlags::POLLIN)];
-        fds.extend(links.iter().map(|l| PollFd::new(l.socket.as_fd(), PEER_CLOSED)));
+        fds.extend(connections.iter().map(|c| PollFd::new(c.socket.as_fd(), PEER_CLOSED)));
         // An interrupted wait is looked at as an early end.
         let _ = poll(&mut fds, PollTimeout::NONE);
         drop(fds);
-        drop(links);
+        drop(connections);
         let _ = wake.read();
     }
 }

@@ -15,10 +15,10 @@ pub enum Call {
     Resize,
     /// [`Kernel::disconnect`](crate::Kernel::disconnect)
     Disconnect,
-    /// [`Kernel::detach`](crate::Kernel::detach)
-    Detach,
-    /// [`Kernel::sever`](crate::Kernel::sever)
-    Sever,
+    /// [`Kernel::unmount`](crate::Kernel::unmount)
+    Unmount,
+    /// [`Kernel::force_disconnect`](crate::Kernel::force_disconnect)
+    ForceDisconnect,
     /// [`Kernel::freeze`](crate::Kernel::freeze)
     Freeze,
     /// [`Kernel::thaw`](crate::Kernel::thaw)
@@ -40,7 +40,7 @@ pub enum Call {
 pub enum Fault {
     /// It fails at once with this kind and does nothing.
     Fail(ErrorKind),
-    /// It hangs until its deadline (at once with [`Script::hurry`]) and does nothing.
+    /// It hangs until its deadline (at once with [`Script::skip_waits`]) and does nothing.
     Hang,
     /// It takes so long, whatever its deadline, and then does what it should.
     Slow(Duration),
@@ -48,7 +48,7 @@ pub enum Fault {
     /// caller that died in the call: a device is left behind.
     LateEffect,
     /// On `Connect`: works, but udev never makes the symlink.
-    LoseLink,
+    NoSymlink,
     /// On `Connect`: works, and then somebody else disconnects the device.
     Vanish,
     /// On `Reconfigure`: the sockets are dropped in silence, although a connection is dead.
@@ -67,15 +67,15 @@ pub struct Script {
     /// The most devices there can be; CONNECT gives `NoSpace` beyond.
     pub devices_max: u32,
     /// From CONNECT to the symlink.
-    pub link_delay: Duration,
+    pub symlink_delay: Duration,
     /// Bound on calls that are given no deadline.
     pub command_timeout: Duration,
     /// Waits that only their deadline would end, end at once with the same error: a simulation
     /// needs no real time.
-    pub hurry: bool,
+    pub skip_waits: bool,
     /// Whether a thread watches the connections, as the kernel does. Without it a dead connection
-    /// is noticed in the next call, or by `SimKernel::check_links`: deterministic.
-    pub watch_links: bool,
+    /// is noticed in the next call, or by `SimKernel::check_connections`: deterministic.
+    pub watch_connections: bool,
     /// What time it is; a simulation has its own.
     pub now: fn() -> Instant,
 }
@@ -87,10 +87,10 @@ impl Default for Script {
             faults_per_mille: 0,
             devices: 4,
             devices_max: 1024,
-            link_delay: Duration::ZERO,
+            symlink_delay: Duration::ZERO,
             command_timeout: Duration::from_secs(10),
-            hurry: false,
-            watch_links: true,
+            skip_waits: false,
+            watch_connections: true,
             now: Instant::now,
         }
     }
@@ -99,7 +99,13 @@ impl Default for Script {
 impl Script {
     /// A deterministic kernel for seeded runs: no thread, no real waiting, faults at random.
     pub fn seeded(seed: u64, faults_per_mille: u32) -> Self {
-        Self { seed, faults_per_mille, hurry: true, watch_links: false, ..Self::default() }
+        Self {
+            seed,
+            faults_per_mille,
+            skip_waits: true,
+            watch_connections: false,
+            ..Self::default()
+        }
     }
 }
 
@@ -136,16 +142,16 @@ impl Random {
                 Fault::Fail(Internal),
                 Fault::Hang,
                 Fault::LateEffect,
-                Fault::LoseLink,
+                Fault::NoSymlink,
                 Fault::Vanish,
             ],
             Call::Reconfigure => {
                 &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
             }
-            Call::Resize | Call::Disconnect | Call::Sever | Call::Freeze | Call::Thaw => {
+            Call::Resize | Call::Disconnect | Call::ForceDisconnect | Call::Freeze | Call::Thaw => {
                 &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
             }
-            Call::WaitReady | Call::Flush | Call::Detach => &[Fault::Fail(Internal), Fault::Hang],
+            Call::WaitReady | Call::Flush | Call::Unmount => &[Fault::Fail(Internal), Fault::Hang],
             Call::Devices | Call::Holders | Call::Events => &[Fault::Fail(Unavailable)],
         };
         let index = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);

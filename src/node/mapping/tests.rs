@@ -374,7 +374,7 @@ pub(crate) fn seen(worker: SeenWorker) -> Observed {
 const OLD: WorkerId = WorkerId { pid: 6, started_ticks: 6 };
 
 fn intents() -> impl Strategy<Value = Intent> {
-    let forced = [Unmount::All, Unmount::Own, Unmount::None].map(Intent::Forced);
+    let forced = [UnmountScope::All, UnmountScope::Own, UnmountScope::None].map(Intent::Forced);
     prop_oneof![
         2 => Just(Intent::Mapped),
         2 => Just(Intent::Unmapped),
@@ -556,12 +556,12 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
 #[test]
 fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     let mut record = record(1, true);
-    record.intent = Intent::Forced(Unmount::Own);
+    record.intent = Intent::Forced(UnmountScope::Own);
     let mut observed = Observed {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
         ..seen(SeenWorker::Alive { connections: 1, size: 1 << 20 })
     };
-    let (detach, sever) = (Action::Detach(3, Unmount::Own), Action::Sever(3));
+    let (detach, sever) = (Action::Detach(3, UnmountScope::Own), Action::Sever(3));
     let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
     let plan_of = |observed: &Observed| plan(&record, observed).actions;
     assert_eq!(plan_of(&observed)[..2], [Action::Renounce, Action::FailIo]);

@@ -13,8 +13,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
 
 use super::*;
 use cleat_backend::{OpenOptions, Waker, open};
-use cleat_sys::attempts::{connect_by_ring, open_by_ring, trace};
 use cleat_sys::buffer::Buffer;
+use cleat_sys::escape_attempts::{connect_by_ring, open_by_ring, trace};
 use cleat_sys::ring::{Ring, Token};
 
 const PROBE: &str = "CLEAT_TEST_CONFINED";

@@ -121,13 +121,13 @@ fn what_is_mounted_is_frozen_while_a_snapshot_is_made() {
     let index = index_of(&mapping);
     scene.machine.kernel.write(index, 0, &[7; 4096]).unwrap();
     // What somebody else has frozen is his to thaw.
-    scene.machine.kernel.freeze_elsewhere(index, "/mnt/two");
+    scene.machine.kernel.freeze_by_other(index, "/mnt/two");
     for (nth, at) in ["frozen@one", "frozen@two"].iter().enumerate() {
         Scene::snap(shared(), at, &[]).recv_timeout(PATIENCE).unwrap().unwrap();
         assert_eq!(scene.snapshots("frozen"), nth + 1);
         scene.wait_until_thawed();
     }
-    assert_eq!(scene.machine.kernel.frozen_elsewhere(index).len(), 1);
+    assert_eq!(scene.machine.kernel.frozen_by_others(index).len(), 1);
     let points: Vec<_> = frozen_at.try_iter().collect();
     let at = |wanted: &str| -> Vec<usize> {
         points.iter().filter(|(point, _)| point == wanted).map(|(_, frozen)| *frozen).collect()
@@ -265,7 +265,7 @@ fn what_is_quiet_is_neither_upgraded_nor_unmapped_and_thawed_before_force() {
     // the silence of the volume is proved only later.
     let _ = scene.supervisor.force("stuck");
     assert_eq!(scene.frozen(), 0);
-    assert!(!scene.machine.kernel.is_severed(index_of(&mapping)));
+    assert!(!scene.machine.kernel.is_disconnected(index_of(&mapping)));
     scene.cluster.tell("resume osd");
     wait_until("the rest is done by itself", || scene.supervisor.list().is_empty());
     scene.machine.assert_clean();

@@ -11,12 +11,12 @@ use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Runs calls on threads of their own.
 #[derive(Debug, Clone)]
-pub(super) struct Disposable {
+pub(super) struct BoundedCalls {
     stuck: Arc<AtomicUsize>,
     most: usize,
 }
 
-impl Disposable {
+impl BoundedCalls {
     /// Puts up with so many threads that were left behind by their callers.
     pub(super) fn new(most: usize) -> Self {
         Self { stuck: Arc::default(), most }
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn a_stuck_call_is_left_behind_and_its_result_cleaned_up() {
-        let threads = Disposable::new(8);
+        let threads = BoundedCalls::new(8);
         let (release, released) = bounded::<()>(0);
         let (cleaned, cleanup) = bounded(1);
         let deadline = Instant::now() + Duration::from_millis(20);
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn stuck_calls_are_bounded() {
-        let threads = Disposable::new(3);
+        let threads = BoundedCalls::new(3);
         let (release, released) = bounded::<()>(0);
         for _ in 0..3 {
             let released = released.clone();

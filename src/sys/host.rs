@@ -32,7 +32,7 @@ pub fn boot_id() -> io::Result<String> {
 
 /// A hash of the machine's id, the same after each boot; empty where that is not known. Of the host's
 /// id where that can be seen: a container may have one of its own, for as long as it lives.
-pub fn mark() -> String {
+pub fn machine_id_hash() -> String {
     let opened = match File::open("/proc/1/root/etc/machine-id") {
         // Not seen from here.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
@@ -84,7 +84,7 @@ mod tests {
     fn an_id_is_hashed_as_systemd_does() {
         let id = id("0123456789abcdef0123456789abcdef\n").unwrap();
         assert_eq!(hashed(id), "4004f1f0408c431cafe9c0d3018cffdd");
-        let own = mark();
+        let own = machine_id_hash();
         if !own.is_empty() {
             let application = format!("--app-specific={APPLICATION:032x}");
             let asked = Command::new("systemd-id128").args(["machine-id", &application]).output();

@@ -9,7 +9,7 @@ pub const SMALL: usize = 32;
 
 /// A list of pieces, built once, filled and emptied again without allocating.
 #[derive(Debug)]
-pub struct Gather {
+pub struct SendList {
     small: Vec<u8>,
     buffers: Vec<Buffer>,
     vectors: Vec<libc::iovec>,
@@ -20,9 +20,9 @@ pub struct Gather {
 }
 
 // SAFETY: the pointers in `vectors` and `message` lead into heap memory that this value owns.
-unsafe impl Send for Gather {}
+unsafe impl Send for SendList {}
 
-impl Gather {
+impl SendList {
     /// Room for `pieces`, at most 1024 (IOV_MAX).
     pub fn new(pieces: usize) -> Self {
         assert!((1..=1024).contains(&pieces), "{pieces} pieces");
@@ -56,7 +56,7 @@ impl Gather {
     /// Adds a copy of `bytes`.
     ///
     /// # Panics
-    /// Without room ([`Gather::has_room`]), or for more than [`SMALL`] bytes.
+    /// Without room ([`SendList::has_room`]), or for more than [`SMALL`] bytes.
     pub fn push_small(&mut self, bytes: &[u8]) {
         assert!(self.has_room() && bytes.len() <= SMALL);
         let at = self.small.len();
@@ -77,7 +77,7 @@ impl Gather {
     /// Adds a buffer's header and payload.
     ///
     /// # Panics
-    /// Without room ([`Gather::has_room`]).
+    /// Without room ([`SendList::has_room`]).
     pub fn push_buffer(&mut self, buffer: Buffer) {
         assert!(self.has_room());
         let wire = buffer.wire();
@@ -126,27 +126,27 @@ mod tests {
 
     #[test]
     fn short_pieces_merge_and_room_is_counted() {
-        let mut gather = Gather::new(3);
-        gather.push_small(b"ab");
-        gather.push_small(b"cd");
-        assert_eq!(gather.vectors.len(), 1);
-        gather.push_buffer(Buffer::zeroed(10));
-        gather.push_small(b"ef");
-        assert_eq!((gather.vectors.len(), gather.unsent()), (3, 16));
-        assert!(!gather.has_room());
-        gather.advance(5);
-        assert_eq!((gather.first, gather.vectors[1].iov_len), (1, 9));
-        gather.advance(11);
-        assert_eq!((gather.first, gather.unsent()), (3, 0));
-        assert_eq!(gather.take_buffers().count(), 1);
-        assert!(gather.is_empty() && gather.has_room());
+        let mut list = SendList::new(3);
+        list.push_small(b"ab");
+        list.push_small(b"cd");
+        assert_eq!(list.vectors.len(), 1);
+        list.push_buffer(Buffer::zeroed(10));
+        list.push_small(b"ef");
+        assert_eq!((list.vectors.len(), list.unsent()), (3, 16));
+        assert!(!list.has_room());
+        list.advance(5);
+        assert_eq!((list.first, list.vectors[1].iov_len), (1, 9));
+        list.advance(11);
+        assert_eq!((list.first, list.unsent()), (3, 0));
+        assert_eq!(list.take_buffers().count(), 1);
+        assert!(list.is_empty() && list.has_room());
     }
 
     #[test]
     #[should_panic(expected = "has_room")]
     fn a_full_list_takes_no_more() {
-        let mut gather = Gather::new(1);
-        gather.push_buffer(Buffer::zeroed(1));
-        gather.push_buffer(Buffer::zeroed(1));
+        let mut list = SendList::new(1);
+        list.push_buffer(Buffer::zeroed(1));
+        list.push_buffer(Buffer::zeroed(1));
     }
 }

@@ -9,7 +9,7 @@ use cleat_core::error::Result;
 /// The last look. Waiting for the one that is under way takes no turn: who has asked is done when the
 /// next one has ended, however many others come meanwhile.
 #[derive(Debug)]
-pub(super) struct SharedLook<T> {
+pub(super) struct SharedScan<T> {
     state: Mutex<State<T>>,
     ended: Condvar,
 }
@@ -22,13 +22,13 @@ struct State<T> {
     seen: Option<(Instant, Arc<T>)>,
 }
 
-impl<T> Default for SharedLook<T> {
+impl<T> Default for SharedScan<T> {
     fn default() -> Self {
         Self { state: Mutex::new(State { busy: false, seen: None }), ended: Condvar::new() }
     }
 }
 
-impl<T> SharedLook<T> {
+impl<T> SharedScan<T> {
     /// What `look` sees, or what another caller saw who began to look after this one asked: never
     /// anything older than the question.
     pub(super) fn get(&self, look: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
@@ -61,7 +61,7 @@ impl<T> SharedLook<T> {
 }
 
 /// Somebody's turn to look, which ends however the look does.
-struct Turn<'a, T>(&'a SharedLook<T>);
+struct Turn<'a, T>(&'a SharedScan<T>);
 
 impl<T> Drop for Turn<'_, T> {
     fn drop(&mut self) {
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn nobody_gets_what_was_seen_before_he_asked() {
-        let shared = SharedLook::default();
+        let shared = SharedScan::default();
         for expected in 0..3 {
             assert_eq!(*shared.get(|| Ok(expected)).unwrap(), expected);
         }
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn a_look_that_panics_keeps_nobody_waiting() {
-        let shared = SharedLook::default();
+        let shared = SharedScan::default();
         let look = || shared.get(|| -> Result<u32> { panic!("on purpose") });
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(look)).is_err());
         assert_eq!(*shared.get(|| Ok(7)).unwrap(), 7);
@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn those_who_wait_together_look_once() {
         const CALLERS: u32 = 32;
-        let shared = SharedLook::default();
+        let shared = SharedScan::default();
         let looks = AtomicU32::new(0);
         let look = || {
             looks.fetch_add(1, Ordering::Relaxed);

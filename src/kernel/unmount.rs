@@ -20,10 +20,10 @@ use nix::mount::{MntFlags, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::Mode;
 
-use super::Unmount;
-use super::disposable::Disposable;
+use super::UnmountScope;
+use super::bounded_call::BoundedCalls;
 use super::mounts::{MOUNTINFO_MAX, Mount, Proc, parse_mount, parse_mountinfo, too_much};
-use super::sysfs::Family;
+use super::sysfs::Disk;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Namespaces that have the device mounted; each needs a thread.
@@ -39,22 +39,22 @@ struct Namespace {
     own: bool,
 }
 
-/// Unmounts `family` lazily in the namespaces of `which`.
+/// Unmounts `disk` lazily in the namespaces of `which`.
 ///
 /// # Errors
 /// `TimedOut` when some of it is under way at the deadline; what /proc gives.
-pub(super) fn detach(
+pub(super) fn unmount(
     proc: &Proc,
-    threads: &Disposable,
-    family: &Family,
-    which: Unmount,
+    threads: &BoundedCalls,
+    disk: &Disk,
+    which: UnmountScope,
     deadline: Instant,
 ) -> Result<()> {
-    if which == Unmount::None {
+    if which == UnmountScope::None {
         return Ok(());
     }
     let unmounted =
-        in_namespaces(proc, threads, family, which, "unmount a device", deadline, unmount_here)?;
+        in_namespaces(proc, threads, disk, which, "unmount a device", deadline, unmount_here)?;
     for error in unmounted.into_iter().filter_map(io::Result::err) {
         // A namespace that we may not enter keeps its mounts: they show as holders.
         tracing::warn!(%error, "a namespace keeps its mounts");
@@ -69,30 +69,30 @@ pub(super) fn detach(
 /// `TimedOut` when some of it is under way at the deadline; what /proc gives.
 pub(super) fn in_namespaces<T: Send + 'static>(
     proc: &Proc,
-    threads: &Disposable,
-    family: &Family,
-    which: Unmount,
+    threads: &BoundedCalls,
+    disk: &Disk,
+    which: UnmountScope,
     what: &str,
     deadline: Instant,
-    action: fn(&File, &Family) -> io::Result<T>,
+    action: fn(&File, &Disk) -> io::Result<T>,
 ) -> Result<Vec<io::Result<T>>> {
     let unreadable = |error| Error::from_io(format!("cannot open {}", proc.0.display()), error);
     let directory = File::open(&proc.0).map_err(unreadable)?;
     let mut failed = None;
     let mut done = Vec::new();
-    for some in namespaces(proc, family, which)?.chunks(AT_ONCE) {
+    for some in namespaces(proc, disk, which)?.chunks(AT_ONCE) {
         std::thread::scope(|scope| {
             let running: Vec<_> = some
                 .iter()
                 .map(|namespace| {
-                    let (directory, family) = (directory.try_clone(), family.clone());
+                    let (directory, disk) = (directory.try_clone(), disk.clone());
                     let (own, there) = (namespace.own, namespace.descriptor.try_clone());
                     let call = move || {
                         let (directory, there) = (directory?, there?);
                         if !own {
                             enter(&there)?;
                         }
-                        action(&directory, &family)
+                        action(&directory, &disk)
                     };
                     scope.spawn(move || threads.run(what, deadline, call, drop))
                 })
@@ -113,13 +113,13 @@ pub(super) fn in_namespaces<T: Send + 'static>(
 }
 
 /// The namespaces in which the device is mounted, our own first, each once.
-fn namespaces(proc: &Proc, family: &Family, which: Unmount) -> Result<Vec<Namespace>> {
+fn namespaces(proc: &Proc, disk: &Disk, which: UnmountScope) -> Result<Vec<Namespace>> {
     let mut found: Vec<Namespace> = Vec::new();
     let (mut seen, mut entered) = (HashSet::new(), HashSet::new());
     let own = ("self".to_owned(), true);
     let others = match which {
-        Unmount::All => proc.processes()?,
-        Unmount::Own | Unmount::None => Vec::new(),
+        UnmountScope::All => proc.processes()?,
+        UnmountScope::Own | UnmountScope::None => Vec::new(),
     };
     let others = others.into_iter().map(|pid| (pid.to_string(), false));
     for (process, own) in std::iter::once(own).chain(others) {
@@ -137,7 +137,7 @@ fn namespaces(proc: &Proc, family: &Family, which: Unmount) -> Result<Vec<Namesp
         if entered.contains(&namespace) || !seen.insert(view) {
             continue;
         }
-        if own || has_mount(proc, &process, family) {
+        if own || has_mount(proc, &process, disk) {
             entered.insert(namespace);
             found.push(Namespace { descriptor, own });
         }
@@ -148,11 +148,11 @@ fn namespaces(proc: &Proc, family: &Family, which: Unmount) -> Result<Vec<Namesp
     Ok(found)
 }
 
-fn has_mount(proc: &Proc, process: &str, family: &Family) -> bool {
+fn has_mount(proc: &Proc, process: &str, disk: &Disk) -> bool {
     let mut text = Vec::new();
     let file = File::open(proc.0.join(process).join("mountinfo"));
     let read = file.and_then(|file| file.take(MOUNTINFO_MAX).read_to_end(&mut text));
-    read.is_ok() && parse_mountinfo(&text).any(|mount| mount.is_on(family))
+    read.is_ok() && parse_mountinfo(&text).any(|mount| mount.is_on(disk))
 }
 
 /// Moves the calling thread into a mount namespace, for the rest of its life.
@@ -163,12 +163,12 @@ fn enter(namespace: &File) -> io::Result<()> {
 }
 
 /// Unmounts lazily what the calling thread sees of the device, from the top down.
-fn unmount_here(proc: &File, family: &Family) -> io::Result<()> {
+fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
     for _ in 0..ROUNDS_MAX {
         let text = mountinfo(proc)?;
         let mut progress = false;
         let mut refused = None;
-        for mount in uncovered(&text).filter(|mount| mount.is_on(family)) {
+        for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
             match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
                 Ok(()) => progress = true,
                 // It went with another one, or (EINVAL) is locked by a less privileged namespace.
@@ -217,8 +217,8 @@ mod tests {
     use super::*;
     use cleat_sys::descriptor::DeviceNumber;
 
-    fn family(minor: u32) -> Family {
-        Family { names: vec!["nbd1".into()], numbers: vec![DeviceNumber { major: 43, minor }] }
+    fn disk(minor: u32) -> Disk {
+        Disk { names: vec!["nbd1".into()], numbers: vec![DeviceNumber { major: 43, minor }] }
     }
 
     #[test]
@@ -231,7 +231,7 @@ mod tests {
 39 36 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
 40 36 0:41 / /mnt/a/sub rw - tmpfs none rw
 ";
-        let found: Vec<_> = uncovered(text).filter(|mount| mount.is_on(&family(32))).collect();
+        let found: Vec<_> = uncovered(text).filter(|mount| mount.is_on(&disk(32))).collect();
         let paths: Vec<_> = found.iter().map(|mount| mount.path.to_str().unwrap()).collect();
         // /mnt/a once: the upper one, whose path is the lower one's.
         assert_eq!(paths, ["/mnt/a"]);
@@ -240,12 +240,12 @@ mod tests {
     #[test]
     fn a_device_that_is_mounted_nowhere_takes_no_thread_into_a_namespace() {
         let proc = Proc("/proc".into());
-        let threads = Disposable::new(8);
+        let threads = BoundedCalls::new(8);
         let soon = Instant::now() + std::time::Duration::from_secs(10);
-        let elsewhere = family(0xf_ffff);
-        let found = namespaces(&proc, &elsewhere, Unmount::All).unwrap();
+        let elsewhere = disk(0xf_ffff);
+        let found = namespaces(&proc, &elsewhere, UnmountScope::All).unwrap();
         assert!(found.len() == 1 && found[0].own);
-        detach(&proc, &threads, &elsewhere, Unmount::All, soon).unwrap();
-        detach(&proc, &threads, &elsewhere, Unmount::None, Instant::now()).unwrap();
+        unmount(&proc, &threads, &elsewhere, UnmountScope::All, soon).unwrap();
+        unmount(&proc, &threads, &elsewhere, UnmountScope::None, Instant::now()).unwrap();
     }
 }
