@@ -25,10 +25,10 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ceph_test_cluster::{Cluster, ID, POOL};
 use common::{Client, Load, Server, cpu_seconds, median};
 use librbd::{Config, NewImage, Pool};
 use nix::sys::resource::{UsageWho, getrusage};
+use test_kit::ceph::{Cluster, ID, POOL};
 
 const SIZE: u64 = 512 << 20;
 

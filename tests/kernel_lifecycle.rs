@@ -4,8 +4,6 @@
 #![allow(clippy::unwrap_used, reason = "a test ends at the first surprise")]
 #![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
 
-mod common;
-
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -19,7 +17,7 @@ use cleat_kernel::real::RealKernel;
 use cleat_kernel::sim::{Call, Fault, Script, SimKernel};
 use cleat_kernel::udev::{RUN_DIRECTORY, rule_installed, udevd_runs};
 use cleat_kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
-use common::nbd_server::{FLAGS, Server, hangs_up};
+use test_kit::nbd::server::{FLAGS, Server, hangs_up};
 
 const SIZE: u64 = 4 << 20;
 const PATIENCE: Duration = Duration::from_secs(30);

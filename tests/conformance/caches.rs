@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use ceph_test_cluster::Cluster as TestCluster;
 use cleat_core::request::{Flags, Op};
+use test_kit::ceph::Cluster as TestCluster;
 
 use crate::checks::pattern;
-use crate::lane::{Job, Volume, job, write};
+use crate::client::{Job, Volume, job, write};
 use crate::rbd::{MIB, fresh, local};
 
 /// How long a request is watched that must not end.
@@ -28,12 +28,12 @@ fn what_a_cache_holds_back_is_never_called_durable() {
         let fua = Flags { fua: true, ..Flags::default() };
         // librbd's caches hold nothing back before the first flush; and the objects are there, so that
         // their map need not be written first.
-        volume.lane().run((0..3).map(|n| write(n * 4 * MIB, &pattern(9, 4096))).collect());
-        volume.lane().one(job(Op::Flush, 0, 0));
+        volume.client().run((0..3).map(|n| write(n * 4 * MIB, &pattern(9, 4096))).collect());
+        volume.client().one(job(Op::Flush, 0, 0));
         let waits = |job: Job| {
             let what = format!("{name}: {:?}", job.request);
             std::thread::scope(|scope| {
-                let request = scope.spawn(|| volume.lane().one(job));
+                let request = scope.spawn(|| volume.client().one(job));
                 std::thread::sleep(WATCHED);
                 let answered = request.is_finished();
                 cluster.tell("resume osd");
@@ -42,7 +42,7 @@ fn what_a_cache_holds_back_is_never_called_durable() {
         };
         cluster.tell("pause osd");
         if holds_back {
-            volume.lane().one(write(0, &pattern(1, 4096)));
+            volume.client().one(write(0, &pattern(1, 4096)));
             waits(job(Op::Flush, 0, 0));
         } else {
             waits(write(0, &pattern(1, 4096)));
@@ -51,8 +51,8 @@ fn what_a_cache_holds_back_is_never_called_durable() {
             cluster.tell("pause osd");
             waits(durable.with(fua));
         }
-        assert!(volume.lane().read(0, 4096) == pattern(1, 4096), "{name}");
-        assert!(volume.lane().read(4 * MIB, 4096) == pattern(2, 4096), "{name}");
-        assert!(volume.lane().read(8 * MIB, 4096).iter().all(|byte| *byte == 0), "{name}");
+        assert!(volume.client().read(0, 4096) == pattern(1, 4096), "{name}");
+        assert!(volume.client().read(4 * MIB, 4096) == pattern(2, 4096), "{name}");
+        assert!(volume.client().read(8 * MIB, 4096).iter().all(|byte| *byte == 0), "{name}");
     }
 }

@@ -5,7 +5,7 @@ use cleat_backend::{Image, OpenOptions, inherit, open};
 use cleat_core::error::ErrorKind;
 use cleat_core::request::{Flags, IoError, Op};
 
-use crate::lane::{Job, Lane, Local, LocalLane, Volume, job, write};
+use crate::client::{Client, Job, Local, LocalClient, Volume, job, write};
 
 /// Bytes that tell where and when they were written.
 pub fn pattern(seed: u64, length: u64) -> Vec<u8> {
@@ -16,137 +16,137 @@ pub fn pattern(seed: u64, length: u64) -> Vec<u8> {
 /// A length that is a multiple of every block size and not of the page's alone.
 const PIECE: u64 = 3 * 4096;
 
-pub fn reads_see_writes_of_other_lanes(volume: &dyn Volume) {
-    let mut lanes: Vec<_> = (0..3).map(|_| volume.lane()).collect();
-    assert!(lanes[0].read(0, PIECE).iter().all(|byte| *byte == 0), "a fresh volume is zero");
+pub fn reads_see_writes_of_other_clients(volume: &dyn Volume) {
+    let mut clients: Vec<_> = (0..3).map(|_| volume.client()).collect();
+    assert!(clients[0].read(0, PIECE).iter().all(|byte| *byte == 0), "a fresh volume is zero");
     for turn in 0..30 {
         let offset = turn * PIECE / 3;
         let data = pattern(turn, PIECE);
         let (writer, reader) = (turn as usize % 3, (turn as usize + 1) % 3);
-        lanes[writer].one(write(offset, &data));
-        assert!(lanes[reader].read(offset, PIECE) == data, "turn {turn}");
+        clients[writer].one(write(offset, &data));
+        assert!(clients[reader].read(offset, PIECE) == data, "turn {turn}");
     }
     let zeroed = Flags { fua: true, ..Flags::default() };
-    lanes[0].one(job(Op::WriteZeroes, 4096, 4096).with(zeroed));
-    assert!(lanes[2].read(4096, 4096).iter().all(|byte| *byte == 0));
+    clients[0].one(job(Op::WriteZeroes, 4096, 4096).with(zeroed));
+    assert!(clients[2].read(4096, 4096).iter().all(|byte| *byte == 0));
 }
 
 pub fn the_edges_are_part_of_the_volume(volume: &dyn Volume) {
-    let mut lane = volume.lane();
+    let mut client = volume.client();
     let block = u64::from(volume.blocks().minimum);
     let size = volume.size();
     assert_eq!(size % block, 0);
     for length in [block, 4096, 5 * 4096] {
         for offset in [0, block, size - length - block, size - length] {
             let data = pattern(offset, length);
-            lane.one(write(offset, &data));
-            assert!(lane.read(offset, length) == data, "{length} bytes at {offset}");
+            client.one(write(offset, &data));
+            assert!(client.read(offset, length) == data, "{length} bytes at {offset}");
         }
     }
-    lane.one(job(Op::WriteZeroes, size - block, block));
-    assert!(lane.read(size - block, block).iter().all(|byte| *byte == 0));
-    lane.one(job(Op::Trim, 0, size));
-    lane.one(job(Op::Cache, 0, size));
+    client.one(job(Op::WriteZeroes, size - block, block));
+    assert!(client.read(size - block, block).iter().all(|byte| *byte == 0));
+    client.one(job(Op::Trim, 0, size));
+    client.one(job(Op::Cache, 0, size));
 }
 
 pub fn writes_can_be_made_durable(volume: &dyn Volume) {
-    let mut lanes = [volume.lane(), volume.lane()];
+    let mut clients = [volume.client(), volume.client()];
     assert!(volume.features().flush && volume.features().fua);
     let fua = Flags { fua: true, ..Flags::default() };
     let data = pattern(7, PIECE);
-    lanes[0].one(job(Op::Flush, 0, 0));
-    lanes[0].one(write(0, &data));
-    lanes[1].one(job(Op::Flush, 0, 0));
-    lanes[1].one(write(PIECE, &data).with(fua));
-    lanes[1].one(job(Op::Trim, 2 * PIECE, PIECE).with(fua));
-    lanes[0].one(job(Op::WriteZeroes, 3 * PIECE, PIECE).with(fua));
-    assert!(lanes[0].read(0, 2 * PIECE) == [&data[..], &data[..]].concat());
+    clients[0].one(job(Op::Flush, 0, 0));
+    clients[0].one(write(0, &data));
+    clients[1].one(job(Op::Flush, 0, 0));
+    clients[1].one(write(PIECE, &data).with(fua));
+    clients[1].one(job(Op::Trim, 2 * PIECE, PIECE).with(fua));
+    clients[0].one(job(Op::WriteZeroes, 3 * PIECE, PIECE).with(fua));
+    assert!(clients[0].read(0, 2 * PIECE) == [&data[..], &data[..]].concat());
     let mixed = (0..16).map(|n| match n % 4 {
         0 => job(Op::Flush, 0, 0),
         1 => write(n * PIECE, &data).with(fua),
         _ => write(n * PIECE, &data),
     });
-    assert!(lanes[0].run(mixed.collect()).iter().all(|done| done.result == Ok(())));
+    assert!(clients[0].run(mixed.collect()).iter().all(|done| done.result == Ok(())));
 }
 
 pub fn trimmed_zeroes_never_turn_back(volume: &dyn Volume) {
-    let mut lanes = [volume.lane(), volume.lane()];
+    let mut clients = [volume.client(), volume.client()];
     let length = 1 << 20;
     let data = pattern(1, length);
-    lanes[0].one(write(0, &data));
+    clients[0].one(write(0, &data));
     let block = u64::from(volume.blocks().minimum);
     let (from, to) = (PIECE + block, length - PIECE);
-    lanes[0].one(job(Op::Trim, from, to - from));
-    let first = lanes[1].read(0, length);
+    clients[0].one(job(Op::Trim, from, to - from));
+    let first = clients[1].read(0, length);
     for (at, (byte, was)) in first.iter().zip(&data).enumerate() {
         let inside = (from..to).contains(&(at as u64));
         assert!(byte == was || inside && *byte == 0, "byte {at} is {byte}, was {was}");
     }
-    lanes[0].one(job(Op::Flush, 0, 0));
+    clients[0].one(job(Op::Flush, 0, 0));
     // Neighbours are written, which must not bring anything back.
-    lanes[0].one(write(0, &data[..PIECE as usize]));
-    let second = lanes[0].read(0, length);
+    clients[0].one(write(0, &data[..PIECE as usize]));
+    let second = clients[0].read(0, length);
     assert!(first.iter().zip(&second).all(|(one, two)| *one != 0 || *two == 0));
-    lanes[1].one(write(from, &data[..PIECE as usize]));
-    assert!(lanes[0].read(from, PIECE) == data[..PIECE as usize]);
+    clients[1].one(write(from, &data[..PIECE as usize]));
+    assert!(clients[0].read(from, PIECE) == data[..PIECE as usize]);
 }
 
 pub fn zeroes_are_written_whatever_the_flags(volume: &dyn Volume) {
-    let mut lane = volume.lane();
+    let mut client = volume.client();
     let block = u64::from(volume.blocks().minimum);
     let length = 1 << 20;
     let data = pattern(3, length);
     for bits in 0..8_u32 {
         let flags = Flags { fua: bits & 1 != 0, no_hole: bits & 2 != 0, fast_zero: bits & 4 != 0 };
         for (from, to) in [(block, 2 * block), (PIECE, length - block), (0, length)] {
-            lane.one(write(0, &data));
-            let result = lane.try_one(job(Op::WriteZeroes, from, to - from).with(flags));
+            client.one(write(0, &data));
+            let result = client.try_one(job(Op::WriteZeroes, from, to - from).with(flags));
             if flags.fast_zero && result == Err(IoError::Unsupported) {
-                assert!(lane.read(0, length) == data, "{flags:?}: refused, and yet changed");
+                assert!(client.read(0, length) == data, "{flags:?}: refused, and yet changed");
                 continue;
             }
             assert_eq!(result, Ok(()), "{flags:?} {from}..{to}");
             let mut expected = data.clone();
             expected[from as usize..to as usize].fill(0);
-            assert!(lane.read(0, length) == expected, "{flags:?} {from}..{to}");
+            assert!(client.read(0, length) == expected, "{flags:?} {from}..{to}");
         }
     }
     // Several at once, longer than what is written in one piece where zeroes have to be written.
     let keep = Flags { no_hole: true, ..Flags::default() };
     let at_once = (0..8).map(|n| job(Op::WriteZeroes, n * length, length).with(keep));
-    lane.run((0..8).map(|n| write(n * length, &data)).collect());
-    assert!(lane.run(at_once.collect()).iter().all(|done| done.result == Ok(())));
-    assert!(lane.read(0, 8 * length).iter().all(|byte| *byte == 0));
+    client.run((0..8).map(|n| write(n * length, &data)).collect());
+    assert!(client.run(at_once.collect()).iter().all(|done| done.result == Ok(())));
+    assert!(client.read(0, 8 * length).iter().all(|byte| *byte == 0));
 }
 
 pub fn the_longest_payload_is_served(volume: &dyn Volume) {
-    let mut lane = volume.lane();
+    let mut client = volume.client();
     let length = u64::from(volume.blocks().maximum).min(volume.size());
     assert_eq!(length, 32 << 20);
     let data = pattern(9, length);
     let offset = volume.size() - length;
-    lane.one(write(offset, &data));
-    assert!(lane.read(offset, length) == data);
-    lane.one(job(Op::WriteZeroes, 0, volume.size()));
-    assert!(lane.read(offset, length).iter().all(|byte| *byte == 0));
+    client.one(write(offset, &data));
+    assert!(client.read(offset, length) == data);
+    client.one(job(Op::WriteZeroes, 0, volume.size()));
+    assert!(client.read(offset, length).iter().all(|byte| *byte == 0));
 }
 
 pub fn many_requests_are_in_flight_at_once(volume: &dyn Volume) {
-    let mut lane = volume.lane();
+    let mut client = volume.client();
     let data: Vec<_> = (0..500).map(|n| pattern(n, 4096)).collect();
     let writes: Vec<Job> = (0..500).map(|n| write(n * 8192, &data[n as usize])).collect();
-    assert!(lane.run(writes).iter().all(|done| done.result == Ok(())));
-    let reads = lane.run((0..500).map(|n| job(Op::Read, n * 8192, 4096)).collect());
+    assert!(client.run(writes).iter().all(|done| done.result == Ok(())));
+    let reads = client.run((0..500).map(|n| job(Op::Read, n * 8192, 4096)).collect());
     for (n, done) in reads.iter().enumerate() {
         assert!(done.result == Ok(()) && done.data.as_ref() == Some(&data[n]), "request {n}");
     }
 }
 
 pub fn growing_keeps_the_content(volume: &dyn Volume) {
-    let mut lane = volume.lane();
+    let mut client = volume.client();
     let old = volume.size();
     let data = pattern(5, PIECE);
-    lane.one(write(old - PIECE, &data));
+    client.one(write(old - PIECE, &data));
     if let Err(error) = volume.resize(old + (1 << 20)) {
         // Not every backend can; it then says so, with a way out, and nothing has changed.
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{}", error.report());
@@ -155,13 +155,13 @@ pub fn growing_keeps_the_content(volume: &dyn Volume) {
         return;
     }
     assert_eq!(volume.size(), old + (1 << 20));
-    assert!(lane.read(old - PIECE, PIECE) == data);
-    assert!(lane.read(old, 1 << 20).iter().all(|byte| *byte == 0));
+    assert!(client.read(old - PIECE, PIECE) == data);
+    assert!(client.read(old, 1 << 20).iter().all(|byte| *byte == 0));
     let across = pattern(6, 2 * PIECE);
-    lane.one(write(old - PIECE, &across));
-    assert!(volume.lane().read(old - PIECE, 2 * PIECE) == across);
-    lane.one(job(Op::WriteZeroes, old - 4096, 8192));
-    assert!(lane.read(old - 4096, 8192).iter().all(|byte| *byte == 0));
+    client.one(write(old - PIECE, &across));
+    assert!(volume.client().read(old - PIECE, 2 * PIECE) == across);
+    client.one(job(Op::WriteZeroes, old - 4096, 8192));
+    assert!(client.read(old - 4096, 8192).iter().all(|byte| *byte == 0));
     assert!(volume.resize(old).is_err(), "nothing is ever cut off");
     assert_eq!(volume.size(), old + (1 << 20));
 }
@@ -171,12 +171,12 @@ pub fn read_only(uri: &VolumeUri) {
     let keeps = {
         let volume = Local::open(uri, OpenOptions::default());
         assert!(!volume.features().read_only);
-        volume.lane().one(write(PIECE, &data));
+        volume.client().one(write(PIECE, &data));
         volume.features().outlives_worker
     };
     let volume = Local::open(uri, OpenOptions { read_only: true, ..OpenOptions::default() });
     assert!(volume.features().read_only);
-    let read = volume.lane().read(PIECE, PIECE);
+    let read = volume.client().read(PIECE, PIECE);
     assert!(if keeps { read == data } else { read.iter().all(|byte| *byte == 0) });
     assert!(volume.resize(volume.size() * 2).is_err());
 }
@@ -186,13 +186,13 @@ pub fn changes_hands(uri: &VolumeUri) {
     let options = OpenOptions::default();
     let successor = |image: &dyn Image| inherit(uri, &options, image.bequeath().unwrap()).unwrap();
     let put = |image: &dyn Image, at: u64| {
-        let lane: &mut dyn Lane = &mut LocalLane::new(image, 64);
-        lane.one(write(at * PIECE, &pattern(at, PIECE)));
+        let client: &mut dyn Client = &mut LocalClient::new(image, 64);
+        client.one(write(at * PIECE, &pattern(at, PIECE)));
     };
     let holds = |image: &dyn Image, pieces: u64| {
-        let lane: &mut dyn Lane = &mut LocalLane::new(image, 64);
+        let client: &mut dyn Client = &mut LocalClient::new(image, 64);
         for at in 0..pieces {
-            assert!(lane.read(at * PIECE, PIECE) == pattern(at, PIECE), "piece {at}");
+            assert!(client.read(at * PIECE, PIECE) == pattern(at, PIECE), "piece {at}");
         }
     };
     let mut old = open(uri, &options).unwrap_or_else(|error| panic!("{}", error.report()));

@@ -9,7 +9,7 @@ use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 
 use crate::checks::pattern;
-use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+use crate::client::{Client, Local, LocalClient, Volume, job, write};
 use crate::places::{self, Place, root};
 
 fn refused(uri: &str) -> Error {
@@ -93,8 +93,8 @@ fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
     let uri = place.uri((1 << 20) + 100);
     let volume = Local::open(&uri, OpenOptions::default());
     assert_eq!((volume.size(), volume.blocks().minimum), ((1 << 20) + 100, 1));
-    volume.lane().one(write(1 << 20, &pattern(1, 100)));
-    assert!(volume.lane().read(1 << 20, 100) == pattern(1, 100));
+    volume.client().one(write(1 << 20, &pattern(1, 100)));
+    assert!(volume.client().read(1 << 20, 100) == pattern(1, 100));
     drop(volume);
     let direct = format!("{uri}?direct=true").parse().unwrap();
     let volume = Local::open(&direct, OpenOptions::default());
@@ -106,18 +106,18 @@ fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
 fn ranges_beyond_32_bits() {
     for place in [Place::mem(), Place::file(places::disk(), ""), Place::file(places::tmpfs(), "")] {
         let volume = Local::open(&place.uri(9 << 30), OpenOptions::default());
-        let mut lane = volume.lane();
+        let mut client = volume.client();
         let spots = [0, 1 << 30, (4 << 30) - 2048, 5 << 30, (9 << 30) - 4096];
         let data = pattern(1, 4096);
         for op in [Op::WriteZeroes, Op::Trim] {
             for spot in spots {
-                lane.one(write(spot, &data));
+                client.one(write(spot, &data));
             }
-            lane.one(job(op, 4096, (9 << 30) - 8192));
+            client.one(job(op, 4096, (9 << 30) - 8192));
             for spot in &spots[1..4] {
-                assert!(lane.read(*spot, 4096).iter().all(|byte| *byte == 0), "{op:?} {spot}");
+                assert!(client.read(*spot, 4096).iter().all(|byte| *byte == 0), "{op:?} {spot}");
             }
-            assert!(lane.read(spots[0], 4096) == data && lane.read(spots[4], 4096) == data);
+            assert!(client.read(spots[0], 4096) == data && client.read(spots[4], 4096) == data);
         }
     }
 }
@@ -128,20 +128,20 @@ fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
     let uri = place.uri(8 << 20);
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
     let volume = Local::open(&uri, OpenOptions::default());
-    let mut lane = volume.lane();
-    let allocated = |lane: &mut dyn Lane| {
-        lane.one(job(Op::Flush, 0, 0));
+    let mut client = volume.client();
+    let allocated = |client: &mut dyn Client| {
+        client.one(job(Op::Flush, 0, 0));
         fs::metadata(&path).unwrap().blocks() * 512
     };
     let no_hole = Flags { no_hole: true, ..Flags::default() };
-    lane.one(write(0, &pattern(1, 8 << 20)));
-    assert!(allocated(&mut *lane) >= 8 << 20);
-    lane.one(job(Op::WriteZeroes, 0, 8 << 20).with(no_hole));
-    assert!(allocated(&mut *lane) >= 8 << 20);
-    lane.one(job(Op::WriteZeroes, 0, 4 << 20));
-    assert!(allocated(&mut *lane) < 5 << 20);
-    lane.one(job(Op::Trim, 0, 8 << 20));
-    assert!(allocated(&mut *lane) < 1 << 20);
+    client.one(write(0, &pattern(1, 8 << 20)));
+    assert!(allocated(&mut *client) >= 8 << 20);
+    client.one(job(Op::WriteZeroes, 0, 8 << 20).with(no_hole));
+    assert!(allocated(&mut *client) >= 8 << 20);
+    client.one(job(Op::WriteZeroes, 0, 4 << 20));
+    assert!(allocated(&mut *client) < 5 << 20);
+    client.one(job(Op::Trim, 0, 8 << 20));
+    assert!(allocated(&mut *client) < 1 << 20);
 }
 
 #[test]
@@ -150,12 +150,12 @@ fn what_was_cut_off_underneath_is_an_error_and_no_zeroes() {
     let uri = place.uri(1 << 20);
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
     let volume = Local::open(&uri, OpenOptions::default());
-    let mut lane = volume.lane();
-    lane.one(write(0, &pattern(1, 1 << 20)));
+    let mut client = volume.client();
+    client.one(write(0, &pattern(1, 1 << 20)));
     File::options().write(true).open(path).unwrap().set_len(500_000).unwrap();
-    assert!(lane.read(0, 500_000) == pattern(1, 500_000));
-    assert_eq!(lane.try_one(job(Op::Read, 0, 500_001)), Err(IoError::Broken));
-    assert_eq!(lane.try_one(job(Op::Read, 600_000, 10)), Err(IoError::Broken));
+    assert!(client.read(0, 500_000) == pattern(1, 500_000));
+    assert_eq!(client.try_one(job(Op::Read, 0, 500_001)), Err(IoError::Broken));
+    assert_eq!(client.try_one(job(Op::Read, 600_000, 10)), Err(IoError::Broken));
 }
 
 #[test]
@@ -177,14 +177,14 @@ fn a_full_file_system_is_no_space() {
     let full = std::panic::catch_unwind(|| {
         let place = Place::file(point.path().to_owned(), "");
         let volume = Local::open(&place.uri(8 << 20), OpenOptions::default());
-        let mut lane = volume.lane();
-        lane.one(write(0, &pattern(1, 4096)));
-        let written = lane.try_one(write(0, &pattern(1, 4 << 20)));
+        let mut client = volume.client();
+        client.one(write(0, &pattern(1, 4096)));
+        let written = client.try_one(write(0, &pattern(1, 4 << 20)));
         let keep = Flags { no_hole: true, ..Flags::default() };
-        let zeroed = lane.try_one(job(Op::WriteZeroes, 0, 4 << 20).with(keep));
+        let zeroed = client.try_one(job(Op::WriteZeroes, 0, 4 << 20).with(keep));
         // Space that was given back can be used again.
-        lane.one(job(Op::Trim, 0, 8 << 20));
-        lane.one(write(1 << 20, &pattern(2, 4096)));
+        client.one(job(Op::Trim, 0, 8 << 20));
+        client.one(write(1 << 20, &pattern(2, 4096)));
         (written, zeroed)
     });
     nix::mount::umount2(point.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
@@ -196,17 +196,17 @@ fn a_full_ring_makes_requests_wait_and_loses_none() {
     let place = Place::file(places::tmpfs(), "");
     let image = open(&place.uri(8 << 20), &OpenOptions::default()).unwrap();
     // Two entries for thirty-two requests, and the poll for wakes takes one of them.
-    let mut lane = LocalLane::new(&*image, 2);
-    let lane: &mut dyn Lane = &mut lane;
+    let mut client = LocalClient::new(&*image, 2);
+    let client: &mut dyn Client = &mut client;
     let data = pattern(1, 4096);
     let keep = Flags { no_hole: true, fua: true, ..Flags::default() };
     let jobs = (0..100).map(|n| match n % 3 {
         0 => job(Op::WriteZeroes, n * 4096, 4096).with(keep),
         _ => write(n * 4096, &data),
     });
-    assert!(lane.run(jobs.collect()).iter().all(|done| done.result == Ok(())));
+    assert!(client.run(jobs.collect()).iter().all(|done| done.result == Ok(())));
     for n in 0..100 {
-        let read = lane.read(n * 4096, 4096);
+        let read = client.read(n * 4096, 4096);
         assert!(if n % 3 == 0 { read.iter().all(|b| *b == 0) } else { read == data }, "{n}");
     }
 }
@@ -225,24 +225,24 @@ mod fault {
     #[test]
     fn errors_by_kind_operation_and_range() {
         let volume = volume("fault.error=nospace&fault.ops=write&fault.from=4K&fault.to=8K");
-        let mut lane = volume.lane();
+        let mut client = volume.client();
         let data = pattern(1, 4096);
-        lane.one(write(0, &data));
-        assert_eq!(lane.try_one(write(4096, &data)), Err(IoError::NoSpace));
-        assert!(lane.read(4096, 4096).iter().all(|byte| *byte == 0), "nothing was written");
+        client.one(write(0, &data));
+        assert_eq!(client.try_one(write(4096, &data)), Err(IoError::NoSpace));
+        assert!(client.read(4096, 4096).iter().all(|byte| *byte == 0), "nothing was written");
         volume.set_fault("").unwrap();
-        lane.one(write(4096, &data));
+        client.one(write(4096, &data));
         assert_eq!(volume.set_fault("oops=1").unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
 
     #[test]
     fn latency_delays_and_does_not_block_others() {
         let volume = volume("fault.latency=50ms&fault.ops=read");
-        let mut lane = volume.lane();
+        let mut client = volume.client();
         let begin = Instant::now();
-        lane.one(write(0, &pattern(1, 4096)));
+        client.one(write(0, &pattern(1, 4096)));
         assert!(begin.elapsed() < Duration::from_millis(50));
-        let reads = lane.run((0..20).map(|_| job(Op::Read, 0, 4096)).collect());
+        let reads = client.run((0..20).map(|_| job(Op::Read, 0, 4096)).collect());
         let elapsed = begin.elapsed();
         assert!(elapsed >= Duration::from_millis(50), "{elapsed:?}");
         assert!(elapsed < Duration::from_millis(900), "held back one after the other: {elapsed:?}");
@@ -256,9 +256,9 @@ mod fault {
         std::thread::scope(|scope| {
             let (sent, started) = std::sync::mpsc::channel();
             let hung = scope.spawn(move || {
-                let mut lane = image.lane();
+                let mut client = image.client();
                 sent.send(()).unwrap();
-                lane.one(write(0, &pattern(1, 4096)));
+                client.one(write(0, &pattern(1, 4096)));
             });
             started.recv().unwrap();
             std::thread::sleep(Duration::from_millis(100));
@@ -266,24 +266,24 @@ mod fault {
             volume.set_fault("").unwrap();
             hung.join().unwrap();
         });
-        assert!(volume.lane().read(0, 4096) == pattern(1, 4096));
+        assert!(volume.client().read(0, 4096) == pattern(1, 4096));
     }
 
     #[test]
     fn fenced_is_for_good() {
         let volume = volume("fault.error=fenced&fault.from=8K");
-        let mut lanes = [volume.lane(), volume.lane()];
-        lanes[0].one(write(0, &pattern(1, 4096)));
-        assert_eq!(lanes[0].try_one(job(Op::Read, 8192, 1)), Err(IoError::Fenced));
+        let mut clients = [volume.client(), volume.client()];
+        clients[0].one(write(0, &pattern(1, 4096)));
+        assert_eq!(clients[0].try_one(job(Op::Read, 8192, 1)), Err(IoError::Fenced));
         volume.set_fault("").unwrap();
-        assert_eq!(lanes[1].try_one(write(0, &pattern(2, 4096))), Err(IoError::Fenced));
+        assert_eq!(clients[1].try_one(write(0, &pattern(2, 4096))), Err(IoError::Fenced));
     }
 
     #[test]
     fn the_same_seed_makes_the_same_faults() {
         let run = || {
             let volume = volume("fault.error=broken&fault.rate=0.3&fault.seed=42");
-            let ends = volume.lane().run((0..200).map(|_| job(Op::Read, 0, 512)).collect());
+            let ends = volume.client().run((0..200).map(|_| job(Op::Read, 0, 512)).collect());
             ends.iter().map(|done| done.result.is_err()).collect::<Vec<_>>()
         };
         let first = run();
@@ -302,9 +302,9 @@ fn a_successor_knows_that_a_sync_has_failed() {
     for _ in 0..2 {
         let next = inherit(&uri, &options, image.bequeath().unwrap()).unwrap();
         next.succeed(&legacy).unwrap();
-        let lane: &mut dyn Lane = &mut LocalLane::new(&*next, 64);
-        lane.one(write(0, &pattern(1, 4096)));
-        assert_eq!(lane.try_one(job(Op::Flush, 0, 0)), Err(IoError::Broken));
+        let client: &mut dyn Client = &mut LocalClient::new(&*next, 64);
+        client.one(write(0, &pattern(1, 4096)));
+        assert_eq!(client.try_one(job(Op::Flush, 0, 0)), Err(IoError::Broken));
         legacy = next.let_go().unwrap();
         assert!(legacy.sync_failed);
         image = next;

@@ -1,19 +1,19 @@
 //! One suite over every backend. A new backend adds one line to [`suite!`]'s list below; a new
-//! transport implements [`lane::Volume`] once and runs the same checks.
+//! transport implements [`client::Volume`] once and runs the same checks.
 
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 mod caches;
 mod checks;
+mod client;
 mod files;
-mod lane;
 mod model;
 mod parity;
 mod places;
 mod rbd;
 
 use cleat_backend::OpenOptions;
-use lane::Local;
+use client::Local;
 use places::{Place, root};
 
 /// One module of tests for each backend: `name: place`, where a [`Place`] makes fresh volumes.
@@ -22,7 +22,7 @@ macro_rules! suite {
         mod $name {
             use super::*;
 
-            fn run(check: impl Fn(&dyn lane::Volume)) {
+            fn run(check: impl Fn(&dyn client::Volume)) {
                 let place: Place = $place;
                 if place.needs_root() && !root() {
                     places::note(concat!(stringify!($name), ": left out, needs root"));
@@ -32,8 +32,8 @@ macro_rules! suite {
             }
 
             #[test]
-            fn reads_see_writes_of_other_lanes() {
-                run(checks::reads_see_writes_of_other_lanes);
+            fn reads_see_writes_of_other_clients() {
+                run(checks::reads_see_writes_of_other_clients);
             }
 
             #[test]

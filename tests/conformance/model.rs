@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::checks::pattern;
-use crate::lane::{Job, Lane, Volume, job, write};
+use crate::client::{Client, Job, Volume, job, write};
 
 /// The part of the volume that is used, cut into zones. Requests that run at the same time use
 /// different zones, so that the outcome is determined.
@@ -22,7 +22,7 @@ struct Action {
     seed: u64,
 }
 
-/// Actions that run at once (one a zone at most), on one of two lanes.
+/// Actions that run at once (one a zone at most), on one of two clients.
 type Batch = (usize, Vec<(u64, Action)>);
 
 fn action() -> impl Strategy<Value = Action> {
@@ -61,20 +61,20 @@ pub fn any_sequence_agrees_with_the_model(volume: &dyn Volume) {
 }
 
 fn replay(volume: &dyn Volume, batches: &[Batch]) {
-    let mut lanes = [volume.lane(), volume.lane()];
+    let mut clients = [volume.client(), volume.client()];
     let mut model = vec![0_u8; (ZONES * ZONE) as usize];
-    lanes[0].one(job(Op::WriteZeroes, 0, ZONES * ZONE));
-    for (lane, actions) in batches {
-        step(&mut *lanes[*lane], volume, &mut model, actions);
+    clients[0].one(job(Op::WriteZeroes, 0, ZONES * ZONE));
+    for (client, actions) in batches {
+        step(&mut *clients[*client], volume, &mut model, actions);
     }
-    assert!(lanes[1].read(0, ZONES * ZONE) == model, "the whole, at the end");
+    assert!(clients[1].read(0, ZONES * ZONE) == model, "the whole, at the end");
 }
 
-fn step(lane: &mut dyn Lane, volume: &dyn Volume, model: &mut [u8], actions: &[(u64, Action)]) {
+fn step(client: &mut dyn Client, volume: &dyn Volume, model: &mut [u8], actions: &[(u64, Action)]) {
     let block = u64::from(volume.blocks().minimum);
     let jobs: Vec<Job> =
         actions.iter().map(|(zone, action)| to_job(*zone, action, block)).collect();
-    let ends = lane.run(jobs.clone());
+    let ends = client.run(jobs.clone());
     for (job, done) in jobs.iter().zip(ends) {
         let request = job.request;
         let range = request.offset as usize..(request.offset + request.length) as usize;
@@ -91,7 +91,7 @@ fn step(lane: &mut dyn Lane, volume: &dyn Volume, model: &mut [u8], actions: &[(
             Op::WriteZeroes => model[range].fill(0),
             // What was trimmed is as it was, or zero; from now on it stays what it is.
             Op::Trim => {
-                let now = lane.read(request.offset, request.length);
+                let now = client.read(request.offset, request.length);
                 let plausible = now.iter().zip(&model[range.clone()]);
                 assert!({ plausible }.all(|(now, was)| *now == 0 || now == was), "{request:?}");
                 model[range].copy_from_slice(&now);

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{ID, POOL, shared};
 use cleat_backend::{OpenOptions, Waker, open};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
@@ -14,9 +13,10 @@ use librbd::{
     Io, Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use test_kit::ceph::{ID, POOL, shared};
 
 use crate::checks::pattern;
-use crate::lane::{Job, Local, Volume, job, write};
+use crate::client::{Job, Local, Volume, job, write};
 use crate::places::{image_uri, pool};
 use crate::rbd::{MIB, fresh, local, refused, wait_until};
 use crate::{checks, model};
@@ -75,13 +75,13 @@ fn encrypted_images_are_served_in_plain_text() {
         };
         let volume = opened(&with(&right)).unwrap();
         assert_eq!((volume.size(), volume.blocks().minimum), (64 * MIB - header, 4096));
-        let mut lane = volume.lane();
+        let mut client = volume.client();
         let last = volume.size() - 4096;
-        lane.one(write(8192, &pattern(1, 65536)));
-        lane.one(write(last, &pattern(2, 4096)).with(Flags { fua: true, ..Flags::default() }));
-        assert!(lane.read(last, 4096) == pattern(2, 4096));
+        client.one(write(8192, &pattern(1, 65536)));
+        client.one(write(last, &pattern(2, 4096)).with(Flags { fua: true, ..Flags::default() }));
+        assert!(client.read(last, 4096) == pattern(2, 4096));
         let expected = pattern(1, 65536);
-        assert!(lane.read(8192, 65536) == expected);
+        assert!(client.read(8192, 65536) == expected);
         assert!(volume.features().write_zeroes && !volume.features().trim);
         assert_eq!(volume.extents(0, MIB, 9).unwrap().len(), 1, "nothing is told of holes");
         for size in [128 * MIB, 128 * MIB + 4096, 96 * MIB] {
@@ -90,11 +90,11 @@ fn encrypted_images_are_served_in_plain_text() {
             let resized = if shrinks { volume.shrink(size) } else { volume.resize(size) };
             resized.unwrap();
             assert_eq!(volume.size(), size);
-            lane.one(write(size - 4096, &pattern(3, 4096)));
-            assert!(lane.read(size - 4096, 4096) == pattern(3, 4096));
+            client.one(write(size - 4096, &pattern(3, 4096)));
+            assert!(client.read(size - 4096, 4096) == pattern(3, 4096));
         }
         assert_eq!(volume.resize(64 * MIB).unwrap_err().kind(), ErrorKind::InvalidArgument);
-        assert!(lane.read(8192, 65536) == expected);
+        assert!(client.read(8192, 65536) == expected);
         drop(volume);
         // Others see the same, with the passphrase, and nothing of it without.
         let image = pool(shared(), ID).open(&name, None, Open::ReadOnly).unwrap();
@@ -136,7 +136,7 @@ impl Expected {
     }
 
     fn is_in(&self, volume: &Local) -> bool {
-        let now = volume.lane().read(0, volume.size());
+        let now = volume.client().read(0, volume.size());
         assert_eq!(now.len(), self.0.len());
         self.0.iter().zip(&now).all(|(known, now)| known.is_none_or(|byte| byte == *now))
     }
@@ -144,8 +144,8 @@ impl Expected {
 
 /// Ranges of zeroes, what lies around them, and what is written into the same objects later.
 fn zero_and_surround(volume: &Local, expected: &mut Expected, seed: u64) {
-    let mut lane = volume.lane();
-    lane.one(expected.put(3 * MIB, &pattern(seed, 10 * MIB)));
+    let mut client = volume.client();
+    client.one(expected.put(3 * MIB, &pattern(seed, 10 * MIB)));
     // Parts of objects and whole ones; the end of an object that nobody has written, and all of another;
     // more at once than are encrypted at once, and beside them what need not wait.
     let mut jobs = vec![
@@ -155,12 +155,12 @@ fn zero_and_surround(volume: &Local, expected: &mut Expected, seed: u64) {
     jobs.extend((0..8).map(|n| expected.zero((21 + n) * MIB, MIB - 4096)));
     jobs.push(expected.put(30 * MIB, &pattern(seed + 1, 4096)));
     jobs.push(job(Op::Read, 3 * MIB, 4096));
-    let ends = lane.run(jobs);
+    let ends = client.run(jobs);
     assert!(ends.iter().all(|done| done.result == Ok(())), "{ends:?}");
     assert!(ends.last().unwrap().data.as_deref() == Some(&pattern(seed, 10 * MIB)[..4096]));
     // In each of the objects something is written from now on.
     for n in 0..8 {
-        lane.one(expected.put((n * 4 + 3) * MIB - 8192, &pattern(seed + 2 + n, 4096)));
+        client.one(expected.put((n * 4 + 3) * MIB - 8192, &pattern(seed + 2 + n, 4096)));
     }
 }
 
@@ -175,7 +175,7 @@ fn zeroes_in_a_cache(uri: &str, expected: &mut Expected) {
     checks::trimmed_zeroes_never_turn_back(&volume);
     model::any_sequence_agrees_with_the_model(&volume);
     let keep = Flags { no_hole: true, fua: true, ..Flags::default() };
-    volume.lane().one(expected.zero(0, volume.size()).with(keep));
+    volume.client().one(expected.zero(0, volume.size()).with(keep));
     zero_and_surround(&volume, expected, 2);
 }
 
@@ -209,18 +209,18 @@ fn zeroes_of_encrypted_images_last() {
         let volume = opened(&uri).unwrap();
         assert!(expected.is_in(&volume), "{format}: opened anew");
         let fast = Flags { fast_zero: true, ..Flags::default() };
-        let refused = volume.lane().try_one(job(Op::WriteZeroes, 0, size).with(fast));
+        let refused = volume.client().try_one(job(Op::WriteZeroes, 0, size).with(fast));
         assert_eq!(refused, Err(IoError::Unsupported));
         assert!(expected.is_in(&volume), "{format}: refused, and yet changed");
         // Of what waits for its turn nothing is written once the connection is cut off, or nobody waits.
         let data = pattern(3, size);
         let zeroes = || (0..8).map(|n| job(Op::WriteZeroes, 4 * n * MIB, 4 * MIB)).collect();
-        volume.lane().one(write(0, &data));
+        volume.client().one(write(0, &data));
         volume.cut_off(zeroes());
         drop(volume);
         let volume = opened(&uri).unwrap();
         assert!((1..=4).contains(&zeroed(&volume, &data)), "{format}: cut off");
-        volume.lane().one(write(0, &data));
+        volume.client().one(write(0, &data));
         let ended = volume.abandon(zeroes());
         assert_eq!(ended, [Err(IoError::Broken); 8], "{format}");
         assert!((1..=4).contains(&zeroed(&volume, &data)), "{format}: abandoned");
@@ -229,7 +229,7 @@ fn zeroes_of_encrypted_images_last() {
 
 /// How many MiB have become zeroes that were `data`.
 fn zeroed(volume: &Local, data: &[u8]) -> usize {
-    let now = volume.lane().read(0, data.len() as u64);
+    let now = volume.client().read(0, data.len() as u64);
     let pieces = now.chunks(MIB as usize).zip(data.chunks(MIB as usize));
     let zeroed = pieces.filter(|(now, was)| {
         assert!(now == was || now.iter().all(|byte| *byte == 0), "half a piece");
@@ -249,12 +249,12 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
         shared().rbd(&["mirror", "image", "enable", &format!("{POOL}/{name}"), mode]).unwrap();
         let uri = image_uri(shared(), name);
         let volume = local(&uri);
-        volume.lane().one(write(4096, &pattern(3, 100_000)));
-        volume.lane().one(job(Op::Trim, 0, 4096));
-        volume.lane().one(job(Op::Flush, 0, 0));
-        assert!(volume.lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+        volume.client().one(write(4096, &pattern(3, 100_000)));
+        volume.client().one(job(Op::Trim, 0, 4096));
+        volume.client().one(job(Op::Flush, 0, 0));
+        assert!(volume.client().read(4096, 100_000) == pattern(3, 100_000), "{name}");
         drop(volume);
-        assert!(local(&uri).lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+        assert!(local(&uri).client().read(4096, 100_000) == pattern(3, 100_000), "{name}");
         // As in the cluster that it is mirrored to.
         let image = format!("{POOL}/{name}");
         shared().rbd(&["mirror", "image", "demote", &image]).unwrap();
@@ -266,9 +266,9 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
         }
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
         let copy = Local::open(&uri.parse().unwrap(), read_only);
-        assert!(copy.lane().read(4096, 100_000) == pattern(3, 100_000), "{name}");
+        assert!(copy.client().read(4096, 100_000) == pattern(3, 100_000), "{name}");
         shared().rbd(&["mirror", "image", "promote", &image]).unwrap();
-        local(&uri).lane().one(write(0, &pattern(4, 4096)));
+        local(&uri).client().one(write(0, &pattern(4, 4096)));
     }
 }
 

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
-use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
 use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
+use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
 
 /// The size that the suite gives its volumes, in bytes: two of the longest payloads.
 pub const SIZE: u64 = 64 << 20;

@@ -3,15 +3,15 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{Cluster as TestCluster, ID, POOL, shared};
 use cleat_backend::claimant::Claimant;
 use cleat_backend::{Legacy, OpenOptions, inherit, open};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
+use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
 
 use crate::checks::pattern;
-use crate::lane::{Lane, Local, LocalLane, Volume, job, write};
+use crate::client::{Client, Local, LocalClient, Volume, job, write};
 use crate::places::{image_uri, pool};
 
 pub const MIB: u64 = 1 << 20;
@@ -44,7 +44,7 @@ pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
 fn a_second_writer_is_told_the_address_of_the_first() {
     let uri = fresh(shared(), "claimed", 8 * MIB);
     let first = local(&uri);
-    first.lane().one(write(0, &pattern(1, 4096)));
+    first.client().one(write(0, &pattern(1, 4096)));
     let other = pool(shared(), ID).open("claimed", None, Open::Write).unwrap();
     let [owner] = &other.lock_owners().unwrap()[..] else { panic!("one owner") };
     let error = refused(&uri);
@@ -55,8 +55,8 @@ fn a_second_writer_is_told_the_address_of_the_first() {
         &uri.parse().unwrap(),
         OpenOptions { read_only: true, ..OpenOptions::default() },
     );
-    assert!(reader.lane().read(0, 4096) == pattern(1, 4096));
-    first.lane().one(write(0, &pattern(2, 4096)));
+    assert!(reader.client().read(0, 4096) == pattern(1, 4096));
+    first.client().one(write(0, &pattern(2, 4096)));
     drop(first);
     assert!(other.lock_owners().unwrap().is_empty(), "closing gave it back");
     drop(local(&uri));
@@ -80,8 +80,8 @@ fn a_lock_that_is_held_in_passing_counts_as_held() {
 fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     let uri = fresh(shared(), "taken", 8 * MIB);
     let volume = local(&uri);
-    let mut lane = volume.lane();
-    lane.one(write(0, &pattern(1, 4096)));
+    let mut client = volume.client();
+    client.one(write(0, &pattern(1, 4096)));
     let rival = pool(shared(), ID);
     let image = rival.open("taken", None, Open::Write).unwrap();
     let address = image.lock_owners().unwrap().remove(0);
@@ -91,19 +91,19 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     let told = Claimant { take_over: true, ..Claimant::default() };
     let options = OpenOptions { claimant: told, ..OpenOptions::default() };
     let second = Local::open(&uri.parse().unwrap(), options);
-    second.lane().one(write(0, &pattern(2, 4096)));
+    second.client().one(write(0, &pattern(2, 4096)));
     let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
-    assert!(lane.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));
+    assert!(client.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));
     for op in [Op::Read, Op::Flush, Op::Trim, Op::WriteZeroes] {
         let range = if op == Op::Flush { 0 } else { 4096 };
-        assert_eq!(lane.try_one(job(op, 0, range)), Err(IoError::Fenced), "{op:?}");
+        assert_eq!(client.try_one(job(op, 0, range)), Err(IoError::Fenced), "{op:?}");
     }
     // Being let in again as a client changes nothing for what was open.
     pool(shared(), "admin").cluster().blocklist_remove(&address).unwrap();
-    assert_eq!(lane.try_one(job(Op::Read, 0, 4096)), Err(IoError::Fenced));
-    assert_eq!(volume.lane().try_one(write(0, &[9; 512])), Err(IoError::Fenced));
+    assert_eq!(client.try_one(job(Op::Read, 0, 4096)), Err(IoError::Fenced));
+    assert_eq!(volume.client().try_one(write(0, &[9; 512])), Err(IoError::Fenced));
     assert!(volume.resize(16 * MIB).is_err());
-    let read = second.lane().read(0, 32 * 4096);
+    let read = second.client().read(0, 32 * 4096);
     assert!(read[..4096] == pattern(2, 4096) && read[4096..].iter().all(|byte| *byte == 0));
 }
 
@@ -143,10 +143,10 @@ fn extents_tell_all_data_of_every_kind_of_image() {
         };
         assert_eq!(check(&[])[0], size, "{name}");
         written.iter().for_each(|&(at, len)| {
-            volume.lane().one(write(at, &pattern(1, len)));
+            volume.client().one(write(at, &pattern(1, len)));
         });
         assert!(check(&written)[0] >= 16 * MIB, "{name}");
-        volume.lane().one(job(Op::Trim, 0, 16 * MIB));
+        volume.client().one(job(Op::Trim, 0, 16 * MIB));
         check(&written[2..]);
     }
     // The clone has what its parent has, and its own.
@@ -162,7 +162,7 @@ fn extents_tell_all_data_of_every_kind_of_image() {
     )
     .unwrap();
     let clone = local(&image_uri(shared(), "clone"));
-    clone.lane().one(write(50 * MIB + 1, &pattern(2, 512)));
+    clone.client().one(write(50 * MIB + 1, &pattern(2, 512)));
     let both = [written[2], written[3], (50 * MIB + 1, 512)];
     for range in [0..size, 20 * MIB + 1..size - 5] {
         assert!(check_extents(&clone, &both, range) >= 16 * MIB);
@@ -185,7 +185,7 @@ fn extents_do_not_trust_a_map_that_is_marked_invalid() {
         volume.extents(0, size, 64).unwrap().iter().map(|extent| extent.length).sum()
     };
     let volume = local(&uri);
-    volume.lane().one(write(8 * MIB, &pattern(1, 4096)));
+    volume.client().one(write(8 * MIB, &pattern(1, 4096)));
     assert_eq!(told(&volume), size, "by the map");
     drop(volume);
     let image = pool(shared(), ID).open("bad-map", None, Open::ReadOnly).unwrap();
@@ -204,35 +204,35 @@ fn extents_do_not_trust_a_map_that_is_marked_invalid() {
 fn a_change_of_size_is_noticed() {
     let uri = fresh(shared(), "moving", 8 * MIB);
     let volume = local(&uri);
-    let mut lane = volume.lane();
-    lane.one(write(8 * MIB - 4096, &pattern(1, 4096)));
+    let mut client = volume.client();
+    client.one(write(8 * MIB - 4096, &pattern(1, 4096)));
     let admin = pool(shared(), ID).open("moving", None, Open::Write).unwrap();
     admin.resize(12 * MIB, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
     wait_until("it grows", || volume.size() == 12 * MIB);
-    assert!(lane.read(8 * MIB - 4096, 4096) == pattern(1, 4096));
-    assert!(lane.read(8 * MIB, 4 * MIB).iter().all(|byte| *byte == 0));
+    assert!(client.read(8 * MIB - 4096, 4096) == pattern(1, 4096));
+    assert!(client.read(8 * MIB, 4 * MIB).iter().all(|byte| *byte == 0));
     admin.resize(4 * MIB, true, &mut |_, _| ControlFlow::Continue(())).unwrap();
     wait_until("it shrinks", || volume.size() == 4 * MIB);
-    // What was on its way meanwhile is no success, and the lane lives on.
-    assert!(lane.try_one(job(Op::Read, 6 * MIB, 4096)).is_err());
-    assert!(lane.try_one(job(Op::Read, 4 * MIB - 512, 4096)).is_err());
-    assert_eq!(lane.try_one(write(6 * MIB, &[1; 4096])), Err(IoError::Invalid));
-    lane.one(write(0, &pattern(2, 4096)));
+    // What was on its way meanwhile is no success, and the client lives on.
+    assert!(client.try_one(job(Op::Read, 6 * MIB, 4096)).is_err());
+    assert!(client.try_one(job(Op::Read, 4 * MIB - 512, 4096)).is_err());
+    assert_eq!(client.try_one(write(6 * MIB, &[1; 4096])), Err(IoError::Invalid));
+    client.one(write(0, &pattern(2, 4096)));
 }
 
 #[test]
 fn a_snapshot_is_read_only_and_stays_what_it_was() {
     let uri = fresh(shared(), "history", 8 * MIB);
     let volume = local(&uri);
-    volume.lane().one(write(0, &pattern(1, 4096)));
+    volume.client().one(write(0, &pattern(1, 4096)));
     let admin = pool(shared(), ID).open("history", None, Open::Write).unwrap();
     admin.snapshot_create("then").unwrap();
-    volume.lane().one(write(0, &pattern(2, 4096)));
+    volume.client().one(write(0, &pattern(2, 4096)));
     let snapshot = local(&uri.replace("/history", "/history@then"));
     assert!(snapshot.features().read_only);
-    assert!(snapshot.lane().read(0, 4096) == pattern(1, 4096));
+    assert!(snapshot.client().read(0, 4096) == pattern(1, 4096));
     assert_eq!(snapshot.resize(16 * MIB).unwrap_err().kind(), ErrorKind::PermissionDenied);
-    assert!(volume.lane().read(0, 4096) == pattern(2, 4096));
+    assert!(volume.client().read(0, 4096) == pattern(2, 4096));
     let missing = refused(&uri.replace("/history", "/history@never"));
     assert_eq!(missing.kind(), ErrorKind::NotFound, "{}", missing.report());
 }
@@ -272,22 +272,22 @@ fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
     old.let_go().unwrap();
     old.take_back().unwrap();
     {
-        let lane: &mut dyn Lane = &mut LocalLane::new(&*old, 64);
-        lane.one(write(0, &pattern(1, 4096)));
+        let client: &mut dyn Client = &mut LocalClient::new(&*old, 64);
+        client.one(write(0, &pattern(1, 4096)));
     }
     let legacy = old.let_go().unwrap();
     assert!(!legacy.fenced);
     new.succeed(&legacy).unwrap();
     assert_eq!(old.take_back().unwrap_err().kind(), ErrorKind::InUse);
     drop(old);
-    let lane: &mut dyn Lane = &mut LocalLane::new(&*new, 64);
-    assert!(lane.read(0, 4096) == pattern(1, 4096));
-    lane.one(write(0, &pattern(2, 4096)));
+    let client: &mut dyn Client = &mut LocalClient::new(&*new, 64);
+    assert!(client.read(0, 4096) == pattern(1, 4096));
+    client.one(write(0, &pattern(2, 4096)));
     // What was fenced stays it, in whatever process.
     let third = inherit(&parsed, &options, new.bequeath().unwrap()).unwrap();
     third.succeed(&Legacy { fenced: true, ..Legacy::default() }).unwrap();
-    let lane: &mut dyn Lane = &mut LocalLane::new(&*third, 64);
-    assert_eq!(lane.try_one(write(0, &[9; 512])), Err(IoError::Fenced));
+    let client: &mut dyn Client = &mut LocalClient::new(&*third, 64);
+    assert_eq!(client.try_one(write(0, &[9; 512])), Err(IoError::Fenced));
 }
 
 /// The monitor stops answering, then the OSD: opening ends in time, and says what is missing.
@@ -324,8 +324,8 @@ fn an_outage_is_waited_out_and_loses_nothing() {
     let cluster = TestCluster::start();
     let uri = fresh(&cluster, "outage", 8 * MIB);
     let volume = local(&uri);
-    let mut lane = volume.lane();
-    lane.one(write(0, &pattern(1, 4096)));
+    let mut client = volume.client();
+    client.one(write(0, &pattern(1, 4096)));
     for round in 0..3 {
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -340,9 +340,9 @@ fn an_outage_is_waited_out_and_loses_nothing() {
                 let data = pattern(100 * round + turn, 4096);
                 let flags = Flags { fua: turn % 2 == 0, ..Flags::default() };
                 let writes = (0..16).map(|n| write(n * 64 * 1024, &data).with(flags));
-                let ends = lane.run(writes.collect());
+                let ends = client.run(writes.collect());
                 assert!(ends.iter().all(|done| done.result == Ok(())), "round {round}: {ends:?}");
-                assert!(lane.read(15 * 64 * 1024, 4096) == data);
+                assert!(client.read(15 * 64 * 1024, 4096) == data);
                 turn += 1;
             }
         });

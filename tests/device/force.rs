@@ -11,8 +11,8 @@ use serde_json::Value;
 use crate::fixture::{
     Image, Node, PATIENCE, cleat, cleat_ok, promised, repeat, shell, signal, status,
 };
-use crate::stopwatch::Stopwatch;
 use crate::trial;
+use test_kit::stopwatch::Stopwatch;
 
 /// The promise. What the machine itself stands still does not count.
 const LIMIT: Duration = Duration::from_secs(5);

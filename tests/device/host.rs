@@ -24,7 +24,7 @@ fn fill(payload: &Path) {
     install(Path::new(env!("CARGO_BIN_EXE_cleat")), &payload.join("cleat"));
     install(&std::env::current_exe().expect("the path of this program"), &payload.join("device"));
     install(&kernel_suite(), &payload.join("kernel_lifecycle"));
-    std::fs::copy(root.join("tests/ceph/cluster"), payload.join(crate::rbd::CLUSTER))
+    std::fs::copy(root.join("tests/kit/ceph/cluster"), payload.join(crate::rbd::CLUSTER))
         .expect("copying the script of the test cluster");
     for file in std::fs::read_dir(root.join("systemd")).expect("the systemd directory") {
         let file = file.expect("an entry of the systemd directory").path();

@@ -22,8 +22,6 @@ mod quiesce;
 mod rbd;
 mod readonly;
 mod resize;
-#[path = "../common/stopwatch.rs"]
-mod stopwatch;
 mod systemd;
 mod unit_rbd;
 mod upgrade;

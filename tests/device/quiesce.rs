@@ -5,9 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command};
 
-use ceph_test_cluster::{ID, POOL};
 use librbd::{Cluster, Config, Open, QuiesceWatch};
 use libtest_mimic::Trial;
+use test_kit::ceph::{ID, POOL};
 
 use crate::fixture::{Node, cleat, cleat_command, cleat_ok, shell, signal, status};
 use crate::force::spawn;

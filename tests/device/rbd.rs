@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{Cluster, ID, POOL};
 use libtest_mimic::Trial;
+use test_kit::ceph::{Cluster, ID, POOL};
 
 use crate::fixture::{Node, cleat_ok, shell, signal, status};
 use crate::force::{self, ended, nobody_waits, nothing_is_mapped, refused, spawn};

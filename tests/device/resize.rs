@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use libtest_mimic::Trial;
 
 use crate::fixture::{Image, Node, PATIENCE, cleat, cleat_ok, shell, status};
-use crate::stopwatch::Stopwatch;
 use crate::trial;
+use test_kit::stopwatch::Stopwatch;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![

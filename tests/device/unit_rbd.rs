@@ -1,8 +1,8 @@
 //! RBD images under the unit: a client as its administrator sets it up, with the cluster found by
 //! name and the key where Ceph looks for it.
 
-use ceph_test_cluster::{ID, POOL};
 use libtest_mimic::Trial;
+use test_kit::ceph::{ID, POOL};
 
 use crate::fixture::{cleat, cleat_ok, shell, status, wait_for_state};
 use crate::rbd::{cluster, goes_on, rbd, wait_for};

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{ID, POOL, is_under_valgrind, run_under_valgrind, shared};
 use librbd::{Cluster, Config, Image, Io, NewImage, Open, Pool, RBD_FEATURE_FAST_DIFF};
+use test_kit::ceph::{ID, POOL, is_under_valgrind, run_under_valgrind, shared};
 
 const MIB: u64 = 1 << 20;
 

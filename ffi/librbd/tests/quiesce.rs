@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use ceph_test_cluster::{ID, POOL, shared};
 use librbd::{Cluster, Config, Image, NewImage, Open, Quiesce, QuiesceWatch};
+use test_kit::ceph::{ID, POOL, shared};
 
 /// librbd gives up after 50 s, and tells of an end by itself after 10 s; slower under valgrind.
 const PATIENCE: Duration = Duration::from_secs(300);

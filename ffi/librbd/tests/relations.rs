@@ -5,10 +5,10 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use ceph_test_cluster::{POOL, shared};
 use librbd::{
     Cluster, Config, Image, Io, NewImage, Open, Pool, RBD_FEATURE_DATA_POOL, SnapshotKind,
 };
+use test_kit::ceph::{POOL, shared};
 
 const MIB: u64 = 1 << 20;
 

@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use ceph_test_cluster::{
-    Cluster as TestCluster, ID, POOL, is_under_valgrind, run_under_valgrind, shared,
-};
 use librbd::{Cluster, Config, Image, Io, NewImage, Open, Submitter};
 use stable_deref_trait::StableDeref;
+use test_kit::ceph::{
+    Cluster as TestCluster, ID, POOL, is_under_valgrind, run_under_valgrind, shared,
+};
 
 const MIB: u64 = 1 << 20;
 

@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use super::netlink::{self, Family};
 use super::peer::{Device, FUA_TRIM_AND_ZEROES, Io, Make, OURS, Peer, SIZE, TRIM, WRITE_ZEROES};
 use crate::fixture::{PATIENCE, kernel_is_at_least, shell};
-use crate::stopwatch::Stopwatch;
+use test_kit::stopwatch::Stopwatch;
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![

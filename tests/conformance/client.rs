@@ -1,0 +1,263 @@
+//! How the suite speaks to a volume: a few requests at a time, on as many clients as it likes.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use cleat_backend::uri::VolumeUri;
+use cleat_backend::{Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open};
+use cleat_core::error::Result;
+use cleat_core::request::{Flags, IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{FileSlot, Ring, Token};
+
+/// An open volume, however it is reached.
+pub trait Volume {
+    fn size(&self) -> u64;
+    fn blocks(&self) -> BlockSizes;
+    fn features(&self) -> Features;
+    /// Another connection to it.
+    fn client(&self) -> Box<dyn Client>;
+    fn resize(&self, size: u64) -> Result<()>;
+    fn set_fault(&self, plan: &str) -> Result<()>;
+}
+
+/// One connection.
+pub trait Client {
+    /// Runs all `jobs` at the same time and returns their ends in the same order.
+    fn run(&mut self, jobs: Vec<Job>) -> Vec<Done>;
+}
+
+/// A request with what it writes.
+#[derive(Debug, Clone)]
+pub struct Job {
+    pub request: Request,
+    pub data: Option<Vec<u8>>,
+}
+
+/// How it ended, with what it read.
+#[derive(Debug)]
+pub struct Done {
+    pub result: std::result::Result<(), IoError>,
+    pub data: Option<Vec<u8>>,
+}
+
+pub fn job(op: Op, offset: u64, length: u64) -> Job {
+    Job { request: Request { op, flags: Flags::default(), offset, length }, data: None }
+}
+
+pub fn write(offset: u64, data: &[u8]) -> Job {
+    Job { data: Some(data.to_vec()), ..job(Op::Write, offset, data.len() as u64) }
+}
+
+impl Job {
+    pub fn with(mut self, flags: Flags) -> Self {
+        self.request.flags = flags;
+        self
+    }
+}
+
+impl dyn Client + '_ {
+    /// Runs one job that succeeds, and returns what it read.
+    pub fn one(&mut self, job: Job) -> Vec<u8> {
+        let shown = job.request;
+        let done = self.run(vec![job]).pop().unwrap();
+        assert_eq!(done.result, Ok(()), "{shown:?}");
+        done.data.unwrap_or_default()
+    }
+
+    /// Runs one job, however it ends.
+    pub fn try_one(&mut self, job: Job) -> std::result::Result<(), IoError> {
+        self.run(vec![job]).pop().unwrap().result
+    }
+
+    pub fn read(&mut self, offset: u64, length: u64) -> Vec<u8> {
+        self.one(job(Op::Read, offset, length))
+    }
+}
+
+/// A volume in this process.
+pub struct Local(Arc<dyn Image>);
+
+impl Local {
+    pub fn shrink(&self, size: u64) -> Result<()> {
+        self.0.shrink(size)
+    }
+
+    pub fn of(image: Arc<dyn Image>) -> Self {
+        Self(image)
+    }
+
+    pub fn open(uri: &VolumeUri, options: OpenOptions) -> Self {
+        Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
+    }
+
+    /// Starts all `jobs` on a client that is gone at once, as when a connection is cut off.
+    pub fn cut_off(&self, jobs: Vec<Job>) {
+        let (mut client, mut ended) = (LocalClient::new(&*self.0, 64), Vec::new());
+        for (index, job) in jobs.into_iter().enumerate() {
+            client.start(index, job, &mut ended);
+        }
+    }
+
+    /// Starts all `jobs` and abandons them, as when nobody waits for them any more; returns how they end.
+    pub fn abandon(&self, jobs: Vec<Job>) -> Vec<std::result::Result<(), IoError>> {
+        let (mut client, mut ended, count) =
+            (LocalClient::new(&*self.0, 64), Vec::new(), jobs.len());
+        for (index, job) in jobs.into_iter().enumerate() {
+            client.start(index, job, &mut ended);
+        }
+        let mut done = Vec::new();
+        client.queue.abandon(&mut done);
+        done.into_iter().for_each(|(id, outcome)| client.end(id, outcome, &mut ended));
+        while ended.len() < count {
+            client.turn(&mut ended);
+        }
+        ended.into_iter().map(|(_, done)| done.result).collect()
+    }
+
+    pub fn watch_size(&self, waker: Waker) {
+        self.0.watch_size(waker);
+    }
+
+    pub fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        self.0.extents(offset, length, limit)
+    }
+}
+
+impl Volume for Local {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn blocks(&self) -> BlockSizes {
+        self.0.block_sizes()
+    }
+
+    fn features(&self) -> Features {
+        self.0.features()
+    }
+
+    fn client(&self) -> Box<dyn Client> {
+        Box::new(LocalClient::new(&*self.0, 64))
+    }
+
+    fn resize(&self, size: u64) -> Result<()> {
+        self.0.resize(size)
+    }
+
+    fn set_fault(&self, plan: &str) -> Result<()> {
+        self.0.set_fault(plan)
+    }
+}
+
+/// A ring, a queue and the loop around them, as a connection thread has.
+pub struct LocalClient {
+    // The queue goes first, as in a connection thread.
+    queue: Box<dyn ImageQueue>,
+    ring: Ring,
+    waker: Waker,
+    wakes: FileSlot,
+    polling: bool,
+    in_flight: RefCell<Vec<Option<Flight>>>,
+}
+
+/// What is known of a request that was started.
+struct Flight {
+    index: usize,
+    length: Option<usize>,
+    address: Option<*mut u8>,
+}
+
+/// Requests in flight at once.
+const LIMIT: usize = 32;
+
+const WAKE: Token = Token(1);
+
+impl LocalClient {
+    /// A client with a ring of `entries`; fewer than its requests make the queue wait for room.
+    pub fn new(image: &dyn Image, entries: u32) -> Self {
+        let mut ring = Ring::new(entries).unwrap();
+        let waker = Waker::new().unwrap();
+        let wakes = ring.register(waker.descriptor()).unwrap();
+        let queue = image.queue(&mut ring, &waker).unwrap();
+        let in_flight = RefCell::new((0..LIMIT).map(|_| None).collect());
+        Self { queue, ring, waker, wakes, polling: false, in_flight }
+    }
+
+    fn start(&mut self, index: usize, job: Job, ended: &mut Vec<(usize, Done)>) {
+        let buffer = match job.request.op {
+            Op::Read => Some(Buffer::zeroed(job.request.length as usize)),
+            Op::Write => {
+                let data = job.data.unwrap();
+                assert_eq!(data.len() as u64, job.request.length);
+                let mut buffer = Buffer::zeroed(data.len());
+                buffer.payload_mut().copy_from_slice(&data);
+                Some(buffer)
+            }
+            _ => None,
+        };
+        let id = self.in_flight.borrow().iter().position(Option::is_none).unwrap();
+        self.in_flight.borrow_mut()[id] = Some(Flight {
+            index,
+            length: buffer.as_ref().map(Buffer::len),
+            address: buffer.as_ref().map(Buffer::payload_ptr),
+        });
+        let id = id as RequestId;
+        if let Started::Done(outcome) = self.queue.start(id, job.request, buffer, &mut self.ring) {
+            self.end(id, outcome, ended);
+        }
+    }
+
+    /// Each request ends once, with its own buffer.
+    fn end(&self, id: RequestId, outcome: Outcome, ended: &mut Vec<(usize, Done)>) {
+        let flight = self.in_flight.borrow_mut()[id as usize].take();
+        let flight = flight.unwrap_or_else(|| panic!("request {id} ended that was not running"));
+        assert_eq!(outcome.buffer.as_ref().map(Buffer::len), flight.length);
+        assert_eq!(outcome.buffer.as_ref().map(Buffer::payload_ptr), flight.address);
+        let data = outcome.buffer.map(|buffer| buffer.payload().to_vec());
+        ended.push((flight.index, Done { result: outcome.result, data }));
+    }
+
+    fn turn(&mut self, ended: &mut Vec<(usize, Done)>) {
+        if !self.polling {
+            self.polling = self.ring.poll_readable(self.wakes, WAKE);
+        }
+        self.ring.submit_and_wait().unwrap();
+        while let Some(completion) = self.ring.next() {
+            if completion.token == WAKE {
+                self.polling = false;
+                self.waker.take();
+                let mut done = Vec::new();
+                self.queue.on_wake(&mut self.ring, &mut done);
+                for (id, outcome) in done {
+                    self.end(id, outcome, ended);
+                }
+            } else {
+                assert!(completion.token.is_backend(), "{:?}", completion.token);
+                if let Some((id, outcome)) = self.queue.on_ring(completion, &mut self.ring) {
+                    self.end(id, outcome, ended);
+                }
+            }
+        }
+    }
+}
+
+impl Client for LocalClient {
+    fn run(&mut self, jobs: Vec<Job>) -> Vec<Done> {
+        let count = jobs.len();
+        let mut ended = Vec::with_capacity(count);
+        for (index, job) in jobs.into_iter().enumerate() {
+            while self.in_flight.borrow().iter().all(Option::is_some) {
+                self.turn(&mut ended);
+            }
+            self.start(index, job, &mut ended);
+        }
+        while ended.len() < count {
+            self.turn(&mut ended);
+        }
+        ended.sort_by_key(|(index, _)| *index);
+        assert!(ended.iter().map(|(index, _)| *index).eq(0..count));
+        ended.into_iter().map(|(_, done)| done).collect()
+    }
+}

@@ -1,0 +1,611 @@
+//! The data path with clients that misbehave and backends that hang, panic or finish elsewhere.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use cleat_backend::uri::VolumeUri;
+use cleat_backend::{Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open};
+use cleat_core::error::Result;
+use cleat_core::request::{IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_export::End;
+use cleat_export::server::{Event, ExportName, Limits, Server};
+use cleat_nbd::handshake::Refusal;
+use cleat_nbd::transmission::Violation;
+use cleat_nbd::wire::{RequestHeader, command};
+use cleat_statistics::Page;
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
+use crossbeam_channel::Receiver;
+use proptest::prelude::*;
+use test_kit::nbd::client::{self, Client};
+use test_kit::stopwatch::Stopwatch;
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn replies_come_before_the_end_that_a_disconnect_asks_for() {
+    let bench = Bench::memory(Limits::default());
+    let mut client = bench.connect();
+    client.write(1, 0, &[7; 4096]);
+    for cookie in 0..200 {
+        client.send(command::READ, cookie, 0, 4096);
+    }
+    client.send(command::DISC, 0, 0, 0);
+    client.expect(1, Ok(()));
+    for cookie in 0..200 {
+        client.expect(cookie, Ok(()));
+        assert_eq!(client.take(4096), [7; 4096]);
+    }
+    assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0);
+    assert!(matches!(bench.end(), End::Disconnected));
+    let counted = bench.page.snapshot();
+    assert_eq!(counted.op(Op::Read).count, 200);
+    assert_eq!(counted.op(Op::Write).bytes, 4096);
+    assert_eq!(counted.in_flight, 0);
+}
+
+#[test]
+fn a_client_that_leaves_in_the_middle_harms_nobody() {
+    let bench = Bench::memory(Limits::default());
+    let mut good = bench.connect();
+    let half_header = bench.connect();
+    (&half_header.stream).write_all(&[0x25, 0x60, 0x95]).unwrap();
+    drop(half_header);
+    assert!(matches!(bench.end(), End::Closed));
+    for payload in [100, 300 * 1024] {
+        let mut half_payload = bench.connect();
+        half_payload.send(command::WRITE, 1, 0, MIB as u32);
+        half_payload.stream.write_all(&vec![9; payload]).unwrap();
+        drop(half_payload);
+        assert!(matches!(bench.end(), End::Closed));
+    }
+    // Nothing of a write that never was complete.
+    good.send(command::READ, 5, 0, 4096);
+    good.expect(5, Ok(()));
+    assert_eq!(good.take(4096), [0; 4096]);
+}
+
+#[test]
+fn what_is_not_nbd_ends_the_connection_with_the_reason() {
+    let bench = Bench::memory(Limits::default());
+    let garbage = bench.connect();
+    (&garbage.stream).write_all(&[0xaa; 64]).unwrap();
+    assert!(matches!(bench.end(), End::Violation(Violation::Magic(0xaaaa_aaaa))));
+    let mut absurd = bench.connect();
+    absurd.send(command::WRITE, 1, 0, u32::MAX);
+    assert!(matches!(bench.end(), End::Violation(Violation::Payload(u32::MAX))));
+}
+
+#[test]
+fn a_goodbye_in_the_handshake_needs_no_answer() {
+    let bench = Bench::memory(Limits::default());
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    bench.server.add_client(theirs.into()).unwrap();
+    ours.read_exact(&mut [0; 18]).unwrap();
+    ours.shutdown(std::net::Shutdown::Read).unwrap();
+    ours.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x02\0\0\0\0").unwrap();
+    assert!(matches!(bench.end(), End::Refused(Refusal::Aborted)));
+}
+
+#[test]
+fn a_socket_that_came_non_blocking_does_not_make_the_loop_spin() {
+    let bench = Bench::memory(Limits::default());
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let seen = theirs.try_clone().unwrap();
+    bench.server.add_client(theirs.into()).unwrap();
+    ours.read_exact(&mut [0; 18]).unwrap();
+    let flags = nix::fcntl::fcntl(&seen, nix::fcntl::FcntlArg::F_GETFL).unwrap();
+    assert_eq!(flags & nix::fcntl::OFlag::O_NONBLOCK.bits(), 0);
+}
+
+#[test]
+fn refused_requests_keep_the_stream_in_step() {
+    let bench = Bench::memory(Limits::default());
+    let mut client = bench.connect();
+    client.send(command::READ, 1, u64::MAX - 5, 4096);
+    client.expect(1, Err(IoError::Invalid));
+    client.send(command::WRITE, 2, bench.size, 3 * MIB as u32);
+    client.stream.write_all(&vec![1; 3 * MIB]).unwrap();
+    client.expect(2, Err(IoError::NoSpace));
+    client.send(command::BLOCK_STATUS, 3, 0, 4096);
+    client.expect(3, Err(IoError::Invalid));
+    client.send(command::FLUSH, 4, 0, 0);
+    client.expect(4, Ok(()));
+    assert_eq!(bench.page.snapshot().errors_of(IoError::NoSpace), 1);
+}
+
+#[test]
+fn large_requests_pass_whatever_the_budget() {
+    for buffer_bytes in [64 << 10, 40 * MIB, 200 * MIB] {
+        let bench = Bench::memory(Limits { buffer_bytes, ..Limits::default() });
+        let mut client = bench.connect();
+        let pattern: Vec<u8> = (0..32 * MIB).map(|at| (at % 251) as u8).collect();
+        client.write(1, 0, &pattern);
+        client.expect(1, Ok(()));
+        let mut reader = client.stream.try_clone().unwrap();
+        let expected = pattern.clone();
+        let reading = std::thread::spawn(move || {
+            for _ in 0..6 {
+                reader.read_exact(&mut [0; 16]).unwrap();
+                let mut all = vec![0; 32 * MIB];
+                reader.read_exact(&mut all).unwrap();
+                assert!(all == expected);
+            }
+        });
+        for cookie in 0..6 {
+            client.send(command::READ, cookie, 0, 32 * MIB as u32);
+        }
+        reading.join().unwrap();
+    }
+}
+
+#[test]
+fn writes_of_every_size_arrive_whole() {
+    let bench = Bench::memory(Limits::default());
+    let mut client = bench.connect();
+    let sizes = [1, 511, 4096, 16 << 10, (16 << 10) + 1, 128 << 10, (128 << 10) + 77, 3 * MIB];
+    for (index, &size) in sizes.iter().cycle().take(64).enumerate() {
+        let content: Vec<u8> = (0..size).map(|at| (at * 7 + index) as u8).collect();
+        client.write(1, (index * 13) as u64, &content);
+        client.send(command::READ, 2, (index * 13) as u64, size as u32);
+        client.expect(1, Ok(()));
+        client.expect(2, Ok(()));
+        assert!(client.take(size) == content, "{size} bytes");
+    }
+}
+
+#[test]
+fn requests_finished_on_foreign_threads_are_answered() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    (0..100).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    slow.wait_for(100);
+    // Counted at the end of the turn that started them.
+    let limit = Instant::now() + Duration::from_secs(10);
+    while bench.page.snapshot().in_flight < 100 {
+        assert!(Instant::now() < limit);
+        std::thread::yield_now();
+    }
+    slow.release(100);
+    let mut seen: Vec<u64> = (0..100).map(|_| client.reply().0).collect();
+    seen.sort_unstable();
+    assert!(seen.iter().copied().eq(0..100));
+}
+
+#[test]
+fn no_more_than_the_depth_reaches_the_backend() {
+    let slow = Slow::new();
+    let bench =
+        Bench::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 8, ..Limits::default() });
+    let mut client = bench.connect();
+    (0..50).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    slow.wait_for(8);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(slow.waiting(), 8);
+    slow.release(1000);
+    (0..50).for_each(|_| assert!(client.reply().1.is_ok()));
+}
+
+#[test]
+fn stopping_finishes_what_runs() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    client.send(command::FLUSH, 1, 0, 0);
+    slow.wait_for(1);
+    std::thread::scope(|scope| {
+        let stopping = scope.spawn(|| bench.server.stop(Duration::from_secs(10)));
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!stopping.is_finished());
+        slow.release(1);
+        stopping.join().unwrap().unwrap();
+    });
+    client.expect(1, Ok(()));
+    assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0);
+    assert!(matches!(bench.end(), End::Stopped));
+    assert_eq!(bench.server.connections(), 0);
+}
+
+#[test]
+fn a_hung_backend_does_not_keep_a_connection_from_ending() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    client.send(command::FLUSH, 1, 0, 0);
+    slow.wait_for(1);
+    let begin = Stopwatch::start();
+    bench.server.stop(Duration::from_millis(100)).unwrap();
+    assert!(begin.elapsed() < Duration::from_secs(3));
+    assert!(matches!(bench.end(), End::Aborted));
+}
+
+#[test]
+fn failing_all_io_answers_even_what_hangs() {
+    let slow = Slow::new();
+    let bench =
+        Bench::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 4, ..Limits::default() });
+    let mut client = bench.connect();
+    (0..10).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    slow.wait_for(4);
+    bench.server.set_fail_io(true);
+    for _ in 0..10 {
+        assert_eq!(client.reply().1, Err(IoError::Broken));
+    }
+    client.send(command::WRITE, 77, 0, 4096);
+    client.stream.write_all(&[1; 4096]).unwrap();
+    client.expect(77, Err(IoError::Broken));
+    slow.wait_until_abandoned();
+    // The backend comes back: its late answers are nobody's.
+    bench.server.set_fail_io(false);
+    slow.release(1000);
+    client.send(command::FLUSH, 88, 0, 0);
+    client.expect(88, Ok(()));
+}
+
+#[test]
+fn the_backend_hears_that_the_client_has_left_but_not_of_a_goodbye() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    client.send(command::FLUSH, 1, 0, 0);
+    client.send(command::DISC, 0, 0, 0);
+    slow.wait_for(1);
+    slow.release(1);
+    client.expect(1, Ok(()));
+    assert!(matches!(bench.end(), End::Disconnected));
+    assert_eq!(slow.state.lock().unwrap().abandoned, 0);
+    let mut client = bench.connect();
+    client.send(command::FLUSH, 2, 0, 0);
+    slow.wait_for(1);
+    drop(client);
+    slow.wait_until_abandoned();
+    slow.release(1);
+    assert!(matches!(bench.end(), End::Closed));
+}
+
+#[test]
+fn failing_all_io_tells_what_the_backend_still_has() {
+    let slow = Slow::new();
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = bench.connect();
+    (0..4).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    slow.wait_for(4);
+    assert_eq!(bench.server.fail_all_io(Duration::from_millis(50)).unwrap(), 4);
+    for _ in 0..4 {
+        assert_eq!(client.reply().1, Err(IoError::Broken));
+    }
+    slow.release(3);
+    let still = || bench.server.fail_all_io(Duration::ZERO).unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while still() != 1 && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    assert_eq!(still(), 1);
+    slow.release(1000);
+    assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
+    client.send(command::FLUSH, 9, 0, 0);
+    client.expect(9, Err(IoError::Broken));
+    // Who serves again is not taken for failing, and no count is left over.
+    bench.server.set_fail_io(false);
+    client.send(command::FLUSH, 10, 0, 0);
+    client.expect(10, Ok(()));
+    assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
+}
+
+#[test]
+fn failing_all_io_needs_no_buffer() {
+    let slow = Slow::new();
+    let limits = Limits { buffer_bytes: 64 << 10, ..Limits::default() };
+    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), limits);
+    let mut client = bench.connect();
+    // The second one waits for the first one's memory.
+    client.send(command::READ, 1, 0, 40 << 10);
+    client.send(command::READ, 2, 0, 40 << 10);
+    slow.wait_for(1);
+    bench.server.set_fail_io(true);
+    client.expect(1, Err(IoError::Broken));
+    client.expect(2, Err(IoError::Broken));
+    client.send(command::WRITE, 3, 0, 40 << 10);
+    client.stream.write_all(&vec![1; 40 << 10]).unwrap();
+    client.expect(3, Err(IoError::Broken));
+    bench.server.set_fail_io(false);
+    slow.release(1000);
+    client.send(command::FLUSH, 4, 0, 0);
+    client.expect(4, Ok(()));
+}
+
+#[test]
+fn failing_all_io_is_for_connections_to_come_and_ends_when_told() {
+    let bench = Bench::memory(Limits::default());
+    let mut first = bench.connect();
+    bench.server.set_fail_io(true);
+    let mut second = bench.connect();
+    for (cookie, client) in [(1, &mut first), (2, &mut second)] {
+        client.send(command::FLUSH, cookie, 0, 0);
+        client.expect(cookie, Err(IoError::Broken));
+    }
+    bench.server.set_fail_io(false);
+    for (cookie, client) in [(3, &mut first), (4, &mut second)] {
+        client.send(command::FLUSH, cookie, 0, 0);
+        client.expect(cookie, Ok(()));
+    }
+}
+
+#[test]
+fn a_panic_ends_one_connection_only() {
+    let bench = Bench::new(Arc::new(Panicking), Limits::default());
+    let (mut bad, mut good) = (bench.connect(), bench.connect());
+    bad.send(command::TRIM, 1, 0, 4096);
+    assert!(matches!(bench.end(), End::Panicked(message) if message.contains("defect")));
+    assert_eq!(bad.stream.read(&mut [0; 1]).unwrap_or(0), 0);
+    good.send(command::FLUSH, 2, 0, 0);
+    good.expect(2, Ok(()));
+}
+
+#[test]
+fn connections_are_bounded_and_their_places_used_again() {
+    let bench = Bench::memory(Limits { connections: 2, ..Limits::default() });
+    let (first, _second) = (bench.connect(), bench.connect());
+    let (_ours, theirs) = UnixStream::pair().unwrap();
+    assert!(bench.server.add_kernel_connection(theirs.into()).is_err());
+    drop(first);
+    bench.end();
+    // The thread may take a moment to be gone after it told so.
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while bench.server.connections() > 1 {
+        assert!(Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    bench.connect().send(command::FLUSH, 1, 0, 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    /// Whatever arrives, in whatever pieces, the connection ends or goes on, and the server serves
+    /// the next client.
+    #[test]
+    fn no_stream_hangs_or_kills_the_server(
+        pieces in proptest::collection::vec(any_piece(), 1..12),
+        with_handshake: bool,
+    ) {
+        let bench = Bench::memory(Limits { depth: 4, buffer_bytes: MIB, ..Limits::default() });
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        if with_handshake {
+            bench.server.add_client(theirs.into()).unwrap();
+        } else {
+            bench.server.add_kernel_connection(theirs.into()).unwrap();
+        }
+        let mut reader = ours.try_clone().unwrap();
+        let draining = std::thread::spawn(move || {
+            let mut sink = vec![0; 1 << 16];
+            while reader.read(&mut sink).is_ok_and(|bytes| bytes > 0) {}
+        });
+        for piece in pieces {
+            if ours.write_all(&piece).is_err() {
+                break;
+            }
+        }
+        let _ = ours.shutdown(std::net::Shutdown::Write);
+        bench.end();
+        draining.join().unwrap();
+        let mut next = bench.connect();
+        next.send(command::FLUSH, 3, 0, 0);
+        next.expect(3, Ok(()));
+    }
+}
+
+fn any_piece() -> impl Strategy<Value = Vec<u8>> {
+    let length = prop_oneof![4 => 0u32..70_000, 1 => any::<u32>()];
+    let request = (0u16..8, 0u16..4, 0u64..MIB as u64, length, 0usize..80_000).prop_map(
+        |(command, flags, offset, length, payload)| {
+            let header = RequestHeader { flags, command, cookie: 1, offset, length };
+            let mut bytes = header.encode().to_vec();
+            if command == command::WRITE {
+                bytes.resize(bytes.len() + payload.min(length as usize), 3);
+            }
+            bytes
+        },
+    );
+    prop_oneof![
+        4 => request,
+        1 => proptest::collection::vec(any::<u8>(), 0..100),
+        1 => Just(b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0".to_vec()),
+    ]
+}
+
+/// A server over some volume, and what happened on it.
+struct Bench {
+    server: Server,
+    events: Receiver<Event>,
+    page: Page,
+    size: u64,
+}
+
+impl Bench {
+    fn memory(limits: Limits) -> Self {
+        let uri: VolumeUri = "mem:64M".parse().unwrap();
+        Self::new(open(&uri, &OpenOptions::default()).unwrap(), limits)
+    }
+
+    fn new(image: Arc<dyn Image>, limits: Limits) -> Self {
+        let size = image.size();
+        let (page, _) = Page::create().unwrap();
+        let (server, events) =
+            Server::new(image, ExportName::default(), page.clone(), limits).unwrap();
+        Self { server, events, page, size }
+    }
+
+    /// A connection that begins in transmission.
+    fn connect(&self) -> Client {
+        Client::connect(&self.server)
+    }
+
+    fn end(&self) -> End {
+        client::end(&self.events)
+    }
+}
+
+/// A volume whose requests end when the test says so, on the test's thread.
+struct Slow {
+    state: Mutex<SlowState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct SlowState {
+    waiting: VecDeque<(RequestId, Option<Buffer>)>,
+    done: VecDeque<(RequestId, Option<Buffer>)>,
+    released: usize,
+    /// How often the connection said that nobody waits.
+    abandoned: usize,
+    waker: Option<Waker>,
+}
+
+impl Slow {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    fn waiting(&self) -> usize {
+        self.state.lock().unwrap().waiting.len()
+    }
+
+    fn wait_for(&self, requests: usize) {
+        let state = self.state.lock().unwrap();
+        let limit = Duration::from_secs(10);
+        let few = |state: &mut SlowState| state.waiting.len() < requests;
+        let (state, _) = self.changed.wait_timeout_while(state, limit, few).unwrap();
+        assert!(state.waiting.len() >= requests);
+    }
+
+    fn wait_until_abandoned(&self) {
+        let state = self.state.lock().unwrap();
+        let limit = Duration::from_secs(10);
+        let not_yet = |state: &mut SlowState| state.abandoned == 0;
+        let (state, _) = self.changed.wait_timeout_while(state, limit, not_yet).unwrap();
+        assert!(state.abandoned > 0);
+    }
+
+    /// Lets that many requests end, those to come included.
+    fn release(&self, requests: usize) {
+        let mut state = self.state.lock().unwrap();
+        state.released += requests;
+        state.settle();
+        state.waker.as_ref().unwrap().wake();
+    }
+}
+
+impl SlowState {
+    fn settle(&mut self) {
+        while self.released > 0
+            && let Some(request) = self.waiting.pop_front()
+        {
+            self.released -= 1;
+            self.done.push_back(request);
+        }
+    }
+}
+
+struct SlowImage(Arc<Slow>);
+
+impl Image for SlowImage {
+    fn size(&self) -> u64 {
+        MIB as u64
+    }
+    fn block_sizes(&self) -> BlockSizes {
+        BlockSizes { minimum: 1, preferred: 4096, maximum: 32 << 20 }
+    }
+    fn features(&self) -> Features {
+        Features { flush: true, trim: true, ..Features::default() }
+    }
+    fn queue(&self, _ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+        self.0.state.lock().unwrap().waker = Some(waker.clone());
+        Ok(Box::new(SlowQueue(Arc::clone(&self.0))))
+    }
+    fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size())
+    }
+    fn resize(&self, _size: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+struct SlowQueue(Arc<Slow>);
+
+impl ImageQueue for SlowQueue {
+    fn start(
+        &mut self,
+        id: RequestId,
+        _request: Request,
+        buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        let mut state = self.0.state.lock().unwrap();
+        state.waiting.push_back((id, buffer));
+        state.settle();
+        if !state.done.is_empty() {
+            state.waker.as_ref().unwrap().wake();
+        }
+        self.0.changed.notify_all();
+        Started::Pending
+    }
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        None
+    }
+    fn abandon(&mut self, _: &mut Vec<(RequestId, Outcome)>) {
+        self.0.state.lock().unwrap().abandoned += 1;
+        self.0.changed.notify_all();
+    }
+    fn on_wake(&mut self, _ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        let mut state = self.0.state.lock().unwrap();
+        let ended = state.done.drain(..);
+        done.extend(ended.map(|(id, buffer)| (id, Outcome { result: Ok(()), buffer })));
+    }
+}
+
+/// A volume with a defect in TRIM.
+struct Panicking;
+
+impl Image for Panicking {
+    fn size(&self) -> u64 {
+        MIB as u64
+    }
+    fn block_sizes(&self) -> BlockSizes {
+        BlockSizes { minimum: 1, preferred: 4096, maximum: 32 << 20 }
+    }
+    fn features(&self) -> Features {
+        Features { flush: true, trim: true, ..Features::default() }
+    }
+    fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
+        Ok(Box::new(Self))
+    }
+    fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size())
+    }
+    fn resize(&self, _size: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl ImageQueue for Panicking {
+    fn start(
+        &mut self,
+        _id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        assert!(request.op != Op::Trim, "a defect");
+        Started::Done(Outcome { result: Ok(()), buffer })
+    }
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        None
+    }
+}

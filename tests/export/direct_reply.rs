@@ -1,0 +1,268 @@
+//! Requests that are answered on the backend's thread while their connection waits: each reply comes once,
+//! whole and right, whatever happens beside it.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_core::error::Result;
+use cleat_core::random::Random;
+use cleat_core::request::{IoError, Op, Request};
+use cleat_core::volume::{BlockSizes, Features};
+use cleat_export::server::{ExportName, Limits, Server};
+use cleat_nbd::wire::command;
+use cleat_statistics::Page;
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion, Ring};
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use test_kit::nbd::client::Client;
+
+const MIB: usize = 1 << 20;
+const BLOCK: u32 = 4096;
+
+#[test]
+fn an_only_request_is_answered_where_it_ends_and_counted_though_nothing_follows() {
+    let bench = Bench::new();
+    let mut client = Client::connect(&bench.server);
+    for cookie in 0..100 {
+        client.send(command::READ, cookie, cookie * u64::from(BLOCK), BLOCK);
+        client.expect(cookie, Ok(()));
+        assert_eq!(client.take(BLOCK as usize), content(cookie * u64::from(BLOCK), BLOCK));
+        client.write(cookie, 0, &[1; 512]);
+        client.expect(cookie, Ok(()));
+    }
+    assert!(bench.answered() > 0);
+    let limit = Instant::now() + Duration::from_secs(20);
+    while bench.page.snapshot().in_flight > 0 {
+        assert!(Instant::now() < limit);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let seen = bench.page.snapshot();
+    assert_eq!((seen.op(Op::Read).count, seen.op(Op::Write).count), (100, 100));
+    assert_eq!(seen.op(Op::Read).bytes, 100 * u64::from(BLOCK));
+}
+
+/// One to three at a time, of which the backend fails some, and the server's owner others.
+#[test]
+fn each_request_has_one_reply() {
+    let random = Random::from_kernel().unwrap();
+    let seed = std::env::var("CLEAT_TEST_SEED").map_or(random.next(), |seed| seed.parse().unwrap());
+    println!("CLEAT_TEST_SEED={seed}");
+    let random = Random::seeded(seed);
+    let bench = Bench::failing(true);
+    let mut client = Client::connect(&bench.server);
+    let mut next = 0;
+    for _ in 0..3000 {
+        let mut sent = HashMap::new();
+        for _ in 0..1 + random.next() % 3 {
+            next += 1;
+            let offset = random.next() % 100 * u64::from(BLOCK);
+            let length = BLOCK * (1 + random.next() as u32 % 20);
+            match random.next() % 4 {
+                0 => client.write(next, offset, &vec![2; length as usize]),
+                1 => client.send(command::FLUSH, next, 0, 0),
+                _ => {
+                    client.send(command::READ, next, offset, length);
+                    sent.insert(next, Some((offset, length)));
+                }
+            }
+            sent.entry(next).or_insert(None);
+        }
+        let failing = random.next().is_multiple_of(20);
+        if failing {
+            bench.server.set_fail_io(true);
+        }
+        while !sent.is_empty() {
+            let (cookie, result) = client.reply();
+            let read = sent.remove(&cookie).expect("a request of this round, not answered yet");
+            assert!(result.is_ok() || result == Err(IoError::Broken), "{result:?}");
+            if let (Ok(()), Some((offset, length))) = (result, read) {
+                assert!(client.take(length as usize) == content(offset, length));
+            }
+        }
+        if failing {
+            bench.server.set_fail_io(false);
+        }
+    }
+    assert!(bench.answered() > 0);
+}
+
+/// The socket fills up, so the connection's thread goes on with what has left in part.
+#[test]
+fn a_reply_that_does_not_fit_the_socket_is_ended_by_the_connection() {
+    let bench = Bench::new();
+    let mut client = Client::connect(&bench.server);
+    let length = 15 * BLOCK + 512;
+    for cookie in 0..60 {
+        let before = bench.ended();
+        client.send(command::READ, cookie, cookie * 512, length);
+        // Until the socket is full each request ends before the next one is sent.
+        let limit = Instant::now() + Duration::from_millis(200);
+        while bench.ended() == before && Instant::now() < limit {
+            std::thread::yield_now();
+        }
+    }
+    for cookie in 0..60 {
+        client.expect(cookie, Ok(()));
+        assert!(client.take(length as usize) == content(cookie * 512, length), "{cookie}");
+    }
+    assert!(bench.answered() > 0);
+}
+
+#[test]
+fn a_connection_comes_to_rest_and_goes_on() {
+    let bench = Bench::new();
+    let mut client = Client::connect(&bench.server);
+    for cookie in 0..200 {
+        client.send(command::READ, cookie, 0, BLOCK);
+        let rests = bench.server.hand_over(Duration::from_secs(20)).unwrap();
+        assert!(rests.len() == 1);
+        bench.server.resume();
+        client.expect(cookie, Ok(()));
+        assert_eq!(client.take(BLOCK as usize), content(0, BLOCK));
+    }
+}
+
+/// What every read finds.
+fn content(offset: u64, length: u32) -> Vec<u8> {
+    (offset..offset + u64::from(length)).map(|at| (at / 512 % 251) as u8).collect()
+}
+
+/// A server over a volume whose requests end on threads of its own.
+struct Bench {
+    server: Server,
+    page: Page,
+    answered: Arc<AtomicUsize>,
+    ended: Arc<AtomicUsize>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self::failing(false)
+    }
+
+    /// With `failing`, some requests do.
+    fn failing(failing: bool) -> Self {
+        let (page, _) = Page::create().unwrap();
+        let image = Arc::new(Elsewhere { failing, ..Elsewhere::default() });
+        let (answered, ended) = (Arc::clone(&image.answered), Arc::clone(&image.ended));
+        let (server, _) =
+            Server::new(image, ExportName::default(), page.clone(), Limits::default()).unwrap();
+        Self { server, page, answered, ended }
+    }
+
+    fn answered(&self) -> usize {
+        self.answered.load(Ordering::Relaxed)
+    }
+
+    fn ended(&self) -> usize {
+        self.ended.load(Ordering::Relaxed)
+    }
+}
+
+/// Two threads a queue end its requests, after a while.
+#[derive(Default)]
+struct Elsewhere {
+    failing: bool,
+    answered: Arc<AtomicUsize>,
+    ended: Arc<AtomicUsize>,
+}
+
+impl Image for Elsewhere {
+    fn size(&self) -> u64 {
+        MIB as u64
+    }
+    fn block_sizes(&self) -> BlockSizes {
+        BlockSizes { minimum: 512, preferred: 4096, maximum: 32 << 20 }
+    }
+    fn features(&self) -> Features {
+        Features { flush: true, ..Features::default() }
+    }
+    fn queue(&self, _: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+        let (sender, receiver) = unbounded();
+        let done = Arc::default();
+        for seed in 0..2 {
+            let ends = Ends {
+                requests: Receiver::clone(&receiver),
+                waker: waker.clone(),
+                done: Arc::clone(&done),
+                failing: self.failing,
+                answered: Arc::clone(&self.answered),
+                ended: Arc::clone(&self.ended),
+            };
+            std::thread::spawn(move || ends.run(&Random::seeded(seed)));
+        }
+        Ok(Box::new(ElsewhereQueue { sender, done }))
+    }
+    fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size())
+    }
+    fn resize(&self, _size: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+type Done = Mutex<VecDeque<(RequestId, Outcome)>>;
+
+struct ElsewhereQueue {
+    sender: Sender<(RequestId, Request, Option<Buffer>)>,
+    done: Arc<Done>,
+}
+
+/// What a thread has that ends requests.
+struct Ends {
+    requests: Receiver<(RequestId, Request, Option<Buffer>)>,
+    waker: Waker,
+    done: Arc<Done>,
+    failing: bool,
+    answered: Arc<AtomicUsize>,
+    ended: Arc<AtomicUsize>,
+}
+
+impl Ends {
+    fn run(&self, random: &Random) {
+        for (id, request, mut buffer) in &self.requests {
+            let pause_us = [0, 0, 20, 100, 300][random.next() as usize % 5];
+            std::thread::sleep(Duration::from_micros(pause_us));
+            if let (Op::Read, Some(buffer)) = (request.op, &mut buffer) {
+                let found = content(request.offset, request.length as u32);
+                buffer.payload_mut().copy_from_slice(&found);
+            }
+            let fails = self.failing && random.next().is_multiple_of(50);
+            let result = if fails { Err(IoError::Broken) } else { Ok(()) };
+            let told = result.is_ok() && self.waker.answer(id, buffer.as_mut());
+            self.done.lock().unwrap().push_back((id, Outcome { result, buffer }));
+            if told {
+                self.answered.fetch_add(1, Ordering::Relaxed);
+                self.waker.answered();
+            } else {
+                self.waker.wake();
+            }
+            self.ended.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl ImageQueue for ElsewhereQueue {
+    fn start(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        _: &mut Ring,
+    ) -> Started {
+        self.sender.send((id, request, buffer)).unwrap();
+        Started::Pending
+    }
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        None
+    }
+    fn answers(&self, _: RequestId) -> bool {
+        true
+    }
+    fn on_wake(&mut self, _: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
+        done.extend(self.done.lock().unwrap().drain(..));
+    }
+}

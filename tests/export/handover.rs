@@ -1,0 +1,312 @@
+//! A connection changes hands in the middle of its stream: whatever has arrived, the client sees the
+//! same replies as from one server, each once.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cleat_backend::{Image, OpenOptions, open};
+use cleat_core::error::{Error, ErrorKind};
+use cleat_export::End;
+use cleat_export::handover::Rest;
+use cleat_export::server::{Event, ExportName, Limits, Server};
+use cleat_nbd::wire::{RequestHeader, command, parse_simple_reply};
+use cleat_statistics::Page;
+use crossbeam_channel::Receiver;
+use proptest::prelude::*;
+
+const LIMIT: Duration = Duration::from_secs(20);
+const SIZE: u64 = 4 << 20;
+
+/// The length of [`stream`].
+const STREAM: usize = 9 * 28 + 1000 + 40_000 + 3000 + 200_000;
+
+/// Servers over one volume, as processes would have them, and who serves.
+struct Relay {
+    image: Arc<dyn Image>,
+    page: Page,
+    serving: (Server, Receiver<Event>),
+}
+
+impl Relay {
+    fn new() -> Self {
+        Self::over("mem:4M")
+    }
+
+    fn over(uri: &str) -> Self {
+        let image = open(&uri.parse().unwrap(), &OpenOptions::default()).unwrap();
+        let (page, _) = Page::create().unwrap();
+        let serving = server(&image, &page);
+        Self { image, page, serving }
+    }
+
+    fn connect(&self) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        self.serving.0.add_kernel_connection(theirs.into()).unwrap();
+        ours
+    }
+
+    /// The next server takes over; or the same one goes on, after it had come to rest.
+    fn change(&mut self, hands: bool) -> Vec<Rest> {
+        let rests = self.serving.0.hand_over(LIMIT).unwrap();
+        if !hands {
+            self.serving.0.resume();
+            return rests;
+        }
+        let file = self.page.file().unwrap();
+        let page = Page::from_fd(file).unwrap();
+        let next = server(&self.image, &page);
+        for Rest { socket, unread } in &rests {
+            let rest = Rest { socket: socket.try_clone().unwrap(), unread: unread.clone() };
+            next.0.add_at_rest(rest).unwrap();
+        }
+        page.take_over();
+        next.0.resume();
+        let before = std::mem::replace(&mut self.serving, next);
+        before.0.leave().unwrap();
+        for Event::ConnectionEnded { end, .. } in before.1.try_iter() {
+            assert!(matches!(end, End::HandedOver), "{end}");
+        }
+        self.page = page;
+        rests
+    }
+}
+
+fn server(image: &Arc<dyn Image>, page: &Page) -> (Server, Receiver<Event>) {
+    Server::new(Arc::clone(image), ExportName::default(), page.clone(), Limits::default()).unwrap()
+}
+
+fn request(command: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
+    RequestHeader { flags: 0, command, cookie, offset, length }.encode().to_vec()
+}
+
+/// Takes `count` replies; of those that are reads, the payload, too.
+fn replies(stream: &mut UnixStream, reads: &dyn Fn(u64) -> usize, count: usize) -> Vec<Reply> {
+    let mut seen: Vec<Reply> = (0..count)
+        .map(|_| {
+            let mut header = [0; 16];
+            stream.read_exact(&mut header).unwrap();
+            let (cookie, result) = parse_simple_reply(&header).unwrap();
+            let mut data = vec![0; if result.is_ok() { reads(cookie) } else { 0 }];
+            stream.read_exact(&mut data).unwrap();
+            (cookie, result.is_ok(), data)
+        })
+        .collect();
+    seen.sort();
+    seen
+}
+
+/// Cookie, success, what was read.
+type Reply = (u64, bool, Vec<u8>);
+
+/// Requests of every kind, written back to back: good writes small and large, reads, refused ones
+/// with and without a payload. No two touch the same bytes.
+fn stream() -> (Vec<u8>, impl Fn(u64) -> usize, usize) {
+    let mut bytes = Vec::new();
+    let mut cookie = 0;
+    let mut put = |command: u16, offset: u64, length: u32, payload: bool| {
+        cookie += 1;
+        bytes.extend(request(command, cookie, offset, length));
+        if payload {
+            bytes.extend((0..length).map(|at| (at % 251) as u8));
+        }
+    };
+    put(command::WRITE, 0, 1000, true);
+    put(command::READ, 1 << 20, 512, false);
+    put(command::WRITE, 4096, 40_000, true);
+    // Beyond the end: refused, its payload skipped.
+    put(command::WRITE, SIZE, 3000, true);
+    put(command::FLUSH, 0, 0, false);
+    put(command::READ, SIZE, 4096, false);
+    put(command::TRIM, 2 << 20, 4096, false);
+    put(command::WRITE, 3 << 20, 200_000, true);
+    put(command::READ, (1 << 20) + 4096, 70_000, false);
+    assert_eq!(bytes.len(), STREAM);
+    (bytes, |cookie| [(2, 512), (9, 70_000)].iter().find(|r| r.0 == cookie).map_or(0, |r| r.1), 9)
+}
+
+fn expected() -> Vec<Reply> {
+    let relay = Relay::new();
+    let mut client = relay.connect();
+    let (bytes, reads, count) = stream();
+    client.write_all(&bytes).unwrap();
+    replies(&mut client, &reads, count)
+}
+
+/// Writes the stream in pieces; at each cut what has arrived has to be in some server's hands, and
+/// the connection changes.
+fn run(cuts: &[(usize, bool)]) -> Vec<Reply> {
+    let mut relay = Relay::new();
+    let client = relay.connect();
+    let (bytes, reads, count) = stream();
+    let mut reader = client.try_clone().unwrap();
+    let reading = std::thread::spawn(move || replies(&mut reader, &reads, count));
+    let mut from = 0;
+    for &(cut, hands) in cuts {
+        (&client).write_all(&bytes[from..cut]).unwrap();
+        from = cut;
+        let mid = in_payload(cut);
+        let (rest, changed) = (Arc::new(AtomicBool::new(false)), Instant::now());
+        if mid {
+            // A write whose payload has begun is finished first: the rest has to come.
+            let (writer, tail) = (client.try_clone().unwrap(), bytes[from..].to_vec());
+            let writing = {
+                let rest = Arc::clone(&rest);
+                std::thread::spawn(move || {
+                    (&writer).write_all(&tail).unwrap();
+                    rest.store(true, Ordering::SeqCst);
+                })
+            };
+            relay.change(hands);
+            writing.join().unwrap();
+            assert!(rest.load(Ordering::SeqCst) && changed.elapsed() < LIMIT);
+            from = bytes.len();
+            break;
+        }
+        relay.change(hands);
+    }
+    (&client).write_all(&bytes[from..]).unwrap();
+    let seen = reading.join().unwrap();
+    // Nothing more comes: each request was answered once, and the stream is in step.
+    let mut client = client;
+    client.write_all(&request(command::FLUSH, 99, 0, 0)).unwrap();
+    assert_eq!(replies(&mut client, &|_| 0, 1), [(99, true, Vec::new())]);
+    let snapshot = relay.page.snapshot();
+    assert_eq!(snapshot.connections, 1);
+    seen
+}
+
+/// Whether a cut lies inside what belongs to one write: behind its header, before its end.
+fn in_payload(cut: usize) -> bool {
+    let lengths = [1000, 0, 40_000, 3000, 0, 0, 0, 200_000, 0];
+    let mut at = 0;
+    lengths.iter().any(|length| {
+        let header_end = at + 28;
+        at = header_end + length;
+        // The header alone is enough for the old server to begin with it.
+        (header_end..at).contains(&cut) && *length > 0
+    })
+}
+
+#[test]
+fn every_boundary_of_the_first_requests_is_a_place_to_change_hands() {
+    let expected = expected();
+    assert_eq!(expected.len(), 9);
+    // Through the first write, the read behind it and into the header of the next write; then around
+    // each later request's beginning.
+    let near: Vec<usize> =
+        (0..40).chain(1020..1100).chain(41_080..41_130).chain(44_100..44_240).collect();
+    for cut in near {
+        assert_eq!(run(&[(cut, true)]), expected, "cut at {cut}");
+    }
+}
+
+#[test]
+fn a_pause_that_is_taken_back_changes_nothing() {
+    let expected = expected();
+    for cut in (0..40).chain(1020..1090).step_by(3) {
+        assert_eq!(run(&[(cut, false)]), expected, "cut at {cut}");
+        assert_eq!(run(&[(cut, false), (cut, true)]), expected, "cut at {cut}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_split_across_any_changes_gives_the_same_replies(
+        cuts in proptest::collection::vec((0..=STREAM, any::<bool>()), 1..6),
+    ) {
+        let mut cuts = cuts;
+        cuts.sort_unstable();
+        prop_assert_eq!(run(&cuts), expected());
+    }
+}
+
+#[test]
+fn what_is_unread_goes_along() {
+    let mut relay = Relay::new();
+    let mut client = relay.connect();
+    let half = request(command::READ, 7, 0, 512);
+    client.write_all(&half[..13]).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let rests = relay.change(true);
+    assert_eq!(rests.len(), 1);
+    assert_eq!(rests[0].unread, half[..13]);
+    client.write_all(&half[13..]).unwrap();
+    assert_eq!(replies(&mut client, &|_| 512, 1), [(7, true, vec![0; 512])]);
+}
+
+/// Until a write's header has been read, its connection comes to rest before it.
+fn attempt_until_refused(relay: &Relay, limit: Duration, may_come: impl Fn() -> bool) -> Error {
+    let until = Instant::now() + LIMIT;
+    while may_come() && Instant::now() < until {
+        match relay.serving.0.hand_over(limit) {
+            Ok(_) => relay.serving.0.resume(),
+            Err(error) => return error,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("the header is never read");
+}
+
+#[test]
+fn a_payload_that_does_not_come_keeps_the_connection_where_it_is() {
+    let relay = Relay::new();
+    let mut other = relay.connect();
+    let mut client = relay.connect();
+    client.write_all(&request(command::WRITE, 7, 0, 4096)).unwrap();
+    client.write_all(&[1; 100]).unwrap();
+    let error = attempt_until_refused(&relay, Duration::from_millis(200), || true);
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+    // Both go on: the one that had come to rest as well.
+    client.write_all(&[1; 3996]).unwrap();
+    assert_eq!(replies(&mut client, &|_| 0, 1), [(7, true, Vec::new())]);
+    other.write_all(&request(command::READ, 8, 0, 512)).unwrap();
+    assert_eq!(replies(&mut other, &|_| 512, 1), [(8, true, vec![1; 512])]);
+}
+
+#[test]
+fn a_connection_that_ends_meanwhile_ends_the_attempt() {
+    let relay = Relay::new();
+    let mut other = relay.connect();
+    let client = relay.connect();
+    (&client).write_all(&request(command::WRITE, 7, 0, 4096)).unwrap();
+    let closing = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(500));
+        drop(client);
+    });
+    let error = attempt_until_refused(&relay, LIMIT, || !closing.is_finished());
+    assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
+    closing.join().unwrap();
+    other.write_all(&request(command::FLUSH, 8, 0, 0)).unwrap();
+    assert_eq!(replies(&mut other, &|_| 0, 1), [(8, true, Vec::new())]);
+}
+
+#[test]
+fn a_connection_that_was_left_is_not_shut_down() {
+    let mut relay = Relay::new();
+    let client = relay.connect();
+    drop(relay.change(true));
+    let rests = relay.serving.0.hand_over(LIMIT).unwrap();
+    relay.serving.0.leave().unwrap();
+    drop(relay);
+    client.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let quiet = (&client).read(&mut [0; 1]).unwrap_err();
+    assert_eq!(quiet.kind(), std::io::ErrorKind::WouldBlock);
+    // The last copy of the socket.
+    drop(rests);
+    assert_eq!((&client).read(&mut [0; 1]).unwrap(), 0);
+}
+
+#[test]
+fn more_unread_bytes_than_a_connection_holds_are_refused() {
+    let relay = Relay::new();
+    let (_ours, theirs) = UnixStream::pair().unwrap();
+    let rest = Rest { socket: theirs.into(), unread: vec![0; 1 << 20] };
+    let error = relay.serving.0.add_at_rest(rest).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}

@@ -1,0 +1,427 @@
+//! `cleat serve` against the NBD clients that people use: libnbd's tools, qemu's and fio.
+//!
+//! The amount of data per transfer is CLEAT_INTEROP_MIB (default 128); the figures in
+//! `ARCHITECTURE.md` were taken with 1024.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use test_kit::memory;
+
+#[test]
+fn nbdinfo_sees_what_is_served() {
+    let dir = TempDir::new().unwrap();
+    let server = Server::start(&dir, "mem:64M", &["--export-name", "disk"]);
+    let info = run("nbdinfo", &[&server.uri]);
+    assert!(info.contains("export=\"disk\""), "{info}");
+    for line in ["export-size: 67108864", "can_multi_conn: true", "can_fua: true"] {
+        assert!(info.contains(line), "{line} in {info}");
+    }
+    let list = run("nbdinfo", &["--list", &server.uri]);
+    assert!(list.contains("export=\"disk\""), "{list}");
+    let other = server.uri.replace("disk", "other");
+    assert!(!command("nbdinfo", &[&other]).status.success());
+}
+
+#[test]
+fn clients_see_where_the_data_is() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        let size = mib() << 20;
+        let map = || extents(&run("nbdinfo", &["--map", &server.uri]));
+        assert_eq!(map(), [(0, size, true)]);
+        run("qemu-io", &["-f", "raw", "-c", "write -P 1 16M 1M", &server.uri]);
+        let (at, length) = (16 << 20, 1 << 20);
+        let written = [(0, at, true), (at, length, false), (at + length, size - at - length, true)];
+        assert_eq!(map(), written, "{}", server.uri);
+        run("qemu-io", &["-f", "raw", "-c", "discard 16M 1M", &server.uri]);
+        assert_eq!(map(), [(0, size, true)]);
+        // Last, because it looks at the content, for which memory is then there.
+        assert!(run("nbdinfo", &[&server.uri]).contains("base:allocation"));
+    }
+}
+
+/// What `nbdinfo --map` prints: offset, length, whether it is a hole.
+fn extents(map: &str) -> Vec<(u64, u64, bool)> {
+    let line = |line: &str| {
+        let mut words = line.split_whitespace();
+        let mut number = || words.next().unwrap().parse().unwrap();
+        (number(), number(), number() == 3)
+    };
+    map.lines().map(line).collect()
+}
+
+#[test]
+fn a_read_only_export_refuses_writes() {
+    let dir = TempDir::new().unwrap();
+    let server = Server::start(&dir, "mem:1M", &["--read-only"]);
+    assert!(run("nbdinfo", &[&server.uri]).contains("is_read_only: true"));
+    let written = command("qemu-io", &["-f", "raw", "-c", "write 0 4k", &server.uri]);
+    assert!(!written.status.success());
+    assert!(
+        run("qemu-io", &["-r", "-f", "raw", "-c", "read -P 0 0 1M", &server.uri]).contains("read")
+    );
+}
+
+#[test]
+fn nbdcopy_moves_data_both_ways() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        let (source, back) = (random_file(&dir), dir.path().join("back"));
+        run("nbdcopy", &[path(&source), &server.uri]);
+        run("nbdcopy", &[&server.uri, path(&back)]);
+        assert_same(&source, &back);
+    }
+}
+
+#[test]
+fn nbdcopy_works_with_many_connections_and_tcp() {
+    let dir = TempDir::new().unwrap();
+    let volume = format!("mem:{}M", mib());
+    let server = Server::start_tcp(&dir, &volume);
+    assert!(server.uri.starts_with("nbd://127.0.0.1:"), "{}", server.uri);
+    let (source, back) = (random_file(&dir), dir.path().join("back"));
+    run("nbdcopy", &["--connections=4", path(&source), &server.uri]);
+    run("nbdcopy", &["--connections=4", "--requests=64", &server.uri, path(&back)]);
+    assert_same(&source, &back);
+}
+
+#[test]
+fn qemu_img_converts_both_ways_and_compares() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        let (source, back) = (random_file(&dir), dir.path().join("back"));
+        let raw = ["-f", "raw", "-O", "raw"];
+        let convert = |more: &[&str]| run("qemu-img", &[&["convert"], &raw[..], more].concat());
+        convert(&["-n", path(&source), &server.uri]);
+        run("qemu-img", &["compare", "-f", "raw", "-F", "raw", path(&source), &server.uri]);
+        convert(&[&server.uri, path(&back)]);
+        assert_same(&source, &back);
+    }
+}
+
+#[test]
+fn qemu_io_writes_zeroes_trims_and_checks_patterns() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        let steps = [
+            "write -P 0xab 0 1M",
+            "write -P 0xcd -f 4k 64k",
+            "write -z 512 4k",
+            "write -z -u 128k 64k",
+            "read -P 0xab 0 512",
+            "read -P 0 512 4k",
+            "read -P 0xcd 8k 60k",
+            "read -P 0 128k 64k",
+            "discard 256k 256k",
+            "read -P 0xab 512k 512k",
+            "flush",
+        ];
+        let mut arguments = vec!["-f", "raw"];
+        steps.iter().for_each(|step| arguments.extend(["-c", step]));
+        arguments.push(&server.uri);
+        let said = run("qemu-io", &arguments);
+        assert!(!said.contains("failed") && !said.contains("verification"), "{said}");
+    }
+}
+
+#[test]
+fn qemu_img_bench_runs_on_a_flushing_writer() {
+    let dir = TempDir::new().unwrap();
+    let server = Server::start(&dir, &Backend::File.uri(&dir), &[]);
+    let writes = ["-w", "-c", "2000", "-d", "16", "-s", "4096", "--flush-interval=64"];
+    run("qemu-img", &[&["bench", "-f", "raw"], &writes[..], &[&server.uri]].concat());
+}
+
+#[test]
+fn fio_verifies_what_it_wrote() {
+    for backend in Backend::ALL {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, &backend.uri(&dir), &[]);
+        let uri = format!("--uri={}", server.uri);
+        let size = format!("--size={}M", mib());
+        let sizes = ["--bsrange=4k-256k", "--iodepth=32", "--trim_backlog=64"];
+        let kind = ["--name=verify", "--ioengine=nbd", "--rw=randwrite", "--verify=crc32c"];
+        // Else fio leaves a file in the working directory.
+        let state = "--verify_state_save=0";
+        let more = ["--verify_fatal=1", state, "--fsync=32", &uri, &size];
+        let output = TempDir::new().unwrap();
+        let report = output.path().join("fio.json");
+        let out = format!("--output={}", path(&report));
+        run("fio", &[&kind[..], &sizes, &more, &["--output-format=json", &out]].concat());
+        let report = std::fs::read_to_string(report).unwrap();
+        assert!(report.contains("\"error\" : 0"), "{report}");
+    }
+}
+
+#[test]
+fn a_server_ends_in_order_and_leaves_no_socket() {
+    let dir = TempDir::new().unwrap();
+    let mut server = Server::start(&dir, "mem:1M", &[]);
+    let idle = UnixStream::connect(dir.path().join("s")).unwrap();
+    server.signal(libc::SIGTERM);
+    assert!(server.wait().success());
+    assert!(!dir.path().join("s").exists());
+    drop(idle);
+}
+
+#[test]
+fn what_the_network_can_reach_is_warned_of() {
+    for (address, warned) in [("127.0.0.1:0", false), ("0.0.0.0:0", true)] {
+        let mut child = Command::new(CLEAT)
+            .args(["serve", "mem:1M", "--read-only", "--listen", address])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        stdout.read_line(&mut String::new()).unwrap();
+        let mut server = Server { child, uri: String::new() };
+        server.signal(libc::SIGTERM);
+        assert!(server.wait().success());
+        let mut said = String::new();
+        server.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!(said.contains("neither encryption nor authentication"), warned, "{said}");
+    }
+}
+
+#[test]
+fn an_outage_of_the_backend_is_told() {
+    let dir = TempDir::new().unwrap();
+    let socket = dir.path().join("s");
+    let mut child = Command::new(CLEAT)
+        .args(["serve", "fault:mem:1M?fault.error=retry", "--socket", path(&socket)])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut uri = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
+    let mut told = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut server = Server { child, uri };
+    let read = ["20", "qemu-io", "-f", "raw", "-c", "read 0 512", server.uri.trim_end()];
+    let mut client = Command::new("timeout").args(read).spawn().unwrap();
+    let line = std::thread::scope(|scope| {
+        // Once it has given up, or was cut off, the server has said all that it will.
+        scope.spawn(|| {
+            assert!(!client.wait().unwrap().success());
+            server.signal(libc::SIGTERM);
+        });
+        let line = told.next();
+        server.signal(libc::SIGTERM);
+        line
+    });
+    assert!(server.wait().success());
+    let line = line.unwrap().unwrap();
+    assert!(line.contains("the backend does not answer") && line.contains("retry"), "{line}");
+}
+
+#[test]
+fn a_dead_servers_socket_is_replaced_and_a_live_ones_is_not() {
+    let dir = TempDir::new().unwrap();
+    let mut dead = Server::start(&dir, "mem:1M", &[]);
+    dead.signal(libc::SIGKILL);
+    dead.wait();
+    assert!(dir.path().join("s").exists());
+    let alive = Server::start(&dir, "mem:1M", &[]);
+    let socket = dir.path().join("s");
+    let second = command(CLEAT, &["serve", "mem:1M", "--socket", path(&socket)]);
+    assert!(!second.status.success());
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(said.contains("another server listens on"), "{said}");
+    run("nbdinfo", &[&alive.uri]);
+}
+
+#[test]
+fn a_client_that_does_not_read_costs_bounded_memory() {
+    let dir = TempDir::new().unwrap();
+    let server = Server::start(&dir, "file:", &[]);
+    let mut client = raw_client(&dir);
+    // 50 GiB of answers, of which none is taken yet.
+    let requests: Vec<u8> = (0..1600u32).flat_map(read_32_mib).collect();
+    client.write_all(&requests).unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    // The budget of one connection is 64 MiB.
+    let used_kib = server.used_kib();
+    assert!(used_kib < 80 * 1024, "{used_kib} KiB in use");
+    let mut payload = vec![0; 32 << 20];
+    for _ in 0..4 {
+        client.read_exact(&mut [0; 16]).unwrap();
+        client.read_exact(&mut payload).unwrap();
+    }
+}
+
+#[test]
+fn an_idle_server_is_small_even_after_large_requests() {
+    let dir = TempDir::new().unwrap();
+    memory::without_huge_pages();
+    let server = Server::start(&dir, "file:", &[]);
+    let mut client = raw_client(&dir);
+    let mut payload = vec![0; 32 << 20];
+    for cookie in 0..4 {
+        client.write_all(&read_32_mib(cookie)).unwrap();
+        client.read_exact(&mut [0; 16]).unwrap();
+        client.read_exact(&mut payload).unwrap();
+    }
+    // The buffers are given back after a second without requests.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let limit_kib = 6 * 1024;
+    loop {
+        let used_kib = server.used_kib();
+        if used_kib < limit_kib {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{used_kib} KiB in use");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// A connection that is in transmission, and will do what no good client does.
+fn raw_client(dir: &TempDir) -> UnixStream {
+    let mut client = UnixStream::connect(dir.path().join("s")).unwrap();
+    client.write_all(&[0, 0, 0, 3]).unwrap();
+    client.read_exact(&mut [0; 18]).unwrap();
+    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+    client.read_exact(&mut [0; 10]).unwrap();
+    client
+}
+
+fn read_32_mib(cookie: u32) -> [u8; 28] {
+    let mut request = [0; 28];
+    request[..4].copy_from_slice(&[0x25, 0x60, 0x95, 0x13]);
+    request[12..16].copy_from_slice(&cookie.to_be_bytes());
+    request[24] = 2;
+    request
+}
+
+const CLEAT: &str = env!("CARGO_BIN_EXE_cleat");
+
+#[derive(Clone, Copy)]
+enum Backend {
+    Memory,
+    File,
+}
+
+impl Backend {
+    const ALL: [Self; 2] = [Self::Memory, Self::File];
+
+    fn uri(self, dir: &TempDir) -> String {
+        match self {
+            Self::Memory => format!("mem:{}M", mib()),
+            Self::File => {
+                let image = dir.path().join("image");
+                File::create(&image).unwrap().set_len(mib() << 20).unwrap();
+                format!("file:{}", path(&image))
+            }
+        }
+    }
+}
+
+/// A running `cleat serve`; killed when dropped.
+struct Server {
+    child: Child,
+    uri: String,
+}
+
+impl Server {
+    fn start(dir: &TempDir, volume: &str, options: &[&str]) -> Self {
+        let socket = dir.path().join("s");
+        let mut volume = volume.to_owned();
+        if volume == "file:" {
+            let image = dir.path().join("image");
+            File::create(&image).unwrap().set_len(64 << 20).unwrap();
+            volume.push_str(path(&image));
+        }
+        Self::spawn(&[&[&volume, "--socket", path(&socket)], options].concat())
+    }
+
+    fn start_tcp(_dir: &TempDir, volume: &str) -> Self {
+        Self::spawn(&[volume, "--listen", "127.0.0.1:0"])
+    }
+
+    fn spawn(arguments: &[&str]) -> Self {
+        let mut child = Command::new(CLEAT)
+            .arg("serve")
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // The URI is printed once clients can connect.
+        let mut uri = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
+        assert!(!uri.is_empty(), "the server did not start");
+        Self { child, uri: uri.trim_end().to_owned() }
+    }
+
+    fn signal(&self, signal: i32) {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
+        let signal = nix::sys::signal::Signal::try_from(signal).unwrap();
+        nix::sys::signal::kill(pid, signal).unwrap();
+    }
+
+    fn wait(&mut self) -> std::process::ExitStatus {
+        self.child.wait().unwrap()
+    }
+
+    fn used_kib(&self) -> u64 {
+        memory::own_kib(self.child.id())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn mib() -> u64 {
+    std::env::var("CLEAT_INTEROP_MIB").map_or(128, |mib| mib.parse().unwrap())
+}
+
+fn path(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A file of random content with holes, the size of the volumes.
+fn random_file(dir: &TempDir) -> PathBuf {
+    let name = dir.path().join("source");
+    let file = File::create(&name).unwrap();
+    file.set_len(mib() << 20).unwrap();
+    let mut random = File::open("/dev/urandom").unwrap();
+    let mut block = vec![0; 1 << 20];
+    for at in (0..mib()).filter(|at| at % 8 != 3) {
+        random.read_exact(&mut block).unwrap();
+        file.write_all_at(&block, at << 20).unwrap();
+    }
+    name
+}
+
+fn assert_same(left: &Path, right: &Path) {
+    run("cmp", &[path(left), path(right)]);
+}
+
+/// Runs a tool that has to succeed, and returns what it printed.
+fn run(tool: &str, arguments: &[&str]) -> String {
+    let output = command(tool, arguments);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complained = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{tool} {arguments:?}: {said}{complained}");
+    said
+}
+
+fn command(tool: &str, arguments: &[&str]) -> Output {
+    Command::new("timeout").arg("120").arg(tool).args(arguments).output().unwrap_or_else(|error| {
+        panic!("{tool}: {error}; apt install libnbd-bin qemu-utils fio coreutils")
+    })
+}

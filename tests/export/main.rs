@@ -1,0 +1,14 @@
+//! The data path: sockets, protocol and a backend, in this process and as `cleat serve`.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and prints figures"
+)]
+
+mod data_path;
+mod direct_reply;
+mod handover;
+mod interop;
+mod outage;

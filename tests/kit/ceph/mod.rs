@@ -1,0 +1,192 @@
+//! A small Ceph cluster for tests: one monitor, one OSD in memory, cephx; up in a few seconds.
+//!
+//! `tests/kit/ceph/cluster` makes it and holds it; this starts that and speaks to it. The cluster ends
+//! with the [`Cluster`], or with the process: the script's standard input ends then.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// The pool that [`Cluster::ID`] may use.
+pub const POOL: &str = "volumes";
+
+/// The client that may use [`POOL`], as `profile rbd` allows, and nothing else.
+pub const ID: &str = "volumes";
+
+/// A running cluster.
+#[derive(Debug)]
+pub struct Cluster {
+    directory: PathBuf,
+    script: Mutex<Script>,
+}
+
+#[derive(Debug)]
+struct Script {
+    process: Child,
+    /// `None` once it was told to end.
+    commands: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+}
+
+/// The cluster that the tests of this process share. It lasts as long as the process.
+pub fn shared() -> &'static Cluster {
+    static SHARED: OnceLock<Cluster> = OnceLock::new();
+    SHARED.get_or_init(Cluster::start)
+}
+
+/// Set in processes that run under valgrind.
+const VALGRIND: &str = "CLEAT_TEST_VALGRIND";
+
+/// Whether this process runs under valgrind, where everything takes twenty times as long.
+pub fn is_under_valgrind() -> bool {
+    std::env::var_os(VALGRIND).is_some()
+}
+
+/// Runs the tests of this executable whose names begin so once more, under valgrind: nothing is lost,
+/// and nothing is read that was freed.
+pub fn run_under_valgrind(tests: &[&str]) {
+    let output = Command::new("valgrind")
+        .args(["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"])
+        .args(["--error-exitcode=9", "--num-callers=25"])
+        .arg(std::env::current_exe().expect("it is known"))
+        .arg("--test-threads=1")
+        .args(tests)
+        .env(VALGRIND, "1")
+        .output()
+        .expect("valgrind runs (apt install valgrind)");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let passed = format!("{} passed", tests.len());
+    let passed = String::from_utf8_lossy(&output.stdout).contains(&passed);
+    assert!(output.status.success() && passed, "{said}");
+    assert!(said.contains("definitely lost: 0 bytes"), "{said}");
+}
+
+impl Cluster {
+    /// Starts a cluster of its own, for a test that breaks it.
+    pub fn start() -> Self {
+        Self::start_in("memory")
+    }
+
+    /// Starts one whose OSD finds its data again when it was killed.
+    pub fn start_on_disk() -> Self {
+        Self::start_in("disk")
+    }
+
+    fn start_in(store: &str) -> Self {
+        Self::start_by(&Path::new(env!("CARGO_MANIFEST_DIR")).join("ceph/cluster"), store)
+    }
+
+    /// As the others, by a copy of the script, where this directory is not at hand: `memory` or
+    /// `disk`.
+    pub fn start_by(script: &Path, store: &str) -> Self {
+        let mut process = Command::new(script)
+            .arg(store)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("tests/kit/ceph/cluster starts (it needs python3)");
+        let commands = process.stdin.take();
+        let answers = BufReader::new(process.stdout.take().expect("it is a pipe"));
+        let mut script = Script { process, commands, answers };
+        let first = script.line();
+        let Some(directory) = first.strip_prefix("directory ") else {
+            panic!("the test cluster did not start: {first}");
+        };
+        assert_eq!(script.line(), "ready");
+        Self { directory: directory.into(), script: Mutex::new(script) }
+    }
+
+    /// The cluster's configuration file.
+    pub fn conf(&self) -> PathBuf {
+        self.directory.join("ceph.conf")
+    }
+
+    /// The key of a client: `admin` or [`ID`].
+    pub fn keyring(&self, id: &str) -> PathBuf {
+        self.directory.join(format!("{id}.keyring"))
+    }
+
+    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`; or
+    /// `start mgr`, without which there are no quotas.
+    pub fn tell(&self, command: &str) {
+        let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
+        let commands = script.commands.as_mut().expect("it was not told to end");
+        writeln!(commands, "{command}").expect("the script listens");
+        assert_eq!(script.line(), "ok", "{command}");
+    }
+
+    /// Runs `ceph` as the administrator and returns what it says.
+    pub fn ceph(&self, arguments: &[&str]) -> String {
+        let said = self.run("ceph", &[&["--connect-timeout", "60"], arguments].concat());
+        String::from_utf8(said.expect("ceph succeeds")).expect("UTF-8")
+    }
+
+    /// Makes another pool for images. That there is one already is no error.
+    pub fn make_pool(&self, name: &str) {
+        self.ceph(&["osd", "pool", "create", name, "8"]);
+        self.ceph(&["osd", "pool", "application", "enable", name, "rbd"]);
+    }
+
+    /// Runs `rbd` as the administrator and returns what it writes to its standard output.
+    ///
+    /// # Errors
+    /// What it complains of, when it fails.
+    pub fn rbd(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        self.run("rbd", arguments)
+    }
+
+    /// As [`Cluster::rbd`], for `rados`.
+    ///
+    /// # Errors
+    /// What it complains of, when it fails.
+    pub fn rados(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        self.run("rados", arguments)
+    }
+
+    /// Does what a message recommends: the `ceph auth caps` in it, as a shell reads it.
+    ///
+    /// # Errors
+    /// What is complained of.
+    pub fn grant(&self, message: &str) -> Result<(), String> {
+        let (_, rest) = message.split_once("ceph auth caps ").ok_or("it recommends nothing")?;
+        let (command, _) = rest.split_once(" (instead").ok_or("it has no end")?;
+        let script =
+            format!("ceph --connect-timeout 60 --id admin --conf \"$1\" auth caps {command}");
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(script).arg("sh").arg(self.conf()).env_remove("CEPH_ARGS");
+        let output = shell.output().expect("a shell");
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        output.status.success().then_some(()).ok_or_else(|| complaint.into_owned())
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        let output = Command::new(program)
+            .args(["--id", "admin", "--conf"])
+            .arg(self.conf())
+            .args(arguments)
+            .env_remove("CEPH_ARGS")
+            .output()
+            .unwrap_or_else(|error| panic!("{program}: {error}"));
+        if output.status.success() {
+            return Ok(output.stdout);
+        }
+        let complaint = String::from_utf8_lossy(&output.stderr);
+        Err(format!("{program} {arguments:?}: {}: {complaint}", output.status))
+    }
+}
+
+impl Script {
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).expect("the script speaks UTF-8");
+        line.trim_end().to_owned()
+    }
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        drop(self.commands.take());
+        let _ = self.process.wait();
+    }
+}

@@ -1,0 +1,27 @@
+//! The test kit: what the test suites of the project share.
+//!
+//! Without features it holds parts that know nothing of the project: an NBD peer, waiting, a
+//! stopwatch, memory figures, and a Ceph cluster. With the feature `daemon` it also holds the
+//! harnesses that start a worker process or a supervisor on the simulated kernel.
+//!
+//! A helper of the kit fails by panicking, as a test does.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::missing_panics_doc,
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "the kit is test code: it fails by panicking, and prints what a test prints"
+)]
+
+pub mod binary;
+pub mod ceph;
+pub mod memory;
+pub mod nbd;
+#[cfg(feature = "daemon")]
+pub mod node;
+pub mod process;
+pub mod stopwatch;
+pub mod wait;
+#[cfg(feature = "daemon")]
+pub mod worker;

@@ -1,0 +1,411 @@
+//! A machine to test on: directories, a simulated kernel, real workers, and a supervisor that can
+//! crash.
+
+mod upgrade;
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+use cleat_api::v1::node_client::NodeClient;
+use cleat_api::v1::{
+    GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, SetFaultRequest,
+    StatsRequest, UnmapRequest, UnmapResponse, VolumeStats,
+};
+use cleat_core::error::ErrorKind;
+use cleat_core::random::Random;
+use cleat_kernel::Kernel;
+use cleat_kernel::sim::{Script, SimKernel};
+use cleat_node::config::Config;
+use cleat_node::executor::Halt;
+use cleat_node::node::{Node, Parts};
+use cleat_node::process::Processes;
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tokio::runtime::Runtime;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+pub use crate::process::{is_alive, kill};
+pub use crate::wait::{LIMIT as PATIENCE, wait_until};
+
+pub const SIZE: u64 = 1 << 20;
+
+/// The machine. What is on it survives the supervisor.
+pub struct Machine {
+    pub directory: tempfile::TempDir,
+    pub kernel: SimKernel,
+    pub config: Config,
+    pub boot_id: String,
+    pub seed: u64,
+    /// A variable of the environment that workers are started with.
+    pub variable: Option<(&'static str, &'static str)>,
+    /// How many supervisors have asked for the kernel.
+    pub asked_for: Arc<AtomicU64>,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Machine {
+    pub fn new() -> Self {
+        Self::with(Script::default())
+    }
+
+    pub fn with(script: Script) -> Self {
+        static LOG: Once = Once::new();
+        LOG.call_once(|| {
+            if let Ok(filter) = std::env::var("CLEAT_TEST_LOG") {
+                let format = cleat_telemetry::Format::Human;
+                let _ = cleat_telemetry::Log { format, filter }.init();
+            }
+        });
+        let directory = tempfile::tempdir().unwrap();
+        let config = Config {
+            runtime_dir: directory.path().join("run"),
+            state_dir: directory.path().join("state"),
+            ..Config::default()
+        };
+        let seed = seed();
+        println!("seed {seed}: run again with CLEAT_TEST_SEED={seed}");
+        let boot_id = "this boot".to_owned();
+        let kernel = SimKernel::new(script);
+        Self { directory, kernel, config, boot_id, seed, variable: None, asked_for: Arc::default() }
+    }
+
+    /// A volume in a file, as its URI.
+    pub fn volume(&self, name: &str) -> String {
+        let path = self.path(name);
+        File::create(&path).unwrap().set_len(SIZE).unwrap();
+        format!("file:{}", path.display())
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Starts a supervisor.
+    pub fn start(&self) -> Supervisor {
+        self.start_with(None)
+    }
+
+    pub fn start_with(&self, halt: Option<Halt>) -> Supervisor {
+        Self::once_free(|| self.try_start(halt.clone()))
+    }
+
+    /// A worker that another test is just starting has, between fork and exec, copies of this
+    /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
+    fn once_free<T>(mut start: impl FnMut() -> cleat_core::error::Result<T>) -> T {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match start() {
+                Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                other => return other.unwrap(),
+            }
+        }
+    }
+
+    /// Starts one that stops for ever at the `nth` point that it passes after its
+    /// start; says when it is there.
+    pub fn start_halting(&self, nth: u64) -> (Supervisor, std::sync::mpsc::Receiver<String>) {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let passed = AtomicU64::new(0);
+        let armed = Arc::new(AtomicBool::new(false));
+        let is_armed = Arc::clone(&armed);
+        let halt: Halt = Arc::new(move |point: &str| {
+            let counts = is_armed.load(Ordering::SeqCst);
+            let here = counts && passed.fetch_add(1, Ordering::SeqCst) == nth;
+            if here {
+                let _ = sender.send(point.to_owned());
+            }
+            here
+        });
+        let supervisor = self.start_with(Some(halt));
+        armed.store(true, Ordering::SeqCst);
+        (supervisor, receiver)
+    }
+
+    /// Starts one that crashes at the `nth` point that it passes while it starts. Says where that
+    /// was; `None` when it came up before.
+    pub fn crash_while_starting(&self, nth: u64) -> Option<String> {
+        Self::once_free(|| self.try_crash_while_starting(nth))
+    }
+
+    fn try_crash_while_starting(&self, nth: u64) -> cleat_core::error::Result<Option<String>> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let passed = AtomicU64::new(0);
+        let halt: Halt = Arc::new(move |point: &str| {
+            let here = passed.fetch_add(1, Ordering::SeqCst) == nth;
+            if here {
+                let _ = sender.send(point.to_owned());
+            }
+            here
+        });
+        let runtime = runtime();
+        let (config, parts) = (self.config.clone(), self.parts(Some(halt)));
+        let start = runtime.spawn(async move { Node::start(&config, parts).await });
+        loop {
+            if let Ok(point) = receiver.recv_timeout(Duration::from_millis(20)) {
+                runtime.shutdown_timeout(Duration::from_secs(5));
+                return Ok(Some(point));
+            }
+            if start.is_finished() {
+                let node = runtime.block_on(start).unwrap();
+                runtime.shutdown_timeout(Duration::from_secs(5));
+                return node.map(|_| None);
+            }
+        }
+    }
+
+    pub fn try_start(&self, halt: Option<Halt>) -> cleat_core::error::Result<Supervisor> {
+        let runtime = runtime();
+        let node = runtime.block_on(Node::start(&self.config, self.parts(halt)))?;
+        let client = runtime.block_on(connect(self.config.socket()));
+        Ok(Supervisor { node: Some(node), client, runtime: Some(runtime) })
+    }
+
+    fn parts(&self, halt: Option<Halt>) -> Parts {
+        let (kernel, asked_for) = (self.kernel.clone(), Arc::clone(&self.asked_for));
+        let mut processes = Processes::of(self.executable());
+        if let Some((name, value)) = self.variable {
+            processes = processes.with_variable(name, value);
+        }
+        Parts {
+            kernel: Box::new(move || {
+                asked_for.fetch_add(1, Ordering::Relaxed);
+                Arc::new(kernel)
+            }),
+            launcher: Arc::new(processes),
+            random: Random::seeded(self.seed),
+            boot_id: self.boot_id.clone(),
+            halt,
+        }
+    }
+
+    /// The executable, under a name of this machine's own, by which its workers are told apart.
+    fn executable(&self) -> PathBuf {
+        let name = self.path("cleat");
+        // There already, after the first start.
+        let _ = std::os::unix::fs::symlink(crate::binary::cleat(), &name);
+        name
+    }
+
+    /// Every worker process of this machine that runs now. A zombie has no command line.
+    pub fn workers(&self) -> Vec<u32> {
+        let executable = self.executable();
+        let started = executable.as_os_str().as_encoded_bytes();
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let ours = |pid: &u32| {
+            let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            command.split(|byte| *byte == 0).next() == Some(started)
+        };
+        pids.filter(ours).collect()
+    }
+
+    /// Nothing of cleat is left: no device, no record, no socket, no process.
+    pub fn assert_clean(&self) {
+        let busy: Vec<_> =
+            self.kernel.devices().unwrap().into_iter().filter(|device| device.connected).collect();
+        assert!(busy.is_empty(), "devices are left: {busy:?}");
+        for directory in
+            [self.config.state_dir.join("mappings"), self.config.runtime_dir.join("workers")]
+        {
+            let left: Vec<_> = std::fs::read_dir(&directory).unwrap().flatten().collect();
+            assert!(left.is_empty(), "left in {}: {left:?}", directory.display());
+        }
+        wait_until("workers end", || self.workers().is_empty());
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        for pid in self.workers() {
+            kill(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+}
+
+/// A running supervisor, and a client of it.
+pub struct Supervisor {
+    node: Option<Node>,
+    client: NodeClient<Channel>,
+    runtime: Option<Runtime>,
+}
+
+impl Supervisor {
+    /// Ends as a crash ends: in the middle of everything.
+    pub fn crash(mut self) {
+        let node = self.node.take();
+        let runtime = self.runtime.take().unwrap();
+        runtime.shutdown_timeout(Duration::from_secs(5));
+        drop(node);
+    }
+
+    /// Ends as SIGTERM ends it.
+    pub fn shut_down(mut self) {
+        let node = self.node.take().unwrap();
+        self.runtime().block_on(node.shutdown());
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().unwrap()
+    }
+
+    pub fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+        self.runtime().block_on(future)
+    }
+
+    pub fn spawn<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> tokio::task::JoinHandle<T> {
+        self.runtime().spawn(future)
+    }
+
+    pub fn metrics_address(&self) -> Option<std::net::SocketAddr> {
+        self.node.as_ref().and_then(Node::metrics_address)
+    }
+
+    pub fn client(&self) -> NodeClient<Channel> {
+        self.client.clone()
+    }
+
+    pub fn map(&self, name: &str, uri: &str) -> Result<Mapping, Status> {
+        self.map_with(request(name, uri))
+    }
+
+    pub fn map_with(&self, request: MapRequest) -> Result<Mapping, Status> {
+        self.block_on(self.client().map(request)).map(tonic::Response::into_inner)
+    }
+
+    pub fn unmap(&self, target: &str) -> Result<bool, Status> {
+        let request = UnmapRequest { target: target.into(), ..Default::default() };
+        Ok(self.block_on(self.client().unmap(request))?.into_inner().was_mapped)
+    }
+
+    pub fn force(&self, target: &str) -> Result<UnmapResponse, Status> {
+        self.block_on(self.client().unmap(forced(target))).map(tonic::Response::into_inner)
+    }
+
+    pub fn list(&self) -> Vec<Mapping> {
+        self.block_on(self.client().list(ListRequest {})).unwrap().into_inner().mappings
+    }
+
+    pub fn get(&self, target: &str) -> Result<Mapping, Status> {
+        let request = GetRequest { target: target.into(), with_holders: true };
+        self.block_on(self.client().get(request)).map(tonic::Response::into_inner)
+    }
+
+    /// Replaces the faults of `a`, a `fault:` volume.
+    pub fn set_fault(&self, plan: &str) {
+        let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
+        self.block_on(self.client().set_fault(request)).unwrap();
+    }
+
+    /// What the one mapping that there is counts.
+    pub fn stats(&self) -> VolumeStats {
+        let mut stats =
+            self.block_on(self.client().stats(StatsRequest::default())).unwrap().into_inner();
+        self.block_on(stats.message()).unwrap().unwrap().volumes.pop().unwrap()
+    }
+
+    pub fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let mapping = self.get(target).unwrap();
+            if mapping.state() == state {
+                return mapping;
+            }
+            assert!(Instant::now() < until, "{target} does not become {state:?}: {mapping:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Waits until a call has come to where its supervisor halts, and says where that is; `None` when
+/// the call ended before.
+pub fn wait_halted<T>(
+    halted: &std::sync::mpsc::Receiver<String>,
+    call: &tokio::task::JoinHandle<T>,
+) -> Option<String> {
+    loop {
+        if let Ok(point) = halted.recv_timeout(Duration::from_millis(20)) {
+            return Some(point);
+        }
+        if call.is_finished() {
+            return None;
+        }
+    }
+}
+
+pub fn request(name: &str, uri: &str) -> MapRequest {
+    MapRequest {
+        uri: uri.into(),
+        name: name.into(),
+        options: Some(MapOptions::default()),
+        timeout_ms: 0,
+        take_over: false,
+    }
+}
+
+/// A request to unmap by force.
+pub fn forced(target: &str) -> UnmapRequest {
+    UnmapRequest { target: target.into(), force: true, ..UnmapRequest::default() }
+}
+
+/// Claims a file as a worker does, or fails where somebody has.
+pub fn claim(file: &File) -> nix::Result<()> {
+    #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).map(drop)
+}
+
+/// N of `/dev/nbdN`.
+pub fn index_of(mapping: &Mapping) -> u32 {
+    mapping.device.strip_prefix("/dev/nbd").unwrap().parse().unwrap()
+}
+
+pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, part: &str) {
+    let status = result.unwrap_err();
+    assert_eq!(status.code(), code, "{status}");
+    assert!(status.message().contains(part), "{:?} does not name {part:?}", status.message());
+}
+
+pub fn repair(status: &Status) -> &str {
+    status.metadata().get("cleat-repair").map_or("", |value| value.to_str().unwrap())
+}
+
+fn seed() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let given = std::env::var("CLEAT_TEST_SEED").ok().and_then(|text| text.parse().ok());
+    given.unwrap_or_else(|| {
+        u64::from(std::process::id()) << 16 | NEXT.fetch_add(1, Ordering::SeqCst)
+    })
+}
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+async fn connect(socket: PathBuf) -> NodeClient<Channel> {
+    let connector = tower::service_fn(move |_| {
+        let socket = socket.clone();
+        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    let endpoint = Endpoint::from_static("http://cleat.invalid");
+    NodeClient::new(endpoint.connect_with_connector(connector).await.unwrap())
+}

@@ -1,0 +1,230 @@
+//! What a supervisor does, in the fewest words: starts the real binary and speaks to it.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use cleat_core::error::ErrorKind;
+use cleat_core::policy::Policy;
+use cleat_statistics::Page;
+use cleat_sys::host::boot_id;
+use cleat_sys::process::spawn_with_channel;
+use cleat_sys::seqpacket;
+use cleat_worker::protocol::{
+    CHANNEL_FD, Failure, FromWorker, MAX_PACKET, PROTOCOL_VERSION, Ready, Start, ToWorker,
+};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, connect, listen, socket, socketpair,
+};
+use tempfile::TempDir;
+
+/// A worker process and our end of its channel.
+pub struct Worker {
+    pub child: Child,
+    pub channel: Option<OwnedFd>,
+    pub page: Page,
+    directory: TempDir,
+}
+
+pub fn start_message(uri: &str) -> Start {
+    Start {
+        version: PROTOCOL_VERSION,
+        mapping_id: "0123abcd".to_owned(),
+        name: "test-volume".to_owned(),
+        generation: 7,
+        uri: uri.to_owned(),
+        read_only: false,
+        log: String::new(),
+        oldest: 0,
+        build: "the supervisor of a test".to_owned(),
+        successor: false,
+        policy: Policy::default(),
+        node: "node-a".to_owned(),
+        machine: String::new(),
+        boot_id: boot_id().unwrap(),
+        take_over: false,
+        resumes: false,
+        quiesce: false,
+    }
+}
+
+pub fn seqpacket_pair() -> (OwnedFd, OwnedFd) {
+    socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
+}
+
+impl Worker {
+    /// A process that has been told nothing.
+    pub fn launch() -> Self {
+        Self::launch_with(&[])
+    }
+
+    /// The same, with something in its environment.
+    pub fn launch_with(environment: &[(&str, &str)]) -> Self {
+        let (ours, theirs) = seqpacket_pair();
+        let mut command = Command::new(crate::binary::cleat());
+        command.envs(environment.iter().copied()).arg("worker");
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let child = spawn_with_channel(&mut command, &theirs, CHANNEL_FD).unwrap();
+        let (page, _) = Page::create().unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        Self { child, channel: Some(ours), page, directory }
+    }
+
+    /// A process with an open volume.
+    pub fn ready(uri: &str) -> (Self, Ready) {
+        let worker = Self::launch();
+        worker.send_start(&start_message(uri));
+        match worker.receive() {
+            FromWorker::Ready(ready) => (worker, ready),
+            other => panic!("{uri}: {other:?}"),
+        }
+    }
+
+    /// A process that serves `count` connections: our ends of them.
+    pub fn serving(uri: &str, count: usize) -> (Self, Vec<UnixStream>) {
+        let (mut worker, _) = Self::ready(uri);
+        let sockets = worker.serve(count);
+        (worker, sockets)
+    }
+
+    pub fn serve(&mut self, count: usize) -> Vec<UnixStream> {
+        let pairs: Vec<_> = (0..count).map(|_| UnixStream::pair().unwrap()).collect();
+        let theirs: Vec<_> = pairs.iter().map(|(_, theirs)| theirs.as_fd()).collect();
+        self.send(&ToWorker::Serve, &theirs);
+        assert_eq!(self.receive(), FromWorker::Serving);
+        pairs.into_iter().map(|(ours, _)| ours).collect()
+    }
+
+    pub fn send_start(&self, start: &Start) {
+        let listener = self.listener();
+        let page = self.page.file().unwrap();
+        self.send(&ToWorker::Start(Box::new(start.clone())), &[listener.as_fd(), page.as_fd()]);
+    }
+
+    pub fn listener(&self) -> OwnedFd {
+        let listener = seqpacket();
+        bind(listener.as_raw_fd(), &self.address()).unwrap();
+        listen(&listener, Backlog::new(8).unwrap()).unwrap();
+        listener
+    }
+
+    fn address(&self) -> UnixAddr {
+        UnixAddr::new(&self.directory.path().join("control.sock")).unwrap()
+    }
+
+    pub fn send(&self, command: &ToWorker, descriptors: &[BorrowedFd<'_>]) {
+        self.send_text(&serde_json::to_vec(command).unwrap(), descriptors);
+    }
+
+    pub fn send_text(&self, text: &[u8], descriptors: &[BorrowedFd<'_>]) {
+        seqpacket::send(self.channel.as_ref().unwrap().as_fd(), text, descriptors).unwrap();
+    }
+
+    pub fn receive(&self) -> FromWorker {
+        receive(self.channel.as_ref().unwrap()).expect("the channel has ended").0
+    }
+
+    pub fn call(&self, command: &ToWorker) -> FromWorker {
+        self.send(command, &[]);
+        self.receive()
+    }
+
+    /// Says goodbye without a word, and has a new supervisor's connection.
+    pub fn connect(&self) -> OwnedFd {
+        let socket = seqpacket();
+        connect(socket.as_raw_fd(), &self.address()).unwrap();
+        socket
+    }
+
+    /// Adopts the worker as a new supervisor does.
+    pub fn adopt(&mut self) -> Ready {
+        let channel = self.connect();
+        let (answer, mut descriptors) = adopt(&channel, "0123abcd");
+        let FromWorker::Ready(ready) = answer else { panic!("{answer:?}") };
+        self.page = Page::from_fd(descriptors.pop().unwrap()).unwrap();
+        self.channel = Some(channel);
+        ready
+    }
+
+    /// Waits for the end of the process.
+    pub fn exit(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the worker did not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// What it wrote to stderr, after its end.
+    pub fn log(&mut self) -> String {
+        let mut log = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+        log
+    }
+
+    /// A line of /proc/PID/status.
+    pub fn status(&self, key: &str) -> String {
+        let status = std::fs::read_to_string(self.proc("status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(&format!("{key}:")));
+        line.unwrap_or_else(|| panic!("no {key}")).trim().to_owned()
+    }
+
+    pub fn proc(&self, file: &str) -> String {
+        format!("/proc/{}/{file}", self.child.id())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking()
+            && let Some(mut stderr) = self.child.stderr.take()
+        {
+            let mut log = Vec::new();
+            let _ = stderr.read_to_end(&mut log);
+            let _ = std::io::stderr().write_all(&log);
+        }
+    }
+}
+
+pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) {
+    let adopt = ToWorker::Adopt {
+        version: PROTOCOL_VERSION,
+        oldest: 0,
+        build: String::new(),
+        mapping_id: mapping_id.to_owned(),
+    };
+    seqpacket::send(channel.as_fd(), &serde_json::to_vec(&adopt).unwrap(), &[]).unwrap();
+    receive(channel).unwrap()
+}
+
+/// The next message, soon; `None` at the end of the channel.
+pub fn receive(channel: &OwnedFd) -> Option<(FromWorker, Vec<OwnedFd>)> {
+    let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
+    assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)), Ok(1), "no answer in time");
+    let mut buffer = vec![0; MAX_PACKET];
+    let (length, descriptors) = match seqpacket::receive(channel.as_fd(), &mut buffer) {
+        Ok(received) => received,
+        Err(error) if error.raw_os_error() == Some(libc::ECONNRESET) => return None,
+        Err(error) => panic!("{error}"),
+    };
+    (length > 0).then(|| (serde_json::from_slice(&buffer[..length]).unwrap(), descriptors))
+}
+
+pub fn failure(message: FromWorker) -> (ErrorKind, String) {
+    match message {
+        FromWorker::Failed(Failure { kind, message, .. }) => (kind, message),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn seqpacket() -> OwnedFd {
+    socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap()
+}

@@ -1,0 +1,171 @@
+//! Backends that cannot be reached, and workers that cannot live: the first are waited for, the second
+//! are given up, and both are told.
+
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use cleat_api::v1::{HealthRequest, MapOptions, Mapping, MappingState, SetOptionsRequest};
+use nix::sys::signal::Signal;
+use tonic::Code;
+
+use test_kit::node::{
+    Machine, Supervisor, assert_code, claim, index_of, kill, request, wait_until,
+};
+use test_kit::stopwatch::Stopwatch;
+
+fn set(supervisor: &Supervisor, on_outage: &str, iops: Option<u64>) -> Mapping {
+    let (target, on_outage) = ("a".into(), on_outage.into());
+    let request = SetOptionsRequest { target, on_outage, iops, bytes_per_s: None };
+    supervisor.block_on(supervisor.client().set_options(request)).unwrap().into_inner()
+}
+
+fn faulty(machine: &Machine) -> String {
+    format!("fault:{}", machine.volume("a"))
+}
+
+#[test]
+fn an_outage_is_waited_out_and_told_even_by_the_next_supervisor() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &faulty(&machine)).unwrap();
+    assert_eq!(mapping.options.as_ref().unwrap().on_outage, "queue");
+    let index = index_of(&mapping);
+    supervisor.set_fault("error=retry");
+    let kernel = machine.kernel.clone();
+    let writer = std::thread::spawn(move || kernel.write(index, 0, &[7; 512]));
+    let told = |supervisor: &Supervisor| {
+        let mut outage = None;
+        wait_until("the outage is told", || {
+            outage = supervisor.get("a").unwrap().outage;
+            outage.as_ref().is_some_and(|outage| outage.queued == 1)
+        });
+        outage.unwrap()
+    };
+    let first = told(&supervisor);
+    assert_eq!((first.reason.as_str(), first.policy.as_str()), ("injected: error=retry", "queue"));
+    // The device is there, and what is mapped stays mapped.
+    assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
+    assert_eq!(supervisor.map("a", &mapping.uri).unwrap().device, mapping.device);
+    supervisor.crash();
+    let supervisor = machine.start();
+    assert_eq!(told(&supervisor).since_unix_ms, first.since_unix_ms);
+    assert!(!writer.is_finished());
+    supervisor.set_fault("");
+    writer.join().unwrap().unwrap();
+    wait_until("the end is told", || supervisor.get("a").unwrap().outage.is_none());
+    assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [7; 512]);
+    supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}
+
+#[test]
+fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mut asked = request("a", &faulty(&machine));
+    asked.options =
+        Some(MapOptions { on_outage: "queue:1h".into(), iops: Some(5000), ..Default::default() });
+    let mapping = supervisor.map_with(asked.clone()).unwrap();
+    let options = mapping.options.clone().unwrap();
+    assert_eq!((options.on_outage.as_str(), options.iops), ("queue:1h", Some(5000)));
+    let index = index_of(&mapping);
+    supervisor.set_fault("error=retry");
+    let kernel = machine.kernel.clone();
+    let writer = std::thread::spawn(move || kernel.write(index, 0, &[7; 512]));
+    wait_until("it waits", || supervisor.get("a").unwrap().outage.is_some_and(|o| o.queued == 1));
+    let changed = set(&supervisor, "fail", None).options.unwrap();
+    assert_eq!((changed.on_outage.as_str(), changed.iops), ("fail", Some(5000)));
+    assert!(writer.join().unwrap().is_err(), "what waits fails with the new policy");
+    assert_code(supervisor.map_with(asked), Code::AlreadyExists, "policy");
+
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    wait_until("a new worker works", || {
+        let now = supervisor.get("a").unwrap();
+        now.state() == MappingState::Mapped && now.worker_pid != mapping.worker_pid
+    });
+    supervisor.crash();
+    let supervisor = machine.start();
+    supervisor.set_fault("error=retry");
+    let begun = Stopwatch::start();
+    assert!(machine.kernel.write(index, 0, &[8; 512]).is_err());
+    assert!(begun.elapsed() < Duration::from_secs(5), "the policy was forgotten");
+    supervisor.set_fault("");
+    let nothing = SetOptionsRequest { target: "a".into(), ..Default::default() };
+    let refused = supervisor.block_on(supervisor.client().set_options(nothing));
+    assert_code(refused, Code::InvalidArgument, "nothing");
+    supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}
+
+#[test]
+fn a_backend_that_does_not_let_a_worker_in_is_waited_for() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let index = index_of(&mapping);
+    machine.kernel.write(index, 0, &[5; 512]).unwrap();
+    // Another file in its place, which somebody else has claimed.
+    let (here, away) = (machine.path("a"), machine.path("away"));
+    std::fs::rename(&here, &away).unwrap();
+    machine.volume("a");
+    let claimed = File::options().write(true).open(&here).unwrap();
+    claim(&claimed).unwrap();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    let mut waiting = Mapping::default();
+    wait_until("the refusal is told", || {
+        waiting = supervisor.get("a").unwrap();
+        waiting.outage.is_some()
+    });
+    wait_until("it says that it waits", || {
+        supervisor.get("a").unwrap().message.contains("waits for its backend")
+    });
+    assert!(waiting.last_worker_end.contains("was killed by SIGKILL"), "{waiting:?}");
+    std::fs::rename(&away, &here).unwrap();
+    let now = supervisor.wait_for("a", MappingState::Mapped);
+    assert_eq!((now.outage, now.message.as_str()), (None, ""));
+    assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [5; 512]);
+    supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}
+
+#[test]
+fn a_worker_that_keeps_crashing_is_given_up_with_an_explanation_and_can_be_tried_again() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let index = index_of(&mapping);
+    machine.kernel.write(index, 0, &[5; 512]).unwrap();
+    // Each in its turn; SIGKILL stands for the system's out-of-memory killer as well.
+    let ways = [Signal::SIGKILL, Signal::SIGABRT, Signal::SIGILL];
+    let mut killed = Vec::new();
+    let until = Instant::now() + Duration::from_secs(90);
+    let failed = loop {
+        let now = supervisor.get("a").unwrap();
+        if now.state() == MappingState::Failed {
+            break now;
+        }
+        if now.worker_pid != 0 && !killed.contains(&now.worker_pid) {
+            kill(now.worker_pid, ways[killed.len() % ways.len()]);
+            killed.push(now.worker_pid);
+        }
+        assert!(Instant::now() < until, "not given up after {} workers", killed.len());
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert!((9..=12).contains(&killed.len()), "{killed:?}");
+    for part in ["10 attempts", "SIGABRT", "SIGILL", "SIGKILL", "waited for 300 s", "cleat map"] {
+        assert!(failed.message.contains(part), "{part}: {}", failed.message);
+    }
+    let last = killed.last().unwrap().to_string();
+    assert!(failed.last_worker_end.contains(&last), "{last}: {}", failed.last_worker_end);
+    let health = supervisor.block_on(supervisor.client().health(HealthRequest {})).unwrap();
+    assert!(format!("{health:?}").contains("failed: a"), "{health:?}");
+    // Nobody starts more of them.
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(machine.workers().is_empty());
+
+    let again = supervisor.map("a", &mapping.uri).unwrap();
+    assert_eq!((again.state(), &again.device), (MappingState::Mapped, &mapping.device));
+    assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [5; 512]);
+    supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}

@@ -1,0 +1,180 @@
+//! Images change underneath: other sizes, snapshots and clones, and gone.
+
+use cleat_api::v1::MappingState;
+use cleat_kernel::Kernel;
+use nix::sys::signal::Signal;
+use test_kit::ceph::{POOL, shared};
+use tonic::Code;
+
+use super::load::{SIZE, assert_within, held};
+use super::{MIB, Scene, spec};
+use test_kit::node::{assert_code, index_of, kill, wait_until};
+
+#[test]
+fn another_size_shows_on_the_device_or_is_told() {
+    let scene = Scene::on(shared());
+    scene.image("sized");
+    let mapping = scene.map("sized");
+    let load = scene.load(&mapping);
+    let (kernel, index) = (&scene.machine.kernel, index_of(&mapping));
+    let size = || kernel.devices().unwrap()[index as usize].size;
+    let resize = |size: u64| {
+        let size = format!("{size}B");
+        let how = ["resize", &spec("sized"), "--size", &size, "--allow-shrink", "--no-progress"];
+        shared().rbd(&how).unwrap();
+    };
+    for larger in [2 * SIZE, 3 * SIZE + 512] {
+        resize(larger);
+        wait_until("the device grows", || size() == larger);
+        load.wait_for_more();
+        kernel.write(index, larger - 512, &[9; 512]).unwrap();
+    }
+    // Cut off behind what the load writes: what is left serves, what is gone fails.
+    resize(2 * SIZE);
+    let failed = scene.supervisor.wait_for("sized", MappingState::Failed);
+    assert!(failed.message.contains("smaller") || failed.message.contains("shrunk"), "{failed:?}");
+    load.wait_for_more();
+    assert!(kernel.write(index, 3 * SIZE, &[9; 512]).is_err());
+    assert!(kernel.read(index, 2 * SIZE - 512, 1024).is_err());
+    resize(4 * SIZE);
+    scene.supervisor.wait_for("sized", MappingState::Mapped);
+    wait_until("the device grows", || size() == 4 * SIZE);
+    assert_eq!(kernel.read(index, 3 * SIZE, 512).unwrap(), [0; 512]);
+    let written = load.finish();
+    scene.supervisor.unmap("sized").unwrap();
+    let content = scene.content("sized");
+    assert_eq!(held(&content[..usize::try_from(SIZE).unwrap()]), written);
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn snapshots_and_clones_under_load_are_consistent() {
+    let scene = Scene::on(shared());
+    scene.image("snapped");
+    let mapping = scene.map("snapped");
+    let load = scene.load(&mapping);
+    let rbd = |arguments: &[&str]| {
+        shared().rbd(arguments).unwrap();
+    };
+    for round in 0..3 {
+        load.wait_for_more();
+        let at = format!("snapped@{round}");
+        let done = load.done();
+        rbd(&["snap", "create", "--no-progress", &spec(&at)]);
+        let begun = load.begun();
+        rbd(&["snap", "protect", &spec(&at)]);
+        rbd(&["clone", &spec(&at), &spec("cloned")]);
+        load.wait_for_more();
+        let frozen = scene.content(&at);
+        assert_within(held(&frozen), done, begun);
+        assert!(scene.content("cloned") == frozen, "the clone is another");
+        // Both as volumes, beside the one that they are of.
+        let snapshot = scene.supervisor.map("then", &scene.uri(&at)).unwrap();
+        assert!(snapshot.read_only, "{snapshot:?}");
+        let clone = scene.supervisor.map("cloned", &scene.uri("cloned")).unwrap();
+        let (kernel, length) = (&scene.machine.kernel, u32::try_from(MIB).unwrap());
+        for mapping in [&snapshot, &clone] {
+            let first = kernel.read(index_of(mapping), 0, length).unwrap();
+            assert!(first == frozen[..first.len()], "{} reads otherwise", mapping.name);
+        }
+        kernel.write(index_of(&clone), 0, &[9; 512]).unwrap();
+        rbd(&["flatten", "--no-progress", &spec("cloned")]);
+        assert_eq!(kernel.read(index_of(&clone), 0, 512).unwrap(), [9; 512]);
+        for name in ["then", "cloned"] {
+            scene.supervisor.unmap(name).unwrap();
+        }
+        load.wait_for_more();
+        assert!(scene.content(&at) == frozen, "the snapshot has changed");
+        rbd(&["rm", "--no-progress", &spec("cloned")]);
+        rbd(&["snap", "unprotect", &spec(&at)]);
+        rbd(&["snap", "rm", "--no-progress", &spec(&at)]);
+    }
+    load.wait_for_more();
+    let written = load.finish();
+    scene.supervisor.unmap("snapped").unwrap();
+    assert_eq!(held(&scene.content("snapped")), written);
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn an_image_that_is_removed_underneath_is_told() {
+    let scene = Scene::on(shared());
+    scene.image("removed");
+    let mapping = scene.map("removed");
+    let index = index_of(&mapping);
+    scene.machine.kernel.write(index, 0, &[1; 512]).unwrap();
+    // While somebody has it open, Ceph does not remove it.
+    let refused = shared().rbd(&["rm", "--no-progress", &spec("removed")]).unwrap_err();
+    assert!(refused.contains("still has watchers"), "{refused}");
+    // When it has died, and nobody is there that would start it again.
+    let owner = scene.owner("removed");
+    let Scene { supervisor, machine, .. } = scene;
+    supervisor.crash();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    shared().ceph(&["osd", "blocklist", "add", &owner]);
+    wait_until("it is removed", || {
+        shared().rbd(&["rm", "--no-progress", &spec("removed")]).is_ok()
+    });
+    let supervisor = machine.start();
+    wait_until("it is missed", || {
+        let mapping = supervisor.get("removed").unwrap();
+        mapping.message.contains("cannot open the RBD image volumes/removed")
+            && mapping.message.contains("No such file")
+    });
+    assert_code(supervisor.map("removed", &mapping.uri), Code::NotFound, "volumes/removed");
+    supervisor.unmap("removed").unwrap();
+    machine.assert_clean();
+}
+
+/// What Ceph itself refuses to do while the image is watched.
+#[test]
+fn an_image_whose_header_is_destroyed_underneath_ends_in_errors_and_can_be_unmapped() {
+    let scene = Scene::on(shared());
+    scene.image("destroyed");
+    let mapping = scene.map("destroyed");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    let info = shared().rbd(&["info", &spec("destroyed"), "--format", "json"]).unwrap();
+    let info: serde_json::Value = serde_json::from_slice(&info).unwrap();
+    let header = format!("rbd_header.{}", info["id"].as_str().unwrap());
+    shared().rados(&["--pool", POOL, "rm", &header]).unwrap();
+    let failed = scene.supervisor.wait_for("destroyed", MappingState::Failed);
+    assert!(failed.message.contains("or has removed it"), "{failed:?}");
+    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
+    scene.supervisor.unmap("destroyed").unwrap();
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn an_image_that_is_renamed_underneath_is_served_and_missed_by_the_next_worker() {
+    let scene = Scene::on(shared());
+    scene.image("renamed");
+    let mapping = scene.map("renamed");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    let rename = |from: &str, to: &str| {
+        shared().rbd(&["rename", &spec(from), &spec(to)]).unwrap();
+    };
+    rename("renamed", "another");
+    load.wait_for_more();
+    let refused = shared().rbd(&["trash", "mv", &spec("another")]).unwrap_err();
+    assert!(refused.contains("busy"), "{refused}");
+    load.wait_for_more();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    wait_until("it is missed", || {
+        let mapping = scene.supervisor.get("renamed").unwrap();
+        mapping.message.contains("cannot open the RBD image volumes/renamed")
+    });
+    rename("another", "renamed");
+    wait_until("it is found again", || {
+        let mapping = scene.supervisor.get("renamed").unwrap();
+        mapping.state() == MappingState::Mapped
+            || scene.supervisor.map_with(scene.request("renamed")).is_ok()
+    });
+    load.wait_for_more();
+    let written = load.finish();
+    scene.supervisor.unmap("renamed").unwrap();
+    assert_eq!(held(&scene.content("renamed")), written);
+    scene.machine.assert_clean();
+}

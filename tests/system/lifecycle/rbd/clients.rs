@@ -1,0 +1,142 @@
+//! Clients that are cut off, and clients that crash.
+
+use std::process::Command;
+
+use cleat_api::v1::{MappingState, WatchRequest};
+use nix::sys::signal::Signal;
+use test_kit::ceph::shared;
+
+use super::Scene;
+use super::load::{Load, assert_within, held};
+use crate::lifecycle::metrics::scrape;
+use test_kit::node::{PATIENCE, Supervisor, index_of, kill, wait_until};
+
+#[test]
+fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
+    let scene = Scene::on(shared());
+    scene.image("banned");
+    let mapping = scene.map("banned");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    let owner = scene.owner("banned");
+    shared().ceph(&["osd", "blocklist", "add", &owner]);
+    assert_fenced(&scene.supervisor, "blocklisted");
+    let (done, begun) = (load.done(), load.begun());
+    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
+    let content = scene.content("banned");
+    assert_within(held(&content), done, begun);
+    // No reason to go on: being let in again, another process, another supervisor.
+    shared().ceph(&["osd", "blocklist", "rm", &owner]);
+    assert_fenced(&scene.supervisor, "let in again");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads again");
+    kill(scene.supervisor.get("banned").unwrap().worker_pid, Signal::SIGKILL);
+    wait_until("the worker has ended", || scene.supervisor.get("banned").unwrap().worker_pid == 0);
+    assert_fenced(&scene.supervisor, "its worker has died");
+    let Scene { supervisor, machine, .. } = scene;
+    supervisor.crash();
+    let supervisor = machine.start();
+    assert_fenced(&supervisor, "its supervisor has died");
+    assert_eq!(supervisor.get("banned").unwrap().worker_pid, 0);
+
+    // Another machine has it meanwhile: what is left here goes without asking the volume.
+    let other = Scene::on(shared());
+    let mapping = other.map("banned");
+    let load = Load::after(&other.machine.kernel, index_of(&mapping), held(&content));
+    load.wait_for_more();
+    let left = supervisor.force("banned").unwrap();
+    assert_eq!((left.unproven.as_str(), left.device_left.as_str()), ("", ""));
+    machine.assert_clean();
+    load.wait_for_more();
+    let written = load.finish();
+    other.supervisor.unmap("banned").unwrap();
+    other.machine.assert_clean();
+    // Mapped anew, it works again.
+    supervisor.map("banned", &other.uri("banned")).unwrap();
+    supervisor.unmap("banned").unwrap();
+    assert_eq!(held(&other.content("banned")), written);
+    machine.assert_clean();
+}
+
+fn assert_fenced(supervisor: &Supervisor, when: &str) {
+    let fenced = supervisor.wait_for("banned", MappingState::Failed);
+    assert!(fenced.message.contains("somebody else owns the volume"), "{when}: {fenced:?}");
+}
+
+/// Each way to learn of it, and its end.
+#[test]
+fn a_fenced_mapping_is_told_everywhere_until_it_is_mapped_anew() {
+    let scene = Scene::on(shared());
+    let supervisor = &scene.supervisor;
+    let metric = || scrape(&scene.machine).value("cleat_volume_fenced", &[("volume", "told")]);
+    scene.image("told");
+    let mapping = scene.map("told");
+    assert_eq!((mapping.fenced, metric()), (false, Some(0.0)));
+    let mut events =
+        supervisor.block_on(supervisor.client().watch(WatchRequest {})).unwrap().into_inner();
+    shared().ceph(&["osd", "blocklist", "add", &scene.owner("told")]);
+    // An idle client does not notice; a worker looks for itself, without a request.
+    let told = loop {
+        let event = supervisor
+            .block_on(async { tokio::time::timeout(PATIENCE, events.message()).await })
+            .expect("it is told in time");
+        let mapping = event.unwrap().unwrap().mapping.unwrap();
+        if mapping.fenced {
+            break mapping;
+        }
+    };
+    assert_eq!(told.state(), MappingState::Failed);
+    assert_eq!(metric(), Some(1.0));
+    let (code, json) = scene.cleat(&["status", "told", "-o", "json"]);
+    assert_eq!((code, &json["fenced"], &json["state"]), (0, &true.into(), &"failed".into()));
+    let (code, error) = scene.cleat(&["map", &scene.uri("told"), "--name", "told", "-o", "json"]);
+    assert_eq!((code, &error["error"]["kind"]), (12, &"fenced".into()), "{error}");
+    let (_, health) = scene.cleat(&["status", "-o", "json"]);
+    assert!(health["checks"].to_string().contains("1 of 1 have failed: told"), "{health}");
+
+    assert!(supervisor.unmap("told").unwrap());
+    assert_eq!(metric(), None);
+    let anew = scene.map("told");
+    assert_eq!((anew.fenced, anew.state(), metric()), (false, MappingState::Mapped, Some(0.0)));
+    let load = scene.load(&anew);
+    load.wait_for_more();
+    load.finish();
+    supervisor.unmap("told").unwrap();
+    scene.machine.assert_clean();
+}
+
+impl Scene<'_> {
+    /// Runs the command line; its exit code, and the JSON that it gives.
+    fn cleat(&self, arguments: &[&str]) -> (i32, serde_json::Value) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
+        let output = command.arg("--socket").arg(self.machine.config.socket()).args(arguments);
+        let output = output.output().unwrap();
+        let text = if output.stdout.is_empty() { output.stderr } else { output.stdout };
+        (output.status.code().unwrap(), serde_json::from_slice(&text).unwrap())
+    }
+}
+
+#[test]
+fn a_crash_in_a_librarys_thread_costs_one_volume_a_pause() {
+    let scene = Scene::on(shared());
+    let [(victim, first), (other, second)] = ["victim", "other"].map(|name| {
+        scene.image(name);
+        let mapping = scene.map(name);
+        let load = scene.load(&mapping);
+        (mapping, load)
+    });
+    first.wait_for_more();
+    kill(victim.worker_pid, Signal::SIGABRT);
+    second.wait_for_more();
+    first.wait_for_more();
+    second.wait_for_more();
+    let now = scene.supervisor.get("victim").unwrap();
+    assert!(now.last_worker_end.contains("SIGABRT"), "{}", now.last_worker_end);
+    assert_eq!(scene.supervisor.get("other").unwrap().worker_pid, other.worker_pid);
+    for (name, load) in [("victim", first), ("other", second)] {
+        let written = load.finish();
+        scene.supervisor.unmap(name).unwrap();
+        assert_eq!(held(&scene.content(name)), written, "{name}");
+    }
+    scene.machine.assert_clean();
+}

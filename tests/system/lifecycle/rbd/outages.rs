@@ -1,0 +1,95 @@
+//! The OSD or the monitor is away: I/O waits and goes on, and nobody waits for what is not needed.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use test_kit::ceph::Cluster;
+use tonic::Code;
+
+use super::Scene;
+use super::load::{Load, assert_within, held};
+use test_kit::node::{assert_code, index_of, kill, wait_until};
+
+/// After which the OSDs take a client for dead (`osd_client_watch_timeout`), and some more.
+const WATCH_TIMEOUT: Duration = Duration::from_secs(35);
+
+/// Waits until no write is answered any more.
+fn wait_for_standstill(load: &Load) {
+    wait_until("writes wait", || {
+        let before = load.done();
+        std::thread::sleep(Duration::from_millis(500));
+        load.done() == before
+    });
+}
+
+#[test]
+fn killed_daemons_cost_time_and_nothing_else() {
+    let cluster = Cluster::start_on_disk();
+    let scene = Scene::on(&cluster);
+    scene.image("a");
+    let mapping = scene.map("a");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    for away in [Duration::from_secs(1), WATCH_TIMEOUT] {
+        cluster.tell("kill osd");
+        wait_for_standstill(&load);
+        std::thread::sleep(away);
+        cluster.tell("start osd");
+        load.wait_for_more();
+        // The claim outlived it.
+        assert_eq!(scene.supervisor.get("a").unwrap().generation, mapping.generation);
+    }
+    // Without its monitor the cluster serves who is connected.
+    cluster.tell("kill mon");
+    load.wait_for_more();
+    cluster.tell("start mon");
+    load.wait_for_more();
+    // A worker dies while there is nobody that could serve its successor.
+    cluster.tell("kill osd");
+    wait_for_standstill(&load);
+    let begun = Instant::now();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    std::thread::sleep(Duration::from_secs(3));
+    cluster.tell("start osd");
+    load.wait_for_more();
+    println!("figures: a worker killed with the OSD away: I/O again after {:?}", begun.elapsed());
+    let written = load.finish();
+    scene.supervisor.unmap("a").unwrap();
+    assert_eq!(held(&scene.content("a")), written);
+    println!("figures: {written:?} writes verified over five outages");
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn a_forced_unmap_in_an_outage_ends_in_time_and_for_good() {
+    let cluster = Cluster::start();
+    let scene = Scene::on(&cluster);
+    scene.image("a");
+    let mapping = scene.map("a");
+    let load = scene.load(&mapping);
+    load.wait_for_more();
+    // Its sockets are open, and take what is sent.
+    cluster.tell("pause osd");
+    wait_for_standstill(&load);
+    let begun = Instant::now();
+    // That nothing is under way any more cannot be known while the OSD says nothing.
+    assert_code(scene.supervisor.force("a"), Code::DeadlineExceeded, "not done: prove silence");
+    println!("figures: by force, with the OSD stopped: {:?}", begun.elapsed());
+    let (done, last) = (load.done(), load.begun());
+    assert!(load.stop().iter().all(Result::is_err), "a write that waited has failed");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err());
+
+    cluster.tell("resume osd");
+    wait_until("it is gone", || scene.supervisor.list().is_empty());
+    scene.machine.assert_clean();
+    let content = scene.content("a");
+    assert_within(held(&content), done, last);
+    // Nothing of it lands later, among the writes of those who come next.
+    let mapping = scene.map("a");
+    let load = Load::after(&scene.machine.kernel, index_of(&mapping), held(&content));
+    load.wait_for_more();
+    let written = load.finish();
+    scene.supervisor.unmap("a").unwrap();
+    assert_eq!(held(&scene.content("a")), written);
+    scene.machine.assert_clean();
+}

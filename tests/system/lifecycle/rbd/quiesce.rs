@@ -1,0 +1,371 @@
+//! Snapshots of images that are mapped with `quiesce`: what is mounted is frozen for their moment, and
+//! thawed whatever happens.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use cleat_api::v1::upgrade_event::Outcome;
+use cleat_api::v1::{MapOptions, MapRequest, Mapping, UpgradeRequest};
+use cleat_kernel::{DeviceIndex, Holder};
+use cleat_node::config::Config;
+use cleat_node::executor::Halt;
+use nix::sys::signal::Signal;
+use test_kit::ceph::{Cluster, shared};
+use tonic::Code;
+
+use super::{Scene, spec};
+use test_kit::node::{Machine, assert_code, index_of, kill, request, wait_until};
+
+/// For `rbd snap create`, which librbd lets wait for 50 s.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+type Made = Receiver<Result<Vec<u8>, String>>;
+
+impl Scene<'_> {
+    /// Maps an image, with a file system on its device.
+    fn quiesced(&self, image: &str) -> Mapping {
+        let mapping = self.supervisor.map_with(self.quiescing(image)).unwrap();
+        self.mount(&mapping);
+        mapping
+    }
+
+    fn quiescing(&self, image: &str) -> MapRequest {
+        let options = MapOptions { quiesce: true, ..MapOptions::default() };
+        MapRequest { options: Some(options), ..request(image, &self.uri(image)) }
+    }
+
+    fn mount(&self, mapping: &Mapping) {
+        let holders = ["/mnt/one", "/mnt/two"].map(|path| Holder::Mount {
+            path: path.into(),
+            filesystem: "ext4".into(),
+            namespace_pid: None,
+        });
+        self.machine.kernel.set_holders(index_of(mapping), holders.to_vec());
+    }
+
+    fn frozen(&self) -> usize {
+        self.machine.kernel.frozen().len()
+    }
+
+    fn wait_until_thawed(&self) {
+        wait_until("all is thawed", || self.frozen() == 0);
+        wait_until("it is recorded", || {
+            self.supervisor.list().iter().all(|mapping| mapping.quiet.is_none())
+        });
+    }
+
+    /// `rbd snap create`, on a thread of its own.
+    fn snap(cluster: &'static Cluster, at: &str, how: &[&str]) -> Made {
+        let (sender, receiver) = channel();
+        let command = ["snap", "create", "--no-progress", &spec(at)].map(str::to_owned);
+        let command: Vec<String> =
+            command.into_iter().chain(how.iter().map(|how| (*how).to_owned())).collect();
+        std::thread::spawn(move || {
+            sender.send(cluster.rbd(&command.iter().map(String::as_str).collect::<Vec<_>>()))
+        });
+        receiver
+    }
+
+    fn snapshots(&self, image: &str) -> usize {
+        let listed = self.cluster.rbd(&["snap", "ls", "--format", "json", &spec(image)]).unwrap();
+        let listed: serde_json::Value = serde_json::from_slice(&listed).unwrap();
+        listed.as_array().unwrap().len()
+    }
+
+    fn release(&self, device: DeviceIndex) {
+        self.machine.kernel.set_holders(device, Vec::new());
+    }
+}
+
+/// A scene with another configuration, and `at` called at every point that the executor passes.
+fn scene(
+    cluster: &'static Cluster,
+    change: impl FnOnce(&Machine, &mut Config),
+    at: impl Fn(&str) -> bool + Send + Sync + 'static,
+) -> Scene<'static> {
+    let mut machine = Machine::new();
+    let mut config = machine.config.clone();
+    change(&machine, &mut config);
+    machine.config = config;
+    let halt: Halt = Arc::new(at);
+    let supervisor = machine.start_with(Some(halt));
+    Scene { supervisor, machine, cluster }
+}
+
+/// A cluster of its own, which lasts as long as the process.
+fn own_cluster() -> &'static Cluster {
+    Box::leak(Box::new(Cluster::start()))
+}
+
+#[test]
+fn what_is_mounted_is_frozen_while_a_snapshot_is_made() {
+    let (sender, frozen_at) = channel();
+    let sender = Mutex::new(sender);
+    let kernel: Arc<Mutex<Option<cleat_kernel::sim::SimKernel>>> = Arc::default();
+    let seen = Arc::clone(&kernel);
+    let look = move |point: &str| {
+        if let Some(kernel) = &*seen.lock().unwrap() {
+            let _ = sender.lock().unwrap().send((point.to_owned(), kernel.frozen().len()));
+        }
+        false
+    };
+    let scene = scene(shared(), |_, _| (), look);
+    scene.image("frozen");
+    let mapping = scene.quiesced("frozen");
+    assert!(mapping.options.as_ref().unwrap().quiesce);
+    *kernel.lock().unwrap() = Some(scene.machine.kernel.clone());
+    let index = index_of(&mapping);
+    scene.machine.kernel.write(index, 0, &[7; 4096]).unwrap();
+    // What somebody else has frozen is his to thaw.
+    scene.machine.kernel.freeze_by_other(index, "/mnt/two");
+    for (nth, at) in ["frozen@one", "frozen@two"].iter().enumerate() {
+        Scene::snap(shared(), at, &[]).recv_timeout(PATIENCE).unwrap().unwrap();
+        assert_eq!(scene.snapshots("frozen"), nth + 1);
+        scene.wait_until_thawed();
+    }
+    assert_eq!(scene.machine.kernel.frozen_by_others(index).len(), 1);
+    let points: Vec<_> = frozen_at.try_iter().collect();
+    let at = |wanted: &str| -> Vec<usize> {
+        points.iter().filter(|(point, _)| point == wanted).map(|(_, frozen)| *frozen).collect()
+    };
+    assert_eq!(at("quiet recorded"), [0, 0]);
+    assert_eq!(at("quiet, not answered"), [1, 1]);
+    assert_eq!(at("thawed"), [0, 0]);
+    let mapping = scene.supervisor.get("frozen").unwrap();
+    assert_eq!(mapping.message, "", "{mapping:?}");
+    // Who skips it waits for nobody.
+    let skipped = Scene::snap(shared(), "frozen@three", &["--skip-quiesce"]);
+    skipped.recv_timeout(PATIENCE).unwrap().unwrap();
+    assert_eq!(frozen_at.try_iter().filter(|(point, _)| point.starts_with("quiet")).count(), 0);
+    scene.release(index);
+    scene.supervisor.unmap("frozen").unwrap();
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn a_supervisor_that_dies_at_any_point_leaves_it_to_the_next_one_to_thaw() {
+    for point in ["quiet recorded", "frozen", "quiet, not answered"] {
+        let (sender, halted) = channel();
+        let sender = Mutex::new(sender);
+        let halt = move |at: &str| at == point && sender.lock().unwrap().send(()).is_ok();
+        let scene = scene(shared(), |_, _| (), halt);
+        let image = format!("died-{}", point.replace([' ', ','], "-"));
+        scene.image(&image);
+        let mapping = scene.quiesced(&image);
+        let made = Scene::snap(shared(), &format!("{image}@s"), &[]);
+        halted.recv_timeout(PATIENCE).unwrap();
+        let frozen = if point == "quiet recorded" { 0 } else { 2 };
+        assert_eq!(scene.frozen(), frozen, "{point}");
+        let Scene { supervisor, machine, cluster } = scene;
+        supervisor.crash();
+        // Nobody is there that could make it quiet, or say that it is.
+        made.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        assert_eq!(machine.kernel.frozen().len(), frozen, "{point}");
+        let supervisor = machine.start();
+        let scene = Scene { supervisor, machine, cluster };
+        scene.wait_until_thawed();
+        let told = scene.supervisor.get(&image).unwrap();
+        assert!(told.message.contains("may not be consistent"), "{told:?}");
+        assert_eq!(told.worker_pid, mapping.worker_pid);
+        // It is as before, and the next one tells nothing more.
+        let again = Scene::snap(shared(), &format!("{image}@again"), &[]);
+        again.recv_timeout(PATIENCE).unwrap().unwrap();
+        scene.wait_until_thawed();
+        wait_until("nothing is told", || scene.supervisor.get(&image).unwrap().message.is_empty());
+        scene.release(index_of(&mapping));
+        scene.supervisor.unmap(&image).unwrap();
+        scene.machine.assert_clean();
+    }
+}
+
+#[test]
+fn a_worker_that_dies_while_its_device_is_frozen_is_replaced_and_the_device_thawed() {
+    let victim = Arc::new(Mutex::new(0));
+    let struck = Arc::clone(&victim);
+    let strike = move |point: &str| {
+        let pid = *struck.lock().unwrap();
+        if point == "quiet, not answered" && pid != 0 {
+            kill(pid, Signal::SIGKILL);
+        }
+        false
+    };
+    let scene = scene(shared(), |_, _| (), strike);
+    scene.image("widowed");
+    let mapping = scene.quiesced("widowed");
+    *victim.lock().unwrap() = mapping.worker_pid;
+    let made = Scene::snap(shared(), "widowed@s", &[]);
+    wait_until("another worker serves", || {
+        let now = scene.supervisor.get("widowed").unwrap().worker_pid;
+        now != 0 && now != mapping.worker_pid
+    });
+    scene.wait_until_thawed();
+    // Made by the next owner of the lock, or not.
+    let _ = made.recv_timeout(PATIENCE).unwrap();
+    scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
+    scene.wait_until_thawed();
+    scene.release(index_of(&mapping));
+    scene.supervisor.unmap("widowed").unwrap();
+    scene.machine.assert_clean();
+}
+
+/// What a snapshot needs of the OSD comes only after the device is quiet.
+fn stuck(change: impl FnOnce(&Machine, &mut Config)) -> (Scene<'static>, Mapping, Made) {
+    let cluster = own_cluster();
+    let armed = AtomicBool::new(true);
+    let pause = move |point: &str| {
+        if point == "quiet, not answered" && armed.swap(false, Ordering::SeqCst) {
+            cluster.tell("pause osd");
+        }
+        false
+    };
+    let scene = scene(cluster, change, pause);
+    scene.image("stuck");
+    let mapping = scene.quiesced("stuck");
+    let made = Scene::snap(cluster, "stuck@s", &[]);
+    wait_until("it is quiet", || scene.supervisor.get("stuck").unwrap().quiet.is_some());
+    wait_until("it is frozen", || scene.frozen() == 2);
+    (scene, mapping, made)
+}
+
+#[test]
+fn what_takes_too_long_is_thawed_and_told() {
+    let limit = Duration::from_secs(3);
+    let (scene, mapping, made) = stuck(|_, config| config.map.quiesce_deadline = limit);
+    scene.wait_until_thawed();
+    let told = scene.supervisor.get("stuck").unwrap();
+    assert!(told.message.contains("may not be consistent"), "{told:?}");
+    assert!(made.try_recv().is_err(), "it was stuck no more");
+    scene.cluster.tell("resume osd");
+    let _ = made.recv_timeout(PATIENCE).unwrap();
+    scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
+    scene.wait_until_thawed();
+    scene.release(index_of(&mapping));
+    scene.supervisor.unmap("stuck").unwrap();
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn what_is_quiet_is_neither_upgraded_nor_unmapped_and_thawed_before_force() {
+    let (scene, mapping, _made) = stuck(|_, config| {
+        config.map.quiesce_deadline = Duration::from_secs(300);
+    });
+    let quiet = scene.supervisor.get("stuck").unwrap().quiet.unwrap();
+    assert_eq!(quiet.hook, "");
+    let upgrade = UpgradeRequest { force: true, workers_only: true, targets: Vec::new() };
+    let event = scene.supervisor.upgrade_with(upgrade).unwrap().pop().unwrap();
+    assert_eq!(event.outcome(), Outcome::Failed, "{event:?}");
+    assert!(event.message.contains("a snapshot of stuck is being made"), "{event:?}");
+    assert_code(scene.supervisor.unmap("stuck"), Code::FailedPrecondition, "/mnt/one");
+    assert_eq!(scene.frozen(), 2, "its snapshot needs that still");
+    // The simulated kernel lets nothing be unmounted that is frozen. The OSD says nothing, so that
+    // the silence of the volume is proved only later.
+    let _ = scene.supervisor.force("stuck");
+    assert_eq!(scene.frozen(), 0);
+    assert!(!scene.machine.kernel.is_disconnected(index_of(&mapping)));
+    scene.cluster.tell("resume osd");
+    wait_until("the rest is done by itself", || scene.supervisor.list().is_empty());
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn a_supervisor_that_is_told_to_end_thaws_first() {
+    let (scene, mapping, _made) = stuck(|_, config| {
+        config.map.quiesce_deadline = Duration::from_secs(300);
+    });
+    let Scene { supervisor, machine, cluster } = scene;
+    supervisor.shut_down();
+    assert_eq!(machine.kernel.frozen().len(), 0);
+    cluster.tell("resume osd");
+    let supervisor = machine.start();
+    let scene = Scene { supervisor, machine, cluster };
+    scene.wait_until_thawed();
+    scene.release(index_of(&mapping));
+    scene.supervisor.unmap("stuck").unwrap();
+    scene.machine.assert_clean();
+}
+
+/// A hook that notes what it is told and does `more`.
+fn hook(machine: &Machine, more: &str) -> PathBuf {
+    let path = machine.path("hook");
+    let log = machine.path("told");
+    let text = format!("#!/bin/sh\necho \"$@\" >>{}\n{more}\n", log.display());
+    std::fs::write(&path, text).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+fn told(scene: &Scene<'_>) -> Vec<String> {
+    let log = std::fs::read_to_string(scene.machine.path("told")).unwrap_or_default();
+    log.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn a_hook_is_run_in_place_of_freezing_and_its_failure_is_the_snapshots() {
+    let change = |machine: &Machine, config: &mut Config| {
+        let script = "test ! -e \"${0%/*}/fail\" || { echo no; exit 3; }
+            test ! -e \"${0%/*}/hang\" || test \"$2\" = unquiesce || sleep 600";
+        config.map.quiesce_hook = Some(hook(machine, script));
+        config.map.quiesce_deadline = Duration::from_secs(5);
+    };
+    let scene = scene(shared(), change, |_| false);
+    scene.image("hooked");
+    let mapping = scene.quiesced("hooked");
+    let device = mapping.device.clone();
+    let expect = |verbs: &[&str]| {
+        let all: Vec<String> = verbs.iter().map(|verb| format!("{device} {verb}")).collect();
+        wait_until("the hook is told", || told(&scene).len() >= all.len());
+        scene.wait_until_thawed();
+        assert_eq!(told(&scene), all);
+    };
+    let snap = |at: &str, how: &[&str]| {
+        Scene::snap(shared(), &format!("hooked@{at}"), how).recv_timeout(PATIENCE).unwrap()
+    };
+    snap("one", &[]).unwrap();
+    expect(&["quiesce", "unquiesce"]);
+    assert_eq!(scene.frozen(), 0);
+
+    std::fs::write(scene.machine.path("hang"), "").unwrap();
+    snap("two", &[]).unwrap_err();
+    let mapping = scene.supervisor.get("hooked").unwrap();
+    assert!(mapping.message.contains("was killed"), "{mapping:?}");
+    expect(&["quiesce", "unquiesce", "quiesce", "unquiesce"]);
+    std::fs::remove_file(scene.machine.path("hang")).unwrap();
+
+    std::fs::write(scene.machine.path("fail"), "").unwrap();
+    let complaint = snap("three", &[]).unwrap_err();
+    assert!(!complaint.is_empty() && scene.snapshots("hooked") == 1, "{complaint}");
+    let mapping = scene.supervisor.get("hooked").unwrap();
+    assert!(mapping.message.contains("exit status: 3"), "{mapping:?}");
+    wait_until("it is thawed", || told(&scene).len() == 6);
+    snap("four", &["--ignore-quiesce-error"]).unwrap();
+    assert_eq!(scene.snapshots("hooked"), 2);
+    std::fs::remove_file(scene.machine.path("fail")).unwrap();
+    scene.wait_until_thawed();
+    scene.release(index_of(&mapping));
+    scene.supervisor.unmap("hooked").unwrap();
+    scene.machine.assert_clean();
+}
+
+#[test]
+fn where_nothing_can_be_made_quiet_it_is_refused() {
+    let scene = Scene::on(shared());
+    scene.image("refused");
+    let with = |uri: &str, read_only| {
+        let options = MapOptions { quiesce: true, read_only, ..MapOptions::default() };
+        scene.supervisor.map_with(MapRequest { options: Some(options), ..request("x", uri) })
+    };
+    let rbd = scene.uri("refused");
+    assert_code(with(&rbd, true), Code::InvalidArgument, "read-only");
+    assert_code(with(&scene.machine.volume("v"), false), Code::Unimplemented, "snapshots");
+    shared().rbd(&["snap", "create", "--no-progress", &spec("refused@s")]).unwrap();
+    assert_code(with(&scene.uri("refused@s"), false), Code::InvalidArgument, "read-only");
+    scene.machine.assert_clean();
+    // And it is a part of what is mapped.
+    with(&rbd, false).unwrap();
+    assert_code(scene.supervisor.map("x", &rbd), Code::AlreadyExists, "quiesce=true");
+    scene.supervisor.unmap("x").unwrap();
+}

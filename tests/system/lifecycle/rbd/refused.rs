@@ -1,0 +1,62 @@
+//! What cannot be mapped: told why and what to do, within a bound, and nothing is left of it.
+
+use std::time::Instant;
+
+use test_kit::ceph::{Cluster, ID, POOL};
+use tonic::{Code, Status};
+
+use super::Scene;
+use test_kit::node::repair;
+
+impl Scene<'_> {
+    fn refused(&self, uri: &str) -> Status {
+        let begun = Instant::now();
+        let status = self.supervisor.map("x", uri).unwrap_err();
+        println!("figures: after {:?}: {status}", begun.elapsed());
+        self.machine.assert_clean();
+        status
+    }
+}
+
+#[test]
+fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
+    let cluster = Cluster::start();
+    let scene = Scene::on(&cluster);
+    scene.image("a");
+    let good = scene.uri("a");
+    let forged = scene.machine.path("forged.keyring");
+    let key = "AQBbCH1lAAAAABAAZ5F5Yr0zQAg9tGv0n8bRJQ==";
+    std::fs::write(&forged, format!("[client.{ID}]\nkey = {key}\n")).unwrap();
+    let own = cluster.keyring(ID).display().to_string();
+    for (uri, code, part, way) in [
+        (scene.uri("missing"), Code::NotFound, "volumes/missing", "rbd info volumes/missing"),
+        (scene.uri("a@never"), Code::NotFound, "volumes/a@never", "rbd info"),
+        (good.replace(&format!("{POOL}/a"), "nowhere/a"), Code::NotFound, "nowhere/a", "rbd info"),
+        (
+            good.replace(&own, &forged.display().to_string()),
+            Code::PermissionDenied,
+            "volumes/a",
+            "keyring=PATH",
+        ),
+        (good.replace(&own, "/nowhere/keyring"), Code::NotFound, "volumes/a", "keyring=PATH"),
+        (good.replace("ceph.conf", "none.conf"), Code::NotFound, "none.conf", "conf=PATH"),
+        (format!("rbd:{POOL}/a"), Code::NotFound, "volumes/a", "conf=PATH"),
+    ] {
+        let status = scene.refused(&uri);
+        assert_eq!(status.code(), code, "{uri}: {status}");
+        assert!(status.message().contains(part), "{uri}: {status}");
+        assert!(repair(&status).contains(way), "{uri}: {:?}", repair(&status));
+    }
+    for (gone, back) in
+        [("kill mon", "start mon"), ("pause mon", "resume mon"), ("pause osd", "resume osd")]
+    {
+        cluster.tell(gone);
+        let status = scene.refused(&good);
+        assert_eq!(status.code(), Code::DeadlineExceeded, "{gone}: {status}");
+        assert!(repair(&status).contains("ceph status"), "{gone}: {:?}", repair(&status));
+        cluster.tell(back);
+    }
+    scene.map("a");
+    scene.supervisor.unmap("a").unwrap();
+    scene.machine.assert_clean();
+}

@@ -1,0 +1,379 @@
+//! Who may write to an RBD image: claims of workers that died, were restarted elsewhere, or are told to
+//! take over.
+
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant, SystemTime};
+
+use cleat_backend::claimant::Claimant;
+use cleat_backend::fault::DIE_AT;
+use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_core::error::ErrorKind;
+use cleat_worker::protocol::{Failure, FromWorker, Start, ToWorker};
+use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
+use test_kit::ceph::shared;
+
+use crate::worker::rbd::{fresh, pool};
+use test_kit::nbd::kernel as nbd;
+use test_kit::worker::{Worker, start_message};
+
+/// Of a worker that is to die when it has the lock and has not written its claim.
+const DYING: [(&str, &str); 1] = [(DIE_AT, "locked, not claimed")];
+
+/// What the image's metadata say.
+fn claim_of(image: &str) -> serde_json::Value {
+    let image = pool().open(image, None, Open::ReadOnly).unwrap();
+    let text = image.metadata_get("cleat.claim").unwrap().expect("it is claimed");
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Of a mapping on a node in one of its boots.
+fn start_as(uri: &str, node: &str, boot: &str, mapping: &str) -> Start {
+    Start {
+        node: node.to_owned(),
+        boot_id: boot.to_owned(),
+        mapping_id: mapping.to_owned(),
+        ..start_message(uri)
+    }
+}
+
+fn started(start: &Start) -> Worker {
+    let worker = Worker::launch();
+    worker.send_start(start);
+    match worker.receive() {
+        FromWorker::Ready(_) => worker,
+        other => panic!("{start:?}: {other:?}"),
+    }
+}
+
+fn refused(start: &Start) -> Failure {
+    let worker = Worker::launch();
+    worker.send_start(start);
+    match worker.receive() {
+        FromWorker::Failed(failure) => failure,
+        other => panic!("{start:?}: {other:?}"),
+    }
+}
+
+fn stop(mut worker: Worker) {
+    worker.send(&ToWorker::Stop, &[]);
+    assert!(worker.exit().success(), "{}", worker.log());
+}
+
+#[test]
+fn a_killed_worker_is_succeeded_at_once_and_a_stopped_one_leaves_no_claim() {
+    let uri = fresh("succession");
+    let start = start_as(&uri, "a", "boot", "m");
+    let mut worker = started(&start);
+    let first = claim_of("succession");
+    assert_eq!((&first["node"], &first["boot_id"]), (&"a".into(), &"boot".into()), "{first}");
+    assert_eq!((&first["mapping_id"], &first["generation"]), (&"m".into(), &1.into()), "{first}");
+    let mut times = Vec::new();
+    for round in 2..=4_u8 {
+        let sockets = worker.serve(1);
+        assert_eq!(nbd::write(&sockets[0], 0, &[round; 4096]), 0);
+        worker.child.kill().unwrap();
+        worker.child.wait().unwrap();
+        let begun = Instant::now();
+        worker = started(&Start { resumes: true, ..start.clone() });
+        times.push(begun.elapsed());
+        let sockets = worker.serve(1);
+        assert!(nbd::read(&sockets[0], 0, 4096) == [round; 4096]);
+        let claim = claim_of("succession");
+        assert_eq!(claim["generation"], round, "{claim}");
+        assert_ne!(claim["address"], first["address"]);
+        assert_eq!(claim["cut"].as_array().unwrap().len(), usize::from(round) - 1);
+    }
+    println!("from the proof of the death to the successor's being ready: {times:?}");
+    stop(worker);
+    assert_eq!(claim_of("succession")["released"], true);
+    // Nobody is in anybody's way now.
+    stop(started(&start_as(&uri, "b", "other", "x")));
+    assert_eq!(claim_of("succession")["generation"], 5);
+}
+
+#[test]
+fn who_has_the_image_is_named_and_told_to_a_stranger_takes_it_for_years() {
+    let uri = fresh("taken-over");
+    let (first, sockets) = serving(&start_as(&uri, "a", "boot-a", "m"));
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    let claim = claim_of("taken-over");
+    let address = claim["address"].as_str().unwrap();
+    let stranger = start_as(&uri, "b", "boot-b", "x");
+    let failure = refused(&stranger);
+    assert_eq!(failure.kind, ErrorKind::InUse, "{failure:?}");
+    for part in ["node a", "mapping m", address, "since 20"] {
+        assert!(failure.message.contains(part), "{part}: {failure:?}");
+    }
+    assert!(failure.repair.unwrap().contains("--take-over"));
+    // Not even one that has a device: that one knows nothing of what the first has written.
+    let (resuming, theirs) = fenced(&Start { resumes: true, take_over: true, ..stranger.clone() });
+    assert_ne!(nbd::write(&theirs[0], 0, &[7; 4096]), 0);
+    stop(resuming);
+    assert_eq!(nbd::write(&sockets[0], 0, &[2; 4096]), 0, "the first is as it was");
+
+    let (second, taken) = serving(&Start { take_over: true, ..stranger });
+    assert_ne!(nbd::write(&sockets[0], 0, &[3; 4096]), 0);
+    assert_eq!(first.receive(), FromWorker::Fenced);
+    assert!(nbd::read(&taken[0], 0, 4096) == [2; 4096]);
+    let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+    let until = listed.lines().find(|line| line.starts_with(address)).unwrap_or_else(|| {
+        panic!("{address} is not on the blocklist: {listed}");
+    });
+    let year: u32 = until.split([' ', '-']).nth(1).unwrap().parse().unwrap();
+    assert!(year >= this_year() + 4, "{until}");
+
+    // The loser's end touches nothing.
+    let before = claim_of("taken-over");
+    stop(first);
+    assert_eq!(claim_of("taken-over"), before);
+    assert_eq!(nbd::write(&taken[0], 0, &[4; 4096]), 0);
+    assert_eq!(before["cut"][0]["node"], "a");
+    stop(second);
+}
+
+#[test]
+fn a_node_that_was_booted_since_has_its_own_claims_back() {
+    let uri = fresh("rebooted");
+    let _before = started(&start_as(&uri, "a", "boot-1", "m"));
+    assert_eq!(refused(&start_as(&uri, "b", "boot-1b", "m")).kind, ErrorKind::InUse);
+    let after = started(&start_as(&uri, "a", "boot-2", "n"));
+    assert_eq!(claim_of("rebooted")["mapping_id"], "n");
+    stop(after);
+}
+
+#[test]
+fn a_process_of_this_boot_that_is_gone_has_no_claim() {
+    let uri = fresh("forsaken");
+    let mut first = started(&start_as(&uri, "a", "boot", "m"));
+    let other = start_as(&uri, "a", "boot", "x");
+    assert_eq!(refused(&other).kind, ErrorKind::InUse, "it lives");
+    first.child.kill().unwrap();
+    first.child.wait().unwrap();
+    stop(started(&other));
+}
+
+/// A device whose worker dies must not go on with a volume that somebody else has written to, even if
+/// that one is gone again.
+#[test]
+fn a_device_that_missed_something_gets_errors() {
+    let uri = fresh("missed");
+    let own = start_as(&uri, "a", "boot-a", "m");
+    let (mut worker, sockets) = serving(&own);
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    worker.child.kill().unwrap();
+    worker.child.wait().unwrap();
+    let told = Start { take_over: true, ..start_as(&uri, "b", "boot-b", "x") };
+    let (other, theirs) = serving(&told);
+    assert_eq!(nbd::write(&theirs[0], 0, &[2; 4096]), 0);
+    stop(other);
+    let claim = claim_of("missed");
+    assert_eq!(claim["released"], true);
+    let (successor, sockets) = fenced(&Start { resumes: true, ..own.clone() });
+    assert_ne!(nbd::write(&sockets[0], 0, &[3; 4096]), 0);
+    assert_ne!(nbd::simple(&sockets[0], nbd::READ, 0, 4096), 0);
+    stop(successor);
+    assert_eq!(claim_of("missed"), claim, "nothing was claimed");
+    // Mapped anew it is a volume like any other.
+    let (anew, sockets) = serving(&own);
+    assert!(nbd::read(&sockets[0], 0, 4096) == [2; 4096]);
+    stop(anew);
+}
+
+#[test]
+fn a_crash_between_any_two_steps_of_a_take_over_is_made_good_by_the_next() {
+    let uri = fresh("interrupted");
+    let own = start_as(&uri, "a", "boot", "m");
+    let rival = || pool().open("interrupted", None, Open::Write).unwrap();
+    let long = Duration::from_secs(3600);
+    // Blocklisted, and no more.
+    killed(started(&own));
+    let image = rival();
+    let address = image.lock_owners().unwrap().remove(0);
+    image.pool().cluster().blocklist_add(&address, long).unwrap();
+    drop(image);
+    killed(started(&own));
+    // The lock broken, and no more.
+    let image = rival();
+    let address = image.lock_owners().unwrap().remove(0);
+    image.pool().cluster().blocklist_add(&address, long).unwrap();
+    image.lock_break(&address).unwrap();
+    drop(image);
+    killed(started(&own));
+    // Acquired, but the claim not written: a client that nobody knows has the lock.
+    let image = rival();
+    let address = image.lock_owners().unwrap().remove(0);
+    image.pool().cluster().blocklist_add(&address, long).unwrap();
+    image.lock_break(&address).unwrap();
+    image.lock_acquire().unwrap();
+    let failure = refused(&own);
+    assert!(failure.message.contains("made no claim"), "{failure:?}");
+    let told = started(&Start { take_over: true, ..own.clone() });
+    let claim = claim_of("interrupted");
+    assert_eq!(claim["cut"].as_array().unwrap().len(), 4, "{claim}");
+    assert!(image.metadata_set("a", "b").is_err(), "it is cut off");
+    stop(told);
+}
+
+/// The OSDs take the dead one for alive, and it has made no claim: it is known by its announcement.
+#[test]
+fn who_died_between_the_lock_and_its_claim_is_succeeded_at_once() {
+    let uri = fresh("announced");
+    let own = start_as(&uri, "a", "boot", "m");
+    let owner = || {
+        let image = pool().open("announced", None, Open::ReadOnly).unwrap();
+        let address = image.lockers().unwrap().remove(0).address;
+        assert!(image.watchers().unwrap().iter().any(|watcher| watcher.address == address));
+        address
+    };
+    let mut times = Vec::new();
+    for round in 0..3 {
+        let mut dying = Worker::launch_with(&DYING);
+        dying.send_start(&own);
+        assert!(!dying.exit().success());
+        let address = owner();
+        let stranger = refused(&start_as(&uri, "b", "boot-b", "x"));
+        assert_eq!(stranger.kind, ErrorKind::InUse, "{stranger:?}");
+        for part in ["claimed by the node a", "mapping m", &address] {
+            assert!(stranger.message.contains(part), "{part}: {stranger:?}");
+        }
+        let begun = Instant::now();
+        let successor = started(&own);
+        times.push(begun.elapsed());
+        let claim = claim_of("announced");
+        assert_eq!(
+            (&claim["generation"], &claim["mapping_id"]),
+            (&(round + 1).into(), &"m".into())
+        );
+        assert_eq!(claim["cut"].as_array().unwrap().last().unwrap()["address"], *address);
+        let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+        assert!(listed.contains(&address), "{address} is not on the blocklist: {listed}");
+        stop(successor);
+    }
+    println!("figures: from a death in between to the successor's being ready: {times:?}");
+    // Two in a row, beside a claim that stands.
+    killed(started(&own));
+    let mut dying = Worker::launch_with(&DYING);
+    dying.send_start(&Start { resumes: true, ..own.clone() });
+    assert!(!dying.exit().success());
+    stop(started(&Start { resumes: true, ..own.clone() }));
+    // What cannot be understood is no announcement, and in nobody's way.
+    pool()
+        .open("announced", None, Open::Write)
+        .unwrap()
+        .metadata_put("cleat.claim.next", "{")
+        .unwrap();
+    stop(started(&own));
+}
+
+#[test]
+fn a_claim_that_is_garbage_is_an_error_and_a_clones_is_none() {
+    let uri = fresh("garbled");
+    let worker = started(&start_as(&uri, "a", "boot", "m"));
+    let parent = pool().open("garbled", None, Open::Write).unwrap();
+    parent.snapshot_create("s").unwrap();
+    parent.snapshot_protect("s", true).unwrap();
+    pool().clone_image(&pool(), "garbled", "s", "garbled-clone", &NewImage::default()).unwrap();
+    let clone = start_as(&uri.replace("/garbled", "/garbled-clone"), "b", "boot-b", "x");
+    stop(started(&clone));
+    assert_eq!(claim_of("garbled-clone")["generation"], 1);
+    stop(worker);
+    parent.metadata_set("cleat.claim", "{\"version\": 1, \"generation\": \"many\"}").unwrap();
+    drop(parent);
+    let failure = refused(&start_as(&uri, "a", "boot", "m"));
+    assert!(failure.message.contains("cannot be understood"), "{failure:?}");
+    assert!(failure.repair.unwrap().contains("image-meta remove"));
+}
+
+#[test]
+fn with_a_shared_lock_two_write_and_nobody_claims() {
+    let uri = fresh("shared");
+    let shared = format!("{uri}&lock=shared");
+    let (one, a) = serving(&start_as(&shared, "a", "boot-a", "m"));
+    let (two, b) = serving(&start_as(&shared, "b", "boot-b", "x"));
+    for round in 0..3 {
+        assert_eq!(nbd::write(&a[0], 0, &[round; 4096]), 0);
+        assert_eq!(nbd::write(&b[0], 4096, &[round + 100; 4096]), 0);
+        assert!(nbd::read(&b[0], 0, 4096) == [round; 4096]);
+        assert!(nbd::read(&a[0], 4096, 4096) == [round + 100; 4096]);
+    }
+    let image = pool().open("shared", None, Open::ReadOnly).unwrap();
+    assert_eq!(image.metadata_get("cleat.claim").unwrap(), None);
+    stop(one);
+    stop(two);
+    // An image that cannot be locked is served this way only.
+    let plain = NewImage { features: Some(RBD_FEATURE_LAYERING), ..NewImage::default() };
+    pool().create("shared-plain", 8 << 20, &plain).unwrap();
+    let uri = uri.replace("/shared", "/shared-plain");
+    let failure = refused(&start_as(&uri, "a", "boot", "m"));
+    assert_eq!(failure.kind, ErrorKind::Unsupported, "{failure:?}");
+    assert!(failure.repair.unwrap().contains("lock=shared"));
+    stop(started(&start_as(&format!("{uri}&lock=shared"), "a", "boot", "m")));
+}
+
+#[test]
+fn a_worker_that_is_idle_notices_that_it_was_cut_off() {
+    let uri = fresh("idle");
+    let (worker, sockets) = serving(&start_as(&uri, "a", "boot", "m"));
+    let address = claim_of("idle")["address"].as_str().unwrap().to_owned();
+    pool().cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
+    let begun = Instant::now();
+    assert_eq!(worker.receive(), FromWorker::Fenced);
+    println!("an idle worker noticed after {:?}", begun.elapsed());
+    assert_ne!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
+}
+
+#[test]
+fn a_planned_hand_over_takes_the_claim_along() {
+    let uri = fresh("handed-over").parse().unwrap();
+    let claimant = |resumes| Claimant {
+        node: "a".to_owned(),
+        boot_id: "boot".to_owned(),
+        mapping_id: "m".to_owned(),
+        resumes,
+        ..Claimant::default()
+    };
+    let options = |resumes| OpenOptions { claimant: claimant(resumes), ..OpenOptions::default() };
+    let old = open(&uri, &options(false)).unwrap();
+    let new = inherit(&uri, &options(true), old.bequeath().unwrap()).unwrap();
+    let early = new.succeed(&Legacy::default()).unwrap_err();
+    assert_eq!(early.kind(), ErrorKind::InUse, "{}", early.report());
+    let legacy = old.let_go().unwrap();
+    assert_eq!(claim_of("handed-over")["released"], true);
+    new.succeed(&legacy).unwrap();
+    let claim = claim_of("handed-over");
+    assert_eq!((&claim["generation"], &claim["released"]), (&2.into(), &false.into()), "{claim}");
+    assert!(claim["cut"].as_array().unwrap().is_empty(), "nobody was cut off: {claim}");
+    drop(old);
+    assert_eq!(claim_of("handed-over"), claim, "its end touches nothing");
+    // Between the two somebody else comes and goes: neither goes on.
+    let third = inherit(&uri, &options(true), new.bequeath().unwrap()).unwrap();
+    let legacy = new.let_go().unwrap();
+    stop(started(&start_as(&uri.to_string(), "b", "boot-b", "x")));
+    assert_eq!(third.succeed(&legacy).unwrap_err().kind(), ErrorKind::Fenced);
+    assert_eq!(new.take_back().unwrap_err().kind(), ErrorKind::Fenced);
+    assert!(new.is_fenced() && third.is_fenced());
+}
+
+fn serving(start: &Start) -> (Worker, Vec<UnixStream>) {
+    let mut worker = started(start);
+    let sockets = worker.serve(1);
+    (worker, sockets)
+}
+
+/// A worker that serves a volume which is lost; it says so without any request.
+fn fenced(start: &Start) -> (Worker, Vec<UnixStream>) {
+    let mut worker = started(start);
+    assert_eq!(worker.receive(), FromWorker::Fenced);
+    let sockets = worker.serve(1);
+    (worker, sockets)
+}
+
+fn killed(mut worker: Worker) {
+    worker.child.kill().unwrap();
+    worker.child.wait().unwrap();
+}
+
+fn this_year() -> u32 {
+    let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+    now[..4].parse().unwrap()
+}
