@@ -13,7 +13,7 @@ use super::manage::Store;
 use super::mem::MemImage;
 use super::rbd::{self, RbdFence, RbdImage, RbdStore};
 use super::uri::{Spec, StoreSpec, StoreUri, VolumeUri};
-use super::{Image, Inheritance};
+use super::{HandoverFiles, Image};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How a volume is opened, beyond what its URI says.
@@ -23,7 +23,7 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Who makes the claim, where a volume has one that outlives processes.
     pub claimant: Claimant,
-    /// Snapshots of it are to be told ([`Image::watch_snapshots`](super::Image::watch_snapshots)).
+    /// Snapshots of it are to be told ([`SnapshotQuiesce`](super::SnapshotQuiesce)).
     pub snapshots: bool,
 }
 
@@ -115,24 +115,24 @@ pub fn rbd_library() -> Result<Option<String>> {
     rbd::library()
 }
 
-/// Opens a volume that another process still serves, with what that one's [`Image::bequeath`] gave.
-/// Nothing is written before [`Image::succeed`].
+/// Opens a volume that another process still serves, with what that one's [`Handover::prepare`](super::Handover::prepare) returned.
+/// Nothing is written before [`Handover::take_over`](super::Handover::take_over).
 ///
 /// # Errors
 /// As [`open`]; `InvalidArgument` for descriptors that are not the volume's.
 pub fn inherit(
     uri: &VolumeUri,
     options: &OpenOptions,
-    inheritance: Inheritance,
+    files: HandoverFiles,
 ) -> Result<Arc<dyn Image>> {
     Ok(match uri.spec() {
-        Spec::Mem(_) => Arc::new(MemImage::inherit(inheritance, options.read_only)?),
-        Spec::File(spec) => Arc::new(FileImage::inherit(spec, inheritance, options.read_only)?),
+        Spec::Mem(_) => Arc::new(MemImage::inherit(files, options.read_only)?),
+        Spec::File(spec) => Arc::new(FileImage::inherit(spec, files, options.read_only)?),
         // Its claim is released and acquired; there is nothing to be passed on.
         Spec::Rbd(spec) => Arc::new(RbdImage::inherit(spec, options)?),
         #[cfg(feature = "fault")]
         Spec::Fault(spec) => {
-            let inner = inherit(&spec.inner, options, inheritance)?;
+            let inner = inherit(&spec.inner, options, files)?;
             Arc::new(fault::FaultImage::wrap(inner, spec.plan.clone()))
         }
     })

@@ -2,7 +2,7 @@
 //! tests; not part of release packages.
 //!
 //! What happens to the n-th request of the volume follows from the plan's seed and n alone. The plan
-//! can be replaced while the volume is in use ([`Image::set_fault`]): that releases every request
+//! can be replaced while the volume is in use ([`SetFault`]): that releases every request
 //! that hangs. What is held back lives in the thread's own queue, so that a shutdown frees it
 //! without waiting. Once an injected error was `fenced`, the volume stays fenced, as the contract
 //! demands of every backend.
@@ -13,10 +13,12 @@ mod timer;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use super::{Image, ImageQueue, Inheritance, Legacy, Waker};
-use cleat_core::error::Result;
-use cleat_core::volume::{BlockSizes, Extent, Features};
+use super::{Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
+use super::{Image, ImageQueue, SnapshotQuiesce, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
 pub use plan::{PREFIX, Plan};
 use queue::FaultQueue;
@@ -99,67 +101,85 @@ impl Image for FaultImage {
         self.inner.watch_size(waker);
     }
 
-    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
-        self.inner.watch_snapshots(waker, in_charge)
+    fn size_check_interval(&self) -> Option<Duration> {
+        self.inner.size_check_interval()
     }
 
-    fn waiting_snapshot(&self) -> Option<u64> {
-        self.inner.waiting_snapshot()
-    }
-
-    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
-        self.inner.answer_snapshot(number, result)
-    }
-
-    fn resize(&self, size: u64) -> Result<()> {
-        self.inner.resize(size)
-    }
-
-    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
-        self.inner.extents(offset, length, limit)
-    }
-
-    fn bequeath(&self) -> Result<Inheritance> {
-        self.inner.bequeath()
-    }
-
-    fn let_go(&self) -> Result<Legacy> {
-        let legacy = self.inner.let_go()?;
-        let fenced = legacy.fenced || self.shared.fenced.load(Ordering::Acquire);
-        Ok(Legacy { fenced, faults: Some(lock(&self.shared.plan).to_string()), ..legacy })
-    }
-
-    fn take_back(&self) -> Result<()> {
-        self.inner.take_back()
-    }
-
-    fn succeed(&self, legacy: &Legacy) -> Result<()> {
-        self.inner.succeed(legacy)?;
-        self.shared.fenced.fetch_or(legacy.fenced, Ordering::AcqRel);
-        legacy.faults.as_ref().map_or(Ok(()), |plan| self.set_fault(plan))
-    }
-
-    fn waits_for_room(&self) -> bool {
-        self.inner.waits_for_room()
+    fn retries_no_space(&self) -> bool {
+        self.inner.retries_no_space()
     }
 
     fn is_fenced(&self) -> bool {
         self.inner.is_fenced()
     }
 
-    fn trouble(&self) -> Option<String> {
+    fn failure_reason(&self) -> Option<String> {
         let plan = Arc::clone(&lock(&self.shared.plan));
-        plan.is_outage().then(|| format!("injected: {plan}")).or_else(|| self.inner.trouble())
-    }
-
-    fn shrink(&self, size: u64) -> Result<()> {
-        self.inner.shrink(size)
+        let injected = plan.is_outage().then(|| format!("injected: {plan}"));
+        injected.or_else(|| self.inner.failure_reason())
     }
 
     fn close(&self) {
         self.inner.close();
     }
 
+    fn resize(&self) -> Option<&dyn Resize> {
+        self.inner.resize()
+    }
+
+    fn shrink(&self) -> Option<&dyn Shrink> {
+        self.inner.shrink()
+    }
+
+    fn extents(&self) -> Option<&dyn Extents> {
+        self.inner.extents()
+    }
+
+    fn handover(&self) -> Option<&dyn Handover> {
+        self.inner.handover().map(|_| self as &dyn Handover)
+    }
+
+    fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
+        self.inner.snapshot_quiesce()
+    }
+
+    fn set_fault(&self) -> Option<&dyn SetFault> {
+        Some(self)
+    }
+}
+
+impl FaultImage {
+    /// The wrapped volume's handover.
+    fn inner_handover(&self) -> Result<&dyn Handover> {
+        self.inner.handover().ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "the wrapped volume cannot be handed over")
+        })
+    }
+}
+
+impl Handover for FaultImage {
+    fn prepare(&self) -> Result<HandoverFiles> {
+        self.inner_handover()?.prepare()
+    }
+
+    fn release(&self) -> Result<HandoverState> {
+        let state = self.inner_handover()?.release()?;
+        let fenced = state.fenced || self.shared.fenced.load(Ordering::Acquire);
+        Ok(HandoverState { fenced, faults: Some(lock(&self.shared.plan).to_string()), ..state })
+    }
+
+    fn resume(&self) -> Result<()> {
+        self.inner_handover()?.resume()
+    }
+
+    fn take_over(&self, state: &HandoverState) -> Result<()> {
+        self.inner_handover()?.take_over(state)?;
+        self.shared.fenced.fetch_or(state.fenced, Ordering::AcqRel);
+        state.faults.as_ref().map_or(Ok(()), |plan| SetFault::set_fault(self, plan))
+    }
+}
+
+impl SetFault for FaultImage {
     fn set_fault(&self, plan: &str) -> Result<()> {
         let plan: Plan = plan.parse()?;
         tracing::info!(%plan, "the injected faults were replaced");

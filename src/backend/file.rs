@@ -26,12 +26,15 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
 use super::extents::{self, Layout};
 use super::uri::{FileSpec, Size, invalid};
-use super::{Image, ImageQueue, Inheritance, Legacy, Waker};
+use super::{
+    Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue, Resize, Shrink, Waker,
+};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::block;
@@ -42,6 +45,9 @@ use queue::{Abilities, FileQueue};
 
 /// The longest payload of one request: what NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
+
+/// How often the size is read again: the kernel sends no notification when a file or device grows.
+const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// An open file or block device.
 pub(super) struct FileImage {
@@ -90,13 +96,9 @@ impl FileImage {
     }
 
     /// The open description of a process that serves `spec`: its lock, or O_EXCL, is in both hands.
-    pub(super) fn inherit(
-        spec: &FileSpec,
-        inheritance: Inheritance,
-        read_only: bool,
-    ) -> Result<Self> {
+    pub(super) fn inherit(spec: &FileSpec, files: HandoverFiles, read_only: bool) -> Result<Self> {
         let path = spec.path.display();
-        let [file]: [OwnedFd; 1] = inheritance.descriptors.try_into().map_err(|got: Vec<_>| {
+        let [file]: [OwnedFd; 1] = files.descriptors.try_into().map_err(|got: Vec<_>| {
             invalid(format!("{path} was handed over with {} descriptors, not one", got.len()))
         })?;
         let failed = |e: nix::Error| Error::from_io(format!("cannot look at {path}"), e.into());
@@ -183,7 +185,29 @@ impl Image for FileImage {
         Ok(size)
     }
 
-    fn resize(&self, size: u64) -> Result<()> {
+    fn size_check_interval(&self) -> Option<Duration> {
+        Some(SIZE_CHECK_INTERVAL)
+    }
+
+    fn resize(&self) -> Option<&dyn Resize> {
+        Some(self)
+    }
+
+    fn shrink(&self) -> Option<&dyn Shrink> {
+        Some(self)
+    }
+
+    fn extents(&self) -> Option<&dyn Extents> {
+        Some(self)
+    }
+
+    fn handover(&self) -> Option<&dyn Handover> {
+        Some(self)
+    }
+}
+
+impl Resize for FileImage {
+    fn grow(&self, size: u64) -> Result<()> {
         self.check_resizable(size)?;
         let now = self.refresh_size()?;
         if size < now {
@@ -192,16 +216,20 @@ impl Image for FileImage {
         }
         self.set_length(size)
     }
+}
 
-    fn shrink(&self, size: u64) -> Result<()> {
+impl Shrink for FileImage {
+    fn shrink_to(&self, size: u64) -> Result<()> {
         self.check_resizable(size)?;
         if size == 0 {
             return Err(invalid(format!("{} cannot be made empty", self.path)));
         }
         self.set_length(size)
     }
+}
 
-    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+impl Extents for FileImage {
+    fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
         let range = offset..offset + length;
         let mut layout = Layout::new(range.clone(), self.blocks.minimum, limit);
         // Block devices do not tell, nor do some file systems.
@@ -213,19 +241,26 @@ impl Image for FileImage {
             Err(e) => Err(Error::from_io(format!("cannot ask {} for its holes", self.path), e)),
         }
     }
+}
 
-    fn bequeath(&self) -> Result<Inheritance> {
+impl Handover for FileImage {
+    fn prepare(&self) -> Result<HandoverFiles> {
         let file = self.file.as_fd().try_clone_to_owned();
         let file = file.map_err(|e| Error::from_io(format!("cannot share {}", self.path), e))?;
-        Ok(Inheritance { descriptors: vec![file] })
+        Ok(HandoverFiles { descriptors: vec![file] })
     }
 
-    fn let_go(&self) -> Result<Legacy> {
-        Ok(Legacy { sync_failed: self.abilities.sync_failed(), ..Legacy::default() })
+    fn release(&self) -> Result<HandoverState> {
+        let sync_failed = self.abilities.sync_failed();
+        Ok(HandoverState { sync_failed, ..HandoverState::default() })
     }
 
-    fn succeed(&self, legacy: &Legacy) -> Result<()> {
-        if legacy.sync_failed {
+    fn resume(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn take_over(&self, state: &HandoverState) -> Result<()> {
+        if state.sync_failed {
             self.abilities.set_sync_failed();
         }
         // It may have grown since this one opened it.

@@ -22,6 +22,7 @@
 //! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
 //! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
 
+mod capability;
 pub mod claimant;
 mod extents;
 mod factory;
@@ -29,23 +30,27 @@ mod factory;
 pub mod fault;
 pub mod fence;
 mod file;
+mod handover;
 pub mod manage;
 mod mem;
 mod rbd;
-mod succession;
 pub mod uri;
 
+#[cfg(feature = "fault")]
+pub use capability::SetFault;
+pub use capability::{Extents, Resize, Shrink, SnapshotQuiesce};
 pub use factory::{
     Confinement, MAX_UNLOCKING, OpenOptions, confinement, fence as fence_of, inherit, open,
     prepare, rbd_library, store, store_for, unlocking,
 };
-pub use succession::{Inheritance, Legacy};
+pub use handover::{Handover, HandoverFiles, HandoverState};
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use cleat_core::error::Result;
 use cleat_core::request::{IoError, Request};
-use cleat_core::volume::{BlockSizes, Extent, Features};
+use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 
@@ -70,161 +75,99 @@ pub enum Started {
     Pending,
 }
 
-/// The control half: one a volume, shared by its threads. Calls may block; none is made on a
-/// connection thread except [`Image::queue`], once, before the first request.
+/// The control half: one per volume, shared by its threads. Calls may block; a connection thread calls
+/// only [`Image::queue`], once, before the first request.
+///
+/// These are the operations that every backend has. Everything else is a capability, which a backend
+/// returns or does not have.
 pub trait Image: Send + Sync {
-    /// The size in bytes, as last known; a multiple of `block_sizes().minimum`. Never blocks.
+    /// Returns the last known size in bytes, a multiple of `block_sizes().minimum`. Never blocks.
     fn size(&self) -> u64;
 
-    /// The sizes of access. Fixed while the volume is open.
+    /// Returns the sizes of access. They are fixed while the volume is open.
     fn block_sizes(&self) -> BlockSizes;
 
-    /// What the volume can do. Fixed while the volume is open.
+    /// Returns what the volume can do. It is fixed while the volume is open.
     fn features(&self) -> Features;
 
-    /// Makes the data half for the calling thread, whose ring and waker it may keep using. Must not
-    /// wait for the backend, nor for a lock that anything which does so holds: whoever adds a connection
-    /// waits for this, and others for him.
+    /// Makes the data half for the calling thread, which may keep using the thread's ring and waker.
+    /// Must not wait for the backend, nor for a lock that is held during a call to the backend: a new
+    /// connection waits for this call, and other connections wait for the new one.
     ///
     /// # Errors
-    /// When the ring cannot take the backend's files, or a bound is reached.
+    /// When the ring cannot register the backend's files, or a limit is reached.
     fn queue(&self, ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>>;
 
-    /// Asks the backend for its size again and returns it.
+    /// Asks the backend for the size, stores it and returns it. Blocks until the backend has answered.
     ///
     /// # Errors
-    /// When the backend cannot be asked.
+    /// The backend's error.
     fn refresh_size(&self) -> Result<u64>;
 
-    /// Has `waker` woken when [`Image::size`] has changed by itself, by a backend that is told of such
-    /// changes.
+    /// Wakes `waker` whenever [`Image::size`] has changed without a call from here. A backend that is not
+    /// notified of such changes does nothing; [`Image::size_check_interval`] covers it.
     fn watch_size(&self, waker: Waker) {
         let _ = waker;
     }
 
-    /// Has `waker` woken when somebody is about to make a snapshot of the volume at its backend, which
-    /// waits for [`Image::answer_snapshot`], and when that is over. Not `in_charge`, as a successor is
-    /// until it has succeeded, it keeps none of them waiting. For a volume that was opened with
-    /// [`OpenOptions::snapshots`]; one in a backend that knows no snapshots opens all the same.
-    ///
-    /// # Errors
-    /// `Unsupported` where the backend tells nothing of that.
-    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
-        let _ = (waker, in_charge);
-        let message = "this volume's backend tells nothing of snapshots";
-        Err(cleat_core::error::Error::new(cleat_core::error::ErrorKind::Unsupported, message)
-            .with_repair("map it without --quiesce: only images of RBD can"))
-    }
-
-    /// The snapshot that waits, or is being made; each has a number of its own. Never blocks.
-    fn waiting_snapshot(&self) -> Option<u64> {
+    /// Returns how often the owner should call [`Image::refresh_size`] to notice a change of the size;
+    /// `None` where that is never necessary.
+    fn size_check_interval(&self) -> Option<Duration> {
         None
     }
 
-    /// Lets a snapshot be made, the volume being quiet, or refuses it with an errno. Says whether that
-    /// one waited. Does not wait for the backend.
-    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
-        let _ = (number, result);
+    /// Returns whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry`
+    /// may be. The request then waits for free space if the mapping's outage policy says so.
+    fn retries_no_space(&self) -> bool {
         false
     }
 
-    /// Changes the size at the backend. Never makes it smaller: that is [`Image::shrink`].
-    ///
-    /// # Errors
-    /// `Unsupported` where the backend cannot; what the backend gives otherwise.
-    fn resize(&self, size: u64) -> Result<()>;
-
-    /// What lies in `length` bytes from `offset`, an aligned range inside the volume: parts of it from
-    /// its beginning, at least one and at most `limit` of them. A part that is called a hole was one
-    /// at some moment of the call.
-    ///
-    /// # Errors
-    /// When the backend cannot be asked.
-    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
-        let _ = (offset, limit);
-        Ok(vec![Extent { length, hole: false }])
-    }
-
-    /// How a successor in another process gets at the volume while this one still serves it. See
-    /// `succession` for the order of these four calls.
-    ///
-    /// # Errors
-    /// `Unsupported`, with the reason, where it cannot.
-    fn bequeath(&self) -> Result<Inheritance> {
-        Err(succession::impossible())
-    }
-
-    /// Gives up what only one can have, once nothing runs any more, and says what the successor has
-    /// to know. Nothing is written until [`Image::take_back`].
-    ///
-    /// # Errors
-    /// What the backend gives; then nothing has changed.
-    fn let_go(&self) -> Result<Legacy> {
-        Err(succession::impossible())
-    }
-
-    /// Undoes [`Image::let_go`]: there is no successor after all.
-    ///
-    /// # Errors
-    /// What the backend gives; `Fenced` when somebody else has the volume.
-    fn take_back(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// In the successor, after its predecessor has let go and before its first request.
-    ///
-    /// # Errors
-    /// What the backend gives; then the predecessor can take back.
-    fn succeed(&self, legacy: &Legacy) -> Result<()> {
-        let _ = legacy;
-        Err(succession::impossible())
-    }
-
-    /// Whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry` may:
-    /// then it waits for room if the mapping's owner wants that.
-    fn waits_for_room(&self) -> bool {
-        false
-    }
-
-    /// Whether somebody else has the volume, as far as it is known without asking: then every request
-    /// ends with `Fenced`, for good.
+    /// Returns whether another client owns the volume, as far as it is known without asking the backend:
+    /// every request then ends with `Fenced` until the volume is opened anew.
     fn is_fenced(&self) -> bool {
         false
     }
 
-    /// Why the backend cannot be reached, for people, where that is known; asked for while requests
+    /// Returns why the backend cannot be reached, for people, where that is known. Called while requests
     /// wait to be repeated. Must not wait for the backend.
-    fn trouble(&self) -> Option<String> {
+    fn failure_reason(&self) -> Option<String> {
         None
     }
 
-    /// Cuts the end off at the backend; only ever called when somebody has asked for just that, and
-    /// no request can reach what goes.
-    ///
-    /// # Errors
-    /// `Unsupported` where the backend cannot; what the backend gives otherwise.
-    fn shrink(&self, size: u64) -> Result<()> {
-        let _ = size;
-        let message = "this volume cannot be made smaller";
-        Err(cleat_core::error::Error::new(cleat_core::error::ErrorKind::Unsupported, message))
-    }
-
-    /// Lets go of the volume, within seconds: called once at the end, after the queues are gone, by
-    /// whoever serves it. Threads that look at the volume may have it longer, so that its drop comes
-    /// too late, or never. Later calls fail.
+    /// Closes the volume within seconds: releases the claim and every resource at the backend. The owner
+    /// calls it once, after the queues are dropped; other threads may hold the `Arc` for longer, so that
+    /// `Drop` would come too late or never. Later calls fail.
     fn close(&self) {}
 
-    /// Replaces the faults that are injected; only the `fault:` backend can.
-    ///
-    /// # Errors
-    /// `Unsupported` everywhere else; `InvalidArgument` where the text is not a fault plan.
-    fn set_fault(&self, plan: &str) -> Result<()> {
-        let _ = plan;
-        Err(cleat_core::error::Error::new(
-            cleat_core::error::ErrorKind::Unsupported,
-            "this volume injects no faults",
-        )
-        .with_repair("map it as fault:<uri>, with a binary built with the feature `fault`"))
+    /// Returns the capability to make the volume larger.
+    fn resize(&self) -> Option<&dyn Resize> {
+        None
+    }
+
+    /// Returns the capability to make the volume smaller.
+    fn shrink(&self) -> Option<&dyn Shrink> {
+        None
+    }
+
+    /// Returns the capability to report holes. Without it, all of the volume counts as data.
+    fn extents(&self) -> Option<&dyn Extents> {
+        None
+    }
+
+    /// Returns the capability to pass the open volume to another process.
+    fn handover(&self) -> Option<&dyn Handover> {
+        None
+    }
+
+    /// Returns the capability to announce snapshots before they are taken.
+    fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
+        None
+    }
+
+    /// Returns the capability to replace the injected faults.
+    #[cfg(feature = "fault")]
+    fn set_fault(&self) -> Option<&dyn SetFault> {
+        None
     }
 }
 

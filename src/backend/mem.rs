@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::extents::{self, Layout};
 use super::uri::{MemSpec, Size, invalid};
-use super::{Image, ImageQueue, Outcome, RequestId, Started, Waker, index};
-use super::{Inheritance, Legacy};
+use super::{Extents, Handover, HandoverFiles, HandoverState, Image, Resize};
+use super::{ImageQueue, Outcome, RequestId, Started, Waker, index};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -50,9 +50,9 @@ impl MemImage {
     }
 
     /// The volume of another process, whose memory files these are.
-    pub(super) fn inherit(inheritance: Inheritance, read_only: bool) -> Result<Self> {
+    pub(super) fn inherit(files: HandoverFiles, read_only: bool) -> Result<Self> {
         let memory = Memory::empty();
-        for file in inheritance.descriptors {
+        for file in files.descriptors {
             let foreign = |e| invalid("a descriptor is not memory of a volume").with_source(e);
             memory.add(&mut memory.lock(), SharedMemory::whole(file).map_err(foreign)?)?;
         }
@@ -96,14 +96,30 @@ impl Image for MemImage {
         Ok(self.size())
     }
 
-    fn resize(&self, size: u64) -> Result<()> {
+    fn resize(&self) -> Option<&dyn Resize> {
+        Some(self)
+    }
+
+    fn extents(&self) -> Option<&dyn Extents> {
+        Some(self)
+    }
+
+    fn handover(&self) -> Option<&dyn Handover> {
+        Some(self)
+    }
+}
+
+impl Resize for MemImage {
+    fn grow(&self, size: u64) -> Result<()> {
         if self.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
         }
         self.memory.grow(size)
     }
+}
 
-    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+impl Extents for MemImage {
+    fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
         let mut layout = Layout::new(offset..offset + length, 1, limit);
         let mut known = offset;
         for segment in self.memory.segments.iter().map_while(OnceLock::get) {
@@ -117,21 +133,27 @@ impl Image for MemImage {
         }
         Ok(layout.finish(known))
     }
+}
 
-    fn bequeath(&self) -> Result<Inheritance> {
+impl Handover for MemImage {
+    fn prepare(&self) -> Result<HandoverFiles> {
         let segments = self.memory.segments.iter().map_while(OnceLock::get);
         let files = segments.map(|segment| segment.memory.file().try_clone_to_owned());
         let descriptors = files
             .collect::<std::io::Result<_>>()
             .map_err(|e| Error::from_io("cannot share the volume's memory", e))?;
-        Ok(Inheritance { descriptors })
+        Ok(HandoverFiles { descriptors })
     }
 
-    fn let_go(&self) -> Result<Legacy> {
-        Ok(Legacy::default())
+    fn release(&self) -> Result<HandoverState> {
+        Ok(HandoverState::default())
     }
 
-    fn succeed(&self, _legacy: &Legacy) -> Result<()> {
+    fn resume(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn take_over(&self, _state: &HandoverState) -> Result<()> {
         Ok(())
     }
 }

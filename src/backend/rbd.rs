@@ -43,7 +43,8 @@ use std::time::{Duration, Instant};
 
 use super::claimant::Claimant;
 use super::uri::{Encryption, RbdSpec, Size, invalid};
-use super::{Image, ImageQueue, Inheritance, Legacy, OpenOptions, Waker};
+use super::{Extents, Handover, HandoverFiles, HandoverState, Resize, Shrink, SnapshotQuiesce};
+use super::{Image, ImageQueue, OpenOptions, Waker};
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -67,6 +68,9 @@ const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long opening may take in all, less than a supervisor waits for it. OSDs that do not answer have
 /// no limit of their own.
 const OPEN_PATIENCE: Duration = Duration::from_secs(15);
+
+/// How often the claim and the size are checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// How long closing may take before it is left to itself.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
@@ -446,95 +450,42 @@ impl Image for RbdImage {
         let _ = self.shared.watcher.set(waker);
     }
 
-    fn watch_snapshots(&self, waker: Waker, in_charge: bool) -> Result<()> {
-        if self.shared.read_only {
-            let message = format!("{} is read-only: nothing of it has to be quiet", self.name);
-            return Err(invalid(message).with_repair("map it without --quiesce"));
-        }
-        self.with_snapshots(|snapshots| snapshots.attend(waker, in_charge)).ok_or_else(|| {
-            let message = format!("{} was opened to be told nothing of snapshots", self.name);
-            Error::new(ErrorKind::Internal, message)
-        })
-    }
-
-    fn waiting_snapshot(&self) -> Option<u64> {
-        self.with_snapshots(Snapshots::waiting).flatten()
-    }
-
-    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
-        self.with_snapshots(|snapshots| snapshots.answer(number, result)).unwrap_or(false)
-    }
-
-    fn resize(&self, size: u64) -> Result<()> {
-        self.change_size(size, false)
-    }
-
-    fn shrink(&self, size: u64) -> Result<()> {
-        self.change_size(size, true)
-    }
-
-    fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
-        if self.shared.luks_header.is_some() {
-            // What the library would tell are the places of the ciphertext.
-            return Ok(vec![Extent { length, hole: false }]);
-        }
-        let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
-        extents.map_err(|error| self.failed(error))
+    fn size_check_interval(&self) -> Option<Duration> {
+        Some(CHECK_INTERVAL)
     }
 
     /// What ends is over, by the OSDs' own word. A cache has answered already.
-    fn waits_for_room(&self) -> bool {
+    fn retries_no_space(&self) -> bool {
         self.shared.durable_writes
     }
 
-    fn trouble(&self) -> Option<String> {
-        self.shared.room.trouble(&self.name)
-    }
-
-    fn bequeath(&self) -> Result<Inheritance> {
-        Ok(Inheritance { descriptors: Vec::new() })
-    }
-
-    fn let_go(&self) -> Result<Legacy> {
-        let fenced = self.is_fenced();
-        let image = self.image()?;
-        self.with_snapshots(Snapshots::refuse);
-        if let Some(claim) = self.take_claim().filter(|_| !fenced) {
-            let released = claim::release(&image, &claim, &self.name)
-                .inspect_err(|error| self.note(error))
-                .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
-            if let Err(error) = released {
-                // The lock is ours still, and so the right to write.
-                self.take_back()?;
-                return Err(error);
-            }
-        }
-        Ok(Legacy { fenced, ..Legacy::default() })
-    }
-
-    fn take_back(&self) -> Result<()> {
-        self.with_snapshots(Snapshots::take_charge);
-        let taken = self.claim(Occasion::HandOver);
-        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
-            // Somebody else was faster. librbd would wait for the lock, and go on.
-            self.shared.fenced.store(true, Ordering::Release);
-        }
-        taken
+    fn failure_reason(&self) -> Option<String> {
+        self.shared.room.failure_reason(&self.name)
     }
 
     fn is_fenced(&self) -> bool {
         self.shared.fenced.load(Ordering::Acquire)
     }
 
-    fn succeed(&self, legacy: &Legacy) -> Result<()> {
-        if legacy.fenced {
-            self.shared.fenced.store(true, Ordering::Release);
-            return Ok(());
-        }
-        self.claim(Occasion::HandOver)?;
-        self.with_snapshots(Snapshots::take_charge);
-        // It may have grown since this one opened it.
-        self.read_size().map(drop)
+    fn resize(&self) -> Option<&dyn Resize> {
+        Some(self)
+    }
+
+    fn shrink(&self) -> Option<&dyn Shrink> {
+        Some(self)
+    }
+
+    /// For the content of an encrypted image the library would report where the ciphertext lies.
+    fn extents(&self) -> Option<&dyn Extents> {
+        self.shared.luks_header.is_none().then_some(self as &dyn Extents)
+    }
+
+    fn handover(&self) -> Option<&dyn Handover> {
+        Some(self)
+    }
+
+    fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
+        Some(self)
     }
 
     /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:
@@ -563,6 +514,90 @@ impl Image for RbdImage {
             Ok(Err(error)) => tracing::warn!(image = %self.name, %error, "the close failed"),
             Err(_) => tracing::warn!(image = %self.name, "the cluster does not let it be closed"),
         }
+    }
+}
+
+impl Resize for RbdImage {
+    fn grow(&self, size: u64) -> Result<()> {
+        self.change_size(size, false)
+    }
+}
+
+impl Shrink for RbdImage {
+    fn shrink_to(&self, size: u64) -> Result<()> {
+        self.change_size(size, true)
+    }
+}
+
+impl Extents for RbdImage {
+    fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
+        extents.map_err(|error| self.failed(error))
+    }
+}
+
+impl SnapshotQuiesce for RbdImage {
+    fn watch(&self, waker: Waker, active: bool) -> Result<()> {
+        if self.shared.read_only {
+            let message = format!("{} is read-only: there is nothing to quiesce", self.name);
+            return Err(invalid(message).with_repair("map it without --quiesce"));
+        }
+        self.with_snapshots(|snapshots| snapshots.attend(waker, active)).ok_or_else(|| {
+            let message = format!("{} was opened without notification of snapshots", self.name);
+            Error::new(ErrorKind::Internal, message)
+        })
+    }
+
+    fn pending(&self) -> Option<u64> {
+        self.with_snapshots(Snapshots::waiting).flatten()
+    }
+
+    fn answer(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.with_snapshots(|snapshots| snapshots.answer(number, result)).unwrap_or(false)
+    }
+}
+
+impl Handover for RbdImage {
+    fn prepare(&self) -> Result<HandoverFiles> {
+        Ok(HandoverFiles { descriptors: Vec::new() })
+    }
+
+    fn release(&self) -> Result<HandoverState> {
+        let fenced = self.is_fenced();
+        let image = self.image()?;
+        self.with_snapshots(Snapshots::refuse);
+        if let Some(claim) = self.take_claim().filter(|_| !fenced) {
+            let released = claim::release(&image, &claim, &self.name)
+                .inspect_err(|error| self.note(error))
+                .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
+            if let Err(error) = released {
+                // The lock is ours still, and so the right to write.
+                self.resume()?;
+                return Err(error);
+            }
+        }
+        Ok(HandoverState { fenced, ..HandoverState::default() })
+    }
+
+    fn resume(&self) -> Result<()> {
+        self.with_snapshots(Snapshots::take_charge);
+        let taken = self.claim(Occasion::HandOver);
+        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
+            // Somebody else was faster. librbd would wait for the lock, and go on.
+            self.shared.fenced.store(true, Ordering::Release);
+        }
+        taken
+    }
+
+    fn take_over(&self, state: &HandoverState) -> Result<()> {
+        if state.fenced {
+            self.shared.fenced.store(true, Ordering::Release);
+            return Ok(());
+        }
+        self.claim(Occasion::HandOver)?;
+        self.with_snapshots(Snapshots::take_charge);
+        // It may have grown since this one opened it.
+        self.read_size().map(drop)
     }
 }
 

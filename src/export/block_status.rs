@@ -87,11 +87,24 @@ struct Question {
 fn survey(image: &dyn Image, questions: &Receiver<Question>) {
     for question in questions {
         let Question { offset, length, limit, .. } = question;
-        let extents = image.extents(offset, length, limit).map_err(|error| {
+        let extents = extents_of(image, offset, length, limit).map_err(|error| {
             tell("a client's question for block status failed", &error.report());
             if error.kind() == ErrorKind::Fenced { IoError::Fenced } else { IoError::Broken }
         });
         question.answer(extents);
+    }
+}
+
+/// The extents of a range; one of data where the backend does not report holes.
+fn extents_of(
+    image: &dyn Image,
+    offset: u64,
+    length: u64,
+    limit: usize,
+) -> cleat_core::error::Result<Vec<Extent>> {
+    match image.extents() {
+        Some(extents) => extents.list(offset, length, limit),
+        None => Ok(vec![Extent { length, hole: false }]),
     }
 }
 

@@ -1,5 +1,5 @@
 //! What becomes of requests that the backend cannot serve just now ([`IoError::Retry`], and `NoSpace`
-//! where [`Image::waits_for_room`](cleat_backend::Image::waits_for_room) says so): they are not
+//! where [`Image::retries_no_space`](cleat_backend::Image::retries_no_space) says so): they are not
 //! answered but kept, with their buffers, and started again until they end otherwise or the owner's
 //! patience does ([`cleat_core::policy::OnOutage`]).
 //!
@@ -117,7 +117,7 @@ impl Connection {
     pub(super) fn settle(&mut self, id: RequestId, outcome: Outcome) -> Option<Outcome> {
         let trouble = match outcome.result {
             Err(error @ IoError::Retry) => Some(error),
-            Err(error @ IoError::NoSpace) if self.image.waits_for_room() => Some(error),
+            Err(error @ IoError::NoSpace) if self.image.retries_no_space() => Some(error),
             _ => None,
         };
         if trouble.is_none() && self.retries.since_ns.is_none() {

@@ -127,7 +127,7 @@ impl Outages {
         let lasts = self.page.snapshot().outage_since_ns != 0;
         match (std::mem::replace(&mut self.told, lasts), lasts) {
             (false, true) => tracing::warn!(
-                reason = self.image.trouble().as_deref().unwrap_or("unknown"),
+                reason = self.image.failure_reason().as_deref().unwrap_or("unknown"),
                 "the backend does not answer"
             ),
             (true, false) => tracing::warn!("the backend answers again"),

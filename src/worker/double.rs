@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cleat_backend::{Image, ImageQueue, Waker};
+use cleat_backend::{Image, ImageQueue, Resize, SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
@@ -13,10 +13,19 @@ pub(super) struct Double {
     size: AtomicU64,
     /// The size is asked for under this lock.
     pub(super) turn: Mutex<()>,
+    /// Whether it has the capability to announce snapshots.
+    announces_snapshots: bool,
     /// The snapshot that waits.
     pub(super) waiting: Mutex<Option<u64>>,
     /// What snapshots were answered.
     pub(super) answers: Mutex<Vec<(u64, Result<(), i32>)>>,
+}
+
+impl Double {
+    /// A volume whose backend announces snapshots.
+    pub(super) fn with_snapshots() -> Self {
+        Self { announces_snapshots: true, ..Self::default() }
+    }
 }
 
 impl Image for Double {
@@ -41,16 +50,32 @@ impl Image for Double {
         Ok(self.size())
     }
 
-    fn resize(&self, size: u64) -> Result<()> {
+    fn resize(&self) -> Option<&dyn Resize> {
+        Some(self)
+    }
+
+    fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
+        self.announces_snapshots.then_some(self as &dyn SnapshotQuiesce)
+    }
+}
+
+impl Resize for Double {
+    fn grow(&self, size: u64) -> Result<()> {
         self.size.store(size, Ordering::SeqCst);
         Ok(())
     }
+}
 
-    fn waiting_snapshot(&self) -> Option<u64> {
+impl SnapshotQuiesce for Double {
+    fn watch(&self, _: Waker, _: bool) -> Result<()> {
+        Ok(())
+    }
+
+    fn pending(&self) -> Option<u64> {
         *self.waiting.lock().unwrap()
     }
 
-    fn answer_snapshot(&self, number: u64, result: Result<(), i32>) -> bool {
+    fn answer(&self, number: u64, result: Result<(), i32>) -> bool {
         let mut waiting = self.waiting.lock().unwrap();
         let waits = *waiting == Some(number);
         if waits && result.is_err() {

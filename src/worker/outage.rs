@@ -29,7 +29,8 @@ impl Watch {
         let now = match since_ns {
             0 => None,
             _ => {
-                let reason = image.trouble().map(|text| text.chars().take(MAX_REASON).collect());
+                let reason =
+                    image.failure_reason().map(|text| text.chars().take(MAX_REASON).collect());
                 // Computed once an outage: the clocks may be set meanwhile.
                 let since_unix_ms = match &self.told {
                     Some(told) if self.since_ns == since_ns => told.since_unix_ms,

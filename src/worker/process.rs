@@ -30,7 +30,7 @@ use super::version::{Spoken, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
 use cleat_backend::{
-    Confinement, Image, Inheritance, OpenOptions, confinement, inherit, open, prepare,
+    Confinement, HandoverFiles, Image, OpenOptions, confinement, inherit, open, prepare,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
@@ -126,7 +126,7 @@ fn options(start: &Start) -> OpenOptions {
 fn open_confined(
     uri: &VolumeUri,
     options: &OpenOptions,
-    inheritance: Option<Inheritance>,
+    inheritance: Option<HandoverFiles>,
 ) -> Result<(Arc<dyn Image>, Report)> {
     let when = confinement(uri);
     let needs = Needs::from(&when);
@@ -152,7 +152,7 @@ struct First {
     listener: UnixListener,
     page: Page,
     /// Of a successor.
-    inheritance: Option<Inheritance>,
+    inheritance: Option<HandoverFiles>,
 }
 
 fn first_message(channel: &Channel) -> Result<First> {
@@ -181,7 +181,7 @@ fn first_message(channel: &Channel) -> Result<First> {
     let (Some(listener), Some(page)) = (descriptors.next(), descriptors.next()) else {
         return Err(invalid("start needs 2 descriptors: control socket and page"));
     };
-    let inheritance = Inheritance { descriptors: descriptors.collect() };
+    let inheritance = HandoverFiles { descriptors: descriptors.collect() };
     if !start.successor && !inheritance.descriptors.is_empty() {
         return Err(invalid("start came with descriptors that only a successor has a use for"));
     }

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use cleat_backend::Legacy;
+use cleat_backend::HandoverState;
 use cleat_core::policy::Policy;
 
 /// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
@@ -81,7 +81,7 @@ pub enum ToWorker {
     TakeOver {
         unread: Vec<u32>,
         #[serde(default)]
-        legacy: Legacy,
+        legacy: HandoverState,
     },
     /// There is no successor after all: serve on. Answered by `Done`; or by the end of the channel,
     /// when the successor was faster.
@@ -169,7 +169,7 @@ pub enum FromWorker {
         /// How many bytes of each connection.
         unread: Vec<u32>,
         #[serde(default)]
-        legacy: Legacy,
+        legacy: HandoverState,
     },
     // --- forced unmap
     /// Every connection has answered all that it had; so many requests have not ended at the backend.

@@ -32,20 +32,33 @@ impl Quiet {
         in_charge: bool,
     ) -> Result<Self> {
         if wanted {
-            image.watch_snapshots(waker, in_charge)?;
+            let quiesce = image.snapshot_quiesce().ok_or_else(|| {
+                let message = "this volume's backend does not announce snapshots";
+                Error::new(ErrorKind::Unsupported, message)
+                    .with_repair("map it without --quiesce: only images of RBD can")
+            })?;
+            quiesce.watch(waker, in_charge)?;
         }
         Ok(Self { image, told: None, answered: false, until: Instant::now() })
     }
 
     /// Whether a snapshot waits, or is being made.
     pub(super) fn is_wanted(&self) -> bool {
-        self.image.waiting_snapshot().is_some()
+        self.waiting().is_some()
+    }
+
+    fn waiting(&self) -> Option<u64> {
+        self.image.snapshot_quiesce()?.pending()
+    }
+
+    fn give(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.image.snapshot_quiesce().is_some_and(|quiesce| quiesce.answer(number, result))
     }
 
     /// What there is to tell, if it is not what was told last. Without a supervisor nobody will make the
     /// volume quiet.
     pub(super) fn look(&mut self, supervised: bool) -> Option<FromWorker> {
-        let waiting = self.image.waiting_snapshot();
+        let waiting = self.waiting();
         if self.told != waiting {
             (self.told, self.answered) = (waiting, false);
             self.until = Instant::now() + PATIENCE;
@@ -55,7 +68,7 @@ impl Quiet {
         let deserted = !supervised || Instant::now() >= self.until;
         if let Some(number) = waiting.filter(|_| deserted) {
             tracing::warn!("no supervisor makes the volume quiet: a snapshot of it is refused");
-            self.answered = self.image.answer_snapshot(number, Err(libc::EAGAIN));
+            self.answered = self.give(number, Err(libc::EAGAIN));
             return None;
         }
         Some(FromWorker::Snapshot { waiting })
@@ -73,7 +86,7 @@ impl Quiet {
         if self.told == Some(number) {
             self.answered = true;
         }
-        match self.image.answer_snapshot(number, result) {
+        match self.give(number, result) {
             true => Ok(()),
             false => Err(Error::new(ErrorKind::NotFound, "that snapshot does not wait any more")),
         }
@@ -86,7 +99,7 @@ mod tests {
     use crate::double::Double;
 
     fn quiet() -> (Arc<Double>, Quiet) {
-        let image = Arc::new(Double::default());
+        let image = Arc::new(Double::with_snapshots());
         let until = Instant::now();
         let quiet = Quiet { image: image.clone(), told: None, answered: false, until };
         (image, quiet)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
-use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::error::Result;
 use cleat_core::request::{IoError, Request};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_export::server::{ExportName, Limits, Server};
@@ -79,10 +79,6 @@ impl Image for Nothing {
 
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
-    }
-
-    fn resize(&self, _: u64) -> Result<()> {
-        Err(Error::new(ErrorKind::Unsupported, "there is no volume"))
     }
 }
 

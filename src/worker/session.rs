@@ -337,7 +337,9 @@ impl Session {
                 self.start.policy = policy;
                 Ok(FromWorker::Done)
             }
-            ToWorker::SetFault { plan } => self.image.set_fault(&plan).map(|()| FromWorker::Done),
+            ToWorker::SetFault { plan } => {
+                set_fault(&*self.image, &plan).map(|()| FromWorker::Done)
+            }
             ToWorker::FailIo { fail: true } => {
                 tracing::warn!("told to fail every request");
                 let at_backend = self.server.fail_all_io(FAIL_PATIENCE)?;
@@ -521,6 +523,17 @@ impl Session {
             }
         }
     }
+}
+
+/// Replaces the injected faults of a volume that can inject faults.
+fn set_fault(image: &dyn Image, plan: &str) -> Result<()> {
+    #[cfg(feature = "fault")]
+    if let Some(faults) = image.set_fault() {
+        return faults.set_fault(plan);
+    }
+    let _ = (image, plan);
+    Err(Error::new(ErrorKind::Unsupported, "this volume injects no faults")
+        .with_repair("map it as fault:<uri>, with a binary built with the feature `fault`"))
 }
 
 /// Makes events of the data path wake a poll. The thread ends with the server.

@@ -147,8 +147,14 @@ impl Asker {
     fn carry_out(&self, order: Order) -> Result<u64> {
         match order {
             Order::Refresh => {}
-            Order::Resize(size) => self.image.resize(size)?,
-            Order::Shrink(size) => self.image.shrink(size)?,
+            Order::Resize(size) => match self.image.resize() {
+                Some(resize) => resize.grow(size)?,
+                None => return Err(unsupported("this volume cannot be resized")),
+            },
+            Order::Shrink(size) => match self.image.shrink() {
+                Some(shrink) => shrink.shrink_to(size)?,
+                None => return Err(unsupported("this volume cannot be made smaller")),
+            },
         }
         self.image.refresh_size()
     }
@@ -172,8 +178,14 @@ impl Asker {
     }
 }
 
+fn unsupported(message: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, message)
+}
+
 #[cfg(test)]
 mod tests {
+    use cleat_backend::Resize;
+
     use super::*;
     use crate::double::Double;
 
@@ -199,7 +211,7 @@ mod tests {
         sizes.order(Order::Shrink(512)).unwrap();
         assert_eq!(answer(&mut sizes).unwrap_err().kind(), ErrorKind::Unsupported);
         // As a backend does that is told of changes.
-        image.resize(8192).unwrap();
+        image.grow(8192).unwrap();
         assert_eq!((sizes.change(), sizes.change()), (Some(8192), None));
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::protocol::{FromWorker, MAX_DESCRIPTORS};
 use super::session::{Answer, Next, Session};
-use cleat_backend::Legacy;
+use cleat_backend::{Handover, HandoverState};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_export::handover::Rest;
 use cleat_sys::shared::SharedMemory;
@@ -40,9 +40,17 @@ impl Pause {
 }
 
 impl Session {
+    /// The volume's capability to be handed over.
+    fn handover(&self) -> Result<&dyn Handover> {
+        self.image.handover().ok_or_else(|| {
+            let message = "this kind of volume cannot be handed over to another process";
+            Error::new(ErrorKind::Unsupported, message)
+        })
+    }
+
     /// Gives what a successor opens the volume with.
     pub(super) fn bequeath(&self) -> Result<Answer> {
-        let descriptors = self.image.bequeath()?.descriptors;
+        let descriptors = self.handover()?.prepare()?.descriptors;
         // Beside the control socket and the page.
         if descriptors.len() > MAX_DESCRIPTORS - 2 {
             let message = format!("the volume is open in {} pieces: too many", descriptors.len());
@@ -73,7 +81,7 @@ impl Session {
         let limit = Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into());
         let rests = self.server.hand_over(limit)?;
         let packed = pack(rests).and_then(|(unread, descriptors)| {
-            Ok((FromWorker::AtRest { unread, legacy: self.image.let_go()? }, descriptors))
+            Ok((FromWorker::AtRest { unread, legacy: self.handover()?.release()? }, descriptors))
         });
         if packed.is_err() {
             self.server.resume();
@@ -88,7 +96,7 @@ impl Session {
     pub(super) fn take_over(
         &mut self,
         unread: &[u32],
-        legacy: &Legacy,
+        legacy: &HandoverState,
         descriptors: Vec<OwnedFd>,
     ) -> Result<()> {
         if !self.start.successor || self.served {
@@ -117,13 +125,13 @@ impl Session {
     }
 
     /// From here on the sockets are ours, or never were.
-    fn take(&self, legacy: &Legacy) -> Result<()> {
+    fn take(&self, legacy: &HandoverState) -> Result<()> {
         let generation = self.start.generation;
         if !self.page.take(generation) {
             let message = "the worker before went on by itself";
             return Err(Error::new(ErrorKind::Aborted, message));
         }
-        if let Err(error) = self.image.succeed(legacy) {
+        if let Err(error) = self.handover().and_then(|handover| handover.take_over(legacy)) {
             self.page.decline(generation);
             return Err(error);
         }
@@ -141,7 +149,7 @@ impl Session {
     pub(super) fn end_pause(&mut self) -> Next {
         let Some(pause) = self.pause.take() else { return Next::Continue };
         if self.page.take_back(pause.generation) {
-            if let Err(error) = self.image.take_back() {
+            if let Err(error) = self.handover().and_then(Handover::resume) {
                 // Every request will say so, too.
                 tracing::error!(error = %error.report(), "the volume cannot be claimed again");
             }

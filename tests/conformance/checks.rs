@@ -184,7 +184,9 @@ pub fn read_only(uri: &VolumeUri) {
 /// As from one process to the next: the volume is never without a claim, and nothing is lost.
 pub fn changes_hands(uri: &VolumeUri) {
     let options = OpenOptions::default();
-    let successor = |image: &dyn Image| inherit(uri, &options, image.bequeath().unwrap()).unwrap();
+    let successor = |image: &dyn Image| {
+        inherit(uri, &options, image.handover().unwrap().prepare().unwrap()).unwrap()
+    };
     let put = |image: &dyn Image, at: u64| {
         let client: &mut dyn Client = &mut LocalClient::new(image, 64);
         client.one(write(at * PIECE, &pattern(at, PIECE)));
@@ -204,11 +206,11 @@ pub fn changes_hands(uri: &VolumeUri) {
         assert_eq!(new.block_sizes(), old.block_sizes());
         // It serves on, and goes on when it does not come to it.
         put(&*old, 1);
-        old.let_go().unwrap();
-        old.take_back().unwrap();
+        old.handover().unwrap().release().unwrap();
+        old.handover().unwrap().resume().unwrap();
         put(&*old, 2);
-        let legacy = old.let_go().unwrap();
-        new.succeed(&legacy).unwrap();
+        let legacy = old.handover().unwrap().release().unwrap();
+        new.handover().unwrap().take_over(&legacy).unwrap();
         old = new;
         if keeps {
             let second = open(uri, &options).err().map(|error| error.kind());

@@ -81,7 +81,7 @@ pub struct Local(Arc<dyn Image>);
 
 impl Local {
     pub fn shrink(&self, size: u64) -> Result<()> {
-        self.0.shrink(size)
+        self.0.shrink().expect("the volume can shrink").shrink_to(size)
     }
 
     pub fn of(image: Arc<dyn Image>) -> Self {
@@ -121,7 +121,10 @@ impl Local {
     }
 
     pub fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
-        self.0.extents(offset, length, limit)
+        match self.0.extents() {
+            Some(extents) => extents.list(offset, length, limit),
+            None => Ok(vec![Extent { length, hole: false }]),
+        }
     }
 }
 
@@ -143,11 +146,11 @@ impl Volume for Local {
     }
 
     fn resize(&self, size: u64) -> Result<()> {
-        self.0.resize(size)
+        self.0.resize().expect("the volume can grow").grow(size)
     }
 
     fn set_fault(&self, plan: &str) -> Result<()> {
-        self.0.set_fault(plan)
+        self.0.set_fault().expect("the volume injects faults").set_fault(plan)
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_backend::{HandoverState, OpenOptions, inherit, open};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 
@@ -298,14 +298,15 @@ fn a_successor_knows_that_a_sync_has_failed() {
     let uri = place.uri(1 << 20);
     let options = OpenOptions::default();
     let mut image = open(&uri, &options).unwrap();
-    let mut legacy = Legacy { sync_failed: true, ..image.let_go().unwrap() };
+    let mut legacy =
+        HandoverState { sync_failed: true, ..image.handover().unwrap().release().unwrap() };
     for _ in 0..2 {
-        let next = inherit(&uri, &options, image.bequeath().unwrap()).unwrap();
-        next.succeed(&legacy).unwrap();
+        let next = inherit(&uri, &options, image.handover().unwrap().prepare().unwrap()).unwrap();
+        next.handover().unwrap().take_over(&legacy).unwrap();
         let client: &mut dyn Client = &mut LocalClient::new(&*next, 64);
         client.one(write(0, &pattern(1, 4096)));
         assert_eq!(client.try_one(job(Op::Flush, 0, 0)), Err(IoError::Broken));
-        legacy = next.let_go().unwrap();
+        legacy = next.handover().unwrap().release().unwrap();
         assert!(legacy.sync_failed);
         image = next;
     }
@@ -318,7 +319,8 @@ fn what_is_inherited_must_be_what_was_asked_for() {
     let image = open(&uri, &OpenOptions::default()).unwrap();
     let refused = |uri: &str, read_only: bool| {
         let options = OpenOptions { read_only, ..OpenOptions::default() };
-        let inherited = inherit(&uri.parse().unwrap(), &options, image.bequeath().unwrap());
+        let inherited =
+            inherit(&uri.parse().unwrap(), &options, image.handover().unwrap().prepare().unwrap());
         assert_eq!(inherited.err().map(|error| error.kind()), Some(ErrorKind::InvalidArgument));
     };
     refused(&uri.to_string(), true);

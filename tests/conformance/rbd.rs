@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use cleat_backend::claimant::Claimant;
-use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_backend::{HandoverState, OpenOptions, inherit, open};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
@@ -266,26 +266,33 @@ fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
     let parsed = uri.parse().unwrap();
     let options = OpenOptions::default();
     let old = open(&parsed, &options).unwrap();
-    let new = inherit(&parsed, &options, old.bequeath().unwrap()).unwrap();
-    assert_eq!(new.succeed(&Legacy::default()).unwrap_err().kind(), ErrorKind::InUse);
+    let new = inherit(&parsed, &options, old.handover().unwrap().prepare().unwrap()).unwrap();
+    assert_eq!(
+        new.handover().unwrap().take_over(&HandoverState::default()).unwrap_err().kind(),
+        ErrorKind::InUse
+    );
     // It does not come to it: the old one goes on.
-    old.let_go().unwrap();
-    old.take_back().unwrap();
+    old.handover().unwrap().release().unwrap();
+    old.handover().unwrap().resume().unwrap();
     {
         let client: &mut dyn Client = &mut LocalClient::new(&*old, 64);
         client.one(write(0, &pattern(1, 4096)));
     }
-    let legacy = old.let_go().unwrap();
+    let legacy = old.handover().unwrap().release().unwrap();
     assert!(!legacy.fenced);
-    new.succeed(&legacy).unwrap();
-    assert_eq!(old.take_back().unwrap_err().kind(), ErrorKind::InUse);
+    new.handover().unwrap().take_over(&legacy).unwrap();
+    assert_eq!(old.handover().unwrap().resume().unwrap_err().kind(), ErrorKind::InUse);
     drop(old);
     let client: &mut dyn Client = &mut LocalClient::new(&*new, 64);
     assert!(client.read(0, 4096) == pattern(1, 4096));
     client.one(write(0, &pattern(2, 4096)));
     // What was fenced stays it, in whatever process.
-    let third = inherit(&parsed, &options, new.bequeath().unwrap()).unwrap();
-    third.succeed(&Legacy { fenced: true, ..Legacy::default() }).unwrap();
+    let third = inherit(&parsed, &options, new.handover().unwrap().prepare().unwrap()).unwrap();
+    third
+        .handover()
+        .unwrap()
+        .take_over(&HandoverState { fenced: true, ..HandoverState::default() })
+        .unwrap();
     let client: &mut dyn Client = &mut LocalClient::new(&*third, 64);
     assert_eq!(client.try_one(write(0, &[9; 512])), Err(IoError::Fenced));
 }

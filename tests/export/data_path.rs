@@ -532,9 +532,6 @@ impl Image for SlowImage {
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
     }
-    fn resize(&self, _size: u64) -> Result<()> {
-        Ok(())
-    }
 }
 
 struct SlowQueue(Arc<Slow>);
@@ -588,9 +585,6 @@ impl Image for Panicking {
     }
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
-    }
-    fn resize(&self, _size: u64) -> Result<()> {
-        Ok(())
     }
 }
 

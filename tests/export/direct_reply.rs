@@ -199,9 +199,6 @@ impl Image for Elsewhere {
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
     }
-    fn resize(&self, _size: u64) -> Result<()> {
-        Ok(())
-    }
 }
 
 type Done = Mutex<VecDeque<(RequestId, Outcome)>>;

@@ -474,9 +474,6 @@ impl Image for FlakyImage {
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
     }
-    fn resize(&self, _size: u64) -> Result<()> {
-        Ok(())
-    }
 }
 
 struct FlakyQueue {

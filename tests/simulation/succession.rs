@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use cleat_backend::Legacy;
+use cleat_backend::HandoverState;
 use cleat_core::error::ErrorKind;
 use cleat_sys::shared::SharedMemory;
 use cleat_worker::protocol::FromWorker;
@@ -91,7 +91,7 @@ impl Worker {
                 let (unread, descriptors) = pack(offered);
                 page.offer(generation);
                 self.pause = Some(Pause::Offered(generation, around.now + PATIENCE));
-                let legacy = Legacy::default();
+                let legacy = HandoverState::default();
                 self.answer_with(&FromWorker::AtRest { unread, legacy }, &descriptors)
             }
             _ => {

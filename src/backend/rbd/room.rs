@@ -36,7 +36,7 @@ impl Room {
     }
 
     /// For people: why there is none for the image `name`, and what to do.
-    pub(super) fn trouble(&self, name: &str) -> Option<String> {
+    pub(super) fn failure_reason(&self, name: &str) -> Option<String> {
         let Self { missing, pool } = self;
         match missing.load(Ordering::Relaxed) {
             ENOUGH => None,
@@ -60,13 +60,13 @@ mod tests {
     #[test]
     fn a_quota_is_told_from_a_full_cluster_and_from_anything_else() {
         let room = Room::of("p".to_owned());
-        assert_eq!(room.trouble("p/i"), None);
+        assert_eq!(room.failure_reason("p/i"), None);
         for (errno, part) in [(libc::EDQUOT, "set-quota p "), (libc::ENOSPC, "ceph df")] {
             room.is_missing(errno);
-            let told = room.trouble("p/i").unwrap();
+            let told = room.failure_reason("p/i").unwrap();
             assert!(told.contains("no room for p/i") && told.contains(part), "{told}");
         }
         room.is_not_the_matter();
-        assert_eq!(room.trouble("p/i"), None);
+        assert_eq!(room.failure_reason("p/i"), None);
     }
 }

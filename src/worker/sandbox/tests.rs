@@ -122,11 +122,11 @@ fn a_confined_process_can_serve() {
         assert_eq!(completion.token, Token::backend(0, 0));
         let (id, outcome) = queue.on_ring(completion, &mut ring).unwrap();
         assert_eq!((id, outcome.result), (0, Ok(())));
-        image.resize(2 << 20).unwrap();
+        image.resize().unwrap().grow(2 << 20).unwrap();
         assert_eq!(image.refresh_size().unwrap(), 2 << 20);
     };
     std::thread::Builder::new().name("work".to_owned()).spawn(work).unwrap().join().unwrap();
-    memory.resize(2 << 20).unwrap();
+    memory.resize().unwrap().grow(2 << 20).unwrap();
     // A panic is told and caught.
     assert!(std::panic::catch_unwind(|| panic!("as expected")).is_err());
     std::thread::sleep(std::time::Duration::from_millis(1));

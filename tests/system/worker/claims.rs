@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use cleat_backend::claimant::Claimant;
 use cleat_backend::fault::DIE_AT;
-use cleat_backend::{Legacy, OpenOptions, inherit, open};
+use cleat_backend::{HandoverState, OpenOptions, inherit, open};
 use cleat_core::error::ErrorKind;
 use cleat_worker::protocol::{Failure, FromWorker, Start, ToWorker};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
@@ -334,23 +334,23 @@ fn a_planned_hand_over_takes_the_claim_along() {
     };
     let options = |resumes| OpenOptions { claimant: claimant(resumes), ..OpenOptions::default() };
     let old = open(&uri, &options(false)).unwrap();
-    let new = inherit(&uri, &options(true), old.bequeath().unwrap()).unwrap();
-    let early = new.succeed(&Legacy::default()).unwrap_err();
+    let new = inherit(&uri, &options(true), old.handover().unwrap().prepare().unwrap()).unwrap();
+    let early = new.handover().unwrap().take_over(&HandoverState::default()).unwrap_err();
     assert_eq!(early.kind(), ErrorKind::InUse, "{}", early.report());
-    let legacy = old.let_go().unwrap();
+    let legacy = old.handover().unwrap().release().unwrap();
     assert_eq!(claim_of("handed-over")["released"], true);
-    new.succeed(&legacy).unwrap();
+    new.handover().unwrap().take_over(&legacy).unwrap();
     let claim = claim_of("handed-over");
     assert_eq!((&claim["generation"], &claim["released"]), (&2.into(), &false.into()), "{claim}");
     assert!(claim["cut"].as_array().unwrap().is_empty(), "nobody was cut off: {claim}");
     drop(old);
     assert_eq!(claim_of("handed-over"), claim, "its end touches nothing");
     // Between the two somebody else comes and goes: neither goes on.
-    let third = inherit(&uri, &options(true), new.bequeath().unwrap()).unwrap();
-    let legacy = new.let_go().unwrap();
+    let third = inherit(&uri, &options(true), new.handover().unwrap().prepare().unwrap()).unwrap();
+    let legacy = new.handover().unwrap().release().unwrap();
     stop(started(&start_as(&uri.to_string(), "b", "boot-b", "x")));
-    assert_eq!(third.succeed(&legacy).unwrap_err().kind(), ErrorKind::Fenced);
-    assert_eq!(new.take_back().unwrap_err().kind(), ErrorKind::Fenced);
+    assert_eq!(third.handover().unwrap().take_over(&legacy).unwrap_err().kind(), ErrorKind::Fenced);
+    assert_eq!(new.handover().unwrap().resume().unwrap_err().kind(), ErrorKind::Fenced);
     assert!(new.is_fenced() && third.is_fenced());
 }
 

@@ -1,0 +1,73 @@
+//! What only some backends can do with an open volume. [`Image`](crate::Image) returns each capability
+//! as `Option<&dyn …>`: a backend without it returns `None`, and no method has to answer
+//! "unsupported".
+
+use cleat_core::error::Result;
+use cleat_core::volume::Extent;
+
+use crate::Waker;
+
+/// Makes a volume larger while it is served.
+pub trait Resize {
+    /// Sets the size at the backend to `size` bytes, which must not be smaller than the present size.
+    /// Blocks until the backend has answered.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a smaller size or one that is not a multiple of the block size;
+    /// `PermissionDenied` for a read-only volume; the backend's error otherwise.
+    fn grow(&self, size: u64) -> Result<()>;
+}
+
+/// Makes a volume smaller while it is served.
+pub trait Shrink {
+    /// Removes the end of the volume at the backend, so that `size` bytes remain. The caller must have
+    /// the user's explicit consent, and must ensure that no request reaches the removed range. Blocks
+    /// until the backend has answered.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a size of 0; `PermissionDenied` for a read-only volume; the backend's error
+    /// otherwise.
+    fn shrink_to(&self, size: u64) -> Result<()>;
+}
+
+/// Reports which parts of a volume are allocated.
+pub trait Extents {
+    /// Describes `length` bytes from `offset`, an aligned range inside the volume, as consecutive extents
+    /// from `offset` on: at least one and at most `limit`. An extent that is reported as a hole was one at
+    /// some moment during the call. Blocks until the backend has answered.
+    ///
+    /// # Errors
+    /// The backend's error.
+    fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>>;
+}
+
+/// Reports snapshots that are about to be taken at the backend, so that the volume can be quiesced first.
+/// The volume must have been opened with
+/// [`OpenOptions::snapshots`](crate::OpenOptions::snapshots).
+pub trait SnapshotQuiesce {
+    /// Wakes `waker` when a snapshot is about to be taken, which then waits for
+    /// [`SnapshotQuiesce::answer`], and again when the snapshot has ended. With `active` false (in a
+    /// successor that has not taken over yet) all snapshots proceed without waiting.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a volume that is open read-only.
+    fn watch(&self, waker: Waker, active: bool) -> Result<()>;
+
+    /// Returns the number of the snapshot that waits or is being taken; each snapshot has its own number.
+    /// Never blocks.
+    fn pending(&self) -> Option<u64>;
+
+    /// Lets snapshot `number` proceed, or rejects it with an errno. Returns whether it was still waiting.
+    /// Does not wait for the backend.
+    fn answer(&self, number: u64, result: Result<(), i32>) -> bool;
+}
+
+/// Replaces the injected faults of a volume. Only in test builds.
+#[cfg(feature = "fault")]
+pub trait SetFault {
+    /// Replaces the fault plan with `plan` (see `fault::plan`) and releases every request that hangs.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the text is not a fault plan.
+    fn set_fault(&self, plan: &str) -> Result<()>;
+}
