@@ -3,7 +3,7 @@
 //!
 //! The order, which makes every crash recoverable: the new process is recorded beside the old one
 //! before it is told anything; it opens the volume and is found to answer before the old one is asked
-//! for anything that costs time. Who serves is decided by the baton (`statistics::baton`), and how it
+//! for anything that costs time. Who serves is decided by the handover word (`statistics::handover`), and how it
 //! ends by the planner, which looks at it: forwards, ending the old worker, or backwards, ending the
 //! new one.
 
@@ -40,8 +40,8 @@ impl Executor {
     pub(super) async fn hand_over(&self, guard: &mut Guard, deadline: Instant) -> Result<Duration> {
         let old = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
         let until = within(deadline, ANSWER_LIMIT);
-        let (answer, bequeathed) = old.exchange(ToWorker::Bequeath, Vec::new(), until).await?;
-        if answer != FromWorker::Bequeathed {
+        let (answer, prepared) = old.exchange(ToWorker::PrepareHandover, Vec::new(), until).await?;
+        if answer != FromWorker::HandoverPrepared {
             return Err(unexpected(&answer));
         }
         let unlocking = self.turn_to_unlock(guard, deadline).await?;
@@ -50,7 +50,7 @@ impl Executor {
         self.point("successor launched").await;
         self.record_successor(guard, &launched).await?;
         self.point("successor recorded").await;
-        let passed = self.pass(guard, launched, bequeathed, deadline).await;
+        let passed = self.pass(guard, launched, prepared, deadline).await;
         drop((turn, unlocking));
         if passed.is_ok() {
             self.counted(guard).await;
@@ -98,13 +98,13 @@ impl Executor {
         &self,
         guard: &mut Guard,
         launched: Launched,
-        bequeathed: Vec<OwnedFd>,
+        prepared: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<Duration> {
         let start = self.start_message(&guard.record, true);
         let page = guard.statistics.clone();
         let until = within(deadline, OPEN_LIMIT + unlocking::patience(&guard.record.uri));
-        let started = self.workers.start(launched, start, page, bequeathed, until).await;
+        let started = self.workers.start(launched, start, page, prepared, until).await;
         let new = started.map_err(|failed| failed.error)?;
         let volume = volume_of(&guard.record, &new.ready);
         let before = guard.record.volume;
@@ -129,22 +129,22 @@ impl Executor {
         };
         let began = Instant::now();
         let limit_ms = u32::try_from(REST_LIMIT.as_millis()).unwrap_or(u32::MAX);
-        let rest = ToWorker::HandOver { generation: guard.record.generation, limit_ms };
+        let rest = ToWorker::OfferHandover { generation: guard.record.generation, limit_ms };
         let rested = old.exchange(rest, Vec::new(), began + REST_LIMIT + ANSWER_LIMIT).await?;
         self.point("at rest").await;
-        let (FromWorker::AtRest { unread, legacy }, descriptors) = rested else {
+        let (FromWorker::HandoverOffered { unread, state }, descriptors) = rested else {
             return Err(unexpected(&rested.0));
         };
-        let take = ToWorker::TakeOver { unread, legacy };
+        let take = ToWorker::TakeOver { unread, state };
         let taken = new.call(take, descriptors, Instant::now() + ANSWER_LIMIT).await;
         let pause = began.elapsed();
         self.point("taken over").await;
         if let Err(error) = taken {
             // At once: nobody serves. Where the new one was faster all the same, the old one ends.
             let until = Instant::now() + ANSWER_LIMIT;
-            let _ = old.call(ToWorker::Resume, Vec::new(), until).await;
+            let _ = old.call(ToWorker::CancelHandover, Vec::new(), until).await;
             let page = guard.statistics.as_ref();
-            if !page.is_some_and(|page| page.was_taken(guard.record.generation)) {
+            if !page.is_some_and(|page| page.is_handed_over_to(guard.record.generation)) {
                 return Err(error);
             }
             tracing::warn!(mapping = guard.record.name, "taken over late: {}", error.report());
@@ -169,7 +169,7 @@ impl Executor {
     /// Makes the old worker the worker again, once the new one's end is proved.
     pub(super) async fn reinstate(&self, guard: &mut Guard) -> Result<()> {
         let page = guard.statistics.as_ref();
-        if page.is_some_and(|page| page.was_taken(guard.record.generation)) {
+        if page.is_some_and(|page| page.is_handed_over_to(guard.record.generation)) {
             // It took over with its last breath; the next plan knows.
             return Ok(());
         }

@@ -13,7 +13,7 @@
 //! the mapping is gone. See `force` for the order of what it does.
 //!
 //! A planned hand-over is begun by `upgrade`, not by a plan. What is planned is its end, however it
-//! was cut short: of two workers of a mapping one serves, and the baton tells which.
+//! was cut short: of two workers of a mapping one serves, and the handover word tells which.
 //!
 //! A place kept for what comes: a fenced claim is one more [`SeenWorker`].
 

@@ -52,7 +52,7 @@ impl Executor {
         let worker = self.observe_worker(guard, Seat::Worker, deadline).await?;
         let predecessor = self.observe_worker(guard, Seat::Predecessor, deadline).await?;
         let page = guard.statistics.as_ref().filter(|_| guard.record.predecessor.is_some());
-        let taken = page.map(|page| page.was_taken(guard.record.generation));
+        let taken = page.map(|page| page.is_handed_over_to(guard.record.generation));
         let announced = guard.paths.is_some();
         let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
         let (failures, history) = (guard.failures, guard.setbacks.history());

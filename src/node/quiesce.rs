@@ -165,7 +165,7 @@ impl Executor {
         guard.answered =
             Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
         let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
-        let answer = ToWorker::Quiet { snapshot, errno };
+        let answer = ToWorker::Quiesced { snapshot, errno };
         match worker.call(answer, Vec::new(), Instant::now() + ANSWER_LIMIT).await {
             Ok(_) if errno == 0 => {
                 tracing::info!(mapping = name, "quiet for a snapshot");

@@ -591,7 +591,7 @@ impl Reader {
                 drop(known);
                 self.tell("an outage of the backend began, changed or ended".to_owned());
             }
-            Ok(Some((FromWorker::Snapshot { waiting }, _))) => {
+            Ok(Some((FromWorker::SnapshotPending { snapshot: waiting }, _))) => {
                 self.flags.snapshot.store(waiting.unwrap_or(0), Ordering::Release);
                 self.tell("a snapshot of the volume begins or has been made".to_owned());
             }

@@ -11,7 +11,7 @@
 //! The version is raised when a word changes its meaning; new ones take places that were zero.
 //! Builds differ in how many operations and error kinds they know, within the places there are.
 
-mod baton;
+mod handover;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -362,10 +362,10 @@ const HEADER: [u64; 6] =
 const MOST: [u64; 6] = [0, 0, ((SLOT_WORDS - OPS) / OP_WORDS) as u64, (OPS - KINDS) as u64, 0, 0];
 /// In the header: one more than the highest slot that ever had a writer.
 const USED: usize = HEADER.len();
-/// In the header: see `baton`.
-const BATON: usize = USED + 1;
+/// In the header: see `handover`.
+const HANDOVER: usize = USED + 1;
 /// In the header: see [`Page::count_reconnect`].
-const RECONNECTS: usize = BATON + 1;
+const RECONNECTS: usize = HANDOVER + 1;
 /// Words before the first slot; the unused ones are zero.
 const HEADER_WORDS: usize = 512;
 /// Words of one slot: a whole number of cache lines, with room for more counters.

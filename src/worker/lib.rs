@@ -11,14 +11,14 @@
 
 pub mod channel;
 #[cfg(test)]
-mod double;
-mod outage;
+mod fake_image;
+mod handover;
+mod outage_monitor;
 pub mod process;
 pub mod protocol;
-mod quiet;
+mod quiesce;
 pub mod refuse;
+mod resize;
 pub mod sandbox;
 mod session;
-mod sizes;
-mod succession;
 pub mod version;

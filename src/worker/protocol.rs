@@ -36,7 +36,7 @@ pub use cleat_sys::seqpacket::MAX_DESCRIPTORS;
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: one listening SOCK_SEQPACKET socket
     /// (the control socket, for supervisors to come), one memory file for the statistics page.
-    /// For a successor: then, what its predecessor's `Bequeathed` carried.
+    /// For a successor: then, what its predecessor's `HandoverPrepared` carried.
     /// Answered by `Ready` or `Failed`.
     Start(Box<Start>),
     /// The first message on a connection to the control socket. Answered by `Ready`, with the
@@ -69,31 +69,31 @@ pub enum ToWorker {
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
     Ping,
-    // --- planned hand-over, see `succession`
-    /// Give what a successor opens the volume with, and serve on. Answered by `Bequeathed`.
-    Bequeath,
+    // --- planned hand-over, see `handover`
+    /// Give what a successor opens the volume with, and serve on. Answered by `HandoverPrepared`.
+    PrepareHandover,
     /// Bring every connection to rest within the limit and offer the sockets to the worker of
-    /// `generation`. Answered by `AtRest`, or `Failed` with everything as it was. Without another
+    /// `generation`. Answered by `HandoverOffered`, or `Failed` with everything as it was. Without another
     /// word for a second, the worker takes them back and serves on.
-    HandOver { generation: u64, limit_ms: u32 },
+    OfferHandover { generation: u64, limit_ms: u32 },
     /// Serve these kernel connections, which the predecessor has brought to rest. Descriptors and
-    /// fields as in its `AtRest`. Answered by `Serving`, or `Failed` with nothing touched.
+    /// fields as in its `HandoverOffered`. Answered by `Serving`, or `Failed` with nothing touched.
     TakeOver {
         unread: Vec<u32>,
         #[serde(default)]
-        legacy: HandoverState,
+        state: HandoverState,
     },
     /// There is no successor after all: serve on. Answered by `Done`; or by the end of the channel,
     /// when the successor was faster.
-    Resume,
+    CancelHandover,
     // --- forced unmap
     /// With `fail`: answer every request, running ones and those to come, with an I/O error, and
     /// start nothing more at the backend. Answered by `IoFails`. Without: serve again; `Done`.
     FailIo { fail: bool },
     // --- snapshots
-    /// What `Snapshot` has told of: the volume is quiet (0), or an errno why it is not, which makes the
+    /// What `SnapshotPending` has reported: the volume is quiesced (0), or an errno why it is not, which makes the
     /// snapshot fail. Answered by `Done`; `Failed` with `NotFound` when that one waits no more.
-    Quiet { snapshot: u64, errno: i32 },
+    Quiesced { snapshot: u64, errno: i32 },
 }
 
 /// What a new worker needs to know.
@@ -141,7 +141,7 @@ pub struct Start {
     /// The mapping has a device: see `backend::claimant`.
     #[serde(default)]
     pub resumes: bool,
-    /// Tell of snapshots that are about to be made of the volume, and keep them waiting for `Quiet`.
+    /// Tell of snapshots that are about to be made of the volume, and keep them waiting for `Quiesced`.
     #[serde(default)]
     pub quiesce: bool,
 }
@@ -162,14 +162,14 @@ pub enum FromWorker {
     Done,
     // --- planned hand-over
     /// Descriptors: what a successor opens the volume with; perhaps none.
-    Bequeathed,
+    HandoverPrepared,
     /// Every connection rests. Descriptors: where any bytes are unread, a memory file of exactly
     /// those bytes, one connection's after the other's; then the connections' sockets.
-    AtRest {
+    HandoverOffered {
         /// How many bytes of each connection.
         unread: Vec<u32>,
         #[serde(default)]
-        legacy: HandoverState,
+        state: HandoverState,
     },
     // --- forced unmap
     /// Every connection has answered all that it had; so many requests have not ended at the backend.
@@ -186,13 +186,13 @@ pub enum FromWorker {
         /// The one that lasts.
         outage: Option<Outage>,
     },
-    /// By itself: a snapshot of the volume waits for it to be quiet, or is being made; `None`: it is
+    /// By itself: a snapshot of the volume waits for it to be quiesced, or is being made; `None`: it is
     /// over. Told to every supervisor that adopts the worker while it waits.
-    Snapshot {
+    SnapshotPending {
         /// Its number.
-        waiting: Option<u64>,
+        snapshot: Option<u64>,
     },
-    // Sizes.
+    // Resizer.
     /// By itself: the volume has another size at the backend, in bytes.
     SizeChanged { size: u64 },
     /// Of a newer build. Never sent.

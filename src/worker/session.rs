@@ -15,11 +15,11 @@ use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::Channel;
-use super::outage::Watch;
+use super::handover::Offer;
+use super::outage_monitor::OutageMonitor;
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
-use super::quiet::Quiet;
-use super::sizes::{Order, Sizes};
-use super::succession::Pause;
+use super::quiesce::SnapshotQuiesce;
+use super::resize::{Resizer, SizeRequest};
 use super::version::Spoken;
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -49,7 +49,7 @@ pub(super) struct Session {
     pub(super) start: Start,
     pub(super) image: Arc<dyn Image>,
     pub(super) page: Page,
-    sizes: Sizes,
+    resizer: Resizer,
     listener: UnixListener,
     pub(super) server: Server,
     events: Receiver<Event>,
@@ -60,7 +60,7 @@ pub(super) struct Session {
     pub(super) live: HashSet<ConnectionId>,
     pub(super) served: bool,
     /// The connections rest, offered to a successor.
-    pub(super) pause: Option<Pause>,
+    pub(super) offer: Option<Offer>,
     /// See `version::binary_id`; looked at before the confinement.
     binary: String,
     /// The kernel has said goodbye on some connection.
@@ -68,8 +68,8 @@ pub(super) struct Session {
     fenced: bool,
     /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
     fenced_before: u64,
-    outage: Watch,
-    pub(super) quiet: Quiet,
+    outage: OutageMonitor,
+    pub(super) quiesce: SnapshotQuiesce,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
@@ -109,15 +109,15 @@ impl Session {
         let events = forward(source, waker.clone())?;
         server.set_policy(start.policy);
         server.watch_outages(waker.clone());
-        let sizes = Sizes::start(Arc::clone(&image), waker.clone())?;
+        let resizer = Resizer::start(Arc::clone(&image), waker.clone())?;
         let (wanted, in_charge) = (start.quiesce, !start.successor);
-        let quiet = Quiet::start(Arc::clone(&image), waker.clone(), wanted, in_charge)?;
+        let quiesce = SnapshotQuiesce::start(Arc::clone(&image), waker.clone(), wanted, in_charge)?;
         let fenced_before = page.snapshot().errors_of(IoError::Fenced);
         Ok(Self {
             start,
             image,
             page,
-            sizes,
+            resizer,
             listener,
             server,
             events,
@@ -126,13 +126,13 @@ impl Session {
             strangers: Vec::new(),
             live: HashSet::new(),
             served: false,
-            pause: None,
+            offer: None,
             binary,
             disconnecting: false,
             fenced: false,
             fenced_before,
-            outage: Watch::default(),
-            quiet,
+            outage: OutageMonitor::default(),
+            quiesce,
             alone_since: None,
         })
     }
@@ -148,14 +148,14 @@ impl Session {
         self.channel = Some(channel);
         let ended = self.serve_until_the_end();
         // Whatever ends this worker: sockets that have gone on to another one stay as they are.
-        self.end_pause();
+        self.end_offer();
         ended
     }
 
     fn serve_until_the_end(&mut self) -> Result<()> {
         loop {
             let turn = self.wait()?;
-            if self.pause_is_over() && self.end_pause() == Next::Exit {
+            if self.offer_has_expired() && self.end_offer() == Next::Exit {
                 return Ok(());
             }
             // Events first: an answer must not be older than what happened before the question.
@@ -167,10 +167,10 @@ impl Session {
             if let Some(message) = self.outage.look(&self.page, self.image.as_ref()) {
                 self.tell(&message);
             }
-            if let Some(message) = self.quiet.look(self.channel.is_some()) {
+            if let Some(message) = self.quiesce.look(self.channel.is_some()) {
                 self.tell(&message);
             }
-            self.on_sizes();
+            self.report_size();
             if turn.channel && self.on_channel() == Next::Exit {
                 return Ok(());
             }
@@ -196,8 +196,8 @@ impl Session {
         ];
         set.extend(self.strangers.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
         set.extend(self.channel.iter().map(|channel| PollFd::new(channel.as_fd(), readable)));
-        let patience = match (&self.pause, self.alone_since) {
-            (Some(pause), _) => Some(pause.left()),
+        let patience = match (&self.offer, self.alone_since) {
+            (Some(offer), _) => Some(offer.left()),
             (None, _) if self.outage.lasts() => Some(OUTAGE_INTERVAL),
             (None, Some(_)) => Some(ORPHAN_PATIENCE),
             (None, None) => None,
@@ -247,7 +247,7 @@ impl Session {
         let received = channel.receive();
         // Whatever is said to a worker whose connections rest: it is not that they were taken.
         let other = !matches!(received, Ok(Some((ToWorker::Ping, _))));
-        if other && self.end_pause() == Next::Exit {
+        if other && self.end_offer() == Next::Exit {
             return Next::Exit;
         }
         match received {
@@ -258,10 +258,14 @@ impl Session {
                 }
                 Next::Exit
             }
-            Ok(Some((ToWorker::RefreshSize, _))) => self.order(Order::Refresh),
+            Ok(Some((ToWorker::RefreshSize, _))) => self.order(SizeRequest::Refresh),
             Ok(Some((ToWorker::Resize { size, shrink }, _))) => {
                 let smaller = shrink && size < self.image.size();
-                self.order(if smaller { Order::Shrink(size) } else { Order::Resize(size) })
+                self.order(if smaller {
+                    SizeRequest::Shrink(size)
+                } else {
+                    SizeRequest::Resize(size)
+                })
             }
             Ok(Some((command, descriptors))) => {
                 match self.execute(command, descriptors) {
@@ -286,8 +290,8 @@ impl Session {
     }
 
     /// Answered once the backend has.
-    fn order(&mut self, order: Order) -> Next {
-        if let Err(error) = self.sizes.order(order) {
+    fn order(&mut self, order: SizeRequest) -> Next {
+        if let Err(error) = self.resizer.order(order) {
             self.tell_failure(&error);
         }
         Next::Continue
@@ -305,21 +309,23 @@ impl Session {
         Next::Exit
     }
 
-    fn on_sizes(&mut self) {
-        match self.sizes.answer() {
+    fn report_size(&mut self) {
+        match self.resizer.answer() {
             Some(Ok(size)) => self.tell(&FromWorker::Size { size }),
             Some(Err(error)) => self.tell_failure(&error),
             None => {}
         }
-        if let Some(size) = self.sizes.change() {
+        if let Some(size) = self.resizer.change() {
             self.tell(&FromWorker::SizeChanged { size });
         }
     }
 
     fn execute(&mut self, command: ToWorker, descriptors: Vec<OwnedFd>) -> Result<Answer> {
         match command {
-            ToWorker::Bequeath => self.bequeath(),
-            ToWorker::HandOver { generation, limit_ms } => self.hand_over(generation, limit_ms),
+            ToWorker::PrepareHandover => self.prepare_handover(),
+            ToWorker::OfferHandover { generation, limit_ms } => {
+                self.offer_handover(generation, limit_ms)
+            }
             other => self.execute_plain(other, descriptors).map(|answer| (answer, Vec::new())),
         }
     }
@@ -344,19 +350,19 @@ impl Session {
                 tracing::warn!("told to fail every request");
                 let at_backend = self.server.fail_all_io(FAIL_PATIENCE)?;
                 // A change of the volume's size reaches it as well.
-                Ok(FromWorker::IoFails { at_backend: at_backend + self.sizes.under_way() })
+                Ok(FromWorker::IoFails { at_backend: at_backend + self.resizer.under_way() })
             }
             ToWorker::FailIo { fail: false } => {
                 self.server.set_fail_io(false);
                 Ok(FromWorker::Done)
             }
-            ToWorker::Quiet { snapshot, errno } => {
-                self.quiet.answer(snapshot, errno).map(|()| FromWorker::Done)
+            ToWorker::Quiesced { snapshot, errno } => {
+                self.quiesce.answer(snapshot, errno).map(|()| FromWorker::Done)
             }
-            // With every command, `Resume` too, a pause has ended already.
-            ToWorker::Ping | ToWorker::Resume => Ok(FromWorker::Done),
-            ToWorker::TakeOver { unread, legacy } => {
-                self.take_over(&unread, &legacy, descriptors).map(|()| FromWorker::Serving)
+            // With every command, `CancelHandover` too, an offer has ended already.
+            ToWorker::Ping | ToWorker::CancelHandover => Ok(FromWorker::Done),
+            ToWorker::TakeOver { unread, state } => {
+                self.take_over(&unread, &state, descriptors).map(|()| FromWorker::Serving)
             }
             // What is answered elsewhere, or with descriptors, never comes here.
             ToWorker::Start(_)
@@ -364,8 +370,8 @@ impl Session {
             | ToWorker::Stop
             | ToWorker::RefreshSize
             | ToWorker::Resize { .. }
-            | ToWorker::Bequeath
-            | ToWorker::HandOver { .. } => {
+            | ToWorker::PrepareHandover
+            | ToWorker::OfferHandover { .. } => {
                 let message = "only the first message on a channel can be start or adopt";
                 Err(Error::new(ErrorKind::InvalidArgument, message))
             }
@@ -410,7 +416,7 @@ impl Session {
         let adopted = match channel.receive() {
             Ok(Some((ToWorker::Adopt { version, oldest, build, mapping_id }, _))) => {
                 // A new supervisor knows nothing of what the one before was about to do.
-                if self.end_pause() == Next::Exit {
+                if self.end_offer() == Next::Exit {
                     return Next::Exit;
                 }
                 self.adopt(&channel, &Spoken { newest: version, oldest, build }, &mapping_id)
@@ -440,7 +446,7 @@ impl Session {
         }
         let page = self.page.file().map_err(|e| Error::from_io("the statistics page", e))?;
         let ready = self.ready();
-        self.sizes.start_over(ready.size);
+        self.resizer.start_over(ready.size);
         channel.send(&FromWorker::Ready(ready), &[page.as_fd()])?;
         tracing::info!("adopted by a supervisor");
         if self.fenced {
@@ -449,7 +455,7 @@ impl Session {
         if self.outage.lasts() {
             channel.send(&self.outage.message(), &[])?;
         }
-        if let Some(message) = self.quiet.start_over() {
+        if let Some(message) = self.quiesce.start_over() {
             channel.send(&message, &[])?;
         }
         Ok(())
@@ -476,7 +482,7 @@ impl Session {
         }
     }
 
-    /// Looked for whenever the loop turns, which it does every few seconds (`sizes`). Nothing waits
+    /// Looked for whenever the loop turns, which it does every few seconds (`resize`). Nothing waits
     /// for it: the backend refuses every request by itself.
     fn look_for_fence(&mut self) {
         let refused = || self.page.snapshot().errors_of(IoError::Fenced) != self.fenced_before;

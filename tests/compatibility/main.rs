@@ -174,7 +174,7 @@ fn the_words_of_the_statistics_page_stay_where_they_are() {
     recorder.stalled(14);
     recorder.limited(15);
     recorder.set_oldest(16);
-    page.offer(5);
+    page.offer_handover(5);
     page.count_reconnect();
     assert_eq!([6, 7, 8].map(word), [4, 5 << 2 | 1, 1]);
     let of_slot = [0, 1, 2, 3, 4, 5, 6].map(|index| word(SLOT_3 + index));
@@ -182,9 +182,9 @@ fn the_words_of_the_statistics_page_stay_where_they_are() {
     assert_eq!(word(SLOT_3 + 16 + IoError::NoSpace as u64), 1);
     assert_eq!([0, 1, 2, 3].map(|index| word(OF_WRITES + index)), [2, 4096, 1, 8000]);
     assert_eq!([2, 3].map(|bucket| word(OF_WRITES + 16 + bucket)), [1, 1]);
-    assert!(!page.was_taken(5));
+    assert!(!page.is_handed_over_to(5));
     file.write_all_at(&(5_u64 << 2 | 2).to_le_bytes(), 7 * 8).expect("the page is so long");
-    assert!(page.was_taken(5));
+    assert!(page.is_handed_over_to(5));
 }
 
 /// Their places in the page, and their names for `stats` and metrics, follow from the order.

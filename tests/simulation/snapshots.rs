@@ -62,12 +62,12 @@ impl Snapshots {
             return None;
         }
         self.told = waiting;
-        Some(FromWorker::Snapshot { waiting })
+        Some(FromWorker::SnapshotPending { snapshot: waiting })
     }
 
     pub(crate) fn start_over(&self) -> Option<FromWorker> {
         let waits = matches!(self.phase, Phase::Waits(..)) && self.told.is_some();
-        waits.then_some(FromWorker::Snapshot { waiting: self.told })
+        waits.then_some(FromWorker::SnapshotPending { snapshot: self.told })
     }
 
     /// Whether it waited for that.

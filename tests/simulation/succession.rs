@@ -63,9 +63,9 @@ impl Worker {
     /// Goes on with a hand-over that has begun.
     pub(crate) fn mind_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
         match self.pause {
-            None => Turn::Quiet,
-            Some(Pause::Offered(_, until)) if until > around.now => Turn::Quiet,
-            Some(Pause::Offered(..)) => self.end_pause(around),
+            None => Turn::SnapshotQuiesce,
+            Some(Pause::Offered(_, until)) if until > around.now => Turn::SnapshotQuiesce,
+            Some(Pause::Offered(..)) => self.end_offer(around),
             Some(Pause::Coming(generation, until)) => self.come_to_rest(generation, until, around),
         }
     }
@@ -78,7 +78,7 @@ impl Worker {
     ) -> Turn {
         let idle = self.connections.iter().all(Connection::is_idle);
         if !idle && until > around.now {
-            return Turn::Quiet;
+            return Turn::SnapshotQuiesce;
         }
         let late = || refusal(ErrorKind::TimedOut, "requests did not end in time".into());
         let over = || refusal(ErrorKind::Aborted, "a connection ended meanwhile".into());
@@ -89,10 +89,10 @@ impl Worker {
         let alive = match (offered, &self.page) {
             (Some(offered), Some(page)) if !offered.is_empty() => {
                 let (unread, descriptors) = pack(offered);
-                page.offer(generation);
+                page.offer_handover(generation);
                 self.pause = Some(Pause::Offered(generation, around.now + PATIENCE));
-                let legacy = HandoverState::default();
-                self.answer_with(&FromWorker::AtRest { unread, legacy }, &descriptors)
+                let state = HandoverState::default();
+                self.answer_with(&FromWorker::HandoverOffered { unread, state }, &descriptors)
             }
             _ => {
                 self.go_on(around);
@@ -103,9 +103,9 @@ impl Worker {
     }
 
     /// Goes on where nobody has taken the connections, and else ends.
-    pub(crate) fn end_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
-        let Some(Pause::Offered(generation, _)) = self.pause else { return Turn::Quiet };
-        if self.page.as_ref().is_some_and(|page| page.take_back(generation)) {
+    pub(crate) fn end_offer(&mut self, around: &mut Surroundings<'_>) -> Turn {
+        let Some(Pause::Offered(generation, _)) = self.pause else { return Turn::SnapshotQuiesce };
+        if self.page.as_ref().is_some_and(|page| page.withdraw_handover(generation)) {
             self.go_on(around);
             return Turn::Moved;
         }
@@ -134,11 +134,11 @@ impl Worker {
             around.violation("a hand-over has lost something on its way".into());
             return refusal(ErrorKind::InvalidArgument, "something is missing".into());
         };
-        if !page.take(start.generation) {
+        if !page.accept_handover(start.generation) {
             return refusal(ErrorKind::Aborted, "the worker before went on by itself".into());
         }
         if self.quirks.declines {
-            page.decline(start.generation);
+            page.decline_handover(start.generation);
             return refusal(ErrorKind::Internal, "the script has it decline".into());
         }
         page.take_over();

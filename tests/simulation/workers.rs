@@ -469,7 +469,7 @@ impl Worker {
                 self.look(around)
             }
             ToWorker::Ping | ToWorker::SetPolicy(_) => FromWorker::Done,
-            ToWorker::Quiet { snapshot, errno } => {
+            ToWorker::Quiesced { snapshot, errno } => {
                 match self.snapshots.answer(snapshot, errno, around.now) {
                     true => FromWorker::Done,
                     false => refusal(ErrorKind::NotFound, "it does not wait".into()),
@@ -483,11 +483,11 @@ impl Worker {
                     (false, _) => FromWorker::Done,
                 }
             }
-            ToWorker::Bequeath => {
-                let alive = self.answer_with(&FromWorker::Bequeathed, &[open_volume()]);
+            ToWorker::PrepareHandover => {
+                let alive = self.answer_with(&FromWorker::HandoverPrepared, &[open_volume()]);
                 return if alive { Turn::Moved } else { Turn::Ends };
             }
-            ToWorker::HandOver { generation, limit_ms } => {
+            ToWorker::OfferHandover { generation, limit_ms } => {
                 match self.hand_over(generation, limit_ms, around) {
                     // At once, where nothing runs.
                     Ok(()) if self.mind_pause(around) == Turn::Ends => return Turn::Ends,
@@ -497,7 +497,7 @@ impl Worker {
             }
             ToWorker::TakeOver { unread, .. } => self.take_over(&unread, descriptors, around),
             // With every command a pause has ended.
-            ToWorker::Resume => FromWorker::Done,
+            ToWorker::CancelHandover => FromWorker::Done,
             other => refusal(ErrorKind::Unsupported, format!("{other:?}")),
         };
         if self.answer(&reply) { Turn::Moved } else { Turn::Ends }

@@ -466,7 +466,7 @@ fn builds_that_speak_nothing_in_common_say_so_and_the_old_worker_stays() {
 
 #[test]
 fn a_worker_that_does_not_know_how_stays_and_is_named() {
-    for (unknown, generation) in [("bequeath", 1), ("hand_over", 2)] {
+    for (unknown, generation) in [("prepare_handover", 1), ("offer_handover", 2)] {
         some_run_within(Duration::from_secs(1), || without(unknown, generation));
     }
 }

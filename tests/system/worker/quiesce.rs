@@ -40,7 +40,7 @@ fn snapshots(image: &str) -> usize {
 
 fn waiting(worker: &Worker) -> u64 {
     match worker.receive() {
-        FromWorker::Snapshot { waiting: Some(number) } => number,
+        FromWorker::SnapshotPending { snapshot: Some(number) } => number,
         other => panic!("{other:?}"),
     }
 }
@@ -55,22 +55,22 @@ fn a_snapshot_waits_for_the_supervisor_while_the_volume_is_served() {
     assert_eq!(nbd::write(&sockets[0], 0, &[7; 4096]), 0);
     assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
-    let away = worker.call(&ToWorker::HandOver { generation: 8, limit_ms: 1000 });
+    let away = worker.call(&ToWorker::OfferHandover { generation: 8, limit_ms: 1000 });
     assert_eq!(failure(away).0, ErrorKind::Unavailable);
-    let wrong = worker.call(&ToWorker::Quiet { snapshot: number + 2, errno: 0 });
+    let wrong = worker.call(&ToWorker::Quiesced { snapshot: number + 2, errno: 0 });
     assert_eq!(failure(wrong).0, ErrorKind::NotFound);
     assert!(made.try_recv().is_err() && snapshots("quiesced") == 0, "it did not wait");
-    assert_eq!(worker.call(&ToWorker::Quiet { snapshot: number, errno: 0 }), FromWorker::Done);
-    assert_eq!(worker.receive(), FromWorker::Snapshot { waiting: None });
+    assert_eq!(worker.call(&ToWorker::Quiesced { snapshot: number, errno: 0 }), FromWorker::Done);
+    assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
     made.recv_timeout(PATIENCE).unwrap().unwrap();
     assert_eq!(snapshots("quiesced"), 1);
 
     let made = snap("quiesced", "two");
     let again = waiting(&worker);
     assert_ne!(again, number);
-    let refused = ToWorker::Quiet { snapshot: again, errno: libc::EBUSY };
+    let refused = ToWorker::Quiesced { snapshot: again, errno: libc::EBUSY };
     assert_eq!(worker.call(&refused), FromWorker::Done);
-    assert_eq!(worker.receive(), FromWorker::Snapshot { waiting: None });
+    assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
     let complaint = made.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert!(complaint.contains("busy"), "{complaint}");
     assert_eq!(snapshots("quiesced"), 1);
@@ -87,11 +87,11 @@ fn without_a_supervisor_a_snapshot_fails_and_the_next_one_hears_of_what_waits() 
     worker.adopt();
     assert_eq!(waiting(&worker), number);
     drop(first);
-    assert_eq!(worker.call(&ToWorker::Quiet { snapshot: number, errno: 0 }), FromWorker::Done);
+    assert_eq!(worker.call(&ToWorker::Quiesced { snapshot: number, errno: 0 }), FromWorker::Done);
     made.recv_timeout(PATIENCE).unwrap().unwrap();
 
     let made = snap("deserted", "two");
-    assert_eq!(worker.receive(), FromWorker::Snapshot { waiting: None });
+    assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
     waiting(&worker);
     drop(worker.channel.take());
     made.recv_timeout(PATIENCE).unwrap().unwrap_err();

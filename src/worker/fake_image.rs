@@ -9,7 +9,7 @@ use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
 
 #[derive(Default)]
-pub(super) struct Double {
+pub(super) struct FakeImage {
     size: AtomicU64,
     /// The size is asked for under this lock.
     pub(super) turn: Mutex<()>,
@@ -21,14 +21,14 @@ pub(super) struct Double {
     pub(super) answers: Mutex<Vec<(u64, Result<(), i32>)>>,
 }
 
-impl Double {
+impl FakeImage {
     /// A volume whose backend announces snapshots.
     pub(super) fn with_snapshots() -> Self {
         Self { announces_snapshots: true, ..Self::default() }
     }
 }
 
-impl Image for Double {
+impl Image for FakeImage {
     fn size(&self) -> u64 {
         self.size.load(Ordering::SeqCst)
     }
@@ -59,14 +59,14 @@ impl Image for Double {
     }
 }
 
-impl Resize for Double {
+impl Resize for FakeImage {
     fn grow(&self, size: u64) -> Result<()> {
         self.size.store(size, Ordering::SeqCst);
         Ok(())
     }
 }
 
-impl SnapshotQuiesce for Double {
+impl SnapshotQuiesce for FakeImage {
     fn watch(&self, _: Waker, _: bool) -> Result<()> {
         Ok(())
     }

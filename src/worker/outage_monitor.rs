@@ -12,12 +12,12 @@ const MAX_REASON: usize = 1024;
 
 /// What the supervisor has been told.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(super) struct OutageMonitor {
     told: Option<Outage>,
     since_ns: u64,
 }
 
-impl Watch {
+impl OutageMonitor {
     /// Whether there is an outage.
     pub(super) fn lasts(&self) -> bool {
         self.told.is_some()

@@ -20,9 +20,9 @@ const INTERVAL: Duration = Duration::from_secs(5);
 const STACK_BYTES: usize = 256 << 10;
 
 /// What the control thread knows of the size, and the way to the thread that asks.
-pub(super) struct Sizes {
+pub(super) struct Resizer {
     image: Arc<dyn Image>,
-    orders: Sender<(u64, Order)>,
+    orders: Sender<(u64, SizeRequest)>,
     answers: Receiver<(u64, Result<u64>)>,
     /// The number of the last order.
     last: u64,
@@ -36,34 +36,34 @@ pub(super) struct Sizes {
 
 /// What the supervisor may ask for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Order {
+pub(super) enum SizeRequest {
     Refresh,
     Resize(u64),
     Shrink(u64),
 }
 
-impl Sizes {
+impl Resizer {
     /// Starts the thread, which ends with this; `waker` wakes the control thread.
     pub(super) fn start(image: Arc<dyn Image>, waker: Waker) -> Result<Self> {
         let (orders, incoming) = bounded(1);
         // An order under way and one that waits: nobody ever waits to answer.
         let (outgoing, answers) = bounded(2);
         image.watch_size(waker.clone());
-        let asker = Asker { image: Arc::clone(&image), waker, failing: false };
+        let thread = SizeThread { image: Arc::clone(&image), waker, failing: false };
         std::thread::Builder::new()
             .name("size".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || asker.run(&incoming, &outgoing))
+            .spawn(move || thread.run(&incoming, &outgoing))
             .map_err(|e| Error::from_io("cannot start the thread that asks for the size", e))?;
         let told = image.size();
         Ok(Self { image, orders, answers, last: 0, under_way: 0, owed: None, told })
     }
 
-    /// Has the thread carry `order` out; the answer comes through [`Sizes::answer`].
+    /// Has the thread carry `order` out; the answer comes through [`Resizer::answer`].
     ///
     /// # Errors
     /// `Unavailable` while earlier orders are stuck at the backend.
-    pub(super) fn order(&mut self, order: Order) -> Result<()> {
+    pub(super) fn order(&mut self, order: SizeRequest) -> Result<()> {
         self.last += 1;
         match self.orders.try_send((self.last, order)) {
             Ok(()) => {
@@ -116,14 +116,14 @@ impl Sizes {
 }
 
 /// The thread.
-struct Asker {
+struct SizeThread {
     image: Arc<dyn Image>,
     waker: Waker,
     failing: bool,
 }
 
-impl Asker {
-    fn run(mut self, orders: &Receiver<(u64, Order)>, answers: &Sender<(u64, Result<u64>)>) {
+impl SizeThread {
+    fn run(mut self, orders: &Receiver<(u64, SizeRequest)>, answers: &Sender<(u64, Result<u64>)>) {
         loop {
             match orders.recv_timeout(INTERVAL) {
                 Ok((number, order)) => {
@@ -144,14 +144,14 @@ impl Asker {
         }
     }
 
-    fn carry_out(&self, order: Order) -> Result<u64> {
+    fn carry_out(&self, order: SizeRequest) -> Result<u64> {
         match order {
-            Order::Refresh => {}
-            Order::Resize(size) => match self.image.resize() {
+            SizeRequest::Refresh => {}
+            SizeRequest::Resize(size) => match self.image.resize() {
                 Some(resize) => resize.grow(size)?,
                 None => return Err(unsupported("this volume cannot be resized")),
             },
-            Order::Shrink(size) => match self.image.shrink() {
+            SizeRequest::Shrink(size) => match self.image.shrink() {
                 Some(shrink) => shrink.shrink_to(size)?,
                 None => return Err(unsupported("this volume cannot be made smaller")),
             },
@@ -187,12 +187,12 @@ mod tests {
     use cleat_backend::Resize;
 
     use super::*;
-    use crate::double::Double;
+    use crate::fake_image::FakeImage;
 
-    fn answer(sizes: &mut Sizes) -> Result<u64> {
+    fn answer(resizer: &mut Resizer) -> Result<u64> {
         let until = std::time::Instant::now() + Duration::from_secs(10);
         loop {
-            if let Some(answer) = sizes.answer() {
+            if let Some(answer) = resizer.answer() {
                 return answer;
             }
             assert!(std::time::Instant::now() < until, "no answer");
@@ -202,36 +202,36 @@ mod tests {
 
     #[test]
     fn an_order_is_answered_and_tells_no_change_besides() {
-        let image = Arc::new(Double::default());
-        let mut sizes = Sizes::start(image.clone(), Waker::new().unwrap()).unwrap();
-        assert_eq!(sizes.change(), None);
-        sizes.order(Order::Resize(4096)).unwrap();
-        assert_eq!(answer(&mut sizes).unwrap(), 4096);
-        assert_eq!(sizes.change(), None);
-        sizes.order(Order::Shrink(512)).unwrap();
-        assert_eq!(answer(&mut sizes).unwrap_err().kind(), ErrorKind::Unsupported);
+        let image = Arc::new(FakeImage::default());
+        let mut resizer = Resizer::start(image.clone(), Waker::new().unwrap()).unwrap();
+        assert_eq!(resizer.change(), None);
+        resizer.order(SizeRequest::Resize(4096)).unwrap();
+        assert_eq!(answer(&mut resizer).unwrap(), 4096);
+        assert_eq!(resizer.change(), None);
+        resizer.order(SizeRequest::Shrink(512)).unwrap();
+        assert_eq!(answer(&mut resizer).unwrap_err().kind(), ErrorKind::Unsupported);
         // As a backend does that is told of changes.
         image.grow(8192).unwrap();
-        assert_eq!((sizes.change(), sizes.change()), (Some(8192), None));
+        assert_eq!((resizer.change(), resizer.change()), (Some(8192), None));
     }
 
     #[test]
     fn a_backend_that_hangs_costs_two_orders_and_no_answer_goes_to_the_wrong_one() {
-        let image = Arc::new(Double::default());
-        let mut sizes = Sizes::start(image.clone(), Waker::new().unwrap()).unwrap();
+        let image = Arc::new(FakeImage::default());
+        let mut resizer = Resizer::start(image.clone(), Waker::new().unwrap()).unwrap();
         let hangs = image.turn.lock().unwrap();
-        sizes.order(Order::Resize(512)).unwrap();
-        while sizes.image.size() == 0 {
+        resizer.order(SizeRequest::Resize(512)).unwrap();
+        while resizer.image.size() == 0 {
             std::thread::yield_now();
         }
         // Another supervisor comes and asks, too.
-        sizes.start_over(512);
-        sizes.order(Order::Resize(1024)).unwrap();
-        let error = sizes.order(Order::Refresh).unwrap_err();
+        resizer.start_over(512);
+        resizer.order(SizeRequest::Resize(1024)).unwrap();
+        let error = resizer.order(SizeRequest::Refresh).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
-        assert!(sizes.answer().is_none());
+        assert!(resizer.answer().is_none());
         drop(hangs);
-        assert_eq!(answer(&mut sizes).unwrap(), 1024);
-        assert!(sizes.answer().is_none());
+        assert_eq!(answer(&mut resizer).unwrap(), 1024);
+        assert!(resizer.answer().is_none());
     }
 }

@@ -9,11 +9,11 @@ use super::protocol::FromWorker;
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// For the supervisor to answer. Looked at every few seconds (`sizes` wakes the control thread).
+/// For the supervisor to answer. Looked at every few seconds (`resize` wakes the control thread).
 const PATIENCE: Duration = Duration::from_secs(40);
 
 /// What is known of snapshots.
-pub(super) struct Quiet {
+pub(super) struct SnapshotQuiesce {
     image: Arc<dyn Image>,
     /// The one that the supervisor knows of.
     told: Option<u64>,
@@ -23,7 +23,7 @@ pub(super) struct Quiet {
     until: Instant,
 }
 
-impl Quiet {
+impl SnapshotQuiesce {
     /// Has `waker` woken by snapshots, where they are `wanted`.
     pub(super) fn start(
         image: Arc<dyn Image>,
@@ -56,7 +56,7 @@ impl Quiet {
     }
 
     /// What there is to tell, if it is not what was told last. Without a supervisor nobody will make the
-    /// volume quiet.
+    /// volume quiesce.
     pub(super) fn look(&mut self, supervised: bool) -> Option<FromWorker> {
         let waiting = self.waiting();
         if self.told != waiting {
@@ -71,13 +71,13 @@ impl Quiet {
             self.answered = self.give(number, Err(libc::EAGAIN));
             return None;
         }
-        Some(FromWorker::Snapshot { waiting })
+        Some(FromWorker::SnapshotPending { snapshot: waiting })
     }
 
     /// To be told to another supervisor: that a snapshot waits which none has answered.
     pub(super) fn start_over(&self) -> Option<FromWorker> {
         let waiting = self.told.filter(|_| !self.answered);
-        waiting.map(|waiting| FromWorker::Snapshot { waiting: Some(waiting) })
+        waiting.map(|waiting| FromWorker::SnapshotPending { snapshot: Some(waiting) })
     }
 
     /// The supervisor's answer: 0, or an errno why not.
@@ -96,59 +96,61 @@ impl Quiet {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::double::Double;
+    use crate::fake_image::FakeImage;
 
-    fn quiet() -> (Arc<Double>, Quiet) {
-        let image = Arc::new(Double::with_snapshots());
+    fn fixture() -> (Arc<FakeImage>, SnapshotQuiesce) {
+        let image = Arc::new(FakeImage::with_snapshots());
         let until = Instant::now();
-        let quiet = Quiet { image: image.clone(), told: None, answered: false, until };
-        (image, quiet)
+        let quiesce = SnapshotQuiesce { image: image.clone(), told: None, answered: false, until };
+        (image, quiesce)
     }
 
     #[test]
     fn a_snapshot_is_told_once_and_again_to_the_next_supervisor_while_it_waits() {
-        let (image, mut quiet) = quiet();
-        assert_eq!((quiet.look(true), quiet.start_over()), (None, None));
+        let (image, mut quiesce) = fixture();
+        assert_eq!((quiesce.look(true), quiesce.start_over()), (None, None));
         *image.waiting.lock().unwrap() = Some(1);
-        let told = Some(FromWorker::Snapshot { waiting: Some(1) });
-        assert_eq!((quiet.look(true), quiet.look(true)), (told.clone(), None));
-        assert_eq!(quiet.start_over(), told);
-        quiet.answer(1, 0).unwrap();
-        assert_eq!((quiet.start_over(), quiet.look(true)), (None, None));
+        let told = Some(FromWorker::SnapshotPending { snapshot: Some(1) });
+        assert_eq!((quiesce.look(true), quiesce.look(true)), (told.clone(), None));
+        assert_eq!(quiesce.start_over(), told);
+        quiesce.answer(1, 0).unwrap();
+        assert_eq!((quiesce.start_over(), quiesce.look(true)), (None, None));
         *image.waiting.lock().unwrap() = None;
-        assert_eq!(quiet.look(true), Some(FromWorker::Snapshot { waiting: None }));
-        assert_eq!(quiet.answer(1, 0).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(quiesce.look(true), Some(FromWorker::SnapshotPending { snapshot: None }));
+        assert_eq!(quiesce.answer(1, 0).unwrap_err().kind(), ErrorKind::NotFound);
     }
 
     #[test]
     fn without_a_supervisor_a_snapshot_is_refused_once_whenever_it_came() {
         for before in [true, false] {
-            let (image, mut quiet) = quiet();
+            let (image, mut quiesce) = fixture();
             *image.waiting.lock().unwrap() = Some(3);
-            assert_eq!(quiet.look(before).is_some(), before);
+            assert_eq!(quiesce.look(before).is_some(), before);
             // What there is to tell then, nobody hears.
-            let _ = (quiet.look(false), quiet.look(false));
+            let _ = (quiesce.look(false), quiesce.look(false));
             assert_eq!(*image.answers.lock().unwrap(), [(3, Err(libc::EAGAIN))]);
         }
     }
 
     #[test]
     fn a_supervisor_that_says_nothing_is_not_waited_for_without_end() {
-        let (image, mut quiet) = quiet();
+        let (image, mut quiesce) = fixture();
         *image.waiting.lock().unwrap() = Some(5);
-        assert!(quiet.look(true).is_some());
-        assert_eq!(quiet.look(true), None);
+        assert!(quiesce.look(true).is_some());
+        assert_eq!(quiesce.look(true), None);
         assert_eq!(*image.answers.lock().unwrap(), []);
-        quiet.until = Instant::now();
-        assert_eq!(quiet.look(true), None);
+        quiesce.until = Instant::now();
+        assert_eq!(quiesce.look(true), None);
         assert_eq!(*image.answers.lock().unwrap(), [(5, Err(libc::EAGAIN))]);
-        assert_eq!(quiet.look(true), Some(FromWorker::Snapshot { waiting: None }));
+        assert_eq!(quiesce.look(true), Some(FromWorker::SnapshotPending { snapshot: None }));
     }
 
     #[test]
     fn a_volume_that_tells_nothing_of_snapshots_is_refused() {
-        let image: Arc<dyn Image> = Arc::new(Double::default());
-        let start = |wanted| Quiet::start(Arc::clone(&image), Waker::new().unwrap(), wanted, true);
+        let image: Arc<dyn Image> = Arc::new(FakeImage::default());
+        let start = |wanted| {
+            SnapshotQuiesce::start(Arc::clone(&image), Waker::new().unwrap(), wanted, true)
+        };
         let error = start(true).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.repair().unwrap().contains("--quiesce"), "{error}");

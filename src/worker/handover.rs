@@ -1,7 +1,7 @@
 //! A worker's part in a planned hand-over: the old one brings its connections to rest and offers them,
 //! the new one takes them.
 //!
-//! The baton of the shared statistics page decides who has them (`statistics::baton`). The old worker
+//! The handover word of the shared statistics page decides who has them (`statistics::handover`). The old worker
 //! keeps its sockets and threads until they were taken for certain, so that it can go on at once: when
 //! it is told to, when anything else is said to it, when its supervisor is gone, or when nobody has
 //! said anything for [`PATIENCE`]. The new one does everything that may fail before it takes.
@@ -27,12 +27,12 @@ const MAX_UNREAD: u64 = 1 << 20;
 
 /// Connections at rest, offered to a worker.
 #[derive(Debug)]
-pub(super) struct Pause {
+pub(super) struct Offer {
     generation: u64,
     until: Instant,
 }
 
-impl Pause {
+impl Offer {
     /// Until it is over, rounded up to what `poll` counts in.
     pub(super) fn left(&self) -> Duration {
         self.until.saturating_duration_since(Instant::now()) + Duration::from_millis(1)
@@ -49,23 +49,23 @@ impl Session {
     }
 
     /// Gives what a successor opens the volume with.
-    pub(super) fn bequeath(&self) -> Result<Answer> {
+    pub(super) fn prepare_handover(&self) -> Result<Answer> {
         let descriptors = self.handover()?.prepare()?.descriptors;
         // Beside the control socket and the page.
         if descriptors.len() > MAX_DESCRIPTORS - 2 {
             let message = format!("the volume is open in {} pieces: too many", descriptors.len());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        Ok((FromWorker::Bequeathed, descriptors))
+        Ok((FromWorker::HandoverPrepared, descriptors))
     }
 
     /// Brings the connections to rest and offers them to the worker of `generation`.
-    pub(super) fn hand_over(&mut self, generation: u64, limit_ms: u32) -> Result<Answer> {
+    pub(super) fn offer_handover(&mut self, generation: u64, limit_ms: u32) -> Result<Answer> {
         if self.live.is_empty() || generation <= self.start.generation {
             let message = "there is nothing to hand over, or not to an older worker";
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
-        if self.quiet.is_wanted() {
+        if self.quiesce.is_wanted() {
             // Its answer would have to be waited for, and its lock.
             let message = "a snapshot of the volume is just being made";
             return Err(Error::new(ErrorKind::Unavailable, message)
@@ -81,14 +81,17 @@ impl Session {
         let limit = Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into());
         let rests = self.server.hand_over(limit)?;
         let packed = pack(rests).and_then(|(unread, descriptors)| {
-            Ok((FromWorker::AtRest { unread, legacy: self.handover()?.release()? }, descriptors))
+            Ok((
+                FromWorker::HandoverOffered { unread, state: self.handover()?.release()? },
+                descriptors,
+            ))
         });
         if packed.is_err() {
             self.server.resume();
             return packed;
         }
-        self.page.offer(generation);
-        self.pause = Some(Pause { generation, until: Instant::now() + PATIENCE });
+        self.page.offer_handover(generation);
+        self.offer = Some(Offer { generation, until: Instant::now() + PATIENCE });
         packed
     }
 
@@ -96,7 +99,7 @@ impl Session {
     pub(super) fn take_over(
         &mut self,
         unread: &[u32],
-        legacy: &HandoverState,
+        state: &HandoverState,
         descriptors: Vec<OwnedFd>,
     ) -> Result<()> {
         if !self.start.successor || self.served {
@@ -106,7 +109,7 @@ impl Session {
         let rests = unpack(unread, descriptors)?;
         let added: Result<Vec<_>> =
             rests.into_iter().map(|rest| self.server.add_at_rest(rest)).collect();
-        let taken = added.and_then(|ids| self.take(legacy).map(|()| ids));
+        let taken = added.and_then(|ids| self.take(state).map(|()| ids));
         match taken {
             Ok(ids) => {
                 self.live.extend(ids);
@@ -125,14 +128,14 @@ impl Session {
     }
 
     /// From here on the sockets are ours, or never were.
-    fn take(&self, legacy: &HandoverState) -> Result<()> {
+    fn take(&self, state: &HandoverState) -> Result<()> {
         let generation = self.start.generation;
-        if !self.page.take(generation) {
+        if !self.page.accept_handover(generation) {
             let message = "the worker before went on by itself";
             return Err(Error::new(ErrorKind::Aborted, message));
         }
-        if let Err(error) = self.handover().and_then(|handover| handover.take_over(legacy)) {
-            self.page.decline(generation);
+        if let Err(error) = self.handover().and_then(|handover| handover.take_over(state)) {
+            self.page.decline_handover(generation);
             return Err(error);
         }
         self.page.take_over();
@@ -141,14 +144,14 @@ impl Session {
     }
 
     /// Whether the connections have rested for too long.
-    pub(super) fn pause_is_over(&self) -> bool {
-        self.pause.as_ref().is_some_and(|pause| pause.until <= Instant::now())
+    pub(super) fn offer_has_expired(&self) -> bool {
+        self.offer.as_ref().is_some_and(|offer| offer.until <= Instant::now())
     }
 
     /// Goes on where nobody has taken the connections, and else lets go of them for good.
-    pub(super) fn end_pause(&mut self) -> Next {
-        let Some(pause) = self.pause.take() else { return Next::Continue };
-        if self.page.take_back(pause.generation) {
+    pub(super) fn end_offer(&mut self) -> Next {
+        let Some(offer) = self.offer.take() else { return Next::Continue };
+        if self.page.withdraw_handover(offer.generation) {
             if let Err(error) = self.handover().and_then(Handover::resume) {
                 // Every request will say so, too.
                 tracing::error!(error = %error.report(), "the volume cannot be claimed again");
@@ -160,7 +163,7 @@ impl Session {
         if let Err(error) = self.server.leave() {
             tracing::error!(error = %error.report(), "a connection does not end");
         }
-        tracing::info!(to = pause.generation, "handed over");
+        tracing::info!(to = offer.generation, "handed over");
         Next::Exit
     }
 }
