@@ -63,9 +63,9 @@ impl Worker {
     /// Goes on with a hand-over that has begun.
     pub(crate) fn mind_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
         match self.pause {
-            None => Turn::SnapshotQuiesce,
-            Some(Pause::Offered(_, until)) if until > around.now => Turn::SnapshotQuiesce,
-            Some(Pause::Offered(..)) => self.end_offer(around),
+            None => Turn::Quiet,
+            Some(Pause::Offered(_, until)) if until > around.now => Turn::Quiet,
+            Some(Pause::Offered(..)) => self.end_pause(around),
             Some(Pause::Coming(generation, until)) => self.come_to_rest(generation, until, around),
         }
     }
@@ -78,7 +78,7 @@ impl Worker {
     ) -> Turn {
         let idle = self.connections.iter().all(Connection::is_idle);
         if !idle && until > around.now {
-            return Turn::SnapshotQuiesce;
+            return Turn::Quiet;
         }
         let late = || refusal(ErrorKind::TimedOut, "requests did not end in time".into());
         let over = || refusal(ErrorKind::Aborted, "a connection ended meanwhile".into());
@@ -103,8 +103,8 @@ impl Worker {
     }
 
     /// Goes on where nobody has taken the connections, and else ends.
-    pub(crate) fn end_offer(&mut self, around: &mut Surroundings<'_>) -> Turn {
-        let Some(Pause::Offered(generation, _)) = self.pause else { return Turn::SnapshotQuiesce };
+    pub(crate) fn end_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
+        let Some(Pause::Offered(generation, _)) = self.pause else { return Turn::Quiet };
         if self.page.as_ref().is_some_and(|page| page.withdraw_handover(generation)) {
             self.go_on(around);
             return Turn::Moved;
