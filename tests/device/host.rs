@@ -23,7 +23,6 @@ fn fill(payload: &Path) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     install(Path::new(env!("CARGO_BIN_EXE_cleat")), &payload.join("cleat"));
     install(&std::env::current_exe().expect("the path of this program"), &payload.join("device"));
-    install(&kernel_suite(), &payload.join("kernel_lifecycle"));
     std::fs::copy(root.join("tests/kit/ceph/cluster"), payload.join(crate::rbd::CLUSTER))
         .expect("copying the script of the test cluster");
     for file in std::fs::read_dir(root.join("systemd")).expect("the systemd directory") {
@@ -38,27 +37,6 @@ fn install(program: &Path, target: &Path) {
     let status =
         Command::new("strip").arg("--strip-debug").arg("-o").arg(target).arg(program).status();
     assert!(status.expect("strip, of binutils").success(), "strip {}", program.display());
-}
-
-/// The program of `tests/kernel_lifecycle.rs`, whose suite runs on the real kernel, too.
-fn kernel_suite() -> PathBuf {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.current_dir(env!("CARGO_MANIFEST_DIR"));
-    cargo.args(["test", "--no-run", "--message-format=json", "--test", "kernel_lifecycle"]);
-    if cfg!(feature = "fault") {
-        cargo.args(["--features", "fault"]);
-    }
-    if !cfg!(debug_assertions) {
-        cargo.arg("--release");
-    }
-    let output = cargo.output().expect("cargo runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout)
-        .lines()
-        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
-        .filter(|message| message["target"]["name"] == "kernel_lifecycle")
-        .find_map(|message| message["executable"].as_str().map(PathBuf::from))
-        .expect("cargo names the program it built")
 }
 
 fn boot(payload: &Path, init: &str, arguments: &[String]) -> i32 {

@@ -9,7 +9,6 @@ use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("kernel_trait_suite_on_the_real_kernel", kernel_suite),
         trial("map_prints_the_device_and_unmap_frees_it", map_and_unmap),
         trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
         trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
@@ -20,11 +19,6 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("resize_grows_the_device_online", resize),
         trial("figures_map_latency_and_memory", figures),
     ]
-}
-
-fn kernel_suite() {
-    let output = shell("./kernel_lifecycle --test-threads=1 2>&1");
-    assert!(output.contains("test result: ok"), "{output}");
 }
 
 fn map_and_unmap() {

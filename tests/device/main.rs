@@ -5,7 +5,11 @@
 //! (`CLEAT_TEST_REAL_KERNEL` set) it runs the tests, one after the other: they share one kernel.
 //! Arguments are libtest's, so `cargo test --test device -- crash` runs what has "crash" in its name.
 
-#![allow(clippy::print_stdout, reason = "figures are for the reader of the test's output")]
+#![allow(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a test prints figures, and fails by panicking"
+)]
 
 mod campaign;
 mod crash;
@@ -14,6 +18,7 @@ mod filesystems;
 mod fixture;
 mod force;
 mod host;
+mod kernel;
 mod lifecycle;
 mod outage;
 mod peers;
@@ -47,6 +52,7 @@ fn trials() -> Vec<Trial> {
         return systemd::trials().into_iter().chain(unit_rbd::trials()).collect();
     }
     [
+        kernel::trials(),
         lifecycle::trials(),
         filesystems::trials(),
         verify::trials(),

@@ -16,6 +16,8 @@
 
 pub mod binary;
 pub mod ceph;
+#[cfg(feature = "daemon")]
+pub mod kernel;
 pub mod memory;
 pub mod nbd;
 #[cfg(feature = "daemon")]

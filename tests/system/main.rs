@@ -9,6 +9,7 @@
 )]
 
 mod cli;
+mod kernel;
 mod lifecycle;
 mod volumes;
 mod worker;

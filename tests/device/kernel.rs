@@ -1,0 +1,166 @@
+//! The suite of the kernel trait on the real kernel, and what only a real kernel shows.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use cleat_core::error::ErrorKind;
+use cleat_kernel::real::RealKernel;
+use cleat_kernel::udev::{RUN_DIRECTORY, rule_installed, udevd_runs};
+use cleat_kernel::{Holder, Kernel};
+use libtest_mimic::Trial;
+use test_kit::kernel::{connect, settled_holders, soon, suite};
+
+use crate::fixture::shell;
+use crate::trial;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![trial("kernel_trait_suite_on_the_real_kernel", real_kernel)]
+}
+
+fn real_kernel() {
+    let left_behind = Path::new(RUN_DIRECTORY).join("udev/cleat.00.left-behind");
+    std::fs::create_dir_all(left_behind.parent().unwrap()).unwrap();
+    std::fs::write(&left_behind, "CLEAT_NAME=left-behind\n").unwrap();
+    let kernel = RealKernel::new(Path::new(RUN_DIRECTORY));
+    assert!(!left_behind.exists(), "names of a supervisor that died are cleared");
+    suite(&kernel);
+    real_io(&kernel);
+    real_holders(&kernel);
+    real_layers(&kernel);
+    real_latency(&kernel);
+    nothing_is_left(&kernel);
+}
+
+/// Whoever opens a device that is gone, as udev does for a look, makes the driver call it connected.
+fn nothing_is_left(kernel: &RealKernel) {
+    let deadline = soon();
+    loop {
+        let mut left = kernel.status().unwrap();
+        left.retain(|(_, connected)| *connected);
+        if left.is_empty() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "left behind: {left:?} of {:?}", kernel.devices());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What was written is there, before and after a crash of the server.
+fn real_io(kernel: &RealKernel) {
+    let mapped = connect(kernel, "io", 1);
+    let node = mapped.ready().node;
+    let file = File::options().read(true).write(true).open(&node).unwrap();
+    file.write_all_at(&[7; 8192], 4096).unwrap();
+    kernel.flush(mapped.index, soon()).unwrap();
+    assert_eq!(mapped.server.bytes(4096, 8192), [7; 8192], "flushed to the server");
+    mapped.server.cut();
+    let writer = std::thread::spawn(move || {
+        file.write_all_at(&[8; 4096], 0).unwrap();
+        file.sync_all().unwrap();
+    });
+    kernel.reconfigure(mapped.index, &mapped.identity, vec![mapped.server.connection()]).unwrap();
+    writer.join().unwrap();
+    assert_eq!(mapped.server.bytes(0, 4096), [8; 4096]);
+    mapped.disconnect();
+}
+
+/// Whoever holds a device is named, keeps it, and lets it go.
+fn real_holders(kernel: &RealKernel) {
+    let mapped = connect(kernel, "held", 1);
+    let node = mapped.ready().node;
+    settled_holders(kernel, mapped.index);
+    let file = File::open(&node).unwrap();
+    let holders = kernel.holders(mapped.index).unwrap();
+    let pid = std::process::id();
+    let ours = |h: &Holder| matches!(h, Holder::Process { pid: found, .. } if *found == pid);
+    assert!(holders.iter().any(ours), "{holders:?}");
+    let deadline = Instant::now() + Duration::from_millis(300);
+    let held = kernel.disconnect(mapped.index, &mapped.identity, deadline).unwrap_err();
+    assert_eq!(held.kind(), ErrorKind::TimedOut, "{}", held.report());
+    assert!(Instant::now() < deadline + Duration::from_secs(5), "long after its deadline");
+    drop(file);
+    mapped.disconnect();
+}
+
+/// A filesystem, in two mount namespaces, on a partition with a name of its own; a loop device.
+fn real_layers(kernel: &RealKernel) {
+    let mapped = connect(kernel, "layers", 1);
+    let paths = mapped.ready();
+    let node = paths.node.to_str().unwrap();
+    let named = |wanted: &dyn Fn(&Holder) -> bool| {
+        let deadline = soon();
+        while !kernel.holders(mapped.index).unwrap().iter().any(wanted) {
+            assert!(Instant::now() < deadline, "{:?}", kernel.holders(mapped.index));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+
+    shell(&format!("echo 'start=64, size=900' | sfdisk --quiet {node}"));
+    if udevd_runs() && rule_installed() {
+        let partition = format!("{}-part1", paths.symlink.display());
+        let found = || std::fs::canonicalize(&partition).unwrap_or_default();
+        let deadline = soon();
+        while found() != Path::new(&format!("{node}p1")) {
+            assert!(Instant::now() < deadline, "{partition} leads to {}", found().display());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path().join("a place");
+    let shown = place.display();
+    std::fs::create_dir(&place).unwrap();
+    shell(&format!("mkfs.ext4 -q -F {node}p1 && mount {node}p1 '{shown}'"));
+    let at = |h: &Holder, own| {
+        matches!(h, Holder::Mount { path, filesystem, namespace_pid }
+            if *path == place && filesystem == "ext4" && namespace_pid.is_none() == own)
+    };
+    named(&|holder| at(holder, true));
+    // Its copy of the mount is told only once ours is gone: as long as both are there, one is enough.
+    let mut other = Command::new("unshare").args(["--mount", "sleep", "1000"]).spawn().unwrap();
+    let shared = std::fs::read_link("/proc/self/ns/mnt").unwrap();
+    let theirs = format!("/proc/{}/ns/mnt", other.id());
+    let deadline = soon();
+    while std::fs::read_link(&theirs).unwrap() == shared {
+        assert!(Instant::now() < deadline, "unshare does not unshare");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    shell(&format!("umount '{shown}'"));
+    named(&|holder| at(holder, false));
+    other.kill().unwrap();
+    other.wait().unwrap();
+
+    shell(&format!("losetup /dev/loop7 {node}p1"));
+    named(&|holder| matches!(holder, Holder::Device { name } if name == "loop7"));
+    shell("losetup -d /dev/loop7");
+    shell(&format!("mkswap {node}p1 && swapon {node}p1"));
+    named(&|holder| matches!(holder, Holder::Device { name } if name == "swap"));
+    shell(&format!("swapoff {node}p1"));
+    assert_eq!(settled_holders(kernel, mapped.index), []);
+    mapped.disconnect();
+}
+
+/// How long a map and an unmap take on the kernel's side: told, not judged.
+fn real_latency(kernel: &RealKernel) {
+    let mut steps = [const { Vec::new() }; 3];
+    for round in 0..20 {
+        let start = Instant::now();
+        let mapped = connect(kernel, &format!("round-{round}"), 1);
+        let connected = Instant::now();
+        mapped.ready();
+        let ready = Instant::now();
+        mapped.disconnect();
+        let times = [connected - start, ready - connected, ready.elapsed()];
+        steps.iter_mut().zip(times).for_each(|(step, time)| step.push(time));
+    }
+    let median = steps.map(|mut step| {
+        step.sort_unstable();
+        (step[step.len() / 2], step[step.len() - 1])
+    });
+    println!(
+        "median and worst: connect {:?}, ready {:?}, disconnect {:?}",
+        median[0], median[1], median[2]
+    );
+}

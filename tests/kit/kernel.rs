@@ -1,0 +1,201 @@
+//! The suite of the kernel trait: what the real kernel and the simulated one must both do.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use cleat_core::error::ErrorKind;
+use cleat_kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
+
+use crate::nbd::server::{FLAGS, Server, hangs_up};
+use crate::wait::LIMIT as PATIENCE;
+
+pub const SIZE: u64 = 4 << 20;
+
+/// A mapped device and what serves it.
+pub struct Mapped<'a> {
+    pub kernel: &'a dyn Kernel,
+    pub index: DeviceIndex,
+    pub identity: Identity,
+    pub server: Server,
+}
+
+pub fn soon() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+pub fn identity(name: &str) -> Identity {
+    Identity::new(&format!("{:08x}", std::process::id()), name)
+}
+
+pub fn spec(name: &str, sockets: Vec<OwnedFd>) -> ConnectSpec {
+    ConnectSpec {
+        sockets,
+        size: SIZE,
+        block_size: 4096,
+        transmission_flags: FLAGS,
+        identity: identity(name),
+        dead_connection_timeout: PATIENCE,
+        request_timeout: Duration::ZERO,
+        replay_delay: Some(Duration::from_millis(500)),
+    }
+}
+
+pub fn connect<'a>(kernel: &'a dyn Kernel, name: &str, connections: usize) -> Mapped<'a> {
+    let server = Server::new(SIZE);
+    let sockets = (0..connections).map(|_| server.connection()).collect();
+    let index = kernel.connect(spec(name, sockets)).unwrap();
+    Mapped { kernel, index, identity: identity(name), server }
+}
+
+impl Mapped<'_> {
+    pub fn is_listed(&self) -> bool {
+        let devices = self.kernel.devices().unwrap();
+        let ours = Some(&self.identity);
+        devices.iter().any(|d| d.index == self.index && d.identity().as_ref() == ours)
+    }
+
+    pub fn ready(&self) -> DevicePaths {
+        self.kernel.wait_ready(self.index, &self.identity, SIZE, soon()).unwrap()
+    }
+
+    pub fn disconnect(&self) {
+        self.kernel.disconnect(self.index, &self.identity, soon()).unwrap();
+        assert!(!self.is_listed(), "still there after its disconnect");
+    }
+}
+
+/// What both kernels must do.
+pub fn suite(kernel: &dyn Kernel) {
+    a_device_lives_and_goes(kernel);
+    devices_do_not_mix(kernel);
+    many_at_once(kernel);
+    another_identity_is_refused(kernel);
+    sockets_that_nobody_needs_are_dropped(kernel);
+    a_dead_connection_is_told_and_replaced(kernel);
+    growth_shows(kernel);
+    the_impossible_is_refused(kernel);
+}
+
+fn a_device_lives_and_goes(kernel: &dyn Kernel) {
+    let mapped = connect(kernel, "lives", 1);
+    let paths = mapped.ready();
+    assert_eq!(paths.node.to_str().unwrap(), format!("/dev/nbd{}", mapped.index));
+    assert_eq!(paths.symlink.to_str().unwrap(), "/dev/disk/by-id/cleat-lives");
+    let devices = kernel.devices().unwrap();
+    let device = devices.iter().find(|device| device.index == mapped.index).unwrap();
+    assert!(device.connected && device.size == SIZE, "{device:?}");
+    kernel.flush(mapped.index, soon()).unwrap();
+    assert_eq!(settled_holders(kernel, mapped.index), []);
+    mapped.disconnect();
+    assert!(mapped.server.ended_in_order(1), "the kernel sends NBD_CMD_DISC");
+    mapped.disconnect();
+    assert!(!paths.symlink.exists(), "{} is left behind", paths.symlink.display());
+}
+
+/// Who uses the device once udev has looked at it.
+pub fn settled_holders(kernel: &dyn Kernel, index: DeviceIndex) -> Vec<Holder> {
+    let deadline = soon();
+    loop {
+        let holders = kernel.holders(index).unwrap();
+        if holders.is_empty() || Instant::now() > deadline {
+            return holders;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn devices_do_not_mix(kernel: &dyn Kernel) {
+    let (one, two) = (connect(kernel, "one", 1), connect(kernel, "two", 4));
+    assert_ne!(one.index, two.index);
+    assert_ne!(one.ready().symlink, two.ready().symlink);
+    one.disconnect();
+    assert!(two.is_listed());
+    two.disconnect();
+    assert!(two.server.ended_in_order(4), "the kernel ends each connection");
+}
+
+fn many_at_once(kernel: &dyn Kernel) {
+    let names: Vec<String> = (0..20).map(|n| format!("many-{n}")).collect();
+    std::thread::scope(|scope| {
+        for name in &names {
+            scope.spawn(move || {
+                let mapped = connect(kernel, name, 1);
+                mapped.ready();
+                mapped.disconnect();
+            });
+        }
+    });
+    let ours = identity("many-");
+    let mut left = kernel.devices().unwrap();
+    left.retain(|d| d.backend.as_ref().is_some_and(|b| b.starts_with(ours.as_str())));
+    assert_eq!(left, []);
+}
+
+fn another_identity_is_refused(kernel: &dyn Kernel) {
+    let mapped = connect(kernel, "mine", 1);
+    mapped.ready();
+    let other = Identity::new("ffffffff", "mine");
+    let refused = kernel.reconfigure(mapped.index, &other, vec![mapped.server.connection()]);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotFound);
+    let refused = kernel.resize(mapped.index, &other, 2 * SIZE);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotFound);
+    // Success, because that identity is not connected; and the device is untouched.
+    kernel.disconnect(mapped.index, &other, soon()).unwrap();
+    assert!(mapped.is_listed());
+    mapped.ready();
+    mapped.disconnect();
+    let gone = kernel.reconfigure(mapped.index, &mapped.identity, vec![mapped.server.connection()]);
+    assert_eq!(gone.unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+fn sockets_that_nobody_needs_are_dropped(kernel: &dyn Kernel) {
+    let mapped = connect(kernel, "enough", 2);
+    mapped.ready();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    kernel.reconfigure(mapped.index, &mapped.identity, vec![OwnedFd::from(theirs)]).unwrap();
+    assert!(hangs_up(&ours, PATIENCE), "the kernel keeps a socket without need");
+    kernel.flush(mapped.index, soon()).unwrap();
+    mapped.disconnect();
+}
+
+fn a_dead_connection_is_told_and_replaced(kernel: &dyn Kernel) {
+    let events = kernel.events().unwrap();
+    let mapped = connect(kernel, "revived", 1);
+    mapped.ready();
+    mapped.server.cut();
+    let deadline = soon();
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match events.recv_timeout(left).expect("the kernel tells of the dead connection") {
+            KernelEvent::LinkDead(index) if index == mapped.index => break,
+            _ => {}
+        }
+    }
+    assert!(mapped.is_listed(), "a device outlives its connections");
+    let replacement = mapped.server.connection();
+    kernel.reconfigure(mapped.index, &mapped.identity, vec![replacement]).unwrap();
+    kernel.flush(mapped.index, soon()).unwrap();
+    assert_eq!(mapped.server.connections_alive(), 1, "the new socket is in place");
+    mapped.disconnect();
+}
+
+fn growth_shows(kernel: &dyn Kernel) {
+    let mapped = connect(kernel, "grows", 1);
+    mapped.ready();
+    mapped.server.grow(2 * SIZE);
+    kernel.resize(mapped.index, &mapped.identity, 2 * SIZE).unwrap();
+    kernel.wait_ready(mapped.index, &mapped.identity, 2 * SIZE, soon()).unwrap();
+    let deadline = Instant::now() + Duration::from_millis(100);
+    let wrong = kernel.wait_ready(mapped.index, &mapped.identity, SIZE, deadline).unwrap_err();
+    assert_eq!(wrong.kind(), ErrorKind::TimedOut, "the size is checked");
+    mapped.disconnect();
+}
+
+fn the_impossible_is_refused(kernel: &dyn Kernel) {
+    let none = kernel.connect(spec("impossible", Vec::new())).unwrap_err();
+    assert_eq!(none.kind(), ErrorKind::InvalidArgument);
+    let server = Server::new(SIZE);
+    let empty = ConnectSpec { size: 0, ..spec("impossible", vec![server.connection()]) };
+    assert_eq!(kernel.connect(empty).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
