@@ -50,7 +50,7 @@ lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	shellcheck $(SHELL_SCRIPTS)
 
 unit: deps-test ## Tests that need no kernel of their own
-	$(CARGO) test --locked --workspace --features cleat/fault --lib --bins $(addprefix --test ,$(NATIVE_TESTS))
+	$(CARGO) test --locked --workspace --features cleat/fault --lib --bins --test fuzz $(addprefix --test ,$(NATIVE_TESTS))
 	$(CARGO) test --locked $(addprefix --package ,$(FFI))
 
 device: deps-test ## Tests on /dev/nbdX, in virtual machines
