@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cleat_core::error::{Error, ErrorKind};
+use cleat_core::random::Random;
 
 /// A call that can be made to misbehave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -109,54 +110,32 @@ impl Script {
     }
 }
 
-/// The one source of randomness of a simulated kernel (splitmix64).
-#[derive(Debug)]
-pub(super) struct Random(u64);
-
-impl Random {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(seed)
+/// A fault that makes sense on `call`, with the given probability.
+pub(super) fn random_fault(random: &Random, call: Call, per_mille: u32) -> Option<Fault> {
+    if per_mille == 0 || random.next() % 1000 >= u64::from(per_mille) {
+        return None;
     }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-
-    /// A fault that makes sense on `call`, with the given probability.
-    pub(super) fn fault(&mut self, call: Call, per_mille: u32) -> Option<Fault> {
-        if per_mille == 0 || self.below(1000) >= u64::from(per_mille) {
-            return None;
+    use ErrorKind::{InUse, Internal, NotFound, Unavailable};
+    let choices: &[Fault] = match call {
+        Call::Connect => &[
+            Fault::Fail(InUse),
+            Fault::Fail(Internal),
+            Fault::Hang,
+            Fault::LateEffect,
+            Fault::NoSymlink,
+            Fault::Vanish,
+        ],
+        Call::Reconfigure => {
+            &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
         }
-        use ErrorKind::{InUse, Internal, NotFound, Unavailable};
-        let choices: &[Fault] = match call {
-            Call::Connect => &[
-                Fault::Fail(InUse),
-                Fault::Fail(Internal),
-                Fault::Hang,
-                Fault::LateEffect,
-                Fault::NoSymlink,
-                Fault::Vanish,
-            ],
-            Call::Reconfigure => {
-                &[Fault::Fail(NotFound), Fault::Hang, Fault::LateEffect, Fault::DropSockets]
-            }
-            Call::Resize | Call::Disconnect | Call::ForceDisconnect | Call::Freeze | Call::Thaw => {
-                &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
-            }
-            Call::WaitReady | Call::Flush | Call::Unmount => &[Fault::Fail(Internal), Fault::Hang],
-            Call::Devices | Call::Holders | Call::Events => &[Fault::Fail(Unavailable)],
-        };
-        let index = usize::try_from(self.below(choices.len() as u64)).unwrap_or(0);
-        choices.get(index).copied()
-    }
+        Call::Resize | Call::Disconnect | Call::ForceDisconnect | Call::Freeze | Call::Thaw => {
+            &[Fault::Fail(Internal), Fault::Hang, Fault::LateEffect]
+        }
+        Call::WaitReady | Call::Flush | Call::Unmount => &[Fault::Fail(Internal), Fault::Hang],
+        Call::Devices | Call::Holders | Call::Events => &[Fault::Fail(Unavailable)],
+    };
+    let index = usize::try_from(random.next() % choices.len() as u64).unwrap_or(0);
+    choices.get(index).copied()
 }
 
 /// The error of `fault`'s kind, as a simulated kernel words it.

@@ -7,17 +7,19 @@
 //! open: it cannot be unmounted then (which would leave it frozen, out of everybody's reach) and is
 //! thawed without being looked for.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
+mod filesystems;
+
+use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use self::filesystems::{Opened, open_here};
 use super::bounded_call::BoundedCalls;
-use super::mounts::Proc;
+use super::namespaces::in_namespaces;
 use super::sysfs::Disk;
-use super::unmount::{in_namespaces, mountinfo, uncovered};
+use super::usage::Proc;
 use super::{DeviceIndex, UnmountScope};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::block;
@@ -46,9 +48,6 @@ struct Freeze {
     /// What is frozen, to be thawed by us.
     held: Vec<File>,
 }
-
-/// A file system, and what it is reached by.
-type Opened = (DeviceNumber, io::Result<File>);
 
 /// A thread's part of a freeze, which ends with it, even where it was never begun.
 struct Turn {
@@ -275,44 +274,6 @@ fn still_under_way(what: &str) -> Error {
 
 fn text(number: DeviceNumber) -> String {
     format!("{}:{}", number.major, number.minor)
-}
-
-/// The file systems on `disk` that the calling thread sees, each with an open directory of it.
-fn open_here(proc: &File, disk: &Disk) -> io::Result<Vec<Opened>> {
-    let text = mountinfo(proc)?;
-    let (mut found, mut done): (Vec<Opened>, BTreeSet<(u32, u32)>) = (Vec::new(), BTreeSet::new());
-    for mount in super::mounts::parse_mountinfo(&text).filter(|mount| mount.is_on(disk)) {
-        if !found.iter().any(|(number, _)| *number == mount.number) {
-            let covered = io::Error::other("every mount of it lies under another one");
-            found.push((mount.number, Err(covered)));
-        }
-    }
-    for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
-        let key = (mount.number.major, mount.number.minor);
-        if done.contains(&key) {
-            continue;
-        }
-        let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
-        let opened = OpenOptions::new().read(true).custom_flags(flags).open(&mount.path);
-        let opened = opened.and_then(|file| {
-            let device = file.metadata()?.dev();
-            // Subvolumes of btrfs (major 0) have numbers of their own.
-            match mount.number.major == 0
-                || nix::sys::stat::major(device) == u64::from(key.0)
-                    && nix::sys::stat::minor(device) == u64::from(key.1)
-            {
-                true => Ok(file),
-                false => Err(io::Error::other("something else is mounted there")),
-            }
-        });
-        if opened.is_ok() {
-            done.insert(key);
-        }
-        if let Some((_, slot)) = found.iter_mut().find(|(number, _)| *number == mount.number) {
-            *slot = opened;
-        }
-    }
-    Ok(found)
 }
 
 #[cfg(test)]

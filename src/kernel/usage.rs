@@ -4,15 +4,15 @@
 //! fails rather than call a held device free.
 
 use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, Read};
-use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::Holder;
-use super::sysfs::{Disk, parse_number};
+use super::mountinfo::{Mount, parse_mountinfo, parse_swaps};
+use super::sysfs::Disk;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor::{BackingDevice, DeviceNumber, backing_device, block_device};
 
@@ -26,19 +26,6 @@ const HOLDERS_MAX: usize = 4096;
 /// `/proc`, or what stands for it.
 #[derive(Debug, Clone)]
 pub(super) struct Proc(pub(super) PathBuf);
-
-/// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Mount {
-    /// The device number of the filesystem.
-    pub number: DeviceNumber,
-    /// The mount point.
-    pub path: PathBuf,
-    /// The type of the filesystem.
-    pub filesystem: String,
-    /// What is mounted: a device or a name.
-    pub source: OsString,
-}
 
 /// Who uses which block device.
 #[derive(Debug, Default)]
@@ -226,48 +213,6 @@ impl Mount {
     }
 }
 
-/// Reads mountinfo; lines that are not understood are skipped.
-pub fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
-    text.split(|byte| *byte == b'\n').filter_map(parse_mount)
-}
-
-/// `36 35 98:0 /root /mount/point options [optional]... - type source super-options`
-pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
-    let mut fields = line.split(|byte| *byte == b' ');
-    let number = parse_number(std::str::from_utf8(fields.nth(2)?).ok()?)?;
-    let path = PathBuf::from(unescape(fields.nth(1)?));
-    let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
-    let filesystem = String::from_utf8_lossy(fields.next()?).into_owned();
-    let source = unescape(fields.next()?);
-    Some(Mount { number, path, filesystem, source })
-}
-
-/// The paths in /proc/swaps, after its heading.
-pub(super) fn parse_swaps(text: &[u8]) -> impl Iterator<Item = OsString> {
-    let lines = text.split(|byte| *byte == b'\n').skip(1);
-    lines.filter_map(|line| {
-        let end = line.iter().position(|byte| matches!(byte, b' ' | b'\t'))?;
-        (end > 0).then(|| unescape(&line[..end]))
-    })
-}
-
-/// Undoes the kernel's `\ooo` (fs/seq_file.c, `mangle_path`).
-fn unescape(field: &[u8]) -> OsString {
-    let mut plain = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((&byte, after)) = rest.split_first() {
-        let octal = match rest {
-            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', ..] => {
-                Some((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'))
-            }
-            _ => None,
-        };
-        plain.push(octal.unwrap_or(byte));
-        rest = if octal.is_some() { &rest[4..] } else { after };
-    }
-    OsString::from_vec(plain)
-}
-
 /// Whether a path names one of these devices: by the kernel's name for it, or by its number.
 fn is_ours(path: &Path, disk: &Disk) -> bool {
     let Ok(name) = path.strip_prefix("/dev") else { return false };
@@ -289,10 +234,7 @@ pub(super) fn too_much(what: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::symlink;
-
-    use proptest::prelude::*;
 
     use super::*;
 
@@ -373,28 +315,5 @@ broken line
     #[test]
     fn our_own_machine_can_be_read() {
         Proc("/proc".into()).usage().unwrap();
-    }
-
-    proptest! {
-        #[test]
-        fn names_survive_the_kernels_escapes(name in proptest::collection::vec(1u8.., 0..40)) {
-            let mut escaped = Vec::new();
-            for &byte in &name {
-                match byte {
-                    b' ' | b'\t' | b'\n' | b'\\' | b'#' => {
-                        escaped.extend(format!("\\{byte:03o}").bytes());
-                    }
-                    _ => escaped.push(byte),
-                }
-            }
-            let plain = unescape(&escaped);
-            prop_assert_eq!(plain.as_bytes(), &name[..]);
-        }
-
-        #[test]
-        fn no_text_makes_the_reader_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
-            parse_mountinfo(&text).for_each(drop);
-            parse_swaps(&text).for_each(drop);
-        }
     }
 }

@@ -1,52 +1,48 @@
 //! The kernel that this machine runs.
 
-use std::collections::BTreeSet;
+mod flush;
+mod module;
+mod names;
+mod wait;
+
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError};
+use crossbeam_channel::Receiver;
 
+use self::flush::Flushes;
+use self::wait::{NotReady, not_ready, still_configured};
 use super::bounded_call::BoundedCalls;
 use super::events::Hub;
 use super::freeze::Freezes;
-use super::mounts::{Proc, Usage};
 use super::netlink::{self, Netlink};
 use super::shared_scan::SharedScan;
 use super::sysfs::Sysfs;
 use super::udev::{Missing, Names};
 use super::unmount::unmount;
+use super::usage::{Proc, Usage};
 use super::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
-    Kernel, KernelEvent, UnmountScope, module_missing, not_ours,
+    Kernel, KernelEvent, UnmountScope, not_ours,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Bound on netlink commands that are given no deadline.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bound on loading the module.
-const MODPROBE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a device may lack its symlink before the kernel is asked to announce it again. udev may
 /// look before the kernel has made `backend`: CONNECT announces the size first (nbd_genl_connect).
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(200);
-/// Events are hints; without one, things are looked at again after this, doubling.
-const LOOK_AGAIN_MIN: Duration = Duration::from_millis(2);
-const LOOK_AGAIN_MAX: Duration = Duration::from_millis(500);
 /// Events that wait for one who waits for a device: the first is enough.
 const HINT_QUEUE: usize = 32;
 /// Netlink commands that may be stuck: they share one lock, so more would only wait behind these.
 const STUCK_COMMANDS: usize = 8;
-/// Flushes that may be stuck, one a device: each waits for a backend of its own.
-const STUCK_FLUSHES: usize = 64;
 /// Unmounts that may be stuck, one a device and namespace: each waits for a backend of its own.
 const STUCK_UNMOUNTS: usize = 64;
 /// How long those who only look at a device may take to close it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long udev may take to remove a symlink before it is removed here.
-const UNLINK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The nbd driver of the running kernel, with udev, sysfs and /proc.
 #[derive(Debug)]
@@ -319,72 +315,6 @@ impl Kernel for RealKernel {
     }
 }
 
-/// Flushes under way: one a device, as one that hangs tells all that another would.
-#[derive(Debug)]
-struct Flushes {
-    threads: BoundedCalls,
-    nodes: Arc<Mutex<BTreeSet<PathBuf>>>,
-}
-
-impl Default for Flushes {
-    fn default() -> Self {
-        Self { threads: BoundedCalls::new(STUCK_FLUSHES), nodes: Arc::default() }
-    }
-}
-
-impl Flushes {
-    fn run(
-        &self,
-        node: &Path,
-        deadline: Instant,
-        call: impl FnOnce() -> std::io::Result<()> + Send + 'static,
-    ) -> Result<()> {
-        let what = format!("flush {}", node.display());
-        let hangs = |error: Error| {
-            error.with_repair("its backend does not answer: see `cleat stats` and the daemon's log")
-        };
-        let begun = lock(&self.nodes).insert(node.to_owned());
-        if !begun {
-            let message = format!("cannot {what}: an earlier flush of it is still under way");
-            return Err(hangs(Error::new(ErrorKind::TimedOut, message)));
-        }
-        let entry = Entry { nodes: Arc::clone(&self.nodes), node: node.to_owned() };
-        let call = move || {
-            let _entry = entry;
-            call()
-        };
-        let flushed =
-            self.threads.run(&what, deadline, call, drop).map_err(|error| match error.kind() {
-                ErrorKind::TimedOut => hangs(error),
-                _ => error,
-            })?;
-        flushed.map_err(|error| Error::from_io(format!("cannot {what}"), error))
-    }
-}
-
-/// A node among those that are being flushed.
-struct Entry {
-    nodes: Arc<Mutex<BTreeSet<PathBuf>>>,
-    node: PathBuf,
-}
-
-impl Drop for Entry {
-    fn drop(&mut self) {
-        lock(&self.nodes).remove(&self.node);
-    }
-}
-
-/// The lock, whoever panicked with it: what it protects is whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Why a device is not ready yet.
-enum NotReady {
-    Size(u64),
-    Name(Missing),
-}
-
 impl RealKernel {
     /// Tells whether a device is connected as that identity, on any thread.
     fn meant(&self, identity: Identity) -> impl Fn(DeviceIndex) -> Result<bool> + Send + use<> {
@@ -393,7 +323,8 @@ impl RealKernel {
     }
 
     fn subscribe(&self, queue: usize) -> Result<Receiver<KernelEvent>> {
-        let mut hub = lock(&self.hub);
+        // The hub is replaced as a whole, so it is intact whatever panicked with the lock.
+        let mut hub = self.hub.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(hub) = hub.as_ref() {
             return Ok(hub.subscribe(queue));
         }
@@ -403,176 +334,5 @@ impl RealKernel {
     /// Events to wait with, where some will come: a subscription ends with the next event.
     fn hints(&self) -> Option<Receiver<KernelEvent>> {
         super::udev::udevd_runs().then(|| self.subscribe(HINT_QUEUE).ok()).flatten()
-    }
-
-    /// Removes the names that a supervisor before us left behind, without a device.
-    fn clear_leftovers(&self) -> Result<()> {
-        let devices = self.sysfs.devices()?;
-        let alive: Vec<_> = devices.iter().filter_map(Device::identity).collect();
-        for identity in self.names.published() {
-            if alive.contains(&identity) {
-                continue;
-            }
-            self.names.withdraw(&identity);
-            if alive.iter().any(|other| other.name() == identity.name()) {
-                continue;
-            }
-            devices.iter().for_each(|device| self.names.remove_link(device.index, &identity));
-        }
-        Ok(())
-    }
-
-    /// Has udev take back the names of a device that is disconnected and held: it would keep them for
-    /// as long as the holder pleases, and from a new device of that name.
-    fn disown(&self, index: DeviceIndex, identity: &Identity) {
-        self.names.withdraw(identity);
-        self.sysfs.announce(index);
-        self.sysfs.announce_partitions(index);
-    }
-
-    /// Takes the names away. A device without its properties loses the symlink at its next event.
-    fn withdraw(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        let devices = self.devices()?;
-        // The device itself may be left, disconnected and held; or be another mapping's by now.
-        let others = devices.iter().filter_map(|device| Some((device.index, device.identity()?)));
-        let others = others.filter(|(at, of)| *at != index || of != identity);
-        let others: Vec<_> = others.map(|(_, identity)| identity).collect();
-        if others.contains(identity) {
-            return Ok(());
-        }
-        self.names.withdraw(identity);
-        // Another mapping of that name has the symlink now.
-        if others.iter().any(|other| other.name() == identity.name()) {
-            return Ok(());
-        }
-        if !self.names.links_are_ours() && self.names.link_leads_to(index, identity) {
-            if super::udev::udevd_idle() {
-                self.sysfs.announce(index);
-            }
-            let deadline = deadline.min(Instant::now() + UNLINK_TIMEOUT);
-            let hints = self.hints();
-            self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
-                Ok((!self.names.link_leads_to(index, identity)).then_some(()))
-            })?;
-        }
-        self.names.remove_link(index, identity);
-        Ok(())
-    }
-
-    /// Looks until there is something, an error, or the deadline (`None`): at every hint about the
-    /// device, and again after a while, because hints may be lost.
-    fn wait<T>(
-        &self,
-        deadline: Instant,
-        hints: Option<(&Receiver<KernelEvent>, DeviceIndex)>,
-        mut look: impl FnMut() -> Result<Option<T>>,
-    ) -> Result<Option<T>> {
-        let mut pause = LOOK_AGAIN_MIN;
-        loop {
-            if let Some(found) = look()? {
-                return Ok(Some(found));
-            }
-            let now = Instant::now();
-            if now >= deadline {
-                return Ok(None);
-            }
-            let until = deadline.min(now + pause);
-            match hints {
-                Some((hints, index)) => await_hint(hints, index, until),
-                None => std::thread::sleep(until - now),
-            }
-            pause = (pause * 2).min(LOOK_AGAIN_MAX);
-        }
-    }
-
-    /// Loads the driver where it is not there.
-    fn load_module(&self) -> Result<()> {
-        // Exists for a driver that is built in, too, because nbd has parameters.
-        let loaded = self.sysfs.0.join("module/nbd");
-        if loaded.exists() {
-            return Ok(());
-        }
-        if !self.loads_module {
-            return Err(module_missing());
-        }
-        let program = std::fs::read_to_string(self.proc.0.join("sys/kernel/modprobe"));
-        let program = program.map(|program| program.trim().to_owned()).unwrap_or_default();
-        let program = if program.is_empty() { "/sbin/modprobe".to_owned() } else { program };
-        let call = move || Command::new(program).arg("nbd").env_clear().output();
-        let deadline = Instant::now() + MODPROBE_TIMEOUT;
-        let output = self.threads.run("load the module nbd", deadline, call, drop)?;
-        match output {
-            _ if loaded.exists() => Ok(()),
-            Ok(output) => {
-                let said = String::from_utf8_lossy(&output.stderr);
-                Err(module_missing().with_source(said.trim().chars().take(500).collect::<String>()))
-            }
-            Err(error) => Err(module_missing().with_source(error)),
-        }
-    }
-}
-
-/// Waits for an event of the device, or until then.
-fn await_hint(hints: &Receiver<KernelEvent>, index: DeviceIndex, until: Instant) {
-    loop {
-        match hints.recv_deadline(until) {
-            Ok(KernelEvent::Changed(changed)) if changed == index => return,
-            Ok(_) => {}
-            Err(RecvTimeoutError::Timeout) => return,
-            Err(RecvTimeoutError::Disconnected) => {
-                return std::thread::sleep(until.saturating_duration_since(Instant::now()));
-            }
-        }
-    }
-}
-
-fn not_ready(
-    index: DeviceIndex,
-    size: u64,
-    paths: &DevicePaths,
-    missing: Option<NotReady>,
-) -> Error {
-    let (what, hint) = match missing {
-        Some(NotReady::Size(found)) => {
-            let what = format!("/dev/nbd{index} has {found} bytes instead of {size}");
-            (what, "the kernel has not taken the new size over; see `dmesg`")
-        }
-        Some(NotReady::Name(missing)) => missing.explain(paths),
-        None => (format!("/dev/nbd{index} has no device number"), "see `dmesg`"),
-    };
-    Error::new(ErrorKind::TimedOut, format!("the device is not ready in time: {what}"))
-        .with_repair(hint)
-}
-
-fn still_configured(index: DeviceIndex) -> Error {
-    let message =
-        format!("/dev/nbd{index} is disconnected, but somebody keeps it open, so it is not free");
-    Error::new(ErrorKind::TimedOut, message)
-        .with_repair(format!("end what holds it: see `fuser -v /dev/nbd{index}`"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_flush_that_hangs_stops_no_other_and_is_not_piled_upon() {
-        let flushes = Flushes::default();
-        let (release, released) = crossbeam_channel::bounded::<()>(0);
-        let soon = Instant::now() + Duration::from_millis(20);
-        let hanging = move || released.recv().map_err(std::io::Error::other);
-        let node = |name: &str| PathBuf::from(name);
-        let error = flushes.run(&node("/dev/nbd0"), soon, hanging).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::TimedOut);
-        assert!(error.repair().is_some());
-        let later = Instant::now() + Duration::from_secs(10);
-        let again = flushes.run(&node("/dev/nbd0"), later, || Ok(())).unwrap_err();
-        assert!(again.message().contains("still under way"), "{again}");
-        assert_eq!(flushes.threads.stuck(), 1);
-        flushes.run(&node("/dev/nbd1"), later, || Ok(())).unwrap();
-        release.send(()).unwrap();
-        while flushes.run(&node("/dev/nbd0"), later, || Ok(())).is_err() {
-            std::thread::yield_now();
-        }
     }
 }

@@ -1,0 +1,139 @@
+//! What /proc/PID/mountinfo and /proc/swaps say (proc_pid_mountinfo(5), proc_swaps(5)).
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+use cleat_sys::descriptor::DeviceNumber;
+
+use super::sysfs::parse_number;
+
+/// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Mount {
+    /// The device number of the filesystem.
+    pub number: DeviceNumber,
+    /// The mount point.
+    pub path: PathBuf,
+    /// The type of the filesystem.
+    pub filesystem: String,
+    /// What is mounted: a device or a name.
+    pub source: OsString,
+}
+
+/// Reads mountinfo; lines that are not understood are skipped.
+pub fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
+    text.split(|byte| *byte == b'\n').filter_map(parse_mount)
+}
+
+/// `36 35 98:0 /root /mount/point options [optional]... - type source super-options`
+pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let number = parse_number(std::str::from_utf8(fields.nth(2)?).ok()?)?;
+    let path = PathBuf::from(unescape(fields.nth(1)?));
+    let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
+    let filesystem = String::from_utf8_lossy(fields.next()?).into_owned();
+    let source = unescape(fields.next()?);
+    Some(Mount { number, path, filesystem, source })
+}
+
+/// The paths in /proc/swaps, after its heading.
+pub(super) fn parse_swaps(text: &[u8]) -> impl Iterator<Item = OsString> {
+    let lines = text.split(|byte| *byte == b'\n').skip(1);
+    lines.filter_map(|line| {
+        let end = line.iter().position(|byte| matches!(byte, b' ' | b'\t'))?;
+        (end > 0).then(|| unescape(&line[..end]))
+    })
+}
+
+/// Undoes the kernel's `\ooo` (fs/seq_file.c, `mangle_path`).
+fn unescape(field: &[u8]) -> OsString {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, after)) = rest.split_first() {
+        let octal = match rest {
+            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', ..] => {
+                Some((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'))
+            }
+            _ => None,
+        };
+        plain.push(octal.unwrap_or(byte));
+        rest = if octal.is_some() { &rest[4..] } else { after };
+    }
+    OsString::from_vec(plain)
+}
+
+/// Mounts that no other one lies upon at the same path: an unmount by path takes the topmost, and
+/// must not take somebody else's.
+pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
+    let lines = text.split(|byte| *byte == b'\n');
+    let parsed: Vec<(u32, u32, Mount)> = lines
+        .filter_map(|line| {
+            let mut words = line.split(|byte| *byte == b' ').map(std::str::from_utf8);
+            let mut number = || words.next()?.ok()?.parse().ok();
+            Some((number()?, number()?, parse_mount(line)?))
+        })
+        .collect();
+    let paths: HashMap<u32, _> =
+        parsed.iter().map(|(id, _, mount)| (*id, mount.path.clone())).collect();
+    let covered: HashSet<u32> = parsed
+        .iter()
+        .filter(|(id, parent, mount)| id != parent && paths.get(parent) == Some(&mount.path))
+        .map(|(_, parent, _)| *parent)
+        .collect();
+    parsed.into_iter().filter(move |(id, ..)| !covered.contains(id)).map(|(.., mount)| mount)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::sysfs::Disk;
+
+    fn disk(minor: u32) -> Disk {
+        Disk { names: vec!["nbd1".into()], numbers: vec![DeviceNumber { major: 43, minor }] }
+    }
+
+    #[test]
+    fn what_lies_under_another_mount_is_left_alone() {
+        let text = b"\
+22 1 8:1 / / rw - ext4 /dev/sda1 rw
+36 22 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
+37 22 43:32 / /mnt/b rw - ext4 /dev/nbd1 rw
+38 37 0:40 / /mnt/b rw - tmpfs none rw
+39 36 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
+40 36 0:41 / /mnt/a/sub rw - tmpfs none rw
+";
+        let found: Vec<_> = uncovered(text).filter(|mount| mount.is_on(&disk(32))).collect();
+        let paths: Vec<_> = found.iter().map(|mount| mount.path.to_str().unwrap()).collect();
+        // /mnt/a once: the upper one, whose path is the lower one's.
+        assert_eq!(paths, ["/mnt/a"]);
+    }
+
+    proptest! {
+        #[test]
+        fn names_survive_the_kernels_escapes(name in proptest::collection::vec(1u8.., 0..40)) {
+            let mut escaped = Vec::new();
+            for &byte in &name {
+                match byte {
+                    b' ' | b'\t' | b'\n' | b'\\' | b'#' => {
+                        escaped.extend(format!("\\{byte:03o}").bytes());
+                    }
+                    _ => escaped.push(byte),
+                }
+            }
+            let plain = unescape(&escaped);
+            prop_assert_eq!(plain.as_bytes(), &name[..]);
+        }
+
+        #[test]
+        fn no_text_makes_the_reader_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+            parse_mountinfo(&text).for_each(drop);
+            parse_swaps(&text).for_each(drop);
+        }
+    }
+}

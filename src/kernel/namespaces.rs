@@ -1,0 +1,147 @@
+//! Lazy unmounts of a device, in every mount namespace that has it mounted.
+//!
+//! A namespace is entered by a thread that is thrown away: one that has left the process's own
+//! namespace must never do anything else. It reads the namespace's mounts from inside, so that the
+//! paths are right there, and through a descriptor of our own /proc, since /proc may be missing or
+//! another one there.
+//!
+//! An unmount returns only when the last one of a filesystem has written back what it can; with a
+//! backend that hangs, never. So each namespace has a thread of its own, with a deadline.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::Instant;
+
+use nix::fcntl::{OFlag, openat};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::stat::Mode;
+
+use super::UnmountScope;
+use super::bounded_call::BoundedCalls;
+use super::mountinfo::parse_mountinfo;
+use super::sysfs::Disk;
+use super::usage::{MOUNTINFO_MAX, Proc, too_much};
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// Namespaces that have the device mounted; each needs a thread.
+const NAMESPACES_MAX: usize = 1024;
+/// Threads at one time.
+const AT_ONCE: usize = 32;
+
+/// A mount namespace, and whether it is our own.
+pub(super) struct Namespace {
+    descriptor: File,
+    pub(super) own: bool,
+}
+
+/// Does something in every namespace of `which` that has the device mounted, our own first, each on a
+/// thread that is thrown away.
+///
+/// # Errors
+/// `TimedOut` when some of it is under way at the deadline; what /proc gives.
+pub(super) fn in_namespaces<T: Send + 'static>(
+    proc: &Proc,
+    threads: &BoundedCalls,
+    disk: &Disk,
+    which: UnmountScope,
+    what: &str,
+    deadline: Instant,
+    action: fn(&File, &Disk) -> io::Result<T>,
+) -> Result<Vec<io::Result<T>>> {
+    let unreadable = |error| Error::from_io(format!("cannot open {}", proc.0.display()), error);
+    let directory = File::open(&proc.0).map_err(unreadable)?;
+    let mut failed = None;
+    let mut done = Vec::new();
+    for some in namespaces(proc, disk, which)?.chunks(AT_ONCE) {
+        std::thread::scope(|scope| {
+            let running: Vec<_> = some
+                .iter()
+                .map(|namespace| {
+                    let (directory, disk) = (directory.try_clone(), disk.clone());
+                    let (own, there) = (namespace.own, namespace.descriptor.try_clone());
+                    let call = move || {
+                        let (directory, there) = (directory?, there?);
+                        if !own {
+                            enter(&there)?;
+                        }
+                        action(&directory, &disk)
+                    };
+                    scope.spawn(move || threads.run(what, deadline, call, drop))
+                })
+                .collect();
+            for thread in running {
+                match thread.join() {
+                    Ok(Ok(outcome)) => done.push(outcome),
+                    Ok(Err(error)) => failed = Some(error),
+                    Err(_) => {
+                        let message = format!("the thread to {what} panicked");
+                        failed = Some(Error::new(ErrorKind::Internal, message));
+                    }
+                }
+            }
+        });
+    }
+    failed.map_or(Ok(done), Err)
+}
+
+/// The namespaces in which the device is mounted, our own first, each once.
+pub(super) fn namespaces(proc: &Proc, disk: &Disk, which: UnmountScope) -> Result<Vec<Namespace>> {
+    let mut found: Vec<Namespace> = Vec::new();
+    let (mut seen, mut entered) = (HashSet::new(), HashSet::new());
+    let own = ("self".to_owned(), true);
+    let others = match which {
+        UnmountScope::All => proc.processes()?,
+        UnmountScope::Own | UnmountScope::None => Vec::new(),
+    };
+    let others = others.into_iter().map(|pid| (pid.to_string(), false));
+    for (process, own) in std::iter::once(own).chain(others) {
+        let directory = proc.0.join(&process);
+        // Opened first: the namespace that is looked at is the one that will be entered. A process
+        // that goes meanwhile has none any more.
+        let Ok(descriptor) = File::open(directory.join("ns/mnt")) else { continue };
+        let identity = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino()));
+        let Ok(namespace) = descriptor.metadata().map(|found| (found.dev(), found.ino())) else {
+            continue;
+        };
+        // Of processes that share a namespace, one may be in a chroot and see less of it than the
+        // others, or than a thread that enters.
+        let view = (namespace, identity(&directory.join("root")).ok());
+        if entered.contains(&namespace) || !seen.insert(view) {
+            continue;
+        }
+        if own || has_mount(proc, &process, disk) {
+            entered.insert(namespace);
+            found.push(Namespace { descriptor, own });
+        }
+        if found.len() > NAMESPACES_MAX {
+            return Err(too_much("mount namespaces"));
+        }
+    }
+    Ok(found)
+}
+
+fn has_mount(proc: &Proc, process: &str, disk: &Disk) -> bool {
+    let mut text = Vec::new();
+    let file = File::open(proc.0.join(process).join("mountinfo"));
+    let read = file.and_then(|file| file.take(MOUNTINFO_MAX).read_to_end(&mut text));
+    read.is_ok() && parse_mountinfo(&text).any(|mount| mount.is_on(disk))
+}
+
+/// Moves the calling thread into a mount namespace, for the rest of its life.
+fn enter(namespace: &File) -> io::Result<()> {
+    // Its root and working directory must be its own: setns(2) refuses otherwise.
+    unshare(CloneFlags::CLONE_FS)?;
+    Ok(setns(namespace, CloneFlags::CLONE_NEWNS)?)
+}
+
+/// The mounts of this thread's namespace as its root sees them (proc_pid_mountinfo(5)).
+pub(super) fn mountinfo(proc: &File) -> io::Result<Vec<u8>> {
+    let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
+    let file = File::from(openat(proc, "thread-self/mountinfo", flags, Mode::empty())?);
+    let mut text = Vec::new();
+    file.take(MOUNTINFO_MAX).read_to_end(&mut text)?;
+    Ok(text)
+}

@@ -1,0 +1,201 @@
+//! The nbd driver's generic netlink family (include/uapi/linux/nbd-netlink.h, kernel 6.12).
+//!
+//! The driver carries a command out inside `sendmsg`, under a lock that all commands share
+//! (`genl_mutex`; the family has no parallel operations). So each command has a socket and a
+//! disposable thread of its own, and a deadline.
+//!
+//! DESTROY_ON_DISCONNECT is not asked for: the device would be deleted behind a CONNECT that finds
+//! it again, and a free device is reused sooner than a new one is made. DISCONNECT_ON_CLOSE is
+//! not, either: udev's first look would end the device.
+
+mod attributes;
+mod link_events;
+mod socket;
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use self::attributes::{
+    ATTR_BACKEND_IDENTIFIER, ATTR_INDEX, ATTR_SIZE_BYTES, Attributes, EncodeError, attribute,
+    connect_attributes, device_attributes, device_list, encoding, number, socket_attributes,
+    unexpected,
+};
+pub(super) use self::link_events::LinkEvents;
+use self::socket::{Command, execute, open, resolve};
+use super::bounded_call::BoundedCalls;
+use super::{ConnectSpec, DeviceIndex, Identity};
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// More connections than this bring nothing, and must fit one attribute (64 KiB).
+const CONNECTIONS_MAX: usize = 128;
+
+/// Sends commands, one at a time: the driver takes no two at once either. So no CONNECT of ours comes
+/// between the look at a device and its DISCONNECT, and no command that was given up overtakes a
+/// later one, or is begun after all.
+#[derive(Debug, Clone)]
+pub(super) struct Netlink {
+    threads: BoundedCalls,
+    turn: Arc<Mutex<()>>,
+}
+
+impl Netlink {
+    pub(super) fn new(threads: BoundedCalls) -> Self {
+        Self { threads, turn: Arc::default() }
+    }
+
+    fn run<T: Send + 'static>(
+        &self,
+        what: &str,
+        deadline: Instant,
+        call: impl FnOnce() -> Result<T> + Send + 'static,
+        late: impl FnOnce(T) + Send + 'static,
+    ) -> Result<T> {
+        let turn = Arc::clone(&self.turn);
+        let call = move || {
+            // Whoever panicked with it: it protects an order, no data.
+            let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+            if Instant::now() >= deadline {
+                let message = "an earlier command kept the kernel until the deadline";
+                return Err(Error::new(ErrorKind::TimedOut, message));
+            }
+            call()
+        };
+        let late = |result: Result<T>| result.map_or((), late);
+        self.threads.run(what, deadline, call, late)?
+    }
+
+    /// CONNECT with an index of the kernel's choice. A device that appears after the deadline goes to
+    /// `late`.
+    pub(super) fn connect(
+        &self,
+        spec: ConnectSpec,
+        deadline: Instant,
+        late: impl FnOnce(DeviceIndex) + Send + 'static,
+    ) -> Result<DeviceIndex> {
+        check_sockets(&spec.sockets)?;
+        if spec.size == 0 || !matches!(spec.block_size, 512 | 1024 | 2048 | 4096) {
+            let message =
+                format!("a device of {} bytes in blocks of {}", spec.size, spec.block_size);
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let attributes = connect_attributes(&spec).map_err(encoding)?;
+        let sockets = spec.sockets;
+        let call = move || {
+            let reply = execute(Command::Connect, attributes);
+            // The kernel has its own references now; an end that is left open here would hide a
+            // connection that the kernel dropped.
+            drop(sockets);
+            reply.and_then(|reply| {
+                let index = reply.and_then(|reply| number(&reply, ATTR_INDEX));
+                index.ok_or_else(|| unexpected("CONNECT gave no device number"))
+            })
+        };
+        self.run("connect an nbd device", deadline, call, late)
+    }
+
+    /// DISCONNECT, if `is_meant` still says so when its turn has come: the command goes by the number
+    /// alone. The device is free once its last opener has closed it.
+    pub(super) fn disconnect(
+        &self,
+        index: DeviceIndex,
+        deadline: Instant,
+        is_meant: impl FnOnce() -> Result<bool> + Send + 'static,
+    ) -> Result<()> {
+        let attributes = device_attributes(index)?;
+        let call = move || match is_meant()? {
+            true => execute(Command::Disconnect, attributes).map(drop),
+            false => Ok(()),
+        };
+        self.run(&format!("disconnect /dev/nbd{index}"), deadline, call, drop)
+    }
+
+    /// RECONFIGURE with new sockets, a new size, or both.
+    pub(super) fn reconfigure(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        sockets: Vec<OwnedFd>,
+        size: Option<u64>,
+        deadline: Instant,
+    ) -> Result<()> {
+        if size.is_none() {
+            check_sockets(&sockets)?;
+        }
+        let encode = || -> Result<Attributes, EncodeError> {
+            let mut attributes = Attributes::new();
+            attributes.push(attribute(ATTR_INDEX, index)?);
+            attributes.push(attribute(ATTR_BACKEND_IDENTIFIER, identity.as_str())?);
+            if let Some(size) = size {
+                attributes.push(attribute(ATTR_SIZE_BYTES, size)?);
+            }
+            if !sockets.is_empty() {
+                attributes.push(socket_attributes(&sockets)?);
+            }
+            Ok(attributes)
+        };
+        let attributes = encode().map_err(encoding)?;
+        let call = move || {
+            let result = execute(Command::Reconfigure, attributes);
+            drop(sockets);
+            result.map(drop)
+        };
+        self.run(&format!("reconfigure /dev/nbd{index}"), deadline, call, drop)
+    }
+
+    /// STATUS of every device: its index, and whether it is configured (which does not mean that a
+    /// socket is alive).
+    pub(super) fn status(&self, deadline: Instant) -> Result<Vec<(DeviceIndex, bool)>> {
+        let call = || execute(Command::Status, Attributes::new());
+        let reply = self.run("list nbd devices", deadline, call, drop)?;
+        let reply = reply.ok_or_else(|| unexpected("STATUS gave no list"))?;
+        Ok(device_list(&reply))
+    }
+}
+
+/// Whether the driver's family is there.
+///
+/// # Errors
+/// `Unsupported` when it is not, and what netlink gives otherwise.
+pub(super) fn probe() -> Result<()> {
+    resolve(&open()?).map(drop)
+}
+
+fn check_sockets(sockets: &[OwnedFd]) -> Result<()> {
+    if (1..=CONNECTIONS_MAX).contains(&sockets.len()) {
+        return Ok(());
+    }
+    let message = format!("{} connections; 1 to {CONNECTIONS_MAX} are possible", sockets.len());
+    Err(Error::new(ErrorKind::InvalidArgument, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_command_that_was_given_up_before_its_turn_is_never_begun() {
+        let netlink = Netlink::new(BoundedCalls::new(8));
+        let turn = netlink.turn.lock().unwrap();
+        let (begun, was_begun) = crossbeam_channel::bounded(1);
+        let call = move || begun.send(()).map_err(|_| unexpected("nobody listens"));
+        let soon = Instant::now() + Duration::from_millis(20);
+        let error = netlink.run("wait", soon, call, drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        drop(turn);
+        // The sender is dropped with the call, unused.
+        assert!(was_begun.recv().is_err());
+        let later = Instant::now() + Duration::from_secs(10);
+        assert_eq!(netlink.run("answer", later, || Ok(7), drop).unwrap(), 7);
+    }
+
+    #[test]
+    fn a_device_that_is_no_longer_meant_is_not_disconnected() {
+        let netlink = Netlink::new(BoundedCalls::new(8));
+        let later = Instant::now() + Duration::from_secs(10);
+        // No socket is even opened: without nbd this would fail.
+        netlink.disconnect(0, later, || Ok(false)).unwrap();
+    }
+}
