@@ -12,7 +12,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 ///
 /// # Errors
 /// `PermissionDenied`, with the repair.
-pub fn create_private(path: &Path) -> Result<()> {
+pub(crate) fn create_private(path: &Path) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| {
         let error = Error::from_io(format!("cannot create {}", path.display()), error);
         match error.kind() {
@@ -29,7 +29,7 @@ pub fn create_private(path: &Path) -> Result<()> {
 ///
 /// # Errors
 /// As [`create_private`].
-pub fn check_shared(path: &Path) -> Result<()> {
+pub(crate) fn check_shared(path: &Path) -> Result<()> {
     check(path, 0)
 }
 

@@ -7,12 +7,12 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use super::offload::offload;
+use crate::blocking::spawn;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{ConnectSpec, DeviceIndex, Identity, Kernel};
 
 /// The kernel, from the event loop.
-pub struct KernelCalls {
+pub(crate) struct KernelCalls {
     kernel: Arc<dyn Kernel>,
     commands: Room,
     waits: Room,
@@ -37,7 +37,7 @@ impl Room {
 
 /// How much the kernel has to do for us.
 #[derive(Debug, Clone, Copy)]
-pub struct Load {
+pub(crate) struct Load {
     /// Commands under way.
     pub commands: usize,
     /// Calls that wait for something.
@@ -47,40 +47,40 @@ pub struct Load {
 }
 
 /// Commands that may be under way, stuck ones included.
-pub const MAX_COMMANDS: usize = 12;
+pub(crate) const MAX_COMMANDS: usize = 12;
 
 /// Calls that wait for udev, for a flush or for a disconnect.
-pub const MAX_WAITS: usize = 36;
+pub(crate) const MAX_WAITS: usize = 36;
 
 /// As both, for looks at the devices and for what is done by force.
-pub const MAX_URGENT: usize = 16;
+pub(crate) const MAX_URGENT: usize = 16;
 
 /// For one command, once it is its turn.
-pub const COMMAND_LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const COMMAND_LIMIT: Duration = Duration::from_secs(10);
 
 /// Beyond its own deadline a call gets so much more before its thread is given up.
 const SLACK: Duration = Duration::from_millis(500);
 
 impl KernelCalls {
     /// Calls to `kernel`.
-    pub fn new(kernel: Arc<dyn Kernel>) -> Self {
+    pub(crate) fn new(kernel: Arc<dyn Kernel>) -> Self {
         Self { kernel, commands: Room::new(MAX_COMMANDS), waits: Room::new(MAX_WAITS) }
     }
 
     /// Calls to the same kernel that never wait behind others.
-    pub fn urgent(&self) -> Self {
+    pub(crate) fn urgent(&self) -> Self {
         let room = Room::new(MAX_URGENT);
         Self { kernel: Arc::clone(&self.kernel), commands: room.clone(), waits: room }
     }
 
     /// The kernel itself, for calls that may block the caller.
-    pub fn kernel(&self) -> &Arc<dyn Kernel> {
+    pub(crate) fn kernel(&self) -> &Arc<dyn Kernel> {
         &self.kernel
     }
 
     /// Waits until no call is under way, stuck ones included: those that were given up have a thread
     /// in the kernel and no place here. Says whether that came about.
-    pub async fn rest(&self, deadline: Instant) -> bool {
+    pub(crate) async fn rest(&self, deadline: Instant) -> bool {
         let all = |room: &Room| u32::try_from(room.most).unwrap_or(u32::MAX);
         let quiet = async {
             // Those that come meanwhile wait behind this.
@@ -94,7 +94,7 @@ impl KernelCalls {
     }
 
     /// What is under way now.
-    pub fn load(&self) -> Load {
+    pub(crate) fn load(&self) -> Load {
         Load {
             commands: self.commands.taken(),
             waits: self.waits.taken(),
@@ -107,7 +107,7 @@ impl KernelCalls {
     ///
     /// # Errors
     /// The call's; `TimedOut` when it has not returned in time: it may still take effect.
-    pub async fn command<T: Send + 'static>(
+    pub(crate) async fn command<T: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
@@ -122,7 +122,7 @@ impl KernelCalls {
     ///
     /// # Errors
     /// As [`KernelCalls::command`].
-    pub async fn connect(
+    pub(crate) async fn connect(
         &self,
         spec: ConnectSpec,
         turn: impl Send + 'static,
@@ -154,7 +154,7 @@ impl KernelCalls {
     ///
     /// # Errors
     /// As [`KernelCalls::wait`].
-    pub async fn freeze(
+    pub(crate) async fn freeze(
         &self,
         index: DeviceIndex,
         identity: Identity,
@@ -188,7 +188,7 @@ impl KernelCalls {
     ///
     /// # Errors
     /// As [`KernelCalls::command`].
-    pub async fn wait<T: Send + 'static>(
+    pub(crate) async fn wait<T: Send + 'static>(
         &self,
         what: &'static str,
         deadline: Instant,
@@ -213,7 +213,7 @@ impl KernelCalls {
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
         let deadline = limit.map_or(deadline, |limit| deadline.min(Instant::now() + limit));
         let kernel = Arc::clone(&self.kernel);
-        let thread = offload(what, move || {
+        let thread = spawn(what, move || {
             // Kept until the call returns, however long nobody waits for it any more.
             let _permit = permit;
             call(kernel.as_ref(), deadline.into_std())

@@ -1,46 +1,49 @@
-//! The supervisor: it makes volumes fast to the node and lets them go.
+//! The supervisor: maps volumes to block devices of this node, and takes the mappings down again.
 //!
-//! Comes in: calls of the control API (`admin`), events of the kernel and of workers (`node`).
-//! Goes out: workers (`workers`), commands to the kernel, durable records (`journal`).
+//! - In: calls of the control API (`api`), events of the kernel and of workers (`daemon`).
+//! - Out: worker processes (`workers`), commands to the kernel (`kernel_calls`), durable records
+//!   (`journal`).
 //!
-//! `mapping` decides, and only it: a pure function from what is wanted and what is seen to what
-//! is done next. `executor` carries it out under a guard per volume; `recover` does so for
-//! everything that an earlier supervisor left. `handover` lets a new worker succeed one that serves,
-//! `upgrade` and `restart` do so for all of them and for the daemon itself.
+//! The `planner` decides: it is a pure function from what is wanted and what is observed to the
+//! actions that come next. `reconcile` runs them (`actions`) under the guard of one mapping.
+//! `operations` are what users ask for; each changes what is wanted and reconciles.
 //!
-//! What may never happen here: a decision from memory where the kernel can be asked; a device taken
-//! by its number; a second worker while the first is not proved dead; a wait without a bound.
+//! What must never happen here: a decision from memory where the kernel can be asked; a device that
+//! is addressed by its number alone; a second worker before the first is proved dead; a wait without
+//! a bound.
 //!
-//! Reading order: `mapping`, `journal`, `executor`, `steps`, `workers`, `recover`, `admin`, `node`.
+//! Reading order: `planner`, `journal`, `mapping`, `context`, `reconcile`, `actions`, `operations`,
+//! `workers`, `api`, `daemon`.
 
-pub mod admin;
+mod actions;
+mod api;
+pub mod blocking;
 pub mod config;
-pub mod convert;
-pub mod directory;
+mod context;
+mod control_socket;
+pub mod daemon;
+mod devices;
+mod directory;
 pub mod executor;
-pub mod force;
-pub mod growth;
-mod handover;
-mod hook;
+mod find;
+mod holders;
 pub mod journal;
-pub mod kernel_calls;
-pub mod link;
-mod listener;
+mod kernel_calls;
+mod liveness;
 pub mod mapping;
-pub mod metrics;
+mod metrics;
 mod naming;
-pub mod node;
 mod observe;
-pub mod offload;
 mod operations;
-pub mod process;
-pub mod quiesce;
-pub mod recover;
+pub mod planner;
+mod quiesce_hook;
+mod reconcile;
+mod records;
 mod restart;
-pub mod setbacks;
-mod steps;
-mod unlocking;
-mod upgrade;
-pub mod validate;
-pub mod volume;
+mod retry;
+mod severed;
+mod status;
+mod unlock;
+mod worker_failures;
+mod worker_start;
 pub mod workers;

@@ -4,35 +4,31 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::executor::Executor;
-use super::mapping::Record;
-use super::volume::Volume;
+use crate::mapping::{Mapping, Register};
+use crate::planner::Record;
 
-impl Executor {
-    /// What a volume that is mapped without a name is called: as it is called already where it was
-    /// mapped so, whatever its options were and whichever build chose the name.
-    pub(super) fn name_of(&self, uri: &str) -> String {
-        let all = self.register.all();
-        let named = all.iter().map(|volume| (volume, volume.view().record.uri));
-        let same = named.filter(|(volume, is)| is_same(is, uri) && is_derived(&volume.name, is));
-        // Earlier builds mapped a snapshot once for each way to write its options.
-        let found = same.max_by_key(|(_, is)| is == uri);
-        found.map_or_else(|| derived_name(uri), |(volume, _)| volume.name.clone())
-    }
-
-    /// The mappings that a URI means: those of just these options, or else, where it has none, all of
-    /// its volume.
-    pub(super) fn mapped_as(&self, uri: &str) -> Vec<Arc<Volume>> {
-        let mut volumes = self.register.all();
-        let is = |volume: &Arc<Volume>| volume.view().record.uri;
-        match volume_part(uri) == uri && !volumes.iter().any(|volume| is(volume) == uri) {
-            true => volumes.retain(|volume| is_same(&is(volume), uri)),
-            false => volumes.retain(|volume| is(volume) == uri),
-        }
-        volumes
-    }
+/// What a volume that is mapped without a name is called: as it is called already where it was
+/// mapped so, whatever its options were and whichever build chose the name.
+pub(crate) fn name_of(register: &Register, uri: &str) -> String {
+    let all = register.all();
+    let named = all.iter().map(|mapping| (mapping, mapping.view().record.uri));
+    let same = named.filter(|(mapping, is)| is_same(is, uri) && is_derived(&mapping.name, is));
+    // Earlier builds mapped a snapshot once for each way to write its options.
+    let found = same.max_by_key(|(_, is)| is == uri);
+    found.map_or_else(|| derived_name(uri), |(mapping, _)| mapping.name.clone())
 }
 
+/// The mappings that a URI means: those of just these options, or else, where it has none, all of
+/// its volume.
+pub(crate) fn mapped_as(register: &Register, uri: &str) -> Vec<Arc<Mapping>> {
+    let mut mappings = register.all();
+    let is = |mapping: &Arc<Mapping>| mapping.view().record.uri;
+    match volume_part(uri) == uri && !mappings.iter().any(|mapping| is(mapping) == uri) {
+        true => mappings.retain(|mapping| is_same(&is(mapping), uri)),
+        false => mappings.retain(|mapping| is(mapping) == uri),
+    }
+    mappings
+}
 /// Whether two URIs name the same volume. Text decides: two ways to write a path are two volumes here,
 /// and the storage's own claim keeps them apart.
 fn is_same(one: &str, other: &str) -> bool {
@@ -40,7 +36,7 @@ fn is_same(one: &str, other: &str) -> bool {
 }
 
 fn volume_part(uri: &str) -> &str {
-    uri.split_once('?').map_or(uri, |(volume, _)| volume)
+    uri.split_once('?').map_or(uri, |(mapping, _)| mapping)
 }
 
 /// The name of a mapping whose user gave none: readable, and the same for the same volume.
@@ -72,7 +68,7 @@ fn name_by(uri: &str, hashed: &str) -> String {
 }
 
 /// What tells the volume of a record from the one that is asked for; `None`: nothing.
-pub(super) fn other_volume(record: &Record, uri: &str) -> Option<String> {
+pub(crate) fn other_volume(record: &Record, uri: &str) -> Option<String> {
     if record.uri == uri {
         return None;
     }
@@ -105,7 +101,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{mapping, validate};
+    use crate::api::validate;
+    use crate::planner;
 
     #[test]
     fn derived_names_tell_directories_apart_and_options_not() {
@@ -129,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_difference_is_named() {
-        let of = |uri: &str| Record { uri: uri.into(), ..mapping::tests::record(1, true) };
+        let of = |uri: &str| Record { uri: uri.into(), ..planner::tests::record(1, true) };
         let told = |is, asked| other_volume(&of(is), asked);
         assert_eq!(told("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&a=1"), None);
         assert_eq!(told("rbd:p/i", "rbd:p/j").unwrap(), "the volume rbd:p/i");

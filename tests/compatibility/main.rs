@@ -12,7 +12,7 @@ use cleat_core::policy::Policy;
 use cleat_core::request::{IoError, Op};
 use cleat_kernel::UnmountScope;
 use cleat_node::journal::Journal;
-use cleat_node::mapping::{Intent, Record};
+use cleat_node::planner::{Intent, Record};
 use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, ToWorker};
 use serde::Serialize;

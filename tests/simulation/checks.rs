@@ -9,8 +9,8 @@ use std::time::Duration;
 use cleat_core::error::Error;
 use cleat_kernel::Device;
 use cleat_node::executor::Executor;
-use cleat_node::mapping::{Intent, State, Trouble};
-use cleat_node::volume::View;
+use cleat_node::mapping::View;
+use cleat_node::planner::{Intent, State, Trouble};
 use tokio::time::{Instant, sleep};
 
 use crate::clock;

@@ -12,12 +12,12 @@ use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy;
 use cleat_core::random::Random;
 use cleat_kernel::{Holder, UnmountScope};
+use cleat_node::blocking::simulation;
+use cleat_node::daemon::{Node, Parts};
+use cleat_node::executor::NewSize;
 use cleat_node::executor::{Executor, Halt, MapSpec};
-use cleat_node::growth::NewSize;
-use cleat_node::mapping::State;
-use cleat_node::node::{Node, Parts};
-use cleat_node::offload::simulation;
-use cleat_node::volume::View;
+use cleat_node::mapping::View;
+use cleat_node::planner::State;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::checks;
@@ -434,7 +434,7 @@ pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String)
     let deadline = Instant::now() + Duration::from_secs(5);
     let volume = executor.register().get(&target);
     world.state().forced.extend(volume.iter().map(|volume| volume.mapping_id.clone()));
-    let result = executor.force(&target, UnmountScope::All, deadline).await;
+    let result = executor.force_unmap(&target, UnmountScope::All, deadline).await;
     tracing::debug!(target, result = ?result.as_ref().map_err(Error::report), "FORCED");
     late(&world, "a forced unmap", deadline, Duration::from_millis(700));
     let forced = matches!(result, Ok(Some(_)));

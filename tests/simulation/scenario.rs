@@ -6,7 +6,7 @@ use cleat_core::error::ErrorKind;
 use cleat_core::policy::{self, OnOutage};
 use cleat_core::random::Random;
 use cleat_kernel::sim::{Call, Fault};
-use cleat_node::growth::NewSize;
+use cleat_node::executor::NewSize;
 
 use crate::workers::{Open, Quirks};
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cleat_core::error::ErrorKind;
 use cleat_core::volume::Features;
 use cleat_nbd::wire::transmission_flags;
-use cleat_node::mapping::WorkerId;
+use cleat_node::planner::WorkerId;
 use cleat_statistics::{Page, Recorder};
 use cleat_sys::seqpacket;
 use cleat_worker::protocol::{

@@ -12,14 +12,14 @@ use tower::{Layer, Service};
 
 /// The counts.
 #[derive(Debug, Default)]
-pub struct Calls(Mutex<BTreeMap<(String, &'static str), u64>>);
+pub(crate) struct Calls(Mutex<BTreeMap<(String, &'static str), u64>>);
 
 /// Methods and codes that are told apart; a client of root's may call what it likes.
 const MAX_COUNTS: usize = 512;
 
 impl Calls {
     /// All, in order.
-    pub fn counts(&self) -> Vec<((String, &'static str), u64)> {
+    pub(crate) fn counts(&self) -> Vec<((String, &'static str), u64)> {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         counts.iter().map(|(key, count)| (key.clone(), *count)).collect()
     }
@@ -38,7 +38,7 @@ impl Calls {
 
 /// The layer.
 #[derive(Debug, Clone)]
-pub struct Count(pub Arc<Calls>);
+pub(crate) struct Count(pub Arc<Calls>);
 
 impl<S> Layer<S> for Count {
     type Service = Counted<S>;
@@ -50,7 +50,7 @@ impl<S> Layer<S> for Count {
 
 /// A service whose calls are counted.
 #[derive(Debug, Clone)]
-pub struct Counted<S> {
+pub(crate) struct Counted<S> {
     inner: S,
     calls: Arc<Calls>,
 }

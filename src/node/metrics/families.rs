@@ -11,7 +11,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use super::scene::{Counted, Scene, ShownVolume};
-use crate::mapping::State;
+use crate::planner::State;
 use cleat_core::request::{IoError, Op};
 use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, OpSnapshot};
 
@@ -385,13 +385,13 @@ fn seconds(ns: u64) -> f64 {
 mod tests {
     use super::*;
     use crate::kernel_calls::Load;
-    use crate::mapping::tests::record;
-    use crate::volume::Volume;
+    use crate::mapping::Mapping;
+    use crate::planner::tests::record;
     use cleat_statistics::Snapshot;
 
     fn scene(snapshot: Snapshot) -> Scene {
         let (attention, _) = tokio::sync::mpsc::channel(1);
-        let view = Volume::new(record(1, true), attention).view();
+        let view = Mapping::new(record(1, true), attention).view();
         let counted = Some(Counted { snapshot, reconnects: 0 });
         Scene {
             volumes: vec![ShownVolume { view, size: Some(4096), counted }],

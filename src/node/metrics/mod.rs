@@ -11,7 +11,7 @@
 //!
 //! `scene` takes what is shown, `families` names and writes it, `calls` counts the control API.
 
-pub mod calls;
+pub(crate) mod calls;
 mod families;
 mod scene;
 
@@ -34,8 +34,8 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::executor::Executor;
 use crate::config::{Listen, MetricsConfig};
+use crate::executor::Executor;
 use calls::Calls;
 use cleat_core::error::{Error, Result};
 
@@ -59,7 +59,7 @@ const OPENMETRICS: HeaderValue =
 const CLASSIC: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
 /// The endpoint, bound and not served yet.
-pub struct Endpoint {
+pub(crate) struct Endpoint {
     listener: Listener,
     /// Removed at the end.
     socket: Option<PathBuf>,
@@ -72,7 +72,7 @@ enum Listener {
 }
 
 /// What a scrape shows beyond the executor's mappings.
-pub struct Source {
+pub(crate) struct Source {
     /// Everything about mappings and the kernel.
     pub executor: Arc<Executor>,
     /// Calls of the control API.
@@ -86,12 +86,12 @@ impl Endpoint {
     ///
     /// # Errors
     /// When the address is taken, or the socket cannot be made.
-    pub async fn bind(config: &MetricsConfig, runtime_dir: &Path) -> Result<Self> {
+    pub(crate) async fn bind(config: &MetricsConfig, runtime_dir: &Path) -> Result<Self> {
         let (listener, socket) = match &config.listen {
             Listen::Off => (Listener::Off, None),
             Listen::Unix => {
                 let path = runtime_dir.join("metrics.sock");
-                let listener = super::node::listen(&path).await?;
+                let listener = crate::control_socket::listen(&path).await?;
                 let mode = std::fs::Permissions::from_mode(config.socket_mode);
                 std::fs::set_permissions(&path, mode).map_err(|error| {
                     Error::from_io(format!("cannot set the mode of {}", path.display()), error)
@@ -110,7 +110,7 @@ impl Endpoint {
     }
 
     /// Serves for ever.
-    pub async fn serve(self, source: Source) {
+    pub(crate) async fn serve(self, source: Source) {
         let source = Arc::new(source);
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         // Dropped with the task: the socket goes with the daemon that made it.
@@ -129,7 +129,7 @@ impl Endpoint {
     }
 
     /// Where a TCP endpoint listens: with port 0, the kernel has chosen one.
-    pub fn address(&self) -> Option<std::net::SocketAddr> {
+    pub(crate) fn address(&self) -> Option<std::net::SocketAddr> {
         match &self.listener {
             Listener::Tcp(listener) => listener.local_addr().ok(),
             Listener::Off | Listener::Unix(_) => None,

@@ -6,8 +6,8 @@ use tokio::time::Instant;
 
 use super::Source;
 use crate::kernel_calls::Load;
-use crate::mapping::SeenDevice;
-use crate::volume::View;
+use crate::mapping::View;
+use crate::planner::SeenDevice;
 use cleat_statistics::{Snapshot, boot_now_ns, now_ns};
 
 /// For the kernel's list of devices. A scrape without it is better than none.

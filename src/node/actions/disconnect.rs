@@ -1,0 +1,38 @@
+//! Flushes a device and disconnects it, unless it has holders.
+
+use tokio::time::Instant;
+
+use crate::context::Context;
+use crate::holders::{check_unused, or_by_force};
+use crate::kernel_calls::COMMAND_LIMIT;
+use crate::mapping::Guard;
+use cleat_core::error::Result;
+use cleat_kernel::{DeviceIndex, Kernel};
+
+/// Writes back what the device's page cache holds.
+pub(crate) async fn flush(
+    cx: &Context,
+    guard: &Guard,
+    index: DeviceIndex,
+    deadline: Instant,
+) -> Result<()> {
+    let flush = move |k: &dyn Kernel, until| k.flush(index, until);
+    let flushed = cx.kernel.wait("flush the device", deadline, None, flush).await;
+    flushed.map_err(|error| or_by_force(error, &guard.record.name))
+}
+
+pub(crate) async fn disconnect(
+    cx: &Context,
+    guard: &Guard,
+    index: DeviceIndex,
+    deadline: Instant,
+) -> Result<()> {
+    // The flush took time; somebody may have opened the device meanwhile.
+    check_unused(cx, guard, index, deadline).await?;
+    let identity = guard.record.identity();
+    cx.kernel
+        .wait("disconnect the device", deadline, Some(COMMAND_LIMIT), move |kernel, until| {
+            kernel.disconnect(index, &identity, until)
+        })
+        .await
+}

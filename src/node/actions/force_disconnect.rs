@@ -1,0 +1,62 @@
+//! Disconnects a device, whoever holds it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::fail_io::{kill, process_of};
+use crate::context::Context;
+use crate::mapping::{ForceProgress, Guard};
+use crate::worker_start::within;
+use crate::workers::Process;
+use cleat_core::error::{ErrorKind, Result};
+use cleat_kernel::{DeviceIndex, Disconnected, Identity};
+
+/// For DISCONNECT before the worker is suspected of keeping it.
+const SEVER_LIMIT: Duration = Duration::from_millis(1500);
+
+/// Disconnects the device of a mapping as an action of a plan.
+pub(crate) async fn run(
+    cx: &Context,
+    guard: &mut Guard,
+    index: DeviceIndex,
+    deadline: Instant,
+) -> Result<()> {
+    let (identity, process) = (guard.record.identity(), process_of(cx, guard)?);
+    let mut unreported = ForceProgress::default();
+    let progress = guard.progress.as_mut().unwrap_or(&mut unreported);
+    force_disconnect(cx, progress, index, &identity, process, deadline).await
+}
+
+pub(crate) async fn force_disconnect(
+    cx: &Context,
+    progress: &mut ForceProgress,
+    index: DeviceIndex,
+    identity: &Identity,
+    process: Option<Arc<Process>>,
+    deadline: Instant,
+) -> Result<()> {
+    let attempt = |deadline: Instant| {
+        let identity = identity.clone();
+        cx.urgent.wait("disconnect the device", deadline, None, move |kernel, until| {
+            kernel.force_disconnect(index, &identity, until)
+        })
+    };
+    let first = within(deadline, SEVER_LIMIT.min((deadline - Instant::now()) / 2));
+    let severed = match attempt(first).await {
+        // It may be sending through the sockets of a worker that hangs: that ends with it.
+        Err(error) if error.kind() == ErrorKind::TimedOut => {
+            progress.note = kill(process, deadline).await;
+            attempt(deadline).await?
+        }
+        other => other?,
+    };
+    tracing::warn!(device = index, ?severed, "severed");
+    if severed == Disconnected::Held {
+        progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
+        progress.left = Some(index);
+        cx.severed.insert(index, identity);
+    }
+    Ok(())
+}

@@ -1,0 +1,84 @@
+//! The actions of a plan, a function each. Each is bounded in time, safe to repeat, and leaves
+//! behind only what the next observation can see.
+
+mod connect;
+mod disconnect;
+mod fail_io;
+mod force_disconnect;
+mod grow;
+mod handover;
+mod prove_no_writes;
+mod quiesce;
+mod reconnect;
+mod record;
+mod refuse_io;
+pub(crate) mod resize_device;
+mod sockets;
+mod start_worker;
+mod stop_worker;
+mod unmount;
+mod unquiesce;
+mod wait_ready;
+mod withdraw_record;
+
+use tokio::time::Instant;
+
+use crate::context::Context;
+use crate::mapping::Guard;
+use crate::planner::Action;
+use cleat_core::error::Result;
+
+pub(crate) use fail_io::{FAIL_LIMIT, fail_all, kill};
+pub(crate) use force_disconnect::force_disconnect;
+pub(crate) use sockets::wait_for_connections;
+pub(crate) use unmount::{UNMOUNT_LIMIT, unmount};
+pub(crate) use unquiesce::unquiesce_all;
+
+/// Runs one action of a plan.
+///
+/// # Errors
+/// Those of the action. What it has done until then stays.
+pub(crate) async fn run(
+    cx: &Context,
+    guard: &mut Guard,
+    action: Action,
+    deadline: Instant,
+) -> Result<()> {
+    match action {
+        Action::StartWorker => start_worker::start_worker(cx, guard, deadline).await,
+        Action::Connect => connect::connect(cx, guard, deadline).await,
+        Action::WaitReady => wait_ready::wait_ready(cx, guard, deadline).await,
+        Action::Establish => record::record_established(cx, guard).await,
+        Action::Reconnect { index, missing } => {
+            reconnect::reconnect(cx, guard, index, missing, deadline).await
+        }
+        Action::Refuse { index, connections } => {
+            refuse_io::refuse_io(cx, guard, index, connections, deadline).await
+        }
+        Action::RememberFence => record::record_fenced(cx, guard).await,
+        Action::Grow { index, size } => grow::grow(cx, guard, index, size, deadline).await,
+        Action::Quiesce { index, snapshot } => {
+            quiesce::quiesce(cx, guard, index, snapshot, deadline).await
+        }
+        Action::Thaw => unquiesce::unquiesce(cx, guard, deadline).await,
+        Action::TryThaw => {
+            unquiesce::try_unquiesce(cx, guard, deadline).await;
+            Ok(())
+        }
+        Action::Renounce => record::record_going(cx, guard, deadline).await,
+        Action::Flush(index) => disconnect::flush(cx, guard, index, deadline).await,
+        Action::Disconnect(index) => disconnect::disconnect(cx, guard, index, deadline).await,
+        Action::StopWorker => stop_worker::stop_worker(cx, guard, deadline).await,
+        Action::EndPredecessor => handover::end_predecessor(cx, guard, deadline).await,
+        Action::Reinstate => handover::restore_predecessor(cx, guard).await,
+        Action::AwaitConnect => guard.mapping().await_connect(deadline).await,
+        Action::WithdrawRecord => withdraw_record::withdraw_record(cx, guard).await,
+        Action::FailIo => fail_io::fail_io(cx, guard, deadline).await,
+        Action::Detach(index, unmount) => {
+            unmount::run(cx, guard, index, unmount, deadline).await;
+            Ok(())
+        }
+        Action::Sever(index) => force_disconnect::run(cx, guard, index, deadline).await,
+        Action::ProveSilence => prove_no_writes::prove_no_writes(cx, guard, deadline).await,
+    }
+}

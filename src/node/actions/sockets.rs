@@ -1,0 +1,88 @@
+//! The sockets between the kernel and the worker.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tokio::time::{Instant, sleep};
+
+use crate::context::Context;
+use crate::mapping::Guard;
+use crate::worker_start::no_worker;
+use cleat_core::error::{Error, Result};
+use cleat_kernel::DeviceIndex;
+
+pub(crate) const SERVE_LIMIT: Duration = Duration::from_secs(10);
+
+/// For a worker's threads to show up in its counters.
+const COUNTED_LIMIT: Duration = Duration::from_secs(1);
+
+pub(crate) async fn serve(guard: &Guard, ends: Vec<OwnedFd>, deadline: Instant) -> Result<()> {
+    let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
+    worker.serve(ends, deadline).await
+}
+
+/// Waits until the worker's counters show its connections, so that the next look does not take
+/// them for missing. When they never do, the next look decides.
+pub(crate) async fn wait_for_connections(guard: &Guard) {
+    let Some(worker) = &guard.worker else { return };
+    let wanted = u64::from(guard.record.options.connections);
+    let until = Instant::now() + COUNTED_LIMIT;
+    while worker.statistics.snapshot().connections < wanted
+        && Instant::now() < until
+        && !worker.has_ended()
+    {
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Gives the device new sockets; the other ends of those that it took.
+pub(crate) async fn reconfigure(
+    cx: &Context,
+    guard: &Guard,
+    index: DeviceIndex,
+    count: u32,
+    deadline: Instant,
+) -> Result<Vec<OwnedFd>> {
+    let (kernel_ends, ends) = socket_pairs(count)?;
+    let identity = guard.record.identity();
+    cx.kernel
+        .command("give the device new connections", deadline, move |kernel| {
+            kernel.reconfigure(index, &identity, kernel_ends)
+        })
+        .await?;
+    cx.point("reconfigured, not served").await;
+    Ok(ends.into_iter().filter(|end| !hung_up(end)).collect())
+}
+
+/// Connected pairs: the kernel's ends, and the worker's.
+pub(crate) fn socket_pairs(count: u32) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
+    (0..count)
+        .map(|_| UnixStream::pair().map(|(kernel, worker)| (kernel.into(), worker.into())))
+        .collect::<std::io::Result<_>>()
+        .map_err(|error| {
+            Error::from_io("cannot make sockets for the kernel", error)
+                .with_repair("raise the daemon's limit of open files (LimitNOFILE=)")
+        })
+}
+
+/// Whether nobody has the other end.
+pub(crate) fn hung_up(socket: &OwnedFd) -> bool {
+    let mut set = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    let polled = poll(&mut set, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    polled && set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_socket_shows() {
+        let (kernel, ours) = socket_pairs(1).unwrap();
+        assert!(!hung_up(&ours[0]));
+        drop(kernel);
+        assert!(hung_up(&ours[0]));
+    }
+}

@@ -1,0 +1,67 @@
+//! Starts a worker of the next generation and opens the volume in it.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+
+use super::stop_worker::STOP_GRACE;
+use crate::context::Context;
+use crate::mapping::Guard;
+use crate::records::store;
+use crate::unlock::{self, unlock_permit};
+use crate::worker_start::{device_properties, start_message, start_permit, within};
+use cleat_core::error::Result;
+use cleat_statistics::Page;
+use cleat_worker::protocol::Start;
+
+/// Bounds on single steps, within that of the whole.
+const START_LIMIT: Duration = Duration::from_secs(20);
+
+/// For a worker that is being started to keep others from it: longer, and it is not the machine that
+/// it waits for.
+const TURN_LIMIT: Duration = Duration::from_secs(2);
+
+pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    let _unlocking = unlock_permit(cx, guard, deadline).await?;
+    let turn = start_permit(cx, deadline).await?;
+    let deadline = within(deadline, START_LIMIT + unlock::patience(&guard.record.uri));
+    // The process waits; only when it can be found again after a crash is it told anything.
+    let launched = cx.workers.launch().await?;
+    cx.point("worker launched").await;
+    guard.record.generation += 1;
+    guard.record.worker = Some(launched.id());
+    store(cx, guard).await?;
+    cx.point("worker recorded").await;
+    let start = Start { take_over: guard.take_over, ..start_message(cx, &guard.record, false) };
+    let page = guard.statistics.clone();
+    // Of a worker whose end is proved: what it was serving, it serves no more.
+    page.iter().for_each(Page::take_over);
+    let mut starting = pin!(cx.workers.start(launched, start, page, Vec::new(), deadline));
+    let started = match timeout(TURN_LIMIT, &mut starting).await {
+        Ok(started) => started,
+        Err(_) => {
+            // It waits for its backend, which takes nothing from others.
+            drop(turn);
+            starting.await
+        }
+    };
+    let worker = started.map_err(|failed| guard.worker_failures.not_started(failed))?;
+    guard.worker_failures.started();
+    cx.point("worker started").await;
+    let volume = match device_properties(&guard.record, &worker.ready) {
+        Ok(volume) => volume,
+        Err(error) => {
+            worker.stop(STOP_GRACE, deadline).await?;
+            return Err(error);
+        }
+    };
+    guard.statistics = Some(worker.statistics.clone());
+    guard.mapping().show_statistics(Some(worker.statistics.clone()));
+    guard.worker = Some(worker);
+    if guard.record.volume != Some(volume) {
+        guard.record.volume = Some(volume);
+        store(cx, guard).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,476 @@
+//! The control API: `proto/cleat/v1/node.proto` over a unix socket.
+//!
+//! A call that changes something runs as a task of its own: a client that goes away half way does
+//! not leave a half-made mapping. Calls, streams and messages are bounded.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
+use tokio::time::{Instant, MissedTickBehavior, timeout_at};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::service::Interceptor;
+use tonic::transport::server::UdsConnectInfo;
+use tonic::{Request, Response, Status};
+
+use super::{convert, validate};
+use crate::executor::{Executor, NewSize};
+use crate::mapping::{Mapping, View};
+use crate::unlock;
+use cleat_api::v1 as api;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_worker::version::{BUILD, binary_id};
+
+/// The longest request, in bytes: a URI and a name fit many times.
+pub(crate) const MAX_MESSAGE: usize = 64 * 1024;
+
+/// Calls that change something, at one time.
+const MAX_CALLS: usize = 512;
+
+/// Streams at one time.
+const MAX_STREAMS: usize = 128;
+
+/// Bound on a forced unmap that gives none.
+const FORCE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// For the holders of all devices that have no record.
+const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
+
+/// For a call to end once its time is over. Beyond it, whatever keeps it (a journal on a disk that
+/// hangs, the undoing of what was begun), its client is told; the call goes on.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
+
+/// Bound on calls that only look.
+const QUERY_LIMIT: Duration = Duration::from_secs(10);
+
+/// The most frequent statistics, in milliseconds.
+const MIN_INTERVAL_MS: u32 = 100;
+
+/// The service.
+#[derive(Clone)]
+pub(crate) struct Admin {
+    executor: Arc<Executor>,
+    timeout: Duration,
+    calls: Arc<Semaphore>,
+    streams: Arc<Semaphore>,
+    started: Instant,
+    started_at_s: u64,
+}
+
+/// Lets root and our own user in. The socket's mode says the same; this holds even if somebody
+/// changes it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerCheck;
+
+impl Interceptor for PeerCheck {
+    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
+        let peer = request.extensions().get::<UdsConnectInfo>().and_then(|info| info.peer_cred);
+        let own = nix::unistd::geteuid().as_raw();
+        match peer {
+            Some(peer) if peer.uid() == 0 || peer.uid() == own => Ok(request),
+            _ => {
+                let message = "only root may talk to this daemon";
+                let error = Error::new(ErrorKind::PermissionDenied, message);
+                Err(convert::status(&error.with_repair("run the command with sudo")))
+            }
+        }
+    }
+}
+
+impl Admin {
+    /// The service of `executor`; `timeout` bounds calls that give no bound.
+    pub(crate) fn new(executor: Arc<Executor>, timeout: Duration) -> Self {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            executor,
+            timeout,
+            calls: Arc::new(Semaphore::new(MAX_CALLS)),
+            streams: Arc::new(Semaphore::new(MAX_STREAMS)),
+            started: Instant::now(),
+            started_at_s: since_epoch.as_secs(),
+        }
+    }
+
+    /// When the daemon started, in seconds since the epoch.
+    pub(crate) fn started_at_s(&self) -> u64 {
+        self.started_at_s
+    }
+
+    /// Runs a call as a task of its own, and answers in any case soon after `deadline`.
+    async fn detached<T: Send + 'static>(
+        &self,
+        deadline: Instant,
+        call: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<Response<T>, Status> {
+        let permit = room(&self.calls)?;
+        let task = tokio::spawn(async move {
+            let _permit = permit;
+            call.await
+        });
+        match timeout_at(deadline + ANSWER_TIME, task).await {
+            Err(_) => {
+                let message = "it is not done in its time, and goes on behind the scenes";
+                let late = Error::new(ErrorKind::TimedOut, message);
+                Err(convert::status(&late.with_repair("see cleat status, and the daemon's log")))
+            }
+            Ok(Ok(result)) => result.map(Response::new).map_err(|error| convert::status(&error)),
+            Ok(Err(error)) => {
+                let failed = Error::new(ErrorKind::Internal, "the call failed").with_source(error);
+                Err(convert::status(&failed))
+            }
+        }
+    }
+
+    fn stream_room(&self) -> Result<OwnedSemaphorePermit, Status> {
+        room(&self.streams)
+    }
+
+    async fn list_all(&self) -> Result<Vec<api::Mapping>> {
+        let mut mappings: Vec<api::Mapping> =
+            self.executor.register().all().iter().map(|v| convert::mapping(&v.view())).collect();
+        let orphans = self.executor.orphans(Instant::now() + QUERY_LIMIT).await?;
+        let deadline = Instant::now() + HOLDERS_LIMIT;
+        for (device, identity) in orphans {
+            let left = self.executor.is_severed(device.index, &identity);
+            let look = self.executor.holders(device.index, deadline);
+            // Without them, it is listed all the same.
+            let holders = look.await.unwrap_or_default();
+            mappings.push(convert::orphan(&device, &identity, left, &holders));
+        }
+        Ok(mappings)
+    }
+
+    async fn mappings(&self, target: &str) -> Result<Vec<Arc<Mapping>>, Status> {
+        if target.is_empty() {
+            return Ok(self.executor.register().all());
+        }
+        let target = checked(validate::target(target.to_owned()))?;
+        let mapping = self.executor.get(&target, Instant::now() + QUERY_LIMIT).await;
+        Ok(vec![checked(mapping)?])
+    }
+
+    fn statistics(&self, mappings: &[Arc<Mapping>]) -> api::StatsResponse {
+        let counted = mappings.iter().filter_map(|mapping| {
+            let page = mapping.statistics()?;
+            Some(convert::statistics(&mapping.view(), &page.snapshot()))
+        });
+        let at_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let latency_bounds_ns = convert::latency_bounds_ns();
+        api::StatsResponse { volumes: counted.collect(), at_ms, latency_bounds_ns }
+    }
+}
+
+type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl api::node_server::Node for Admin {
+    type WatchStream = Streamed<api::WatchEvent>;
+    type StatsStream = Streamed<api::StatsResponse>;
+    type UpgradeStream = Streamed<api::UpgradeEvent>;
+
+    async fn map(
+        &self,
+        request: Request<api::MapRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let mut request = request.into_inner();
+        let default = self.timeout + unlock::patience(&request.uri);
+        let deadline = Instant::now() + checked(validate::timeout(request.timeout_ms, default))?;
+        if request.name.is_empty() {
+            request.name = self.executor.name_of(&request.uri);
+        }
+        let spec = checked(convert::map_spec(request))?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(deadline, async move {
+            executor.map(&spec, deadline).await.map(|view| convert::mapping(&view))
+        })
+        .await
+    }
+
+    async fn unmap(
+        &self,
+        request: Request<api::UnmapRequest>,
+    ) -> Result<Response<api::UnmapResponse>, Status> {
+        let request = request.into_inner();
+        let unmount = convert::unmount(request.unmount());
+        let default = if request.force { FORCE_TIMEOUT } else { self.timeout };
+        let deadline = Instant::now() + checked(validate::timeout(request.timeout_ms, default))?;
+        let target = checked(validate::target(request.target))?;
+        let executor = Arc::clone(&self.executor);
+        if request.force {
+            let call = async move {
+                let forced = executor.force_unmap(&target, unmount, deadline).await?;
+                Ok(convert::forced(forced.as_ref()))
+            };
+            return self.detached(deadline, call).await;
+        }
+        self.detached(deadline, async move {
+            let was_mapped = executor.unmap(&target, deadline).await?;
+            Ok(api::UnmapResponse { was_mapped, ..api::UnmapResponse::default() })
+        })
+        .await
+    }
+
+    async fn list(
+        &self,
+        _: Request<api::ListRequest>,
+    ) -> Result<Response<api::ListResponse>, Status> {
+        let mappings = checked(self.list_all().await)?;
+        Ok(Response::new(api::ListResponse { mappings }))
+    }
+
+    async fn get(
+        &self,
+        request: Request<api::GetRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let request = request.into_inner();
+        let target = checked(validate::target(request.target))?;
+        let deadline = Instant::now() + QUERY_LIMIT;
+        let mut view: View = checked(self.executor.get(&target, deadline).await)?.view();
+        if let Some(device) = view.device.filter(|_| request.with_holders) {
+            view.holders = checked(self.executor.holders(device.index, deadline).await)?;
+        }
+        Ok(Response::new(convert::mapping(&view)))
+    }
+
+    async fn watch(
+        &self,
+        _: Request<api::WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let permit = self.stream_room()?;
+        let (sender, receiver) = mpsc::channel(64);
+        let executor = Arc::clone(&self.executor);
+        tokio::spawn(async move {
+            let _permit = permit;
+            watch(&executor, &sender).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn resize(
+        &self,
+        request: Request<api::ResizeRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let request = request.into_inner();
+        let target = checked(validate::target(request.target))?;
+        let deadline = self.deadline(0)?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(deadline, async move {
+            let wanted = NewSize { bytes: request.size_bytes, shrink: request.allow_shrink };
+            let view = executor.resize(&target, wanted, deadline).await?;
+            Ok(convert::mapping(&view))
+        })
+        .await
+    }
+
+    async fn stats(
+        &self,
+        request: Request<api::StatsRequest>,
+    ) -> Result<Response<Self::StatsStream>, Status> {
+        let request = request.into_inner();
+        if (1..MIN_INTERVAL_MS).contains(&request.interval_ms) {
+            let message = format!("statistics come at most every {MIN_INTERVAL_MS} ms");
+            return Err(convert::status(&Error::new(ErrorKind::InvalidArgument, message)));
+        }
+        let mappings = self.mappings(&request.target).await?;
+        if request.interval_ms == 0 {
+            let once = Ok(self.statistics(&mappings));
+            return Ok(Response::new(Box::pin(tokio_stream::once(once))));
+        }
+        let permit = self.stream_room()?;
+        let (sender, receiver) = mpsc::channel(1);
+        let admin = self.clone();
+        tokio::spawn(async move {
+            let _permit = permit;
+            let mut tick =
+                tokio::time::interval(Duration::from_millis(u64::from(request.interval_ms)));
+            tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
+            loop {
+                tick.tick().await;
+                // New mappings join; one that was asked for by name ends with it.
+                let found = match admin.mappings(&request.target).await {
+                    Ok(mappings) => Ok(admin.statistics(&mappings)),
+                    Err(status) => Err(status),
+                };
+                let last = found.is_err();
+                if sender.send(found).await.is_err() || last {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn upgrade(
+        &self,
+        request: Request<api::UpgradeRequest>,
+    ) -> Result<Response<Self::UpgradeStream>, Status> {
+        let permit = self.stream_room()?;
+        let events = self.executor.upgrade(request.into_inner(), self.timeout).await;
+        let events = ReceiverStream::new(checked(events)?).map(move |event| {
+            let _permit = &permit;
+            event
+        });
+        Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn health(
+        &self,
+        _: Request<api::HealthRequest>,
+    ) -> Result<Response<api::HealthResponse>, Status> {
+        Ok(Response::new(api::HealthResponse {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            started_at_s: self.started_at_s,
+            checks: self.checks().await,
+            build: BUILD.to_owned(),
+            binary: binary_id(std::path::Path::new("/proc/self/exe")),
+        }))
+    }
+
+    async fn set_options(
+        &self,
+        request: Request<api::SetOptionsRequest>,
+    ) -> Result<Response<api::Mapping>, Status> {
+        let request = request.into_inner();
+        let target = checked(validate::target(request.target))?;
+        let (iops, bytes_per_s) = (request.iops, request.bytes_per_s);
+        let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
+        let deadline = self.deadline(0)?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(deadline, async move {
+            let view = executor.set_policy(&target, change, deadline).await?;
+            Ok(convert::mapping(&view))
+        })
+        .await
+    }
+
+    async fn set_fault(
+        &self,
+        request: Request<api::SetFaultRequest>,
+    ) -> Result<Response<api::SetFaultResponse>, Status> {
+        let request = request.into_inner();
+        let target = checked(validate::target(request.target))?;
+        let deadline = self.deadline(0)?;
+        let executor = Arc::clone(&self.executor);
+        self.detached(deadline, async move {
+            executor.set_fault(&target, &request.plan, deadline).await?;
+            Ok(api::SetFaultResponse {})
+        })
+        .await
+    }
+}
+
+impl Admin {
+    fn deadline(&self, timeout_ms: u32) -> Result<Instant, Status> {
+        Ok(Instant::now() + checked(validate::timeout(timeout_ms, self.timeout))?)
+    }
+
+    async fn checks(&self) -> Vec<api::Check> {
+        use api::check::Verdict;
+        let check = |name: &str, verdict: Verdict, finding: String, repair: String| api::Check {
+            name: name.to_owned(),
+            verdict: verdict.into(),
+            finding,
+            repair,
+        };
+        let mut checks = Vec::new();
+        checks.push(match self.executor.orphans(Instant::now() + QUERY_LIMIT).await {
+            Ok(orphans) if orphans.is_empty() => {
+                check("kernel", Verdict::Ok, "nbd devices can be read".into(), String::new())
+            }
+            Ok(orphans) => check(
+                "kernel",
+                Verdict::Warning,
+                format!("{} devices of cleat have no record", orphans.len()),
+                "cleat ls shows them; cleat unmap /dev/nbdN removes one".into(),
+            ),
+            Err(error) => check(
+                "kernel",
+                Verdict::Error,
+                error.report(),
+                error.repair().unwrap_or("run cleat doctor").to_owned(),
+            ),
+        });
+        let views: Vec<View> =
+            self.executor.register().all().iter().map(|mapping| mapping.view()).collect();
+        let failed: Vec<&str> = views
+            .iter()
+            .filter(|view| matches!(view.state, crate::planner::State::Failed(_)))
+            .map(|view| view.record.name.as_str())
+            .collect();
+        checks.push(match failed.as_slice() {
+            [] => check("mappings", Verdict::Ok, format!("{}", views.len()), String::new()),
+            names => check(
+                "mappings",
+                Verdict::Error,
+                format!("{} of {} have failed: {}", names.len(), views.len(), names.join(", ")),
+                format!("cleat status {} says why and what to do", names[0]),
+            ),
+        });
+        for finding in self.executor.findings() {
+            let repair = "for information; gone after the next start".to_owned();
+            checks.push(check("recovery", Verdict::Warning, finding, repair));
+        }
+        checks
+    }
+}
+
+/// Sends what is, then every change, until the client is gone. A client that is too slow for the
+/// changes gets everything anew.
+async fn watch(executor: &Executor, sender: &mpsc::Sender<Result<api::WatchEvent, Status>>) {
+    let event =
+        |view: &View, removed| api::WatchEvent { mapping: Some(convert::mapping(view)), removed };
+    let mut changes = executor.watch();
+    let mut known = std::collections::BTreeMap::new();
+    loop {
+        let now = executor.register().all();
+        let ids: std::collections::BTreeSet<&String> = now.iter().map(|v| &v.mapping_id).collect();
+        known.retain(|id, _| !ids.contains(id));
+        for (_, view) in std::mem::take(&mut known) {
+            if sender.send(Ok(event(&view, true))).await.is_err() {
+                return;
+            }
+        }
+        for mapping in &now {
+            let view = mapping.view();
+            if sender.send(Ok(event(&view, false))).await.is_err() {
+                return;
+            }
+            known.insert(mapping.mapping_id.clone(), view);
+        }
+        loop {
+            let change = tokio::select! {
+                change = changes.recv() => change,
+                () = sender.closed() => return,
+            };
+            let change = match change {
+                Ok(change) => change,
+                Err(broadcast::error::RecvError::Lagged(_)) => break,
+                Err(broadcast::error::RecvError::Closed) => return,
+            };
+            let id = change.view.record.mapping_id.clone();
+            if change.removed {
+                known.remove(&id);
+            } else {
+                known.insert(id, change.view.clone());
+            }
+            if sender.send(Ok(event(&change.view, change.removed))).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+fn room(semaphore: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
+    Arc::clone(semaphore).try_acquire_owned().map_err(|_| {
+        let error = Error::new(ErrorKind::NoSpace, "too many calls are under way");
+        convert::status(&error.with_repair("try again in a moment"))
+    })
+}
+
+fn checked<T>(result: Result<T>) -> Result<T, Status> {
+    result.map_err(|error| convert::status(&error))
+}

@@ -1,0 +1,33 @@
+//! Serves the control API.
+
+use std::sync::Arc;
+
+use tokio::net::UnixListener;
+use tokio::sync::oneshot;
+use tokio_stream::wrappers::UnixListenerStream;
+
+use crate::api::service::{Admin, MAX_MESSAGE, PeerCheck};
+use crate::metrics::calls::{Calls, Count};
+use cleat_api::v1::node_server::NodeServer;
+
+pub(crate) async fn serve(
+    admin: Admin,
+    listener: UnixListener,
+    calls: Arc<Calls>,
+    stopped: oneshot::Receiver<()>,
+) {
+    let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
+    let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);
+    let served = tonic::transport::Server::builder()
+        .concurrency_limit_per_connection(256)
+        .max_concurrent_streams(256)
+        .http2_max_header_list_size(16 * 1024)
+        .layer(Count(calls))
+        .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), async {
+            // An error means that the daemon is gone.
+            let _ = stopped.await;
+        });
+    if let Err(error) = served.await {
+        tracing::error!("the control API has ended: {error}");
+    }
+}

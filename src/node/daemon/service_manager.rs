@@ -1,0 +1,19 @@
+//! What the daemon tells the service manager.
+
+use crate::executor::Executor;
+use crate::planner::State;
+
+pub(crate) fn status(executor: &Executor) -> String {
+    let views = executor.register().all();
+    let failed = views.iter().filter(|v| matches!(v.view().state, State::Failed(_))).count();
+    match failed {
+        0 => format!("{} mappings", views.len()),
+        _ => format!("{} mappings, {failed} failed", views.len()),
+    }
+}
+
+pub(crate) fn notify(states: &[sd_notify::NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::debug!("cannot tell the service manager: {error}");
+    }
+}

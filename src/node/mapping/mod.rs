@@ -1,0 +1,301 @@
+//! One mapping in the supervisor's memory, its guard, and the register of all.
+//!
+//! Who changes a mapping holds its [`Guard`]; a second one is refused at once. Who only looks reads
+//! the [`View`], which never waits.
+
+mod force_progress;
+mod guard;
+mod guarded;
+mod register;
+mod view;
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{OwnedMutexGuard, mpsc, watch};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use crate::planner::{Record, State};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_statistics::Page;
+
+pub use force_progress::{Done, ForceProgress, Forced};
+pub use guard::Guard;
+pub use guarded::{Answered, Core};
+pub use register::Register;
+pub use view::{Change, OutageView, View, node_of};
+
+use guard::{Awaiting, Keeper, Wanting};
+
+/// A mapping.
+pub struct Mapping {
+    /// Its name; never changes.
+    pub name: String,
+    /// Its id; never changes.
+    pub mapping_id: String,
+    core: Arc<tokio::sync::Mutex<Core>>,
+    view: Mutex<View>,
+    statistics: Mutex<Option<Page>>,
+    /// Something happened while somebody held the guard.
+    again: AtomicBool,
+    /// How many look after it by themselves, or try to; at most one of them has the guard.
+    keepers: AtomicU32,
+    /// A call waits for a keeper to be done.
+    awaited: AtomicBool,
+    /// Forced unmaps that wait for the guard: whoever has it gives way.
+    wanted: watch::Sender<u32>,
+    /// Held while a record is being written, beyond the end of a call that gave way.
+    writing: Arc<tokio::sync::Mutex<()>>,
+    /// A write of its record was given up, and has ended since.
+    unsettled: AtomicBool,
+    /// Somebody waits for the end of such a write.
+    settling: AtomicBool,
+    /// Held while the kernel connects a device, however long nobody waits for it any more.
+    connecting: Arc<tokio::sync::Mutex<()>>,
+    attention: mpsc::Sender<String>,
+}
+
+/// How long a call waits for what the supervisor does by itself, most of which only looks.
+const KEEPER_LIMIT: Duration = Duration::from_secs(2);
+
+impl Mapping {
+    /// Of a record. `attention` gets its name when it should be looked at.
+    pub fn new(record: Record, attention: mpsc::Sender<String>) -> Self {
+        let view = View {
+            record: record.clone(),
+            state: State::Mapping,
+            message: String::new(),
+            device: None,
+            paths: None,
+            worker_pid: 0,
+            worker_build: String::new(),
+            holders: Vec::new(),
+            outage: None,
+            last_end: None,
+        };
+        Self {
+            name: record.name.clone(),
+            mapping_id: record.mapping_id.clone(),
+            core: Arc::new(tokio::sync::Mutex::new(Core::new(record))),
+            view: Mutex::new(view),
+            statistics: Mutex::new(None),
+            again: AtomicBool::new(false),
+            keepers: AtomicU32::new(0),
+            awaited: AtomicBool::new(false),
+            wanted: watch::Sender::new(0),
+            writing: Arc::default(),
+            unsettled: AtomicBool::new(false),
+            settling: AtomicBool::new(false),
+            connecting: Arc::default(),
+            attention,
+        }
+    }
+
+    /// The right to change it, at once.
+    ///
+    /// # Errors
+    /// `Aborted` when somebody else has it.
+    pub fn enter(self: &Arc<Self>) -> Result<Guard> {
+        let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| self.busy())?;
+        Ok(self.guard(core))
+    }
+
+    fn guard(self: &Arc<Self>, core: OwnedMutexGuard<Core>) -> Guard {
+        Guard::new(self, core)
+    }
+
+    /// The right to change it, for a call: not queued behind another call, but the supervisor's own
+    /// looking after the mapping, which no caller knows of, is waited for.
+    ///
+    /// # Errors
+    /// `Aborted` when another call has it, or a repair takes long.
+    pub async fn enter_call(self: &Arc<Self>) -> Result<Guard> {
+        let error = match self.enter() {
+            Ok(guard) => return Ok(guard),
+            Err(error) => error,
+        };
+        if self.keepers.load(Ordering::SeqCst) == 0 || self.awaited.swap(true, Ordering::SeqCst) {
+            // A keeper that was about to leave, and is not counted any more, has left by now.
+            tokio::task::yield_now().await;
+            return self.enter().map_err(|_| error);
+        }
+        let _awaiting = Awaiting(&self.awaited);
+        let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());
+        let core = core.await.map_err(|_| error)?;
+        Ok(self.guard(core))
+    }
+
+    /// The right to change it, for the supervisor itself. When somebody else has it, the mapping is
+    /// looked at afterwards.
+    pub fn enter_keeper(self: &Arc<Self>) -> Option<Guard> {
+        let keeper = Keeper::new(self);
+        self.again.store(true, Ordering::SeqCst);
+        let mut guard = self.enter().ok()?;
+        self.again.store(false, Ordering::SeqCst);
+        guard.keep(keeper);
+        Some(guard)
+    }
+
+    /// The right to change it, for a forced unmap: whoever has it gives way, unless it is another
+    /// forced unmap, which is waited for.
+    ///
+    /// # Errors
+    /// `TimedOut` at `deadline`.
+    pub async fn enter_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
+        let _wanting = Wanting::new(&self.wanted);
+        let core = timeout_at(deadline, Arc::clone(&self.core).lock_owned()).await;
+        let core = core.map_err(|_| {
+            let message = format!("another forced unmap of {} is under way", self.name);
+            Error::new(ErrorKind::TimedOut, message).with_repair("try again when it has ended")
+        })?;
+        Ok(self.guard(core))
+    }
+
+    /// Does `work`, which has the guard or is given it, until a forced unmap wants it. Plans may be
+    /// cut anywhere, and so may this; what is under way on other threads ends there.
+    ///
+    /// # Errors
+    /// What `work` gives; `Aborted` when it gave way.
+    pub async fn giving_way<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut wanted = self.wanted.subscribe();
+        tokio::select! {
+            biased;
+            _ = wanted.wait_for(|count| *count > 0) => {
+                let message = format!("it gave way to a forced unmap of {}", self.name);
+                Err(Error::new(ErrorKind::Aborted, message))
+            }
+            done = work => done,
+        }
+    }
+
+    /// The right to write its record; kept by the thread that writes.
+    pub async fn turn_to_write(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.writing).lock_owned().await
+    }
+
+    /// A write of its record was given up: has the mapping looked at once that has ended.
+    pub fn settle_later(self: &Arc<Self>) {
+        if self.settling.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let mapping = Arc::clone(self);
+        tokio::spawn(async move {
+            drop(mapping.turn_to_write().await);
+            mapping.settling.store(false, Ordering::SeqCst);
+            mapping.unsettled.store(true, Ordering::SeqCst);
+            // A full queue: the next sweep finds it.
+            let _ = mapping.attention.try_send(mapping.name.clone());
+        });
+    }
+
+    /// Whether the journal may say something else than what holds.
+    pub fn is_unsettled(&self) -> bool {
+        self.unsettled.load(Ordering::SeqCst)
+    }
+
+    /// The journal says what holds.
+    pub fn settled(&self) {
+        self.unsettled.store(false, Ordering::SeqCst);
+    }
+
+    /// The right to have its device connected, kept by the thread that does so; `None` while the
+    /// kernel has not ended an earlier attempt.
+    pub fn turn_to_connect(&self) -> Option<OwnedMutexGuard<()>> {
+        Arc::clone(&self.connecting).try_lock_owned().ok()
+    }
+
+    /// Whether the kernel may still make a device of it.
+    pub fn is_connecting(&self) -> bool {
+        self.connecting.try_lock().is_err()
+    }
+
+    /// Waits until the kernel makes no device of it any more.
+    ///
+    /// # Errors
+    /// `TimedOut`.
+    pub async fn await_connect(&self, deadline: Instant) -> Result<()> {
+        timeout_at(deadline, self.connecting.lock()).await.map(drop).map_err(|_| {
+            let message = format!("the kernel may still connect a device of {}", self.name);
+            Error::new(ErrorKind::TimedOut, message)
+                .with_repair("see the kernel's log for what the command waits for")
+        })
+    }
+
+    fn busy(&self) -> Error {
+        let message = format!("another operation on {} is under way", self.name);
+        Error::new(ErrorKind::Aborted, message).with_repair("try again when it has ended")
+    }
+
+    /// How it is doing.
+    pub fn view(&self) -> View {
+        let mut view = lock(&self.view).clone();
+        if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
+            outage.queued = page.snapshot().queued;
+        }
+        view
+    }
+
+    /// Its counters, if it ever had any.
+    pub fn statistics(&self) -> Option<Page> {
+        lock(&self.statistics).clone()
+    }
+
+    /// Changes what everybody sees; says whether anything did change.
+    pub fn update(&self, change: impl FnOnce(&mut View)) -> Option<View> {
+        let mut view = lock(&self.view);
+        let before = view.clone();
+        change(&mut view);
+        (*view != before).then(|| view.clone())
+    }
+
+    /// Shows the counters of a worker.
+    pub fn show_statistics(&self, page: Option<Page>) {
+        *lock(&self.statistics) = page;
+    }
+}
+
+/// The lock, whoever panicked with it: every change under it is complete.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::tests::record;
+
+    /// Whoever is called to a mapping can enter it: the lock is free before the call goes out.
+    #[test]
+    fn what_happens_under_a_guard_is_looked_at_once_the_guard_is_free() {
+        let (attention, mut called) = mpsc::channel(8);
+        let mapping = Arc::new(Mapping::new(record(1, true), attention));
+        let (looked, seen) = std::sync::mpsc::channel();
+        let looker = {
+            let mapping = Arc::clone(&mapping);
+            std::thread::spawn(move || {
+                while let Some(name) = called.blocking_recv() {
+                    assert!(name.is_empty() || mapping.enter().is_ok());
+                    if name.is_empty() || looked.send(()).is_err() {
+                        return;
+                    }
+                }
+            })
+        };
+        for _ in 0..2000 {
+            let guard = loop {
+                match mapping.enter() {
+                    Ok(guard) => break guard,
+                    Err(_) => std::thread::yield_now(),
+                }
+            };
+            assert!(mapping.enter_keeper().is_none());
+            drop(guard);
+            // The next guard must not be what the looker finds.
+            seen.recv_timeout(Duration::from_secs(10)).unwrap();
+        }
+        let end = mapping.attention.blocking_send(String::new());
+        end.unwrap();
+        looker.join().unwrap();
+    }
+}

@@ -1,0 +1,186 @@
+//! Maps a volume.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::time::Instant;
+
+use crate::context::Context;
+use crate::mapping::{Change, Guard, Mapping, View};
+use crate::naming::other_volume;
+use crate::planner::{Intent, Options, Record, State};
+use crate::reconcile::{reconcile_with_retries, take_down};
+use crate::retry::{after_failure, wake_later};
+use crate::status::publish_failure;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::policy;
+
+/// A wish to map, checked.
+#[derive(Debug, Clone)]
+pub struct MapSpec {
+    /// The mapping's name.
+    pub name: String,
+    /// The volume.
+    pub uri: String,
+    /// Nothing is ever written.
+    pub read_only: bool,
+    /// 0: whatever is there, or the default.
+    pub connections: u32,
+    /// 0: as above.
+    pub block_size: u32,
+    /// 0: as above.
+    pub dead_connection_timeout_s: u32,
+    /// What differs from the defaults.
+    pub policy: policy::Change,
+    /// Take the volume from whoever has it.
+    pub take_over: bool,
+    /// Made quiet for snapshots.
+    pub quiesce: bool,
+}
+
+/// Plans that may follow each other before something is wrong with the planner or the world.
+const MAX_ROUNDS: u32 = 8;
+
+/// For undoing what a failed map has begun.
+pub(crate) const UNDO_LIMIT: Duration = Duration::from_secs(20);
+
+/// Maps a volume, or returns the mapping that is there already.
+///
+/// # Errors
+/// Anything; then nothing is left behind, or the error says what is.
+pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
+    for _ in 0..MAX_ROUNDS {
+        let make = || Mapping::new(new_record(cx, spec), cx.attention.clone());
+        let limit = cx.settings.mappings;
+        let (mapping, fresh) = cx.register.find_or_insert(&spec.name, limit, make)?;
+        if let Some(mut guard) = fresh {
+            guard.take_over = spec.take_over;
+            return mapping.giving_way(map_new(cx, guard, deadline)).await;
+        }
+        let guard = mapping.enter_call().await?;
+        if !guard.withdrawn {
+            return mapping.giving_way(map_existing(cx, guard, spec, deadline)).await;
+        }
+    }
+    Err(Error::new(ErrorKind::Aborted, format!("{} comes and goes too quickly", spec.name)))
+}
+
+async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<View> {
+    let _ = cx.changes.send(Change { view: guard.mapping().view(), removed: false });
+    let error = match reconcile_with_retries(cx, &mut guard, deadline).await {
+        Ok(State::Mapped) => {
+            tracing::info!(mapping = guard.mapping().name, "mapped");
+            guard.take_over = false;
+            return Ok(guard.mapping().view());
+        }
+        Ok(State::Failed(trouble)) => trouble.into_error(),
+        Ok(other) => Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}")),
+        Err(error) => error,
+    };
+    tracing::warn!(mapping = guard.mapping().name, "map failed: {}", error.report());
+    guard.record.intent = Intent::Unmapped;
+    match take_down(cx, &mut guard, Instant::now() + UNDO_LIMIT).await {
+        Ok(()) => Err(error),
+        Err(undo) => {
+            let message = format!("{}; undoing it failed: {}", error.report(), undo.report());
+            publish_failure(cx, &guard, &Error::new(undo.kind(), message.clone()));
+            wake_later(cx, &mut guard);
+            let error = Error::new(error.kind(), message);
+            Err(error.with_repair(format!("cleat unmap {}", guard.mapping().name)))
+        }
+    }
+}
+
+async fn map_existing(
+    cx: &Context,
+    mut guard: Guard,
+    spec: &MapSpec,
+    deadline: Instant,
+) -> Result<View> {
+    if let Some(difference) = difference(&guard.record, spec) {
+        let message = format!("{} is mapped already, with {difference}", spec.name);
+        return Err(Error::new(ErrorKind::AlreadyExists, message)
+            .with_repair("choose another name, or unmap it first"));
+    }
+    if guard.record.intent != Intent::Mapped {
+        let message = format!("{} is being taken down", spec.name);
+        return Err(Error::new(ErrorKind::Aborted, message));
+    }
+    // Who asks again wants it tried again.
+    guard.failures = 0;
+    guard.not_before = None;
+    guard.take_over = spec.take_over;
+    let converged = reconcile_with_retries(cx, &mut guard, deadline).await;
+    // It was said for this once.
+    guard.take_over = false;
+    match converged {
+        Ok(State::Mapped) => Ok(guard.mapping().view()),
+        Ok(State::Failed(trouble)) => Err(trouble.into_error()),
+        Ok(other) => Err(Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}"))),
+        Err(error) => {
+            after_failure(cx, &mut guard, &error);
+            Err(error)
+        }
+    }
+}
+
+fn new_record(cx: &Context, spec: &MapSpec) -> Record {
+    let defaults = &cx.settings.defaults;
+    let or = |value: u32, default: u32| if value == 0 { default } else { value };
+    let connections = or(spec.connections, defaults.connections);
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Record {
+        version: Record::VERSION,
+        mapping_id: format!("{:016x}", cx.random.next()),
+        name: spec.name.clone(),
+        uri: spec.uri.clone(),
+        options: Options {
+            read_only: spec.read_only,
+            connections,
+            block_size: or(spec.block_size, defaults.block_size),
+            dead_connection_timeout_s: or(
+                spec.dead_connection_timeout_s,
+                defaults.dead_connection_timeout_s,
+            ),
+            // With several connections a short tick kills live sockets under load.
+            replay_delay_ms: if connections == 1 { defaults.replay_delay_ms } else { 0 },
+            policy: spec.policy.apply(defaults.policy),
+            quiesce: spec.quiesce,
+        },
+        intent: Intent::Mapped,
+        generation: 0,
+        worker: None,
+        predecessor: None,
+        volume: None,
+        established: false,
+        fenced: false,
+        quiet: None,
+        created_at_s: since_epoch.as_secs(),
+        boot_id: cx.settings.boot_id.clone(),
+    }
+}
+
+/// What a mapping has that a request for the same name does not ask for.
+fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
+    let options = &record.options;
+    let differs = |asked: u32, is: u32| asked != 0 && asked != is;
+    if let Some(other) = other_volume(record, &spec.uri) {
+        Some(other)
+    } else if options.read_only != spec.read_only {
+        Some(if options.read_only { "read_only=true" } else { "read_only=false" }.to_owned())
+    } else if differs(spec.connections, options.connections) {
+        Some(format!("connections={}", options.connections))
+    } else if differs(
+        spec.block_size,
+        record.volume.map_or(options.block_size, |volume| volume.block_size),
+    ) {
+        Some("another block size".to_owned())
+    } else if differs(spec.dead_connection_timeout_s, options.dead_connection_timeout_s) {
+        Some(format!("dead_connection_timeout={}s", options.dead_connection_timeout_s))
+    } else if options.quiesce != spec.quiesce {
+        Some(format!("quiesce={}", options.quiesce))
+    } else if spec.policy.apply(options.policy) != options.policy {
+        Some("another outage policy or other limits (cleat set changes them)".to_owned())
+    } else {
+        None
+    }
+}

@@ -1,0 +1,168 @@
+//! Changes the size of a volume and of its device.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use crate::actions::resize_device::{
+    FLOW_LIMIT, block_size, record_size, request_size, resize_device,
+};
+use crate::context::Context;
+use crate::find::{get, lock_mapped, not_mapped};
+use crate::holders::check_unused;
+use crate::kernel_calls::COMMAND_LIMIT;
+use crate::mapping::{Guard, Mapping, View};
+use crate::planner::{SeenDevice, State};
+use crate::reconcile::reconcile;
+use crate::workers::Worker;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_worker::protocol::ToWorker;
+
+/// A size that a user wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NewSize {
+    /// In bytes; 0: that of the volume at the backend.
+    pub bytes: u64,
+    /// Whether what lies behind a smaller size may be lost.
+    pub shrink: bool,
+}
+
+/// Sets the size of a volume and of its device.
+///
+/// # Errors
+/// `InvalidArgument` for what would shrink the device unasked; `InUse` for shrinking one that
+/// somebody holds; `Unavailable` while the backend does not answer.
+pub(crate) async fn resize(
+    cx: &Context,
+    target: &str,
+    wanted: NewSize,
+    deadline: Instant,
+) -> Result<View> {
+    let mapping = get(cx, target, deadline).await?;
+    mapping.giving_way(resize_mapping(cx, &mapping, wanted, deadline)).await
+}
+
+async fn resize_mapping(
+    cx: &Context,
+    mapping: &Arc<Mapping>,
+    wanted: NewSize,
+    deadline: Instant,
+) -> Result<View> {
+    let mut guard = lock_mapped(mapping).await?;
+    // Whoever asks wants it tried now.
+    guard.growth = None;
+    let state = reconcile(cx, &mut guard, deadline).await?;
+    let (Some(device), Some(made_of)) = (mapping.view().device, guard.record.volume) else {
+        return Err(not_mapped(mapping));
+    };
+    match state {
+        State::Failed(trouble) if !(wanted.shrink && has_shrunk(&guard, device)) => {
+            return Err(trouble.into_error());
+        }
+        _ => {}
+    }
+    let block = u64::from(made_of.block_size);
+    if !wanted.bytes.is_multiple_of(block) {
+        let message =
+            format!("{} bytes are not a multiple of the block size, {block}", wanted.bytes);
+        return Err(Error::new(ErrorKind::InvalidArgument, message));
+    }
+    let resized = resize_both(cx, &guard, device, wanted, deadline).await;
+    if resized.is_err() {
+        // The volume may have become larger all the same: its device is to follow then.
+        cx.wake(&mapping.name);
+    }
+    resized?;
+    record_size(cx, &mut guard).await?;
+    reconcile(cx, &mut guard, deadline).await?;
+    Ok(mapping.view())
+}
+
+async fn resize_both(
+    cx: &Context,
+    guard: &Guard,
+    device: SeenDevice,
+    wanted: NewSize,
+    deadline: Instant,
+) -> Result<()> {
+    let size = match wanted.bytes {
+        0 => request_size(guard, ToWorker::RefreshSize, deadline).await?,
+        bytes => bytes,
+    };
+    let size = size - size % block_size(guard);
+    if size >= device.size {
+        grow_both(cx, guard, device, wanted.bytes, deadline).await
+    } else if wanted.shrink {
+        shrink_both(cx, guard, device, size, deadline).await
+    } else {
+        Err(would_shrink(guard, device, size))
+    }
+}
+
+/// The backend first: a device must never be larger than its volume.
+async fn grow_both(
+    cx: &Context,
+    guard: &Guard,
+    device: SeenDevice,
+    bytes: u64,
+    deadline: Instant,
+) -> Result<()> {
+    let size = match bytes {
+        0 => guard.worker.as_ref().map_or(0, Worker::size),
+        size => {
+            let command = ToWorker::Resize { size, shrink: false };
+            request_size(guard, command, deadline).await?
+        }
+    };
+    let size = size - size % block_size(guard);
+    if size < device.size {
+        return Err(would_shrink(guard, device, size));
+    }
+    if size == device.size {
+        return Ok(());
+    }
+    resize_device(cx, guard, device.index, size, FLOW_LIMIT, deadline).await
+}
+
+/// The device first, for the same reason; and back, when the backend does not follow.
+async fn shrink_both(
+    cx: &Context,
+    guard: &Guard,
+    device: SeenDevice,
+    size: u64,
+    deadline: Instant,
+) -> Result<()> {
+    if guard.mapping().view().is_read_only() {
+        let message = format!("{} is mapped read-only", guard.record.name);
+        return Err(Error::new(ErrorKind::PermissionDenied, message));
+    }
+    if size == 0 {
+        let message = "a device of 0 bytes is none";
+        return Err(Error::new(ErrorKind::InvalidArgument, message));
+    }
+    check_unused(cx, guard, device.index, deadline).await?;
+    resize_device(cx, guard, device.index, size, FLOW_LIMIT, deadline).await?;
+    cx.point("device shrunk, volume not").await;
+    let command = ToWorker::Resize { size, shrink: true };
+    let Err(error) = request_size(guard, command, deadline).await else { return Ok(()) };
+    // What the backend did in the end, the next look tells: the device follows a larger volume.
+    let until = Instant::now() + COMMAND_LIMIT;
+    let (index, before) = (device.index, device.size);
+    if let Err(back) = resize_device(cx, guard, index, before, FLOW_LIMIT, until).await {
+        tracing::warn!(mapping = guard.record.name, "stays shrunk: {}", back.report());
+    }
+    Err(error)
+}
+
+fn has_shrunk(guard: &Guard, device: SeenDevice) -> bool {
+    guard.worker.as_ref().is_some_and(|worker| worker.size() < device.size)
+}
+
+fn would_shrink(guard: &Guard, device: SeenDevice, size: u64) -> Error {
+    let name = &guard.record.name;
+    let message = format!("{name} is {} bytes long and would shrink to {size}", device.size);
+    Error::new(ErrorKind::InvalidArgument, message).with_repair(
+        "what lies behind the new end would be lost: make the filesystem smaller first, unmount it, \
+         then cleat resize --shrink",
+    )
+}

@@ -1,0 +1,63 @@
+//! Changes the options of a mapping while it works.
+
+use tokio::time::Instant;
+
+use crate::context::Context;
+use crate::find::{get, lock_mapped, not_mapped};
+use crate::mapping::View;
+use crate::records::store;
+use crate::status::publish;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::policy;
+use cleat_worker::protocol::ToWorker;
+
+/// Replaces the faults that a `fault:` volume injects.
+///
+/// # Errors
+/// `Unsupported` for any other volume.
+pub(crate) async fn set_fault(
+    cx: &Context,
+    target: &str,
+    plan: &str,
+    deadline: Instant,
+) -> Result<()> {
+    let mapping = get(cx, target, deadline).await?;
+    let guard = lock_mapped(&mapping).await?;
+    let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&mapping))?;
+    let command = ToWorker::SetFault { plan: plan.to_owned() };
+    mapping.giving_way(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
+}
+
+/// Changes what happens in an outage of the backend, and how fast a mapping may go. What is asked
+/// for is kept even where there is no worker to be told: the next one is.
+///
+/// # Errors
+/// `InvalidArgument` when nothing is asked for; what the journal or the worker gives.
+pub(crate) async fn set_policy(
+    cx: &Context,
+    target: &str,
+    change: policy::Change,
+    deadline: Instant,
+) -> Result<View> {
+    if change.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidArgument, "nothing is to be changed")
+            .with_repair("say what: cleat set --help"));
+    }
+    let mapping = get(cx, target, deadline).await?;
+    let mut guard = lock_mapped(&mapping).await?;
+    let before = guard.record.options.policy;
+    let policy = change.apply(before);
+    guard.record.options.policy = policy;
+    if let Err(error) = store(cx, &guard).await {
+        guard.record.options.policy = before;
+        return Err(error);
+    }
+    let record = guard.record.clone();
+    publish(cx, &mapping, |view| view.record = record);
+    tracing::info!(mapping = mapping.name, ?policy, "the policy was changed");
+    if let Some(worker) = guard.worker.as_ref().filter(|worker| !worker.has_ended()) {
+        let call = worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline);
+        mapping.giving_way(call).await?;
+    }
+    Ok(mapping.view())
+}

@@ -1,0 +1,61 @@
+//! Unmaps a volume that nobody uses.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::orphans::disconnect_orphan;
+use crate::context::Context;
+use crate::find::{Target, find};
+use crate::mapping::Guard;
+use crate::planner::Intent;
+use crate::reconcile::take_down;
+use crate::records::store;
+use crate::retry::after_failure;
+use crate::status::publish;
+use cleat_core::error::{ErrorKind, Result};
+
+/// Takes a mapping down. Says whether there was one.
+///
+/// # Errors
+/// `InUse`, naming the holders; then the mapping stays as it is.
+pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Result<bool> {
+    let mapping = match find(cx, target, deadline).await? {
+        Target::Mapping(mapping) => mapping,
+        Target::Nothing => return Ok(false),
+        Target::Orphan(index, identity) => {
+            return disconnect_orphan(cx, index, identity, deadline).await.map(|()| true);
+        }
+    };
+    let guard = mapping.enter_call().await?;
+    if guard.withdrawn {
+        return Ok(false);
+    }
+    mapping.giving_way(unmap_locked(cx, guard, deadline)).await.map(|()| true)
+}
+
+async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<()> {
+    let mapping = Arc::clone(guard.mapping());
+    let (intent, view) = (guard.record.intent, mapping.view());
+    // What was begun by force is finished by force.
+    if intent == Intent::Mapped {
+        guard.record.intent = Intent::Unmapped;
+    }
+    let Err(error) = take_down(cx, &mut guard, deadline).await else {
+        tracing::info!(mapping = mapping.name, "unmapped");
+        return Ok(());
+    };
+    if intent == Intent::Mapped && (!guard.renounced || error.kind() == ErrorKind::InUse) {
+        guard.record.intent = Intent::Mapped;
+        if guard.renounced {
+            store(cx, &guard).await?;
+            guard.renounced = false;
+        }
+        publish(cx, &mapping, |now| *now = view);
+        // What has happened to it meanwhile shows after another look.
+        cx.wake(&mapping.name);
+    } else {
+        after_failure(cx, &mut guard, &error);
+    }
+    Err(error)
+}

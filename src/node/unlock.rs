@@ -1,0 +1,71 @@
+//! Volumes whose key is derived from a passphrase whenever a worker opens them. That takes seconds of
+//! the processors, minutes where they are busy, and up to a gigabyte or more of memory: longer limits
+//! for these volumes alone, and few of them at a time.
+
+use std::time::Duration;
+
+use tokio::sync::SemaphorePermit;
+use tokio::time::{Instant, timeout_at};
+
+use crate::context::Context;
+use crate::mapping::Guard;
+use crate::status::publish;
+use crate::worker_failures::NotStarted;
+use cleat_backend::uri::VolumeUri;
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// Volumes that are unlocked at the same time: each for itself would be no faster, and the memory that
+/// they take is not bounded by anything else.
+pub(crate) const AT_ONCE: usize = 2;
+
+/// What is added to the limits of opening `uri`; nothing for one that has no key.
+pub(crate) fn patience(uri: &str) -> Duration {
+    uri.parse().map_or(Duration::ZERO, |uri: VolumeUri| cleat_backend::unlocking(&uri))
+}
+
+/// The volume `uri` as one that is not encrypted: enough to claim it.
+pub(crate) fn locked(uri: &str) -> String {
+    uri.parse().map_or_else(|_| uri.to_owned(), |uri: VolumeUri| uri.locked().to_string())
+}
+
+/// The right to have a worker unlock its volume, where there is something to be unlocked; that it is
+/// under way shows in the mapping's status until it is mapped.
+///
+/// # Errors
+/// `TimedOut`, as an outage, when others are being unlocked until the deadline.
+pub(crate) async fn unlock_permit<'a>(
+    cx: &'a Context,
+    guard: &mut Guard,
+    deadline: Instant,
+) -> Result<Option<SemaphorePermit<'a>>> {
+    if patience(&guard.record.uri).is_zero() {
+        return Ok(None);
+    }
+    publish(cx, guard.mapping(), |view| {
+        "a new worker unlocks the volume, which takes seconds of the processor's time"
+            .clone_into(&mut view.message);
+    });
+    let Ok(turn) = timeout_at(deadline, cx.unlocks.acquire()).await else {
+        let message = "other encrypted volumes were being unlocked until the deadline";
+        let error = Error::new(ErrorKind::TimedOut, message);
+        return Err(guard.worker_failures.not_started(NotStarted { error, pid: 0, died: None }));
+    };
+    let closed = |_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down");
+    turn.map(Some).map_err(closed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_has_a_key_is_waited_for() {
+        let encrypted = "rbd:p/i?id=x&encryption=luks2&passphrase_file=/k";
+        assert!(patience(encrypted) > Duration::from_secs(60));
+        for plain in ["rbd:p/i", "mem:1G", "nonsense"] {
+            assert_eq!(patience(plain), Duration::ZERO, "{plain}");
+            assert_eq!(locked(plain), plain);
+        }
+        assert_eq!(locked(encrypted), "rbd:p/i?id=x");
+    }
+}

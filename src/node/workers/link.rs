@@ -1,0 +1,88 @@
+//! The supervisor's end of a channel to a worker: `worker::protocol` on the event loop.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use cleat_sys::seqpacket;
+use cleat_worker::protocol::{FromWorker, MAX_PACKET, ToWorker};
+
+/// A connected SOCK_SEQPACKET socket.
+#[derive(Debug)]
+pub(super) struct Link(AsyncFd<OwnedFd>);
+
+impl Link {
+    /// Takes a connected socket. Must be called on the event loop.
+    ///
+    /// # Errors
+    /// When the event loop cannot take the descriptor.
+    pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
+        let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
+        fcntl(&socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        Ok(Self(watched(socket, Interest::READABLE | Interest::WRITABLE)?))
+    }
+
+    /// Sends a command with its descriptors.
+    ///
+    /// # Errors
+    /// When the worker is gone, or the message longer than a packet.
+    pub(super) async fn send(&self, command: &ToWorker, descriptors: &[OwnedFd]) -> io::Result<()> {
+        let bytes = serde_json::to_vec(command)?;
+        if bytes.len() > MAX_PACKET {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too long"));
+        }
+        let send = |socket: &OwnedFd| {
+            let borrowed: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
+            seqpacket::send(socket.as_fd(), &bytes, &borrowed)
+        };
+        self.0.async_io(Interest::WRITABLE, send).await
+    }
+
+    /// The next message with its descriptors; `None` at the end of the channel.
+    ///
+    /// # Errors
+    /// When the channel breaks, or carries what is no message of this protocol.
+    pub(super) async fn receive(&self) -> io::Result<Option<(FromWorker, Vec<OwnedFd>)>> {
+        let receive = |socket: &OwnedFd| {
+            let mut buffer = vec![0; MAX_PACKET];
+            let (length, descriptors) = seqpacket::receive(socket.as_fd(), &mut buffer)?;
+            buffer.truncate(length);
+            Ok((buffer, descriptors))
+        };
+        let (bytes, descriptors) = self.0.async_io(Interest::READABLE, receive).await?;
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some((serde_json::from_slice(&bytes)?, descriptors)))
+    }
+
+    /// The uid of whoever made the socket that we are connected to.
+    ///
+    /// # Errors
+    /// When the kernel does not say.
+    pub(super) fn peer_uid(&self) -> io::Result<u32> {
+        let credentials = nix::sys::socket::sockopt::PeerCredentials;
+        Ok(nix::sys::socket::getsockopt(self.0.get_ref(), credentials)?.uid())
+    }
+}
+
+/// A descriptor on the event loop.
+///
+/// # Errors
+/// When the event loop cannot take it.
+#[expect(
+    deprecated,
+    reason = "the successor is unsafe for types whose descriptor may change; an OwnedFd's does not"
+)]
+pub(super) fn watched(descriptor: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    AsyncFd::with_interest(descriptor, interest)
+}
+
+impl AsRawFd for Link {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.0.as_raw_fd()
+    }
+}

@@ -1,0 +1,244 @@
+//! A worker that serves a volume, as the supervisor speaks to it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{Mutex, mpsc, watch};
+use tokio::time::{Instant, timeout_at};
+
+use super::link::{Link, watched};
+use super::process::Process;
+use super::reader::{Flags, Reader, WorkerEvent, end_of};
+use crate::planner::WorkerId;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_statistics::Page;
+use cleat_worker::protocol::{Failure, FromWorker, Outage, Ready, ToWorker};
+
+/// A worker that serves a volume.
+pub struct Worker {
+    /// What it said of itself and its volume.
+    pub ready: Ready,
+    /// Its counters.
+    pub statistics: Page,
+    process: Arc<Process>,
+    link: Arc<Link>,
+    replies: Mutex<mpsc::Receiver<(FromWorker, Vec<OwnedFd>)>>,
+    flags: Arc<Flags>,
+    ended: watch::Receiver<bool>,
+    reader: tokio::task::AbortHandle,
+}
+
+impl Worker {
+    /// Watches a worker that has opened its volume.
+    pub(super) fn watch(
+        mapping_id: &str,
+        process: Arc<Process>,
+        link: Link,
+        ready: Ready,
+        statistics: Page,
+        events: mpsc::Sender<WorkerEvent>,
+    ) -> Result<Self> {
+        let failed = |error| Error::from_io("cannot watch a worker", error);
+        let exit = exit_descriptor(&process).map_err(failed)?;
+        let link = Arc::new(link);
+        let flags = Arc::new(Flags { size: ready.size.into(), ..Flags::default() });
+        let (reply_sender, replies) = mpsc::channel(1);
+        let (ended_sender, ended) = watch::channel(false);
+        let reader = Reader {
+            mapping_id: mapping_id.to_owned(),
+            process: Arc::clone(&process),
+            link: Arc::clone(&link),
+            flags: Arc::clone(&flags),
+            replies: Some(reply_sender),
+            ended: ended_sender,
+            events,
+        };
+        let reader = tokio::spawn(reader.run(exit)).abort_handle();
+        let replies = Mutex::new(replies);
+        Ok(Self { ready, statistics, process, link, replies, flags, ended, reader })
+    }
+
+    /// Which process.
+    pub fn id(&self) -> WorkerId {
+        self.process.id
+    }
+
+    /// The process, to adopt it anew over another connection.
+    pub fn process(&self) -> Arc<Process> {
+        Arc::clone(&self.process)
+    }
+
+    /// Whether its process has ended.
+    pub fn has_ended(&self) -> bool {
+        has_ended(&self.process)
+    }
+
+    /// Whether its channel can no longer be used.
+    pub fn is_broken(&self) -> bool {
+        self.flags.broken.load(Ordering::Acquire)
+    }
+
+    /// The outage of its backend, if there is one.
+    pub fn outage(&self) -> Option<Outage> {
+        self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// How it ended, once it has.
+    pub fn how_it_ended(&self) -> String {
+        end_of(&self.process, &self.flags).to_owned()
+    }
+
+    /// Whether it has lost its volume to somebody else.
+    pub fn is_fenced(&self) -> bool {
+        self.flags.fenced.load(Ordering::Acquire)
+    }
+
+    /// Its number for the snapshot of its volume that waits, or is being made.
+    pub fn snapshot(&self) -> Option<u64> {
+        Some(self.flags.snapshot.load(Ordering::Acquire)).filter(|number| *number != 0)
+    }
+
+    /// The volume's size in bytes, as the worker last said it.
+    pub fn size(&self) -> u64 {
+        self.flags.size.load(Ordering::Acquire)
+    }
+
+    /// Gives it connections to serve, and returns once it does.
+    ///
+    /// # Errors
+    /// As [`Worker::call`].
+    pub async fn serve(&self, sockets: Vec<OwnedFd>, deadline: Instant) -> Result<()> {
+        match self.call(ToWorker::Serve, sockets, deadline).await? {
+            FromWorker::Serving => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Sends a command and waits for its answer. After a missed deadline the channel is broken: the
+    /// late answer would be taken for the next one's.
+    ///
+    /// # Errors
+    /// What the worker answers; `TimedOut`; `Unavailable` when it is gone.
+    pub async fn call(
+        &self,
+        command: ToWorker,
+        descriptors: Vec<OwnedFd>,
+        deadline: Instant,
+    ) -> Result<FromWorker> {
+        self.exchange(command, descriptors, deadline).await.map(|(reply, _)| reply)
+    }
+
+    /// As [`Worker::call`], with the descriptors of the answer.
+    ///
+    /// # Errors
+    /// As [`Worker::call`].
+    pub async fn exchange(
+        &self,
+        command: ToWorker,
+        descriptors: Vec<OwnedFd>,
+        deadline: Instant,
+    ) -> Result<(FromWorker, Vec<OwnedFd>)> {
+        let mut replies = self.replies.lock().await;
+        if self.is_broken() {
+            return Err(gone());
+        }
+        // Set now and cleared at the end, so that a caller that goes away leaves it set.
+        self.flags.broken.store(true, Ordering::Release);
+        let exchange = async {
+            self.link.send(&command, &descriptors).await.map_err(broke)?;
+            // Copies of sockets must not keep them open any longer.
+            drop(descriptors);
+            replies.recv().await.ok_or_else(gone)
+        };
+        let reply = timeout_at(deadline, exchange)
+            .await
+            .map_err(|_| Error::new(ErrorKind::TimedOut, "the worker did not answer in time"))??;
+        self.flags.broken.store(false, Ordering::Release);
+        match reply {
+            (FromWorker::Failed(failure), _) => Err(from_failure(failure)),
+            reply => Ok(reply),
+        }
+    }
+
+    /// Ends it: asks, and after `grace` kills. Returns once its end is proved.
+    ///
+    /// # Errors
+    /// `TimedOut` when it lives on at `deadline`.
+    pub async fn stop(&self, grace: Duration, deadline: Instant) -> Result<()> {
+        let mut ended = self.ended.clone();
+        let asked = async {
+            // A broken channel is no reason to skip the wait: the disconnect alone may have ended it.
+            let _ = self.link.send(&ToWorker::Stop, &[]).await;
+            ended.wait_for(|ended| *ended).await.is_ok()
+        };
+        if timeout_at(deadline.min(Instant::now() + grace), asked).await == Ok(true) {
+            return Ok(());
+        }
+        tracing::warn!(pid = self.id().pid, "a worker does not stop when asked; it is killed");
+        stop_process(&self.process, deadline).await
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+/// Kills a process and waits until its end is proved.
+///
+/// # Errors
+/// `TimedOut` when it lives on at `deadline`.
+pub(crate) async fn stop_process(process: &Process, deadline: Instant) -> Result<()> {
+    let pid = process.id.pid;
+    process
+        .handle
+        .kill()
+        .map_err(|error| Error::from_io(format!("cannot kill worker {pid}"), error))?;
+    timeout_at(deadline, exit_of(process)).await.map_err(|_| {
+        Error::new(ErrorKind::TimedOut, format!("worker {pid} was killed and has not ended yet"))
+            .with_repair(format!("see /proc/{pid}/stack for what it waits for"))
+    })??;
+    process.handle.reap();
+    Ok(())
+}
+
+/// Whether no thread of the process is left.
+pub(crate) fn has_ended(process: &Process) -> bool {
+    let mut set = [nix::poll::PollFd::new(process.exit.as_fd(), nix::poll::PollFlags::POLLIN)];
+    nix::poll::poll(&mut set, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+}
+
+fn exit_descriptor(process: &Process) -> std::io::Result<AsyncFd<OwnedFd>> {
+    watched(process.exit.try_clone()?, tokio::io::Interest::READABLE)
+}
+
+pub(crate) async fn exit_of(process: &Process) -> Result<()> {
+    let failed = |error| Error::from_io("cannot watch a worker", error);
+    let exit = exit_descriptor(process).map_err(failed)?;
+    exit.readable().await.map_err(failed).map(|_| ())
+}
+
+pub(crate) fn from_failure(failure: Failure) -> Error {
+    let error = Error::new(failure.kind, failure.message);
+    match failure.repair {
+        Some(repair) => error.with_repair(repair),
+        None => error,
+    }
+}
+
+pub(crate) fn unexpected(message: &FromWorker) -> Error {
+    Error::new(ErrorKind::Internal, format!("the worker answered out of turn: {message:?}"))
+}
+
+pub(crate) fn gone() -> Error {
+    Error::new(ErrorKind::Unavailable, "the worker died or closed its channel")
+        .with_repair("see the log for its last words")
+}
+
+pub(crate) fn broke(error: std::io::Error) -> Error {
+    Error::new(ErrorKind::Unavailable, "the channel to the worker broke").with_source(error)
+}
