@@ -10,7 +10,8 @@ use cleat_core::request::{Flags, IoError, Op};
 
 use crate::checks::pattern;
 use crate::client::{Client, Local, LocalClient, Volume, job, write};
-use crate::places::{self, Place, root};
+use crate::places::{Place, needs_root};
+use test_kit::temp::{in_memory, on_disk};
 
 fn refused(uri: &str) -> Error {
     match open(&uri.parse().unwrap(), &OpenOptions::default()) {
@@ -21,7 +22,7 @@ fn refused(uri: &str) -> Error {
 
 #[test]
 fn a_second_writer_is_refused_by_name_and_a_reader_is_not() {
-    let place = Place::file(places::disk(), "");
+    let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let first = Local::open(&uri, OpenOptions::default());
     let error = refused(&uri.to_string());
@@ -34,13 +35,11 @@ fn a_second_writer_is_refused_by_name_and_a_reader_is_not() {
 
 #[test]
 fn a_mounted_device_is_refused_by_its_mount_point() {
-    if !root() {
-        return places::note("a_mounted_device: left out, needs root");
-    }
+    needs_root();
     let place = Place::loop_device(512, "");
     let uri = place.uri(16 << 20).to_string();
     let device = uri.strip_prefix("file:").unwrap();
-    let point = tempfile::tempdir_in(places::disk()).unwrap();
+    let point = tempfile::tempdir_in(on_disk()).unwrap();
     let run = |command: &str, arguments: &[&str]| {
         let output = Command::new(command).args(arguments).output().unwrap();
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
@@ -57,7 +56,7 @@ fn a_mounted_device_is_refused_by_its_mount_point() {
 
 #[test]
 fn missing_empty_and_odd_files() {
-    let directory = tempfile::tempdir_in(places::disk()).unwrap();
+    let directory = tempfile::tempdir_in(on_disk()).unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let missing = refused(&format!("file:{}", path("missing.img")));
     assert_eq!(missing.kind(), ErrorKind::NotFound);
@@ -89,7 +88,7 @@ fn missing_empty_and_odd_files() {
 
 #[test]
 fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
-    let place = Place::file(places::disk(), "");
+    let place = Place::file(on_disk(), "");
     let uri = place.uri((1 << 20) + 100);
     let volume = Local::open(&uri, OpenOptions::default());
     assert_eq!((volume.size(), volume.blocks().minimum), ((1 << 20) + 100, 1));
@@ -104,7 +103,7 @@ fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
 
 #[test]
 fn ranges_beyond_32_bits() {
-    for place in [Place::mem(), Place::file(places::disk(), ""), Place::file(places::tmpfs(), "")] {
+    for place in [Place::mem(), Place::file(on_disk(), ""), Place::file(in_memory(), "")] {
         let volume = Local::open(&place.uri(9 << 30), OpenOptions::default());
         let mut client = volume.client();
         let spots = [0, 1 << 30, (4 << 30) - 2048, 5 << 30, (9 << 30) - 4096];
@@ -124,7 +123,7 @@ fn ranges_beyond_32_bits() {
 
 #[test]
 fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
-    let place = Place::file(places::disk(), "");
+    let place = Place::file(on_disk(), "");
     let uri = place.uri(8 << 20);
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
     let volume = Local::open(&uri, OpenOptions::default());
@@ -146,7 +145,7 @@ fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
 
 #[test]
 fn what_was_cut_off_underneath_is_an_error_and_no_zeroes() {
-    let place = Place::file(places::disk(), "");
+    let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
     let volume = Local::open(&uri, OpenOptions::default());
@@ -160,10 +159,8 @@ fn what_was_cut_off_underneath_is_an_error_and_no_zeroes() {
 
 #[test]
 fn a_full_file_system_is_no_space() {
-    if !root() {
-        return places::note("a_full_file_system: left out, needs root");
-    }
-    let point = tempfile::tempdir_in(places::disk()).unwrap();
+    needs_root();
+    let point = tempfile::tempdir_in(on_disk()).unwrap();
     let mount = |source, kind, options| {
         nix::mount::mount(
             Some(source),
@@ -193,7 +190,7 @@ fn a_full_file_system_is_no_space() {
 
 #[test]
 fn a_full_ring_makes_requests_wait_and_loses_none() {
-    let place = Place::file(places::tmpfs(), "");
+    let place = Place::file(in_memory(), "");
     let image = open(&place.uri(8 << 20), &OpenOptions::default()).unwrap();
     // Two entries for thirty-two requests, and the poll for wakes takes one of them.
     let mut client = LocalClient::new(&*image, 2);
@@ -294,7 +291,7 @@ mod fault {
 
 #[test]
 fn a_successor_knows_that_a_sync_has_failed() {
-    let place = Place::file(places::disk(), "");
+    let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let options = OpenOptions::default();
     let mut image = open(&uri, &options).unwrap();
@@ -314,7 +311,7 @@ fn a_successor_knows_that_a_sync_has_failed() {
 
 #[test]
 fn what_is_inherited_must_be_what_was_asked_for() {
-    let place = Place::file(places::disk(), "");
+    let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let image = open(&uri, &OpenOptions::default()).unwrap();
     let refused = |uri: &str, read_only: bool| {

@@ -14,7 +14,8 @@ mod rbd;
 
 use cleat_backend::OpenOptions;
 use client::Local;
-use places::{Place, root};
+use places::Place;
+use test_kit::temp::{in_memory, on_disk};
 
 /// One module of tests for each backend: `name: place`, where a [`Place`] makes fresh volumes.
 macro_rules! suite {
@@ -24,10 +25,6 @@ macro_rules! suite {
 
             fn run(check: impl Fn(&dyn client::Volume)) {
                 let place: Place = $place;
-                if place.needs_root() && !root() {
-                    places::note(concat!(stringify!($name), ": left out, needs root"));
-                    return;
-                }
                 check(&Local::open(&place.uri(places::SIZE), OpenOptions::default()));
             }
 
@@ -79,20 +76,12 @@ macro_rules! suite {
             #[test]
             fn changes_hands() {
                 let place: Place = $place;
-                if place.needs_root() && !root() {
-                    places::note(concat!(stringify!($name), ": left out, needs root"));
-                    return;
-                }
                 checks::changes_hands(&place.uri(places::SIZE));
             }
 
             #[test]
             fn a_read_only_volume_says_so_and_keeps_its_content() {
                 let place: Place = $place;
-                if place.needs_root() && !root() {
-                    places::note(concat!(stringify!($name), ": left out, needs root"));
-                    return;
-                }
                 let uri = place.uri(places::SIZE);
                 checks::read_only(&uri);
             }
@@ -102,9 +91,9 @@ macro_rules! suite {
 
 suite! {
     mem: Place::mem();
-    file_on_disk: Place::file(places::disk(), "");
-    file_in_memory: Place::file(places::tmpfs(), "");
-    file_direct: Place::file(places::disk(), "direct=true");
+    file_on_disk: Place::file(on_disk(), "");
+    file_in_memory: Place::file(in_memory(), "");
+    file_direct: Place::file(on_disk(), "direct=true");
     loop_512: Place::loop_device(512, "");
     loop_4096: Place::loop_device(4096, "");
     loop_direct: Place::loop_device(512, "direct=true");
@@ -118,6 +107,6 @@ suite! {
 #[cfg(feature = "fault")]
 suite! {
     fault_mem: Place::faulty(Place::mem(), "");
-    fault_file: Place::faulty(Place::file(places::disk(), ""), "");
-    fault_slow: Place::faulty(Place::file(places::disk(), ""), "fault.jitter=200us");
+    fault_file: Place::faulty(Place::file(on_disk(), ""), "");
+    fault_slow: Place::faulty(Place::file(on_disk(), ""), "fault.jitter=200us");
 }

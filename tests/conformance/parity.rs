@@ -13,6 +13,7 @@ use librbd::{
     Io, Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use tempfile::TempDir;
 use test_kit::ceph::{ID, POOL, shared};
 
 use crate::checks::pattern;
@@ -21,9 +22,9 @@ use crate::places::{image_uri, pool};
 use crate::rbd::{MIB, fresh, local, refused, wait_until};
 use crate::{checks, model};
 
-/// A file with a passphrase, kept for the process.
-fn passphrase(text: &str) -> PathBuf {
-    let path = std::env::temp_dir().join(format!("cleat-passphrase-{}-{text}", std::process::id()));
+/// Makes a file in `directory` that holds the passphrase `text`.
+fn passphrase(directory: &TempDir, text: &str) -> PathBuf {
+    let path = directory.path().join(format!("passphrase-{text}"));
     std::fs::write(&path, text).unwrap();
     path
 }
@@ -57,7 +58,8 @@ fn read(image: &Arc<librbd::Image>, offset: u64, length: usize) -> Vec<u8> {
 
 #[test]
 fn encrypted_images_are_served_in_plain_text() {
-    let right = passphrase("right");
+    let directory = tempfile::tempdir().unwrap();
+    let right = passphrase(&directory, "right");
     for (format, luks, header) in [("luks1", Luks::One, 4 * MIB), ("luks2", Luks::Two, 16 * MIB)] {
         let name = format!("secret-{format}");
         let plain = fresh(shared(), &name, 64 * MIB);
@@ -109,9 +111,9 @@ fn encrypted_images_are_served_in_plain_text() {
             continue;
         }
         for (file, kind) in [
-            (passphrase("wrong"), ErrorKind::PermissionDenied),
+            (passphrase(&directory, "wrong"), ErrorKind::PermissionDenied),
             ("/no/such/file".into(), ErrorKind::NotFound),
-            (passphrase(""), ErrorKind::InvalidArgument),
+            (passphrase(&directory, ""), ErrorKind::InvalidArgument),
         ] {
             let Err(error) = opened(&with(&file)) else { panic!("{} unlocked it", file.display()) };
             assert_eq!(error.kind(), kind, "{}", error.report());
@@ -183,7 +185,8 @@ fn zeroes_in_a_cache(uri: &str, expected: &mut Expected) {
 /// once something else of the object is written.
 #[test]
 fn zeroes_of_encrypted_images_last() {
-    let file = passphrase("zeroes");
+    let directory = tempfile::tempdir().unwrap();
+    let file = passphrase(&directory, "zeroes");
     for (format, order, header) in [("luks1", 22, 4 * MIB), ("luks2", 14, 16 * MIB)] {
         let (name, size) = (format!("zeroes-{format}"), 32 * MIB);
         let new = NewImage { order: Some(order), ..NewImage::default() };

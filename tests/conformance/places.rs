@@ -1,6 +1,5 @@
 //! Where fresh volumes come from: memory, directories, loop devices, a Ceph cluster.
 
-use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,6 +9,7 @@ use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
 use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
+use test_kit::temp::on_disk;
 
 /// The size that the suite gives its volumes, in bytes: two of the longest payloads.
 pub const SIZE: u64 = 64 << 20;
@@ -46,7 +46,7 @@ impl Place {
     }
 
     pub fn mem() -> Self {
-        Self::new(Kind::Mem, disk(), "")
+        Self::new(Kind::Mem, on_disk(), "")
     }
 
     pub fn file(directory: PathBuf, options: &str) -> Self {
@@ -54,25 +54,17 @@ impl Place {
     }
 
     pub fn loop_device(sector: u32, options: &str) -> Self {
-        Self::new(Kind::Loop { sector }, disk(), options)
+        Self::new(Kind::Loop { sector }, on_disk(), options)
     }
 
     /// Images of a cluster that all tests share.
     pub fn rbd(order: u8, options: &str) -> Self {
-        Self::new(Kind::Rbd { order }, disk(), options)
+        Self::new(Kind::Rbd { order }, on_disk(), options)
     }
 
     #[cfg_attr(not(feature = "fault"), allow(dead_code))]
     pub fn faulty(inner: Self, options: &str) -> Self {
-        Self::new(Kind::Faulty(Box::new(inner)), disk(), options)
-    }
-
-    pub fn needs_root(&self) -> bool {
-        match &self.kind {
-            Kind::Mem | Kind::File | Kind::Rbd { .. } => false,
-            Kind::Loop { .. } => true,
-            Kind::Faulty(inner) => inner.needs_root(),
-        }
+        Self::new(Kind::Faulty(Box::new(inner)), on_disk(), options)
     }
 
     /// A fresh volume of zeroes.
@@ -110,6 +102,7 @@ impl Place {
     }
 
     fn attach(&self, file: &str, sector: u32) -> String {
+        needs_root();
         let sector = sector.to_string();
         let arguments = ["--find", "--show", "--sector-size", &sector, file];
         let output = Command::new("losetup").args(arguments).output().unwrap();
@@ -156,20 +149,9 @@ impl Drop for Place {
     }
 }
 
-/// A directory on a disk's file system.
-pub fn disk() -> PathBuf {
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
-}
-
-/// A directory in a file system without FALLOC_FL_ZERO_RANGE.
-pub fn tmpfs() -> PathBuf {
-    PathBuf::from("/dev/shm")
-}
-
-pub fn root() -> bool {
-    nix::unistd::geteuid().is_root()
-}
-
-pub fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "note: {text}");
+/// Fails where the test is not run as root, which it needs for loop devices and mounts.
+#[track_caller]
+pub fn needs_root() {
+    let is_root = nix::unistd::geteuid().is_root();
+    assert!(is_root, "this test needs root: run it with sudo, or leave it out with --skip NAME");
 }

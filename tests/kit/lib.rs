@@ -24,6 +24,7 @@ pub mod nbd;
 pub mod node;
 pub mod process;
 pub mod stopwatch;
+pub mod temp;
 pub mod wait;
 #[cfg(feature = "daemon")]
 pub mod worker;
