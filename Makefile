@@ -15,16 +15,20 @@ INSTALL ?= install
 TARGET ?= $(or $(CARGO_TARGET_DIR),target)
 RELEASE = $(TARGET)/release/cleat
 
-# Tests that need no kernel of their own. `device` boots virtual machines and comes last.
-NATIVE_TESTS = $(filter-out device,$(sort $(basename $(notdir $(wildcard tests/*.rs))) \
-	$(notdir $(patsubst %/main.rs,%,$(wildcard tests/*/main.rs)))))
-# The crates around Ceph's libraries, tested on a cluster that they start themselves.
-FFI = librbd-sys librbd
+# Every test is built once, with one set of features: a test binary that is built by itself would
+# have cargo compile its dependencies again.
+CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
+
+# What `make test` runs side by side, the longest first. Each is a make target of its own.
+SUITES = device simulation system conformance ffi export crates
+# How many of them at a time. Most tests wait more than they compute; `device` has two machines.
+JOBS ?= 3
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
 
 .DEFAULT_GOAL := build
-.PHONY: help build release demo test lint unit device comparison bench install uninstall clean \
-	deps-build deps-test
+.PHONY: help build release demo test unit lint tests vm-image comparison soak \
+	soak-device soak-simulation soak-fights soak-fuzz bench install \
+	uninstall clean deps-build deps-test $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +45,11 @@ $(RELEASE):
 demo: release ## Map a volume, put a file system and files on it, check them; in a VM where needed
 	scripts/demo.sh $(RELEASE)
 
-test: lint unit device ## Everything: lint, tests, virtual machines
+test: deps-test ## Everything, in half an hour: lint, tests, virtual machines
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image lint tests / $(SUITES)
+
+unit: deps-test ## What needs no virtual machine
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) tests / $(filter-out device,$(SUITES))
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	$(CARGO) fmt --all --check
@@ -49,15 +57,62 @@ lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	$(CARGO) clippy --locked --bins -- -D warnings
 	shellcheck $(SHELL_SCRIPTS)
 
-unit: deps-test ## Tests that need no kernel of their own
-	$(CARGO) test --locked --workspace --features cleat/fault --lib --bins --test fuzz $(addprefix --test ,$(NATIVE_TESTS))
-	$(CARGO) test --locked $(addprefix --package ,$(FFI))
+tests: deps-test ## Build all tests
+	$(CARGO_TEST) --no-run
 
-device: deps-test ## Tests on /dev/nbdX, in virtual machines
-	$(CARGO) test --release --locked --features fault --test device
+vm-image: deps-test ## Build the image of the virtual machines
+	tests/vm/build-image.sh
 
-comparison: deps-test ## nbd-client with nbdkit in the same troubles, in a virtual machine
-	CLEAT_COMPARISON=1 $(CARGO) test --release --locked --features fault --test device -- peers_
+crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora
+	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz
+
+export: deps-test ## The data path, and other people's NBD clients
+	$(CARGO_TEST) --test export
+
+conformance: deps-test ## Every backend keeps the same contract
+	$(CARGO_TEST) --test conformance
+
+system: deps-test ## Command line, workers, supervisor on a simulated kernel, a Ceph cluster
+	$(CARGO_TEST) --test system
+
+simulation: deps-test ## The supervisor with everything else simulated
+	$(CARGO_TEST) --test simulation
+
+ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under valgrind
+	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))
+
+device: deps-test ## /dev/nbdX in virtual machines
+	$(CARGO_TEST) --test device
+
+comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
+	$(CARGO_TEST) --test device -- --ignored peers_
+
+# What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for an
+# image, repetitions of each situation in virtual machines, seconds of fio's verification there, and
+# seconds of fuzzing.
+SOAK_SEEDS ?= 200000
+SOAK_FIGHTS ?= 300
+SOAK_REPEAT ?= 30
+SOAK_VERIFY_S ?= 300
+SOAK_FUZZ_S ?= 3600
+
+soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
+		soak-device soak-simulation soak-fights soak-fuzz
+
+soak-device:
+	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device
+
+soak-simulation:
+	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --test simulation
+
+soak-fights:
+	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- nothing_of_the_loser_lands
+
+soak-fuzz:
+	end=$$(($$(date +%s) + $(SOAK_FUZZ_S))); while [ $$(date +%s) -lt $$end ]; do \
+		CLEAT_FUZZ_SEED=$$(date +%s) CLEAT_FUZZ_RUNS=1000000 $(CARGO_TEST) --test fuzz || exit 1; \
+	done
 
 bench: deps-test ## Benchmarks against peers
 	$(CARGO) bench --locked
@@ -96,4 +151,4 @@ deps-build:
 	@scripts/install-deps.sh build
 
 deps-test:
-	@scripts/install-deps.sh build test vm
+	@[ -n "$$CLEAT_DEPS_INSTALLED" ] || scripts/install-deps.sh build test vm

@@ -1,22 +1,106 @@
-//! The host's part: build a payload, boot the VM twice (our small init, and systemd), run there.
+//! The host's half of the device tests: chooses the tests, boots virtual machines, and runs the tests
+//! in them.
+//!
+//! A machine boots once and runs many tests. The tests that need no systemd are divided among
+//! [`FAST_MACHINES`] machines with a small init; those that test the systemd unit get one with systemd.
+//! [`SLOTS`] machines run at a time.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
-/// Set for the run under systemd.
-pub(crate) const SYSTEMD: &str = "CLEAT_TEST_SYSTEMD";
+use libtest_mimic::{Arguments, Trial};
 
-/// Adds the comparison with others, which takes many minutes, most of them theirs.
-pub(crate) const COMPARISON: &str = "CLEAT_COMPARISON";
+/// Set in the guest: the file that names the tests to run, one a line.
+pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
 
-/// Boots the VM and runs this program in it; returns the exit status to pass on.
-pub(crate) fn run_in_vm() -> i32 {
+/// How many machines divide the tests that need no systemd. One more than [`SLOTS`], since the tests
+/// differ in length: the machine that is done first gets what is left.
+const FAST_MACHINES: usize = 3;
+
+/// How many machines run at the same time.
+const SLOTS: usize = 2;
+
+/// Exit status of this program when a virtual machine could not be run.
+const EXIT_HARNESS: i32 = 123;
+
+/// One virtual machine and the tests that it runs.
+struct Machine {
+    name: String,
+    init: &'static str,
+    trials: Vec<String>,
+}
+
+/// Boots the machines that the chosen tests need, and runs the tests there. Returns the exit status of
+/// the first machine that failed, or 0.
+pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i32 {
+    let machines = machines(arguments, fast, systemd);
+    if machines.is_empty() {
+        println!("no test is chosen");
+        return 0;
+    }
     let payload = tempfile::tempdir().expect("a temporary directory for the payload");
     fill(payload.path());
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let fast = boot(payload.path(), "fast", &arguments);
-    let systemd = boot(payload.path(), "systemd", &arguments);
-    if fast != 0 { fast } else { systemd }
+    for machine in &machines {
+        let list = payload.path().join(&machine.name);
+        std::fs::write(list, machine.trials.join("\n")).expect("writing the list of tests");
+    }
+    let count = machines.len();
+    let waiting = Mutex::new(VecDeque::from(machines));
+    let ended = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..SLOTS.min(count) {
+            scope.spawn(|| {
+                loop {
+                    let next = waiting.lock().expect("no panic").pop_front();
+                    let Some(machine) = next else { return };
+                    let end = boot(payload.path(), &machine);
+                    ended.lock().expect("no panic").push((machine.name, end));
+                }
+            });
+        }
+    });
+    let mut ended = ended.into_inner().expect("no panic");
+    ended.sort();
+    println!();
+    for (name, (_, results)) in &ended {
+        println!("{name}: {}", if results.is_empty() { "no results" } else { results });
+    }
+    ended.into_iter().map(|(_, (code, _))| code).find(|code| *code != 0).unwrap_or(0)
+}
+
+/// Divides the tests that `arguments` choose among machines.
+fn machines(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> Vec<Machine> {
+    let names = |trials: &[Trial]| -> Vec<String> {
+        let chosen = trials.iter().filter(|trial| is_chosen(arguments, trial));
+        chosen.map(|trial| trial.name().to_owned()).collect()
+    };
+    let (fast, systemd) = (names(fast), names(systemd));
+    let shards = FAST_MACHINES.min(fast.len());
+    let mut machines: Vec<Machine> = (0..shards)
+        .map(|shard| Machine {
+            name: format!("vm{}", shard + 1),
+            init: "fast",
+            // Neighbours in the list are alike, in length too, so each machine gets one of them.
+            trials: fast.iter().skip(shard).step_by(shards).cloned().collect(),
+        })
+        .collect();
+    if !systemd.is_empty() {
+        machines.push(Machine { name: "systemd".to_owned(), init: "systemd", trials: systemd });
+    }
+    machines
+}
+
+/// Returns whether libtest would run `trial`, or report it as ignored, under `arguments`.
+fn is_chosen(arguments: &Arguments, trial: &Trial) -> bool {
+    let matches = |pattern: &String| {
+        if arguments.exact { trial.name() == pattern } else { trial.name().contains(pattern) }
+    };
+    arguments.filter.as_ref().is_none_or(matches)
+        && !arguments.skip.iter().any(matches)
+        && (!arguments.ignored || trial.has_ignored_flag())
 }
 
 fn fill(payload: &Path) {
@@ -39,41 +123,70 @@ fn install(program: &Path, target: &Path) {
     assert!(status.expect("strip, of binutils").success(), "strip {}", program.display());
 }
 
-fn boot(payload: &Path, init: &str, arguments: &[String]) -> i32 {
-    let harness = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vm/run");
-    let mut vm = Command::new(&harness);
-    vm.args(["--init", init, "--memory", "3G", "--timeout", &timeout_s(), "--disk", "1G"]);
+/// Boots a machine, runs its tests and shows their output as it comes, each line after the machine's
+/// name. Returns the exit status, and the line with the results.
+fn boot(payload: &Path, machine: &Machine) -> (i32, String) {
+    let mut child = match command(payload, machine).spawn() {
+        Ok(child) => child,
+        Err(error) => {
+            println!(
+                "tests/vm/run: {error}; its parts are installed by scripts/install-deps.sh vm"
+            );
+            return (EXIT_HARNESS, String::new());
+        }
+    };
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let results = std::thread::scope(|scope| {
+        scope.spawn(|| show(&machine.name, stderr.expect("it is a pipe")));
+        show(&machine.name, stdout.expect("it is a pipe"))
+    });
+    let status = child.wait().expect("waiting for the machine");
+    (status.code().unwrap_or(EXIT_HARNESS), results)
+}
+
+fn command(payload: &Path, machine: &Machine) -> Command {
+    let mut vm = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vm/run"));
+    vm.args(["--init", machine.init, "--memory", "3G", "--disk", "1G"]);
+    vm.args(["--timeout", &timeout_s()]);
     if let Some(out) = std::env::var_os("CLEAT_VM_OUT") {
-        vm.arg("--out").arg(PathBuf::from(out).join(init));
+        vm.arg("--out").arg(Path::new(&out).join(&machine.name));
     }
     if let Some(kernel) = std::env::var_os("CLEAT_VM_KERNEL") {
         vm.arg("--kernel").arg(kernel);
     }
     vm.arg("--payload").arg(payload).args(["--", "env", "CLEAT_TEST_REAL_KERNEL=1"]);
-    if init == "systemd" {
-        vm.arg(format!("{SYSTEMD}=1"));
-    }
-    for name in ["CLEAT_VERIFY_SECONDS", "CLEAT_REPEAT", COMPARISON] {
+    vm.arg(format!("{TRIALS}={}", machine.name));
+    for name in ["CLEAT_VERIFY_SECONDS", "CLEAT_REPEAT"] {
         if let Ok(value) = std::env::var(name) {
             vm.arg(format!("{name}={value}"));
         }
     }
-    let status = vm.arg("./device").args(arguments).status();
-    let status = status.unwrap_or_else(|error| {
-        panic!(
-            "{}: {error}; its parts are installed by scripts/install-deps.sh vm",
-            harness.display()
-        )
-    });
-    status.code().unwrap_or(1)
+    vm.arg("./device").args(std::env::args().skip(1));
+    vm.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    vm
 }
 
-/// The bound of a run: generous, since tcg's speed varies, and longer with what was asked for.
+/// Prints each line of `output` after `name`. Returns the line in which libtest sums up.
+fn show(name: &str, output: impl Read) -> String {
+    let mut results = String::new();
+    for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+        let line = String::from_utf8_lossy(&line);
+        println!("{name}: {line}");
+        if line.starts_with("test result:") {
+            results = line.into_owned();
+        }
+    }
+    results
+}
+
+/// The time limit of a machine: generous, since the speed of an emulated processor varies, and longer
+/// with what was asked for.
 fn timeout_s() -> String {
     let number = |name| -> u64 {
         std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or_default()
     };
-    let comparison = if std::env::var_os(COMPARISON).is_some() { 1800 } else { 0 };
-    let asked = 4 * number("CLEAT_VERIFY_SECONDS") + 60 * number("CLEAT_REPEAT") + comparison;
-    (2700 + asked).to_string()
+    let comparison = std::env::args().any(|argument| argument.ends_with("ignored"));
+    let comparison_s = if comparison { 1800 } else { 0 };
+    (2700 + comparison_s + 4 * number("CLEAT_VERIFY_SECONDS") + 60 * number("CLEAT_REPEAT"))
+        .to_string()
 }

@@ -39,18 +39,27 @@ const REAL_KERNEL: &str = "CLEAT_TEST_REAL_KERNEL";
 
 fn main() {
     let mut arguments = Arguments::from_args();
-    if std::env::var_os(REAL_KERNEL).is_none() && !arguments.list {
-        std::process::exit(host::run_in_vm());
+    let is_guest = std::env::var_os(REAL_KERNEL).is_some();
+    if !is_guest && !arguments.list {
+        std::process::exit(host::run(&arguments, &trials(), &trials_with_systemd()));
     }
-    // One kernel, one daemon at a time.
+    // The tests of a machine share one kernel, and each has the daemon to itself.
     arguments.test_threads = Some(1);
-    libtest_mimic::run(&arguments, trials()).exit();
+    let mut all: Vec<Trial> = trials().into_iter().chain(trials_with_systemd()).collect();
+    if is_guest && let Some(list) = std::env::var_os(host::TRIALS) {
+        let list = std::fs::read_to_string(list).expect("the list of tests is in the payload");
+        all.retain(|trial| list.lines().any(|name| name == trial.name()));
+    }
+    libtest_mimic::run(&arguments, all).exit();
 }
 
+/// The tests of the unit, on a machine with systemd.
+fn trials_with_systemd() -> Vec<Trial> {
+    systemd::trials().into_iter().chain(unit_rbd::trials()).collect()
+}
+
+/// The tests on a machine with a small init.
 fn trials() -> Vec<Trial> {
-    if std::env::var_os(host::SYSTEMD).is_some() {
-        return systemd::trials().into_iter().chain(unit_rbd::trials()).collect();
-    }
     [
         kernel::trials(),
         lifecycle::trials(),

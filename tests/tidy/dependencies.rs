@@ -176,6 +176,26 @@ fn direct_dependencies() -> Vec<String> {
         .collect()
 }
 
+/// A test that no suite names would never run in CI.
+#[test]
+fn every_test_program_is_in_a_suite() {
+    let makefile = std::fs::read_to_string(root().join("Makefile")).expect("the Makefile");
+    let metadata = metadata();
+    let ours = metadata["packages"].as_array().expect("packages").iter();
+    let ours = ours.filter(|package| package["source"].is_null());
+    let mut wrong = Vec::new();
+    for target in ours.flat_map(|package| package["targets"].as_array().expect("targets")) {
+        let (name, path) = (&target["name"], target["src_path"].as_str().expect("a path"));
+        let name = name.as_str().expect("a name");
+        let is_listed = makefile.split_whitespace().any(|word| word == name)
+            || path.contains("/ffi/") && makefile.contains("$(wildcard ffi/*/tests/*.rs)");
+        if target["kind"][0] == "test" && !is_listed {
+            wrong.push(format!("{path}: no suite of the Makefile runs it"));
+        }
+    }
+    none(&wrong);
+}
+
 pub(crate) fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .current_dir(root())
