@@ -176,12 +176,11 @@ impl Setup {
         let fio = Fio::new(&uri, Some(self.conf()));
         // Filled by another one.
         let image = self.pool.open("raw", None, librbd::Open::Write).unwrap();
-        let mut submitter = image.submitter::<Vec<u8>>(1, || {});
+        let (sender, completed) = std::sync::mpsc::channel();
+        let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
         for offset in (0..SIZE).step_by(4 << 20) {
-            submitter.start(0, librbd::Io::Write { offset }, Some(vec![0x5a; 4 << 20])).unwrap();
-            while submitter.next().is_none() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            submitter.start((), librbd::Io::Write { offset }, Some(vec![0x5a; 4 << 20])).unwrap();
+            completed.recv().unwrap();
         }
         Contestant { name: "raw librbd".to_owned(), kind: Kind::Process(fio) }
     }

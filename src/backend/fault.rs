@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::{Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
-use super::{Image, ImageQueue, SnapshotQuiesce, Waker};
+use super::{Completer, Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
+use super::{Image, ImageQueue, Outcome, RequestId, SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
@@ -38,8 +38,35 @@ struct Shared {
     /// Requests so far, over all queues.
     requests: AtomicU64,
     fenced: AtomicBool,
-    wakers: Mutex<Vec<Waker>>,
+    /// Requests that hang until a plan with another number is in force.
+    hanging: Mutex<Vec<Hanging>>,
     timer: Mutex<Option<Arc<Timer>>>,
+}
+
+struct Hanging {
+    completer: Completer,
+    id: RequestId,
+}
+
+/// The end of a delay. What becomes of the request is decided by its queue.
+const RELEASED: Outcome = Outcome { result: Ok(()), buffer: None };
+
+impl Shared {
+    /// Completes an operation of the request `id` as soon as the plan is no longer number `plan_number`.
+    fn complete_with_next_plan(&self, plan_number: u64, completer: &Completer, id: RequestId) {
+        let mut hanging = lock(&self.hanging);
+        // A new plan raises its number before it releases what hangs.
+        if self.plan_number.load(Ordering::Acquire) == plan_number {
+            hanging.push(Hanging { completer: completer.clone(), id });
+        } else {
+            completer.complete(id, RELEASED);
+        }
+    }
+
+    /// Forgets the requests of a connection that has ended.
+    fn forget(&self, completer: &Completer) {
+        lock(&self.hanging).retain(|hanging| !hanging.completer.is_same(completer));
+    }
 }
 
 /// The variable of the environment that names a point at which the process is to die.
@@ -60,7 +87,7 @@ impl FaultImage {
             plan_number: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             fenced: AtomicBool::new(false),
-            wakers: Mutex::default(),
+            hanging: Mutex::default(),
             timer: Mutex::default(),
         };
         Self { inner, shared: Arc::new(shared) }
@@ -80,8 +107,8 @@ impl Image for FaultImage {
         self.inner.features()
     }
 
-    fn queue(&self, ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
-        let inner = self.inner.queue(ring, waker)?;
+    fn queue(&self, ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
+        let inner = self.inner.queue(ring, completer)?;
         let timer = {
             let mut timer = lock(&self.shared.timer);
             match timer.as_ref() {
@@ -89,8 +116,8 @@ impl Image for FaultImage {
                 None => Arc::clone(timer.insert(Arc::new(Timer::start()?))),
             }
         };
-        lock(&self.shared.wakers).push(waker.clone());
-        Ok(Box::new(FaultQueue::new(inner, Arc::clone(&self.shared), timer, waker.clone())))
+        let shared = Arc::clone(&self.shared);
+        Ok(Box::new(FaultQueue::new(inner, shared, timer, completer.clone())))
     }
 
     fn refresh_size(&self) -> Result<u64> {
@@ -185,8 +212,8 @@ impl SetFault for FaultImage {
         tracing::info!(%plan, "the injected faults were replaced");
         *lock(&self.shared.plan) = Arc::new(plan);
         self.shared.plan_number.fetch_add(1, Ordering::Release);
-        for waker in lock(&self.shared.wakers).iter() {
-            waker.wake();
+        for Hanging { completer, id } in lock(&self.shared.hanging).drain(..) {
+            completer.complete(id, RELEASED);
         }
         Ok(())
     }

@@ -33,7 +33,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use super::extents::{self, Layout};
 use super::uri::{FileSpec, Size, invalid};
 use super::{
-    Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue, Resize, Shrink, Waker,
+    Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue, Resize, Shrink,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -158,12 +158,12 @@ impl Image for FileImage {
         }
     }
 
-    fn queue(&self, ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, ring: &mut Ring, _completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let slot = ring.register(self.file.as_fd()).map_err(|e| {
             Error::from_io(format!("cannot put {} into the thread's ring", self.path), e)
         })?;
         let abilities = Arc::clone(&self.abilities);
-        Ok(Box::new(FileQueue::new(slot, self.blocks.minimum, abilities, waker.clone())))
+        Ok(Box::new(FileQueue::new(slot, self.blocks.minimum, abilities)))
     }
 
     fn refresh_size(&self) -> Result<u64> {

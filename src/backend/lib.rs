@@ -3,7 +3,7 @@
 //!
 //! Comes in: a [`Request`] with its buffer. Goes out: its end, and the buffer back. A backend may
 //! finish at once (memory), on the caller's ring (files), or on foreign threads (librbd, an async
-//! runtime), which wake the loop through a [`Waker`].
+//! runtime), which report it through a [`Completer`].
 //!
 //! The contract, which `tests/conformance` checks for every backend:
 //! - A completed write is visible to every later read on any queue of the volume. A FLUSH completes
@@ -24,6 +24,7 @@
 
 mod capability;
 pub mod claimant;
+mod completion;
 mod extents;
 mod factory;
 #[cfg(feature = "fault")]
@@ -35,17 +36,19 @@ pub mod manage;
 mod mem;
 mod rbd;
 pub mod uri;
+mod waker;
 
 #[cfg(feature = "fault")]
 pub use capability::SetFault;
 pub use capability::{Extents, Resize, Shrink, SnapshotQuiesce};
+pub use completion::{Completer, Completions, DirectReply, channel};
 pub use factory::{
     Confinement, MAX_UNLOCKING, OpenOptions, confinement, fence as fence_of, inherit, open,
     prepare, rbd_library, store, store_for, unlocking,
 };
 pub use handover::{Handover, HandoverFiles, HandoverState};
+pub use waker::Waker;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use cleat_core::error::Result;
@@ -71,7 +74,7 @@ pub struct Outcome {
 pub enum Started {
     /// It has ended already.
     Done(Outcome),
-    /// It will end through [`ImageQueue::on_ring`] or [`ImageQueue::on_wake`].
+    /// It will end through [`ImageQueue::on_ring`] or [`ImageQueue::on_completion`].
     Pending,
 }
 
@@ -90,13 +93,13 @@ pub trait Image: Send + Sync {
     /// Returns what the volume can do. It is fixed while the volume is open.
     fn features(&self) -> Features;
 
-    /// Makes the data half for the calling thread, which may keep using the thread's ring and waker.
-    /// Must not wait for the backend, nor for a lock that is held during a call to the backend: a new
+    /// Makes the data half for the calling thread. It may keep using the thread's ring, and pass clones of
+    /// `completer` to threads that finish its requests. Must not wait for the backend, nor for a lock that is held during a call to the backend: a new
     /// connection waits for this call, and other connections wait for the new one.
     ///
     /// # Errors
     /// When the ring cannot register the backend's files, or a limit is reached.
-    fn queue(&self, ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>>;
+    fn queue(&self, ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>>;
 
     /// Asks the backend for the size, stores it and returns it. Blocks until the backend has answered.
     ///
@@ -194,15 +197,25 @@ pub trait ImageQueue {
         let _ = done;
     }
 
-    /// Whether [`Waker::answer`] will be called if the running request `id` succeeds.
-    fn answers(&self, id: RequestId) -> bool {
-        let _ = id;
-        false
+    /// Takes a completion that a foreign thread has reported with [`Completer::complete`]: an operation of
+    /// the request `id` has ended with `outcome`. Appends the requests that have ended by it. A queue
+    /// whose requests are one operation each need not implement this.
+    fn on_completion(
+        &mut self,
+        id: RequestId,
+        outcome: Outcome,
+        ring: &mut Ring,
+        done: &mut Vec<(RequestId, Outcome)>,
+    ) {
+        let _ = ring;
+        done.push((id, outcome));
     }
 
-    /// Called after the waker was woken: appends the requests that foreign threads have finished.
-    fn on_wake(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
-        let _ = (ring, done);
+    /// Returns whether the running request `id` ends with its next completion, if that is a success.
+    /// Then the reply may be sent on the thread that completes it; see [`DirectReply`].
+    fn ends_with_next_completion(&self, id: RequestId) -> bool {
+        let _ = id;
+        false
     }
 }
 
@@ -211,71 +224,4 @@ pub trait ImageQueue {
 fn index(position: u64) -> usize {
     debug_assert!(position <= u64::from(u32::MAX), "{position}");
     position as usize
-}
-
-/// Wakes a connection thread from any other thread: an eventfd that its ring polls. Cheap to clone.
-#[derive(Debug, Clone)]
-pub struct Waker {
-    event: Arc<nix::sys::eventfd::EventFd>,
-    shortcut: Option<Arc<dyn Shortcut>>,
-}
-
-/// Answers a request on the thread where it has ended, while the connection's thread waits.
-pub trait Shortcut: Send + Sync + std::fmt::Debug {
-    /// See [`Waker::answer`].
-    fn answer(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool;
-
-    /// The request that was answered can be taken. Returns whether the connection's thread takes it
-    /// without being woken.
-    fn answered(&self) -> bool;
-}
-
-impl Waker {
-    /// A new waker.
-    ///
-    /// # Errors
-    /// When the process has no descriptor left.
-    pub fn new() -> std::io::Result<Self> {
-        use nix::sys::eventfd::{EfdFlags, EventFd};
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        Ok(Self { event: Arc::new(EventFd::from_flags(flags)?), shortcut: None })
-    }
-
-    /// Makes the loop call [`ImageQueue::on_wake`]. Never blocks; may be called from any thread.
-    pub fn wake(&self) {
-        // The counter can only overflow after 2^64 - 1 wakes that nobody took.
-        let _ = self.event.write(1);
-    }
-
-    /// The same waker, which may answer requests.
-    #[must_use]
-    pub fn with_shortcut(&self, shortcut: Arc<dyn Shortcut>) -> Self {
-        Self { event: Arc::clone(&self.event), shortcut: Some(shortcut) }
-    }
-
-    /// Answers a request if it may, for which [`ImageQueue::answers`] says yes, and which has just
-    /// succeeded, but which [`ImageQueue::on_wake`] cannot give yet. Never blocks. With `true`,
-    /// [`Waker::answered`] has to be called, once it can, in place of [`Waker::wake`].
-    pub fn answer(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool {
-        self.shortcut.as_ref().is_some_and(|shortcut| shortcut.answer(id, buffer))
-    }
-
-    /// See [`Waker::answer`].
-    pub fn answered(&self) {
-        if !self.shortcut.as_ref().is_some_and(|shortcut| shortcut.answered()) {
-            self.wake();
-        }
-    }
-
-    /// The descriptor that becomes readable.
-    pub fn descriptor(&self) -> std::os::fd::BorrowedFd<'_> {
-        use std::os::fd::AsFd;
-        self.event.as_fd()
-    }
-
-    /// Takes the pending wakes.
-    pub fn take(&self) {
-        // EAGAIN when there were none.
-        let _ = self.event.read();
-    }
 }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::extents::{self, Layout};
 use super::uri::{MemSpec, Size, invalid};
+use super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
 use super::{Extents, Handover, HandoverFiles, HandoverState, Image, Resize};
-use super::{ImageQueue, Outcome, RequestId, Started, Waker, index};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -88,7 +88,7 @@ impl Image for MemImage {
         }
     }
 
-    fn queue(&self, _ring: &mut Ring, _waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, _ring: &mut Ring, _completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         Ok(Box::new(MemQueue { memory: Arc::clone(&self.memory) }))
     }
 

@@ -43,8 +43,8 @@ use std::time::{Duration, Instant};
 
 use super::claimant::Claimant;
 use super::uri::{Encryption, RbdSpec, Size, invalid};
+use super::{Completer, Image, ImageQueue, OpenOptions, Waker};
 use super::{Extents, Handover, HandoverFiles, HandoverState, Resize, Shrink, SnapshotQuiesce};
-use super::{Image, ImageQueue, OpenOptions, Waker};
 use claim::{CUT_OFF_OPTION, CUT_OFF_S, Contest};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -434,9 +434,9 @@ impl Image for RbdImage {
         self.features
     }
 
-    fn queue(&self, _ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let (image, shared) = (self.image()?, Arc::clone(&self.shared));
-        Ok(Box::new(RbdQueue::new(&image, shared, waker.clone())))
+        Ok(Box::new(RbdQueue::new(&image, shared, completer.clone())))
     }
 
     /// Asked every few seconds, so that a volume nobody uses learns of it, too, when it is lost.

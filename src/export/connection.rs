@@ -1,5 +1,5 @@
 //! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter. (With one
-//! request at a time, `shortcut` may have replied meanwhile.)
+//! request at a time, `direct_reply` may have replied meanwhile.)
 //!
 //! Bounds: `depth` requests are running or waiting to be answered; their payloads fit the budget of
 //! the pool. At either bound the loop stops reading until something has ended. It cannot stall for
@@ -18,14 +18,14 @@ use super::End;
 use super::block_status::BlockStatus;
 use super::buffer_pool::{BufferPool, LARGEST};
 use super::control::{Control, Desired};
-use super::direct_reply::{Shortcut, set_read_header};
+use super::direct_reply::{DirectReply, set_read_header};
 use super::in_flight::{InFlight, Running};
 use super::policy::ActivePolicy;
 use super::receive_buffer::{ReceiveBuffer, Write};
 use super::retry::Retries;
 use super::sending::Sending;
 use super::server::Limits;
-use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started};
+use cleat_backend::{Completions, Image, ImageQueue, Outcome, RequestId, Started, channel};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{Flags, IoError, Op, Request};
 use cleat_nbd::handshake::Agreed;
@@ -88,7 +88,8 @@ pub(super) struct Connection {
     /// Running requests that are answered already.
     pub(super) answered: usize,
     wake_armed: bool,
-    pub(super) shortcut: Arc<Shortcut>,
+    pub(super) direct: Arc<DirectReply>,
+    completions: Completions,
     /// The request that another thread answers, or has, and that has not come back yet. Until it does,
     /// nothing is parsed and so nothing sent.
     pub(super) answered_elsewhere: Option<RequestId>,
@@ -156,11 +157,12 @@ impl Connection {
         let socket = ring.register(file.as_fd()).map_err(failed)?;
         let wake = ring.register(control.waker().descriptor()).map_err(failed)?;
         let file = Arc::new(file);
-        let shortcut = Arc::new(Shortcut::new(Arc::clone(&file), Arc::clone(&policy)));
-        let waker = control.waker().with_shortcut(Arc::clone(&shortcut) as _);
-        let queue = image.queue(&mut ring, &waker)?;
-        let control_waker = control.waker().clone();
+        let direct = Arc::new(DirectReply::new(Arc::clone(&file), Arc::clone(&policy)));
         let depth = limits.depth as usize;
+        let control_waker = control.waker().clone();
+        let (completer, completions) =
+            channel(control_waker.clone(), depth, Some(Arc::clone(&direct) as _));
+        let queue = image.queue(&mut ring, &completer)?;
         let clock_began_ns = cleat_statistics::now_ns().saturating_sub(policy.elapsed_ns());
         Ok(Self {
             queue,
@@ -189,7 +191,8 @@ impl Connection {
             fail_io: false,
             answered: 0,
             wake_armed: false,
-            shortcut,
+            direct,
+            completions,
             answered_elsewhere: None,
             look_armed: false,
             trim_armed: None,
@@ -379,9 +382,12 @@ impl Connection {
 
     /// Takes what the backend's threads have finished.
     pub(super) fn take_ended(&mut self) {
-        let mut woken = std::mem::take(&mut self.woken);
-        self.queue.on_wake(&mut self.ring, &mut woken);
-        self.finish_all(woken);
+        let mut ended = std::mem::take(&mut self.woken);
+        self.completions.accept();
+        while let Some((id, outcome)) = self.completions.next() {
+            self.queue.on_completion(id, outcome, &mut self.ring, &mut ended);
+        }
+        self.finish_all(ended);
     }
 
     /// Has the backend begin nothing more for the requests that run.

@@ -48,7 +48,7 @@ const OFFERED: u64 = 1 << 32;
 
 /// What the connection's thread and the backend's share of the one request that is offered.
 #[derive(Debug)]
-pub(super) struct Shortcut {
+pub(super) struct DirectReply {
     socket: Arc<OwnedFd>,
     policy: Arc<ActivePolicy>,
     state: AtomicU64,
@@ -70,7 +70,7 @@ enum Offer {
     Answered,
 }
 
-impl Shortcut {
+impl DirectReply {
     pub(super) fn new(socket: Arc<OwnedFd>, policy: Arc<ActivePolicy>) -> Self {
         Self {
             socket,
@@ -102,7 +102,7 @@ impl Shortcut {
         }
     }
 
-    fn reply(&self, buffer: Option<&mut Buffer>) {
+    fn send_reply(&self, buffer: Option<&mut Buffer>) {
         let cookie = self.cookie.load(Ordering::Relaxed);
         match buffer {
             Some(buffer) if self.is_read.load(Ordering::Relaxed) => {
@@ -124,19 +124,19 @@ impl Shortcut {
     }
 }
 
-impl cleat_backend::Shortcut for Shortcut {
-    fn answer(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool {
+impl cleat_backend::DirectReply for DirectReply {
+    fn reply(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool {
         let offered = OFFERED | u64::from(id);
         let (acquire, relaxed) = (Ordering::Acquire, Ordering::Relaxed);
         if self.state.compare_exchange(offered, ANSWERING, acquire, relaxed).is_err() {
             return false;
         }
         self.ended_ns.store(self.policy.elapsed_ns(), Ordering::Relaxed);
-        self.reply(buffer);
+        self.send_reply(buffer);
         true
     }
 
-    fn answered(&self) -> bool {
+    fn replied(&self) -> bool {
         let (release, relaxed) = (Ordering::Release, Ordering::Relaxed);
         // Before the exchange: after it, the next one may be written.
         let whole = self.whole.load(relaxed);
@@ -171,14 +171,14 @@ impl Connection {
         let young = Duration::from_nanos(self.now_ns.saturating_sub(started_ns)) < LOOK_AFTER;
         let simple =
             young && !answered && !retried && (request.op != Op::Read || request.length <= LONGEST);
-        if !nothing_else || !simple || !self.queue.answers(id) {
+        if !nothing_else || !simple || !self.queue.ends_with_next_completion(id) {
             return false;
         }
         if !self.look_armed {
             self.look_armed = self.ring.timeout(LOOK_AFTER, LOOK);
         }
         if self.look_armed {
-            self.shortcut.offer(id, cookie, &request, self.agreed.structured);
+            self.direct.offer(id, cookie, &request, self.agreed.structured);
         }
         self.look_armed
     }
@@ -186,7 +186,7 @@ impl Connection {
     /// After waiting, before anything else.
     pub(super) fn take_back(&mut self) {
         let only = self.in_flight.only().map(|(id, _)| id);
-        match self.shortcut.take_back() {
+        match self.direct.take_back() {
             Offer::Untouched => {}
             // The backend will wake this thread.
             Offer::UnderWay => self.answered_elsewhere = only,
@@ -202,8 +202,8 @@ impl Connection {
         let Running { cookie, request, started_ns, .. } = running;
         self.reply(cookie, Some(request), Ok(()), buffer);
         // Nothing else is in there: nothing was parsed meanwhile.
-        self.sending.skip(self.shortcut.sent.load(Ordering::Relaxed), &mut self.pool);
-        let took_ns = self.shortcut.ended_ns.load(Ordering::Relaxed).saturating_sub(started_ns);
+        self.sending.skip(self.direct.sent.load(Ordering::Relaxed), &mut self.pool);
+        let took_ns = self.direct.ended_ns.load(Ordering::Relaxed).saturating_sub(started_ns);
         self.recorder.ended(request.op, request.length, took_ns, Ok(()));
     }
 }

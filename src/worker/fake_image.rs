@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cleat_backend::{Image, ImageQueue, Resize, SnapshotQuiesce, Waker};
+use cleat_backend::{Completer, Image, ImageQueue, Resize, SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
@@ -41,7 +41,7 @@ impl Image for FakeImage {
         Features::default()
     }
 
-    fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {
         Err(Error::new(ErrorKind::Unsupported, "no data"))
     }
 

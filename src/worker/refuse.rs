@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::error::Result;
 use cleat_core::request::{IoError, Request};
 use cleat_core::volume::{BlockSizes, Features};
@@ -73,7 +73,7 @@ impl Image for Nothing {
         Features::ALL
     }
 
-    fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {
         Ok(Box::new(Self))
     }
 

@@ -4,7 +4,9 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open};
+use cleat_backend::{
+    Completions, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, channel, open,
+};
 use cleat_core::error::Result;
 use cleat_core::request::{Flags, IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -160,6 +162,7 @@ pub struct LocalClient {
     queue: Box<dyn ImageQueue>,
     ring: Ring,
     waker: Waker,
+    completions: Completions,
     wakes: FileSlot,
     polling: bool,
     in_flight: RefCell<Vec<Option<Flight>>>,
@@ -183,9 +186,10 @@ impl LocalClient {
         let mut ring = Ring::new(entries).unwrap();
         let waker = Waker::new().unwrap();
         let wakes = ring.register(waker.descriptor()).unwrap();
-        let queue = image.queue(&mut ring, &waker).unwrap();
+        let (completer, completions) = channel(waker.clone(), LIMIT, None);
+        let queue = image.queue(&mut ring, &completer).unwrap();
         let in_flight = RefCell::new((0..LIMIT).map(|_| None).collect());
-        Self { queue, ring, waker, wakes, polling: false, in_flight }
+        Self { queue, ring, waker, completions, wakes, polling: false, in_flight }
     }
 
     fn start(&mut self, index: usize, job: Job, ended: &mut Vec<(usize, Done)>) {
@@ -231,8 +235,11 @@ impl LocalClient {
             if completion.token == WAKE {
                 self.polling = false;
                 self.waker.take();
+                self.completions.accept();
                 let mut done = Vec::new();
-                self.queue.on_wake(&mut self.ring, &mut done);
+                while let Some((id, outcome)) = self.completions.next() {
+                    self.queue.on_completion(id, outcome, &mut self.ring, &mut done);
+                }
                 for (id, outcome) in done {
                     self.end(id, outcome, ended);
                 }

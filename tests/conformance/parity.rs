@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 use cleat_backend::{OpenOptions, Waker, open};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
-use librbd::{
-    Io, Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING, Submitter,
-};
+use librbd::{Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tempfile::TempDir;
 use test_kit::ceph::{ID, POOL, shared};
@@ -48,12 +46,9 @@ fn opened(uri: &str) -> Result<Local, Error> {
 }
 
 fn read(image: &Arc<librbd::Image>, offset: u64, length: usize) -> Vec<u8> {
-    let mut submitter: Submitter<Vec<u8>> = image.submitter(1, || {});
-    submitter.start(0, Io::Read { offset }, Some(vec![0; length])).unwrap();
-    wait_until("the read ends", || image.in_flight() == 0);
-    let done = submitter.next().unwrap();
-    assert_eq!(done.result, i64::try_from(length).unwrap());
-    done.buffer.unwrap()
+    let bytes = image.read(offset, length).unwrap();
+    assert_eq!(bytes.len(), length);
+    bytes
 }
 
 #[test]

@@ -68,8 +68,8 @@ fn a_lock_that_is_held_in_passing_counts_as_held() {
     let other = pool(shared(), ID).open("passing", None, Open::Write).unwrap();
     // librbd takes the lock with the first write, and would hand it over when asked.
     other.metadata_set("a", "b").unwrap();
-    let mut submitter = other.submitter::<Vec<u8>>(1, || {});
-    submitter.start(0, librbd::Io::Write { offset: 0 }, Some(vec![1; 512])).unwrap();
+    let mut submitter = other.submitter(1, |_| {});
+    submitter.start((), librbd::Io::Write { offset: 0 }, Some(vec![1; 512])).unwrap();
     wait_until("the write ends", || other.in_flight() == 0);
     assert!(other.is_lock_owner().unwrap());
     assert_eq!(refused(&uri).kind(), ErrorKind::InUse);

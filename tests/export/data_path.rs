@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, open};
+use cleat_backend::{Completer, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, open};
 use cleat_core::error::Result;
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
@@ -461,11 +461,10 @@ struct Slow {
 #[derive(Default)]
 struct SlowState {
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
-    done: VecDeque<(RequestId, Option<Buffer>)>,
     released: usize,
     /// How often the connection said that nobody waits.
     abandoned: usize,
-    waker: Option<Waker>,
+    completer: Option<Completer>,
 }
 
 impl Slow {
@@ -498,17 +497,17 @@ impl Slow {
         let mut state = self.state.lock().unwrap();
         state.released += requests;
         state.settle();
-        state.waker.as_ref().unwrap().wake();
     }
 }
 
 impl SlowState {
     fn settle(&mut self) {
         while self.released > 0
-            && let Some(request) = self.waiting.pop_front()
+            && let Some((id, buffer)) = self.waiting.pop_front()
         {
             self.released -= 1;
-            self.done.push_back(request);
+            let outcome = Outcome { result: Ok(()), buffer };
+            self.completer.as_ref().unwrap().complete(id, outcome);
         }
     }
 }
@@ -525,8 +524,8 @@ impl Image for SlowImage {
     fn features(&self) -> Features {
         Features { flush: true, trim: true, ..Features::default() }
     }
-    fn queue(&self, _ring: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
-        self.0.state.lock().unwrap().waker = Some(waker.clone());
+    fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
+        self.0.state.lock().unwrap().completer = Some(completer.clone());
         Ok(Box::new(SlowQueue(Arc::clone(&self.0))))
     }
     fn refresh_size(&self) -> Result<u64> {
@@ -547,9 +546,6 @@ impl ImageQueue for SlowQueue {
         let mut state = self.0.state.lock().unwrap();
         state.waiting.push_back((id, buffer));
         state.settle();
-        if !state.done.is_empty() {
-            state.waker.as_ref().unwrap().wake();
-        }
         self.0.changed.notify_all();
         Started::Pending
     }
@@ -559,11 +555,6 @@ impl ImageQueue for SlowQueue {
     fn abandon(&mut self, _: &mut Vec<(RequestId, Outcome)>) {
         self.0.state.lock().unwrap().abandoned += 1;
         self.0.changed.notify_all();
-    }
-    fn on_wake(&mut self, _ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
-        let mut state = self.0.state.lock().unwrap();
-        let ended = state.done.drain(..);
-        done.extend(ended.map(|(id, buffer)| (id, Outcome { result: Ok(()), buffer })));
     }
 }
 
@@ -580,7 +571,7 @@ impl Image for Panicking {
     fn features(&self) -> Features {
         Features { flush: true, trim: true, ..Features::default() }
     }
-    fn queue(&self, _: &mut Ring, _: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {
         Ok(Box::new(Self))
     }
     fn refresh_size(&self) -> Result<u64> {

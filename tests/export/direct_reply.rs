@@ -1,12 +1,12 @@
 //! Requests that are answered on the backend's thread while their connection waits: each reply comes once,
 //! whole and right, whatever happens beside it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::error::Result;
 use cleat_core::random::Random;
 use cleat_core::request::{IoError, Op, Request};
@@ -180,39 +180,33 @@ impl Image for Elsewhere {
     fn features(&self) -> Features {
         Features { flush: true, ..Features::default() }
     }
-    fn queue(&self, _: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, _: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let (sender, receiver) = unbounded();
-        let done = Arc::default();
         for seed in 0..2 {
             let ends = Ends {
                 requests: Receiver::clone(&receiver),
-                waker: waker.clone(),
-                done: Arc::clone(&done),
+                completer: completer.clone(),
                 failing: self.failing,
                 answered: Arc::clone(&self.answered),
                 ended: Arc::clone(&self.ended),
             };
             std::thread::spawn(move || ends.run(&Random::seeded(seed)));
         }
-        Ok(Box::new(ElsewhereQueue { sender, done }))
+        Ok(Box::new(ElsewhereQueue { sender }))
     }
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
     }
 }
 
-type Done = Mutex<VecDeque<(RequestId, Outcome)>>;
-
 struct ElsewhereQueue {
     sender: Sender<(RequestId, Request, Option<Buffer>)>,
-    done: Arc<Done>,
 }
 
 /// What a thread has that ends requests.
 struct Ends {
     requests: Receiver<(RequestId, Request, Option<Buffer>)>,
-    waker: Waker,
-    done: Arc<Done>,
+    completer: Completer,
     failing: bool,
     answered: Arc<AtomicUsize>,
     ended: Arc<AtomicUsize>,
@@ -229,13 +223,8 @@ impl Ends {
             }
             let fails = self.failing && random.next().is_multiple_of(50);
             let result = if fails { Err(IoError::Broken) } else { Ok(()) };
-            let told = result.is_ok() && self.waker.answer(id, buffer.as_mut());
-            self.done.lock().unwrap().push_back((id, Outcome { result, buffer }));
-            if told {
+            if self.completer.complete(id, Outcome { result, buffer }) {
                 self.answered.fetch_add(1, Ordering::Relaxed);
-                self.waker.answered();
-            } else {
-                self.waker.wake();
             }
             self.ended.fetch_add(1, Ordering::Relaxed);
         }
@@ -256,10 +245,7 @@ impl ImageQueue for ElsewhereQueue {
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
         None
     }
-    fn answers(&self, _: RequestId) -> bool {
+    fn ends_with_next_completion(&self, _: RequestId) -> bool {
         true
-    }
-    fn on_wake(&mut self, _: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
-        done.extend(self.done.lock().unwrap().drain(..));
     }
 }

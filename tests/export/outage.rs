@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cleat_backend::{Image, ImageQueue, Outcome, RequestId, Started, Waker};
+use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started, Waker};
 use cleat_core::error::Result;
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_core::request::{IoError, Op, Request};
@@ -467,9 +467,9 @@ impl Image for FlakyImage {
     fn features(&self) -> Features {
         Features { flush: true, ..Features::default() }
     }
-    fn queue(&self, _: &mut Ring, waker: &Waker) -> Result<Box<dyn ImageQueue>> {
-        let (flaky, waker) = (Arc::clone(&self.0), waker.clone());
-        Ok(Box::new(FlakyQueue { flaky, waker, done: Vec::new() }))
+    fn queue(&self, _: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
+        let (flaky, completer) = (Arc::clone(&self.0), completer.clone());
+        Ok(Box::new(FlakyQueue { flaky, completer }))
     }
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
@@ -478,8 +478,7 @@ impl Image for FlakyImage {
 
 struct FlakyQueue {
     flaky: Arc<Flaky>,
-    waker: Waker,
-    done: Vec<(RequestId, Outcome)>,
+    completer: Completer,
 }
 
 impl ImageQueue for FlakyQueue {
@@ -495,14 +494,10 @@ impl ImageQueue for FlakyQueue {
         if !self.flaky.later.load(Ordering::SeqCst) {
             return Started::Done(outcome);
         }
-        self.done.push((id, outcome));
-        self.waker.wake();
+        self.completer.complete(id, outcome);
         Started::Pending
     }
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
         None
-    }
-    fn on_wake(&mut self, _: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
-        done.append(&mut self.done);
     }
 }

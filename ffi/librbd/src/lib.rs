@@ -8,7 +8,7 @@
 //!   connecting, which has a limit. Only [`Submitter`] never blocks.
 //! - A buffer belongs to an operation from its start to its completion, whatever happens to whoever
 //!   started it.
-//! - Callbacks of the library do nothing but push and wake. A panic in a closure that is called
+//! - Callbacks of the library do nothing but pass a completion or a wake-up on. A panic in a closure that is called
 //!   through C never unwinds into it: where there is a caller to go back to it goes on there, else
 //!   the process ends.
 #![allow(unsafe_code, reason = "the only caller of librbd-sys; each block says why it may")]
@@ -46,7 +46,7 @@ pub use pool::{ImageSpec, NewImage, Pool, Trashed};
 pub use progress::Progress;
 pub use quiesce::{Quiesce, QuiesceWatch};
 pub use snapshots::{Snapshot, SnapshotKind};
-pub use submit::{Completion, Ends, Io, IoBuffer, Refused, Submitter};
+pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;
 
 /// Loads the libraries now, while their files can still be read: a process may want to give that

@@ -1,18 +1,18 @@
-//! Asynchronous I/O: operations are started by one thread and end on threads of the library, which
-//! give them back through a list and wake the thread.
+//! Asynchronous I/O: one thread starts operations, and the library ends each of them on a thread of its
+//! own, where the submitter's callback gets the [`Completion`].
 //!
-//! An [`Operation`] is always in exactly one place: with its submitter (free, or ended and not taken
-//! yet), with the library (from a start that succeeded to the callback), or in the [`Ended`] list.
-//! Whoever has it owns it, so no lock is needed; the list is the only thing that threads share.
+//! An [`Operation`] has one owner at any time: the submitter until it is started, the library from a
+//! start that succeeded to the callback, then the callback. So no lock is needed.
 //!
-//! A submitter that is dropped leaves its running operations alone: each holds the list, pushes
-//! itself there, and the last one frees it all.
+//! A dropped submitter leaves its running operations alone: each holds a reference to the callback, and
+//! the last one frees it.
 
 use std::ffi::c_void;
+use std::fmt;
 use std::ops::DerefMut;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use libc::iovec;
@@ -29,138 +29,100 @@ pub trait IoBuffer: StableDeref + DerefMut<Target = [u8]> + Send + 'static {}
 
 impl<B: StableDeref + DerefMut<Target = [u8]> + Send + 'static> IoBuffer for B {}
 
-/// What to do.
+/// An operation on an image. Offsets and lengths are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Io {
-    /// Fill the buffer from this offset.
+    /// Fills the buffer from this offset.
     Read { offset: u64 },
-    /// Store the buffer at this offset.
+    /// Stores the buffer at this offset.
     Write { offset: u64 },
-    /// The range is not needed any more; the library may zero it, or parts of it.
+    /// Discards the range; the library may zero all, a part, or nothing of it.
     Discard { offset: u64, length: u64 },
-    /// The range reads as zeroes afterwards; allocated, if `allocate`. Only where
-    /// [`Image::can_write_zeroes`].
+    /// Makes the range read as zeroes, and allocates it with `allocate`. Only where
+    /// [`Image::can_write_zeroes`] is true.
     WriteZeroes { offset: u64, length: usize, allocate: bool },
-    /// What was written before is durable afterwards.
+    /// Makes every write that was completed before durable.
     Flush,
 }
 
 /// An operation that has ended.
 #[derive(Debug)]
-pub struct Completion<B> {
-    /// As it was started with.
-    pub token: u64,
-    /// What the library returned: for a read the bytes read, below zero an errno.
+pub struct Completion<T, B> {
+    /// The token that the operation was started with.
+    pub token: T,
+    /// The library's result: for a read the number of bytes read; below zero a negated errno.
     pub result: i64,
-    /// The buffer that it was started with.
+    /// The buffer that the operation was started with.
     pub buffer: Option<B>,
 }
 
-/// An operation that was not started.
+/// An operation that was not started and never will be.
 #[derive(Debug)]
 pub struct Refused<B> {
-    /// Why: EAGAIN when as many as possible are running.
+    /// The cause: EAGAIN when the submitter's capacity is used up, EINVAL without a needed buffer, else
+    /// the library's.
     pub errno: i32,
-    /// The buffer that it was to be started with.
+    /// The buffer that the operation should have been started with.
     pub buffer: Option<B>,
 }
 
-/// Hears of ends, on threads of the library: no function may block, call the library, or panic. A closure
-/// is one that is only woken.
-pub trait Ends<B>: Send + Sync + 'static {
-    /// Operations have ended, and the last call of [`Submitter::next`] found none.
-    fn wake(&self);
-
-    /// An operation has succeeded, a read in full, and [`Submitter::next`] cannot give it yet. With
-    /// `true`, [`Ends::listed`] is called once it can, in place of [`Ends::wake`]; and until it was
-    /// taken, others may end without a call of either.
-    fn succeeded(&self, token: u64, buffer: Option<&mut B>) -> bool {
-        let _ = (token, buffer);
-        false
-    }
-
-    /// See [`Ends::succeeded`].
-    fn listed(&self) {}
-}
-
-impl<B, F: Fn() + Send + Sync + 'static> Ends<B> for F {
-    fn wake(&self) {
-        self();
-    }
-}
-
-/// Starts operations on an image and takes their ends, on one thread.
-pub struct Submitter<B: IoBuffer> {
+/// Starts operations on an image from one thread.
+///
+/// `T` is a token that comes back with the completion; `B` is the type of buffers.
+pub struct Submitter<T: Send + 'static, B: IoBuffer> {
     image: Arc<Image>,
-    ended: Arc<Ended<B>>,
-    /// Ended, taken off the list, oldest first; linked by `next`.
-    taken: *mut Operation<B>,
-    /// For the next ones.
-    #[allow(clippy::vec_box, reason = "the library holds the operations' addresses")]
-    free: Vec<Box<Operation<B>>>,
-    running: usize,
+    shared: Arc<Shared<T, B>>,
     capacity: usize,
 }
 
-/// Operations that have ended on other threads, newest first; each is owned by the list.
-struct Ended<B: IoBuffer> {
-    head: AtomicPtr<Operation<B>>,
-    told: Box<dyn Ends<B>>,
+/// What a submitter shares with its running operations.
+struct Shared<T, B> {
+    completed: Box<dyn Fn(Completion<T, B>) + Send + Sync>,
+    running: AtomicUsize,
     gate: Arc<Gate>,
     api: &'static librbd_sys::Librbd,
 }
 
-struct Operation<B: IoBuffer> {
-    next: *mut Self,
-    /// A reference that the operation holds while it runs; else null.
-    ended: *const Ended<B>,
-    token: u64,
-    result: i64,
-    is_read: bool,
-    /// The library keeps a pointer to it until a read has ended.
+struct Operation<T, B> {
+    shared: Arc<Shared<T, B>>,
+    token: T,
+    /// The library keeps a pointer to it until a read or a write has ended.
     vector: iovec,
     buffer: Option<B>,
 }
 
 impl Image {
-    /// A submitter for the calling thread, with at most `capacity` operations between start and
-    /// [`Submitter::next`], whose ends `told` hears of.
-    pub fn submitter<B: IoBuffer>(
+    /// Makes a submitter for the calling thread, with at most `capacity` operations running.
+    ///
+    /// `completed` gets each completion, on a thread of the library. It must not block, call the library,
+    /// or panic. What it captures is freed after the last operation.
+    pub fn submitter<T: Send + 'static, B: IoBuffer>(
         self: &Arc<Self>,
         capacity: usize,
-        told: impl Ends<B>,
-    ) -> Submitter<B> {
-        let ended = Ended {
-            head: AtomicPtr::new(null_mut()),
-            told: Box::new(told),
+        completed: impl Fn(Completion<T, B>) + Send + Sync + 'static,
+    ) -> Submitter<T, B> {
+        let shared = Shared {
+            completed: Box::new(completed),
+            running: AtomicUsize::new(0),
             gate: Arc::clone(self.gate()),
             api: self.api(),
         };
-        Submitter {
-            image: Arc::clone(self),
-            ended: Arc::new(ended),
-            taken: null_mut(),
-            free: Vec::with_capacity(capacity),
-            running: 0,
-            capacity,
-        }
+        Submitter { image: Arc::clone(self), shared: Arc::new(shared), capacity }
     }
-}
 
-impl Image {
-    /// Reads a few bytes, and waits for them; fewer at the end of the image.
+    /// Reads `length` bytes from `offset`; fewer at the end of the image. Blocks until the cluster has
+    /// answered.
     ///
     /// # Errors
-    /// What the library gives.
+    /// The library's error.
     pub fn read(self: &Arc<Self>, offset: u64, length: usize) -> Result<Vec<u8>, Error> {
         let failed = |errno| Error::new(format!("read {length} bytes at {offset}"), errno);
-        let (sender, ended) = sync_channel::<()>(1);
-        let mut submitter = self.submitter(1, move || _ = sender.try_send(()));
-        let started = submitter.start(0, Io::Read { offset }, Some(vec![0; length]));
+        let (sender, completed) = sync_channel(1);
+        let mut submitter = self.submitter(1, move |completion| _ = sender.try_send(completion));
+        let started = submitter.start((), Io::Read { offset }, Some(vec![0; length]));
         started.map_err(|refused| failed(refused.errno))?;
-        // Called back whatever happens; with the callback gone, nothing comes.
-        let _ = ended.recv();
-        let Some(Completion { result, buffer: Some(mut buffer), .. }) = submitter.next() else {
+        // The library ends every operation that it has accepted.
+        let Ok(Completion { result, buffer: Some(mut buffer), .. }) = completed.recv() else {
             return Err(failed(libc::EIO));
         };
         match usize::try_from(result) {
@@ -171,56 +133,51 @@ impl Image {
     }
 }
 
-impl<B: IoBuffer> Submitter<B> {
-    /// Starts an operation. Reads and writes have a buffer; the rest may have one too, which they
-    /// leave alone and give back.
+impl<T: Send + 'static, B: IoBuffer> Submitter<T, B> {
+    /// Starts an operation. Reads and writes need a buffer; the others may have one, which they leave
+    /// alone and give back. Never blocks.
     ///
     /// # Errors
-    /// When it was not started; then it never will be.
-    pub fn start(&mut self, token: u64, io: Io, mut buffer: Option<B>) -> Result<(), Refused<B>> {
-        if self.running == self.capacity {
+    /// [`Refused`], with the buffer: nothing was started, and the callback will not be called.
+    pub fn start(&mut self, token: T, io: Io, mut buffer: Option<B>) -> Result<(), Refused<B>> {
+        if self.running() >= self.capacity {
             return Err(Refused { errno: libc::EAGAIN, buffer });
         }
         if buffer.is_none() && matches!(io, Io::Read { .. } | Io::Write { .. }) {
             return Err(Refused { errno: libc::EINVAL, buffer });
         }
-        let mut operation = self.free.pop().unwrap_or_else(|| Box::new(Operation::idle()));
-        operation.token = token;
-        operation.is_read = matches!(io, Io::Read { .. });
+        let mut vector = iovec { iov_base: null_mut(), iov_len: 0 };
         if let Some(buffer) = &mut buffer {
-            let (iov_base, iov_len) = (buffer.as_mut_ptr().cast(), buffer.len());
-            operation.vector = iovec { iov_base, iov_len };
+            vector = iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         }
-        operation.buffer = buffer;
-        operation.ended = Arc::into_raw(Arc::clone(&self.ended));
-        let raw = Box::into_raw(operation);
-        self.ended.gate.enter();
-        let returned = self.hand_over(raw, io);
+        let shared = Arc::clone(&self.shared);
+        let raw = Box::into_raw(Box::new(Operation { shared, token, vector, buffer }));
+        self.shared.gate.enter();
+        self.shared.running.fetch_add(1, Ordering::Relaxed);
+        let returned = self.pass_to_library(raw, io);
         if returned >= 0 {
-            self.running += 1;
             return Ok(());
         }
-        self.ended.gate.leave();
-        // SAFETY: the library has refused the operation and forgotten it, so it is ours again, as is
-        // the reference that it held.
-        let mut operation = unsafe {
-            let operation = Box::from_raw(raw);
-            drop(Arc::from_raw(operation.ended));
-            operation
-        };
-        operation.ended = null();
-        let buffer = operation.buffer.take();
-        self.free.push(operation);
-        Err(Refused { errno: returned.saturating_neg(), buffer })
+        self.shared.running.fetch_sub(1, Ordering::Relaxed);
+        self.shared.gate.leave();
+        // SAFETY: `raw` comes from the box above, and the library has refused the operation: it has
+        // forgotten the pointer and will not call back.
+        let operation = unsafe { Box::from_raw(raw) };
+        Err(Refused { errno: returned.saturating_neg(), buffer: operation.buffer })
     }
 
-    /// Gives the operation to the library. A result below zero: it did not take it.
-    fn hand_over(&self, raw: *mut Operation<B>, io: Io) -> i32 {
-        let (api, image) = (self.ended.api, self.image.raw());
+    /// Returns the number of operations that have been started and have not ended.
+    pub fn running(&self) -> usize {
+        self.shared.running.load(Ordering::Relaxed)
+    }
+
+    /// Gives the operation to the library. Below zero, the library did not accept it.
+    fn pass_to_library(&self, raw: *mut Operation<T, B>, io: Io) -> i32 {
+        let (api, image) = (self.shared.api, self.image.raw());
         let mut completion = null_mut();
         // SAFETY: `raw` stays alive until the callback has it, and the callback is that of its type.
         let created = unsafe {
-            (api.rbd_aio_create_completion)(raw.cast(), on_end::<B>, &raw mut completion)
+            (api.rbd_aio_create_completion)(raw.cast(), on_end::<T, B>, &raw mut completion)
         };
         if created < 0 {
             return created;
@@ -246,157 +203,37 @@ impl<B: IoBuffer> Submitter<B> {
             }
         };
         if returned < 0 {
-            // SAFETY: a completion that was not taken is ours to release.
+            // SAFETY: the library has not accepted the completion, so this call may release it.
             unsafe { (api.rbd_aio_release)(completion) };
         }
         returned
     }
-
-    /// An operation that has ended, oldest first as far as it is known. After a wake, to be called
-    /// until it gives none.
-    #[allow(clippy::should_implement_trait, reason = "it begins anew after `None`")]
-    pub fn next(&mut self) -> Option<Completion<B>> {
-        if self.taken.is_null() {
-            self.taken = self.ended.take();
-        }
-        if self.taken.is_null() {
-            return None;
-        }
-        // SAFETY: what was taken off the list is this value's alone, and linked by boxes.
-        let mut operation = unsafe { Box::from_raw(self.taken) };
-        self.taken = std::mem::replace(&mut operation.next, null_mut());
-        self.running -= 1;
-        let Operation { token, result, .. } = *operation;
-        let buffer = operation.buffer.take();
-        self.free.push(operation);
-        Some(Completion { token, result, buffer })
-    }
-
-    /// Operations that were started and not given back by [`Submitter::next`].
-    pub fn running(&self) -> usize {
-        self.running
-    }
 }
 
-impl<B: IoBuffer> Drop for Submitter<B> {
-    fn drop(&mut self) {
-        // SAFETY: what was taken off the list is this value's alone.
-        unsafe { free_all(self.taken) };
-    }
+/// Called by the library when an operation has ended, on a thread of the library. A panic in here ends
+/// the process.
+unsafe extern "C" fn on_end<T, B>(completion: rbd_completion_t, argument: *mut c_void) {
+    // SAFETY: the argument is the box that `start` gave to the library, which calls back once and does
+    // not touch it afterwards.
+    let operation = unsafe { Box::from_raw(argument.cast::<Operation<T, B>>()) };
+    let Operation { shared, token, buffer, .. } = *operation;
+    // SAFETY: the completion is the operation's, and is released below.
+    let result = unsafe { (shared.api.rbd_aio_get_return_value)(completion) } as i64;
+    // Before the callback, which may cause the next start.
+    shared.running.fetch_sub(1, Ordering::Relaxed);
+    // Before the release, so that the caller waits for one thing less.
+    (shared.completed)(Completion { token, result, buffer });
+    // SAFETY: nothing uses the completion after its own callback.
+    unsafe { (shared.api.rbd_aio_release)(completion) };
+    shared.gate.leave();
 }
 
-/// The end of an operation, on a thread of the library. Rust ends the process if this panics.
-unsafe extern "C" fn on_end<B: IoBuffer>(completion: rbd_completion_t, argument: *mut c_void) {
-    let operation = argument.cast::<Operation<B>>();
-    // SAFETY: the argument is the operation that `start` gave to the library, which calls back once
-    // and does not touch it afterwards: it is ours now, and so is the reference to the list.
-    let (ended, noted) = unsafe {
-        let ended = Arc::from_raw((*operation).ended);
-        (*operation).ended = null();
-        (*operation).result = (ended.api.rbd_aio_get_return_value)(completion) as i64;
-        let noted = (*operation).tell_success(&*ended.told);
-        (ended.api.rbd_aio_release)(completion);
-        (ended, noted)
-    };
-    // SAFETY: ours, and handed over.
-    let first = unsafe { ended.push(operation) };
-    if noted {
-        ended.told.listed();
-    } else if first {
-        ended.told.wake();
-    }
-    ended.gate.leave();
-}
-
-impl<B: IoBuffer> Ended<B> {
-    /// Puts an operation in front. Returns whether there was none.
-    ///
-    /// # Safety
-    /// `operation` comes from a box that is handed over.
-    unsafe fn push(&self, operation: *mut Operation<B>) -> bool {
-        let mut head = self.head.load(Ordering::Relaxed);
-        loop {
-            // SAFETY: it is the caller's until the exchange succeeds.
-            unsafe { (*operation).next = head };
-            // Release: whoever takes the list sees what the operation holds. There is no ABA: only
-            // the whole list is ever taken.
-            match self.head.compare_exchange_weak(
-                head,
-                operation,
-                Ordering::Release,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => return head.is_null(),
-                Err(now) => head = now,
-            }
-        }
-    }
-
-    /// Takes all of them, oldest first.
-    fn take(&self) -> *mut Operation<B> {
-        // Without writing to a line that other threads want, where there is nothing.
-        if self.head.load(Ordering::Relaxed).is_null() {
-            return null_mut();
-        }
-        let mut newest = self.head.swap(null_mut(), Ordering::Acquire);
-        let mut turned = null_mut();
-        while !newest.is_null() {
-            // SAFETY: the list is the caller's since the swap.
-            let next = unsafe { std::mem::replace(&mut (*newest).next, turned) };
-            turned = newest;
-            newest = next;
-        }
-        turned
-    }
-}
-
-impl<B: IoBuffer> Drop for Ended<B> {
-    fn drop(&mut self) {
-        // SAFETY: nobody else has the list any more.
-        unsafe { free_all(*self.head.get_mut()) };
-    }
-}
-
-impl<B: IoBuffer> Operation<B> {
-    fn idle() -> Self {
-        let vector = iovec { iov_base: null_mut(), iov_len: 0 };
-        Self {
-            next: null_mut(),
-            ended: null(),
-            token: 0,
-            result: 0,
-            is_read: false,
-            vector,
-            buffer: None,
-        }
-    }
-
-    fn tell_success(&mut self, told: &dyn Ends<B>) -> bool {
-        let wanted = self.is_read.then_some(self.vector.iov_len as i64);
-        let success = wanted.map_or(self.result >= 0, |wanted| self.result == wanted);
-        success && told.succeeded(self.token, self.buffer.as_mut())
-    }
-}
-
-/// Frees a list of operations with their buffers.
-///
-/// # Safety
-/// The operations come from boxes, are linked by `next`, and belong to the caller.
-unsafe fn free_all<B: IoBuffer>(mut first: *mut Operation<B>) {
-    while !first.is_null() {
-        // SAFETY: by this function's contract.
-        let operation = unsafe { Box::from_raw(first) };
-        first = operation.next;
-    }
-}
-
-impl<B: IoBuffer> std::fmt::Debug for Submitter<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { image, running, capacity, .. } = self;
+impl<T: Send + 'static, B: IoBuffer> fmt::Debug for Submitter<T, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Submitter")
-            .field("image", image)
-            .field("running", running)
-            .field("capacity", capacity)
+            .field("image", &self.image)
+            .field("running", &self.running())
+            .field("capacity", &self.capacity)
             .finish_non_exhaustive()
     }
 }

@@ -35,10 +35,9 @@ fn fresh(pool: &Arc<Pool>, name: &str, size: u64) -> Arc<Image> {
 /// One operation, waited for.
 fn run(image: &Arc<Image>, io: Io, buffer: Option<Vec<u8>>) -> (i64, Option<Vec<u8>>) {
     let (sender, receiver) = std::sync::mpsc::channel();
-    let mut submitter = image.submitter(1, move || sender.send(()).unwrap());
-    submitter.start(0, io, buffer).unwrap();
-    receiver.recv_timeout(Duration::from_secs(60)).unwrap();
-    let done = submitter.next().unwrap();
+    let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
+    submitter.start((), io, buffer).unwrap();
+    let done = receiver.recv_timeout(Duration::from_secs(60)).unwrap();
     (done.result, done.buffer)
 }
 

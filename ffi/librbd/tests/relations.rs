@@ -27,11 +27,10 @@ fn filled(pool: &Arc<Pool>, name: &str, size: u64) -> Arc<Image> {
     pool.create(name, size, &NewImage::default()).unwrap();
     let image = pool.open(name, None, Open::Write).unwrap();
     let (sender, receiver) = std::sync::mpsc::channel();
-    let mut submitter = image.submitter(1, move || sender.send(()).unwrap());
+    let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
     for object in 0..size.div_ceil(4 * MIB) {
-        submitter.start(0, Io::Write { offset: object * 4 * MIB }, Some(vec![7; 4096])).unwrap();
-        receiver.recv().unwrap();
-        assert_eq!(submitter.next().unwrap().result, 0);
+        submitter.start((), Io::Write { offset: object * 4 * MIB }, Some(vec![7; 4096])).unwrap();
+        assert_eq!(receiver.recv().unwrap().result, 0);
     }
     drop(submitter);
     image

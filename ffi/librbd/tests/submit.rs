@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use librbd::{Cluster, Config, Image, Io, NewImage, Open, Submitter};
+use librbd::{Cluster, Completion, Config, Image, Io, NewImage, Open, Submitter};
 use stable_deref_trait::StableDeref;
 use test_kit::ceph::{
     Cluster as TestCluster, ID, POOL, is_under_valgrind, run_under_valgrind, shared,
@@ -68,10 +68,12 @@ impl DerefMut for Counted {
 // SAFETY: the bytes lie in the vector's own allocation, which moving the vector leaves alone.
 unsafe impl StableDeref for Counted {}
 
-fn submitter(image: &Arc<Image>, capacity: usize) -> (Submitter<Counted>, Receiver<()>) {
+type Completed = Receiver<Completion<u64, Counted>>;
+
+fn submitter(image: &Arc<Image>, capacity: usize) -> (Submitter<u64, Counted>, Completed) {
     let (sender, receiver) = channel();
-    // Nobody listens any more where the submitter was dropped.
-    (image.submitter(capacity, move || _ = sender.send(())), receiver)
+    // The receiver may be gone when a dropped submitter's operations end.
+    (image.submitter(capacity, move |completion| _ = sender.send(completion)), receiver)
 }
 
 fn rounds(many: usize) -> usize {
@@ -82,9 +84,9 @@ fn rounds(many: usize) -> usize {
 fn operations_come_back_once_each_with_their_buffers() {
     let image = open(shared(), "stream", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
-    let (mut submitter, woken) = submitter(&image, 32);
+    let (mut submitter, completed) = submitter(&image, 32);
     let mut running: HashMap<u64, (usize, usize)> = HashMap::new();
-    let (mut started, mut ended, mut wakes) = (0, 0, 0);
+    let (mut started, mut ended) = (0, 0);
     let total = rounds(4000);
     while ended < total {
         while started < total && submitter.running() < 32 {
@@ -97,11 +99,8 @@ fn operations_come_back_once_each_with_their_buffers() {
             submitter.start(token, io, Some(buffer)).unwrap_or_else(|r| panic!("{}", r.errno));
             started += 1;
         }
-        let refused = (submitter.running() == 32).then(|| submitter.start(0, Io::Flush, None));
-        assert!(refused.is_none_or(|r| r.unwrap_err().errno == libc::EAGAIN));
-        woken.recv_timeout(Duration::from_secs(60)).unwrap();
-        wakes += 1;
-        while let Some(done) = submitter.next() {
+        let first = completed.recv_timeout(Duration::from_secs(60)).unwrap();
+        for done in std::iter::once(first).chain(completed.try_iter()) {
             let buffer = done.buffer.unwrap();
             let (address, length) = running.remove(&done.token).expect("it was running");
             assert_eq!((buffer.as_ptr() as usize, buffer.len()), (address, length));
@@ -110,8 +109,8 @@ fn operations_come_back_once_each_with_their_buffers() {
             ended += 1;
         }
     }
-    assert!(wakes <= total, "never more wakes than ends");
     assert_eq!((live.load(Ordering::SeqCst), submitter.running()), (0, 0));
+    assert!(completed.try_recv().is_err(), "each operation ends once");
     // The last callback may still be on its way out.
     wait_until(|| image.in_flight() == 0);
 }
@@ -120,12 +119,10 @@ fn operations_come_back_once_each_with_their_buffers() {
 fn what_was_written_is_read() {
     let image = open(shared(), "content", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
-    let (mut submitter, woken) = submitter(&image, 4);
+    let (mut submitter, completed) = submitter(&image, 4);
     let mut run = |io: Io, bytes: Option<Vec<u8>>| {
         submitter.start(9, io, bytes.map(|bytes| Counted::new(bytes, &live))).ok().unwrap();
-        woken.recv_timeout(Duration::from_secs(60)).unwrap();
-        let done = submitter.next().unwrap();
-        assert!(submitter.next().is_none());
+        let done = completed.recv_timeout(Duration::from_secs(60)).unwrap();
         (done.result, done.buffer.map(|buffer| buffer.bytes.clone()))
     };
     // Across objects, and at odd places.
@@ -152,7 +149,7 @@ fn what_was_written_is_read() {
 #[test]
 fn reads_and_writes_need_a_buffer() {
     let image = open(shared(), "bare", MIB);
-    let (mut submitter, _woken) = submitter(&image, 4);
+    let (mut submitter, _completed) = submitter(&image, 4);
     for io in [Io::Read { offset: 0 }, Io::Write { offset: 0 }] {
         assert_eq!(submitter.start(0, io, None).unwrap_err().errno, libc::EINVAL);
     }
@@ -165,24 +162,26 @@ fn a_dropped_submitter_leaves_its_operations_to_end() {
     let cluster = TestCluster::start();
     let image = open(&cluster, "orphans", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
-    let (mut submitter, woken) = submitter(&image, 8);
+    let (mut submitter, completed) = submitter(&image, 8);
     cluster.tell("pause osd");
     for token in 0..8_u64 {
         let buffer = Counted::new(vec![token as u8 + 1; 4096], &live);
         let offset = token * 4096;
         submitter.start(token, Io::Write { offset }, Some(buffer)).ok().unwrap();
     }
-    let woken = woken.recv_timeout(Duration::from_millis(300));
-    assert!(woken.is_err(), "{:?}", submitter.next().map(|done| done.result));
+    let early = completed.recv_timeout(Duration::from_millis(300));
+    assert!(early.is_err(), "{:?}", early.map(|done| done.result));
+    // The bound holds while they run.
+    assert_eq!(submitter.start(0, Io::Flush, None).unwrap_err().errno, libc::EAGAIN);
+    drop(completed);
     drop(submitter);
     assert_eq!((live.load(Ordering::SeqCst), image.in_flight()), (8, 8), "nothing was freed");
     cluster.tell("resume osd");
     wait_until(|| live.load(Ordering::SeqCst) == 0 && image.in_flight() == 0);
     let (sender, receiver) = channel();
-    let mut again = image.submitter(1, move || sender.send(()).unwrap());
-    again.start(0, Io::Read { offset: 0 }, Some(vec![0_u8; 8 * 4096])).ok().unwrap();
-    receiver.recv_timeout(Duration::from_secs(60)).unwrap();
-    let read = again.next().unwrap().buffer.unwrap();
+    let mut again = image.submitter(1, move |completion| sender.send(completion).unwrap());
+    again.start((), Io::Read { offset: 0 }, Some(vec![0_u8; 8 * 4096])).ok().unwrap();
+    let read = receiver.recv_timeout(Duration::from_secs(60)).unwrap().buffer.unwrap();
     assert!(read.chunks(4096).zip(1_u8..).all(|(chunk, n)| chunk.iter().all(|byte| *byte == n)));
 }
 
@@ -192,7 +191,7 @@ fn an_image_is_closed_after_its_operations() {
     let cluster = TestCluster::start();
     let image = open(&cluster, "closing", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
-    let (mut submitter, _woken) = submitter(&image, 8);
+    let (mut submitter, completed) = submitter(&image, 8);
     cluster.tell("pause osd");
     for token in 0..8 {
         let buffer = Counted::new(vec![1; 4096], &live);
@@ -205,6 +204,7 @@ fn an_image_is_closed_after_its_operations() {
     assert_eq!(live.load(Ordering::SeqCst), 8);
     cluster.tell("resume osd");
     closing.join().unwrap().unwrap();
+    assert_eq!(completed.iter().count(), 8);
     assert_eq!(live.load(Ordering::SeqCst), 0);
 }
 

@@ -1,14 +1,13 @@
 //! The data half: holds requests back, fails them, or hands them on.
 
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
-use super::super::{ImageQueue, Outcome, RequestId, Started, Waker};
+use super::super::{Completer, ImageQueue, Outcome, RequestId, Started};
 use super::plan::Plan;
 use super::timer::Timer;
 use super::{Shared, lock};
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::request::{IoError, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
@@ -17,7 +16,7 @@ pub(super) struct FaultQueue {
     inner: Box<dyn ImageQueue>,
     shared: Arc<Shared>,
     timer: Arc<Timer>,
-    waker: Waker,
+    completer: Completer,
     plan: Arc<Plan>,
     plan_number: u64,
     /// Bounded by the connection's in-flight limit.
@@ -28,9 +27,6 @@ struct Held {
     id: RequestId,
     request: Request,
     buffer: Option<Buffer>,
-    /// `None`: until the plan is no longer number `plan_number`.
-    until: Option<Instant>,
-    plan_number: u64,
     error: Option<IoError>,
 }
 
@@ -39,11 +35,11 @@ impl FaultQueue {
         inner: Box<dyn ImageQueue>,
         shared: Arc<Shared>,
         timer: Arc<Timer>,
-        waker: Waker,
+        completer: Completer,
     ) -> Self {
         let plan_number = shared.plan_number.load(Ordering::Acquire);
         let plan = Arc::clone(&lock(&shared.plan));
-        Self { inner, shared, timer, waker, plan, plan_number, held: Vec::new() }
+        Self { inner, shared, timer, completer, plan, plan_number, held: Vec::new() }
     }
 
     fn take_plan(&mut self) {
@@ -76,8 +72,7 @@ impl FaultQueue {
 
 impl Drop for FaultQueue {
     fn drop(&mut self) {
-        let own = self.waker.descriptor().as_raw_fd();
-        lock(&self.shared.wakers).retain(|waker| waker.descriptor().as_raw_fd() != own);
+        self.shared.forget(&self.completer);
     }
 }
 
@@ -99,18 +94,14 @@ impl ImageQueue for FaultQueue {
         let Some(fate) = self.plan.fate(number, &request) else {
             return self.proceed(id, request, buffer, None, ring);
         };
-        let until = match fate.delay {
+        match fate.delay {
             Some(delay) if delay.is_zero() => {
                 return self.proceed(id, request, buffer, fate.error, ring);
             }
-            Some(delay) => Some(Instant::now() + delay),
-            None => None,
-        };
-        if let Some(until) = until {
-            self.timer.wake_at(until, &self.waker);
+            Some(delay) => self.timer.complete_at(SystemClock.now() + delay, &self.completer, id),
+            None => self.shared.complete_with_next_plan(self.plan_number, &self.completer, id),
         }
-        let plan_number = self.plan_number;
-        self.held.push(Held { id, request, buffer, until, plan_number, error: fate.error });
+        self.held.push(Held { id, request, buffer, error: fate.error });
         Started::Pending
     }
 
@@ -119,24 +110,20 @@ impl ImageQueue for FaultQueue {
         self.inner.on_ring(completion, ring)
     }
 
-    fn on_wake(&mut self, ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
-        self.inner.on_wake(ring, done);
-        self.take_plan();
-        let now = Instant::now();
-        let mut index = 0;
-        while let Some(held) = self.held.get(index) {
-            let over = match held.until {
-                Some(until) => until <= now,
-                None => held.plan_number != self.plan_number,
-            };
-            if !over {
-                index += 1;
-                continue;
-            }
-            let Held { id, request, buffer, error, .. } = self.held.remove(index);
-            if let Started::Done(outcome) = self.proceed(id, request, buffer, error, ring) {
-                done.push((id, outcome));
-            }
+    /// Of a held request, the completion is the end of its delay. Every other one is the inner volume's.
+    fn on_completion(
+        &mut self,
+        id: RequestId,
+        outcome: Outcome,
+        ring: &mut Ring,
+        done: &mut Vec<(RequestId, Outcome)>,
+    ) {
+        let Some(index) = self.held.iter().position(|held| held.id == id) else {
+            return self.inner.on_completion(id, outcome, ring, done);
+        };
+        let Held { id, request, buffer, error } = self.held.swap_remove(index);
+        if let Started::Done(outcome) = self.proceed(id, request, buffer, error, ring) {
+            done.push((id, outcome));
         }
     }
 }

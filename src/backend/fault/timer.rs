@@ -1,4 +1,4 @@
-//! One thread that wakes queues at given times.
+//! One thread that completes operations at given times.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -6,8 +6,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use super::super::Waker;
+use super::super::{Completer, Outcome, RequestId};
 use super::lock;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, Result};
 
 /// Ends, and joins its thread, when dropped.
@@ -25,7 +26,8 @@ struct State {
 
 struct Alarm {
     at: Instant,
-    waker: Waker,
+    completer: Completer,
+    id: RequestId,
 }
 
 impl Timer {
@@ -39,9 +41,10 @@ impl Timer {
         Ok(Self { state, thread: Some(thread) })
     }
 
-    /// Wakes `waker` at `at`, or a little later.
-    pub(super) fn wake_at(&self, at: Instant, waker: &Waker) {
-        lock(&self.state.0).due.push(Reverse(Alarm { at, waker: waker.clone() }));
+    /// Completes an operation of the request `id` at the time `at` or a little later.
+    pub(super) fn complete_at(&self, at: Instant, completer: &Completer, id: RequestId) {
+        let alarm = Alarm { at, completer: completer.clone(), id };
+        lock(&self.state.0).due.push(Reverse(alarm));
         self.state.1.notify_one();
     }
 }
@@ -49,10 +52,11 @@ impl Timer {
 fn run(state: &Mutex<State>, changed: &Condvar) {
     let mut guard = lock(state);
     while !guard.ended {
-        let now = Instant::now();
+        let now = SystemClock.now();
         while guard.due.peek().is_some_and(|Reverse(alarm)| alarm.at <= now) {
             if let Some(Reverse(alarm)) = guard.due.pop() {
-                alarm.waker.wake();
+                let delayed = Outcome { result: Ok(()), buffer: None };
+                alarm.completer.complete(alarm.id, delayed);
             }
         }
         let next = guard.due.peek().map(|Reverse(alarm)| alarm.at - now);

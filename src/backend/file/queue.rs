@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::{ImageQueue, Outcome, RequestId, Started, Waker, index};
+use super::super::{ImageQueue, Outcome, RequestId, Started, index};
 use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
@@ -92,7 +92,6 @@ pub(super) struct FileQueue {
     file: FileSlot,
     block: u32,
     abilities: Arc<Abilities>,
-    waker: Waker,
     tasks: Vec<Option<Task>>,
     /// Found the ring full.
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
@@ -109,12 +108,11 @@ enum Zeroes {
 }
 
 impl FileQueue {
-    pub(super) fn new(file: FileSlot, block: u32, abilities: Arc<Abilities>, waker: Waker) -> Self {
+    pub(super) fn new(file: FileSlot, block: u32, abilities: Arc<Abilities>) -> Self {
         Self {
             file,
             block,
             abilities,
-            waker,
             tasks: Vec::new(),
             waiting: VecDeque::new(),
             waiting_for_zeroes: VecDeque::new(),
@@ -199,9 +197,9 @@ impl FileQueue {
             }
         };
         if !started {
+            // The ring has more room than the connection needs for itself, so it is full of operations
+            // of this queue: the completion of one of them brings this request back.
             self.waiting.push_back((id, returned));
-            // The ring may hold nothing of ours whose completion would bring us back.
-            self.waker.wake();
         }
     }
 
@@ -362,10 +360,6 @@ impl ImageQueue for FileQueue {
         ended
     }
 
-    fn on_wake(&mut self, ring: &mut Ring, _done: &mut Vec<(RequestId, Outcome)>) {
-        self.resume(ring);
-    }
-
     fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
         self.tasks.iter_mut().flatten().for_each(|task| task.abandoned = true);
         let zeroes = self.waiting_for_zeroes.drain(..).map(|id| (id, None));
@@ -397,7 +391,7 @@ mod tests {
     fn queue(abilities: &Arc<Abilities>, block: u32) -> FileQueue {
         let file = tempfile::tempfile().unwrap();
         let slot = Ring::new(2).unwrap().register(file.as_fd()).unwrap();
-        FileQueue::new(slot, block, Arc::clone(abilities), Waker::new().unwrap())
+        FileQueue::new(slot, block, Arc::clone(abilities))
     }
 
     fn task(op: Op, flags: Flags, step: Step, length: u64) -> Task {

@@ -1,13 +1,14 @@
-//! The data half: requests become operations of librbd, whose ends come through the waker.
+//! The data half: requests become operations of librbd. Their results are judged on librbd's threads and
+//! come back through the connection's completer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use librbd::{Completion, Ends, Io, Refused, Submitter};
+use librbd::{Completion, Io, Refused, Submitter};
 
 use super::Shared;
-use crate::{ImageQueue, Outcome, RequestId, Started, Waker};
+use crate::{Completer, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion as RingCompletion, Ring};
@@ -19,7 +20,7 @@ const MAX_OPERATIONS: usize = 1024;
 const ZEROES_AT_ONCE: usize = 4;
 
 pub(super) struct RbdQueue {
-    submitter: Submitter<Buffer>,
+    submitter: Submitter<Step, Buffer>,
     shared: Arc<Shared>,
     can_write_zeroes: bool,
     /// By request number.
@@ -43,29 +44,31 @@ struct Task {
     abandoned: bool,
 }
 
-/// Hears of ends on librbd's threads.
-struct Ended(Waker);
-
-impl Ends<Buffer> for Ended {
-    fn wake(&self) {
-        self.0.wake();
-    }
-
-    fn succeeded(&self, token: u64, buffer: Option<&mut Buffer>) -> bool {
-        RequestId::try_from(token).is_ok_and(|id| self.0.answer(id, buffer))
-    }
-
-    fn listed(&self) {
-        self.0.answered();
-    }
+/// One operation of a request: what librbd's thread needs to judge the result.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    id: RequestId,
+    /// The request's operation; the step may be the flush after a write.
+    op: Op,
+    /// Bytes that a read must return.
+    length: u64,
 }
 
 /// What comes next for a request: an operation, or its end.
 type Next = Result<Option<Io>, IoError>;
 
 impl RbdQueue {
-    pub(super) fn new(image: &Arc<librbd::Image>, shared: Arc<Shared>, waker: Waker) -> Self {
-        let submitter = image.submitter(MAX_OPERATIONS, Ended(waker));
+    pub(super) fn new(
+        image: &Arc<librbd::Image>,
+        shared: Arc<Shared>,
+        completer: Completer,
+    ) -> Self {
+        let judge = Arc::clone(&shared);
+        let submitter = image.submitter(MAX_OPERATIONS, move |completion| {
+            let Completion { token, result, buffer } = completion;
+            let result = judge.judge(token, result);
+            completer.complete(token.id, Outcome { result, buffer });
+        });
         Self {
             submitter,
             shared,
@@ -117,30 +120,20 @@ impl RbdQueue {
         left.min(self.shared.piece - offset % self.shared.piece)
     }
 
-    /// What comes after an operation, if anybody waits for it.
-    fn next(&self, task: &mut Task, result: i64) -> Next {
-        match self.advance(task, result) {
+    /// Returns what follows an operation that has ended with `result`. An abandoned request starts no
+    /// other operation.
+    fn next(&self, task: &mut Task, result: Result<(), IoError>) -> Next {
+        result?;
+        match self.advance(task) {
             Ok(Some(_)) if task.abandoned => Err(IoError::Broken),
             next => next,
         }
     }
 
-    /// What the end of an operation means for its request.
-    fn advance(&self, task: &mut Task, result: i64) -> Next {
-        if result < 0 {
-            let errno = i32::try_from(result.saturating_neg()).unwrap_or(libc::EIO);
-            return Err(self.error(&task.request, errno));
-        }
-        if task.flushing {
+    /// Returns what follows an operation that has succeeded.
+    fn advance(&self, task: &mut Task) -> Next {
+        if task.flushing || !task.request.op.modifies() {
             return Ok(None);
-        }
-        match task.request.op {
-            // Cut off underneath: what is missing must not be taken for zeroes.
-            Op::Read if result.unsigned_abs() != task.request.length => {
-                return Err(IoError::Broken);
-            }
-            Op::Read | Op::Flush | Op::Cache => return Ok(None),
-            Op::Write | Op::Trim | Op::WriteZeroes => {}
         }
         task.progress += task.attempted;
         if task.progress < task.request.length {
@@ -153,37 +146,19 @@ impl RbdQueue {
         Ok(None)
     }
 
-    fn error(&self, request: &Request, errno: i32) -> IoError {
-        let error = match errno {
-            // The lock is gone; who has it now nobody knows.
-            libc::EROFS if !self.shared.read_only => IoError::Fenced,
-            libc::EPERM | libc::EACCES => {
-                self.shared.rights.are_missing();
-                IoError::Broken
-            }
-            errno => IoError::from_errno(errno),
-        };
-        match error {
-            IoError::Fenced => self.shared.fenced.store(true, Ordering::Release),
-            IoError::NoSpace => self.shared.room.is_missing(errno),
-            // It may be on its way still, and then lands after its repetition.
-            IoError::Retry if request.op.modifies() => return IoError::Broken,
-            IoError::Retry => self.shared.room.is_not_the_matter(),
-            _ => {}
-        }
-        error
-    }
-
     fn submit(&mut self, id: RequestId, io: Io, buffer: Option<Buffer>) -> Option<Outcome> {
         if self.shared.fenced.load(Ordering::Acquire) {
             return Some(Outcome { result: Err(IoError::Fenced), buffer });
         }
-        match self.submitter.start(id.into(), io, buffer) {
+        let Some(Task { request: Request { op, length, .. }, .. }) = self.task(id) else {
+            return Some(Outcome { result: Err(IoError::Broken), buffer });
+        };
+        match self.submitter.start(Step { id, op, length }, io, buffer) {
             Ok(()) => None,
             Err(Refused { errno, buffer }) => {
-                let error = match (errno, self.task(id)) {
-                    (libc::EAGAIN, _) | (_, None) => IoError::NoMemory,
-                    (errno, Some(task)) => self.error(&task.request, errno),
+                let error = match errno {
+                    libc::EAGAIN => IoError::NoMemory,
+                    errno => self.shared.error(op, errno),
                 };
                 Some(Outcome { result: Err(error), buffer })
             }
@@ -280,26 +255,67 @@ impl ImageQueue for RbdQueue {
         }
     }
 
-    fn answers(&self, id: RequestId) -> bool {
+    fn ends_with_next_completion(&self, id: RequestId) -> bool {
         self.task(id).is_some_and(|task| self.is_last(&task))
     }
 
-    fn on_wake(&mut self, _ring: &mut Ring, done: &mut Vec<(RequestId, Outcome)>) {
-        while let Some(Completion { token, result, buffer }) = self.submitter.next() {
-            let Ok(id) = RequestId::try_from(token) else { continue };
-            let Some(mut task) = self.task(id) else { continue };
-            let zeroes = self.encrypts_zeroes(&task.request) && !task.flushing;
-            let next = self.next(&mut task, result);
-            self.tasks[id as usize] = Some(task);
-            if let Some(outcome) = self.proceed(id, next, buffer) {
-                done.push((id, outcome));
-            }
-            if zeroes {
-                self.encrypting_zeroes -= 1;
-                while let Some(ended) = self.begin_zeroes() {
-                    done.push(ended);
-                }
+    fn on_completion(
+        &mut self,
+        id: RequestId,
+        outcome: Outcome,
+        _ring: &mut Ring,
+        done: &mut Vec<(RequestId, Outcome)>,
+    ) {
+        let Some(mut task) = self.task(id) else { return };
+        let zeroes = self.encrypts_zeroes(&task.request) && !task.flushing;
+        let next = self.next(&mut task, outcome.result);
+        self.tasks[id as usize] = Some(task);
+        if let Some(outcome) = self.proceed(id, next, outcome.buffer) {
+            done.push((id, outcome));
+        }
+        if zeroes {
+            self.encrypting_zeroes -= 1;
+            while let Some(ended) = self.begin_zeroes() {
+                done.push(ended);
             }
         }
+    }
+}
+
+impl Shared {
+    /// Returns how a step has ended for which librbd gave `result`.
+    fn judge(&self, step: Step, result: i64) -> Result<(), IoError> {
+        if result < 0 {
+            let errno = i32::try_from(result.saturating_neg()).unwrap_or(libc::EIO);
+            return Err(self.error(step.op, errno));
+        }
+        // A short read means that the image was made smaller: the rest must not be taken for zeroes.
+        if step.op == Op::Read && result.unsigned_abs() != step.length {
+            return Err(IoError::Broken);
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a request with the operation `op` for an errno of librbd, and notes what the
+    /// errno says about the whole image.
+    fn error(&self, op: Op, errno: i32) -> IoError {
+        let error = match errno {
+            // The lock is gone, and librbd does not say which client has it.
+            libc::EROFS if !self.read_only => IoError::Fenced,
+            libc::EPERM | libc::EACCES => {
+                self.rights.are_missing();
+                IoError::Broken
+            }
+            errno => IoError::from_errno(errno),
+        };
+        match error {
+            IoError::Fenced => self.fenced.store(true, Ordering::Release),
+            IoError::NoSpace => self.room.is_missing(errno),
+            // The request may still be on its way, and would then land after its repetition.
+            IoError::Retry if op.modifies() => return IoError::Broken,
+            IoError::Retry => self.room.is_not_the_matter(),
+            _ => {}
+        }
+        error
     }
 }

@@ -12,7 +12,7 @@ use std::process::Command;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
 
 use super::*;
-use cleat_backend::{OpenOptions, Waker, open};
+use cleat_backend::{OpenOptions, Waker, channel, open};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::escape_attempts::{connect_by_ring, open_by_ring, trace};
 use cleat_sys::ring::{Ring, Token};
@@ -111,8 +111,8 @@ fn a_confined_process_can_serve() {
     // A thread, a ring, and the file that was open.
     let work = move || {
         let mut ring = Ring::new(8).unwrap();
-        let waker = Waker::new().unwrap();
-        let mut queue = image.queue(&mut ring, &waker).unwrap();
+        let (completer, _completions) = channel(Waker::new().unwrap(), 1, None);
+        let mut queue = image.queue(&mut ring, &completer).unwrap();
         let flags = cleat_core::request::Flags { fua: true, ..Default::default() };
         let op = cleat_core::request::Op::Write;
         let request = cleat_core::request::Request { op, flags, offset: 0, length: 4096 };

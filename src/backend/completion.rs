@@ -1,0 +1,177 @@
+//! Completions from foreign threads: how a thread that is not the connection's own (of librbd, of an async
+//! runtime, a timer) finishes an operation of a request and wakes the connection's loop.
+//!
+//! A connection makes one [`channel`]. It gives the [`Completer`] to its [`ImageQueue`], which passes
+//! clones of it to the threads that carry operations out, and keeps the [`Completions`] for itself. A
+//! completion travels through a bounded queue; an eventfd that the connection's ring polls makes the loop
+//! turn. The loop passes each completion to [`ImageQueue::on_completion`].
+//!
+//! Invariant: of each request at most one operation runs on a foreign thread, so the queue, which has a
+//! place per request number, always has room. [`Completer::complete`] never blocks and never allocates.
+//!
+//! After the connection has ended, the completions of its operations are dropped with their buffers.
+//!
+//! [`ImageQueue`]: super::ImageQueue
+//! [`ImageQueue::on_completion`]: super::ImageQueue::on_completion
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+
+use crate::waker::Waker;
+use crate::{Outcome, RequestId};
+use cleat_sys::buffer::Buffer;
+
+/// Makes both ends for a connection with at most `depth` requests in flight. `waker` wakes the
+/// connection's loop. With `direct`, a request may be replied to on the thread that completes it.
+pub fn channel(
+    waker: Waker,
+    depth: usize,
+    direct: Option<Arc<dyn DirectReply>>,
+) -> (Completer, Completions) {
+    let (sender, receiver) = bounded(depth);
+    let signal = Arc::new(Signal { pending: AtomicBool::new(false), waker, direct });
+    (Completer { sender, signal: Arc::clone(&signal) }, Completions { receiver, signal })
+}
+
+/// Finishes operations of one connection's requests, from any thread. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Completer {
+    sender: Sender<(RequestId, Outcome)>,
+    signal: Arc<Signal>,
+}
+
+/// The connection's end of the queue.
+#[derive(Debug)]
+pub struct Completions {
+    receiver: Receiver<(RequestId, Outcome)>,
+    signal: Arc<Signal>,
+}
+
+#[derive(Debug)]
+struct Signal {
+    /// The loop was woken and has not begun to take completions since: another wake-up is not needed.
+    pending: AtomicBool,
+    waker: Waker,
+    direct: Option<Arc<dyn DirectReply>>,
+}
+
+/// Replies to a request on the thread that completes it, while the connection's thread waits.
+pub trait DirectReply: Send + Sync + Debug {
+    /// Sends the reply to the request `id`, which has succeeded; `buffer` is what a read has filled.
+    /// Returns `false`, without having sent anything, unless the connection has offered this request.
+    /// Never blocks.
+    fn reply(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool;
+
+    /// Called after [`DirectReply::reply`] has returned `true` and the completion is in the queue.
+    /// Returns whether the connection's thread takes it without a wake-up.
+    fn replied(&self) -> bool;
+}
+
+impl Completer {
+    /// Reports that an operation of the request `id` has ended. The request ends with `outcome` unless
+    /// its queue starts another operation for it. Never blocks. Returns whether the reply was sent on this
+    /// thread (see [`DirectReply`]), which a caller need not care about.
+    pub fn complete(&self, id: RequestId, mut outcome: Outcome) -> bool {
+        let direct = self.signal.direct.as_ref().filter(|_| outcome.result.is_ok());
+        let direct = direct.filter(|direct| direct.reply(id, outcome.buffer.as_mut()));
+        // It fails only when the connection is gone; by the invariant there is room.
+        let _ = self.sender.try_send((id, outcome));
+        if !direct.is_some_and(|direct| direct.replied()) {
+            self.signal.raise();
+        }
+        direct.is_some()
+    }
+
+    /// Whether `other` belongs to the same connection.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.signal, &other.signal)
+    }
+}
+
+impl Completions {
+    /// Returns the next completion. After a wake-up, call [`Completions::accept`] first, then this until
+    /// it returns `None`.
+    pub fn next(&self) -> Option<(RequestId, Outcome)> {
+        self.receiver.try_recv().ok()
+    }
+
+    /// From here on, a completion wakes the loop again.
+    pub fn accept(&self) {
+        // An exchange, which synchronizes with the last `raise`: what was sent before it is seen.
+        self.signal.pending.swap(false, Ordering::AcqRel);
+    }
+}
+
+impl Signal {
+    /// Wakes the loop, unless it is about to take completions anyway.
+    fn raise(&self) {
+        if !self.pending.swap(true, Ordering::AcqRel) {
+            self.waker.wake();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DONE: Outcome = Outcome { result: Ok(()), buffer: None };
+
+    fn is_woken(waker: &Waker) -> bool {
+        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+        let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];
+        poll(&mut set, PollTimeout::ZERO).unwrap() > 0
+    }
+
+    #[test]
+    fn many_completions_are_one_wake_up_until_they_are_accepted() {
+        let waker = Waker::new().unwrap();
+        let (completer, completions) = channel(waker.clone(), 4, None);
+        completer.complete(1, DONE);
+        assert!(is_woken(&waker));
+        waker.take();
+        completer.complete(2, DONE);
+        assert!(!is_woken(&waker), "the loop was woken already");
+        completions.accept();
+        let taken: Vec<RequestId> =
+            std::iter::from_fn(|| completions.next()).map(|(id, _)| id).collect();
+        assert_eq!(taken, [1, 2]);
+        completer.complete(3, DONE);
+        assert!(is_woken(&waker));
+    }
+
+    #[test]
+    fn every_completion_is_taken_whatever_the_threads_interleave() {
+        const EACH: usize = 20_000;
+        let waker = Waker::new().unwrap();
+        let (completer, completions) = channel(waker.clone(), 2 * EACH, None);
+        let mut taken = 0;
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                let completer = completer.clone();
+                scope.spawn(move || (0..EACH).for_each(|_| _ = completer.complete(0, DONE)));
+            }
+            while taken < 2 * EACH {
+                use nix::poll::{PollFd, PollFlags, poll};
+                let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];
+                assert!(poll(&mut set, 20_000_u16).unwrap() > 0, "{taken}: a wake-up was lost");
+                waker.take();
+                completions.accept();
+                taken += std::iter::from_fn(|| completions.next()).count();
+            }
+        });
+        assert_eq!(taken, 2 * EACH);
+    }
+
+    #[test]
+    fn a_connection_that_is_gone_frees_what_completes_later() {
+        let (completer, completions) = channel(Waker::new().unwrap(), 1, None);
+        drop(completions);
+        let buffer = Some(Buffer::zeroed(512));
+        completer.complete(0, Outcome { result: Ok(()), buffer });
+        completer.complete(0, DONE);
+    }
+}
