@@ -1,5 +1,6 @@
 //! What is written for people: the commands exist, the unit is one that systemd takes.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
@@ -47,6 +48,51 @@ fn links_between_documents_lead_somewhere() {
         }
     }
     none(&wrong);
+}
+
+#[test]
+fn links_to_sections_lead_somewhere() {
+    let mut wrong = Vec::new();
+    for file in files().iter().filter(|file| file.path.ends_with(".md")) {
+        for (target, section) in section_links(file) {
+            let base = root().join(&file.path);
+            let path = match target {
+                "" => base,
+                target => base.parent().expect("a file is in a directory").join(target),
+            };
+            // The other test reports a missing file.
+            let text = fs::read_to_string(path).unwrap_or_default();
+            if !text.lines().filter_map(heading).any(|heading| anchor(heading) == section) {
+                wrong.push(format!("{}: {target}#{section}", file.path));
+            }
+        }
+    }
+    none(&wrong);
+}
+
+#[test]
+fn documents_name_paths_that_exist() {
+    let places = ["src/", "tests/", "benches/", "ffi/", "proto/", "systemd/", "scripts/", "docs/"];
+    let mut wrong = Vec::new();
+    for file in files().iter().filter(|file| file.path.ends_with(".md")) {
+        let named = file.text.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
+        let paths = named.filter(|code| places.iter().any(|place| code.starts_with(place)));
+        let missing = paths.filter(|path| !path.contains(' ') && !root().join(path).exists());
+        wrong.extend(missing.map(|path| format!("{}: {path}", file.path)));
+    }
+    none(&wrong);
+}
+
+#[test]
+fn the_kernel_facts_name_all_their_tests_and_no_others() {
+    let page = read("docs/kernel-facts.md");
+    let named: BTreeSet<&str> =
+        page.lines().filter(|line| line.starts_with("| ")).flat_map(test_names).collect();
+    let sources: Vec<String> = ["commands", "sockets", "timers"]
+        .map(|name| read(&format!("tests/device/facts/{name}.rs")))
+        .into();
+    let listed = sources.iter().flat_map(|text| text.lines().filter_map(listed_test));
+    assert_eq!(named, listed.collect::<BTreeSet<_>>());
 }
 
 #[test]
@@ -117,6 +163,40 @@ fn links(file: &File) -> Vec<&str> {
         .map(|target| target.split('#').next().unwrap_or_default())
         .filter(|target| !target.is_empty() && !target.contains(' '))
         .collect()
+}
+
+/// Every link with a section, as target (empty for the same file) and section.
+fn section_links(file: &File) -> impl Iterator<Item = (&str, &str)> {
+    let text = &file.text;
+    let targets = text.match_indices("](").filter_map(|(at, _)| text[at + 2..].split(')').next());
+    targets.filter(|target| !target.contains("://")).filter_map(|target| target.split_once('#'))
+}
+
+fn heading(line: &str) -> Option<&str> {
+    line.strip_prefix('#').map(|rest| rest.trim_start_matches('#').trim())
+}
+
+/// The anchor that Markdown viewers give a heading.
+fn anchor(heading: &str) -> String {
+    let kept = heading.to_lowercase();
+    let kept = kept.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// The names in the last column of a table's row that have the form of a test's name.
+fn test_names(row: &str) -> impl Iterator<Item = &str> {
+    let column = row.trim_end_matches(" |").rsplit('|').next().unwrap_or_default();
+    column.split('`').skip(1).step_by(2).filter(|name| is_test(name))
+}
+
+fn is_test(name: &str) -> bool {
+    name.matches('_').count() > 2 && !name.contains(' ')
+}
+
+/// The name in a line such as `("a_fact", function),` of a list of facts.
+fn listed_test(line: &str) -> Option<&str> {
+    let (name, rest) = line.trim_start().strip_prefix("(\"")?.split_once('"')?;
+    (rest.starts_with(", ") && is_test(name)).then_some(name)
 }
 
 fn make_targets() -> Vec<String> {
