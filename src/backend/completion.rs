@@ -14,7 +14,6 @@
 //! [`ImageQueue`]: super::ImageQueue
 //! [`ImageQueue::on_completion`]: super::ImageQueue::on_completion
 
-use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -22,17 +21,12 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 
 use crate::waker::Waker;
 use crate::{Outcome, RequestId};
-use cleat_sys::buffer::Buffer;
 
 /// Makes both ends for a connection with at most `depth` requests in flight. `waker` wakes the
-/// connection's loop. With `direct`, a request may be replied to on the thread that completes it.
-pub fn channel(
-    waker: Waker,
-    depth: usize,
-    direct: Option<Arc<dyn DirectReply>>,
-) -> (Completer, Completions) {
+/// connection's loop.
+pub fn channel(waker: Waker, depth: usize) -> (Completer, Completions) {
     let (sender, receiver) = bounded(depth);
-    let signal = Arc::new(Signal { pending: AtomicBool::new(false), waker, direct });
+    let signal = Arc::new(Signal { pending: AtomicBool::new(false), waker });
     (Completer { sender, signal: Arc::clone(&signal) }, Completions { receiver, signal })
 }
 
@@ -55,34 +49,15 @@ struct Signal {
     /// The loop was woken and has not begun to take completions since: another wake-up is not needed.
     pending: AtomicBool,
     waker: Waker,
-    direct: Option<Arc<dyn DirectReply>>,
-}
-
-/// Replies to a request on the thread that completes it, while the connection's thread waits.
-pub trait DirectReply: Send + Sync + Debug {
-    /// Sends the reply to the request `id`, which has succeeded; `buffer` is what a read has filled.
-    /// Returns `false`, without having sent anything, unless the connection has offered this request.
-    /// Never blocks.
-    fn reply(&self, id: RequestId, buffer: Option<&mut Buffer>) -> bool;
-
-    /// Called after [`DirectReply::reply`] has returned `true` and the completion is in the queue.
-    /// Returns whether the connection's thread takes it without a wake-up.
-    fn replied(&self) -> bool;
 }
 
 impl Completer {
     /// Reports that an operation of the request `id` has ended. The request ends with `outcome` unless
-    /// its queue starts another operation for it. Never blocks. Returns whether the reply was sent on this
-    /// thread (see [`DirectReply`]), which a caller need not care about.
-    pub fn complete(&self, id: RequestId, mut outcome: Outcome) -> bool {
-        let direct = self.signal.direct.as_ref().filter(|_| outcome.result.is_ok());
-        let direct = direct.filter(|direct| direct.reply(id, outcome.buffer.as_mut()));
+    /// its queue starts another operation for it. Never blocks.
+    pub fn complete(&self, id: RequestId, outcome: Outcome) {
         // It fails only when the connection is gone; by the invariant there is room.
         let _ = self.sender.try_send((id, outcome));
-        if !direct.is_some_and(|direct| direct.replied()) {
-            self.signal.raise();
-        }
-        direct.is_some()
+        self.signal.raise();
     }
 
     /// Whether `other` belongs to the same connection.
@@ -117,6 +92,7 @@ impl Signal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cleat_sys::buffer::Buffer;
 
     const DONE: Outcome = Outcome { result: Ok(()), buffer: None };
 
@@ -129,7 +105,7 @@ mod tests {
     #[test]
     fn many_completions_are_one_wake_up_until_they_are_accepted() {
         let waker = Waker::new().unwrap();
-        let (completer, completions) = channel(waker.clone(), 4, None);
+        let (completer, completions) = channel(waker.clone(), 4);
         completer.complete(1, DONE);
         assert!(is_woken(&waker));
         waker.take();
@@ -147,12 +123,12 @@ mod tests {
     fn every_completion_is_taken_whatever_the_threads_interleave() {
         const EACH: usize = 20_000;
         let waker = Waker::new().unwrap();
-        let (completer, completions) = channel(waker.clone(), 2 * EACH, None);
+        let (completer, completions) = channel(waker.clone(), 2 * EACH);
         let mut taken = 0;
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 let completer = completer.clone();
-                scope.spawn(move || (0..EACH).for_each(|_| _ = completer.complete(0, DONE)));
+                scope.spawn(move || (0..EACH).for_each(|_| completer.complete(0, DONE)));
             }
             while taken < 2 * EACH {
                 use nix::poll::{PollFd, PollFlags, poll};
@@ -168,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_connection_that_is_gone_frees_what_completes_later() {
-        let (completer, completions) = channel(Waker::new().unwrap(), 1, None);
+        let (completer, completions) = channel(Waker::new().unwrap(), 1);
         drop(completions);
         let buffer = Some(Buffer::zeroed(512));
         completer.complete(0, Outcome { result: Ok(()), buffer });

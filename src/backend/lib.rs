@@ -41,7 +41,7 @@ mod waker;
 #[cfg(feature = "fault")]
 pub use capability::SetFault;
 pub use capability::{Extents, Resize, Shrink, SnapshotQuiesce};
-pub use completion::{Completer, Completions, DirectReply, channel};
+pub use completion::{Completer, Completions, channel};
 pub use factory::{
     Confinement, MAX_UNLOCKING, OpenOptions, confinement, fence as fence_of, inherit, open,
     prepare, rbd_library, store, store_for, unlocking,
@@ -209,13 +209,6 @@ pub trait ImageQueue {
     ) {
         let _ = ring;
         done.push((id, outcome));
-    }
-
-    /// Returns whether the running request `id` ends with its next completion, if that is a success.
-    /// Then the reply may be sent on the thread that completes it; see [`DirectReply`].
-    fn ends_with_next_completion(&self, id: RequestId) -> bool {
-        let _ = id;
-        false
     }
 }
 

@@ -1,5 +1,4 @@
-//! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter. (With one
-//! request at a time, `direct_reply` may have replied meanwhile.)
+//! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter.
 //!
 //! Bounds: `depth` requests are running or waiting to be answered; their payloads fit the budget of
 //! the pool. At either bound the loop stops reading until something has ended. It cannot stall for
@@ -18,7 +17,6 @@ use super::End;
 use super::block_status::BlockStatus;
 use super::buffer_pool::{BufferPool, LARGEST};
 use super::control::{Control, Desired};
-use super::direct_reply::{DirectReply, set_read_header};
 use super::in_flight::{InFlight, Running};
 use super::policy::ActivePolicy;
 use super::receive_buffer::{ReceiveBuffer, Write};
@@ -42,7 +40,6 @@ const WAKE: Token = Token(3);
 const TRIM: Token = Token(4);
 pub(super) const DEADLINE: Token = Token(5);
 pub(super) const CANCEL: Token = Token(6);
-pub(super) const LOOK: Token = Token(7);
 
 /// Ring entries beyond the backend's: one for each of these.
 const OWN_ENTRIES: u32 = 8;
@@ -88,12 +85,7 @@ pub(super) struct Connection {
     /// Running requests that are answered already.
     pub(super) answered: usize,
     wake_armed: bool,
-    pub(super) direct: Arc<DirectReply>,
     completions: Completions,
-    /// The request that another thread answers, or has, and that has not come back yet. Until it does,
-    /// nothing is parsed and so nothing sent.
-    pub(super) answered_elsewhere: Option<RequestId>,
-    pub(super) look_armed: bool,
     /// The pool's count of takes when the idle timer was set.
     trim_armed: Option<u64>,
     woken: Vec<(RequestId, Outcome)>,
@@ -157,11 +149,9 @@ impl Connection {
         let socket = ring.register(file.as_fd()).map_err(failed)?;
         let wake = ring.register(control.waker().descriptor()).map_err(failed)?;
         let file = Arc::new(file);
-        let direct = Arc::new(DirectReply::new(Arc::clone(&file), Arc::clone(&policy)));
         let depth = limits.depth as usize;
         let control_waker = control.waker().clone();
-        let (completer, completions) =
-            channel(control_waker.clone(), depth, Some(Arc::clone(&direct) as _));
+        let (completer, completions) = channel(control_waker.clone(), depth);
         let queue = image.queue(&mut ring, &completer)?;
         let clock_began_ns = cleat_statistics::now_ns().saturating_sub(policy.elapsed_ns());
         Ok(Self {
@@ -191,10 +181,7 @@ impl Connection {
             fail_io: false,
             answered: 0,
             wake_armed: false,
-            direct,
             completions,
-            answered_elsewhere: None,
-            look_armed: false,
             trim_armed: None,
             woken: Vec::with_capacity(depth),
             recorder,
@@ -247,16 +234,12 @@ impl Connection {
                 return Ok(());
             }
         }
-        let offered = self.offer();
         match self.due_ns() {
             Some(due_ns) => {
                 let left_ns = due_ns.saturating_sub(self.elapsed_ns());
                 self.ring.submit_and_wait_for(Duration::from_nanos(left_ns))?;
             }
             None => self.ring.submit_and_wait()?,
-        }
-        if offered {
-            self.take_back();
         }
         self.reap();
         Ok(())
@@ -313,7 +296,6 @@ impl Connection {
                 self.woken();
             }
             TRIM => self.trim_if_idle(),
-            LOOK => self.look_armed = false,
             DEADLINE if completion.result == -libc::ETIME => {
                 self.ending.get_or_insert(End::HandshakeTimeout);
             }
@@ -431,9 +413,6 @@ impl Connection {
     /// Understands and starts what has arrived, as far as the bounds allow.
     fn parse(&mut self) {
         self.hungry = false;
-        if self.answered_elsewhere.is_some() {
-            return;
-        }
         // Not only when woken: what was sent after the level was set is judged by it.
         self.set_fail_io(self.control.fail_io());
         let size = self.image.size();
@@ -580,9 +559,6 @@ impl Connection {
     pub(super) fn finish(&mut self, id: RequestId, outcome: Outcome) {
         let Some(Outcome { result, buffer }) = self.settle(id, outcome) else { return };
         let running = self.in_flight.remove(id);
-        if self.answered_elsewhere.take_if(|other| *other == id).is_some() {
-            return self.conclude(running, buffer);
-        }
         let Running { cookie, request, started_ns, answered, .. } = running;
         if answered {
             self.answered -= 1;
@@ -623,7 +599,13 @@ impl Connection {
                 if result.is_ok() =>
             {
                 assert_eq!(buffer.len() as u64, length, "a read is answered in full");
-                set_read_header(&mut buffer, self.agreed.structured, cookie, offset);
+                if self.agreed.structured {
+                    let length =
+                        u32::try_from(buffer.len()).expect("no payload is above MAX_PAYLOAD");
+                    buffer.set_header(&structured::read_header(cookie, offset, length));
+                } else {
+                    buffer.set_header(&simple_reply(cookie, Ok(())));
+                }
                 self.sending.push_buffer(buffer, &mut self.pool);
             }
             (buffer, request) => {

@@ -50,12 +50,6 @@ impl InFlight {
         self.places.get(ends.younger as usize)?.map(|running| running.started_ns)
     }
 
-    /// The request that is running, if it is a single one.
-    pub(super) fn only(&self) -> Option<(RequestId, &Running)> {
-        let id = self.ages[self.places.len()].younger;
-        (self.len() == 1).then_some(id).zip(self.places.get(id as usize)?.as_ref())
-    }
-
     /// Requests that are running.
     pub(super) fn len(&self) -> usize {
         self.places.len() - self.free.len()

@@ -19,7 +19,6 @@ pub mod serve;
 
 mod block_status;
 mod buffer_pool;
-mod direct_reply;
 mod in_flight;
 mod policy;
 mod retry;

@@ -69,11 +69,6 @@ impl Retries {
         }
     }
 
-    /// Whether there is no outage.
-    pub(super) fn is_quiet(&self) -> bool {
-        self.since_ns.is_none()
-    }
-
     /// When there is something to do, if no other event comes before.
     pub(super) fn due_ns(&self, patience_ns: u64) -> Option<u64> {
         let since_ns = self.since_ns?;

@@ -59,18 +59,6 @@ impl Sending {
         }
     }
 
-    /// Notes that `bytes` of the only reply that is queued have left by another way.
-    pub(super) fn skip(&mut self, bytes: usize, pool: &mut BufferPool) {
-        if self.broken {
-            return;
-        }
-        self.filling.advance(bytes);
-        if self.filling.unsent() == 0 {
-            self.queued = 0;
-            self.filling.take_buffers().for_each(|buffer| pool.give(buffer));
-        }
-    }
-
     /// Lets the ring send what is queued, unless it is at it. Returns whether a send began.
     pub(super) fn flush(&mut self, ring: &mut Ring, socket: FileSlot, token: Token) -> bool {
         if let Some(rest) = self.rest.take() {

@@ -186,7 +186,7 @@ impl LocalClient {
         let mut ring = Ring::new(entries).unwrap();
         let waker = Waker::new().unwrap();
         let wakes = ring.register(waker.descriptor()).unwrap();
-        let (completer, completions) = channel(waker.clone(), LIMIT, None);
+        let (completer, completions) = channel(waker.clone(), LIMIT);
         let queue = image.queue(&mut ring, &completer).unwrap();
         let in_flight = RefCell::new((0..LIMIT).map(|_| None).collect());
         Self { queue, ring, waker, completions, wakes, polling: false, in_flight }

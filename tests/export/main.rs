@@ -8,7 +8,7 @@
 )]
 
 mod data_path;
-mod direct_reply;
+mod foreign_threads;
 mod handover;
 mod interop;
 mod outage;

@@ -165,12 +165,6 @@ impl RbdQueue {
         }
     }
 
-    /// Whether the running operation is its request's last one, if it succeeds.
-    fn is_last(&self, task: &Task) -> bool {
-        let whole = task.progress + task.attempted == task.request.length;
-        task.flushing || !task.request.op.modifies() || whole && !self.ends_with_flush(task)
-    }
-
     /// Whether what is done has to be made durable before the request ends.
     fn ends_with_flush(&self, task: &Task) -> bool {
         task.request.flags.fua && !self.shared.durable_writes
@@ -253,10 +247,6 @@ impl ImageQueue for RbdQueue {
             self.tasks[id as usize] = None;
             done.push((id, Outcome { result: Err(IoError::Broken), buffer: None }));
         }
-    }
-
-    fn ends_with_next_completion(&self, id: RequestId) -> bool {
-        self.task(id).is_some_and(|task| self.is_last(&task))
     }
 
     fn on_completion(

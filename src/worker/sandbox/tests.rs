@@ -111,7 +111,7 @@ fn a_confined_process_can_serve() {
     // A thread, a ring, and the file that was open.
     let work = move || {
         let mut ring = Ring::new(8).unwrap();
-        let (completer, _completions) = channel(Waker::new().unwrap(), 1, None);
+        let (completer, _completions) = channel(Waker::new().unwrap(), 1);
         let mut queue = image.queue(&mut ring, &completer).unwrap();
         let flags = cleat_core::request::Flags { fua: true, ..Default::default() };
         let op = cleat_core::request::Op::Write;
