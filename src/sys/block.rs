@@ -1,8 +1,9 @@
 //! What only an ioctl or `statx` tells about a file or a block device.
 
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
+
+use rustix::fs::{AtFlags, StatxFlags, statx};
 
 mod raw {
     use nix::{ioctl_read, ioctl_read_bad, ioctl_readwrite};
@@ -84,19 +85,10 @@ pub struct DirectAlignment {
 /// # Errors
 /// What `statx` gives.
 pub fn direct_alignment(file: impl AsFd) -> io::Result<Option<DirectAlignment>> {
-    let mut result = MaybeUninit::<libc::statx>::zeroed();
-    // SAFETY: the path is a constant, terminated and empty, which AT_EMPTY_PATH allows; the kernel
-    // fills no more than one `statx`, and all-zero is a valid one, so it is initialised either way.
-    let result = unsafe {
-        let descriptor = file.as_fd().as_raw_fd();
-        let mask = libc::STATX_DIOALIGN;
-        let outcome =
-            libc::statx(descriptor, c"".as_ptr(), libc::AT_EMPTY_PATH, mask, result.as_mut_ptr());
-        nix::errno::Errno::result(outcome)?;
-        result.assume_init()
-    };
-    Ok((result.stx_mask & libc::STATX_DIOALIGN != 0).then_some(DirectAlignment {
-        memory: result.stx_dio_mem_align,
-        offset: result.stx_dio_offset_align,
+    let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
+    let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::DIOALIGN);
+    Ok(known.then_some(DirectAlignment {
+        memory: found.stx_dio_mem_align,
+        offset: found.stx_dio_offset_align,
     }))
 }

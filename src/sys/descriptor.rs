@@ -1,13 +1,14 @@
 //! Descriptors of foreign types, and facts about files that `std` cannot ask for.
 
-use std::ffi::CString;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd};
-use std::os::unix::ffi::OsStrExt;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use neli::socket::synchronous::NlSocketHandle;
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 /// A device number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -52,24 +53,8 @@ pub enum BackingDevice {
 /// # Errors
 /// What `statx` gives.
 pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
-    let mut found = MaybeUninit::<libc::statx>::zeroed();
-    // SAFETY: `path` ends with a zero byte, `found` is writable and of the type that is asked for.
-    let result = unsafe {
-        libc::statx(
-            libc::AT_FDCWD,
-            path.as_ptr(),
-            libc::AT_STATX_DONT_SYNC,
-            libc::STATX_TYPE,
-            found.as_mut_ptr(),
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: `statx` consists of integers, for which the zeroes it began with are valid.
-    let found = unsafe { found.assume_init() };
-    let is_block = u32::from(found.stx_mode) & libc::S_IFMT == libc::S_IFBLK;
+    let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE)?;
+    let is_block = FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice;
     Ok(match is_block {
         true => BackingDevice::Device(DeviceNumber {
             major: found.stx_rdev_major,
@@ -80,4 +65,22 @@ pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
             minor: found.stx_dev_minor,
         }),
     })
+}
+
+/// Takes ownership of a descriptor that the parent process left open for us, and keeps it from
+/// children. Works once in a process.
+///
+/// # Errors
+/// EBADF when it is not open; EBUSY when one was taken before.
+pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    // SAFETY: the number is only borrowed for this call, and fcntl checks that it is open.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
+    fcntl(borrowed, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    if TAKEN.swap(true, Ordering::Relaxed) {
+        return Err(Errno::EBUSY.into());
+    }
+    // SAFETY: open, as just seen; a descriptor from the parent has no owner in this process, and
+    // TAKEN keeps it from getting a second one.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }

@@ -11,7 +11,7 @@ pub mod descriptor;
 #[cfg(any(test, feature = "escape-attempts"))]
 pub mod escape_attempts;
 pub mod host;
-pub mod prctl;
+pub mod memory_lock;
 pub mod process;
 pub mod ring;
 pub mod send_list;

@@ -4,9 +4,14 @@
 //! with exactly the descriptors 0–2 and its channel.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
+
+use nix::sys::signal::{SigHandler, Signal, signal};
+use rustix::process::{
+    Pid, PidfdFlags, configure_io_flusher_behavior, pidfd_open, pidfd_send_signal,
+};
 
 /// A process, held by descriptor.
 #[derive(Debug)]
@@ -16,56 +21,34 @@ impl PidFd {
     /// Opens the process that has this number now.
     ///
     /// # Errors
-    /// ESRCH when there is none.
+    /// `ESRCH` when no process has it.
     pub fn open(pid: u32) -> io::Result<Self> {
-        let pid =
-            libc::pid_t::try_from(pid).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
-        // SAFETY: pidfd_open takes two integers and touches no memory of ours.
-        let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        if descriptor < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let descriptor = RawFd::try_from(descriptor)
-            .map_err(|_| io::Error::other("the kernel gave a descriptor out of range"))?;
-        // SAFETY: the kernel has just given us this descriptor (close-on-exec, pidfd_open(2)), and
-        // nobody else knows of it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(descriptor) }))
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
+        // Close-on-exec, as every pidfd (pidfd_open(2)).
+        Ok(Self(pidfd_open(pid, PidfdFlags::empty())?))
     }
 
     /// Ends the process with SIGKILL. A process that has ended already is success.
     ///
     /// # Errors
-    /// EPERM when it is not ours to end.
+    /// `EPERM` when this process may not end it.
     pub fn kill(&self) -> io::Result<()> {
-        // SAFETY: the descriptor is open as long as `self`; a null siginfo is what
-        // pidfd_send_signal(2) documents for the behaviour of kill(2).
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.0.as_raw_fd(),
-                libc::SIGKILL,
-                std::ptr::null::<libc::siginfo_t>(),
-                0,
-            )
-        };
-        match result {
-            0 => Ok(()),
-            _ => match io::Error::last_os_error() {
-                error if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
-                error => Err(error),
-            },
+        match pidfd_send_signal(&self.0, rustix::process::Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
         }
     }
 
-    /// The descriptor; readable once every thread of the process has ended.
+    /// Returns the descriptor. It becomes readable once every thread of the process has ended.
     pub fn into_descriptor(self) -> OwnedFd {
         self.0
     }
 
-    /// Another descriptor of the same process.
+    /// Returns another descriptor of the same process.
     ///
     /// # Errors
-    /// When the process has no descriptor left.
+    /// `EMFILE` when this process has no descriptor left.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
     }
@@ -77,17 +60,22 @@ impl AsFd for PidFd {
     }
 }
 
-/// Field 22 of /proc/pid/stat. The second field, the command, may hold anything but ends with the
-/// last parenthesis (proc_pid_stat(5)).
+/// Returns when the process `pid` started, in clock ticks since boot: field 22 of /proc/PID/stat
+/// (proc_pid_stat(5)). Together with the pid it names one process of one boot.
 ///
 /// # Errors
-/// When there is no such process, or it cannot be looked at.
+/// `NotFound` when no process has that number; what /proc gives otherwise.
 pub fn started_ticks(pid: u32) -> io::Result<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let rest = stat.rsplit_once(')').map(|(_, rest)| rest);
-    rest.and_then(|rest| rest.split_whitespace().nth(19))
-        .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::other("cannot read /proc/pid/stat"))
+    let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
+    parse_started_ticks(&stat).ok_or_else(|| io::Error::other("cannot read /proc/pid/stat"))
+}
+
+/// The second field, the command, is in parentheses and may hold any bytes: other parentheses, and
+/// text that is not UTF-8. So the fields are counted from the last parenthesis.
+fn parse_started_ticks(stat: &[u8]) -> Option<u64> {
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    let fields = std::str::from_utf8(&stat[end + 1..]).ok()?;
+    fields.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
 /// The pid namespace of this process.
@@ -114,6 +102,25 @@ pub fn exit_now(code: u8) -> ! {
     unsafe { libc::_exit(code.into()) }
 }
 
+/// Marks this thread, and every thread that it starts later, as part of the path by which dirty pages
+/// reach storage: its memory allocations do not wait for dirty pages to be written
+/// (PR_SET_IO_FLUSHER, prctl(2)).
+///
+/// # Errors
+/// `EPERM` without CAP_SYS_RESOURCE; `EINVAL` before Linux 5.6.
+pub fn set_io_flusher() -> io::Result<()> {
+    Ok(configure_io_flusher_behavior(true)?)
+}
+
+/// Makes a signal do nothing, here and in children.
+///
+/// # Errors
+/// EINVAL for signals that cannot be ignored.
+pub fn ignore_signal(which: Signal) -> io::Result<()> {
+    // SAFETY: SIG_IGN installs no handler, so no code of ours runs in signal context.
+    unsafe { signal(which, SigHandler::SigIgn) }.map(drop).map_err(io::Error::from)
+}
+
 /// Starts `command` in a session of its own, with `channel` as the descriptor `number` and none
 /// other above it.
 ///
@@ -135,11 +142,8 @@ pub fn spawn_with_channel(
         } else if unsafe { libc::dup2(source, number) } < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: setsid takes nothing and is async-signal-safe. It fails only for a group leader,
-        // which a process fresh from fork is not.
-        if unsafe { libc::setsid() } < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        // Async-signal-safe. Fails only for a group leader, which a process fresh from fork is not.
+        nix::unistd::setsid()?;
         // Everything above must not leak into the worker, whoever forgot O_CLOEXEC. Marked rather
         // than closed: the standard library's own pipe must live until exec.
         // SAFETY: close_range takes integers. ENOSYS before Linux 5.9 is harmless.
@@ -167,6 +171,15 @@ mod tests {
     fn ended(pidfd: &PidFd, timeout_ms: u16) -> bool {
         let mut set = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
         poll(&mut set, PollTimeout::from(timeout_ms)).unwrap() == 1
+    }
+
+    #[test]
+    fn the_start_time_follows_a_command_of_any_bytes() {
+        let fields: Vec<String> = (3..=52).map(|field: u32| field.to_string()).collect();
+        let stat = [b"7 (a) b\xff (c) ", fields.join(" ").as_bytes(), b"\n"].concat();
+        assert_eq!(parse_started_ticks(&stat), Some(22));
+        assert_eq!(parse_started_ticks(b"7 (a) S 1"), None);
+        assert!(started_ticks(std::process::id()).unwrap() > 0);
     }
 
     #[test]

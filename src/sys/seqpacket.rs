@@ -4,10 +4,14 @@
 //! whatever else is wrong with the packet.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
-use nix::errno::Errno;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
+use rustix::cmsg_space;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
 
 /// The most descriptors that one packet may carry: those of every connection that a worker can have, or
 /// of every piece of a volume in memory, and a few more.
@@ -27,14 +31,14 @@ pub fn send(
     descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
     if descriptors.len() > MAX_DESCRIPTORS {
-        return Err(Errno::EINVAL.into());
+        return Err(io::ErrorKind::InvalidInput.into());
     }
-    let raw: Vec<RawFd> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
-    let rights = [ControlMessage::ScmRights(&raw)];
-    let control = if raw.is_empty() { &[][..] } else { &rights[..] };
-    let slices = [IoSlice::new(bytes)];
-    let sent =
-        sendmsg::<UnixAddr>(socket.as_raw_fd(), &slices, control, MsgFlags::MSG_NOSIGNAL, None)?;
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
     if sent == bytes.len() { Ok(()) } else { Err(io::Error::other("a packet was sent in part")) }
 }
 
@@ -45,19 +49,16 @@ pub fn send(
 /// `WouldBlock` on a non-blocking socket; `InvalidData` for a packet or a set of descriptors that
 /// does not fit.
 pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut space = nix::cmsg_space!([RawFd; ROOM]);
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(ROOM))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut slices = [IoSliceMut::new(buffer)];
-    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-    let message = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
-    let cut = message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
+    let message = recvmsg(socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let cut = message.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
     let length = message.bytes;
     let mut descriptors = Vec::new();
-    if let Ok(control) = message.cmsgs() {
-        for part in control {
-            if let ControlMessageOwned::ScmRights(raw) = part {
-                // SAFETY: recvmsg has just put these descriptors into our table for us alone.
-                descriptors.extend(raw.into_iter().map(|raw| unsafe { OwnedFd::from_raw_fd(raw) }));
-            }
+    for part in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = part {
+            descriptors.extend(received);
         }
     }
     if cut || descriptors.len() > MAX_DESCRIPTORS {
@@ -69,8 +70,11 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, AsRawFd};
+
+    use nix::sys::socket::{
+        AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, socketpair,
+    };
 
     fn pair() -> (OwnedFd, OwnedFd) {
         let flags = SockFlag::SOCK_CLOEXEC;
@@ -112,7 +116,14 @@ mod tests {
         let raw = vec![write_end.as_raw_fd(); MAX_DESCRIPTORS + 1];
         let rights = [ControlMessage::ScmRights(&raw)];
         let bytes = [IoSlice::new(b"x")];
-        sendmsg::<UnixAddr>(a.as_raw_fd(), &bytes, &rights, MsgFlags::empty(), None).unwrap();
+        nix::sys::socket::sendmsg::<UnixAddr>(
+            a.as_raw_fd(),
+            &bytes,
+            &rights,
+            MsgFlags::empty(),
+            None,
+        )
+        .unwrap();
         drop(write_end);
         let error = receive(b.as_fd(), &mut [0; 16]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);

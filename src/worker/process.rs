@@ -34,7 +34,7 @@ use cleat_backend::{
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
-use cleat_sys::prctl;
+use cleat_sys::{descriptor, memory_lock, process};
 use cleat_telemetry::Log;
 
 /// How long a new worker waits to be told what to do, in milliseconds.
@@ -75,14 +75,14 @@ pub fn main() -> u8 {
 }
 
 fn inherited_channel() -> Result<Channel> {
-    let descriptor = prctl::inherited_descriptor(CHANNEL_FD)
+    let descriptor = descriptor::inherited_descriptor(CHANNEL_FD)
         .map_err(|e| Error::from_io(format!("descriptor {CHANNEL_FD} is not a channel"), e))?;
     Channel::new(descriptor)
 }
 
 fn start(channel: &Channel) -> Result<Session> {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGPIPE] {
-        prctl::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
+        process::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
     }
     let First { start, listener, page, inheritance } = first_message(channel)?;
     // Before the confinement, since it may open a socket.
@@ -215,6 +215,6 @@ fn settle(name: &str) {
     attempt("set its name", nix::sys::prctl::set_name(&title).map_err(io::Error::from));
     attempt("forbid core dumps", setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(io::Error::from));
     attempt("lower its OOM score", std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ));
-    attempt("become an I/O flusher (CAP_SYS_RESOURCE)", prctl::set_io_flusher());
-    attempt("lock its memory (CAP_IPC_LOCK or RLIMIT_MEMLOCK)", prctl::lock_touched_memory());
+    attempt("become an I/O flusher (CAP_SYS_RESOURCE)", process::set_io_flusher());
+    attempt("lock its memory (CAP_IPC_LOCK or RLIMIT_MEMLOCK)", memory_lock::lock_touched_memory());
 }

@@ -1,52 +1,9 @@
-//! What a process sets for itself where no crate has a safe call.
+//! Keeps the memory of a process from being swapped out.
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use nix::sys::signal::{SigHandler, Signal, signal};
-
-/// Marks this thread, and every thread that it starts, as part of the way by which dirty pages reach
-/// storage: its allocations do not wait for such pages to be written (PR_SET_IO_FLUSHER, prctl(2)).
-///
-/// # Errors
-/// EPERM without CAP_SYS_RESOURCE; EINVAL before Linux 5.6.
-pub fn set_io_flusher() -> io::Result<()> {
-    // linux/prctl.h; libc does not have it.
-    const PR_SET_IO_FLUSHER: libc::c_int = 57;
-    // SAFETY: this prctl takes integers and touches no memory of ours.
-    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
-    Errno::result(result).map(drop).map_err(io::Error::from)
-}
-
-/// Makes a signal do nothing, here and in children.
-///
-/// # Errors
-/// EINVAL for signals that cannot be ignored.
-pub fn ignore_signal(which: Signal) -> io::Result<()> {
-    // SAFETY: SIG_IGN installs no handler, so no code of ours runs in signal context.
-    unsafe { signal(which, SigHandler::SigIgn) }.map(drop).map_err(io::Error::from)
-}
-
-/// Takes ownership of a descriptor that the parent process left open for us, and keeps it from
-/// children. Works once in a process.
-///
-/// # Errors
-/// EBADF when it is not open; EBUSY when one was taken before.
-pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
-    static TAKEN: AtomicBool = AtomicBool::new(false);
-    // SAFETY: the number is only borrowed for this call, and fcntl checks that it is open.
-    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
-    fcntl(borrowed, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
-    if TAKEN.swap(true, Ordering::Relaxed) {
-        return Err(Errno::EBUSY.into());
-    }
-    // SAFETY: open, as just seen; a descriptor from the parent has no owner in this process, and
-    // TAKEN keeps it from getting a second one.
-    Ok(unsafe { OwnedFd::from_raw_fd(number) })
-}
+use nix::sys::mman::{MlockAllFlags, mlockall, munlockall};
 
 /// Keeps what is mapped now in memory, page by page from its first use on; memory that is mapped
 /// later is not concerned, nor are stacks and the allocator's reserves.
@@ -54,12 +11,10 @@ pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
 /// # Errors
 /// EPERM or ENOMEM where RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
 pub fn lock_touched_memory() -> io::Result<()> {
-    // SAFETY: locking changes no content and no mapping.
-    let result = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_ONFAULT) };
-    Errno::result(result)?;
+    mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT))?;
     unlock_reserves().inspect_err(|_| {
-        // SAFETY: as above.
-        unsafe { libc::munlockall() };
+        // The caller learns of the first failure.
+        let _ = munlockall();
     })
 }
 
@@ -118,8 +73,7 @@ mod tests {
             return;
         }
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        // SAFETY: as above.
-        unsafe { libc::munlockall() };
+        munlockall().unwrap();
         let locked = |name: &str| {
             let start = maps.find(name).unwrap();
             let flags = maps[start..].lines().find(|line| line.starts_with("VmFlags:")).unwrap();

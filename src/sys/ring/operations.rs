@@ -1,0 +1,167 @@
+//! The operations that a ring offers.
+
+use std::time::Duration;
+
+use io_uring::{opcode, squeue, types};
+
+use super::{FileSlot, Owned, Ring, Token};
+use crate::buffer::Buffer;
+use crate::send_list::SendList;
+
+impl Ring {
+    /// Reads at `offset` into `buffer[from..]` of the payload.
+    ///
+    /// # Errors
+    /// Gives the buffer back when the ring is full.
+    pub fn read(
+        &mut self,
+        file: FileSlot,
+        buffer: Buffer,
+        from: usize,
+        offset: u64,
+        token: Token,
+    ) -> Result<(), Buffer> {
+        let (start, len) = part(&buffer, from);
+        let entry = opcode::Read::new(types::Fixed(file.0), start, len).offset(offset).build();
+        self.push_buffer(entry, buffer, token)
+    }
+
+    /// Writes `buffer[from..]` of the payload at `offset`; with `durable`, as by `O_DSYNC`.
+    ///
+    /// # Errors
+    /// Gives the buffer back when the ring is full.
+    pub fn write(
+        &mut self,
+        file: FileSlot,
+        buffer: Buffer,
+        from: usize,
+        offset: u64,
+        durable: bool,
+        token: Token,
+    ) -> Result<(), Buffer> {
+        let (start, len) = part(&buffer, from);
+        let flags = if durable { libc::RWF_DSYNC } else { 0 };
+        let entry = opcode::Write::new(types::Fixed(file.0), start, len)
+            .offset(offset)
+            .rw_flags(flags)
+            .build();
+        self.push_buffer(entry, buffer, token)
+    }
+
+    /// Makes the file's data durable (`fdatasync`). Returns whether there was room.
+    #[must_use]
+    pub fn fdatasync(&mut self, file: FileSlot, token: Token) -> bool {
+        let entry =
+            opcode::Fsync::new(types::Fixed(file.0)).flags(types::FsyncFlags::DATASYNC).build();
+        self.push(entry, Owned::Nothing, token).is_ok()
+    }
+
+    /// `fallocate(mode)` on a range. Returns whether there was room.
+    #[must_use]
+    pub fn fallocate(
+        &mut self,
+        file: FileSlot,
+        mode: i32,
+        offset: u64,
+        len: u64,
+        token: Token,
+    ) -> bool {
+        let entry =
+            opcode::Fallocate::new(types::Fixed(file.0), len).offset(offset).mode(mode).build();
+        self.push(entry, Owned::Nothing, token).is_ok()
+    }
+
+    /// Lets the kernel read a range ahead (`POSIX_FADV_WILLNEED`). Returns whether there was room.
+    #[must_use]
+    pub fn read_ahead(&mut self, file: FileSlot, offset: u64, len: u32, token: Token) -> bool {
+        let advice = libc::POSIX_FADV_WILLNEED;
+        let entry = opcode::Fadvise::new(types::Fixed(file.0), len.into(), advice);
+        self.push(entry.offset(offset).build(), Owned::Nothing, token).is_ok()
+    }
+
+    /// Receives from a stream socket into `buffer[from..]`: what is there, at least one byte (zero
+    /// at its end); with `whole`, all of it unless the stream ends.
+    ///
+    /// # Errors
+    /// Gives the buffer back when the ring is full.
+    pub fn receive(
+        &mut self,
+        socket: FileSlot,
+        buffer: Buffer,
+        from: usize,
+        whole: bool,
+        token: Token,
+    ) -> Result<(), Buffer> {
+        let (start, len) = part(&buffer, from);
+        let flags = if whole { libc::MSG_WAITALL } else { 0 };
+        let entry = opcode::Recv::new(types::Fixed(socket.0), start, len).flags(flags).build();
+        self.push_buffer(entry, buffer, token)
+    }
+
+    /// Sends what is left of `send_list` to a stream socket. May end short.
+    ///
+    /// # Errors
+    /// Gives the pieces back when the ring is full.
+    pub fn send(
+        &mut self,
+        socket: FileSlot,
+        mut send_list: Box<SendList>,
+        token: Token,
+    ) -> Result<(), Box<SendList>> {
+        // On a stream, MSG_WAITALL makes io_uring go on after a partial send by itself.
+        let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL).cast_unsigned();
+        let message = send_list.message();
+        let entry = opcode::SendMsg::new(types::Fixed(socket.0), message).flags(flags).build();
+        self.push(entry, Owned::SendList(send_list), token).map_err(|owned| match owned {
+            Owned::SendList(send_list) => send_list,
+            _ => unreachable!("what was pushed comes back"),
+        })
+    }
+
+    /// Completes once when `file` is readable. Returns whether there was room.
+    #[must_use]
+    pub fn poll_readable(&mut self, file: FileSlot, token: Token) -> bool {
+        let events = libc::POLLIN.cast_unsigned();
+        let entry = opcode::PollAdd::new(types::Fixed(file.0), u32::from(events)).build();
+        self.push(entry, Owned::Nothing, token).is_ok()
+    }
+
+    /// Completes with `-ETIME` after `time`. Returns whether there was room.
+    #[must_use]
+    pub fn timeout(&mut self, time: Duration, token: Token) -> bool {
+        let time = Box::new(types::Timespec::from(time));
+        let entry = opcode::Timeout::new(&raw const *time).build();
+        self.push(entry, Owned::Time { _time: time }, token).is_ok()
+    }
+
+    /// Asks the kernel to end the operation with token `target`, which then completes with
+    /// `-ECANCELED` unless it was faster. The request itself completes under `token`. Returns
+    /// whether there was such an operation, and room.
+    #[must_use]
+    pub fn cancel(&mut self, target: Token, token: Token) -> bool {
+        let index = self.in_flight.iter().position(|slot| slot.token == Some(target));
+        let Some(index) = index else { return false };
+        let entry = opcode::AsyncCancel::new(index as u64).build();
+        self.push(entry, Owned::Nothing, token).is_ok()
+    }
+
+    fn push_buffer(
+        &mut self,
+        entry: squeue::Entry,
+        buffer: Buffer,
+        token: Token,
+    ) -> Result<(), Buffer> {
+        self.push(entry, Owned::Buffer(buffer), token).map_err(|owned| match owned {
+            Owned::Buffer(buffer) => buffer,
+            _ => unreachable!("what was pushed comes back"),
+        })
+    }
+}
+
+/// Where an operation on `buffer[from..]` begins, and how long it is.
+fn part(buffer: &Buffer, from: usize) -> (*mut u8, u32) {
+    assert!(from <= buffer.len(), "from {from} in a payload of {}", buffer.len());
+    let len = u32::try_from(buffer.len() - from).expect("payloads are below 4 GiB");
+    // SAFETY: `from` is inside the payload, so inside the allocation.
+    (unsafe { buffer.payload_ptr().add(from) }, len)
+}
