@@ -33,24 +33,24 @@ pub fn code(kind: ErrorKind) -> u8 {
 /// Every exit code with its meaning, for the manual and the help.
 pub const TABLE: [(u8, &str); 16] = [
     (OK, "done"),
-    (1, "something failed that should not have: I/O, an answer of the kernel, a defect"),
+    (1, "an unexpected failure: I/O, an answer of the kernel, a defect in cleat"),
     (2, "wrong usage or argument: option, URI, option key, size"),
     (3, "no such mapping, volume, device or file"),
     (4, "a mapping or a volume of that name exists with other properties"),
     (5, "the device or the volume is in use; the message names the holders"),
-    (6, "another operation on the same volume is under way, or a signal ended this one; try again"),
+    (6, "another operation on the same volume is in progress, or a signal ended this one; try again"),
     (7, "a permission or a capability is missing"),
     (8, "a part of the system is missing: kernel module, library, feature"),
     (9, "the daemon or the backend cannot be reached"),
-    (10, "a time limit ended the call"),
-    (11, "no room: disk, memory, devices"),
-    (12, "fenced: somebody else owns the volume now"),
+    (10, "the deadline of the call has passed"),
+    (11, "no space or memory left, or no free device"),
+    (12, "fenced: another client owns the volume now"),
     (DOCTOR_WARNING, "doctor: the worst finding is a warning"),
     (DOCTOR_ERROR, "doctor: at least one finding is an error"),
     (
         LEFT_BEHIND,
-        "unmap --force: done, but somebody still holds the device, or it is not known \
-         whether the volume has got its last request",
+        "unmap --force: done, but a process still holds the device, or it is not proved \
+         that the volume has received its last request",
     ),
 ];
 

@@ -138,7 +138,7 @@ map, set, resize, status TARGET: a mapping
   dead_connection_timeout_s on_outage iops bytes_per_s fenced outage quiesce quiet worker_pid
   worker_version last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
-  fenced   true: somebody else owns the volume now; the state is failed, until it is mapped anew
+  fenced   true: another client owns the volume now; the state is failed until it is mapped again
   outage   {since_unix_ms, reason, queued, policy}: the backend cannot be reached; or null
   quiesce  whether it is made quiet for snapshots
   quiet    {since_unix_ms, hook}: it is, just now; hook is null where its file systems are frozen
