@@ -38,7 +38,10 @@ pub const TABLE: [(u8, &str); 16] = [
     (3, "no such mapping, volume, device or file"),
     (4, "a mapping or a volume of that name exists with other properties"),
     (5, "the device or the volume is in use; the message names the holders"),
-    (6, "another operation on the same volume is in progress, or a signal ended this one; try again"),
+    (
+        6,
+        "another operation on the same volume is in progress, or a signal ended this one; try again",
+    ),
     (7, "a permission or a capability is missing"),
     (8, "a part of the system is missing: kernel module, library, feature"),
     (9, "the daemon or the backend cannot be reached"),
