@@ -34,6 +34,8 @@ const REPAIR_KEY: &str = "cleat-repair";
 #[derive(Debug, Clone)]
 pub(super) struct Client {
     node: NodeClient<Channel>,
+    #[cfg(feature = "fault")]
+    channel: Channel,
     socket: PathBuf,
 }
 
@@ -77,7 +79,18 @@ impl Client {
             .connect_with_connector(connector)
             .await
             .map_err(|error| no_grpc(socket).with_source(error))?;
-        Ok(Self { node: NodeClient::new(channel), socket: socket.to_owned() })
+        Ok(Self {
+            node: NodeClient::new(channel.clone()),
+            #[cfg(feature = "fault")]
+            channel,
+            socket: socket.to_owned(),
+        })
+    }
+
+    /// The connection, for services beside the control API.
+    #[cfg(feature = "fault")]
+    pub(super) fn channel(&self) -> Channel {
+        self.channel.clone()
     }
 
     /// Makes one call, for at most `timeout`.

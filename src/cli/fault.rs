@@ -3,6 +3,7 @@
 use super::Globals;
 use super::client::{self, QUERY_TIMEOUT};
 use cleat_api::v1::SetFaultRequest;
+use cleat_api::v1::faults_client::FaultsClient;
 use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
@@ -17,7 +18,7 @@ Examples:
 
 /// Replace the faults that a `fault:` volume injects (for tests)
 #[derive(Debug, clap::Args)]
-#[command(hide = !cfg!(feature = "fault"), after_long_help = EXAMPLES)]
+#[command(after_long_help = EXAMPLES)]
 pub(super) struct Fault {
     /// The mapping's name, its device or its URI
     target: String,
@@ -35,7 +36,8 @@ pub(super) struct Fault {
 pub(super) fn run(globals: &Globals, args: Fault) -> Result<()> {
     let request = SetFaultRequest { target: args.target, plan: args.plan };
     client::run(globals, async |client| {
-        client.call(QUERY_TIMEOUT, async |mut node| node.set_fault(request).await).await
+        let mut faults = FaultsClient::new(client.channel());
+        client.call(QUERY_TIMEOUT, async |_| faults.set_fault(request).await).await
     })?;
     Ok(())
 }

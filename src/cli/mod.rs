@@ -10,6 +10,7 @@ mod client;
 mod completions;
 mod doctor;
 pub mod exit;
+#[cfg(feature = "fault")]
 mod fault;
 mod fence;
 mod ls;
@@ -116,6 +117,7 @@ enum Command {
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fence(fence::Fence),
+    #[cfg(feature = "fault")]
     Fault(fault::Fault),
     Completions(completions::Completions),
     Man(man::Man),
@@ -157,6 +159,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fence(args) => fence::run(globals, args),
+        #[cfg(feature = "fault")]
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args),

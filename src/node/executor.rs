@@ -94,6 +94,7 @@ impl Executor {
     ///
     /// # Errors
     /// `Unsupported` for any other volume.
+    #[cfg(feature = "fault")]
     pub async fn set_fault(&self, target: &str, plan: &str, deadline: Instant) -> Result<()> {
         operations::set_options::set_fault(&self.context, target, plan, deadline).await
     }

@@ -66,6 +66,7 @@ pub enum ToWorker {
     /// Follow another policy from now on, what waits already included. Answered by `Done`.
     SetPolicy(Policy),
     /// Replace the injected faults. Answered by `Done`.
+    #[cfg(feature = "fault")]
     SetFault { plan: String },
     /// Answered by `Done`: the worker's control thread is alive.
     Ping,

@@ -343,6 +343,7 @@ impl Session {
                 self.start.policy = policy;
                 Ok(FromWorker::Done)
             }
+            #[cfg(feature = "fault")]
             ToWorker::SetFault { plan } => {
                 set_fault(&*self.image, &plan).map(|()| FromWorker::Done)
             }
@@ -532,14 +533,13 @@ impl Session {
 }
 
 /// Replaces the injected faults of a volume that can inject faults.
+#[cfg(feature = "fault")]
 fn set_fault(image: &dyn Image, plan: &str) -> Result<()> {
-    #[cfg(feature = "fault")]
-    if let Some(faults) = image.set_fault() {
-        return faults.set_fault(plan);
-    }
-    let _ = (image, plan);
-    Err(Error::new(ErrorKind::Unsupported, "this volume injects no faults")
-        .with_repair("map it as fault:<uri>, with a binary built with the feature `fault`"))
+    let faults = image.set_fault().ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "this volume injects no faults")
+            .with_repair("map the volume as fault:URI")
+    })?;
+    faults.set_fault(plan)
 }
 
 /// Makes events of the data path wake a poll. The thread ends with the server.

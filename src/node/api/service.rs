@@ -346,24 +346,26 @@ impl api::node_server::Node for Admin {
         })
         .await
     }
+}
 
-    async fn set_fault(
+impl Admin {
+    /// Replaces the faults that a `fault:` volume injects.
+    #[cfg(feature = "fault")]
+    pub(super) async fn set_fault(
         &self,
-        request: Request<api::SetFaultRequest>,
+        target: String,
+        plan: String,
     ) -> Result<Response<api::SetFaultResponse>, Status> {
-        let request = request.into_inner();
-        let target = checked(validate::target(request.target))?;
+        let target = checked(validate::target(target))?;
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
         self.detached(deadline, async move {
-            executor.set_fault(&target, &request.plan, deadline).await?;
+            executor.set_fault(&target, &plan, deadline).await?;
             Ok(api::SetFaultResponse {})
         })
         .await
     }
-}
 
-impl Admin {
     fn deadline(&self, timeout_ms: u32) -> Result<Instant, Status> {
         Ok(Instant::now() + checked(validate::timeout(timeout_ms, self.timeout))?)
     }

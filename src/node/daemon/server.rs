@@ -16,7 +16,11 @@ pub(crate) async fn serve(
     calls: Arc<Calls>,
     stopped: oneshot::Receiver<()>,
 ) {
+    #[cfg(feature = "fault")]
+    let for_faults = admin.clone();
     let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
+    #[cfg(feature = "fault")]
+    let service = crate::api::faults::WithFaults::new(service, for_faults);
     let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);
     let served = tonic::transport::Server::builder()
         .concurrency_limit_per_connection(256)

@@ -3,7 +3,7 @@
 use tokio::time::Instant;
 
 use crate::context::Context;
-use crate::find::{get, lock_mapped, not_mapped};
+use crate::find::{get, lock_mapped};
 use crate::mapping::View;
 use crate::records::store;
 use crate::status::publish;
@@ -15,6 +15,7 @@ use cleat_worker::protocol::ToWorker;
 ///
 /// # Errors
 /// `Unsupported` for any other volume.
+#[cfg(feature = "fault")]
 pub(crate) async fn set_fault(
     cx: &Context,
     target: &str,
@@ -23,7 +24,7 @@ pub(crate) async fn set_fault(
 ) -> Result<()> {
     let mapping = get(cx, target, deadline).await?;
     let guard = lock_mapped(&mapping).await?;
-    let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&mapping))?;
+    let worker = guard.worker.as_ref().ok_or_else(|| crate::find::not_mapped(&mapping))?;
     let command = ToWorker::SetFault { plan: plan.to_owned() };
     mapping.giving_way(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
 }

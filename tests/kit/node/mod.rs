@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
+use cleat_api::v1::faults_client::FaultsClient;
 use cleat_api::v1::node_client::NodeClient;
 use cleat_api::v1::{
     GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, SetFaultRequest,
@@ -167,8 +168,8 @@ impl Machine {
     pub fn try_start(&self, halt: Option<Halt>) -> cleat_core::error::Result<Supervisor> {
         let runtime = runtime();
         let node = runtime.block_on(Node::start(&self.config, self.parts(halt)))?;
-        let client = runtime.block_on(connect(self.config.socket()));
-        Ok(Supervisor { node: Some(node), client, runtime: Some(runtime) })
+        let channel = runtime.block_on(connect(self.config.socket()));
+        Ok(Supervisor { node: Some(node), channel, runtime: Some(runtime) })
     }
 
     fn parts(&self, halt: Option<Halt>) -> Parts {
@@ -236,7 +237,7 @@ impl Drop for Machine {
 /// A running supervisor, and a client of it.
 pub struct Supervisor {
     node: Option<Node>,
-    client: NodeClient<Channel>,
+    channel: Channel,
     runtime: Option<Runtime>,
 }
 
@@ -275,7 +276,7 @@ impl Supervisor {
     }
 
     pub fn client(&self) -> NodeClient<Channel> {
-        self.client.clone()
+        NodeClient::new(self.channel.clone())
     }
 
     pub fn map(&self, name: &str, uri: &str) -> Result<Mapping, Status> {
@@ -307,7 +308,8 @@ impl Supervisor {
     /// Replaces the faults of `a`, a `fault:` volume.
     pub fn set_fault(&self, plan: &str) {
         let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
-        self.block_on(self.client().set_fault(request)).unwrap();
+        let mut faults = FaultsClient::new(self.channel.clone());
+        self.block_on(faults.set_fault(request)).unwrap();
     }
 
     /// What the one mapping that there is counts.
@@ -401,11 +403,11 @@ fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-async fn connect(socket: PathBuf) -> NodeClient<Channel> {
+async fn connect(socket: PathBuf) -> Channel {
     let connector = tower::service_fn(move |_| {
         let socket = socket.clone();
         async move { UnixStream::connect(socket).await.map(TokioIo::new) }
     });
     let endpoint = Endpoint::from_static("http://cleat.invalid");
-    NodeClient::new(endpoint.connect_with_connector(connector).await.unwrap())
+    endpoint.connect_with_connector(connector).await.unwrap()
 }

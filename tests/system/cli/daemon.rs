@@ -255,9 +255,4 @@ impl Node for Fake {
         self.note(Seen::SetOptions(request.into_inner()));
         Ok(Response::new(mapping("data", 0)))
     }
-
-    async fn set_fault(&self, _: Request<v1::SetFaultRequest>) -> Answer<v1::SetFaultResponse> {
-        self.refused()?;
-        Ok(Response::new(v1::SetFaultResponse {}))
-    }
 }
