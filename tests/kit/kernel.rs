@@ -1,4 +1,4 @@
-//! The suite of the kernel trait: what the real kernel and the simulated one must both do.
+//! The test suite of the `Kernel` trait, run against the real kernel and the simulated one.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -8,11 +8,11 @@ use cleat_core::error::ErrorKind;
 use cleat_kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kernel, KernelEvent};
 
 use crate::nbd::server::{FLAGS, Server, hangs_up};
-use crate::wait::LIMIT as PATIENCE;
+use crate::wait::LIMIT;
 
 pub const SIZE: u64 = 4 << 20;
 
-/// A mapped device and what serves it.
+/// A mapped device and the server of its connections.
 pub struct Mapped<'a> {
     pub kernel: &'a dyn Kernel,
     pub index: DeviceIndex,
@@ -21,7 +21,7 @@ pub struct Mapped<'a> {
 }
 
 pub fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + LIMIT
 }
 
 pub fn identity(name: &str) -> Identity {
@@ -35,7 +35,7 @@ pub fn spec(name: &str, sockets: Vec<OwnedFd>) -> ConnectSpec {
         block_size: 4096,
         transmission_flags: FLAGS,
         identity: identity(name),
-        dead_connection_timeout: PATIENCE,
+        dead_connection_timeout: LIMIT,
         request_timeout: Duration::ZERO,
         replay_delay: Some(Duration::from_millis(500)),
     }
@@ -61,23 +61,23 @@ impl Mapped<'_> {
 
     pub fn disconnect(&self) {
         self.kernel.disconnect(self.index, &self.identity, soon()).unwrap();
-        assert!(!self.is_listed(), "still there after its disconnect");
+        assert!(!self.is_listed(), "the device is listed after its disconnect");
     }
 }
 
-/// What both kernels must do.
+/// Runs all checks.
 pub fn suite(kernel: &dyn Kernel) {
-    a_device_lives_and_goes(kernel);
-    devices_do_not_mix(kernel);
-    many_at_once(kernel);
+    a_device_is_connected_and_disconnected(kernel);
+    two_devices_are_independent(kernel);
+    devices_connect_and_disconnect_concurrently(kernel);
     another_identity_is_refused(kernel);
-    sockets_that_nobody_needs_are_dropped(kernel);
-    a_dead_connection_is_told_and_replaced(kernel);
-    growth_shows(kernel);
-    the_impossible_is_refused(kernel);
+    an_unneeded_replacement_socket_is_closed(kernel);
+    a_dead_connection_is_reported_and_replaced(kernel);
+    a_resize_changes_the_device_size(kernel);
+    a_connect_without_sockets_or_with_size_0_is_refused(kernel);
 }
 
-fn a_device_lives_and_goes(kernel: &dyn Kernel) {
+fn a_device_is_connected_and_disconnected(kernel: &dyn Kernel) {
     let mapped = connect(kernel, "lives", 1);
     let paths = mapped.ready();
     assert_eq!(paths.node.to_str().unwrap(), format!("/dev/nbd{}", mapped.index));
@@ -90,10 +90,10 @@ fn a_device_lives_and_goes(kernel: &dyn Kernel) {
     mapped.disconnect();
     assert!(mapped.server.ended_in_order(1), "the kernel sends NBD_CMD_DISC");
     mapped.disconnect();
-    assert!(!paths.symlink.exists(), "{} is left behind", paths.symlink.display());
+    assert!(!paths.symlink.exists(), "{} still exists", paths.symlink.display());
 }
 
-/// Who uses the device once udev has looked at it.
+/// Returns the holders of the device after udev's probes have closed it.
 pub fn settled_holders(kernel: &dyn Kernel, index: DeviceIndex) -> Vec<Holder> {
     let deadline = soon();
     loop {
@@ -105,7 +105,7 @@ pub fn settled_holders(kernel: &dyn Kernel, index: DeviceIndex) -> Vec<Holder> {
     }
 }
 
-fn devices_do_not_mix(kernel: &dyn Kernel) {
+fn two_devices_are_independent(kernel: &dyn Kernel) {
     let (one, two) = (connect(kernel, "one", 1), connect(kernel, "two", 4));
     assert_ne!(one.index, two.index);
     assert_ne!(one.ready().symlink, two.ready().symlink);
@@ -115,7 +115,7 @@ fn devices_do_not_mix(kernel: &dyn Kernel) {
     assert!(two.server.ended_in_order(4), "the kernel ends each connection");
 }
 
-fn many_at_once(kernel: &dyn Kernel) {
+fn devices_connect_and_disconnect_concurrently(kernel: &dyn Kernel) {
     let names: Vec<String> = (0..20).map(|n| format!("many-{n}")).collect();
     std::thread::scope(|scope| {
         for name in &names {
@@ -140,7 +140,7 @@ fn another_identity_is_refused(kernel: &dyn Kernel) {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotFound);
     let refused = kernel.resize(mapped.index, &other, 2 * SIZE);
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotFound);
-    // Success, because that identity is not connected; and the device is untouched.
+    // The call succeeds because that identity is not connected, and the device is unchanged.
     kernel.disconnect(mapped.index, &other, soon()).unwrap();
     assert!(mapped.is_listed());
     mapped.ready();
@@ -149,17 +149,17 @@ fn another_identity_is_refused(kernel: &dyn Kernel) {
     assert_eq!(gone.unwrap_err().kind(), ErrorKind::NotFound);
 }
 
-fn sockets_that_nobody_needs_are_dropped(kernel: &dyn Kernel) {
+fn an_unneeded_replacement_socket_is_closed(kernel: &dyn Kernel) {
     let mapped = connect(kernel, "enough", 2);
     mapped.ready();
     let (ours, theirs) = UnixStream::pair().unwrap();
     kernel.reconfigure(mapped.index, &mapped.identity, vec![OwnedFd::from(theirs)]).unwrap();
-    assert!(hangs_up(&ours, PATIENCE), "the kernel keeps a socket without need");
+    assert!(hangs_up(&ours, LIMIT), "the kernel keeps a socket that it does not need");
     kernel.flush(mapped.index, soon()).unwrap();
     mapped.disconnect();
 }
 
-fn a_dead_connection_is_told_and_replaced(kernel: &dyn Kernel) {
+fn a_dead_connection_is_reported_and_replaced(kernel: &dyn Kernel) {
     let events = kernel.events().unwrap();
     let mapped = connect(kernel, "revived", 1);
     mapped.ready();
@@ -167,12 +167,12 @@ fn a_dead_connection_is_told_and_replaced(kernel: &dyn Kernel) {
     let deadline = soon();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match events.recv_timeout(left).expect("the kernel tells of the dead connection") {
+        match events.recv_timeout(left).expect("an event for the dead connection") {
             KernelEvent::LinkDead(index) if index == mapped.index => break,
             _ => {}
         }
     }
-    assert!(mapped.is_listed(), "a device outlives its connections");
+    assert!(mapped.is_listed(), "a device remains without connections");
     let replacement = mapped.server.connection();
     kernel.reconfigure(mapped.index, &mapped.identity, vec![replacement]).unwrap();
     kernel.flush(mapped.index, soon()).unwrap();
@@ -180,7 +180,7 @@ fn a_dead_connection_is_told_and_replaced(kernel: &dyn Kernel) {
     mapped.disconnect();
 }
 
-fn growth_shows(kernel: &dyn Kernel) {
+fn a_resize_changes_the_device_size(kernel: &dyn Kernel) {
     let mapped = connect(kernel, "grows", 1);
     mapped.ready();
     mapped.server.grow(2 * SIZE);
@@ -192,7 +192,7 @@ fn growth_shows(kernel: &dyn Kernel) {
     mapped.disconnect();
 }
 
-fn the_impossible_is_refused(kernel: &dyn Kernel) {
+fn a_connect_without_sockets_or_with_size_0_is_refused(kernel: &dyn Kernel) {
     let none = kernel.connect(spec("impossible", Vec::new())).unwrap_err();
     assert_eq!(none.kind(), ErrorKind::InvalidArgument);
     let server = Server::new(SIZE);

@@ -1,14 +1,14 @@
-//! How much memory a process has for itself.
+//! The memory that a process uses for itself.
 
-/// Keeps huge pages from the children of this process, as `cleat node` keeps them from its own. What a
-/// process touches before it can do so itself is rounded up to them, where they are given unasked.
+/// Disables transparent huge pages for this process and its children, as `cleat node` does for itself.
+/// Without this, memory that a child touches before it disables them is rounded up to huge pages.
 pub fn without_huge_pages() {
     nix::sys::prctl::set_thp_disable(true).unwrap();
 }
 
-/// KiB that are a process's own: what it has written to. Pages of files are left out, those of the
-/// program above all: how many of them are there, and whether they count as written to, is the page
-/// cache's doing, and of a program that was built a moment ago most are.
+/// Returns the process's own memory in KiB: the pages that it has written to, without file pages. The
+/// page cache decides how many file pages of the program are resident and dirty, and after a build
+/// most of them are.
 pub fn own_kib(pid: u32) -> u64 {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
     let kib = |key| -> u64 {

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-/// The time limit of everything that a test waits for and that has no limit of its own. It is far
-/// longer than anything takes on a busy machine.
+/// The time limit of waits that have no limit of their own. It is far longer than any of them takes on
+/// a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// The pause between two looks at a condition.
+/// The pause between two evaluations of a condition.
 const INTERVAL: Duration = Duration::from_millis(10);
 
 /// Waits until `condition` is true, and panics with `what` after [`LIMIT`].
@@ -20,7 +20,7 @@ pub fn wait_until(what: &str, condition: impl FnMut() -> bool) {
 pub fn wait_at_most(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
     while !condition() {
-        assert!(Instant::now() < deadline, "waited {limit:?} in vain: {what}");
+        assert!(Instant::now() < deadline, "timed out after {limit:?}: {what}");
         std::thread::sleep(INTERVAL);
     }
 }

@@ -1,4 +1,4 @@
-//! What a supervisor does, in the fewest words: starts the real binary and speaks to it.
+//! A minimal supervisor: starts the real worker binary and exchanges messages with it.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -21,7 +21,7 @@ use nix::sys::socket::{
 };
 use tempfile::TempDir;
 
-/// A worker process and our end of its channel.
+/// A worker process and the test's end of its channel.
 pub struct Worker {
     pub child: Child,
     pub channel: Option<OwnedFd>,
@@ -56,12 +56,12 @@ pub fn seqpacket_pair() -> (OwnedFd, OwnedFd) {
 }
 
 impl Worker {
-    /// A process that has been told nothing.
+    /// Starts a worker process and sends it nothing.
     pub fn launch() -> Self {
         Self::launch_with(&[])
     }
 
-    /// The same, with something in its environment.
+    /// Starts a worker process with these environment variables and sends it nothing.
     pub fn launch_with(environment: &[(&str, &str)]) -> Self {
         let (ours, theirs) = seqpacket_pair();
         let mut command = Command::new(crate::binary::cleat());
@@ -73,7 +73,7 @@ impl Worker {
         Self { child, channel: Some(ours), page, directory }
     }
 
-    /// A process with an open volume.
+    /// Starts a worker process that has opened the volume `uri`.
     pub fn ready(uri: &str) -> (Self, Ready) {
         let worker = Self::launch();
         worker.send_start(&start_message(uri));
@@ -83,7 +83,7 @@ impl Worker {
         }
     }
 
-    /// A process that serves `count` connections: our ends of them.
+    /// Starts a worker process that serves `count` connections, and returns the test's ends of them.
     pub fn serving(uri: &str, count: usize) -> (Self, Vec<UnixStream>) {
         let (mut worker, _) = Self::ready(uri);
         let sockets = worker.serve(count);
@@ -124,7 +124,7 @@ impl Worker {
     }
 
     pub fn receive(&self) -> FromWorker {
-        receive(self.channel.as_ref().unwrap()).expect("the channel has ended").0
+        receive(self.channel.as_ref().unwrap()).expect("the channel is open").0
     }
 
     pub fn call(&self, command: &ToWorker) -> FromWorker {
@@ -132,7 +132,7 @@ impl Worker {
         self.receive()
     }
 
-    /// Says goodbye without a word, and has a new supervisor's connection.
+    /// Closes the channel without a message, and connects as a new supervisor does.
     pub fn connect(&self) -> OwnedFd {
         let socket = seqpacket();
         connect(socket.as_raw_fd(), &self.address()).unwrap();
@@ -149,26 +149,26 @@ impl Worker {
         ready
     }
 
-    /// Waits for the end of the process.
+    /// Waits until the process exits, for at most 60 s, and returns its status.
     pub fn exit(&mut self) -> ExitStatus {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(Instant::now() < deadline, "the worker did not end");
+            assert!(Instant::now() < deadline, "the worker did not exit");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// What it wrote to stderr, after its end.
+    /// Returns what the worker wrote to stderr. Call it after the process has exited.
     pub fn log(&mut self) -> String {
         let mut log = String::new();
         self.child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
         log
     }
 
-    /// A line of /proc/PID/status.
+    /// Returns the value of `key` in `/proc/PID/status`.
     pub fn status(&self, key: &str) -> String {
         let status = std::fs::read_to_string(self.proc("status")).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix(&format!("{key}:")));
@@ -205,7 +205,7 @@ pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) 
     receive(channel).unwrap()
 }
 
-/// The next message, soon; `None` at the end of the channel.
+/// Waits for the next message, for at most 60 s. Returns `None` at the end of the channel.
 pub fn receive(channel: &OwnedFd) -> Option<(FromWorker, Vec<OwnedFd>)> {
     let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
     assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)), Ok(1), "no answer in time");

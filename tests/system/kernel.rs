@@ -7,7 +7,7 @@ use cleat_kernel::sim::{Call, Fault, Script, SimKernel};
 use cleat_kernel::{Holder, Kernel};
 use test_kit::kernel::{SIZE, connect, identity, soon, spec, suite};
 use test_kit::nbd::server::Server;
-use test_kit::wait::LIMIT as PATIENCE;
+use test_kit::wait::LIMIT;
 
 #[test]
 fn simulated_kernel() {
@@ -79,7 +79,7 @@ fn simulated_hangs_end_at_their_deadline() {
     let (start, limit) = (Instant::now(), Duration::from_millis(200));
     let hung = kernel.disconnect(mapped.index, &mapped.identity, start + limit).unwrap_err();
     assert_eq!(hung.kind(), ErrorKind::TimedOut);
-    assert!(start.elapsed() >= limit && start.elapsed() < PATIENCE);
+    assert!(start.elapsed() >= limit && start.elapsed() < LIMIT);
     assert!(mapped.is_listed(), "it had no effect");
 
     kernel.inject(Call::Disconnect, Fault::LateEffect);

@@ -1,7 +1,8 @@
-//! A small Ceph cluster for tests: one monitor, one OSD in memory, cephx; up in a few seconds.
+//! A small Ceph cluster for tests: one monitor, one OSD in memory, cephx. It starts within seconds.
 //!
-//! `tests/kit/ceph/cluster` makes it and holds it; this starts that and speaks to it. The cluster ends
-//! with the [`Cluster`], or with the process: the script's standard input ends then.
+//! `tests/kit/ceph/cluster` creates and runs the cluster; this module starts that script and sends it
+//! commands. The cluster stops when the [`Cluster`] is dropped or the process exits, because the
+//! script's standard input is closed then.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 /// The pool that [`Cluster::ID`] may use.
 pub const POOL: &str = "volumes";
 
-/// The client that may use [`POOL`], as `profile rbd` allows, and nothing else.
+/// The client that may use [`POOL`] with `profile rbd`, and no other pool.
 pub const ID: &str = "volumes";
 
 /// A running cluster.
@@ -24,12 +25,12 @@ pub struct Cluster {
 #[derive(Debug)]
 struct Script {
     process: Child,
-    /// `None` once it was told to end.
+    /// `None` after the script has been asked to stop.
     commands: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
 }
 
-/// The cluster that the tests of this process share. It lasts as long as the process.
+/// Returns the cluster that the tests of this process share. It runs until the process exits.
 pub fn shared() -> &'static Cluster {
     static SHARED: OnceLock<Cluster> = OnceLock::new();
     SHARED.get_or_init(Cluster::start)
@@ -38,18 +39,18 @@ pub fn shared() -> &'static Cluster {
 /// Set in processes that run under valgrind.
 const VALGRIND: &str = "CLEAT_TEST_VALGRIND";
 
-/// Whether this process runs under valgrind, where everything takes twenty times as long.
+/// Returns whether this process runs under valgrind, where everything takes twenty times as long.
 pub fn is_under_valgrind() -> bool {
     std::env::var_os(VALGRIND).is_some()
 }
 
-/// Runs the tests of this executable whose names begin so once more, under valgrind: nothing is lost,
-/// and nothing is read that was freed.
+/// Runs the tests of this executable whose names start with one of `tests` once more, under valgrind,
+/// and checks that no memory is lost and that no freed memory is read.
 pub fn run_under_valgrind(tests: &[&str]) {
     let output = Command::new("valgrind")
         .args(["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"])
         .args(["--error-exitcode=9", "--num-callers=25"])
-        .arg(std::env::current_exe().expect("it is known"))
+        .arg(std::env::current_exe().expect("the path of this executable"))
         .arg("--test-threads=1")
         .args(tests)
         .env(VALGRIND, "1")
@@ -63,12 +64,12 @@ pub fn run_under_valgrind(tests: &[&str]) {
 }
 
 impl Cluster {
-    /// Starts a cluster of its own, for a test that breaks it.
+    /// Starts a cluster that only the caller uses, for a test that stops its daemons.
     pub fn start() -> Self {
         Self::start_in("memory")
     }
 
-    /// Starts one whose OSD finds its data again when it was killed.
+    /// Starts a cluster whose OSD keeps its data on disk, and has it again after it was killed.
     pub fn start_on_disk() -> Self {
         Self::start_in("disk")
     }
@@ -77,8 +78,8 @@ impl Cluster {
         Self::start_by(&Path::new(env!("CARGO_MANIFEST_DIR")).join("ceph/cluster"), store)
     }
 
-    /// As the others, by a copy of the script, where this directory is not at hand: `memory` or
-    /// `disk`.
+    /// Starts a cluster by a copy of the script, for callers without access to this directory.
+    /// `store` is `memory` or `disk`.
     pub fn start_by(script: &Path, store: &str) -> Self {
         let mut process = Command::new(script)
             .arg(store)
@@ -87,7 +88,7 @@ impl Cluster {
             .spawn()
             .expect("tests/kit/ceph/cluster starts (it needs python3)");
         let commands = process.stdin.take();
-        let answers = BufReader::new(process.stdout.take().expect("it is a pipe"));
+        let answers = BufReader::new(process.stdout.take().expect("standard output is a pipe"));
         let mut script = Script { process, commands, answers };
         let first = script.line();
         let Some(directory) = first.strip_prefix("directory ") else {
@@ -107,55 +108,57 @@ impl Cluster {
         self.directory.join(format!("{id}.keyring"))
     }
 
-    /// Does something to a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`; or
-    /// `start mgr`, without which there are no quotas.
+    /// Sends a command for a daemon: `stop osd`, `kill mon`, `start mon`, `pause osd`, `resume osd`, or
+    /// `start mgr`. Quotas need the manager.
     pub fn tell(&self, command: &str) {
         let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
-        let commands = script.commands.as_mut().expect("it was not told to end");
-        writeln!(commands, "{command}").expect("the script listens");
+        let commands = script.commands.as_mut().expect("the script was not asked to stop");
+        writeln!(commands, "{command}").expect("the script reads commands");
         assert_eq!(script.line(), "ok", "{command}");
     }
 
-    /// Runs `ceph` as the administrator and returns what it says.
+    /// Runs `ceph` as the administrator and returns its standard output.
     pub fn ceph(&self, arguments: &[&str]) -> String {
         let said = self.run("ceph", &[&["--connect-timeout", "60"], arguments].concat());
         String::from_utf8(said.expect("ceph succeeds")).expect("UTF-8")
     }
 
-    /// Makes another pool for images. That there is one already is no error.
+    /// Creates another pool for images. A pool of that name that exists already is no error.
     pub fn make_pool(&self, name: &str) {
         self.ceph(&["osd", "pool", "create", name, "8"]);
         self.ceph(&["osd", "pool", "application", "enable", name, "rbd"]);
     }
 
-    /// Runs `rbd` as the administrator and returns what it writes to its standard output.
+    /// Runs `rbd` as the administrator and returns its standard output.
     ///
     /// # Errors
-    /// What it complains of, when it fails.
+    /// The exit status and the standard error output of a command that fails.
     pub fn rbd(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
         self.run("rbd", arguments)
     }
 
-    /// As [`Cluster::rbd`], for `rados`.
+    /// Runs `rados` as [`Cluster::rbd`] runs `rbd`.
     ///
     /// # Errors
-    /// What it complains of, when it fails.
+    /// The exit status and the standard error output of a command that fails.
     pub fn rados(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
         self.run("rados", arguments)
     }
 
-    /// Does what a message recommends: the `ceph auth caps` in it, as a shell reads it.
+    /// Runs the command `ceph auth caps` that an error message recommends, in a shell.
     ///
     /// # Errors
-    /// What is complained of.
+    /// A message without such a command, or the standard error output of the command.
     pub fn grant(&self, message: &str) -> Result<(), String> {
-        let (_, rest) = message.split_once("ceph auth caps ").ok_or("it recommends nothing")?;
-        let (command, _) = rest.split_once(" (instead").ok_or("it has no end")?;
+        let (_, rest) =
+            message.split_once("ceph auth caps ").ok_or("the message recommends no command")?;
+        let (command, _) =
+            rest.split_once(" (instead").ok_or("the recommended command has no end")?;
         let script =
             format!("ceph --connect-timeout 60 --id admin --conf \"$1\" auth caps {command}");
         let mut shell = Command::new("sh");
         shell.arg("-c").arg(script).arg("sh").arg(self.conf()).env_remove("CEPH_ARGS");
-        let output = shell.output().expect("a shell");
+        let output = shell.output().expect("sh starts");
         let complaint = String::from_utf8_lossy(&output.stderr);
         output.status.success().then_some(()).ok_or_else(|| complaint.into_owned())
     }
@@ -179,7 +182,7 @@ impl Cluster {
 impl Script {
     fn line(&mut self) -> String {
         let mut line = String::new();
-        self.answers.read_line(&mut line).expect("the script speaks UTF-8");
+        self.answers.read_line(&mut line).expect("the script writes UTF-8");
         line.trim_end().to_owned()
     }
 }

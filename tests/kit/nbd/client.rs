@@ -1,4 +1,5 @@
-//! A connection that begins in transmission, as the kernel's driver has it, to a server in this process.
+//! A client of a server in this process. The connection starts in the transmission phase, as one of
+//! the kernel's driver does.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -50,7 +51,7 @@ impl Client {
         bytes
     }
 
-    /// Whether nothing has come.
+    /// Returns whether the server has sent nothing.
     pub fn is_silent(&mut self) -> bool {
         self.stream.set_nonblocking(true).unwrap();
         let silent = self.stream.read(&mut [0; 1]).is_err();
@@ -59,7 +60,7 @@ impl Client {
     }
 }
 
-/// How the next connection ends.
+/// Waits for the end of the next connection to end, and returns how it ended.
 pub fn end(events: &Receiver<Event>) -> End {
     let Event::ConnectionEnded { end, .. } = events.recv_timeout(LIMIT).unwrap();
     end

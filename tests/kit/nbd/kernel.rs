@@ -13,7 +13,7 @@ pub const TRIM: u16 = 4;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// Sends a request of 28 bytes and perhaps a payload.
+/// Sends a request header of 28 bytes, and the payload `data`.
 pub fn send(socket: &UnixStream, command: u16, cookie: u64, offset: u64, length: u32, data: &[u8]) {
     let mut request = Vec::with_capacity(28 + data.len());
     request.extend(REQUEST_MAGIC.to_be_bytes());
@@ -27,7 +27,7 @@ pub fn send(socket: &UnixStream, command: u16, cookie: u64, offset: u64, length:
     socket.write_all(&request).unwrap();
 }
 
-/// Reads a reply's header: its cookie and error.
+/// Reads a reply's header, and returns its cookie and error.
 pub fn reply(mut socket: &UnixStream) -> (u64, u32) {
     socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let mut header = [0; 16];
@@ -55,12 +55,12 @@ pub fn simple(socket: &UnixStream, command: u16, offset: u64, length: u32) -> u3
     reply(socket).1
 }
 
-/// What the driver sends before it shuts a socket down.
+/// Sends `NBD_CMD_DISC`, as the driver does before it shuts a socket down.
 pub fn disconnect(socket: &UnixStream) {
     send(socket, DISCONNECT, 4, 0, 0, &[]);
 }
 
-/// Whether the other side has closed.
+/// Waits for at most 60 s and returns whether the peer has closed the connection.
 pub fn is_closed(mut socket: &UnixStream) -> bool {
     socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     !matches!(socket.read(&mut [0]), Ok(1..))

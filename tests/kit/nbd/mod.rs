@@ -1,5 +1,5 @@
-//! NBD spoken by hand: a client and a server that share no code with the project's protocol crate,
-//! so that a mistake there does not cancel itself out.
+//! An NBD client and server that share no code with the project's protocol crate, so that a mistake in
+//! that crate is not hidden by the same mistake here.
 
 #[cfg(feature = "daemon")]
 pub mod client;

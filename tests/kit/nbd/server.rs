@@ -1,5 +1,5 @@
-//! A tiny NBD server for the far ends of kernel sockets: transmission phase only, bytes in a `Vec`,
-//! a thread a connection. Independent of the crate's own server on purpose.
+//! A small NBD server for the remote ends of kernel sockets: transmission phase only, data in a `Vec`,
+//! one thread per connection. It shares no code with the crate's own server, on purpose.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -53,7 +53,7 @@ impl Server {
         theirs.into()
     }
 
-    /// Ends every connection at once, as a worker that dies.
+    /// Closes every connection at once, as the death of a worker does.
     pub fn cut(&self) {
         for stream in self.0.state.lock().unwrap().streams.drain(..) {
             let _ = stream.shutdown(Shutdown::Both);
@@ -61,17 +61,17 @@ impl Server {
         self.wait(|state| state.alive == 0);
     }
 
-    /// Makes room for a larger device.
+    /// Extends the volume, for a larger device.
     pub fn grow(&self, size: u64) {
         self.0.state.lock().unwrap().data.resize(usize::try_from(size).unwrap(), 0);
     }
 
-    /// What the volume holds there.
+    /// Returns `length` bytes of the volume at `offset`.
     pub fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
         self.0.state.lock().unwrap().data[offset..offset + length].to_vec()
     }
 
-    /// Waits until that many connections have ended by NBD_CMD_DISC.
+    /// Waits until `connections` connections have ended by `NBD_CMD_DISC`. Returns `false` after 30 s.
     pub fn ended_in_order(&self, connections: usize) -> bool {
         self.wait(|state| state.ended_in_order == connections)
     }
@@ -97,7 +97,7 @@ impl Drop for Server {
     }
 }
 
-/// Serves until the end. Returns whether it came by NBD_CMD_DISC.
+/// Serves requests until the connection ends. Returns whether it ended by `NBD_CMD_DISC`.
 fn serve(shared: &Shared, mut stream: UnixStream) -> std::io::Result<bool> {
     loop {
         let mut header = [0; 28];
@@ -126,7 +126,7 @@ fn serve(shared: &Shared, mut stream: UnixStream) -> std::io::Result<bool> {
     }
 }
 
-/// Whether the other end of `stream` is closed within `limit`.
+/// Waits for at most `limit` and returns whether the peer of `stream` has closed the connection.
 pub fn hangs_up(stream: &UnixStream, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
     while Instant::now() < deadline {

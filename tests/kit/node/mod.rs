@@ -1,5 +1,5 @@
-//! A machine to test on: directories, a simulated kernel, real workers, and a supervisor that can
-//! crash.
+//! A simulated machine for tests: directories, a simulated kernel, real worker processes, and a
+//! supervisor that the test can crash.
 
 mod upgrade;
 
@@ -30,20 +30,20 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 pub use crate::process::{is_alive, kill};
-pub use crate::wait::{LIMIT as PATIENCE, wait_until};
+pub use crate::wait::{LIMIT, wait_until};
 
 pub const SIZE: u64 = 1 << 20;
 
-/// The machine. What is on it survives the supervisor.
+/// The simulated machine. Its directories, kernel and workers outlive the supervisor.
 pub struct Machine {
     pub directory: tempfile::TempDir,
     pub kernel: SimKernel,
     pub config: Config,
     pub boot_id: String,
     pub seed: u64,
-    /// A variable of the environment that workers are started with.
+    /// An environment variable that workers are started with.
     pub variable: Option<(&'static str, &'static str)>,
-    /// How many supervisors have asked for the kernel.
+    /// The number of supervisors that have requested the kernel.
     pub asked_for: Arc<AtomicU64>,
 }
 
@@ -79,7 +79,7 @@ impl Machine {
         Self { directory, kernel, config, boot_id, seed, variable: None, asked_for: Arc::default() }
     }
 
-    /// A volume in a file, as its URI.
+    /// Creates a file of [`SIZE`] bytes and returns its `file:` URI.
     pub fn volume(&self, name: &str) -> String {
         let path = self.path(name);
         File::create(&path).unwrap().set_len(SIZE).unwrap();
@@ -90,19 +90,20 @@ impl Machine {
         self.directory.path().join(name)
     }
 
-    /// Starts a supervisor.
+    /// Starts a supervisor, or panics.
     pub fn start(&self) -> Supervisor {
         self.start_with(None)
     }
 
     pub fn start_with(&self, halt: Option<Halt>) -> Supervisor {
-        Self::once_free(|| self.try_start(halt.clone()))
+        Self::retry_while_in_use(|| self.try_start(halt.clone()))
     }
 
-    /// A worker that another test is just starting has, between fork and exec, copies of this
-    /// supervisor's descriptors too: a crashed one's lock and socket may last a moment longer.
-    fn once_free<T>(mut start: impl FnMut() -> cleat_core::error::Result<T>) -> T {
-        let until = Instant::now() + PATIENCE;
+    /// Calls `start` until it does not report `InUse`. Between fork and exec, a worker that another
+    /// test starts has copies of this supervisor's descriptors, so the lock and the socket of a
+    /// crashed supervisor may exist a moment longer.
+    fn retry_while_in_use<T>(mut start: impl FnMut() -> cleat_core::error::Result<T>) -> T {
+        let until = Instant::now() + LIMIT;
         loop {
             match start() {
                 Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
@@ -113,8 +114,8 @@ impl Machine {
         }
     }
 
-    /// Starts one that stops for ever at the `nth` point that it passes after its
-    /// start; says when it is there.
+    /// Starts a supervisor that halts for ever at the `nth` point that it passes after its start, and
+    /// sends the name of that point to the receiver.
     pub fn start_halting(&self, nth: u64) -> (Supervisor, std::sync::mpsc::Receiver<String>) {
         let (sender, receiver) = std::sync::mpsc::channel();
         let passed = AtomicU64::new(0);
@@ -133,10 +134,10 @@ impl Machine {
         (supervisor, receiver)
     }
 
-    /// Starts one that crashes at the `nth` point that it passes while it starts. Says where that
-    /// was; `None` when it came up before.
+    /// Starts a supervisor that crashes at the `nth` point that it passes while it starts. Returns the
+    /// name of the point, or `None` when the start completed before it.
     pub fn crash_while_starting(&self, nth: u64) -> Option<String> {
-        Self::once_free(|| self.try_crash_while_starting(nth))
+        Self::retry_while_in_use(|| self.try_crash_while_starting(nth))
     }
 
     fn try_crash_while_starting(&self, nth: u64) -> cleat_core::error::Result<Option<String>> {
@@ -190,15 +191,17 @@ impl Machine {
         }
     }
 
-    /// The executable, under a name of this machine's own, by which its workers are told apart.
+    /// Returns the path of a symlink to the executable that only this machine uses; its workers are
+    /// identified by it.
     fn executable(&self) -> PathBuf {
         let name = self.path("cleat");
-        // There already, after the first start.
+        // The symlink exists after the first start.
         let _ = std::os::unix::fs::symlink(crate::binary::cleat(), &name);
         name
     }
 
-    /// Every worker process of this machine that runs now. A zombie has no command line.
+    /// Returns every worker process of this machine that runs. A zombie has no command line, and is not
+    /// returned.
     pub fn workers(&self) -> Vec<u32> {
         let executable = self.executable();
         let started = executable.as_os_str().as_encoded_bytes();
@@ -211,18 +214,18 @@ impl Machine {
         pids.filter(ours).collect()
     }
 
-    /// Nothing of cleat is left: no device, no record, no socket, no process.
+    /// Checks that nothing of cleat is left: no device, no record, no socket, no process.
     pub fn assert_clean(&self) {
         let busy: Vec<_> =
             self.kernel.devices().unwrap().into_iter().filter(|device| device.connected).collect();
-        assert!(busy.is_empty(), "devices are left: {busy:?}");
+        assert!(busy.is_empty(), "devices are still connected: {busy:?}");
         for directory in
             [self.config.state_dir.join("mappings"), self.config.runtime_dir.join("workers")]
         {
             let left: Vec<_> = std::fs::read_dir(&directory).unwrap().flatten().collect();
-            assert!(left.is_empty(), "left in {}: {left:?}", directory.display());
+            assert!(left.is_empty(), "{} is not empty: {left:?}", directory.display());
         }
-        wait_until("workers end", || self.workers().is_empty());
+        wait_until("all workers have exited", || self.workers().is_empty());
     }
 }
 
@@ -234,7 +237,7 @@ impl Drop for Machine {
     }
 }
 
-/// A running supervisor, and a client of it.
+/// A running supervisor, and a client connected to it.
 pub struct Supervisor {
     node: Option<Node>,
     channel: Channel,
@@ -242,7 +245,7 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Ends as a crash ends: in the middle of everything.
+    /// Stops the supervisor as a crash does, without any cleanup.
     pub fn crash(mut self) {
         let node = self.node.take();
         let runtime = self.runtime.take().unwrap();
@@ -250,7 +253,7 @@ impl Supervisor {
         drop(node);
     }
 
-    /// Ends as SIGTERM ends it.
+    /// Stops the supervisor as SIGTERM does.
     pub fn shut_down(mut self) {
         let node = self.node.take().unwrap();
         self.runtime().block_on(node.shutdown());
@@ -305,14 +308,14 @@ impl Supervisor {
         self.block_on(self.client().get(request)).map(tonic::Response::into_inner)
     }
 
-    /// Replaces the faults of `a`, a `fault:` volume.
+    /// Replaces the fault plan of the mapping `a`, a `fault:` volume.
     pub fn set_fault(&self, plan: &str) {
         let request = SetFaultRequest { target: "a".into(), plan: plan.into() };
         let mut faults = FaultsClient::new(self.channel.clone());
         self.block_on(faults.set_fault(request)).unwrap();
     }
 
-    /// What the one mapping that there is counts.
+    /// Returns the statistics of the only mapping.
     pub fn stats(&self) -> VolumeStats {
         let mut stats =
             self.block_on(self.client().stats(StatsRequest::default())).unwrap().into_inner();
@@ -320,20 +323,23 @@ impl Supervisor {
     }
 
     pub fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + LIMIT;
         loop {
             let mapping = self.get(target).unwrap();
             if mapping.state() == state {
                 return mapping;
             }
-            assert!(Instant::now() < until, "{target} does not become {state:?}: {mapping:?}");
+            assert!(
+                Instant::now() < until,
+                "{target} did not reach the state {state:?} in time: {mapping:?}"
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 }
 
-/// Waits until a call has come to where its supervisor halts, and says where that is; `None` when
-/// the call ended before.
+/// Waits until the supervisor that serves `call` halts, and returns the name of the point; `None` when
+/// the call returned before.
 pub fn wait_halted<T>(
     halted: &std::sync::mpsc::Receiver<String>,
     call: &tokio::task::JoinHandle<T>,
@@ -358,12 +364,12 @@ pub fn request(name: &str, uri: &str) -> MapRequest {
     }
 }
 
-/// A request to unmap by force.
+/// Returns a request to unmap by force.
 pub fn forced(target: &str) -> UnmapRequest {
     UnmapRequest { target: target.into(), force: true, ..UnmapRequest::default() }
 }
 
-/// Claims a file as a worker does, or fails where somebody has.
+/// Claims a file as a worker does. Fails if another process holds the claim.
 pub fn claim(file: &File) -> nix::Result<()> {
     #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
     let whole = libc::flock {
@@ -376,7 +382,7 @@ pub fn claim(file: &File) -> nix::Result<()> {
     nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).map(drop)
 }
 
-/// N of `/dev/nbdN`.
+/// Returns N of the mapping's `/dev/nbdN`.
 pub fn index_of(mapping: &Mapping) -> u32 {
     mapping.device.strip_prefix("/dev/nbd").unwrap().parse().unwrap()
 }
@@ -384,7 +390,7 @@ pub fn index_of(mapping: &Mapping) -> u32 {
 pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, part: &str) {
     let status = result.unwrap_err();
     assert_eq!(status.code(), code, "{status}");
-    assert!(status.message().contains(part), "{:?} does not name {part:?}", status.message());
+    assert!(status.message().contains(part), "{:?} does not contain {part:?}", status.message());
 }
 
 pub fn repair(status: &Status) -> &str {

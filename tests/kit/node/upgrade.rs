@@ -22,21 +22,24 @@ impl Supervisor {
         })
     }
 
-    /// Upgrades the one mapping, which works; on a busy machine not at once, as its steps have limits.
+    /// Upgrades the worker of the only mapping, and checks that it succeeds. Retries steps that exceed
+    /// their time limit on a busy machine.
     pub fn hand_over(&self) -> UpgradeEvent {
         let mut tries = std::iter::repeat_with(|| self.upgrade(true).pop().unwrap()).take(4);
         let slow = |event: &UpgradeEvent| event.message.contains("did not answer in time");
-        let event = tries.find(|event| !slow(event)).expect("one is not too slow");
+        let event = tries.find(|event| !slow(event)).expect("an attempt within the time limit");
         assert_eq!(event.outcome(), Outcome::HandedOver, "{event:?}");
         event
     }
 
-    /// Waits until `pid` is the worker of the mapping that works.
+    /// Waits until the process `pid` is the current worker of the mapping `a`.
     pub fn wait_for_worker(&self, pid: u32) {
-        wait_until("the old worker is the one again", || self.get("a").unwrap().worker_pid == pid);
+        wait_until("the expected worker serves the mapping", || {
+            self.get("a").unwrap().worker_pid == pid
+        });
     }
 
-    /// Upgrades the one mapping, which does not work.
+    /// Upgrades the worker of the only mapping, and checks that it fails.
     pub fn fail_to_hand_over(&self) -> UpgradeEvent {
         let event = self.upgrade(true).pop().unwrap();
         assert_eq!(event.outcome(), Outcome::Failed, "{event:?}");

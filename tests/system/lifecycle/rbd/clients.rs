@@ -9,7 +9,7 @@ use test_kit::ceph::shared;
 use super::Scene;
 use super::load::{Load, assert_within, held};
 use crate::lifecycle::metrics::scrape;
-use test_kit::node::{PATIENCE, Supervisor, index_of, kill, wait_until};
+use test_kit::node::{LIMIT, Supervisor, index_of, kill, wait_until};
 
 #[test]
 fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
@@ -78,7 +78,7 @@ fn a_fenced_mapping_is_told_everywhere_until_it_is_mapped_anew() {
     // An idle client does not notice; a worker looks for itself, without a request.
     let told = loop {
         let event = supervisor
-            .block_on(async { tokio::time::timeout(PATIENCE, events.message()).await })
+            .block_on(async { tokio::time::timeout(LIMIT, events.message()).await })
             .expect("it is told in time");
         let mapping = event.unwrap().unwrap().mapping.unwrap();
         if mapping.fenced {
