@@ -1,5 +1,4 @@
-//! What librbd's caches hold back: a write may be answered before the OSDs have it, and FUA and FLUSH
-//! never are.
+//! librbd's caches: a write may complete before the OSDs have it; a FUA write and a flush must not.
 
 use std::time::Duration;
 
@@ -10,12 +9,12 @@ use crate::checks::pattern;
 use crate::client::{Job, Volume, job, write};
 use crate::rbd::{MIB, fresh, local};
 
-/// How long a request is watched that must not end.
+/// How long the test watches that a request does not complete.
 const WATCHED: Duration = Duration::from_millis(500);
 
-/// While the OSD is stopped, what is answered was held back.
+/// While the OSD is paused, only a cache can complete a request.
 #[test]
-fn what_a_cache_holds_back_is_never_called_durable() {
+fn flush_and_fua_do_not_complete_before_cached_writes_are_on_the_osds() {
     let cluster = TestCluster::start();
     for (name, options, holds_back) in [
         ("plain", "", false),
@@ -26,30 +25,30 @@ fn what_a_cache_holds_back_is_never_called_durable() {
     ] {
         let volume = local(&format!("{}{options}", fresh(&cluster, name, 16 * MIB)));
         let fua = Flags { fua: true, ..Flags::default() };
-        // librbd's caches hold nothing back before the first flush; and the objects are there, so that
-        // their map need not be written first.
+        // librbd's caches write through before the first flush. The first writes create the objects, so
+        // that later writes do not have to update the object map first.
         volume.client().run((0..3).map(|n| write(n * 4 * MIB, &pattern(9, 4096))).collect());
         volume.client().one(job(Op::Flush, 0, 0));
-        let waits = |job: Job| {
+        let must_wait = |job: Job| {
             let what = format!("{name}: {:?}", job.request);
             std::thread::scope(|scope| {
                 let request = scope.spawn(|| volume.client().one(job));
                 std::thread::sleep(WATCHED);
                 let answered = request.is_finished();
                 cluster.tell("resume osd");
-                assert!(!answered, "{what} was answered");
+                assert!(!answered, "{what} completed");
             });
         };
         cluster.tell("pause osd");
         if holds_back {
             volume.client().one(write(0, &pattern(1, 4096)));
-            waits(job(Op::Flush, 0, 0));
+            must_wait(job(Op::Flush, 0, 0));
         } else {
-            waits(write(0, &pattern(1, 4096)));
+            must_wait(write(0, &pattern(1, 4096)));
         }
         for durable in [write(4 * MIB, &pattern(2, 4096)), job(Op::WriteZeroes, 8 * MIB, 4096)] {
             cluster.tell("pause osd");
-            waits(durable.with(fua));
+            must_wait(durable.with(fua));
         }
         assert!(volume.client().read(0, 4096) == pattern(1, 4096), "{name}");
         assert!(volume.client().read(4 * MIB, 4096) == pattern(2, 4096), "{name}");

@@ -1,4 +1,4 @@
-//! The contract of `backend`, one promise a check.
+//! The contract of `cleat_backend`: each function checks one guarantee.
 
 use cleat_backend::uri::VolumeUri;
 use cleat_backend::{Image, OpenOptions, inherit, open};
@@ -7,13 +7,13 @@ use cleat_core::request::{Flags, IoError, Op};
 
 use crate::client::{Client, Job, Local, LocalClient, Volume, job, write};
 
-/// Bytes that tell where and when they were written.
+/// Returns `length` bytes that differ by position and by `seed`.
 pub fn pattern(seed: u64, length: u64) -> Vec<u8> {
-    // 251 is prime, so that no power of two repeats it.
+    // 251 is prime, so the pattern does not repeat at a power of two.
     (0..length).map(|at| ((at + 1 + 31 * seed) % 251) as u8 + 1).collect()
 }
 
-/// A length that is a multiple of every block size and not of the page's alone.
+/// A length that is a multiple of every block size, but not a power of two.
 const PIECE: u64 = 3 * 4096;
 
 pub fn reads_see_writes_of_other_clients(volume: &dyn Volume) {
@@ -31,7 +31,7 @@ pub fn reads_see_writes_of_other_clients(volume: &dyn Volume) {
     assert!(clients[2].read(4096, 4096).iter().all(|byte| *byte == 0));
 }
 
-pub fn the_edges_are_part_of_the_volume(volume: &dyn Volume) {
+pub fn the_first_and_the_last_block_can_be_written(volume: &dyn Volume) {
     let mut client = volume.client();
     let block = u64::from(volume.blocks().minimum);
     let size = volume.size();
@@ -69,7 +69,7 @@ pub fn writes_can_be_made_durable(volume: &dyn Volume) {
     assert!(clients[0].run(mixed.collect()).iter().all(|done| done.result == Ok(())));
 }
 
-pub fn trimmed_zeroes_never_turn_back(volume: &dyn Volume) {
+pub fn trimmed_ranges_that_read_as_zeroes_stay_zeroes(volume: &dyn Volume) {
     let mut clients = [volume.client(), volume.client()];
     let length = 1 << 20;
     let data = pattern(1, length);
@@ -83,7 +83,7 @@ pub fn trimmed_zeroes_never_turn_back(volume: &dyn Volume) {
         assert!(byte == was || inside && *byte == 0, "byte {at} is {byte}, was {was}");
     }
     clients[0].one(job(Op::Flush, 0, 0));
-    // Neighbours are written, which must not bring anything back.
+    // A write to the range before must not restore the trimmed data.
     clients[0].one(write(0, &data[..PIECE as usize]));
     let second = clients[0].read(0, length);
     assert!(first.iter().zip(&second).all(|(one, two)| *one != 0 || *two == 0));
@@ -91,7 +91,7 @@ pub fn trimmed_zeroes_never_turn_back(volume: &dyn Volume) {
     assert!(clients[0].read(from, PIECE) == data[..PIECE as usize]);
 }
 
-pub fn zeroes_are_written_whatever_the_flags(volume: &dyn Volume) {
+pub fn write_zeroes_works_with_every_combination_of_flags(volume: &dyn Volume) {
     let mut client = volume.client();
     let block = u64::from(volume.blocks().minimum);
     let length = 1 << 20;
@@ -102,7 +102,10 @@ pub fn zeroes_are_written_whatever_the_flags(volume: &dyn Volume) {
             client.one(write(0, &data));
             let result = client.try_one(job(Op::WriteZeroes, from, to - from).with(flags));
             if flags.fast_zero && result == Err(IoError::Unsupported) {
-                assert!(client.read(0, length) == data, "{flags:?}: refused, and yet changed");
+                assert!(
+                    client.read(0, length) == data,
+                    "{flags:?}: the refused request changed the volume"
+                );
                 continue;
             }
             assert_eq!(result, Ok(()), "{flags:?} {from}..{to}");
@@ -111,7 +114,7 @@ pub fn zeroes_are_written_whatever_the_flags(volume: &dyn Volume) {
             assert!(client.read(0, length) == expected, "{flags:?} {from}..{to}");
         }
     }
-    // Several at once, longer than what is written in one piece where zeroes have to be written.
+    // Several requests at once, each longer than one write of zeroes by a backend that must write them.
     let keep = Flags { no_hole: true, ..Flags::default() };
     let at_once = (0..8).map(|n| job(Op::WriteZeroes, n * length, length).with(keep));
     client.run((0..8).map(|n| write(n * length, &data)).collect());
@@ -148,7 +151,7 @@ pub fn growing_keeps_the_content(volume: &dyn Volume) {
     let data = pattern(5, PIECE);
     client.one(write(old - PIECE, &data));
     if let Err(error) = volume.resize(old + (1 << 20)) {
-        // Not every backend can; it then says so, with a way out, and nothing has changed.
+        // A backend that cannot resize reports it with a repair hint, and the size does not change.
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{}", error.report());
         assert!(error.repair().is_some());
         assert_eq!(volume.size(), old);
@@ -162,7 +165,7 @@ pub fn growing_keeps_the_content(volume: &dyn Volume) {
     assert!(volume.client().read(old - PIECE, 2 * PIECE) == across);
     client.one(job(Op::WriteZeroes, old - 4096, 8192));
     assert!(client.read(old - 4096, 8192).iter().all(|byte| *byte == 0));
-    assert!(volume.resize(old).is_err(), "nothing is ever cut off");
+    assert!(volume.resize(old).is_err(), "a resize must not shrink the volume");
     assert_eq!(volume.size(), old + (1 << 20));
 }
 
@@ -181,8 +184,8 @@ pub fn read_only(uri: &VolumeUri) {
     assert!(volume.resize(volume.size() * 2).is_err());
 }
 
-/// As from one process to the next: the volume is never without a claim, and nothing is lost.
-pub fn changes_hands(uri: &VolumeUri) {
+/// Hands the volume over as from one process to the next: it always has a claim, and loses no data.
+pub fn a_handover_keeps_the_claim_and_the_content(uri: &VolumeUri) {
     let options = OpenOptions::default();
     let successor = |image: &dyn Image| {
         inherit(uri, &options, image.handover().unwrap().prepare().unwrap()).unwrap()
@@ -204,13 +207,13 @@ pub fn changes_hands(uri: &VolumeUri) {
         let new = successor(&*old);
         assert_eq!((new.size(), new.features()), (old.size(), old.features()));
         assert_eq!(new.block_sizes(), old.block_sizes());
-        // It serves on, and goes on when it does not come to it.
+        // The old image serves until the release, and again when the handover is cancelled.
         put(&*old, 1);
         old.handover().unwrap().release().unwrap();
         old.handover().unwrap().resume().unwrap();
         put(&*old, 2);
-        let legacy = old.handover().unwrap().release().unwrap();
-        new.handover().unwrap().take_over(&legacy).unwrap();
+        let state = old.handover().unwrap().release().unwrap();
+        new.handover().unwrap().take_over(&state).unwrap();
         old = new;
         if keeps {
             let second = open(uri, &options).err().map(|error| error.kind());

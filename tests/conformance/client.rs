@@ -1,4 +1,4 @@
-//! How the suite speaks to a volume: a few requests at a time, on as many clients as it likes.
+//! The suite's access to a volume: requests run in batches, on any number of clients.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -13,31 +13,31 @@ use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{FileSlot, Ring, Token};
 
-/// An open volume, however it is reached.
+/// An open volume, by any transport.
 pub trait Volume {
     fn size(&self) -> u64;
     fn blocks(&self) -> BlockSizes;
     fn features(&self) -> Features;
-    /// Another connection to it.
+    /// Opens another connection to the volume.
     fn client(&self) -> Box<dyn Client>;
     fn resize(&self, size: u64) -> Result<()>;
     fn set_fault(&self, plan: &str) -> Result<()>;
 }
 
-/// One connection.
+/// A connection to a volume.
 pub trait Client {
-    /// Runs all `jobs` at the same time and returns their ends in the same order.
+    /// Runs all `jobs` at the same time and returns their results in the same order.
     fn run(&mut self, jobs: Vec<Job>) -> Vec<Done>;
 }
 
-/// A request with what it writes.
+/// A request, with the data that it writes.
 #[derive(Debug, Clone)]
 pub struct Job {
     pub request: Request,
     pub data: Option<Vec<u8>>,
 }
 
-/// How it ended, with what it read.
+/// The result of a request, with the data that it read.
 #[derive(Debug)]
 pub struct Done {
     pub result: std::result::Result<(), IoError>,
@@ -60,7 +60,7 @@ impl Job {
 }
 
 impl dyn Client + '_ {
-    /// Runs one job that succeeds, and returns what it read.
+    /// Runs one job, checks that it succeeds, and returns the data that it read.
     pub fn one(&mut self, job: Job) -> Vec<u8> {
         let shown = job.request;
         let done = self.run(vec![job]).pop().unwrap();
@@ -68,7 +68,7 @@ impl dyn Client + '_ {
         done.data.unwrap_or_default()
     }
 
-    /// Runs one job, however it ends.
+    /// Runs one job and returns its result.
     pub fn try_one(&mut self, job: Job) -> std::result::Result<(), IoError> {
         self.run(vec![job]).pop().unwrap().result
     }
@@ -78,7 +78,7 @@ impl dyn Client + '_ {
     }
 }
 
-/// A volume in this process.
+/// A volume opened in this process.
 pub struct Local(Arc<dyn Image>);
 
 impl Local {
@@ -94,7 +94,7 @@ impl Local {
         Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
     }
 
-    /// Starts all `jobs` on a client that is gone at once, as when a connection is cut off.
+    /// Starts all `jobs` on a client and drops it at once, as when a connection breaks.
     pub fn cut_off(&self, jobs: Vec<Job>) {
         let (mut client, mut ended) = (LocalClient::new(&*self.0, 64), Vec::new());
         for (index, job) in jobs.into_iter().enumerate() {
@@ -102,7 +102,7 @@ impl Local {
         }
     }
 
-    /// Starts all `jobs` and abandons them, as when nobody waits for them any more; returns how they end.
+    /// Starts all `jobs`, abandons them, and returns their results.
     pub fn abandon(&self, jobs: Vec<Job>) -> Vec<std::result::Result<(), IoError>> {
         let (mut client, mut ended, count) =
             (LocalClient::new(&*self.0, 64), Vec::new(), jobs.len());
@@ -156,9 +156,9 @@ impl Volume for Local {
     }
 }
 
-/// A ring, a queue and the loop around them, as a connection thread has.
+/// A ring, a queue and an event loop, as a connection thread has them.
 pub struct LocalClient {
-    // The queue goes first, as in a connection thread.
+    // The queue is dropped before the ring, as in a connection thread.
     queue: Box<dyn ImageQueue>,
     ring: Ring,
     waker: Waker,
@@ -168,20 +168,21 @@ pub struct LocalClient {
     in_flight: RefCell<Vec<Option<Flight>>>,
 }
 
-/// What is known of a request that was started.
+/// A request in flight.
 struct Flight {
     index: usize,
     length: Option<usize>,
     address: Option<*mut u8>,
 }
 
-/// Requests in flight at once.
+/// The maximum number of requests in flight.
 const LIMIT: usize = 32;
 
 const WAKE: Token = Token(1);
 
 impl LocalClient {
-    /// A client with a ring of `entries`; fewer than its requests make the queue wait for room.
+    /// Creates a client whose ring has `entries` entries. With fewer entries than
+    /// requests, the queue waits.
     pub fn new(image: &dyn Image, entries: u32) -> Self {
         let mut ring = Ring::new(entries).unwrap();
         let waker = Waker::new().unwrap();
@@ -216,10 +217,10 @@ impl LocalClient {
         }
     }
 
-    /// Each request ends once, with its own buffer.
+    /// Records the result of a request, and checks that it ends once and with its own buffer.
     fn end(&self, id: RequestId, outcome: Outcome, ended: &mut Vec<(usize, Done)>) {
         let flight = self.in_flight.borrow_mut()[id as usize].take();
-        let flight = flight.unwrap_or_else(|| panic!("request {id} ended that was not running"));
+        let flight = flight.unwrap_or_else(|| panic!("request {id} ended but was not in flight"));
         assert_eq!(outcome.buffer.as_ref().map(Buffer::len), flight.length);
         assert_eq!(outcome.buffer.as_ref().map(Buffer::payload_ptr), flight.address);
         let data = outcome.buffer.map(|buffer| buffer.payload().to_vec());

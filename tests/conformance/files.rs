@@ -1,4 +1,4 @@
-//! What files, devices and faults promise beyond the common contract.
+//! Guarantees of the file, device and fault backends beyond the common contract.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -21,7 +21,7 @@ fn refused(uri: &str) -> Error {
 }
 
 #[test]
-fn a_second_writer_is_refused_by_name_and_a_reader_is_not() {
+fn a_second_writer_is_refused_with_the_pid_of_the_first_and_a_reader_is_not() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let first = Local::open(&uri, OpenOptions::default());
@@ -34,7 +34,7 @@ fn a_second_writer_is_refused_by_name_and_a_reader_is_not() {
 }
 
 #[test]
-fn a_mounted_device_is_refused_by_its_mount_point() {
+fn a_mounted_device_is_refused_with_its_mount_point() {
     needs_root();
     let place = Place::loop_device(512, "");
     let uri = place.uri(16 << 20).to_string();
@@ -55,7 +55,7 @@ fn a_mounted_device_is_refused_by_its_mount_point() {
 }
 
 #[test]
-fn missing_empty_and_odd_files() {
+fn missing_empty_and_special_files_are_refused_or_created() {
     let directory = tempfile::tempdir_in(on_disk()).unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let missing = refused(&format!("file:{}", path("missing.img")));
@@ -77,17 +77,18 @@ fn missing_empty_and_odd_files() {
         let made = fs::metadata(path(name)).unwrap();
         assert!(made.len() == 5 << 30 && made.blocks() < 100, "sparse");
     }
-    // Some file systems hold a file of this size, sparse; where not, nothing is left behind.
+    // Some file systems support a sparse file of this size. On the others, the
+    // open leaves no file behind.
     let uri = format!("file:{}?create=4E", path("huge.img")).parse().unwrap();
     let huge = open(&uri, &OpenOptions::default());
     assert_eq!(fs::exists(path("huge.img")).unwrap(), huge.is_ok());
     let uri = format!("file:{}?create=1G", path("new.img")).parse().unwrap();
     let kept = Local::open(&uri, OpenOptions::default());
-    assert_eq!(kept.size(), 5 << 30, "what exists keeps its size");
+    assert_eq!(kept.size(), 5 << 30, "an existing file keeps its size");
 }
 
 #[test]
-fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
+fn a_file_of_any_size_is_served_to_the_last_byte_or_with_direct_io_the_last_block() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri((1 << 20) + 100);
     let volume = Local::open(&uri, OpenOptions::default());
@@ -102,7 +103,7 @@ fn an_uneven_file_is_served_to_the_last_byte_or_the_last_block() {
 }
 
 #[test]
-fn ranges_beyond_32_bits() {
+fn trims_and_zeroes_of_more_than_4_gib_work() {
     for place in [Place::mem(), Place::file(on_disk(), ""), Place::file(in_memory(), "")] {
         let volume = Local::open(&place.uri(9 << 30), OpenOptions::default());
         let mut client = volume.client();
@@ -122,7 +123,7 @@ fn ranges_beyond_32_bits() {
 }
 
 #[test]
-fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
+fn trim_and_zeroes_free_space_and_no_hole_keeps_it_allocated() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(8 << 20);
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
@@ -144,7 +145,7 @@ fn trim_and_zeroes_give_space_back_and_no_hole_keeps_it() {
 }
 
 #[test]
-fn what_was_cut_off_underneath_is_an_error_and_no_zeroes() {
+fn reads_beyond_a_truncated_file_fail_and_do_not_return_zeroes() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let path = uri.to_string().strip_prefix("file:").unwrap().to_owned();
@@ -158,7 +159,7 @@ fn what_was_cut_off_underneath_is_an_error_and_no_zeroes() {
 }
 
 #[test]
-fn a_full_file_system_is_no_space() {
+fn a_full_file_system_gives_the_error_no_space() {
     needs_root();
     let point = tempfile::tempdir_in(on_disk()).unwrap();
     let mount = |source, kind, options| {
@@ -179,7 +180,7 @@ fn a_full_file_system_is_no_space() {
         let written = client.try_one(write(0, &pattern(1, 4 << 20)));
         let keep = Flags { no_hole: true, ..Flags::default() };
         let zeroed = client.try_one(job(Op::WriteZeroes, 0, 4 << 20).with(keep));
-        // Space that was given back can be used again.
+        // Space that a trim freed can be used again.
         client.one(job(Op::Trim, 0, 8 << 20));
         client.one(write(1 << 20, &pattern(2, 4096)));
         (written, zeroed)
@@ -192,7 +193,7 @@ fn a_full_file_system_is_no_space() {
 fn a_full_ring_makes_requests_wait_and_loses_none() {
     let place = Place::file(in_memory(), "");
     let image = open(&place.uri(8 << 20), &OpenOptions::default()).unwrap();
-    // Two entries for thirty-two requests, and the poll for wakes takes one of them.
+    // Two entries for 32 requests; the poll of the waker takes one of them.
     let mut client = LocalClient::new(&*image, 2);
     let client: &mut dyn Client = &mut client;
     let data = pattern(1, 4096);
@@ -220,7 +221,7 @@ mod fault {
     }
 
     #[test]
-    fn errors_by_kind_operation_and_range() {
+    fn errors_are_injected_by_kind_operation_and_range() {
         let volume = volume("fault.error=nospace&fault.ops=write&fault.from=4K&fault.to=8K");
         let mut client = volume.client();
         let data = pattern(1, 4096);
@@ -233,7 +234,7 @@ mod fault {
     }
 
     #[test]
-    fn latency_delays_and_does_not_block_others() {
+    fn injected_latency_delays_a_request_and_not_the_others() {
         let volume = volume("fault.latency=50ms&fault.ops=read");
         let mut client = volume.client();
         let begin = Instant::now();
@@ -242,12 +243,12 @@ mod fault {
         let reads = client.run((0..20).map(|_| job(Op::Read, 0, 4096)).collect());
         let elapsed = begin.elapsed();
         assert!(elapsed >= Duration::from_millis(50), "{elapsed:?}");
-        assert!(elapsed < Duration::from_millis(900), "held back one after the other: {elapsed:?}");
+        assert!(elapsed < Duration::from_millis(900), "the delays were added up: {elapsed:?}");
         assert!(reads.iter().all(|done| done.data == Some(pattern(1, 4096))));
     }
 
     #[test]
-    fn what_hangs_is_released_by_a_new_plan() {
+    fn a_new_plan_releases_requests_that_hang() {
         let volume = volume("fault.hang=true&fault.ops=write");
         let image = &volume;
         std::thread::scope(|scope| {
@@ -267,7 +268,7 @@ mod fault {
     }
 
     #[test]
-    fn fenced_is_for_good() {
+    fn an_injected_fence_is_permanent() {
         let volume = volume("fault.error=fenced&fault.from=8K");
         let mut clients = [volume.client(), volume.client()];
         clients[0].one(write(0, &pattern(1, 4096)));
@@ -277,7 +278,7 @@ mod fault {
     }
 
     #[test]
-    fn the_same_seed_makes_the_same_faults() {
+    fn the_same_seed_injects_the_same_faults() {
         let run = || {
             let volume = volume("fault.error=broken&fault.rate=0.3&fault.seed=42");
             let ends = volume.client().run((0..200).map(|_| job(Op::Read, 0, 512)).collect());
@@ -290,27 +291,27 @@ mod fault {
 }
 
 #[test]
-fn a_successor_knows_that_a_sync_has_failed() {
+fn a_successor_fails_flushes_after_a_failed_sync_of_its_predecessor() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let options = OpenOptions::default();
     let mut image = open(&uri, &options).unwrap();
-    let mut legacy =
+    let mut state =
         HandoverState { sync_failed: true, ..image.handover().unwrap().release().unwrap() };
     for _ in 0..2 {
         let next = inherit(&uri, &options, image.handover().unwrap().prepare().unwrap()).unwrap();
-        next.handover().unwrap().take_over(&legacy).unwrap();
+        next.handover().unwrap().take_over(&state).unwrap();
         let client: &mut dyn Client = &mut LocalClient::new(&*next, 64);
         client.one(write(0, &pattern(1, 4096)));
         assert_eq!(client.try_one(job(Op::Flush, 0, 0)), Err(IoError::Broken));
-        legacy = next.handover().unwrap().release().unwrap();
-        assert!(legacy.sync_failed);
+        state = next.handover().unwrap().release().unwrap();
+        assert!(state.sync_failed);
         image = next;
     }
 }
 
 #[test]
-fn what_is_inherited_must_be_what_was_asked_for() {
+fn an_inherited_image_must_match_the_uri_and_the_options() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let image = open(&uri, &OpenOptions::default()).unwrap();

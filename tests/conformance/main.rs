@@ -1,4 +1,4 @@
-//! One suite over every backend. A new backend adds one line to [`suite!`]'s list below; a new
+//! The conformance suite, run on every backend. A new backend adds one line to the [`suite!`] list; a new
 //! transport implements [`client::Volume`] once and runs the same checks.
 
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::cast_possible_truncation)]
@@ -34,8 +34,8 @@ macro_rules! suite {
             }
 
             #[test]
-            fn the_edges_are_part_of_the_volume() {
-                run(checks::the_edges_are_part_of_the_volume);
+            fn the_first_and_the_last_block_can_be_written() {
+                run(checks::the_first_and_the_last_block_can_be_written);
             }
 
             #[test]
@@ -44,13 +44,13 @@ macro_rules! suite {
             }
 
             #[test]
-            fn trimmed_zeroes_never_turn_back() {
-                run(checks::trimmed_zeroes_never_turn_back);
+            fn trimmed_ranges_that_read_as_zeroes_stay_zeroes() {
+                run(checks::trimmed_ranges_that_read_as_zeroes_stay_zeroes);
             }
 
             #[test]
-            fn zeroes_are_written_whatever_the_flags() {
-                run(checks::zeroes_are_written_whatever_the_flags);
+            fn write_zeroes_works_with_every_combination_of_flags() {
+                run(checks::write_zeroes_works_with_every_combination_of_flags);
             }
 
             #[test]
@@ -64,8 +64,8 @@ macro_rules! suite {
             }
 
             #[test]
-            fn any_sequence_agrees_with_the_model() {
-                run(model::any_sequence_agrees_with_the_model);
+            fn random_requests_give_the_same_content_as_the_model() {
+                run(model::random_requests_give_the_same_content_as_the_model);
             }
 
             #[test]
@@ -74,13 +74,13 @@ macro_rules! suite {
             }
 
             #[test]
-            fn changes_hands() {
+            fn a_handover_keeps_the_claim_and_the_content() {
                 let place: Place = $place;
-                checks::changes_hands(&place.uri(places::SIZE));
+                checks::a_handover_keeps_the_claim_and_the_content(&place.uri(places::SIZE));
             }
 
             #[test]
-            fn a_read_only_volume_says_so_and_keeps_its_content() {
+            fn a_read_only_volume_reports_it_and_refuses_a_resize() {
                 let place: Place = $place;
                 let uri = place.uri(places::SIZE);
                 checks::read_only(&uri);
@@ -98,9 +98,9 @@ suite! {
     loop_4096: Place::loop_device(4096, "");
     loop_direct: Place::loop_device(512, "direct=true");
     rbd_plain: Place::rbd(22, "");
-    // Long ranges come in many pieces.
+    // Long ranges cover many objects.
     rbd_small_objects: Place::rbd(14, "");
-    // What is written is held back until a flush.
+    // librbd holds writes back until a flush.
     rbd_cached: Place::rbd(22, "config.rbd_cache=true&config.rbd_cache_policy=writeback");
 }
 

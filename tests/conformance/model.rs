@@ -1,4 +1,4 @@
-//! Random requests against a model: an array of bytes.
+//! Random requests on a volume, compared with a model: an array of bytes.
 
 use cleat_core::request::{Flags, IoError, Op};
 use proptest::prelude::*;
@@ -7,8 +7,8 @@ use proptest::test_runner::{Config, TestRunner};
 use crate::checks::pattern;
 use crate::client::{Client, Job, Volume, job, write};
 
-/// The part of the volume that is used, cut into zones. Requests that run at the same time use
-/// different zones, so that the outcome is determined.
+/// The number of zones that the used part of the volume is divided into. Requests that run at the same
+/// time use different zones, so that the result is determined.
 const ZONES: u64 = 8;
 const ZONE: u64 = 128 << 10;
 
@@ -16,13 +16,13 @@ const ZONE: u64 = 128 << 10;
 struct Action {
     op: Op,
     flags: Flags,
-    /// As shares of the zone, in 1/1024: they become multiples of whatever the block size is.
+    /// The start of the range in 1/1024 of the zone, rounded to the block size of the volume.
     start: u64,
     length: u64,
     seed: u64,
 }
 
-/// Actions that run at once (one a zone at most), on one of two clients.
+/// Actions that run at the same time, at most one per zone, on one of two clients.
 type Batch = (usize, Vec<(u64, Action)>);
 
 fn action() -> impl Strategy<Value = Action> {
@@ -46,9 +46,10 @@ fn batch() -> impl Strategy<Value = Batch> {
     (0..2_usize, actions)
 }
 
-/// Failures are shrunk; the runner prints the shortest sequence and the seed that replays it
-/// (PROPTEST_RNG_SEED), and PROPTEST_CASES asks for more.
-pub fn any_sequence_agrees_with_the_model(volume: &dyn Volume) {
+/// Runs random sequences and compares the volume with the model. On failure the runner prints the
+/// shortest sequence and the seed that replays it (`PROPTEST_RNG_SEED`). `PROPTEST_CASES` sets the
+/// number of sequences.
+pub fn random_requests_give_the_same_content_as_the_model(volume: &dyn Volume) {
     let config = Config { cases: 24, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new(config);
     let outcome = runner.run(&prop::collection::vec(batch(), 1..25), |batches| {
@@ -67,7 +68,7 @@ fn replay(volume: &dyn Volume, batches: &[Batch]) {
     for (client, actions) in batches {
         step(&mut *clients[*client], volume, &mut model, actions);
     }
-    assert!(clients[1].read(0, ZONES * ZONE) == model, "the whole, at the end");
+    assert!(clients[1].read(0, ZONES * ZONE) == model, "the whole content at the end");
 }
 
 fn step(client: &mut dyn Client, volume: &dyn Volume, model: &mut [u8], actions: &[(u64, Action)]) {
@@ -89,7 +90,7 @@ fn step(client: &mut dyn Client, volume: &dyn Volume, model: &mut [u8], actions:
             Op::Read => assert!(done.data.unwrap() == model[range], "{request:?}"),
             Op::Write => model[range].copy_from_slice(job.data.as_ref().unwrap()),
             Op::WriteZeroes => model[range].fill(0),
-            // What was trimmed is as it was, or zero; from now on it stays what it is.
+            // A trimmed byte keeps its value or becomes 0. The value read now must not change later.
             Op::Trim => {
                 let now = client.read(request.offset, request.length);
                 let plausible = now.iter().zip(&model[range.clone()]);

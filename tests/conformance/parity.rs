@@ -1,5 +1,5 @@
-//! What rbd-nbd can do with images, on a real cluster: encryption, journals, mirrors, trims refused,
-//! and a size that is noticed.
+//! Features that rbd-nbd has too, on a real cluster: encryption, journals, mirrors, refused trims, and
+//! resizes by other clients.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -20,15 +20,15 @@ use crate::places::{image_uri, pool};
 use crate::rbd::{MIB, fresh, local, refused, wait_until};
 use crate::{checks, model};
 
-/// Makes a file in `directory` that holds the passphrase `text`.
+/// Creates a file in `directory` with the passphrase `text` and returns its path.
 fn passphrase(directory: &TempDir, text: &str) -> PathBuf {
     let path = directory.path().join(format!("passphrase-{text}"));
     std::fs::write(&path, text).unwrap();
     path
 }
 
-/// What comes of opening `uri`, however busy the machine is: to unlock takes seconds of its time, and an
-/// attempt that was given up holds the image until it ends.
+/// Opens `uri`, and retries for 180 s after a timeout: on a busy machine, unlocking takes many seconds,
+/// and an attempt that timed out holds the image until it ends.
 fn opened(uri: &str) -> Result<Local, Error> {
     let begun = Instant::now();
     loop {
@@ -52,7 +52,7 @@ fn read(image: &Arc<librbd::Image>, offset: u64, length: usize) -> Vec<u8> {
 }
 
 #[test]
-fn encrypted_images_are_served_in_plain_text() {
+fn encrypted_images_are_served_decrypted() {
     let directory = tempfile::tempdir().unwrap();
     let right = passphrase(&directory, "right");
     for (format, luks, header) in [("luks1", Luks::One, 4 * MIB), ("luks2", Luks::Two, 16 * MIB)] {
@@ -80,9 +80,9 @@ fn encrypted_images_are_served_in_plain_text() {
         let expected = pattern(1, 65536);
         assert!(client.read(8192, 65536) == expected);
         assert!(volume.features().write_zeroes && !volume.features().trim);
-        assert_eq!(volume.extents(0, MIB, 9).unwrap().len(), 1, "nothing is told of holes");
+        assert_eq!(volume.extents(0, MIB, 9).unwrap().len(), 1, "no holes are reported");
         for size in [128 * MIB, 128 * MIB + 4096, 96 * MIB] {
-            // Sizes are those of the plain text, to the block.
+            // Sizes are those of the decrypted volume, to the block.
             let shrinks = size < volume.size();
             let resized = if shrinks { volume.shrink(size) } else { volume.resize(size) };
             resized.unwrap();
@@ -93,7 +93,7 @@ fn encrypted_images_are_served_in_plain_text() {
         assert_eq!(volume.resize(64 * MIB).unwrap_err().kind(), ErrorKind::InvalidArgument);
         assert!(client.read(8192, 65536) == expected);
         drop(volume);
-        // Others see the same, with the passphrase, and nothing of it without.
+        // Another client reads the same data with the passphrase, and cipher text without it.
         let image = pool(shared(), ID).open(&name, None, Open::ReadOnly).unwrap();
         let cipher = read(&image, header + 8192, 4096);
         assert!(cipher != expected[..4096] && cipher != [0; 4096]);
@@ -102,7 +102,7 @@ fn encrypted_images_are_served_in_plain_text() {
         assert!(read(&image, 8192, 8192) == expected[..8192]);
         drop(image);
         if luks == Luks::Two {
-            // To unlock takes seconds.
+            // Unlocking LUKS2 takes seconds, so its error cases are not checked.
             continue;
         }
         for (file, kind) in [
@@ -110,14 +110,16 @@ fn encrypted_images_are_served_in_plain_text() {
             ("/no/such/file".into(), ErrorKind::NotFound),
             (passphrase(&directory, ""), ErrorKind::InvalidArgument),
         ] {
-            let Err(error) = opened(&with(&file)) else { panic!("{} unlocked it", file.display()) };
+            let Err(error) = opened(&with(&file)) else {
+                panic!("{} unlocked the image", file.display())
+            };
             assert_eq!(error.kind(), kind, "{}", error.report());
             assert!(!error.report().contains("right"), "{}", error.report());
         }
     }
 }
 
-/// What a volume holds, as far as that is known: what was never written reads as anything.
+/// The expected content of a volume. A byte that was never written has no expected value.
 struct Expected(Vec<Option<u8>>);
 
 impl Expected {
@@ -139,12 +141,13 @@ impl Expected {
     }
 }
 
-/// Ranges of zeroes, what lies around them, and what is written into the same objects later.
+/// Writes ranges of zeroes, data around them, and later data into the same objects.
 fn zero_and_surround(volume: &Local, expected: &mut Expected, seed: u64) {
     let mut client = volume.client();
     client.one(expected.put(3 * MIB, &pattern(seed, 10 * MIB)));
-    // Parts of objects and whole ones; the end of an object that nobody has written, and all of another;
-    // more at once than are encrypted at once, and beside them what need not wait.
+    // Parts of objects and whole objects; the end of an object that was never written, and all of another;
+    // more requests than are encrypted at the same time; and beside them a write and a read that need not
+    // wait.
     let mut jobs = vec![
         expected.zero(3 * MIB + 4096, 9 * MIB + 8192),
         expected.zero(16 * MIB - 4096, 4 * MIB + 4096),
@@ -155,31 +158,31 @@ fn zero_and_surround(volume: &Local, expected: &mut Expected, seed: u64) {
     let ends = client.run(jobs);
     assert!(ends.iter().all(|done| done.result == Ok(())), "{ends:?}");
     assert!(ends.last().unwrap().data.as_deref() == Some(&pattern(seed, 10 * MIB)[..4096]));
-    // In each of the objects something is written from now on.
+    // Write into each of the objects afterwards.
     for n in 0..8 {
         client.one(expected.put((n * 4 + 3) * MIB - 8192, &pattern(seed + 2 + n, 4096)));
     }
 }
 
-/// Again, held back until a flush, and with trims.
+/// Repeats the checks with a writeback cache and with trims.
 fn zeroes_in_a_cache(uri: &str, expected: &mut Expected) {
     let cache = "config.rbd_cache=true&config.rbd_cache_policy=writeback";
     let volume = opened(&format!("{uri}&{cache}&trim=true")).unwrap();
     assert!(volume.features().trim);
     assert!(expected.is_in(&volume));
-    checks::zeroes_are_written_whatever_the_flags(&volume);
+    checks::write_zeroes_works_with_every_combination_of_flags(&volume);
     checks::writes_can_be_made_durable(&volume);
-    checks::trimmed_zeroes_never_turn_back(&volume);
-    model::any_sequence_agrees_with_the_model(&volume);
+    checks::trimmed_ranges_that_read_as_zeroes_stay_zeroes(&volume);
+    model::random_requests_give_the_same_content_as_the_model(&volume);
     let keep = Flags { no_hole: true, fua: true, ..Flags::default() };
     volume.client().one(expected.zero(0, volume.size()).with(keep));
     zero_and_surround(&volume, expected, 2);
 }
 
-/// Where cipher text was removed rather than overwritten, the range would read as the decryption of zeroes
-/// once something else of the object is written.
+/// If the backend removed cipher text instead of overwriting it, the range would read as the decryption
+/// of zeroes once other data of the object is written.
 #[test]
-fn zeroes_of_encrypted_images_last() {
+fn zeroes_of_encrypted_images_stay_zeroes_after_later_writes() {
     let directory = tempfile::tempdir().unwrap();
     let file = passphrase(&directory, "zeroes");
     for (format, order, header) in [("luks1", 22, 4 * MIB), ("luks2", 14, 16 * MIB)] {
@@ -205,12 +208,12 @@ fn zeroes_of_encrypted_images_last() {
             zeroes_in_a_cache(&uri, &mut expected);
         }
         let volume = opened(&uri).unwrap();
-        assert!(expected.is_in(&volume), "{format}: opened anew");
+        assert!(expected.is_in(&volume), "{format}: opened again");
         let fast = Flags { fast_zero: true, ..Flags::default() };
         let refused = volume.client().try_one(job(Op::WriteZeroes, 0, size).with(fast));
         assert_eq!(refused, Err(IoError::Unsupported));
-        assert!(expected.is_in(&volume), "{format}: refused, and yet changed");
-        // Of what waits for its turn nothing is written once the connection is cut off, or nobody waits.
+        assert!(expected.is_in(&volume), "{format}: the refused request changed the volume");
+        // A queued request writes nothing after its connection was dropped or it was abandoned.
         let data = pattern(3, size);
         let zeroes = || (0..8).map(|n| job(Op::WriteZeroes, 4 * n * MIB, 4 * MIB)).collect();
         volume.client().one(write(0, &data));
@@ -225,12 +228,12 @@ fn zeroes_of_encrypted_images_last() {
     }
 }
 
-/// How many MiB have become zeroes that were `data`.
+/// Returns how many MiB of `data` have become zeroes.
 fn zeroed(volume: &Local, data: &[u8]) -> usize {
     let now = volume.client().read(0, data.len() as u64);
     let pieces = now.chunks(MIB as usize).zip(data.chunks(MIB as usize));
     let zeroed = pieces.filter(|(now, was)| {
-        assert!(now == was || now.iter().all(|byte| *byte == 0), "half a piece");
+        assert!(now == was || now.iter().all(|byte| *byte == 0), "a MiB was zeroed in part");
         now != was
     });
     zeroed.count()
@@ -253,7 +256,7 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
         assert!(volume.client().read(4096, 100_000) == pattern(3, 100_000), "{name}");
         drop(volume);
         assert!(local(&uri).client().read(4096, 100_000) == pattern(3, 100_000), "{name}");
-        // As in the cluster that it is mirrored to.
+        // After the demotion the image is as in the cluster that it is mirrored to.
         let image = format!("{POOL}/{name}");
         shared().rbd(&["mirror", "image", "demote", &image]).unwrap();
         for uri in [&uri, &format!("{uri}&lock=shared")] {
@@ -271,7 +274,7 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
 }
 
 #[test]
-fn without_trim_nothing_is_given_back() {
+fn trim_false_disables_the_trim_feature() {
     let uri = format!("{}&trim=false", fresh(shared(), "kept", 8 * MIB));
     assert!(!local(&uri).features().trim);
     assert!(local(&uri).features().write_zeroes);
@@ -286,6 +289,10 @@ fn a_watcher_is_woken_when_the_image_grows() {
     let admin = pool(shared(), ID).open("watched", None, Open::Write).unwrap();
     admin.resize(12 * MIB, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
     let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];
-    assert_eq!(poll(&mut set, PollTimeout::from(60_000_u16)).unwrap(), 1, "nobody woke it");
+    assert_eq!(
+        poll(&mut set, PollTimeout::from(60_000_u16)).unwrap(),
+        1,
+        "the watcher was not woken"
+    );
     wait_until("it grows", || volume.size() == 12 * MIB);
 }

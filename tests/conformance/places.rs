@@ -1,4 +1,4 @@
-//! Where fresh volumes come from: memory, directories, loop devices, a Ceph cluster.
+//! Sources of new volumes: memory, directories, loop devices, a Ceph cluster.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ use tempfile::TempDir;
 use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
 use test_kit::temp::on_disk;
 
-/// The size that the suite gives its volumes, in bytes: two of the longest payloads.
+/// The size of the suite's volumes, in bytes: twice the longest payload.
 pub const SIZE: u64 = 64 << 20;
 
-/// A source of volumes. What it made goes away with it.
+/// A source of volumes. It removes its volumes when it is dropped.
 pub struct Place {
     kind: Kind,
     options: String,
@@ -28,7 +28,7 @@ enum Kind {
     Loop {
         sector: u32,
     },
-    /// Objects have 2^order bytes.
+    /// RBD images with objects of 2^`order` bytes.
     Rbd {
         order: u8,
     },
@@ -57,7 +57,7 @@ impl Place {
         Self::new(Kind::Loop { sector }, on_disk(), options)
     }
 
-    /// Images of a cluster that all tests share.
+    /// Returns a source of RBD images in the cluster that all tests of the process share.
     pub fn rbd(order: u8, options: &str) -> Self {
         Self::new(Kind::Rbd { order }, on_disk(), options)
     }
@@ -67,7 +67,7 @@ impl Place {
         Self::new(Kind::Faulty(Box::new(inner)), on_disk(), options)
     }
 
-    /// A fresh volume of zeroes.
+    /// Creates a volume of `size` zero bytes and returns its URI.
     pub fn uri(&self, size: u64) -> VolumeUri {
         let text = match &self.kind {
             Kind::Mem => format!("mem:{size}"),
@@ -113,7 +113,7 @@ impl Place {
     }
 }
 
-/// A client of the cluster.
+/// Connects to the cluster as the client `id` and opens the pool.
 pub fn pool(cluster: &TestCluster, id: &str) -> Arc<Pool> {
     let config = Config {
         conf: Some(cluster.conf()),
@@ -149,9 +149,9 @@ impl Drop for Place {
     }
 }
 
-/// Fails where the test is not run as root, which it needs for loop devices and mounts.
+/// Fails unless the test runs as root, which loop devices and mounts need.
 #[track_caller]
 pub fn needs_root() {
     let is_root = nix::unistd::geteuid().is_root();
-    assert!(is_root, "this test needs root: run it with sudo, or leave it out with --skip NAME");
+    assert!(is_root, "this test needs root: run it with sudo, or exclude it with --skip NAME");
 }

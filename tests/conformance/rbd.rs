@@ -1,4 +1,4 @@
-//! What RBD images promise beyond the common contract, on a real cluster.
+//! Guarantees of RBD images beyond the common contract, on a real cluster.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_second_writer_is_told_the_address_of_the_first() {
+fn a_second_writer_is_refused_with_the_address_of_the_first() {
     let uri = fresh(shared(), "claimed", 8 * MIB);
     let first = local(&uri);
     first.client().one(write(0, &pattern(1, 4096)));
@@ -50,7 +50,7 @@ fn a_second_writer_is_told_the_address_of_the_first() {
     let error = refused(&uri);
     assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.report());
     assert!(error.message().contains(owner), "{}", error.message());
-    // A reader is no rival.
+    // A reader is admitted beside the writer.
     let reader = Local::open(
         &uri.parse().unwrap(),
         OpenOptions { read_only: true, ..OpenOptions::default() },
@@ -58,26 +58,26 @@ fn a_second_writer_is_told_the_address_of_the_first() {
     assert!(reader.client().read(0, 4096) == pattern(1, 4096));
     first.client().one(write(0, &pattern(2, 4096)));
     drop(first);
-    assert!(other.lock_owners().unwrap().is_empty(), "closing gave it back");
+    assert!(other.lock_owners().unwrap().is_empty(), "closing released the lock");
     drop(local(&uri));
 }
 
 #[test]
-fn a_lock_that_is_held_in_passing_counts_as_held() {
+fn an_exclusive_lock_that_librbd_holds_for_a_write_counts_as_held() {
     let uri = fresh(shared(), "passing", 8 * MIB);
     let other = pool(shared(), ID).open("passing", None, Open::Write).unwrap();
-    // librbd takes the lock with the first write, and would hand it over when asked.
+    // librbd acquires the lock with the first write, and would release it on request.
     other.metadata_set("a", "b").unwrap();
     let mut submitter = other.submitter(1, |_| {});
     submitter.start((), librbd::Io::Write { offset: 0 }, Some(vec![1; 512])).unwrap();
-    wait_until("the write ends", || other.in_flight() == 0);
+    wait_until("the write completes", || other.in_flight() == 0);
     assert!(other.is_lock_owner().unwrap());
     assert_eq!(refused(&uri).kind(), ErrorKind::InUse);
     assert!(other.is_lock_owner().unwrap());
 }
 
 #[test]
-fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
+fn a_blocklisted_client_stays_fenced_and_writes_nothing() {
     let uri = fresh(shared(), "taken", 8 * MIB);
     let volume = local(&uri);
     let mut client = volume.client();
@@ -88,8 +88,8 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     rival.cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
     image.lock_break(&address).unwrap();
     drop(image);
-    let told = Claimant { take_over: true, ..Claimant::default() };
-    let options = OpenOptions { claimant: told, ..OpenOptions::default() };
+    let take_over = Claimant { take_over: true, ..Claimant::default() };
+    let options = OpenOptions { claimant: take_over, ..OpenOptions::default() };
     let second = Local::open(&uri.parse().unwrap(), options);
     second.client().one(write(0, &pattern(2, 4096)));
     let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
@@ -98,7 +98,7 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
         let range = if op == Op::Flush { 0 } else { 4096 };
         assert_eq!(client.try_one(job(op, 0, range)), Err(IoError::Fenced), "{op:?}");
     }
-    // Being let in again as a client changes nothing for what was open.
+    // Removing the blocklist entry does not change the state of the image that was open.
     pool(shared(), "admin").cluster().blocklist_remove(&address).unwrap();
     assert_eq!(client.try_one(job(Op::Read, 0, 4096)), Err(IoError::Fenced));
     assert_eq!(volume.client().try_one(write(0, &[9; 512])), Err(IoError::Fenced));
@@ -107,8 +107,8 @@ fn a_blocklisted_client_is_fenced_for_good_and_writes_no_more() {
     assert!(read[..4096] == pattern(2, 4096) && read[4096..].iter().all(|byte| *byte == 0));
 }
 
-/// Whether everything that was written is told as data, and everything that is told as a hole reads as
-/// zeroes; returns the holes' bytes.
+/// Checks that all `written` ranges in `range` are reported as data, and returns the number of bytes
+/// that are reported as holes.
 fn check_extents(volume: &Local, written: &[(u64, u64)], range: std::ops::Range<u64>) -> u64 {
     let (mut position, mut holes) = (range.start, 0);
     while position < range.end {
@@ -127,7 +127,7 @@ fn check_extents(volume: &Local, written: &[(u64, u64)], range: std::ops::Range<
 }
 
 #[test]
-fn extents_tell_all_data_of_every_kind_of_image() {
+fn extents_report_all_data_of_every_kind_of_image() {
     let size = 64 * MIB;
     let stripes = NewImage { stripes: Some((64 << 10, 4)), ..NewImage::default() };
     let plain =
@@ -149,7 +149,7 @@ fn extents_tell_all_data_of_every_kind_of_image() {
         volume.client().one(job(Op::Trim, 0, 16 * MIB));
         check(&written[2..]);
     }
-    // The clone has what its parent has, and its own.
+    // The clone has its parent's data and its own.
     let parent = pool.open("map", None, Open::Write).unwrap();
     parent.snapshot_create("s").unwrap();
     parent.snapshot_protect("s", true).unwrap();
@@ -180,40 +180,40 @@ fn extents_do_not_trust_a_map_that_is_marked_invalid() {
     let small = NewImage { order: Some(16), ..NewImage::default() };
     pool(shared(), ID).create("bad-map", size, &small).unwrap();
     let uri = image_uri(shared(), "bad-map");
-    // What one call tells of.
-    let told = |volume: &Local| -> u64 {
+    // Returns the number of bytes that one call covers.
+    let covered = |volume: &Local| -> u64 {
         volume.extents(0, size, 64).unwrap().iter().map(|extent| extent.length).sum()
     };
     let volume = local(&uri);
     volume.client().one(write(8 * MIB, &pattern(1, 4096)));
-    assert_eq!(told(&volume), size, "by the map");
+    assert_eq!(covered(&volume), size, "one call covers the whole image with the object map");
     drop(volume);
     let image = pool(shared(), ID).open("bad-map", None, Open::ReadOnly).unwrap();
     let map = format!("rbd_object_map.{}", image.id().unwrap());
     shared().rados(&["--pool", POOL, "rm", &map]).unwrap();
-    // librbd finds none, and says so in the image's flags, when it is opened to be written.
+    // librbd marks the missing map as invalid in the image's flags when the image is opened for writing.
     let volume = local(&uri);
     let flags = pool(shared(), ID).open("bad-map", None, Open::ReadOnly).unwrap().flags().unwrap();
     assert!(flags & librbd::RBD_FLAG_FAST_DIFF_INVALID != 0, "{flags:#x}");
-    // The library asks the OSDs then, for one object after the other: so few of them at once.
-    assert_eq!(told(&volume), 64 * object);
+    // Without the map, librbd asks the OSDs about one object after the other, so one call covers only 64.
+    assert_eq!(covered(&volume), 64 * object);
     assert!(check_extents(&volume, &[(8 * MIB, 4096)], 0..size) >= size - object);
 }
 
 #[test]
-fn a_change_of_size_is_noticed() {
+fn a_resize_by_another_client_is_noticed() {
     let uri = fresh(shared(), "moving", 8 * MIB);
     let volume = local(&uri);
     let mut client = volume.client();
     client.one(write(8 * MIB - 4096, &pattern(1, 4096)));
     let admin = pool(shared(), ID).open("moving", None, Open::Write).unwrap();
     admin.resize(12 * MIB, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
-    wait_until("it grows", || volume.size() == 12 * MIB);
+    wait_until("the volume has its new size", || volume.size() == 12 * MIB);
     assert!(client.read(8 * MIB - 4096, 4096) == pattern(1, 4096));
     assert!(client.read(8 * MIB, 4 * MIB).iter().all(|byte| *byte == 0));
     admin.resize(4 * MIB, true, &mut |_, _| ControlFlow::Continue(())).unwrap();
-    wait_until("it shrinks", || volume.size() == 4 * MIB);
-    // What was on its way meanwhile is no success, and the client lives on.
+    wait_until("the volume has its reduced size", || volume.size() == 4 * MIB);
+    // Requests beyond the new end fail, and the client works on.
     assert!(client.try_one(job(Op::Read, 6 * MIB, 4096)).is_err());
     assert!(client.try_one(job(Op::Read, 4 * MIB - 512, 4096)).is_err());
     assert_eq!(client.try_one(write(6 * MIB, &[1; 4096])), Err(IoError::Invalid));
@@ -221,7 +221,7 @@ fn a_change_of_size_is_noticed() {
 }
 
 #[test]
-fn a_snapshot_is_read_only_and_stays_what_it_was() {
+fn a_snapshot_is_read_only_and_keeps_its_content() {
     let uri = fresh(shared(), "history", 8 * MIB);
     let volume = local(&uri);
     volume.client().one(write(0, &pattern(1, 4096)));
@@ -238,7 +238,7 @@ fn a_snapshot_is_read_only_and_stays_what_it_was() {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why_and_what_to_do() {
+fn a_failed_open_reports_its_cause_and_a_repair() {
     let good = fresh(shared(), "opened", MIB);
     for (uri, kind, repair) in [
         (image_uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
@@ -261,7 +261,7 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
 }
 
 #[test]
-fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
+fn a_planned_successor_gets_the_claim_and_no_other_client_between() {
     let uri = fresh(shared(), "inherited", 8 * MIB);
     let parsed = uri.parse().unwrap();
     let options = OpenOptions::default();
@@ -271,22 +271,22 @@ fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
         new.handover().unwrap().take_over(&HandoverState::default()).unwrap_err().kind(),
         ErrorKind::InUse
     );
-    // It does not come to it: the old one goes on.
+    // The handover is cancelled, and the old image serves again.
     old.handover().unwrap().release().unwrap();
     old.handover().unwrap().resume().unwrap();
     {
         let client: &mut dyn Client = &mut LocalClient::new(&*old, 64);
         client.one(write(0, &pattern(1, 4096)));
     }
-    let legacy = old.handover().unwrap().release().unwrap();
-    assert!(!legacy.fenced);
-    new.handover().unwrap().take_over(&legacy).unwrap();
+    let state = old.handover().unwrap().release().unwrap();
+    assert!(!state.fenced);
+    new.handover().unwrap().take_over(&state).unwrap();
     assert_eq!(old.handover().unwrap().resume().unwrap_err().kind(), ErrorKind::InUse);
     drop(old);
     let client: &mut dyn Client = &mut LocalClient::new(&*new, 64);
     assert!(client.read(0, 4096) == pattern(1, 4096));
     client.one(write(0, &pattern(2, 4096)));
-    // What was fenced stays it, in whatever process.
+    // The successor of a fenced image is fenced, too.
     let third = inherit(&parsed, &options, new.handover().unwrap().prepare().unwrap()).unwrap();
     third
         .handover()
@@ -297,9 +297,9 @@ fn a_planned_successor_gets_the_claim_and_nobody_in_between() {
     assert_eq!(client.try_one(write(0, &[9; 512])), Err(IoError::Fenced));
 }
 
-/// The monitor stops answering, then the OSD: opening ends in time, and says what is missing.
+/// The OSD stops answering, then the monitor: opening fails in time and reports what does not answer.
 #[test]
-fn a_cluster_that_says_nothing_is_not_waited_for_without_end() {
+fn opening_fails_in_time_while_the_cluster_does_not_answer() {
     let cluster = TestCluster::start();
     let uri = fresh(&cluster, "silent", MIB);
     let in_time = |cause: &str| {
@@ -310,12 +310,12 @@ fn a_cluster_that_says_nothing_is_not_waited_for_without_end() {
         assert!(begun.elapsed() < Duration::from_secs(20), "{cause}: {:?}", begun.elapsed());
     };
     cluster.tell("pause osd");
-    in_time("the OSD is silent");
+    in_time("the OSD does not answer");
     cluster.tell("resume osd");
     cluster.tell("stop mon");
     in_time("there is no monitor");
     cluster.tell("start mon");
-    // What was given up has let go of the image by itself.
+    // The attempt that timed out releases the image by itself.
     let begun = Instant::now();
     loop {
         match open(&uri.parse().unwrap(), &OpenOptions::default()) {
@@ -325,9 +325,9 @@ fn a_cluster_that_says_nothing_is_not_waited_for_without_end() {
     }
 }
 
-/// Requests wait while the OSD is away and end well when it is back; the claim is still ours.
+/// Requests wait while the OSD is stopped and succeed after it has started again; the claim remains.
 #[test]
-fn an_outage_is_waited_out_and_loses_nothing() {
+fn requests_survive_an_outage_of_the_osd_and_no_write_is_lost() {
     let cluster = TestCluster::start();
     let uri = fresh(&cluster, "outage", 8 * MIB);
     let volume = local(&uri);
@@ -342,7 +342,7 @@ fn an_outage_is_waited_out_and_loses_nothing() {
             });
             let begun = Instant::now();
             let mut turn = 0;
-            // Past the outage, whenever it begins.
+            // Continue until the outage has ended.
             while turn < 20 || begun.elapsed() < Duration::from_secs(4) {
                 let data = pattern(100 * round + turn, 4096);
                 let flags = Flags { fua: turn % 2 == 0, ..Flags::default() };
