@@ -145,9 +145,9 @@ impl Expected {
 fn zero_and_surround(volume: &Local, expected: &mut Expected, seed: u64) {
     let mut client = volume.client();
     client.one(expected.put(3 * MIB, &pattern(seed, 10 * MIB)));
-    // Parts of objects and whole objects; the end of an object that was never written, and all of another;
-    // more requests than are encrypted at the same time; and beside them a write and a read that need not
-    // wait.
+    // Parts of objects and whole objects; the end of an object that was never written, and all of
+    // another; more requests than are encrypted at the same time; and beside them a write and a read
+    // that need not wait.
     let mut jobs = vec![
         expected.zero(3 * MIB + 4096, 9 * MIB + 8192),
         expected.zero(16 * MIB - 4096, 4 * MIB + 4096),

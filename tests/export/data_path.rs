@@ -1,4 +1,4 @@
-//! The data path with clients that misbehave and backends that hang, panic or finish elsewhere.
+//! The data path with misbehaving clients, and with backends that hang, panic or use their own threads.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -27,9 +27,9 @@ use test_kit::stopwatch::Stopwatch;
 const MIB: usize = 1 << 20;
 
 #[test]
-fn replies_come_before_the_end_that_a_disconnect_asks_for() {
-    let bench = Bench::memory(Limits::default());
-    let mut client = bench.connect();
+fn a_disconnect_request_is_executed_after_all_replies() {
+    let fixture = Fixture::memory(Limits::default());
+    let mut client = fixture.connect();
     client.write(1, 0, &[7; 4096]);
     for cookie in 0..200 {
         client.send(command::READ, cookie, 0, 4096);
@@ -41,89 +41,89 @@ fn replies_come_before_the_end_that_a_disconnect_asks_for() {
         assert_eq!(client.take(4096), [7; 4096]);
     }
     assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0);
-    assert!(matches!(bench.end(), End::Disconnected));
-    let counted = bench.page.snapshot();
+    assert!(matches!(fixture.end(), End::Disconnected));
+    let counted = fixture.page.snapshot();
     assert_eq!(counted.op(Op::Read).count, 200);
     assert_eq!(counted.op(Op::Write).bytes, 4096);
     assert_eq!(counted.in_flight, 0);
 }
 
 #[test]
-fn a_client_that_leaves_in_the_middle_harms_nobody() {
-    let bench = Bench::memory(Limits::default());
-    let mut good = bench.connect();
-    let half_header = bench.connect();
+fn a_client_that_disconnects_within_a_request_does_not_affect_others() {
+    let fixture = Fixture::memory(Limits::default());
+    let mut good = fixture.connect();
+    let half_header = fixture.connect();
     (&half_header.stream).write_all(&[0x25, 0x60, 0x95]).unwrap();
     drop(half_header);
-    assert!(matches!(bench.end(), End::Closed));
+    assert!(matches!(fixture.end(), End::Closed));
     for payload in [100, 300 * 1024] {
-        let mut half_payload = bench.connect();
+        let mut half_payload = fixture.connect();
         half_payload.send(command::WRITE, 1, 0, MIB as u32);
         half_payload.stream.write_all(&vec![9; payload]).unwrap();
         drop(half_payload);
-        assert!(matches!(bench.end(), End::Closed));
+        assert!(matches!(fixture.end(), End::Closed));
     }
-    // Nothing of a write that never was complete.
+    // No part of an incomplete write was executed.
     good.send(command::READ, 5, 0, 4096);
     good.expect(5, Ok(()));
     assert_eq!(good.take(4096), [0; 4096]);
 }
 
 #[test]
-fn what_is_not_nbd_ends_the_connection_with_the_reason() {
-    let bench = Bench::memory(Limits::default());
-    let garbage = bench.connect();
+fn invalid_protocol_data_ends_the_connection_with_the_reason() {
+    let fixture = Fixture::memory(Limits::default());
+    let garbage = fixture.connect();
     (&garbage.stream).write_all(&[0xaa; 64]).unwrap();
-    assert!(matches!(bench.end(), End::Violation(Violation::Magic(0xaaaa_aaaa))));
-    let mut absurd = bench.connect();
+    assert!(matches!(fixture.end(), End::Violation(Violation::Magic(0xaaaa_aaaa))));
+    let mut absurd = fixture.connect();
     absurd.send(command::WRITE, 1, 0, u32::MAX);
-    assert!(matches!(bench.end(), End::Violation(Violation::Payload(u32::MAX))));
+    assert!(matches!(fixture.end(), End::Violation(Violation::Payload(u32::MAX))));
 }
 
 #[test]
-fn a_goodbye_in_the_handshake_needs_no_answer() {
-    let bench = Bench::memory(Limits::default());
+fn a_client_may_close_after_sending_an_abort_option() {
+    let fixture = Fixture::memory(Limits::default());
     let (mut ours, theirs) = UnixStream::pair().unwrap();
-    bench.server.add_client(theirs.into()).unwrap();
+    fixture.server.add_client(theirs.into()).unwrap();
     ours.read_exact(&mut [0; 18]).unwrap();
     ours.shutdown(std::net::Shutdown::Read).unwrap();
     ours.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x02\0\0\0\0").unwrap();
-    assert!(matches!(bench.end(), End::Refused(Refusal::Aborted)));
+    assert!(matches!(fixture.end(), End::Refused(Refusal::Aborted)));
 }
 
 #[test]
-fn a_socket_that_came_non_blocking_does_not_make_the_loop_spin() {
-    let bench = Bench::memory(Limits::default());
+fn a_non_blocking_socket_is_set_to_blocking() {
+    let fixture = Fixture::memory(Limits::default());
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
     let seen = theirs.try_clone().unwrap();
-    bench.server.add_client(theirs.into()).unwrap();
+    fixture.server.add_client(theirs.into()).unwrap();
     ours.read_exact(&mut [0; 18]).unwrap();
     let flags = nix::fcntl::fcntl(&seen, nix::fcntl::FcntlArg::F_GETFL).unwrap();
     assert_eq!(flags & nix::fcntl::OFlag::O_NONBLOCK.bits(), 0);
 }
 
 #[test]
-fn refused_requests_keep_the_stream_in_step() {
-    let bench = Bench::memory(Limits::default());
-    let mut client = bench.connect();
+fn the_stream_stays_in_sync_after_refused_requests() {
+    let fixture = Fixture::memory(Limits::default());
+    let mut client = fixture.connect();
     client.send(command::READ, 1, u64::MAX - 5, 4096);
     client.expect(1, Err(IoError::Invalid));
-    client.send(command::WRITE, 2, bench.size, 3 * MIB as u32);
+    client.send(command::WRITE, 2, fixture.size, 3 * MIB as u32);
     client.stream.write_all(&vec![1; 3 * MIB]).unwrap();
     client.expect(2, Err(IoError::NoSpace));
     client.send(command::BLOCK_STATUS, 3, 0, 4096);
     client.expect(3, Err(IoError::Invalid));
     client.send(command::FLUSH, 4, 0, 0);
     client.expect(4, Ok(()));
-    assert_eq!(bench.page.snapshot().errors_of(IoError::NoSpace), 1);
+    assert_eq!(fixture.page.snapshot().errors_of(IoError::NoSpace), 1);
 }
 
 #[test]
-fn large_requests_pass_whatever_the_budget() {
+fn large_requests_are_served_with_any_buffer_budget() {
     for buffer_bytes in [64 << 10, 40 * MIB, 200 * MIB] {
-        let bench = Bench::memory(Limits { buffer_bytes, ..Limits::default() });
-        let mut client = bench.connect();
+        let fixture = Fixture::memory(Limits { buffer_bytes, ..Limits::default() });
+        let mut client = fixture.connect();
         let pattern: Vec<u8> = (0..32 * MIB).map(|at| (at % 251) as u8).collect();
         client.write(1, 0, &pattern);
         client.expect(1, Ok(()));
@@ -145,9 +145,9 @@ fn large_requests_pass_whatever_the_budget() {
 }
 
 #[test]
-fn writes_of_every_size_arrive_whole() {
-    let bench = Bench::memory(Limits::default());
-    let mut client = bench.connect();
+fn writes_of_every_size_arrive_completely() {
+    let fixture = Fixture::memory(Limits::default());
+    let mut client = fixture.connect();
     let sizes = [1, 511, 4096, 16 << 10, (16 << 10) + 1, 128 << 10, (128 << 10) + 77, 3 * MIB];
     for (index, &size) in sizes.iter().cycle().take(64).enumerate() {
         let content: Vec<u8> = (0..size).map(|at| (at * 7 + index) as u8).collect();
@@ -160,15 +160,15 @@ fn writes_of_every_size_arrive_whole() {
 }
 
 #[test]
-fn requests_finished_on_foreign_threads_are_answered() {
+fn requests_that_other_threads_complete_are_answered() {
     let slow = Slow::new();
-    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
-    let mut client = bench.connect();
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = fixture.connect();
     (0..100).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
     slow.wait_for(100);
-    // Counted at the end of the turn that started them.
+    // The requests are counted at the end of the loop iteration that started them.
     let limit = Instant::now() + Duration::from_secs(10);
-    while bench.page.snapshot().in_flight < 100 {
+    while fixture.page.snapshot().in_flight < 100 {
         assert!(Instant::now() < limit);
         std::thread::yield_now();
     }
@@ -179,11 +179,11 @@ fn requests_finished_on_foreign_threads_are_answered() {
 }
 
 #[test]
-fn no_more_than_the_depth_reaches_the_backend() {
+fn at_most_depth_requests_reach_the_backend() {
     let slow = Slow::new();
-    let bench =
-        Bench::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 8, ..Limits::default() });
-    let mut client = bench.connect();
+    let fixture =
+        Fixture::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 8, ..Limits::default() });
+    let mut client = fixture.connect();
     (0..50).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
     slow.wait_for(8);
     std::thread::sleep(Duration::from_millis(50));
@@ -193,14 +193,14 @@ fn no_more_than_the_depth_reaches_the_backend() {
 }
 
 #[test]
-fn stopping_finishes_what_runs() {
+fn a_stop_waits_for_requests_in_flight() {
     let slow = Slow::new();
-    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
-    let mut client = bench.connect();
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = fixture.connect();
     client.send(command::FLUSH, 1, 0, 0);
     slow.wait_for(1);
     std::thread::scope(|scope| {
-        let stopping = scope.spawn(|| bench.server.stop(Duration::from_secs(10)));
+        let stopping = scope.spawn(|| fixture.server.stop(Duration::from_secs(10)));
         std::thread::sleep(Duration::from_millis(50));
         assert!(!stopping.is_finished());
         slow.release(1);
@@ -208,32 +208,32 @@ fn stopping_finishes_what_runs() {
     });
     client.expect(1, Ok(()));
     assert_eq!(client.stream.read(&mut [0; 1]).unwrap(), 0);
-    assert!(matches!(bench.end(), End::Stopped));
-    assert_eq!(bench.server.connections(), 0);
+    assert!(matches!(fixture.end(), End::Stopped));
+    assert_eq!(fixture.server.connections(), 0);
 }
 
 #[test]
-fn a_hung_backend_does_not_keep_a_connection_from_ending() {
+fn a_stop_ends_a_connection_whose_backend_hangs() {
     let slow = Slow::new();
-    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
-    let mut client = bench.connect();
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = fixture.connect();
     client.send(command::FLUSH, 1, 0, 0);
     slow.wait_for(1);
     let begin = Stopwatch::start();
-    bench.server.stop(Duration::from_millis(100)).unwrap();
+    fixture.server.stop(Duration::from_millis(100)).unwrap();
     assert!(begin.elapsed() < Duration::from_secs(3));
-    assert!(matches!(bench.end(), End::Aborted));
+    assert!(matches!(fixture.end(), End::Aborted));
 }
 
 #[test]
-fn failing_all_io_answers_even_what_hangs() {
+fn fail_io_answers_requests_that_hang_in_the_backend() {
     let slow = Slow::new();
-    let bench =
-        Bench::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 4, ..Limits::default() });
-    let mut client = bench.connect();
+    let fixture =
+        Fixture::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 4, ..Limits::default() });
+    let mut client = fixture.connect();
     (0..10).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
     slow.wait_for(4);
-    bench.server.set_fail_io(true);
+    fixture.server.set_fail_io(true);
     for _ in 0..10 {
         assert_eq!(client.reply().1, Err(IoError::Broken));
     }
@@ -241,96 +241,96 @@ fn failing_all_io_answers_even_what_hangs() {
     client.stream.write_all(&[1; 4096]).unwrap();
     client.expect(77, Err(IoError::Broken));
     slow.wait_until_abandoned();
-    // The backend comes back: its late answers are nobody's.
-    bench.server.set_fail_io(false);
+    // The backend completes the abandoned requests, and no reply is sent for them.
+    fixture.server.set_fail_io(false);
     slow.release(1000);
     client.send(command::FLUSH, 88, 0, 0);
     client.expect(88, Ok(()));
 }
 
 #[test]
-fn the_backend_hears_that_the_client_has_left_but_not_of_a_goodbye() {
+fn the_backend_abandons_requests_of_a_broken_connection_and_not_of_an_orderly_disconnect() {
     let slow = Slow::new();
-    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
-    let mut client = bench.connect();
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = fixture.connect();
     client.send(command::FLUSH, 1, 0, 0);
     client.send(command::DISC, 0, 0, 0);
     slow.wait_for(1);
     slow.release(1);
     client.expect(1, Ok(()));
-    assert!(matches!(bench.end(), End::Disconnected));
+    assert!(matches!(fixture.end(), End::Disconnected));
     assert_eq!(slow.state.lock().unwrap().abandoned, 0);
-    let mut client = bench.connect();
+    let mut client = fixture.connect();
     client.send(command::FLUSH, 2, 0, 0);
     slow.wait_for(1);
     drop(client);
     slow.wait_until_abandoned();
     slow.release(1);
-    assert!(matches!(bench.end(), End::Closed));
+    assert!(matches!(fixture.end(), End::Closed));
 }
 
 #[test]
-fn failing_all_io_tells_what_the_backend_still_has() {
+fn fail_all_io_returns_the_number_of_requests_in_the_backend() {
     let slow = Slow::new();
-    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), Limits::default());
-    let mut client = bench.connect();
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
+    let mut client = fixture.connect();
     (0..4).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
     slow.wait_for(4);
-    assert_eq!(bench.server.fail_all_io(Duration::from_millis(50)).unwrap(), 4);
+    assert_eq!(fixture.server.fail_all_io(Duration::from_millis(50)).unwrap(), 4);
     for _ in 0..4 {
         assert_eq!(client.reply().1, Err(IoError::Broken));
     }
     slow.release(3);
-    let still = || bench.server.fail_all_io(Duration::ZERO).unwrap();
+    let still = || fixture.server.fail_all_io(Duration::ZERO).unwrap();
     let until = Instant::now() + Duration::from_secs(10);
     while still() != 1 && Instant::now() < until {
         std::thread::yield_now();
     }
     assert_eq!(still(), 1);
     slow.release(1000);
-    assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
+    assert_eq!(fixture.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
     client.send(command::FLUSH, 9, 0, 0);
     client.expect(9, Err(IoError::Broken));
-    // Who serves again is not taken for failing, and no count is left over.
-    bench.server.set_fail_io(false);
+    // After service resumes, requests succeed and the count starts at 0.
+    fixture.server.set_fail_io(false);
     client.send(command::FLUSH, 10, 0, 0);
     client.expect(10, Ok(()));
-    assert_eq!(bench.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
+    assert_eq!(fixture.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
 }
 
 #[test]
-fn failing_all_io_needs_no_buffer() {
+fn fail_io_answers_requests_that_wait_for_a_buffer() {
     let slow = Slow::new();
     let limits = Limits { buffer_bytes: 64 << 10, ..Limits::default() };
-    let bench = Bench::new(Arc::new(SlowImage(slow.clone())), limits);
-    let mut client = bench.connect();
-    // The second one waits for the first one's memory.
+    let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), limits);
+    let mut client = fixture.connect();
+    // The second request waits for the buffer of the first one.
     client.send(command::READ, 1, 0, 40 << 10);
     client.send(command::READ, 2, 0, 40 << 10);
     slow.wait_for(1);
-    bench.server.set_fail_io(true);
+    fixture.server.set_fail_io(true);
     client.expect(1, Err(IoError::Broken));
     client.expect(2, Err(IoError::Broken));
     client.send(command::WRITE, 3, 0, 40 << 10);
     client.stream.write_all(&vec![1; 40 << 10]).unwrap();
     client.expect(3, Err(IoError::Broken));
-    bench.server.set_fail_io(false);
+    fixture.server.set_fail_io(false);
     slow.release(1000);
     client.send(command::FLUSH, 4, 0, 0);
     client.expect(4, Ok(()));
 }
 
 #[test]
-fn failing_all_io_is_for_connections_to_come_and_ends_when_told() {
-    let bench = Bench::memory(Limits::default());
-    let mut first = bench.connect();
-    bench.server.set_fail_io(true);
-    let mut second = bench.connect();
+fn fail_io_applies_to_new_connections_until_it_is_reset() {
+    let fixture = Fixture::memory(Limits::default());
+    let mut first = fixture.connect();
+    fixture.server.set_fail_io(true);
+    let mut second = fixture.connect();
     for (cookie, client) in [(1, &mut first), (2, &mut second)] {
         client.send(command::FLUSH, cookie, 0, 0);
         client.expect(cookie, Err(IoError::Broken));
     }
-    bench.server.set_fail_io(false);
+    fixture.server.set_fail_io(false);
     for (cookie, client) in [(3, &mut first), (4, &mut second)] {
         client.send(command::FLUSH, cookie, 0, 0);
         client.expect(cookie, Ok(()));
@@ -339,48 +339,48 @@ fn failing_all_io_is_for_connections_to_come_and_ends_when_told() {
 
 #[test]
 fn a_panic_ends_one_connection_only() {
-    let bench = Bench::new(Arc::new(Panicking), Limits::default());
-    let (mut bad, mut good) = (bench.connect(), bench.connect());
+    let fixture = Fixture::new(Arc::new(Panicking), Limits::default());
+    let (mut bad, mut good) = (fixture.connect(), fixture.connect());
     bad.send(command::TRIM, 1, 0, 4096);
-    assert!(matches!(bench.end(), End::Panicked(message) if message.contains("defect")));
+    assert!(matches!(fixture.end(), End::Panicked(message) if message.contains("defect")));
     assert_eq!(bad.stream.read(&mut [0; 1]).unwrap_or(0), 0);
     good.send(command::FLUSH, 2, 0, 0);
     good.expect(2, Ok(()));
 }
 
 #[test]
-fn connections_are_bounded_and_their_places_used_again() {
-    let bench = Bench::memory(Limits { connections: 2, ..Limits::default() });
-    let (first, _second) = (bench.connect(), bench.connect());
+fn the_number_of_connections_is_limited_and_closed_ones_free_a_slot() {
+    let fixture = Fixture::memory(Limits { connections: 2, ..Limits::default() });
+    let (first, _second) = (fixture.connect(), fixture.connect());
     let (_ours, theirs) = UnixStream::pair().unwrap();
-    assert!(bench.server.add_kernel_connection(theirs.into()).is_err());
+    assert!(fixture.server.add_kernel_connection(theirs.into()).is_err());
     drop(first);
-    bench.end();
-    // The thread may take a moment to be gone after it told so.
+    fixture.end();
+    // The thread exits a moment after it has reported the end.
     let deadline = Instant::now() + Duration::from_secs(5);
-    while bench.server.connections() > 1 {
+    while fixture.server.connections() > 1 {
         assert!(Instant::now() < deadline);
         std::thread::yield_now();
     }
-    bench.connect().send(command::FLUSH, 1, 0, 0);
+    fixture.connect().send(command::FLUSH, 1, 0, 0);
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
-    /// Whatever arrives, in whatever pieces, the connection ends or goes on, and the server serves
-    /// the next client.
+    /// With any data, split in any way, the connection ends or continues, and the server serves the
+    /// next client.
     #[test]
-    fn no_stream_hangs_or_kills_the_server(
-        pieces in proptest::collection::vec(any_piece(), 1..12),
+    fn random_streams_do_not_hang_or_crash_the_server(
+        pieces in proptest::collection::vec(any_chunk(), 1..12),
         with_handshake: bool,
     ) {
-        let bench = Bench::memory(Limits { depth: 4, buffer_bytes: MIB, ..Limits::default() });
+        let fixture = Fixture::memory(Limits { depth: 4, buffer_bytes: MIB, ..Limits::default() });
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         if with_handshake {
-            bench.server.add_client(theirs.into()).unwrap();
+            fixture.server.add_client(theirs.into()).unwrap();
         } else {
-            bench.server.add_kernel_connection(theirs.into()).unwrap();
+            fixture.server.add_kernel_connection(theirs.into()).unwrap();
         }
         let mut reader = ours.try_clone().unwrap();
         let draining = std::thread::spawn(move || {
@@ -393,15 +393,15 @@ proptest! {
             }
         }
         let _ = ours.shutdown(std::net::Shutdown::Write);
-        bench.end();
+        fixture.end();
         draining.join().unwrap();
-        let mut next = bench.connect();
+        let mut next = fixture.connect();
         next.send(command::FLUSH, 3, 0, 0);
         next.expect(3, Ok(()));
     }
 }
 
-fn any_piece() -> impl Strategy<Value = Vec<u8>> {
+fn any_chunk() -> impl Strategy<Value = Vec<u8>> {
     let length = prop_oneof![4 => 0u32..70_000, 1 => any::<u32>()];
     let request = (0u16..8, 0u16..4, 0u64..MIB as u64, length, 0usize..80_000).prop_map(
         |(command, flags, offset, length, payload)| {
@@ -420,15 +420,15 @@ fn any_piece() -> impl Strategy<Value = Vec<u8>> {
     ]
 }
 
-/// A server over some volume, and what happened on it.
-struct Bench {
+/// A server over a volume, its events and its statistics.
+struct Fixture {
     server: Server,
     events: Receiver<Event>,
     page: Page,
     size: u64,
 }
 
-impl Bench {
+impl Fixture {
     fn memory(limits: Limits) -> Self {
         let uri: VolumeUri = "mem:64M".parse().unwrap();
         Self::new(open(&uri, &OpenOptions::default()).unwrap(), limits)
@@ -442,7 +442,7 @@ impl Bench {
         Self { server, events, page, size }
     }
 
-    /// A connection that begins in transmission.
+    /// Opens a connection that starts in the transmission phase.
     fn connect(&self) -> Client {
         Client::connect(&self.server)
     }
@@ -452,7 +452,7 @@ impl Bench {
     }
 }
 
-/// A volume whose requests end when the test says so, on the test's thread.
+/// A volume whose requests complete when the test releases them, on the test's thread.
 struct Slow {
     state: Mutex<SlowState>,
     changed: Condvar,
@@ -462,7 +462,7 @@ struct Slow {
 struct SlowState {
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
     released: usize,
-    /// How often the connection said that nobody waits.
+    /// How often the connection abandoned its requests.
     abandoned: usize,
     completer: Option<Completer>,
 }
@@ -492,7 +492,7 @@ impl Slow {
         assert!(state.abandoned > 0);
     }
 
-    /// Lets that many requests end, those to come included.
+    /// Completes the next `requests` requests, including future ones.
     fn release(&self, requests: usize) {
         let mut state = self.state.lock().unwrap();
         state.released += requests;

@@ -1,5 +1,5 @@
-//! Requests that threads of the backend complete while their connection waits: each gets one reply, whole
-//! and right, whatever happens at the same time.
+//! Requests that backend threads complete while the connection's thread waits. Each must get exactly one
+//! complete and correct reply, also when other events happen at the same time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ const MIB: usize = 1 << 20;
 const BLOCK: u32 = 4096;
 
 #[test]
-fn a_single_request_is_answered_and_counted_although_none_follows() {
+fn a_single_request_is_answered_and_counted_without_a_later_request() {
     let fixture = Fixture::new();
     let mut client = Client::connect(&fixture.server);
     for cookie in 0..100 {
@@ -43,7 +43,7 @@ fn a_single_request_is_answered_and_counted_although_none_follows() {
     assert_eq!(seen.op(Op::Read).bytes, 100 * u64::from(BLOCK));
 }
 
-/// One to three at a time, of which the backend fails some, and the server's owner others.
+/// One to three requests at a time. The backend fails some of them, and `set_fail_io` others.
 #[test]
 fn each_request_has_one_reply() {
     let random = Random::from_kernel().unwrap();
@@ -75,7 +75,8 @@ fn each_request_has_one_reply() {
         }
         while !sent.is_empty() {
             let (cookie, result) = client.reply();
-            let read = sent.remove(&cookie).expect("a request of this round, not answered yet");
+            let read =
+                sent.remove(&cookie).expect("a request of this round that is not answered yet");
             assert!(result.is_ok() || result == Err(IoError::Broken), "{result:?}");
             if let (Ok(()), Some((offset, length))) = (result, read) {
                 assert!(client.take(length as usize) == content(offset, length));
@@ -87,7 +88,7 @@ fn each_request_has_one_reply() {
     }
 }
 
-/// The socket fills up, so the connection's thread goes on with what has left in part.
+/// The socket buffer fills, so the connection's thread must send the rest of a reply later.
 #[test]
 fn replies_that_do_not_fit_the_socket_are_sent_in_parts() {
     let fixture = Fixture::new();
@@ -96,7 +97,7 @@ fn replies_that_do_not_fit_the_socket_are_sent_in_parts() {
     for cookie in 0..60 {
         let before = fixture.ended();
         client.send(command::READ, cookie, cookie * 512, length);
-        // Until the socket is full each request ends before the next one is sent.
+        // Until the socket is full, each request completes before the next one is sent.
         let limit = Instant::now() + Duration::from_millis(200);
         while fixture.ended() == before && Instant::now() < limit {
             std::thread::yield_now();
@@ -122,12 +123,12 @@ fn a_connection_is_paused_between_two_completions_and_resumed() {
     }
 }
 
-/// What every read finds.
+/// The content of the volume, which every read returns.
 fn content(offset: u64, length: u32) -> Vec<u8> {
     (offset..offset + u64::from(length)).map(|at| (at / 512 % 251) as u8).collect()
 }
 
-/// A server over a volume whose requests end on threads of its own.
+/// A server over a volume that completes requests on threads of its own.
 struct Fixture {
     server: Server,
     page: Page,
@@ -139,7 +140,7 @@ impl Fixture {
         Self::failing(false)
     }
 
-    /// With `failing`, some requests do.
+    /// Creates a server. If `failing` is set, the volume fails some requests.
     fn failing(failing: bool) -> Self {
         let (page, _) = Page::create().unwrap();
         let image = Arc::new(Threaded { failing, ..Threaded::default() });
@@ -154,7 +155,7 @@ impl Fixture {
     }
 }
 
-/// Two threads per queue complete its requests after a while.
+/// A volume with two threads per queue that complete requests after a delay.
 #[derive(Default)]
 struct Threaded {
     failing: bool,
@@ -193,7 +194,7 @@ struct ThreadedQueue {
     sender: Sender<(RequestId, Request, Option<Buffer>)>,
 }
 
-/// What a thread that completes requests has.
+/// A thread that completes requests.
 struct Worker {
     requests: Receiver<(RequestId, Request, Option<Buffer>)>,
     completer: Completer,

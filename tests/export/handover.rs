@@ -1,5 +1,5 @@
-//! A connection changes hands in the middle of its stream: whatever has arrived, the client sees the
-//! same replies as from one server, each once.
+//! Handover of a connection in the middle of its stream: at any position, the client receives the same
+//! replies as from one server, each once.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -23,7 +23,7 @@ const SIZE: u64 = 4 << 20;
 /// The length of [`stream`].
 const STREAM: usize = 9 * 28 + 1000 + 40_000 + 3000 + 200_000;
 
-/// Servers over one volume, as processes would have them, and who serves.
+/// Consecutive servers over one volume, as in different processes, and the current one.
 struct Relay {
     image: Arc<dyn Image>,
     page: Page,
@@ -49,10 +49,11 @@ impl Relay {
         ours
     }
 
-    /// The next server takes over; or the same one goes on, after it had come to rest.
-    fn change(&mut self, hands: bool) -> Vec<Rest> {
+    /// Quiesces the connections. If `handed_over` is set, the next server takes them over; otherwise
+    /// the same server resumes them.
+    fn change(&mut self, handed_over: bool) -> Vec<Rest> {
         let rests = self.serving.0.hand_over(LIMIT).unwrap();
-        if !hands {
+        if !handed_over {
             self.serving.0.resume();
             return rests;
         }
@@ -83,7 +84,7 @@ fn request(command: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
     RequestHeader { flags: 0, command, cookie, offset, length }.encode().to_vec()
 }
 
-/// Takes `count` replies; of those that are reads, the payload, too.
+/// Receives `count` replies, with the payload of those to reads.
 fn replies(stream: &mut UnixStream, reads: &dyn Fn(u64) -> usize, count: usize) -> Vec<Reply> {
     let mut seen: Vec<Reply> = (0..count)
         .map(|_| {
@@ -99,11 +100,11 @@ fn replies(stream: &mut UnixStream, reads: &dyn Fn(u64) -> usize, count: usize) 
     seen
 }
 
-/// Cookie, success, what was read.
+/// Cookie, success, data that was read.
 type Reply = (u64, bool, Vec<u8>);
 
-/// Requests of every kind, written back to back: good writes small and large, reads, refused ones
-/// with and without a payload. No two touch the same bytes.
+/// Returns requests of every kind, back to back: small and large writes, reads, and refused requests
+/// with and without a payload. No two requests touch the same bytes.
 fn stream() -> (Vec<u8>, impl Fn(u64) -> usize, usize) {
     let mut bytes = Vec::new();
     let mut cookie = 0;
@@ -117,7 +118,7 @@ fn stream() -> (Vec<u8>, impl Fn(u64) -> usize, usize) {
     put(command::WRITE, 0, 1000, true);
     put(command::READ, 1 << 20, 512, false);
     put(command::WRITE, 4096, 40_000, true);
-    // Beyond the end: refused, its payload skipped.
+    // A write beyond the end is refused, and its payload is skipped.
     put(command::WRITE, SIZE, 3000, true);
     put(command::FLUSH, 0, 0, false);
     put(command::READ, SIZE, 4096, false);
@@ -136,8 +137,7 @@ fn expected() -> Vec<Reply> {
     replies(&mut client, &reads, count)
 }
 
-/// Writes the stream in pieces; at each cut what has arrived has to be in some server's hands, and
-/// the connection changes.
+/// Writes the stream in pieces. At each cut the connection is quiesced, and then handed over or resumed.
 fn run(cuts: &[(usize, bool)]) -> Vec<Reply> {
     let mut relay = Relay::new();
     let client = relay.connect();
@@ -145,13 +145,13 @@ fn run(cuts: &[(usize, bool)]) -> Vec<Reply> {
     let mut reader = client.try_clone().unwrap();
     let reading = std::thread::spawn(move || replies(&mut reader, &reads, count));
     let mut from = 0;
-    for &(cut, hands) in cuts {
+    for &(cut, handed_over) in cuts {
         (&client).write_all(&bytes[from..cut]).unwrap();
         from = cut;
         let mid = in_payload(cut);
         let (rest, changed) = (Arc::new(AtomicBool::new(false)), Instant::now());
         if mid {
-            // A write whose payload has begun is finished first: the rest has to come.
+            // A write whose payload has begun is completed first, so the rest of the payload must arrive.
             let (writer, tail) = (client.try_clone().unwrap(), bytes[from..].to_vec());
             let writing = {
                 let rest = Arc::clone(&rest);
@@ -160,17 +160,17 @@ fn run(cuts: &[(usize, bool)]) -> Vec<Reply> {
                     rest.store(true, Ordering::SeqCst);
                 })
             };
-            relay.change(hands);
+            relay.change(handed_over);
             writing.join().unwrap();
             assert!(rest.load(Ordering::SeqCst) && changed.elapsed() < LIMIT);
             from = bytes.len();
             break;
         }
-        relay.change(hands);
+        relay.change(handed_over);
     }
     (&client).write_all(&bytes[from..]).unwrap();
     let seen = reading.join().unwrap();
-    // Nothing more comes: each request was answered once, and the stream is in step.
+    // no other reply arrives: each request was answered once, and the stream is in sync.
     let mut client = client;
     client.write_all(&request(command::FLUSH, 99, 0, 0)).unwrap();
     assert_eq!(replies(&mut client, &|_| 0, 1), [(99, true, Vec::new())]);
@@ -179,24 +179,24 @@ fn run(cuts: &[(usize, bool)]) -> Vec<Reply> {
     seen
 }
 
-/// Whether a cut lies inside what belongs to one write: behind its header, before its end.
+/// Returns whether a cut lies inside the payload of a write: behind its header, before its end.
 fn in_payload(cut: usize) -> bool {
     let lengths = [1000, 0, 40_000, 3000, 0, 0, 0, 200_000, 0];
     let mut at = 0;
     lengths.iter().any(|length| {
         let header_end = at + 28;
         at = header_end + length;
-        // The header alone is enough for the old server to begin with it.
+        // The old server starts a write as soon as it has the header.
         (header_end..at).contains(&cut) && *length > 0
     })
 }
 
 #[test]
-fn every_boundary_of_the_first_requests_is_a_place_to_change_hands() {
+fn a_handover_works_at_every_byte_of_the_first_requests() {
     let expected = expected();
     assert_eq!(expected.len(), 9);
-    // Through the first write, the read behind it and into the header of the next write; then around
-    // each later request's beginning.
+    // All positions from the first write to the header of the second one; then the positions around the
+    // start of later requests.
     let near: Vec<usize> =
         (0..40).chain(1020..1100).chain(41_080..41_130).chain(44_100..44_240).collect();
     for cut in near {
@@ -205,7 +205,7 @@ fn every_boundary_of_the_first_requests_is_a_place_to_change_hands() {
 }
 
 #[test]
-fn a_pause_that_is_taken_back_changes_nothing() {
+fn a_cancelled_handover_changes_no_reply() {
     let expected = expected();
     for cut in (0..40).chain(1020..1090).step_by(3) {
         assert_eq!(run(&[(cut, false)]), expected, "cut at {cut}");
@@ -217,7 +217,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_split_across_any_changes_gives_the_same_replies(
+    fn handovers_at_random_positions_give_the_same_replies(
         cuts in proptest::collection::vec((0..=STREAM, any::<bool>()), 1..6),
     ) {
         let mut cuts = cuts;
@@ -227,7 +227,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_unread_goes_along() {
+fn unparsed_bytes_are_handed_over() {
     let mut relay = Relay::new();
     let mut client = relay.connect();
     let half = request(command::READ, 7, 0, 512);
@@ -240,7 +240,7 @@ fn what_is_unread_goes_along() {
     assert_eq!(replies(&mut client, &|_| 512, 1), [(7, true, vec![0; 512])]);
 }
 
-/// Until a write's header has been read, its connection comes to rest before it.
+/// Retries the handover until it is refused. Before a write's header is read, a handover succeeds.
 fn attempt_until_refused(relay: &Relay, limit: Duration, may_come: impl Fn() -> bool) -> Error {
     let until = Instant::now() + LIMIT;
     while may_come() && Instant::now() < until {
@@ -250,11 +250,11 @@ fn attempt_until_refused(relay: &Relay, limit: Duration, may_come: impl Fn() -> 
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    panic!("the header is never read");
+    panic!("the header was not read");
 }
 
 #[test]
-fn a_payload_that_does_not_come_keeps_the_connection_where_it_is() {
+fn a_handover_times_out_while_a_payload_is_incomplete() {
     let relay = Relay::new();
     let mut other = relay.connect();
     let mut client = relay.connect();
@@ -262,7 +262,7 @@ fn a_payload_that_does_not_come_keeps_the_connection_where_it_is() {
     client.write_all(&[1; 100]).unwrap();
     let error = attempt_until_refused(&relay, Duration::from_millis(200), || true);
     assert_eq!(error.kind(), ErrorKind::TimedOut);
-    // Both go on: the one that had come to rest as well.
+    // Both connections serve on, also the one that was quiesced.
     client.write_all(&[1; 3996]).unwrap();
     assert_eq!(replies(&mut client, &|_| 0, 1), [(7, true, Vec::new())]);
     other.write_all(&request(command::READ, 8, 0, 512)).unwrap();
@@ -270,7 +270,7 @@ fn a_payload_that_does_not_come_keeps_the_connection_where_it_is() {
 }
 
 #[test]
-fn a_connection_that_ends_meanwhile_ends_the_attempt() {
+fn a_handover_is_aborted_when_a_connection_ends() {
     let relay = Relay::new();
     let mut other = relay.connect();
     let client = relay.connect();
@@ -287,7 +287,7 @@ fn a_connection_that_ends_meanwhile_ends_the_attempt() {
 }
 
 #[test]
-fn a_connection_that_was_left_is_not_shut_down() {
+fn a_connection_that_was_handed_over_is_not_shut_down() {
     let mut relay = Relay::new();
     let client = relay.connect();
     drop(relay.change(true));
@@ -295,9 +295,9 @@ fn a_connection_that_was_left_is_not_shut_down() {
     relay.serving.0.leave().unwrap();
     drop(relay);
     client.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-    let quiet = (&client).read(&mut [0; 1]).unwrap_err();
-    assert_eq!(quiet.kind(), std::io::ErrorKind::WouldBlock);
-    // The last copy of the socket.
+    let error = (&client).read(&mut [0; 1]).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    // These are the last copies of the socket.
     drop(rests);
     assert_eq!((&client).read(&mut [0; 1]).unwrap(), 0);
 }

@@ -1,4 +1,4 @@
-//! `cleat serve` against the NBD clients that people use: libnbd's tools, qemu's and fio.
+//! `cleat serve` with common NBD clients: the tools of libnbd and qemu, and fio.
 //!
 //! The amount of data per transfer is CLEAT_INTEROP_MIB (default 128); the figures in
 //! `ARCHITECTURE.md` were taken with 1024.
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use test_kit::memory;
 
 #[test]
-fn nbdinfo_sees_what_is_served() {
+fn nbdinfo_shows_the_export_and_its_properties() {
     let dir = TempDir::new().unwrap();
     let server = Server::start(&dir, "mem:64M", &["--export-name", "disk"]);
     let info = run("nbdinfo", &[&server.uri]);
@@ -30,7 +30,7 @@ fn nbdinfo_sees_what_is_served() {
 }
 
 #[test]
-fn clients_see_where_the_data_is() {
+fn nbdinfo_shows_data_and_holes() {
     for backend in Backend::ALL {
         let dir = TempDir::new().unwrap();
         let server = Server::start(&dir, &backend.uri(&dir), &[]);
@@ -43,12 +43,12 @@ fn clients_see_where_the_data_is() {
         assert_eq!(map(), written, "{}", server.uri);
         run("qemu-io", &["-f", "raw", "-c", "discard 16M 1M", &server.uri]);
         assert_eq!(map(), [(0, size, true)]);
-        // Last, because it looks at the content, for which memory is then there.
+        // This check comes last: nbdinfo reads content here, which allocates memory.
         assert!(run("nbdinfo", &[&server.uri]).contains("base:allocation"));
     }
 }
 
-/// What `nbdinfo --map` prints: offset, length, whether it is a hole.
+/// Parses the output of `nbdinfo --map`: offset, length, whether the extent is a hole.
 fn extents(map: &str) -> Vec<(u64, u64, bool)> {
     let line = |line: &str| {
         let mut words = line.split_whitespace();
@@ -71,7 +71,7 @@ fn a_read_only_export_refuses_writes() {
 }
 
 #[test]
-fn nbdcopy_moves_data_both_ways() {
+fn nbdcopy_copies_to_and_from_a_volume() {
     for backend in Backend::ALL {
         let dir = TempDir::new().unwrap();
         let server = Server::start(&dir, &backend.uri(&dir), &[]);
@@ -130,13 +130,13 @@ fn qemu_io_writes_zeroes_trims_and_checks_patterns() {
         let mut arguments = vec!["-f", "raw"];
         steps.iter().for_each(|step| arguments.extend(["-c", step]));
         arguments.push(&server.uri);
-        let said = run("qemu-io", &arguments);
-        assert!(!said.contains("failed") && !said.contains("verification"), "{said}");
+        let printed = run("qemu-io", &arguments);
+        assert!(!printed.contains("failed") && !printed.contains("verification"), "{printed}");
     }
 }
 
 #[test]
-fn qemu_img_bench_runs_on_a_flushing_writer() {
+fn qemu_img_bench_writes_with_flushes() {
     let dir = TempDir::new().unwrap();
     let server = Server::start(&dir, &Backend::File.uri(&dir), &[]);
     let writes = ["-w", "-c", "2000", "-d", "16", "-s", "4096", "--flush-interval=64"];
@@ -152,7 +152,7 @@ fn fio_verifies_what_it_wrote() {
         let size = format!("--size={}M", mib());
         let sizes = ["--bsrange=4k-256k", "--iodepth=32", "--trim_backlog=64"];
         let kind = ["--name=verify", "--ioengine=nbd", "--rw=randwrite", "--verify=crc32c"];
-        // Else fio leaves a file in the working directory.
+        // Without this option fio leaves a file in the working directory.
         let state = "--verify_state_save=0";
         let more = ["--verify_fatal=1", state, "--fsync=32", &uri, &size];
         let output = TempDir::new().unwrap();
@@ -165,7 +165,7 @@ fn fio_verifies_what_it_wrote() {
 }
 
 #[test]
-fn a_server_ends_in_order_and_leaves_no_socket() {
+fn sigterm_stops_the_server_with_exit_0_and_removes_the_socket() {
     let dir = TempDir::new().unwrap();
     let mut server = Server::start(&dir, "mem:1M", &[]);
     let idle = UnixStream::connect(dir.path().join("s")).unwrap();
@@ -176,7 +176,7 @@ fn a_server_ends_in_order_and_leaves_no_socket() {
 }
 
 #[test]
-fn what_the_network_can_reach_is_warned_of() {
+fn serving_on_a_network_address_prints_a_warning() {
     for (address, warned) in [("127.0.0.1:0", false), ("0.0.0.0:0", true)] {
         let mut child = Command::new(CLEAT)
             .args(["serve", "mem:1M", "--read-only", "--listen", address])
@@ -189,14 +189,14 @@ fn what_the_network_can_reach_is_warned_of() {
         let mut server = Server { child, uri: String::new() };
         server.signal(libc::SIGTERM);
         assert!(server.wait().success());
-        let mut said = String::new();
-        server.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        assert_eq!(said.contains("neither encryption nor authentication"), warned, "{said}");
+        let mut printed = String::new();
+        server.child.stderr.take().unwrap().read_to_string(&mut printed).unwrap();
+        assert_eq!(printed.contains("neither encryption nor authentication"), warned, "{printed}");
     }
 }
 
 #[test]
-fn an_outage_of_the_backend_is_told() {
+fn an_outage_of_the_backend_is_logged() {
     let dir = TempDir::new().unwrap();
     let socket = dir.path().join("s");
     let mut child = Command::new(CLEAT)
@@ -207,17 +207,17 @@ fn an_outage_of_the_backend_is_told() {
         .unwrap();
     let mut uri = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
-    let mut told = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
     let mut server = Server { child, uri };
     let read = ["20", "qemu-io", "-f", "raw", "-c", "read 0 512", server.uri.trim_end()];
     let mut client = Command::new("timeout").args(read).spawn().unwrap();
     let line = std::thread::scope(|scope| {
-        // Once it has given up, or was cut off, the server has said all that it will.
+        // When the client has given up or was killed, the server has logged everything.
         scope.spawn(|| {
             assert!(!client.wait().unwrap().success());
             server.signal(libc::SIGTERM);
         });
-        let line = told.next();
+        let line = log.next();
         server.signal(libc::SIGTERM);
         line
     });
@@ -227,7 +227,7 @@ fn an_outage_of_the_backend_is_told() {
 }
 
 #[test]
-fn a_dead_servers_socket_is_replaced_and_a_live_ones_is_not() {
+fn the_socket_of_a_dead_server_is_replaced_and_of_a_live_one_is_not() {
     let dir = TempDir::new().unwrap();
     let mut dead = Server::start(&dir, "mem:1M", &[]);
     dead.signal(libc::SIGKILL);
@@ -237,17 +237,17 @@ fn a_dead_servers_socket_is_replaced_and_a_live_ones_is_not() {
     let socket = dir.path().join("s");
     let second = command(CLEAT, &["serve", "mem:1M", "--socket", path(&socket)]);
     assert!(!second.status.success());
-    let said = String::from_utf8_lossy(&second.stderr).into_owned();
-    assert!(said.contains("another server listens on"), "{said}");
+    let printed = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(printed.contains("another server listens on"), "{printed}");
     run("nbdinfo", &[&alive.uri]);
 }
 
 #[test]
-fn a_client_that_does_not_read_costs_bounded_memory() {
+fn a_client_that_does_not_read_uses_a_limited_amount_of_memory() {
     let dir = TempDir::new().unwrap();
     let server = Server::start(&dir, "file:", &[]);
     let mut client = raw_client(&dir);
-    // 50 GiB of answers, of which none is taken yet.
+    // The replies have 50 GiB, and the client reads none of them yet.
     let requests: Vec<u8> = (0..1600u32).flat_map(read_32_mib).collect();
     client.write_all(&requests).unwrap();
     std::thread::sleep(Duration::from_millis(500));
@@ -262,7 +262,7 @@ fn a_client_that_does_not_read_costs_bounded_memory() {
 }
 
 #[test]
-fn an_idle_server_is_small_even_after_large_requests() {
+fn an_idle_server_frees_its_buffers_after_large_requests() {
     let dir = TempDir::new().unwrap();
     memory::without_huge_pages();
     let server = Server::start(&dir, "file:", &[]);
@@ -273,7 +273,7 @@ fn an_idle_server_is_small_even_after_large_requests() {
         client.read_exact(&mut [0; 16]).unwrap();
         client.read_exact(&mut payload).unwrap();
     }
-    // The buffers are given back after a second without requests.
+    // The server frees the buffers after a second without requests.
     let deadline = Instant::now() + Duration::from_secs(10);
     let limit_kib = 6 * 1024;
     loop {
@@ -286,7 +286,7 @@ fn an_idle_server_is_small_even_after_large_requests() {
     }
 }
 
-/// A connection that is in transmission, and will do what no good client does.
+/// Opens a connection in the transmission phase, for requests that no correct client sends.
 fn raw_client(dir: &TempDir) -> UnixStream {
     let mut client = UnixStream::connect(dir.path().join("s")).unwrap();
     client.write_all(&[0, 0, 0, 3]).unwrap();
@@ -356,7 +356,7 @@ impl Server {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // The URI is printed once clients can connect.
+        // The server prints the URI when clients can connect.
         let mut uri = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
         assert!(!uri.is_empty(), "the server did not start");
@@ -393,7 +393,7 @@ fn path(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A file of random content with holes, the size of the volumes.
+/// Creates a file of the volumes' size with random content and holes.
 fn random_file(dir: &TempDir) -> PathBuf {
     let name = dir.path().join("source");
     let file = File::create(&name).unwrap();
@@ -411,13 +411,13 @@ fn assert_same(left: &Path, right: &Path) {
     run("cmp", &[path(left), path(right)]);
 }
 
-/// Runs a tool that has to succeed, and returns what it printed.
+/// Runs a tool, checks that it succeeds, and returns its standard output.
 fn run(tool: &str, arguments: &[&str]) -> String {
     let output = command(tool, arguments);
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     let complained = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{tool} {arguments:?}: {said}{complained}");
-    said
+    assert!(output.status.success(), "{tool} {arguments:?}: {printed}{complained}");
+    printed
 }
 
 fn command(tool: &str, arguments: &[&str]) -> Output {

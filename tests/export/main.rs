@@ -1,4 +1,4 @@
-//! The data path: sockets, protocol and a backend, in this process and as `cleat serve`.
+//! Tests of the data path: sockets, protocol and a backend, in this process and as `cleat serve`.
 
 #![allow(
     clippy::cast_possible_truncation,

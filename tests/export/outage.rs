@@ -1,4 +1,4 @@
-//! The data path while the backend cannot be reached, and under limits.
+//! The data path during backend outages and under rate limits.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,27 +29,27 @@ const fn policy(outage: OnOutage, iops: u64, bytes_per_s: u64) -> Policy {
 }
 
 #[test]
-fn requests_wait_for_the_backend_and_end_well() {
-    let bench = Bench::new(QUEUE, 1);
-    let mut client = bench.connect();
+fn requests_wait_for_the_backend_and_then_succeed() {
+    let fixture = Fixture::new(QUEUE, 1);
+    let mut client = fixture.connect();
     client.write(1, 0, &[3; 4096]);
     client.expect(1, Ok(()));
-    bench.flaky.down.store(true, Ordering::SeqCst);
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     client.write(2, 0, &[4; 4096]);
     client.send(command::READ, 3, 8192, 4096);
     client.send(command::FLUSH, 4, 0, 0);
-    bench.wait_for("three requests wait", |page| page.snapshot().queued == 3);
-    let during = bench.page.snapshot();
+    fixture.wait_for("three requests wait", |page| page.snapshot().queued == 3);
+    let during = fixture.page.snapshot();
     assert!(during.outage_since_ns > 0 && during.in_flight == 3);
-    // It is asked again, ever less often, and nothing is answered meanwhile.
+    // The requests are retried with backoff, and none is answered during the outage.
     std::thread::sleep(Duration::from_millis(800));
     assert!(client.is_silent());
-    let attempts = || bench.flaky.attempts.load(Ordering::SeqCst);
+    let attempts = || fixture.flaky.attempts.load(Ordering::SeqCst);
     assert!(attempts() <= 16, "{} attempts at 3 requests in 0.8 s", attempts());
-    bench.wait_for("it is asked again", |_| attempts() >= 7);
-    assert_eq!(bench.flaky.content()[..1], [3], "nothing has reached the backend");
+    fixture.wait_for("the requests are retried", |_| attempts() >= 7);
+    assert_eq!(fixture.flaky.content()[..1], [3], "no write has reached the backend");
 
-    bench.flaky.down.store(false, Ordering::SeqCst);
+    fixture.flaky.down.store(false, Ordering::SeqCst);
     let mut replies = HashMap::new();
     for _ in 0..3 {
         let (cookie, result) = client.reply();
@@ -59,54 +59,54 @@ fn requests_wait_for_the_backend_and_end_well() {
         }
     }
     assert_eq!(replies, HashMap::from([(2, Ok(())), (3, Ok(())), (4, Ok(()))]));
-    bench.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
-    let after = bench.page.snapshot();
+    fixture.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
+    let after = fixture.page.snapshot();
     assert_eq!((after.queued, after.errors_of(IoError::Retry)), (0, 0));
     assert!(after.stalled_ns > 800_000_000, "{}", after.stalled_ns);
-    assert!(after.op(Op::Write).total_ns > 800_000_000, "the wait counts");
-    assert_eq!(bench.flaky.content()[..1], [4]);
+    assert!(after.op(Op::Write).total_ns > 800_000_000, "the latency includes the wait");
+    assert_eq!(fixture.flaky.content()[..1], [4]);
 }
 
 #[test]
-fn a_policy_of_failing_answers_at_once_and_the_end_is_noticed_without_requests() {
-    let bench = Bench::new(policy(OnOutage::Fail, 0, 0), 1);
-    let mut client = bench.connect();
-    bench.flaky.down.store(true, Ordering::SeqCst);
+fn the_policy_fail_fails_requests_at_once_and_the_end_of_an_outage_is_noticed_without_requests() {
+    let fixture = Fixture::new(policy(OnOutage::Fail, 0, 0), 1);
+    let mut client = fixture.connect();
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     let begun = Stopwatch::start();
     client.write(1, 0, &[1; 512]);
     client.expect(1, Err(IoError::Broken));
     assert!(begun.elapsed() < Duration::from_millis(500));
-    assert!(bench.page.snapshot().outage_since_ns > 0);
-    assert_eq!(bench.page.snapshot().errors_of(IoError::Retry), 1);
-    bench.flaky.down.store(false, Ordering::SeqCst);
-    // Nobody asks for anything: the connection finds out by itself.
-    bench.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
+    assert!(fixture.page.snapshot().outage_since_ns > 0);
+    assert_eq!(fixture.page.snapshot().errors_of(IoError::Retry), 1);
+    fixture.flaky.down.store(false, Ordering::SeqCst);
+    // No client sends a request: the connection probes the backend itself.
+    fixture.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
     client.write(2, 0, &[1; 512]);
     client.expect(2, Ok(()));
 }
 
 #[test]
-fn a_connection_at_rest_asks_its_backend_for_nothing() {
-    let bench = Bench::new(policy(OnOutage::Fail, 0, 0), 1);
-    let mut client = bench.connect();
-    bench.flaky.down.store(true, Ordering::SeqCst);
+fn a_paused_connection_does_not_probe_its_backend() {
+    let fixture = Fixture::new(policy(OnOutage::Fail, 0, 0), 1);
+    let mut client = fixture.connect();
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     client.write(1, 0, &[1; 512]);
     client.expect(1, Err(IoError::Broken));
-    bench.server.hand_over(Duration::from_secs(5)).unwrap();
-    let attempts = bench.flaky.attempts.load(Ordering::SeqCst);
+    fixture.server.hand_over(Duration::from_secs(5)).unwrap();
+    let attempts = fixture.flaky.attempts.load(Ordering::SeqCst);
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(bench.flaky.attempts.load(Ordering::SeqCst), attempts);
-    bench.flaky.down.store(false, Ordering::SeqCst);
-    bench.server.resume();
-    bench.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
+    assert_eq!(fixture.flaky.attempts.load(Ordering::SeqCst), attempts);
+    fixture.flaky.down.store(false, Ordering::SeqCst);
+    fixture.server.resume();
+    fixture.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
 }
 
 #[test]
-fn patience_ends_for_what_waits_and_what_comes_later() {
+fn the_outage_timeout_fails_waiting_and_later_requests() {
     let limit = Duration::from_millis(700);
-    let bench = Bench::new(policy(OnOutage::QueueFor(limit), 0, 0), 1);
-    let mut client = bench.connect();
-    bench.flaky.down.store(true, Ordering::SeqCst);
+    let fixture = Fixture::new(policy(OnOutage::QueueFor(limit), 0, 0), 1);
+    let mut client = fixture.connect();
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     let (begun, watch) = (Instant::now(), Stopwatch::start());
     client.write(1, 0, &[1; 512]);
     client.send(command::READ, 2, 0, 512);
@@ -117,94 +117,100 @@ fn patience_ends_for_what_waits_and_what_comes_later() {
     let begun = Stopwatch::start();
     client.write(3, 0, &[1; 512]);
     client.expect(3, Err(IoError::Broken));
-    assert!(begun.elapsed() < Duration::from_millis(500), "the outage is older than the patience");
-    bench.flaky.down.store(false, Ordering::SeqCst);
+    assert!(
+        begun.elapsed() < Duration::from_millis(500),
+        "a request after the timeout fails at once"
+    );
+    fixture.flaky.down.store(false, Ordering::SeqCst);
     client.write(4, 0, &[1; 512]);
     client.expect(4, Ok(()));
-    bench.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
-    // The next one has its own time.
-    bench.flaky.down.store(true, Ordering::SeqCst);
+    fixture.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
+    // The next outage has a timeout of its own.
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     client.write(5, 0, &[1; 512]);
     std::thread::sleep(Duration::from_millis(200));
     assert!(client.is_silent());
-    bench.flaky.down.store(false, Ordering::SeqCst);
+    fixture.flaky.down.store(false, Ordering::SeqCst);
     client.expect(5, Ok(()));
 }
 
 #[test]
-fn a_change_of_policy_counts_for_what_waits() {
-    let bench = Bench::new(QUEUE, 1);
-    let mut client = bench.connect();
-    bench.flaky.down.store(true, Ordering::SeqCst);
+fn a_policy_change_applies_to_waiting_requests() {
+    let fixture = Fixture::new(QUEUE, 1);
+    let mut client = fixture.connect();
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     client.write(1, 0, &[1; 512]);
-    bench.wait_for("it waits", |page| page.snapshot().queued == 1);
-    bench.server.set_policy(policy(OnOutage::Fail, 0, 0));
+    fixture.wait_for("the request waits", |page| page.snapshot().queued == 1);
+    fixture.server.set_policy(policy(OnOutage::Fail, 0, 0));
     client.expect(1, Err(IoError::Broken));
-    bench.server.set_policy(QUEUE);
+    fixture.server.set_policy(QUEUE);
     client.write(2, 0, &[1; 512]);
-    bench.wait_for("it waits", |page| page.snapshot().queued == 1);
-    bench.server.set_fail_io(true);
+    fixture.wait_for("the request waits", |page| page.snapshot().queued == 1);
+    fixture.server.set_fail_io(true);
     client.expect(2, Err(IoError::Broken));
-    bench.server.set_fail_io(false);
-    let attempts = bench.flaky.attempts.load(Ordering::SeqCst);
+    fixture.server.set_fail_io(false);
+    let attempts = fixture.flaky.attempts.load(Ordering::SeqCst);
     client.write(3, 0, &[1; 512]);
-    bench.wait_for("it waits", |page| page.snapshot().queued == 1);
-    assert!(bench.flaky.attempts.load(Ordering::SeqCst) > attempts);
+    fixture.wait_for("the request waits", |page| page.snapshot().queued == 1);
+    assert!(fixture.flaky.attempts.load(Ordering::SeqCst) > attempts);
     // A stop does not wait for a backend that does not answer.
     let begun = Stopwatch::start();
-    bench.server.stop(Duration::from_secs(10)).unwrap();
+    fixture.server.stop(Duration::from_secs(10)).unwrap();
     assert!(begun.elapsed() < Duration::from_secs(2));
     client.expect(3, Err(IoError::Broken));
-    assert!(matches!(bench.end(), End::Stopped));
+    assert!(matches!(fixture.end(), End::Stopped));
 }
 
 #[test]
-fn what_waits_for_a_peer_that_has_left_is_never_started_again() {
-    let bench = Bench::new(QUEUE, 1);
-    let mut client = bench.connect();
-    bench.flaky.down.store(true, Ordering::SeqCst);
-    // As many as the bounds allow: the connection does not read, and cannot see the end by that.
+fn waiting_requests_of_a_closed_connection_are_not_retried() {
+    let fixture = Fixture::new(QUEUE, 1);
+    let mut client = fixture.connect();
+    fixture.flaky.down.store(true, Ordering::SeqCst);
+    // Fill the queue: the connection does not read then, so reading does not show the end to it.
     for cookie in 0..DEPTH {
         client.write(u64::from(cookie), 0, &[9; 512]);
     }
-    bench.wait_for("all wait", |page| page.snapshot().queued == u64::from(DEPTH));
+    fixture.wait_for("all requests wait", |page| page.snapshot().queued == u64::from(DEPTH));
     drop(client);
-    bench.flaky.down.store(false, Ordering::SeqCst);
-    assert!(matches!(bench.end(), End::Closed));
-    assert!(bench.flaky.content().iter().all(|byte| *byte == 0), "a write came after the end");
-    assert_eq!(bench.page.snapshot().outage_since_ns, 0);
+    fixture.flaky.down.store(false, Ordering::SeqCst);
+    assert!(matches!(fixture.end(), End::Closed));
+    assert!(
+        fixture.flaky.content().iter().all(|byte| *byte == 0),
+        "a write was executed after the end"
+    );
+    assert_eq!(fixture.page.snapshot().outage_since_ns, 0);
 }
 
 #[test]
-fn outages_are_announced_as_they_begin_and_end() {
-    let bench = Bench::new(QUEUE, 2);
+fn watchers_are_woken_when_an_outage_begins_and_ends() {
+    let fixture = Fixture::new(QUEUE, 2);
     let waker = Waker::new().unwrap();
-    bench.server.watch_outages(waker.clone());
+    fixture.server.watch_outages(waker.clone());
     let noticed = || {
         let mut set = [nix::poll::PollFd::new(waker.descriptor(), nix::poll::PollFlags::POLLIN)];
         let ready = nix::poll::poll(&mut set, 10_000_u16).unwrap();
         waker.take();
         ready == 1
     };
-    let mut clients = [bench.connect(), bench.connect()];
-    bench.flaky.down.store(true, Ordering::SeqCst);
+    let mut clients = [fixture.connect(), fixture.connect()];
+    fixture.flaky.down.store(true, Ordering::SeqCst);
     clients[0].write(1, 0, &[1; 512]);
     assert!(noticed());
     clients[1].write(1, 512, &[1; 512]);
     assert!(noticed());
-    assert_eq!(bench.page.snapshot().queued, 2);
-    bench.flaky.down.store(false, Ordering::SeqCst);
+    assert_eq!(fixture.page.snapshot().queued, 2);
+    fixture.flaky.down.store(false, Ordering::SeqCst);
     clients.iter_mut().for_each(|client| client.expect(1, Ok(())));
-    bench.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
+    fixture.wait_for("the outage is over", |page| page.snapshot().outage_since_ns == 0);
     assert!(noticed());
 }
 
-/// A part that serves must not make the part that does not be asked in a loop.
+/// Successful requests must not reset the backoff of requests that fail.
 #[test]
-fn half_an_outage_is_no_busy_loop() {
-    let bench = Bench::new(QUEUE, 1);
-    let mut client = bench.connect();
-    bench.flaky.bad_block.store(1, Ordering::SeqCst);
+fn a_partial_outage_is_retried_at_most_ten_times_per_second() {
+    let fixture = Fixture::new(QUEUE, 1);
+    let mut client = fixture.connect();
+    fixture.flaky.bad_block.store(1, Ordering::SeqCst);
     client.write(99, 512, &[5; 512]);
     let begun = Instant::now();
     let (mut good, mut attempts) = (0, 0);
@@ -212,56 +218,56 @@ fn half_an_outage_is_no_busy_loop() {
         client.write(1, 0, &[5; 512]);
         client.expect(1, Ok(()));
         good += 1;
-        attempts = bench.flaky.attempts.load(Ordering::SeqCst) - good;
+        attempts = fixture.flaky.attempts.load(Ordering::SeqCst) - good;
         assert!(begun.elapsed() < Duration::from_secs(20), "{attempts} attempts");
     }
-    // Ten a second, and the first.
+    // Ten attempts per second, and the first one.
     let most = 2 + begun.elapsed().as_millis() / 100;
     assert!(u128::from(attempts) <= most, "{attempts} attempts beside {good} good requests");
-    bench.flaky.bad_block.store(u64::MAX, Ordering::SeqCst);
+    fixture.flaky.bad_block.store(u64::MAX, Ordering::SeqCst);
     client.expect(99, Ok(()));
 }
 
 #[test]
-fn limits_are_kept_in_the_long_run_and_none_is_none() {
-    let bench = Bench::new(policy(OnOutage::Queue, 2000, 0), 2);
-    let mut clients = [bench.connect(), bench.connect()];
+fn average_rates_keep_the_limits_and_0_is_no_limit() {
+    let fixture = Fixture::new(policy(OnOutage::Queue, 2000, 0), 2);
+    let mut clients = [fixture.connect(), fixture.connect()];
     let rate = measure(&mut clients, Duration::from_secs(2), 512);
-    // A tenth of a second's worth may come at once: 5 % of two seconds.
+    // The burst is a tenth of a second's worth: 5 % of two seconds.
     assert!(rate.is_within(1800.0, 2250.0), "{rate:?} requests/s at a limit of 2000");
-    assert!(bench.page.snapshot().limited_ns > 1_000_000_000);
-    bench.server.set_policy(policy(OnOutage::Queue, 0, 1 << 20));
+    assert!(fixture.page.snapshot().limited_ns > 1_000_000_000);
+    fixture.server.set_policy(policy(OnOutage::Queue, 0, 1 << 20));
     let rate = measure(&mut clients, Duration::from_secs(2), 4096);
-    // 256 of these are a mebibyte.
+    // 256 requests are 1 MiB.
     assert!(rate.is_within(256.0 * 0.9, 256.0 * 1.125), "{rate:?} blocks/s at a limit of 1 MiB/s");
-    bench.server.set_policy(QUEUE);
-    let limited = bench.page.snapshot().limited_ns;
+    fixture.server.set_policy(QUEUE);
+    let limited = fixture.page.snapshot().limited_ns;
     let rate = measure(&mut clients, Duration::from_millis(500), 512);
     assert!(rate.is_within(5000.0, f64::MAX), "{rate:?} requests/s without a limit");
-    assert_eq!(bench.page.snapshot().limited_ns, limited);
+    assert_eq!(fixture.page.snapshot().limited_ns, limited);
 }
 
 #[test]
-fn neither_a_stop_nor_failing_nor_a_change_waits_for_a_limit() {
-    let bench = Bench::new(policy(OnOutage::Queue, 1, 0), 1);
-    let mut client = bench.connect();
+fn a_stop_a_policy_change_and_fail_io_do_not_wait_for_a_limit() {
+    let fixture = Fixture::new(policy(OnOutage::Queue, 1, 0), 1);
+    let mut client = fixture.connect();
     client.write(1, 0, &[1; 512]);
     client.write(2, 0, &[1; 512]);
     client.expect(1, Ok(()));
     std::thread::sleep(Duration::from_millis(50));
     assert!(client.is_silent());
     let begun = Stopwatch::start();
-    bench.server.set_policy(policy(OnOutage::Queue, 1000, 0));
+    fixture.server.set_policy(policy(OnOutage::Queue, 1000, 0));
     client.expect(2, Ok(()));
-    bench.server.set_policy(policy(OnOutage::Queue, 1, 0));
+    fixture.server.set_policy(policy(OnOutage::Queue, 1, 0));
     client.write(3, 0, &[1; 512]);
     client.write(4, 0, &[1; 512]);
     client.expect(3, Ok(()));
-    bench.server.set_fail_io(true);
+    fixture.server.set_fail_io(true);
     client.expect(4, Err(IoError::Broken));
-    bench.server.set_fail_io(false);
+    fixture.server.set_fail_io(false);
     client.write(5, 0, &[1; 512]);
-    bench.server.stop(Duration::from_secs(10)).unwrap();
+    fixture.server.stop(Duration::from_secs(10)).unwrap();
     assert!(begun.elapsed() < Duration::from_millis(800), "{:?}", begun.elapsed());
 }
 
@@ -272,22 +278,22 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Whatever pattern of refusals: each request is answered exactly once, and the content is that of
-    /// the writes that were answered well.
+    /// With any pattern of refusals, each request is answered exactly once, and the content is that of
+    /// the writes that succeeded.
     #[test]
-    fn no_request_is_lost_doubled_or_answered_twice(
+    fn each_request_is_executed_and_answered_once(
         seed: u64, share in 0_u64..=90, writes in 1_usize..120, later: bool,
     ) {
-        let bench = Bench::new(QUEUE, 1);
-        bench.flaky.later.store(later, Ordering::SeqCst);
-        bench.flaky.seed.store(seed, Ordering::SeqCst);
-        bench.flaky.share.store(share, Ordering::SeqCst);
-        let mut client = bench.connect();
+        let fixture = Fixture::new(QUEUE, 1);
+        fixture.flaky.later.store(later, Ordering::SeqCst);
+        fixture.flaky.seed.store(seed, Ordering::SeqCst);
+        fixture.flaky.share.store(share, Ordering::SeqCst);
+        let mut client = fixture.connect();
         for index in 0..writes {
             client.write(index as u64, (index * 512) as u64, &[index as u8 + 1; 512]);
         }
-        // One that is kept is at the back of the line; all are done within a few rounds.
-        let heal = Arc::clone(&bench.flaky);
+        // A refused request is queued behind the others; all succeed within a few rounds.
+        let heal = Arc::clone(&fixture.flaky);
         let healer = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(250));
             heal.share.store(0, Ordering::SeqCst);
@@ -296,30 +302,30 @@ proptest! {
         for _ in 0..writes {
             let (cookie, result) = client.reply();
             prop_assert_eq!(result, Ok(()));
-            prop_assert!(!std::mem::replace(&mut seen[cookie as usize], true), "{} twice", cookie);
+            prop_assert!(!std::mem::replace(&mut seen[cookie as usize], true), "{} was answered twice", cookie);
         }
         healer.join().unwrap();
         prop_assert!(client.is_silent());
         prop_assert!(seen.iter().all(|seen| *seen));
-        let content = bench.flaky.content();
+        let content = fixture.flaky.content();
         for index in 0..writes {
             prop_assert!(content[index * 512..][..512].iter().all(|b| *b == index as u8 + 1));
         }
-        bench.wait_for("all is counted", |page| {
+        fixture.wait_for("all requests are counted", |page| {
             let seen = page.snapshot();
             seen.op(Op::Write).count == writes as u64 && seen.in_flight == 0
         });
         // Each write took effect once.
-        prop_assert_eq!(bench.flaky.effects.load(Ordering::SeqCst), writes as u64);
+        prop_assert_eq!(fixture.flaky.effects.load(Ordering::SeqCst), writes as u64);
     }
 }
 
 /// Requests per second.
 #[derive(Debug)]
 struct Rate {
-    /// Of all the time.
+    /// The rate over the whole time.
     whole: f64,
-    /// Of the time in which the machine ran: what it lost, no request could have used.
+    /// The rate over the time in which the host did not stall.
     running: f64,
 }
 
@@ -329,7 +335,7 @@ impl Rate {
     }
 }
 
-/// The rate of clients that always have eight under way.
+/// Measures the rate of clients that always have eight requests in flight.
 fn measure(clients: &mut [Client], time: Duration, length: usize) -> Rate {
     let (begun, watch) = (Instant::now(), Stopwatch::start());
     let ended: u64 = std::thread::scope(|scope| {
@@ -359,14 +365,14 @@ fn measure(clients: &mut [Client], time: Duration, length: usize) -> Rate {
 
 const DEPTH: u32 = 128;
 
-struct Bench {
+struct Fixture {
     server: Server,
     events: Receiver<Event>,
     page: Page,
     flaky: Arc<Flaky>,
 }
 
-impl Bench {
+impl Fixture {
     fn new(policy: Policy, connections: usize) -> Self {
         let flaky = Arc::new(Flaky::new());
         let (page, _) = Page::create().unwrap();
@@ -396,19 +402,19 @@ impl Bench {
     }
 }
 
-/// A backend in memory that can be away: wholly, for one block, or for a share of the requests.
+/// A backend in memory that refuses all requests, those to one block, or a share of them.
 struct Flaky {
     content: Mutex<Vec<u8>>,
     down: AtomicBool,
-    /// Of 512 bytes.
+    /// The index of the refused block, in units of 512 bytes.
     bad_block: AtomicU64,
-    /// Of 100 attempts, how many are refused.
+    /// The percentage of refused attempts.
     share: AtomicU64,
     seed: AtomicU64,
-    /// Requests end after `start`, on a wake.
+    /// Requests complete after `start`, through the completer.
     later: AtomicBool,
     attempts: AtomicU64,
-    /// Writes that took place.
+    /// The number of executed writes.
     effects: AtomicU64,
 }
 
@@ -433,7 +439,7 @@ impl Flaky {
     fn run(&self, request: &Request, buffer: Option<&mut Buffer>) -> Result<(), IoError> {
         let number = self.attempts.fetch_add(1, Ordering::SeqCst);
         let seed = self.seed.load(Ordering::SeqCst);
-        // Steele and Vigna's mixer, for a draw per attempt.
+        // The SplitMix64 mixer (Steele, Vigna): one random number per attempt.
         let mut draw = (seed ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         draw = (draw ^ draw >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let refused = (draw >> 32) % 100 < self.share.load(Ordering::SeqCst);
