@@ -199,6 +199,11 @@ impl Table {
     }
 }
 
+/// Returns a volume's URI without its options, which a person who gave them need not read again.
+pub(super) fn short(uri: &str) -> &str {
+    uri.split_once('?').map_or(uri, |(location, _)| location)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -100,7 +100,7 @@ impl Tracker {
 
     fn shown(&self, percent: u64, done: u64, total: u64) -> String {
         let Self { operation, volume, .. } = self;
-        let name = output::printable(super::volume::short(volume));
+        let name = output::printable(output::short(volume));
         let mut text = String::new();
         // Writing to a String cannot fail.
         let _ = match self.look {

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 
 use super::Globals;
-use super::output::{self, Format};
+use super::output::{self, Format, short};
 use super::progress::Tracker;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::manage::Store;
@@ -119,11 +119,6 @@ fn tell(globals: &Globals, volume: &impl ToString, changed: bool, unchanged: &st
         output::note(&format!("{} {unchanged}", short(volume)));
     }
     Ok(())
-}
-
-/// A URI without its options, which people need not read again.
-pub(super) fn short(uri: &str) -> &str {
-    uri.split_once('?').map_or(uri, |(location, _)| location)
 }
 
 /// The end of the year 9999: later times cannot be written.

@@ -159,7 +159,7 @@ impl Machine {
         let Some(group) = &self.cgroup else {
             return Check::ok(NAME, "workers stay in the supervisor's control group");
         };
-        match cleat_kernel::cgroup::examine(group) {
+        match cleat_kernel::cgroup::check(group) {
             Ok(()) => Check::ok(NAME, format!("workers are put into {}", group.display())),
             Err(error) => {
                 let repair = error.repair().unwrap_or("name another in workers.cgroup");

@@ -1,5 +1,6 @@
-//! Threads for calls that the kernel may never return from. A caller waits up to its deadline and
-//! leaves; the thread stays behind and is counted, so that a wedged kernel costs a bounded number.
+//! Calls that the kernel may never return from, on threads of their own. The caller waits until its
+//! deadline and continues; the thread stays behind and is counted, so that a kernel that hangs costs a
+//! bounded number of threads.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +10,7 @@ use crossbeam_channel::{RecvTimeoutError, SendError, bounded};
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Runs calls on threads of their own.
+/// Runs calls on threads of their own, with a bound on the threads that were left behind.
 #[derive(Debug, Clone)]
 pub(super) struct BoundedCalls {
     stuck: Arc<AtomicUsize>,
@@ -17,13 +18,13 @@ pub(super) struct BoundedCalls {
 }
 
 impl BoundedCalls {
-    /// Puts up with so many threads that were left behind by their callers.
+    /// Allows at most `most` threads that were left behind by their callers.
     pub(super) fn new(most: usize) -> Self {
         Self { stuck: Arc::default(), most }
     }
 
-    /// Runs `call` and returns what it gave. If it ends only after the deadline, its result goes
-    /// to `late` on the same thread.
+    /// Runs `call` and returns its result. If `call` ends only after the deadline, the same thread gives
+    /// its result to `late`. Blocks until `deadline` at most.
     ///
     /// # Errors
     /// `TimedOut` at the deadline; `Unavailable` when too many calls are stuck already.
@@ -42,10 +43,10 @@ impl BoundedCalls {
             )
             .with_repair(
                 "see `dmesg` and `cat /proc/<pid of cleat node>/task/*/stack` for where they \
-                 hang; commands work again once one of them has returned",
+                 hang; commands work again when one of them has returned",
             ));
         }
-        // Without a buffer: a result is either taken by the caller or known to come too late.
+        // Without a buffer, a result is either received by the caller or known to be late.
         let (sender, receiver) = bounded(0);
         let counter = Arc::clone(&self.stuck);
         std::thread::Builder::new()
@@ -74,7 +75,7 @@ impl BoundedCalls {
         }
     }
 
-    /// Calls whose callers have left.
+    /// Returns the number of calls that missed their deadline and have not returned.
     pub(super) fn stuck(&self) -> usize {
         self.stuck.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What the kernel and udev tell by themselves: one thread for all who listen.
+//! Events from the driver and from udev: one thread serves all subscribers.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,10 +13,10 @@ use super::{KernelEvent, sysfs};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor;
 
-/// How long the subscription may take: it goes through the lock of all netlink commands.
+/// The time limit of the subscription, which takes the lock that all netlink commands share.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Hands events to its subscribers, until it is dropped.
+/// Forwards events to its subscribers until it is dropped.
 #[derive(Debug)]
 pub(super) struct Hub {
     subscribers: Subscribers,
@@ -26,7 +26,11 @@ pub(super) struct Hub {
 type Subscribers = Arc<Mutex<Vec<Sender<KernelEvent>>>>;
 
 impl Hub {
-    /// Subscribes to nbd's events and, where it can, udev's.
+    /// Subscribes to the events of nbd and, if the netlink group is available, of udev. Blocks for at
+    /// most [`START_TIMEOUT`].
+    ///
+    /// # Errors
+    /// `TimedOut`, and what netlink reports.
     pub(super) fn start() -> Result<Self> {
         let failed = |message: &str, error: std::io::Error| Error::from_io(message, error);
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
@@ -35,11 +39,11 @@ impl Hub {
         let hub = Self { subscribers: Subscribers::default(), stop };
         let (subscribers, stop) = (Arc::clone(&hub.subscribers), Arc::clone(&hub.stop));
         let (started, result) = bounded(1);
-        // udev's monitor belongs to one thread, so it is made there.
+        // The udev monitor cannot be sent between threads, so its own thread creates it.
         std::thread::Builder::new()
             .name("kernel-events".into())
             .spawn(move || {
-                // Nobody waits for the answer any more when the time was up.
+                // Sending fails if the caller timed out.
                 match LinkEvents::subscribe() {
                     Ok(links) if started.send(Ok(())).is_ok() => {
                         listen(&links, &subscribers, &stop);
@@ -48,15 +52,16 @@ impl Hub {
                     Err(error) => drop(started.send(Err(error))),
                 }
             })
-            .map_err(|error| failed("cannot start a thread for the kernel's events", error))?;
+            .map_err(|error| failed("cannot start the thread for kernel events", error))?;
         result.recv_timeout(START_TIMEOUT).unwrap_or_else(|_| {
-            let message = "the kernel did not accept a subscription to nbd's events in time";
+            let message = "cannot subscribe to nbd events: the kernel did not answer in time";
             Err(Error::new(ErrorKind::TimedOut, message))
         })?;
         Ok(hub)
     }
 
-    /// Events from now on, of which at most `queue` wait.
+    /// Returns a channel of the events from now on. At most `queue` events wait in it; further events
+    /// are lost.
     pub(super) fn subscribe(&self, queue: usize) -> Receiver<KernelEvent> {
         let (sender, receiver) = bounded(queue);
         lock(&self.subscribers).push(sender);
@@ -75,9 +80,7 @@ fn listen(links: &LinkEvents, subscribers: &Subscribers, stop: &EventFd) {
         .and_then(|builder| builder.match_subsystem("block"))
         .and_then(udev::MonitorBuilder::listen);
     let monitor = monitor
-        .inspect_err(
-            |error| tracing::info!(%error, "no udev events: devices are looked at instead"),
-        )
+        .inspect_err(|error| tracing::info!(%error, "no udev events: devices are polled instead"))
         .ok();
     loop {
         let mut fds = vec![
@@ -86,7 +89,7 @@ fn listen(links: &LinkEvents, subscribers: &Subscribers, stop: &EventFd) {
         ];
         fds.extend(monitor.iter().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
         if poll(&mut fds, PollTimeout::NONE).is_err() {
-            // Interrupted by a signal.
+            // A signal interrupted the wait.
             continue;
         }
         let ready: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(false)).collect();
@@ -95,7 +98,7 @@ fn listen(links: &LinkEvents, subscribers: &Subscribers, stop: &EventFd) {
         }
         if ready[1] {
             for index in links.receive() {
-                tell(subscribers, KernelEvent::LinkDead(index));
+                publish(subscribers, KernelEvent::LinkDead(index));
             }
         }
         let Some(monitor) = monitor.as_ref().filter(|_| ready.get(2) == Some(&true)) else {
@@ -103,19 +106,19 @@ fn listen(links: &LinkEvents, subscribers: &Subscribers, stop: &EventFd) {
         };
         for event in monitor.iter() {
             if let Some(index) = event.sysname().to_str().and_then(sysfs::index_of) {
-                tell(subscribers, KernelEvent::Changed(index));
+                publish(subscribers, KernelEvent::Changed(index));
             }
         }
     }
 }
 
-/// Hands an event on; a subscriber whose queue is full loses it.
-fn tell(subscribers: &Subscribers, event: KernelEvent) {
+/// Sends an event to every subscriber. A subscriber whose queue is full loses it.
+fn publish(subscribers: &Subscribers, event: KernelEvent) {
     lock(subscribers)
         .retain(|sender| !matches!(sender.try_send(event), Err(TrySendError::Disconnected(_))));
 }
 
 fn lock(subscribers: &Subscribers) -> std::sync::MutexGuard<'_, Vec<Sender<KernelEvent>>> {
-    // Whoever panicked with it: the list is whole.
+    // Every change of the list is complete, so it is valid after a panic, too.
     subscribers.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,24 +1,24 @@
 //! The identity of a mapping, as the kernel keeps it.
 
-/// Who a device belongs to: `cleat.<mapping id>.<name>`, kept by the kernel as the nbd backend
-/// identifier, so that a device is never adopted by its number.
+/// The identity of a mapping: `cleat.<mapping id>.<name>`. The kernel keeps it as the nbd backend
+/// identifier, so that a supervisor recognises a device by it and never by its number.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity(String);
 
 impl Identity {
-    /// The prefix of every identity of ours.
+    /// The prefix of every identity that cleat makes.
     pub const PREFIX: &'static str = "cleat.";
 
-    /// The identity of the mapping `mapping_id` (lower-case hexadecimal) called `name`.
+    /// Makes the identity of the mapping `mapping_id` (lower-case hexadecimal) with the name `name`.
     pub fn new(mapping_id: &str, name: &str) -> Self {
         Self(format!("{}{mapping_id}.{name}", Self::PREFIX))
     }
 
-    /// Reads back what sysfs shows; `None` when the device is not one of ours.
+    /// Parses a backend identifier from sysfs; `None` when cleat did not make it.
     pub fn parse(backend: &str) -> Option<Self> {
         let rest = backend.strip_prefix(Self::PREFIX)?;
         let (id, name) = rest.split_once('.')?;
-        // The identity becomes a file name and a udev property: nothing else may come in.
+        // The identity becomes a file name and a udev property, so only safe characters are accepted.
         let hexadecimal = |b: u8| b.is_ascii_hexdigit();
         let word = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
         let plausible = (1..=64).contains(&id.len())
@@ -29,17 +29,17 @@ impl Identity {
         plausible.then(|| Self(backend.to_owned()))
     }
 
-    /// The identity as the kernel keeps it.
+    /// Returns the identity as the kernel keeps it.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The mapping's id.
+    /// Returns the mapping's id.
     pub fn mapping_id(&self) -> &str {
         self.0[Self::PREFIX.len()..].split('.').next().unwrap_or_default()
     }
 
-    /// The mapping's name.
+    /// Returns the mapping's name.
     pub fn name(&self) -> &str {
         self.0[Self::PREFIX.len()..].split_once('.').map_or("", |(_, name)| name)
     }
@@ -50,14 +50,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identity_is_read_back_as_it_was_written() {
+    fn an_identity_is_parsed_as_it_was_made() {
         let identity = Identity::new("00ff", "data.1");
         assert_eq!(Identity::parse(identity.as_str()), Some(identity.clone()));
         assert_eq!((identity.mapping_id(), identity.name()), ("00ff", "data.1"));
     }
 
     #[test]
-    fn nothing_else_is_taken_for_an_identity() {
+    fn other_identifiers_are_not_identities() {
         let long = format!("cleat.00.{}", "a".repeat(129));
         let others = [
             "",

@@ -1,12 +1,13 @@
-//! The kernel's side of a mapping, behind one trait: nbd over generic netlink, udev, sysfs, mounts.
+//! Block devices of the kernel: the nbd driver over generic netlink, udev, sysfs and mounts, behind one
+//! trait.
 //!
-//! Comes in: what a device should be. Goes out: what is. Every call may block, up to the deadline
-//! it is given where it takes one; callers run them off their event loops. What may never happen
-//! here: a decision. Which device to take, keep or drop is `control::mapping`'s to say; no backend
-//! is known by name.
+//! Input: what a device should be. Output: what it is. Every call of [`Kernel`] may block, up to the
+//! deadline where it takes one, so callers run the calls on threads of their own. This crate never
+//! decides which device to use, keep or remove: that is the planner's task (`cleat-node`). It names no
+//! backend.
 //!
-//! `sim` is the same behaviour without a kernel, with scripted misbehaviour; one lifecycle suite
-//! runs on both.
+//! [`real`] is the kernel of this machine. The module `sim` (feature `sim`) is a simulated kernel with
+//! scripted failures, for tests; the same lifecycle tests run on both.
 
 mod bounded_call;
 pub mod cgroup;
@@ -33,113 +34,118 @@ use cleat_core::error::{Error, ErrorKind, Result};
 pub use identity::Identity;
 pub use mountinfo::{Mount, parse_mountinfo};
 
-/// The number in `/dev/nbdN`.
+/// The number N of `/dev/nbdN`.
 pub type DeviceIndex = u32;
 
-/// What CONNECT sets up.
+/// The properties of a device that [`Kernel::connect`] sets up.
 #[derive(Debug)]
 pub struct ConnectSpec {
-    /// The kernel's ends, connected AF_UNIX or TCP stream sockets; one per connection.
+    /// The kernel's ends of the connections: connected AF_UNIX or TCP stream sockets, one for each
+    /// connection.
     pub sockets: Vec<OwnedFd>,
-    /// In bytes.
+    /// The size in bytes.
     pub size: u64,
-    /// 512, 1024, 2048 or 4096.
+    /// The logical block size in bytes: 512, 1024, 2048 or 4096.
     pub block_size: u32,
-    /// NBD transmission flags (`data::nbd::wire`), as the handshake would have given them.
+    /// NBD transmission flags (`cleat_nbd::wire::flag`), with the values that a handshake would give.
     pub transmission_flags: u16,
-    /// Goes into sysfs `backend`; RECONFIGURE must give the same. See [`Identity`].
+    /// The backend identifier, shown by sysfs as `backend`. RECONFIGURE must give the same one.
     pub identity: Identity,
-    /// How long new requests wait once every connection is dead, before they fail.
+    /// How long new requests wait after the last connection died, before they fail.
     pub dead_connection_timeout: Duration,
-    /// NBD_ATTR_TIMEOUT: how long a request may take before its socket is given up. Zero: the
-    /// kernel's 30 s tick, see DESIGN and `facts` of the driver.
+    /// How long a request may take before the driver gives up its socket (NBD_ATTR_TIMEOUT). Zero
+    /// leaves the driver's check every 30 s, which does not give up sockets of a single connection.
     pub request_timeout: Duration,
-    /// `/sys/block/nbdN/queue/io_timeout`, set before the first request where given.
+    /// The value for `/sys/block/nbdN/queue/io_timeout`, written before the first request: the time
+    /// after which the driver checks an unanswered request. `None` keeps the kernel's 30 s.
     pub replay_delay: Option<Duration>,
 }
 
-/// An nbd device as sysfs shows it now.
+/// An nbd device as sysfs shows it at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// N of `/dev/nbdN`.
+    /// The number N of `/dev/nbdN`.
     pub index: DeviceIndex,
-    /// Whether it is configured (sysfs `pid` exists). Does not say that a socket is alive.
+    /// Whether the device is configured (sysfs `pid` exists). A configured device may have no live
+    /// socket.
     pub connected: bool,
-    /// The process that configured it, as the kernel remembers it.
+    /// The process that configured the device, as the kernel recorded it.
     pub pid: Option<u32>,
-    /// The backend identifier, ours or anybody's.
+    /// The backend identifier. Other programs set identifiers of their own.
     pub backend: Option<String>,
-    /// In bytes.
+    /// The size in bytes.
     pub size: u64,
 }
 
 impl Device {
-    /// The identity, if the device is one of ours.
+    /// Returns the identity, if cleat configured the device.
     pub fn identity(&self) -> Option<Identity> {
         self.backend.as_deref().and_then(Identity::parse)
     }
 }
 
-/// Who uses a device.
+/// A user of a device, which keeps the device from being free.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// Mounted at `path`, in the mount namespace of `namespace_pid` (`None`: our own). One that
-    /// several namespaces have at the same path is told once, as our own where we have it.
+    /// A mount at `path`, in the mount namespace of the process `namespace_pid` (`None`: in the mount
+    /// namespace of this process). A mount that several namespaces have at the same path is listed
+    /// once, as this process's own if it is one of them.
     Mount { path: PathBuf, filesystem: String, namespace_pid: Option<u32> },
-    /// Open in a process (the device node itself).
+    /// A process that has the device node open, or uses a file system on it that is no longer mounted.
     Process { pid: u32, command: String },
-    /// A block device on top of it (`dm-0`, `loop3`), or swap (`swap`).
+    /// A block device on top of the device (`dm-0`, `loop3`), or swap (`swap`).
     Device { name: String },
 }
 
-/// Which mounts of a device are taken away when it is unmapped by force.
+/// The mounts that [`Kernel::unmount`] removes.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum UnmountScope {
-    /// Those in every mount namespace.
+    /// The mounts in every mount namespace.
     #[default]
     All,
-    /// Those in the supervisor's own mount namespace.
+    /// The mounts in the supervisor's own mount namespace.
     Own,
-    /// None.
+    /// No mount.
     None,
 }
 
-/// What became of a device that was severed.
+/// The state of a device after [`Kernel::force_disconnect`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Disconnected {
-    /// Nothing is configured any more.
+    /// The device is no longer configured, and may be connected again.
     Free,
-    /// Every request of it fails; its configuration stays until whoever holds it lets go.
+    /// Every request fails. The device stays configured until its last holder closes it.
     Held,
 }
 
-/// Something that the kernel told by itself.
+/// An event that the kernel reports by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KernelEvent {
-    /// A connection of the device died (NBD_CMD_LINK_DEAD); which one, the kernel does not say.
+    /// A connection of the device died (NBD_CMD_LINK_DEAD). The kernel does not report which one.
     LinkDead(DeviceIndex),
     /// The device changed, appeared or vanished (udev).
     Changed(DeviceIndex),
 }
 
-/// The kernel. Implemented by `real` and `sim`.
+/// The operations on nbd devices that cleat needs from a kernel. `real::RealKernel` and
+/// `sim::SimKernel` implement it.
 pub trait Kernel: Send + Sync {
-    /// Connects a device of the kernel's choice and returns its number. The identity's udev
-    /// properties are in place before the device appears.
+    /// Connects a device of the kernel's choice and returns its number. The udev properties of the
+    /// identity are in place before the device appears. Blocks for at most 10 s.
     ///
     /// # Errors
-    /// `Unsupported` without the nbd module (with the repair), `PermissionDenied` without
-    /// CAP_SYS_ADMIN; on any error nothing is left connected.
+    /// `Unsupported` without the nbd module; `PermissionDenied` without CAP_SYS_ADMIN; `NoSpace` when
+    /// no device is left; `TimedOut`. After an error no device stays connected.
     fn connect(&self, spec: ConnectSpec) -> Result<DeviceIndex>;
 
-    /// Gives dead connections new sockets. The kernel drops sockets silently when no connection is
-    /// dead: the caller verifies through its own ends.
+    /// Gives dead connections of a device new sockets. The kernel drops the sockets without an error
+    /// when no connection is dead, so the caller must check its own ends. Blocks for at most 10 s.
     ///
     /// # Errors
-    /// `NotFound` when the device is not connected or has another identity.
+    /// `NotFound` when the device is not connected or has another identity; `TimedOut`.
     fn reconfigure(
         &self,
         index: DeviceIndex,
@@ -147,35 +153,37 @@ pub trait Kernel: Send + Sync {
         sockets: Vec<OwnedFd>,
     ) -> Result<()>;
 
-    /// Sets a new size, in bytes.
+    /// Sets a new size, in bytes. Blocks for at most 10 s.
     ///
     /// # Errors
-    /// As `reconfigure`.
+    /// As [`Kernel::reconfigure`].
     fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()>;
 
-    /// Disconnects, and returns when the device is free (sysfs `pid` gone) and its udev properties
-    /// are withdrawn. A device that is not connected, or no longer has this identity, is success.
+    /// Disconnects a device. Returns when the device is free (sysfs `pid` is gone) and its udev
+    /// properties are removed. A device that is not connected, or has another identity by now, is
+    /// success.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline; the command may still take effect later.
+    /// `TimedOut` at the deadline; the kernel may still carry out the command later.
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()>;
 
-    /// Unmounts the device and its partitions lazily, where `which` allows: whoever uses the
-    /// filesystems keeps what he has open, and nobody comes in any more. Returns when that is done
-    /// and what they had to write is written, or has failed. What is mounted on them goes along.
+    /// Unmounts the device and its partitions lazily, in the namespaces of `which`, together with what
+    /// is mounted below them. Processes keep the files that they have open; new opens find the mount
+    /// gone. Returns when the mounts are gone and their dirty data is written, or has failed.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline: it goes on behind the scenes. What cannot be unmounted is no
-    /// error; it shows among the holders.
+    /// `TimedOut` at the deadline; the unmount continues in the background. A mount that cannot be
+    /// removed is no error: [`Kernel::holders`] lists it.
     fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()>;
 
-    /// Freezes the file systems that are mounted from the device, or from its partitions, in every mount
-    /// namespace: what is dirty is written, and nobody writes until they are thawed. Returns those that
-    /// somebody else had frozen before. On any error, and where it ends too late, none stays frozen.
+    /// Freezes the file systems that are mounted from the device or its partitions, in every mount
+    /// namespace: their dirty data is written, and writers wait until the file systems are thawed.
+    /// Returns the file systems that another program had frozen before. After an error none of them
+    /// stays frozen.
     ///
     /// # Errors
     /// `NotFound` when the device is not connected as `identity`; `Unsupported` when a file system
-    /// cannot be frozen, or lies on another device on top of this one; `TimedOut` at the deadline.
+    /// cannot be frozen, or is on another block device on top of this one; `TimedOut` at the deadline.
     fn freeze(
         &self,
         index: DeviceIndex,
@@ -183,11 +191,13 @@ pub trait Kernel: Send + Sync {
         deadline: Instant,
     ) -> Result<Vec<String>>;
 
-    /// Thaws what was frozen; if by another process, everything that is mounted from the device but
-    /// `spared`, what [`Kernel::freeze`] returned. What is not frozen is success.
+    /// Thaws the file systems that [`Kernel::freeze`] froze. If an earlier supervisor process froze
+    /// them, thaws everything that is mounted from the device, except `spared`, the list that
+    /// [`Kernel::freeze`] returned. A file system that is not frozen is success.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline, when the backend hangs: it goes on behind the scenes.
+    /// `TimedOut` at the deadline, when the backend does not answer; the thaw continues in the
+    /// background.
     fn thaw(
         &self,
         index: DeviceIndex,
@@ -196,12 +206,12 @@ pub trait Kernel: Send + Sync {
         deadline: Instant,
     ) -> Result<()>;
 
-    /// Disconnects, whoever holds the device, and takes its names away, so that a new device can have
-    /// them. Waits a moment for those who only look at it to let go. A device that is not connected,
-    /// or no longer has this identity, is free.
+    /// Disconnects a device even if it is held, and removes its names, so that a new device can have
+    /// them. Waits up to 1 s for short-lived openers, such as udev probes. A device that is not
+    /// connected, or has another identity by now, counts as free.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline; the command may still take effect later.
+    /// `TimedOut` at the deadline; the kernel may still carry out the command later.
     fn force_disconnect(
         &self,
         index: DeviceIndex,
@@ -209,25 +219,27 @@ pub trait Kernel: Send + Sync {
         deadline: Instant,
     ) -> Result<Disconnected>;
 
-    /// Every nbd device that exists.
+    /// Returns every nbd device that exists, connected or not.
     ///
     /// # Errors
     /// When sysfs cannot be read.
     fn devices(&self) -> Result<Vec<Device>>;
 
-    /// Who uses the device now: mounts in every mount namespace that can be seen, openers, stacked
-    /// devices, swap. Advisory: it may change at any time.
+    /// Returns the users of the device: mounts in every mount namespace that this process can see,
+    /// openers, block devices on top of it, swap. The list is a snapshot and may change at any time.
     ///
     /// # Errors
-    /// When /proc or sysfs cannot be read.
+    /// When /proc or sysfs cannot be read, or the machine has more processes, open files or mounts
+    /// than the bounds of this crate allow.
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>>;
 
-    /// Waits until the device node and the symlink of `identity` exist and the size is right.
-    /// Returns both paths.
+    /// Waits until the device node and the symlink of `identity` exist and the size is right. Returns
+    /// both paths.
     ///
     /// # Errors
-    /// `TimedOut`, saying which of them is missing and what that hints at (udevd not running, rules
-    /// not installed); `NotFound` as soon as the device is not connected as `identity` any more.
+    /// `TimedOut`: the message names what is missing, the hint the probable cause (udevd does not run,
+    /// the rules are not installed). `NotFound` as soon as the device is no longer connected as
+    /// `identity`.
     fn wait_ready(
         &self,
         index: DeviceIndex,
@@ -236,27 +248,27 @@ pub trait Kernel: Send + Sync {
         deadline: Instant,
     ) -> Result<DevicePaths>;
 
-    /// Flushes the device's page cache to it (`fsync` of the node).
+    /// Writes the dirty pages of the device to it (`fsync` of the device node).
     ///
     /// # Errors
-    /// When the device cannot be opened or written; `TimedOut` at the deadline, when the backend
-    /// hangs: the flush goes on behind the scenes.
+    /// When the device cannot be opened or written; `TimedOut` at the deadline, when the backend does
+    /// not answer: the flush continues in the background.
     fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()>;
 
-    /// Delivers events until the receiver is dropped. Events may be lost (a socket overflow): they
-    /// are hints to look, never the only way to learn something.
+    /// Returns a channel of events, which ends when the receiver is dropped. Events may be lost when a
+    /// socket overflows, so a caller must also poll.
     ///
     /// # Errors
     /// When the kernel refuses the subscription.
     fn events(&self) -> Result<crossbeam_channel::Receiver<KernelEvent>>;
 
-    /// Calls that were given up and have not returned yet.
+    /// Returns the number of calls that missed their deadline and have not returned yet.
     fn stuck(&self) -> usize {
         0
     }
 }
 
-/// Where a device is found.
+/// The paths of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DevicePaths {
     /// `/dev/nbdN`.
@@ -265,18 +277,18 @@ pub struct DevicePaths {
     pub symlink: PathBuf,
 }
 
-/// Events that wait for a slow reader; more are lost.
+/// The number of events that wait for a slow receiver; further events are lost.
 const EVENT_QUEUE: usize = 1024;
 
 fn module_missing() -> Error {
     Error::new(ErrorKind::Unsupported, "the kernel has no nbd driver loaded").with_repair(
-        "run `modprobe nbd` (in a container: on the host); where that fails, install a kernel \
-         package with the module nbd",
+        "run `modprobe nbd` (in a container: on the host); if that fails, install a kernel package \
+         with the module nbd",
     )
 }
 
 fn permission_missing() -> Error {
-    let message = "the kernel refuses to configure nbd devices";
+    let message = "the kernel refuses to configure nbd devices: permission denied";
     Error::new(ErrorKind::PermissionDenied, message).with_repair(
         "run cleat node as root, with CAP_SYS_ADMIN in the initial user namespace (in a container: \
          privileged)",

@@ -1,4 +1,8 @@
-//! What /proc/PID/mountinfo and /proc/swaps say (proc_pid_mountinfo(5), proc_swaps(5)).
+//! Parses /proc/PID/mountinfo and /proc/swaps (proc_pid_mountinfo(5), proc_swaps(5)).
+//!
+//! The crate `procfs` does not fit here. It fails as a whole on a line that it does not understand and on
+//! names that are not UTF-8, both of which any user with a mount namespace can produce, and it does not undo
+//! the kernel's escapes in mount points.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
@@ -9,20 +13,20 @@ use cleat_sys::descriptor::DeviceNumber;
 
 use super::sysfs::parse_number;
 
-/// A line of mountinfo (proc_pid_mountinfo(5)), as far as it matters here.
+/// A mount: the fields of a line of mountinfo that cleat uses.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Mount {
-    /// The device number of the filesystem.
+    /// The device number of the file system.
     pub number: DeviceNumber,
     /// The mount point.
     pub path: PathBuf,
-    /// The type of the filesystem.
+    /// The type of the file system.
     pub filesystem: String,
-    /// What is mounted: a device or a name.
+    /// The source of the mount: a device or a name.
     pub source: OsString,
 }
 
-/// Reads mountinfo; lines that are not understood are skipped.
+/// Parses mountinfo. Lines that cannot be parsed are skipped.
 pub fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
     text.split(|byte| *byte == b'\n').filter_map(parse_mount)
 }
@@ -38,7 +42,7 @@ pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
     Some(Mount { number, path, filesystem, source })
 }
 
-/// The paths in /proc/swaps, after its heading.
+/// Parses /proc/swaps and returns the paths in it.
 pub(super) fn parse_swaps(text: &[u8]) -> impl Iterator<Item = OsString> {
     let lines = text.split(|byte| *byte == b'\n').skip(1);
     lines.filter_map(|line| {
@@ -47,7 +51,7 @@ pub(super) fn parse_swaps(text: &[u8]) -> impl Iterator<Item = OsString> {
     })
 }
 
-/// Undoes the kernel's `\ooo` (fs/seq_file.c, `mangle_path`).
+/// Undoes the kernel's escapes `\ooo` (fs/seq_file.c, `mangle_path`).
 fn unescape(field: &[u8]) -> OsString {
     let mut plain = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -64,8 +68,8 @@ fn unescape(field: &[u8]) -> OsString {
     OsString::from_vec(plain)
 }
 
-/// Mounts that no other one lies upon at the same path: an unmount by path takes the topmost, and
-/// must not take somebody else's.
+/// Parses mountinfo and returns the mounts that no other mount covers at the same path. An unmount by
+/// path removes the topmost mount, which must not belong to another device.
 pub(super) fn uncovered(text: &[u8]) -> impl Iterator<Item = Mount> {
     let lines = text.split(|byte| *byte == b'\n');
     let parsed: Vec<(u32, u32, Mount)> = lines
@@ -99,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_under_another_mount_is_left_alone() {
+    fn covered_mounts_are_left_out() {
         let text = b"\
 22 1 8:1 / / rw - ext4 /dev/sda1 rw
 36 22 43:32 / /mnt/a rw - ext4 /dev/nbd1 rw
@@ -110,13 +114,13 @@ mod tests {
 ";
         let found: Vec<_> = uncovered(text).filter(|mount| mount.is_on(&disk(32))).collect();
         let paths: Vec<_> = found.iter().map(|mount| mount.path.to_str().unwrap()).collect();
-        // /mnt/a once: the upper one, whose path is the lower one's.
+        // /mnt/a once: the upper mount has the same path as the lower one.
         assert_eq!(paths, ["/mnt/a"]);
     }
 
     proptest! {
         #[test]
-        fn names_survive_the_kernels_escapes(name in proptest::collection::vec(1u8.., 0..40)) {
+        fn escaped_names_are_restored(name in proptest::collection::vec(1u8.., 0..40)) {
             let mut escaped = Vec::new();
             for &byte in &name {
                 match byte {
@@ -131,7 +135,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_makes_the_reader_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn no_text_makes_the_parser_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
             parse_mountinfo(&text).for_each(drop);
             parse_swaps(&text).for_each(drop);
         }

@@ -1,12 +1,12 @@
-//! Lazy unmounts of a device, in every mount namespace that has it mounted.
+//! Runs an action in every mount namespace that has a device mounted.
 //!
-//! A namespace is entered by a thread that is thrown away: one that has left the process's own
-//! namespace must never do anything else. It reads the namespace's mounts from inside, so that the
-//! paths are right there, and through a descriptor of our own /proc, since /proc may be missing or
-//! another one there.
+//! Only a thread of its own enters a namespace, and ends there: a thread that left the process's own
+//! namespace must do nothing else. The thread reads the mounts of the namespace from inside, so that the
+//! paths are right. It does so through a descriptor of this process's /proc, because the namespace may have
+//! no /proc or a different one.
 //!
-//! An unmount returns only when the last one of a filesystem has written back what it can; with a
-//! backend that hangs, never. So each namespace has a thread of its own, with a deadline.
+//! An unmount returns only when the last one of a file system has written its dirty data, which never
+//! happens while the backend does not answer. So each namespace has its own thread, with a deadline.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -26,22 +26,22 @@ use super::sysfs::Disk;
 use super::usage::{MOUNTINFO_MAX, Proc, too_much};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Namespaces that have the device mounted; each needs a thread.
+/// The most namespaces that may have the device mounted; each needs a thread.
 const NAMESPACES_MAX: usize = 1024;
-/// Threads at one time.
+/// The most threads at the same time.
 const AT_ONCE: usize = 32;
 
-/// A mount namespace, and whether it is our own.
+/// A mount namespace, and whether it is the one of this process.
 pub(super) struct Namespace {
     descriptor: File,
     pub(super) own: bool,
 }
 
-/// Does something in every namespace of `which` that has the device mounted, our own first, each on a
-/// thread that is thrown away.
+/// Runs `action` in every namespace of `which` that has the device mounted, this process's own first,
+/// each time on a thread of its own. Blocks until `deadline` at most. Returns what each action returned.
 ///
 /// # Errors
-/// `TimedOut` when some of it is under way at the deadline; what /proc gives.
+/// `TimedOut` when an action runs at the deadline; what /proc reports.
 pub(super) fn in_namespaces<T: Send + 'static>(
     proc: &Proc,
     threads: &BoundedCalls,
@@ -87,7 +87,7 @@ pub(super) fn in_namespaces<T: Send + 'static>(
     failed.map_or(Ok(done), Err)
 }
 
-/// The namespaces in which the device is mounted, our own first, each once.
+/// Returns the namespaces in which the device is mounted, this process's own first, each once.
 pub(super) fn namespaces(proc: &Proc, disk: &Disk, which: UnmountScope) -> Result<Vec<Namespace>> {
     let mut found: Vec<Namespace> = Vec::new();
     let (mut seen, mut entered) = (HashSet::new(), HashSet::new());
@@ -99,15 +99,15 @@ pub(super) fn namespaces(proc: &Proc, disk: &Disk, which: UnmountScope) -> Resul
     let others = others.into_iter().map(|pid| (pid.to_string(), false));
     for (process, own) in std::iter::once(own).chain(others) {
         let directory = proc.0.join(&process);
-        // Opened first: the namespace that is looked at is the one that will be entered. A process
-        // that goes meanwhile has none any more.
+        // Opened first, so that the namespace whose mounts are read is the one that is entered. A process
+        // that has ended has no namespace.
         let Ok(descriptor) = File::open(directory.join("ns/mnt")) else { continue };
         let identity = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino()));
         let Ok(namespace) = descriptor.metadata().map(|found| (found.dev(), found.ino())) else {
             continue;
         };
-        // Of processes that share a namespace, one may be in a chroot and see less of it than the
-        // others, or than a thread that enters.
+        // Of the processes of one namespace, one may be in a chroot and see fewer mounts than the others,
+        // and than a thread that enters.
         let view = (namespace, identity(&directory.join("root")).ok());
         if entered.contains(&namespace) || !seen.insert(view) {
             continue;
@@ -132,12 +132,12 @@ fn has_mount(proc: &Proc, process: &str, disk: &Disk) -> bool {
 
 /// Moves the calling thread into a mount namespace, for the rest of its life.
 fn enter(namespace: &File) -> io::Result<()> {
-    // Its root and working directory must be its own: setns(2) refuses otherwise.
+    // setns(2) requires a root and working directory that the thread shares with no other.
     unshare(CloneFlags::CLONE_FS)?;
     Ok(setns(namespace, CloneFlags::CLONE_NEWNS)?)
 }
 
-/// The mounts of this thread's namespace as its root sees them (proc_pid_mountinfo(5)).
+/// Reads the mountinfo of the calling thread's namespace (proc_pid_mountinfo(5)). `proc` is /proc.
 pub(super) fn mountinfo(proc: &File) -> io::Result<Vec<u8>> {
     let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
     let file = File::from(openat(proc, "thread-self/mountinfo", flags, Mode::empty())?);

@@ -1,13 +1,14 @@
-//! A look at the machine that callers share. Looking costs as much for one device as for all, and a
-//! hundred unmaps at once would look two hundred times.
+//! A scan of the machine that concurrent callers share. A scan for one device costs as much as a scan for
+//! all devices, so a hundred unmaps at the same time must not make a hundred scans each.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::Result;
 
-/// The last look. Waiting for the one that is under way takes no turn: who has asked is done when the
-/// next one has ended, however many others come meanwhile.
+/// The result of the last scan. A caller that finds a scan in progress waits for at most that scan and
+/// the next one, however many other callers arrive.
 #[derive(Debug)]
 pub(super) struct SharedScan<T> {
     state: Mutex<State<T>>,
@@ -16,29 +17,32 @@ pub(super) struct SharedScan<T> {
 
 #[derive(Debug)]
 struct State<T> {
-    /// Somebody looks.
+    /// A scan is in progress.
     busy: bool,
-    /// What the last one saw, and when he began.
-    seen: Option<(Instant, Arc<T>)>,
+    /// The result of the last scan, and when that scan began.
+    last: Option<(Instant, Arc<T>)>,
 }
 
 impl<T> Default for SharedScan<T> {
     fn default() -> Self {
-        Self { state: Mutex::new(State { busy: false, seen: None }), ended: Condvar::new() }
+        Self { state: Mutex::new(State { busy: false, last: None }), ended: Condvar::new() }
     }
 }
 
 impl<T> SharedScan<T> {
-    /// What `look` sees, or what another caller saw who began to look after this one asked: never
-    /// anything older than the question.
-    pub(super) fn get(&self, look: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        let asked = Instant::now();
+    /// Returns the result of `scan`, or of another caller's scan that began after this call: never a
+    /// result that is older than the call.
+    ///
+    /// # Errors
+    /// Those of `scan`. They are not shared.
+    pub(super) fn get(&self, scan: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+        let called = SystemClock.now();
         let mut state = self.state();
         loop {
-            if let Some((began, seen)) = &state.seen
-                && *began >= asked
+            if let Some((began, result)) = &state.last
+                && *began >= called
             {
-                return Ok(Arc::clone(seen));
+                return Ok(Arc::clone(result));
             }
             if !state.busy {
                 break;
@@ -47,23 +51,23 @@ impl<T> SharedScan<T> {
         }
         state.busy = true;
         drop(state);
-        let turn = Turn(self);
-        let began = Instant::now();
-        let seen = Arc::new(look()?);
-        turn.0.state().seen = Some((began, Arc::clone(&seen)));
-        Ok(seen)
+        let running = Running(self);
+        let began = SystemClock.now();
+        let result = Arc::new(scan()?);
+        running.0.state().last = Some((began, Arc::clone(&result)));
+        Ok(result)
     }
 
     fn state(&self) -> MutexGuard<'_, State<T>> {
-        // Whoever panicked with it: what is there is whole.
+        // Every change under the lock is complete, so the state is valid after a panic, too.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Somebody's turn to look, which ends however the look does.
-struct Turn<'a, T>(&'a SharedScan<T>);
+/// A scan in progress. It ends when this value is dropped, also after an error or a panic.
+struct Running<'a, T>(&'a SharedScan<T>);
 
-impl<T> Drop for Turn<'_, T> {
+impl<T> Drop for Running<'_, T> {
     fn drop(&mut self) {
         self.0.state().busy = false;
         self.0.ended.notify_all();
@@ -78,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_gets_what_was_seen_before_he_asked() {
+    fn a_result_is_never_older_than_the_call() {
         let shared = SharedScan::default();
         for expected in 0..3 {
             assert_eq!(*shared.get(|| Ok(expected)).unwrap(), expected);
@@ -87,29 +91,29 @@ mod tests {
     }
 
     #[test]
-    fn a_look_that_panics_keeps_nobody_waiting() {
+    fn a_scan_that_panics_blocks_no_caller() {
         let shared = SharedScan::default();
-        let look = || shared.get(|| -> Result<u32> { panic!("on purpose") });
-        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(look)).is_err());
+        let scan = || shared.get(|| -> Result<u32> { panic!("on purpose") });
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(scan)).is_err());
         assert_eq!(*shared.get(|| Ok(7)).unwrap(), 7);
     }
 
     #[test]
-    fn those_who_wait_together_look_once() {
+    fn callers_that_wait_share_one_scan() {
         const CALLERS: u32 = 32;
         let shared = SharedScan::default();
-        let looks = AtomicU32::new(0);
-        let look = || {
-            looks.fetch_add(1, Ordering::Relaxed);
+        let scans = AtomicU32::new(0);
+        let scan = || {
+            scans.fetch_add(1, Ordering::Relaxed);
             std::thread::sleep(Duration::from_millis(200));
             Ok(())
         };
         std::thread::scope(|scope| {
             for _ in 0..CALLERS {
-                scope.spawn(|| shared.get(look).unwrap());
+                scope.spawn(|| shared.get(scan).unwrap());
             }
         });
-        // The first, one for those who came during it, and a few for stragglers.
-        assert!(looks.into_inner() < CALLERS / 4);
+        // One for the first caller, one for those that came during it, and a few for late threads.
+        assert!(scans.into_inner() < CALLERS / 4);
     }
 }

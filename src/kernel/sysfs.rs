@@ -1,4 +1,4 @@
-//! nbd devices as sysfs shows them. The root is a parameter, so that tests bring their own.
+//! nbd devices as sysfs shows them. The path of sysfs is a parameter, so that tests give their own.
 
 use std::fs;
 use std::io;
@@ -9,14 +9,14 @@ use super::{Device, DeviceIndex, Identity};
 use cleat_core::error::{Error, Result};
 use cleat_sys::descriptor::DeviceNumber;
 
-/// Units of `size` (include/linux/types.h: always 512).
+/// The unit of the attribute `size`, in bytes (include/linux/types.h: always 512).
 const SECTOR_BYTES: u64 = 512;
 
-/// `/sys`, or what stands for it.
+/// The path of `/sys`; a test gives another directory.
 #[derive(Debug, Clone)]
 pub(super) struct Sysfs(pub(super) PathBuf);
 
-/// A block device and its partitions: their names and numbers.
+/// A disk and its partitions: their names and numbers, the disk's first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Disk {
     pub(super) names: Vec<String>,
@@ -24,7 +24,7 @@ pub(super) struct Disk {
 }
 
 impl Sysfs {
-    /// Every nbd device. Without the module there is none.
+    /// Returns every nbd device: none if the module is not loaded.
     pub(super) fn devices(&self) -> Result<Vec<Device>> {
         let directory = self.0.join("block");
         let names = match list(&directory) {
@@ -33,11 +33,11 @@ impl Sysfs {
         };
         let mut indices: Vec<_> = names.iter().filter_map(|name| index_of(name)).collect();
         indices.sort_unstable();
-        // A device that vanishes meanwhile is not one.
+        // A device that vanished since the directory was read is left out.
         indices.into_iter().filter_map(|index| self.device(index).transpose()).collect()
     }
 
-    /// One device; `None` when there is none of that number.
+    /// Returns one device; `None` when no device has that number.
     pub(super) fn device(&self, index: DeviceIndex) -> Result<Option<Device>> {
         let directory = self.directory(index);
         let Some(sectors) = self.attribute(index, "size")? else { return Ok(None) };
@@ -55,7 +55,7 @@ impl Sysfs {
         }))
     }
 
-    /// One device, if it is connected as that identity.
+    /// Returns one device if it is connected as `identity`.
     pub(super) fn connected_device(
         &self,
         index: DeviceIndex,
@@ -65,7 +65,7 @@ impl Sysfs {
         Ok(device.filter(|device| device.backend.as_deref() == Some(identity.as_str())))
     }
 
-    /// The device with its partitions.
+    /// Returns the device with its partitions.
     pub(super) fn disk(&self, index: DeviceIndex) -> Result<Disk> {
         let directory = self.directory(index);
         let disk = format!("nbd{index}");
@@ -81,8 +81,8 @@ impl Sysfs {
         Ok(disk)
     }
 
-    /// Block devices stacked on the device or a partition of it: device mapper, md, bcache by
-    /// `holders/`, loop devices by the file they are made of.
+    /// Returns the block devices on top of the disk or a partition of it: device mapper, md and bcache
+    /// from `holders/`, loop devices by their backing file.
     pub(super) fn stacked(&self, index: DeviceIndex, disk: &Disk) -> Result<Vec<String>> {
         let directory = self.directory(index);
         let mut found = Vec::new();
@@ -91,7 +91,7 @@ impl Sysfs {
             let device = if disk { directory.clone() } else { directory.join(name) };
             let holders = device.join("holders");
             match list(&holders) {
-                // A partition that has just gone.
+                // The partition was removed since it was listed.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 names => found.extend(names.map_err(|error| unreadable(&holders, error))?),
             }
@@ -114,7 +114,7 @@ impl Sysfs {
         Ok(found)
     }
 
-    /// Sets the time after which an unanswered request is looked at again.
+    /// Sets the time after which the kernel checks an unanswered request (`queue/io_timeout`).
     pub(super) fn set_replay_delay(&self, index: DeviceIndex, delay: Duration) -> Result<()> {
         let path = self.directory(index).join("queue/io_timeout");
         let delay_ms = delay.as_millis().clamp(1, u128::from(u32::MAX));
@@ -122,12 +122,13 @@ impl Sysfs {
             .map_err(|error| Error::from_io(format!("cannot write {}", path.display()), error))
     }
 
-    /// Has the kernel announce the device again, for a udev that missed it or came too early.
+    /// Makes the kernel send a `change` uevent for the device, for a udevd that missed the first event or
+    /// handled it too early.
     pub(super) fn announce(&self, index: DeviceIndex) {
         announce(&self.directory(index));
     }
 
-    /// As [`Sysfs::announce`], for the partitions.
+    /// Makes the kernel send a `change` uevent for each partition of the device.
     pub(super) fn announce_partitions(&self, index: DeviceIndex) {
         let names = self.disk(index).map(|disk| disk.names).unwrap_or_default();
         names.iter().skip(1).for_each(|name| announce(&self.directory(index).join(name)));
@@ -137,12 +138,12 @@ impl Sysfs {
         self.0.join(format!("block/nbd{index}"))
     }
 
-    /// An attribute's text; `None` when it does not exist, now or any more.
+    /// Returns an attribute's text; `None` when it does not exist.
     fn attribute(&self, index: DeviceIndex, name: &str) -> Result<Option<String>> {
         let path = self.directory(index).join(name);
         match fs::read_to_string(&path) {
             Ok(text) => Ok(Some(text.trim_end_matches('\n').to_owned())),
-            // ENODEV: the attribute went while it was being read.
+            // ENODEV: the attribute was removed while it was read.
             Err(error)
                 if error.kind() == io::ErrorKind::NotFound
                     || error.raw_os_error() == Some(libc::ENODEV) =>
@@ -155,13 +156,13 @@ impl Sysfs {
 }
 
 fn announce(directory: &Path) {
-    // Only a hint: where sysfs is read-only, the caller's wait ends by its deadline.
+    // Without the event, if sysfs is read-only, the caller's wait ends at its deadline.
     if let Err(error) = fs::write(directory.join("uevent"), "change") {
-        tracing::debug!(path = %directory.display(), %error, "cannot announce a device again");
+        tracing::debug!(path = %directory.display(), %error, "cannot request a uevent");
     }
 }
 
-/// N of `nbdN`; `None` for anything else, partitions too.
+/// Returns N for the name `nbdN`; `None` for other names, including those of partitions.
 pub(super) fn index_of(name: &str) -> Option<DeviceIndex> {
     let digits = name.strip_prefix("nbd")?;
     let canonical =
@@ -169,7 +170,7 @@ pub(super) fn index_of(name: &str) -> Option<DeviceIndex> {
     canonical.then(|| digits.parse().ok()).flatten()
 }
 
-/// Reads `major:minor`.
+/// Parses `major:minor`.
 pub(super) fn parse_number(text: &str) -> Option<DeviceNumber> {
     let (major, minor) = text.trim_end().split_once(':')?;
     Some(DeviceNumber { major: major.parse().ok()?, minor: minor.parse().ok()? })
@@ -227,14 +228,14 @@ mod tests {
     }
 
     #[test]
-    fn no_module_is_no_device_but_nonsense_is_an_error() {
+    fn a_missing_module_means_no_devices_but_a_bad_size_is_an_error() {
         let (_root, sysfs) = tree(&[("block/nbd0/size", "many\n")]);
         assert!(sysfs.devices().is_err());
         assert_eq!(Sysfs("/nonexistent".into()).devices().unwrap(), []);
     }
 
     #[test]
-    fn partitions_and_what_is_stacked_belong_to_the_device() {
+    fn partitions_and_stacked_devices_belong_to_the_device() {
         let (_root, sysfs) = tree(&[
             ("block/nbd1/dev", "43:32\n"),
             ("block/nbd1/nbd1p1/dev", "43:33\n"),
@@ -260,12 +261,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_index_is_read_back(index: DeviceIndex) {
+        fn an_index_is_parsed_from_its_name(index: DeviceIndex) {
             prop_assert_eq!(index_of(&format!("nbd{index}")), Some(index));
         }
 
         #[test]
-        fn no_name_makes_the_reader_panic(name in ".{0,20}") {
+        fn no_name_makes_the_parser_panic(name in ".{0,20}") {
             if let Some(index) = index_of(&name) {
                 prop_assert_eq!(format!("nbd{index}"), name.clone());
             }

@@ -1,7 +1,8 @@
-//! Names: the properties that our udev rule reads, the device node, the symlink.
+//! The names of a device: the properties for the udev rule, the device node, the symlink.
 //!
-//! `systemd/60-cleat.rules` imports `<run directory>/udev/<identity>` for a device with that
-//! identity. Where no udevd runs, or our rule is not installed, the symlink is made here instead.
+//! `systemd/60-cleat.rules` imports the file `<run directory>/udev/<identity>` for a device with that
+//! identity, and udevd makes the symlink. If no udevd runs, or the rule is not installed, this module makes
+//! the symlink instead.
 
 use std::fs;
 use std::io;
@@ -11,13 +12,13 @@ use super::{DeviceIndex, DevicePaths, Identity};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor::{DeviceNumber, block_device};
 
-/// The run directory that the rule names.
+/// The run directory that the udev rule names.
 pub const RUN_DIRECTORY: &str = "/run/cleat";
 
-/// The rule's file.
+/// The file name of the udev rule.
 pub const RULE: &str = "60-cleat.rules";
 
-/// Where udev looks for rules (udev(7)).
+/// The directories that udevd reads rules from (udev(7)).
 const RULE_DIRECTORIES: [&str; 5] = [
     "/etc/udev/rules.d",
     "/run/udev/rules.d",
@@ -26,62 +27,65 @@ const RULE_DIRECTORIES: [&str; 5] = [
     "/lib/udev/rules.d",
 ];
 
-/// Where udevd takes its orders; exists while one runs.
+/// The control socket of udevd. It exists while udevd runs.
 const UDEV_CONTROL: &str = "/run/udev/control";
 
-/// Exists while udevd has events to work on.
+/// A file that exists while udevd has events to process.
 const UDEV_QUEUE: &str = "/run/udev/queue";
 
-/// The places that names live in; parameters, so that tests bring their own.
+/// The directories for names; parameters, so that tests give their own.
 #[derive(Debug, Clone)]
 pub(super) struct Names {
     pub(super) dev: PathBuf,
     pub(super) run: PathBuf,
 }
 
-/// What a device still lacks.
+/// The reason why a device does not have its names yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Missing {
+    /// The device node does not exist.
     Node,
-    /// The node is there, but is another device.
+    /// The device node exists, but belongs to another device.
     WrongNode,
+    /// The symlink does not exist.
     Symlink,
-    /// Where the symlink leads instead.
+    /// The symlink leads to this path instead.
     WrongSymlink(PathBuf),
 }
 
-/// Whether udevd runs here.
+/// Whether udevd runs on this machine and this process sees it.
 pub fn udevd_runs() -> bool {
     Path::new(UDEV_CONTROL).exists()
 }
 
-/// Whether udevd has nothing to do (what `udevadm settle` waits for).
+/// Whether udevd has processed all its events (`udevadm settle` waits for the same).
 pub(super) fn udevd_idle() -> bool {
     !Path::new(UDEV_QUEUE).exists()
 }
 
-/// Whether our rule is installed where udevd of this mount namespace looks.
+/// Whether the rule is installed in a directory that udevd of this mount namespace reads.
 pub fn rule_installed() -> bool {
     RULE_DIRECTORIES.iter().any(|directory| Path::new(directory).join(RULE).exists())
 }
 
 impl Names {
-    /// The paths under which the device is to be found.
+    /// Returns the paths that the device should have.
     pub(super) fn paths(&self, index: DeviceIndex, identity: &Identity) -> DevicePaths {
         let symlink = self.dev.join(format!("disk/by-id/cleat-{}", identity.name()));
         DevicePaths { node: self.node(index), symlink }
     }
 
+    /// Returns the path of the device node.
     pub(super) fn node(&self, index: DeviceIndex) -> PathBuf {
         self.dev.join(format!("nbd{index}"))
     }
 
-    /// Whether the symlink is ours to make.
-    pub(super) fn links_are_ours(&self) -> bool {
+    /// Whether this process makes the symlinks, rather than udevd.
+    pub(super) fn makes_symlinks(&self) -> bool {
         !udevd_runs() || !rule_installed() || self.run != Path::new(RUN_DIRECTORY)
     }
 
-    /// Puts the identity's properties in place; before the device appears.
+    /// Writes the properties of the identity. Must be called before the device appears.
     pub(super) fn publish(&self, identity: &Identity) -> Result<()> {
         let path = self.properties(identity)?;
         let text =
@@ -92,7 +96,7 @@ impl Names {
             .map_err(|error| Error::from_io(format!("cannot write {}", path.display()), error))
     }
 
-    /// Takes the identity's properties away; after the device is gone.
+    /// Removes the properties of the identity. Must be called after the device is gone.
     pub(super) fn withdraw(&self, identity: &Identity) {
         let Ok(path) = self.properties(identity) else { return };
         if let Err(error) = fs::remove_file(&path)
@@ -102,14 +106,14 @@ impl Names {
         }
     }
 
-    /// The identities whose properties are in place.
+    /// Returns the identities that have properties.
     pub(super) fn published(&self) -> Vec<Identity> {
         let Ok(entries) = fs::read_dir(self.run.join("udev")) else { return Vec::new() };
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         names.filter_map(|name| Identity::parse(&name)).collect()
     }
 
-    /// What the device lacks, if anything.
+    /// Returns what is missing for the device to be usable by its names; `None`: nothing.
     pub(super) fn missing(
         &self,
         index: DeviceIndex,
@@ -132,8 +136,8 @@ impl Names {
         }
     }
 
-    /// Makes the symlink, in one step, whatever stood there.
-    pub(super) fn make_link(&self, index: DeviceIndex, identity: &Identity) -> Result<()> {
+    /// Makes the symlink. It replaces an existing file atomically.
+    pub(super) fn make_symlink(&self, index: DeviceIndex, identity: &Identity) -> Result<()> {
         let symlink = self.paths(index, identity).symlink;
         let failed =
             |error| Error::from_io(format!("cannot make the symlink {}", symlink.display()), error);
@@ -149,24 +153,24 @@ impl Names {
     }
 
     /// Whether the symlink leads to this device.
-    pub(super) fn link_leads_to(&self, index: DeviceIndex, identity: &Identity) -> bool {
+    pub(super) fn symlink_leads_to(&self, index: DeviceIndex, identity: &Identity) -> bool {
         let target = fs::read_link(self.paths(index, identity).symlink);
         let name = format!("nbd{index}");
         target.is_ok_and(|target| target.file_name().is_some_and(|file| *file == *name))
     }
 
     /// Removes the symlink if it leads to this device.
-    pub(super) fn remove_link(&self, index: DeviceIndex, identity: &Identity) {
-        if self.link_leads_to(index, identity) {
-            // Somebody else may have removed it meanwhile.
+    pub(super) fn remove_symlink(&self, index: DeviceIndex, identity: &Identity) {
+        if self.symlink_leads_to(index, identity) {
+            // Another process may have removed it in the meantime.
             let _ = fs::remove_file(self.paths(index, identity).symlink);
         }
     }
 
     fn properties(&self, identity: &Identity) -> Result<PathBuf> {
-        // Identities become file names here: only those that read back as ours may.
+        // The identity becomes a file name, so only one that parses is accepted.
         if Identity::parse(identity.as_str()).is_none() {
-            let message = format!("{:?} cannot be a device's identity", identity.as_str());
+            let message = format!("invalid device identity {:?}", identity.as_str());
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         Ok(self.run.join("udev").join(identity.as_str()))
@@ -174,7 +178,7 @@ impl Names {
 }
 
 impl Missing {
-    /// What is missing, and what that hints at.
+    /// Describes what is missing, and gives a hint at its cause.
     pub(super) fn explain(&self, paths: &DevicePaths) -> (String, &'static str) {
         let node = paths.node.display();
         let symlink = paths.symlink.display();
@@ -184,7 +188,7 @@ impl Missing {
                 "/dev must be a devtmpfs; in a container, mount the host's /dev",
             ),
             Self::WrongNode => (
-                format!("{node} is not the kernel's device of that name"),
+                format!("{node} is not the device node of the kernel's device of that name"),
                 "/dev must be a devtmpfs; in a container, mount the host's /dev",
             ),
             Self::Symlink => (
@@ -209,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_come_and_go() {
+    fn properties_are_written_and_removed() {
         let root = tempfile::tempdir().unwrap();
         let names = names(root.path());
         let identity = Identity::new("00ab", "data");
@@ -225,29 +229,29 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_never_leaves_its_directory() {
+    fn an_identity_is_never_a_path() {
         let root = tempfile::tempdir().unwrap();
         let refused = names(root.path()).publish(&Identity::new("00", "../../x")).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     }
 
     #[test]
-    fn a_link_is_replaced_and_only_our_own_is_removed() {
+    fn a_symlink_is_replaced_and_only_that_of_the_device_is_removed() {
         let root = tempfile::tempdir().unwrap();
         let names = names(root.path());
         let identity = Identity::new("00", "data");
-        names.make_link(3, &identity).unwrap();
-        names.make_link(4, &identity).unwrap();
-        assert!(names.link_leads_to(4, &identity));
-        names.remove_link(3, &identity);
-        assert!(names.link_leads_to(4, &identity), "it led elsewhere");
-        names.remove_link(4, &identity);
-        assert!(!names.link_leads_to(4, &identity));
+        names.make_symlink(3, &identity).unwrap();
+        names.make_symlink(4, &identity).unwrap();
+        assert!(names.symlink_leads_to(4, &identity));
+        names.remove_symlink(3, &identity);
+        assert!(names.symlink_leads_to(4, &identity), "it led to another device");
+        names.remove_symlink(4, &identity);
+        assert!(!names.symlink_leads_to(4, &identity));
         assert_eq!(fs::read_dir(root.path().join("dev/disk/by-id")).unwrap().count(), 0);
     }
 
     #[test]
-    fn what_is_missing_is_named_with_a_hint() {
+    fn a_missing_name_is_reported_with_a_hint() {
         let root = tempfile::tempdir().unwrap();
         let names = names(root.path());
         let identity = Identity::new("00", "data");

@@ -14,13 +14,13 @@ use super::sysfs::Disk;
 use super::usage::Proc;
 use cleat_core::error::Result;
 
-/// Looks at one namespace: each unmounts at least one of those that lie upon each other.
+/// The most passes over one namespace. Each pass unmounts at least one mount of a stack of mounts.
 const ROUNDS_MAX: u32 = 256;
 
-/// Unmounts `disk` lazily in the namespaces of `which`.
+/// Unmounts `disk` and its partitions lazily in the namespaces of `which`.
 ///
 /// # Errors
-/// `TimedOut` when some of it is under way at the deadline; what /proc gives.
+/// `TimedOut` when an unmount runs at the deadline; what /proc reports.
 pub(super) fn unmount(
     proc: &Proc,
     threads: &BoundedCalls,
@@ -34,13 +34,13 @@ pub(super) fn unmount(
     let unmounted =
         in_namespaces(proc, threads, disk, which, "unmount a device", deadline, unmount_here)?;
     for error in unmounted.into_iter().filter_map(io::Result::err) {
-        // A namespace that we may not enter keeps its mounts: they show as holders.
-        tracing::warn!(%error, "a namespace keeps its mounts");
+        // The mounts of a namespace that this process may not enter stay. They are listed as holders.
+        tracing::warn!(%error, "cannot unmount in a mount namespace");
     }
     Ok(())
 }
 
-/// Unmounts lazily what the calling thread sees of the device, from the top down.
+/// Unmounts lazily every mount of the device that the calling thread sees, from the top down.
 fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
     for _ in 0..ROUNDS_MAX {
         let text = mountinfo(proc)?;
@@ -49,7 +49,7 @@ fn unmount_here(proc: &File, disk: &Disk) -> io::Result<()> {
         for mount in uncovered(&text).filter(|mount| mount.is_on(disk)) {
             match umount2(&mount.path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
                 Ok(()) => progress = true,
-                // It went with another one, or (EINVAL) is locked by a less privileged namespace.
+                // It was unmounted with another one, or (EINVAL) a less privileged namespace locks it.
                 Err(error) => refused = Some(io::Error::from(error)),
             }
         }
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_mounted_nowhere_takes_no_thread_into_a_namespace() {
+    fn an_unmounted_device_needs_no_other_namespace() {
         let proc = Proc("/proc".into());
         let threads = BoundedCalls::new(8);
         let soon = Instant::now() + std::time::Duration::from_secs(10);

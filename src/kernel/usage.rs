@@ -1,7 +1,10 @@
-//! Who uses a block device, as /proc tells: mounts in every mount namespace, openers, swap.
+//! The users of block devices, from /proc: mounts in every mount namespace, open files, swap.
 //!
-//! One look serves every device. Bounded in what it reads; beyond a bound, and where it cannot read, it
-//! fails rather than call a held device free.
+//! One scan serves every device. Each quantity that is read has a bound. Beyond a bound, or when a file
+//! cannot be read, the scan fails: a device that is in use must not be reported as free.
+//!
+//! File descriptors are read as links that `statx` resolves, without the crate `procfs`, which would resolve
+//! and allocate each link's target and ask remote file servers about it.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -16,32 +19,33 @@ use super::sysfs::Disk;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor::{BackingDevice, DeviceNumber, backing_device, block_device};
 
-/// Bytes of one mountinfo; a mount takes about 150.
+/// The most bytes of one mountinfo that are read. A mount takes about 150 bytes.
 pub(super) const MOUNTINFO_MAX: u64 = 64 << 20;
 const PROCESSES_MAX: usize = 1 << 17;
 const DESCRIPTORS_MAX: usize = 1 << 21;
 const MOUNTS_MAX: usize = 1 << 16;
 const HOLDERS_MAX: usize = 4096;
 
-/// `/proc`, or what stands for it.
+/// The path of `/proc`; a test gives another directory.
 #[derive(Debug, Clone)]
 pub(super) struct Proc(pub(super) PathBuf);
 
-/// Who uses which block device.
+/// The users of all block devices at the time of one scan.
 #[derive(Debug, Default)]
 pub(super) struct Usage {
-    /// Each once, from the first namespace that has it; `None`: our own.
+    /// Every mount once, with a process of the first namespace that has it. `None`: the namespace of this
+    /// process.
     mounts: Vec<(Mount, Option<u32>)>,
-    /// The processes, with the block devices that they have open.
+    /// The processes that have block devices open, with their commands and the devices.
     opens: Vec<(u32, String, Vec<DeviceNumber>)>,
-    /// The processes that use a filesystem which is mounted nowhere any more: it was unmounted
-    /// lazily, and lives on for them.
+    /// The processes that use a file system which is no longer mounted anywhere, with their commands and
+    /// the devices: it was unmounted lazily, and exists until they close it.
     lingering: Vec<(u32, String, Vec<DeviceNumber>)>,
     swaps: Vec<PathBuf>,
 }
 
 impl Usage {
-    /// Mounts, openers and swap on the device or its partitions.
+    /// Returns the mounts, openers and swap on the disk or its partitions.
     pub(super) fn holders(&self, disk: &Disk) -> Result<Vec<Holder>> {
         let mounts = self.mounts.iter().filter(|(mount, _)| mount.is_on(disk));
         let mut holders: Vec<_> = mounts
@@ -69,17 +73,17 @@ impl Usage {
 }
 
 impl Proc {
-    /// Looks at every process.
+    /// Scans every process.
     pub(super) fn usage(&self) -> Result<Usage> {
         let mut usage = Usage::default();
-        // What was seen already: a mount that namespaces share is told once, ours first.
+        // A mount that several namespaces share is listed once. This process's namespace comes first.
         let (mut mounts, mut views) = (HashSet::new(), HashSet::new());
         views.extend(self.view("self"));
         self.mounts("self", None, &mut mounts, &mut usage.mounts)?;
         let (mut descriptors, mut used) = (0, Vec::new());
         for pid in self.processes()? {
             let process = pid.to_string();
-            // Processes that see the same mounts are asked once.
+            // Processes that see the same mounts are read once.
             if let Some(view) = self.view(&process)
                 && views.insert(view)
             {
@@ -100,7 +104,7 @@ impl Proc {
         }
         let path = self.0.join("swaps");
         let swaps = match fs::read(&path) {
-            // A kernel without swap.
+            // The kernel has no support for swap.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             read => read.map_err(|error| {
                 Error::from_io(format!("cannot read {}", path.display()), error)
@@ -122,7 +126,8 @@ impl Proc {
         Ok(pids)
     }
 
-    /// What of the mounts a process sees: its namespace and its root. `None` when it is gone.
+    /// Returns what determines the mounts that a process sees: its namespace and its root. `None` when the
+    /// process has ended.
     fn view(&self, process: &str) -> Option<View> {
         let directory = self.0.join(process);
         let namespace = fs::read_link(directory.join("ns/mnt")).ok()?;
@@ -140,7 +145,7 @@ impl Proc {
         let path = self.0.join(process).join("mountinfo");
         let text = match read_bounded(&path, MOUNTINFO_MAX) {
             Ok(text) => text,
-            // A process that went meanwhile, or (EINVAL) has no mount namespace any more.
+            // The process has ended, or (EINVAL) has no mount namespace any more.
             Err(_) if namespace_pid.is_some() => return Ok(()),
             Err(error) => {
                 return Err(Error::from_io(format!("cannot read {}", path.display()), error));
@@ -160,12 +165,13 @@ impl Proc {
         Ok(())
     }
 
-    /// The block devices that the process has open, and the devices of the filesystems that it uses.
+    /// Returns the block devices that a process has open, and the devices of the file systems that it
+    /// uses.
     fn opens(&self, process: &str, descriptors: &mut usize) -> Result<Opens> {
         let directory = self.0.join(process);
         let (mut devices, mut filesystems) = (Vec::new(), Vec::new());
         let mut note = |path: &Path| {
-            // By number, not by name: the node may have any name, in any namespace.
+            // By number, because a device node may have any name in any namespace.
             let (list, number) = match backing_device(path) {
                 Ok(BackingDevice::Device(number)) => (&mut devices, number),
                 Ok(BackingDevice::Filesystem(number)) if number.major != 0 => {
@@ -178,7 +184,7 @@ impl Proc {
             }
         };
         ["cwd", "root", "exe"].iter().for_each(|name| note(&directory.join(name)));
-        // Another user's process, where we are not root, or one that is gone.
+        // Fails for the processes of other users if this one is not root, and for ended processes.
         let entries = fs::read_dir(directory.join("fd"));
         for entry in entries.into_iter().flatten().filter_map(io::Result::ok) {
             *descriptors += 1;
@@ -200,20 +206,21 @@ type Opens = (Vec<DeviceNumber>, Vec<DeviceNumber>);
 type View = (PathBuf, Option<(u64, u64)>);
 
 impl Mount {
-    /// Not one of the kernel's own, of memory, or of the network.
+    /// Whether the file system may be on a block device: not on memory or a network, and not the kernel's
+    /// own.
     fn may_be_on_a_device(&self) -> bool {
         self.number.major != 0 || Path::new(&self.source).starts_with("/dev")
     }
 
-    /// Whether the filesystem lies on one of these devices. A filesystem with a device number of
-    /// its own (btrfs: major 0) is known by its source.
+    /// Whether the file system is on the disk or a partition of it. A file system with a device number of
+    /// its own (btrfs: major 0) is recognised by its source.
     pub(super) fn is_on(&self, disk: &Disk) -> bool {
         disk.numbers.contains(&self.number)
             || self.number.major == 0 && is_ours(Path::new(&self.source), disk)
     }
 }
 
-/// Whether a path names one of these devices: by the kernel's name for it, or by its number.
+/// Whether a path names the disk or a partition: by the kernel's name for it, or by its number.
 fn is_ours(path: &Path, disk: &Disk) -> bool {
     let Ok(name) = path.strip_prefix("/dev") else { return false };
     let by_name = disk.names.iter().any(|ours| OsStr::new(ours) == name.as_os_str());
@@ -228,7 +235,7 @@ fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 }
 
 pub(super) fn too_much(what: &str) -> Error {
-    let message = format!("too many {what} on this machine to tell who uses the device");
+    let message = format!("cannot find the users of the device: too many {what} on this machine");
     Error::new(ErrorKind::Unavailable, message)
 }
 
@@ -272,9 +279,9 @@ broken line
         assert!(!is_ours(Path::new("/dev/nbd10"), &disk()));
     }
 
-    /// Two namespaces, three processes: each namespace is asked once, each mount told once.
+    /// Two namespaces, three processes: each namespace is read once, each mount listed once.
     #[test]
-    fn every_mount_is_told_once_and_our_own_first() {
+    fn every_mount_is_listed_once_and_our_own_first() {
         let root = tempfile::tempdir().unwrap();
         let elsewhere = b"50 49 43:32 / /container rw - ext4 /dev/nbd1 rw\n";
         for (process, namespace) in [("self", 1), ("10", 1), ("20", 2), ("30", 2)] {
@@ -301,11 +308,11 @@ broken line
         assert_eq!(mounts[..3], own);
         assert_eq!(mounts[3..], [("/container", Some(20))]);
         assert_eq!(holders.last(), Some(&Holder::Device { name: "swap".into() }));
-        // Another device has its own.
+        // Another device has its own mounts.
         let number = DeviceNumber { major: 43, minor: 64 };
         let other = Disk { names: vec!["nbd2".into()], numbers: vec![number] };
         assert_eq!(usage.holders(&other).unwrap().len(), 1);
-        // Without swap in the kernel nothing is, and what cannot be read is not called free.
+        // A missing /proc/swaps means no swap; one that cannot be read is an error.
         fs::remove_file(root.path().join("swaps")).unwrap();
         Proc(root.path().to_owned()).usage().unwrap();
         fs::create_dir(root.path().join("swaps")).unwrap();
@@ -313,7 +320,7 @@ broken line
     }
 
     #[test]
-    fn our_own_machine_can_be_read() {
+    fn this_machine_can_be_scanned() {
         Proc("/proc".into()).usage().unwrap();
     }
 }

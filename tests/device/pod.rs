@@ -167,13 +167,13 @@ fn replaced() {
 
 fn crashed() {
     let before = complaints();
-    // What is no group of cgroup v2 costs nothing but this.
+    // A path that is not a group of cgroup v2 has only this effect.
     let (first, second) = (Pod::new(1, "cgroup = \\\"/tmp/group\\\"\\n"), Pod::new(2, ""));
     let mut node = Node::start_as(first.daemon());
     let image = Image::new("pod", "128M");
     let device = cleat_ok(&["map", &image.uri(), "--name", "pod"]);
     let health = cleat_ok(&["status", "-o", "json"]);
-    assert!(health.contains("not of cgroup v2"), "{health}");
+    assert!(health.contains("not a group of cgroup v2"), "{health}");
     // Below the pod's group they would end with it, too.
     let group = first.group();
     let doctor = shell(&format!(

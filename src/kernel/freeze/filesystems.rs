@@ -1,4 +1,4 @@
-//! Finds and opens the file systems on a disk.
+//! Finds the file systems on a disk, and opens each by one of its mounts.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -10,16 +10,17 @@ use crate::namespaces::mountinfo;
 use crate::sysfs::Disk;
 use cleat_sys::descriptor::DeviceNumber;
 
-/// A file system, and what it is reached by.
+/// A file system's device number, and an open directory on it or why it could not be opened.
 pub(super) type Opened = (DeviceNumber, io::Result<File>);
 
-/// The file systems on `disk` that the calling thread sees, each with an open directory of it.
+/// Returns the file systems on `disk` that the calling thread sees, each once. `proc` is /proc.
 pub(super) fn open_here(proc: &File, disk: &Disk) -> io::Result<Vec<Opened>> {
     let text = mountinfo(proc)?;
     let (mut found, mut done): (Vec<Opened>, BTreeSet<(u32, u32)>) = (Vec::new(), BTreeSet::new());
     for mount in parse_mountinfo(&text).filter(|mount| mount.is_on(disk)) {
         if !found.iter().any(|(number, _)| *number == mount.number) {
-            let covered = io::Error::other("every mount of it lies under another one");
+            let covered =
+                io::Error::other("every mount of the file system is covered by another mount");
             found.push((mount.number, Err(covered)));
         }
     }
@@ -32,13 +33,13 @@ pub(super) fn open_here(proc: &File, disk: &Disk) -> io::Result<Vec<Opened>> {
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(&mount.path);
         let opened = opened.and_then(|file| {
             let device = file.metadata()?.dev();
-            // Subvolumes of btrfs (major 0) have numbers of their own.
+            // A subvolume of btrfs (major 0) has a number of its own.
             match mount.number.major == 0
                 || nix::sys::stat::major(device) == u64::from(key.0)
                     && nix::sys::stat::minor(device) == u64::from(key.1)
             {
                 true => Ok(file),
-                false => Err(io::Error::other("something else is mounted there")),
+                false => Err(io::Error::other("another file system is mounted at its path")),
             }
         });
         if opened.is_ok() {

@@ -1,11 +1,10 @@
-//! File systems on a device: frozen (FIFREEZE) for a moment, in whatever mount namespace they are
-//! mounted, each once; and thawed again, whatever happened meanwhile.
+//! Freezes the file systems on a device (FIFREEZE), each once, in whatever mount namespace they are mounted,
+//! and thaws them again.
 //!
-//! Freezing writes back everything that is dirty and thawing writes a superblock, both through the
-//! device: with a backend that hangs neither returns. So both are done on threads that can be left
-//! behind, and a freeze that nobody wants any more is undone by its own thread. What is frozen is kept
-//! open: it cannot be unmounted then (which would leave it frozen, out of everybody's reach) and is
-//! thawed without being looked for.
+//! Freezing writes the dirty data, and thawing writes a superblock, both through the device: neither returns
+//! while the backend does not answer. So both run on threads that can be left behind, and a freeze that the
+//! caller has given up is undone by its own thread. A frozen file system is kept open. So it cannot be
+//! unmounted, which would leave it frozen and out of reach, and it can be thawed without another search.
 
 mod filesystems;
 
@@ -25,10 +24,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::block;
 use cleat_sys::descriptor::DeviceNumber;
 
-/// Threads that may be stuck: one or two a device, each waits for a backend of its own.
+/// The most threads that may be stuck: one or two for each device, since each waits for its own backend.
 const STUCK_MAX: usize = 64;
 
-/// What this process has frozen.
+/// The file systems that this process has frozen.
 #[derive(Debug)]
 pub(super) struct Freezes {
     pub(super) threads: BoundedCalls,
@@ -38,18 +37,19 @@ pub(super) struct Freezes {
 #[derive(Debug, Default)]
 struct Devices(Mutex<BTreeMap<DeviceIndex, Freeze>>);
 
-/// One of a device, from its beginning until everything is thawed.
+/// The freeze of one device, from its beginning until every file system is thawed.
 #[derive(Debug, Default)]
 struct Freeze {
-    /// It is to be thawed, or was.
+    /// The file systems are to be thawed, or were thawed.
     over: bool,
-    /// Threads that freeze or thaw.
+    /// The number of threads that freeze or thaw.
     running: u32,
-    /// What is frozen, to be thawed by us.
+    /// The frozen file systems, which this process must thaw.
     held: Vec<File>,
 }
 
-/// A thread's part of a freeze, which ends with it, even where it was never begun.
+/// Counts a thread that freezes or thaws. The count ends when this value is dropped, also if the thread
+/// never started.
 struct Turn {
     devices: Arc<Devices>,
     index: DeviceIndex,
@@ -68,8 +68,8 @@ impl Default for Freezes {
 }
 
 impl Freezes {
-    /// Freezes all file systems on `disk`; those that somebody else has frozen already are returned.
-    /// Where it fails, nothing stays frozen.
+    /// Freezes all file systems on `disk`. Returns those that another program had frozen before. After an
+    /// error none stays frozen.
     pub(super) fn freeze(
         &self,
         proc: &Proc,
@@ -90,14 +90,14 @@ impl Freezes {
         let frozen = self.threads.run(&what, deadline, call, drop);
         let frozen = frozen.and_then(|frozen| frozen.map_err(failed));
         if frozen.is_err() {
-            // Where it goes on behind the scenes, its own thread does the rest.
+            // If the freeze still runs, its own thread thaws the rest.
             let _ = self.thaw_held(index, deadline);
         }
         frozen
     }
 
-    /// Thaws what was frozen by this process; or else by another one, which left `spared` as they were,
-    /// everything that is mounted, where `disk` is given.
+    /// Thaws the file systems that this process froze. If it froze none and `disk` is given, an earlier
+    /// supervisor process may have: thaws everything that is mounted from `disk` except `spared`.
     pub(super) fn thaw(
         &self,
         proc: &Proc,
@@ -129,13 +129,13 @@ impl Freezes {
         if files.is_empty() {
             return match running {
                 0 => Ok(()),
-                _ => Err(still_under_way(&what)),
+                _ => Err(still_running(&what)),
             };
         }
         let turn = Turn { devices: Arc::clone(&self.devices), index };
         let call = move || {
             let _turn = turn;
-            // Each, whatever became of the others.
+            // Each one is thawed even if another one failed.
             let thawed: Vec<_> = files.iter().map(thaw).collect();
             thawed.into_iter().collect::<io::Result<()>>()
         };
@@ -148,22 +148,21 @@ impl Freezes {
         Ok(Turn { devices: Arc::clone(&self.devices), index })
     }
 
-    /// Every file system on `disk`, once, in our own namespace where it is there.
+    /// Opens every file system on `disk` once, in this process's own namespace if it is mounted there.
     fn open_all(&self, proc: &Proc, disk: &Disk, deadline: Instant) -> Result<Vec<Opened>> {
         let found = in_namespaces(
             proc,
             &self.threads,
             disk,
             UnmountScope::All,
-            "look at mounts",
+            "read the mounts of a device",
             deadline,
             open_here,
         )?;
         let mut all: Vec<Opened> = Vec::new();
         for opened in found {
-            let opened = opened.map_err(|error| {
-                Error::from_io("cannot look at the mounts of a namespace", error)
-            })?;
+            let opened = opened
+                .map_err(|error| Error::from_io("cannot read the mounts of a namespace", error))?;
             for (number, file) in opened {
                 match all.iter_mut().find(|(known, _)| *known == number) {
                     Some((_, known)) if known.is_err() => *known = file,
@@ -184,7 +183,7 @@ impl Devices {
     fn begin(&self, index: DeviceIndex, what: &str) -> Result<()> {
         let mut devices = self.lock();
         if devices.contains_key(&index) {
-            return Err(still_under_way(what));
+            return Err(still_running(what));
         }
         devices.insert(index, Freeze { running: 1, ..Freeze::default() });
         Ok(())
@@ -194,8 +193,8 @@ impl Devices {
         self.lock().get_mut(&index).map(action)
     }
 
-    /// Freezes one after the other, on a thread of its own. Each that comes when it is over already is
-    /// thawed at once.
+    /// Freezes the file systems one after the other, on a thread of its own. After the caller has given
+    /// up, it thaws a file system as soon as it is frozen, and stops.
     fn freeze(
         &self,
         index: DeviceIndex,
@@ -232,8 +231,8 @@ impl Devices {
         outcome.map(|()| spared)
     }
 
-    /// It is over: what is to be thawed, by a thread that says when it has ended, and how many others
-    /// are still at it. `None`: there is nothing.
+    /// Ends the freeze of a device. Returns the file systems to be thawed, by a thread that calls
+    /// [`Devices::ended`], and the number of other threads that still run. `None`: nothing is frozen.
     fn end(&self, index: DeviceIndex) -> Option<(Vec<File>, u32)> {
         let mut devices = self.lock();
         let freeze = devices.get_mut(&index)?;
@@ -247,7 +246,7 @@ impl Devices {
         Some((held, running))
     }
 
-    /// A thread has done its part.
+    /// Notes that a thread has ended.
     fn ended(&self, index: DeviceIndex) {
         let mut devices = self.lock();
         let Some(freeze) = devices.get_mut(&index) else { return };
@@ -260,16 +259,16 @@ impl Devices {
 
 fn thaw(file: &File) -> io::Result<()> {
     match block::thaw(file) {
-        // It is not frozen: somebody else has thawed it.
+        // It is not frozen: another program has thawed it.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
         other => other,
     }
 }
 
-fn still_under_way(what: &str) -> Error {
-    let message = format!("cannot {what}: an earlier freeze or thaw of it is still under way");
+fn still_running(what: &str) -> Error {
+    let message = format!("cannot {what}: an earlier freeze or thaw is still running");
     Error::new(ErrorKind::TimedOut, message)
-        .with_repair("its backend does not answer: see `cleat stats` and the daemon's log")
+        .with_repair("its backend does not answer: see `cleat stats` and the log of the daemon")
 }
 
 fn text(number: DeviceNumber) -> String {
@@ -293,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_mounted_nowhere_is_frozen_and_thawed_as_it_is() {
+    fn freezing_an_unmounted_device_has_no_effect() {
         let (proc, freezes) = (Proc("/proc".into()), Freezes::default());
         let numbers = vec![DeviceNumber { major: 43, minor: 0xf_ffff }];
         let disk = Disk { names: vec!["nbd9".into()], numbers };
@@ -306,14 +305,14 @@ mod tests {
         freezes.freeze(&proc, 9, &disk, soon()).unwrap();
     }
 
-    /// The thread that freezes comes back after everybody has left: nothing stays behind.
+    /// The thread that freezes continues after its caller gave up: nothing stays frozen.
     #[test]
-    fn a_freeze_that_is_over_before_it_ends_keeps_nothing() {
+    fn a_freeze_that_was_given_up_keeps_nothing() {
         let freezes = Freezes::default();
         let (_kept, file) = directory();
         let turn = freezes.begin(3, "freeze").unwrap();
         assert_eq!(freezes.thaw_held(3, soon()).unwrap_err().kind(), ErrorKind::TimedOut);
-        // A file system that cannot be frozen from here, or is thawed at once.
+        // The file system cannot be frozen without privileges, or is thawed at once.
         let number = DeviceNumber { major: 1, minor: 1 };
         let _ = freezes.devices.freeze(3, vec![(number, file)]);
         drop(turn);
@@ -322,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thaw_that_hangs_is_not_piled_upon() {
+    fn a_second_thaw_does_not_wait_behind_one_that_hangs() {
         let freezes = Freezes::default();
         let (_kept, file) = directory();
         drop(freezes.begin(3, "freeze").unwrap());

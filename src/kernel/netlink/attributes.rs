@@ -42,7 +42,7 @@ pub(super) fn connect_attributes(spec: &ConnectSpec) -> Result<Attributes, Encod
     attributes.push(attribute(ATTR_SIZE_BYTES, spec.size)?);
     attributes.push(attribute(ATTR_BLOCK_SIZE_BYTES, u64::from(spec.block_size))?);
     attributes.push(attribute(ATTR_SERVER_FLAGS, u64::from(spec.transmission_flags))?);
-    // Always given: without it a reused device keeps the request timeout of its last owner.
+    // Always given: without it, a reused device keeps the request timeout of its last configuration.
     attributes.push(attribute(ATTR_TIMEOUT, whole_seconds(spec.request_timeout))?);
     let dead_connection_timeout = whole_seconds(spec.dead_connection_timeout);
     attributes.push(attribute(ATTR_DEAD_CONN_TIMEOUT, dead_connection_timeout)?);
@@ -74,7 +74,8 @@ pub(super) fn socket_attributes(sockets: &[OwnedFd]) -> Result<Nlattr<u16, Buffe
     Ok(list)
 }
 
-/// The driver counts in seconds: rounded up, so that what was asked for is never cut short.
+/// Returns `time` in seconds, the driver's unit, rounded up so that a timeout is never shorter than
+/// requested.
 fn whole_seconds(time: Duration) -> u64 {
     time.as_secs() + u64::from(time.subsec_nanos() > 0)
 }
@@ -98,7 +99,7 @@ pub(super) fn device_list(message: &Message) -> Vec<(DeviceIndex, bool)> {
 }
 
 pub(super) fn encoding(error: EncodeError) -> Error {
-    unexpected("a netlink message cannot be built").with_source(error)
+    unexpected("cannot build a netlink message").with_source(error)
 }
 
 pub(super) fn unexpected(message: &str) -> Error {
@@ -122,7 +123,7 @@ mod tests {
         cursor.into_inner()
     }
 
-    /// The message as `nbd-netlink.h` and `nlattr(7)` lay it out, byte for byte.
+    /// Compares the message byte for byte with the layout of `nbd-netlink.h` and nlattr(7).
     #[test]
     fn connect_is_encoded_as_the_driver_reads_it() {
         let (socket, _peer) = UnixStream::pair().unwrap();
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_devices_is_read() {
+    fn a_list_of_devices_is_parsed() {
         let item = |index: u32, connected: u8| {
             let item = attribute(DEVICE_ITEM, Vec::<u8>::new()).unwrap();
             item.nest(&attribute(DEVICE_INDEX, index).unwrap())
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn timeouts_are_never_cut_short() {
+    fn timeouts_are_rounded_up() {
         assert_eq!(whole_seconds(Duration::ZERO), 0);
         assert_eq!(whole_seconds(Duration::from_millis(1)), 1);
         assert_eq!(whole_seconds(Duration::from_secs(5)), 5);

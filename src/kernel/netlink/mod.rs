@@ -1,12 +1,12 @@
-//! The nbd driver's generic netlink family (include/uapi/linux/nbd-netlink.h, kernel 6.12).
+//! The generic netlink family of the nbd driver (include/uapi/linux/nbd-netlink.h, kernel 6.12).
 //!
-//! The driver carries a command out inside `sendmsg`, under a lock that all commands share
-//! (`genl_mutex`; the family has no parallel operations). So each command has a socket and a
-//! disposable thread of its own, and a deadline.
+//! The driver carries a command out inside `sendmsg`, under a lock that all commands share (`genl_mutex`; the
+//! family has no parallel operations). So each command has its own socket, its own thread, which may be left
+//! behind, and a deadline.
 //!
-//! DESTROY_ON_DISCONNECT is not asked for: the device would be deleted behind a CONNECT that finds
-//! it again, and a free device is reused sooner than a new one is made. DISCONNECT_ON_CLOSE is
-//! not, either: udev's first look would end the device.
+//! CONNECT does not ask for DESTROY_ON_DISCONNECT: the kernel could delete the device while another CONNECT
+//! selects it again, and it reuses a free device faster than it creates a new one. CONNECT does not ask for
+//! DISCONNECT_ON_CLOSE either: the device would end when udev closes it after its first probe.
 
 mod attributes;
 mod link_events;
@@ -25,14 +25,15 @@ pub(super) use self::link_events::LinkEvents;
 use self::socket::{Command, execute, open, resolve};
 use super::bounded_call::BoundedCalls;
 use super::{ConnectSpec, DeviceIndex, Identity};
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// More connections than this bring nothing, and must fit one attribute (64 KiB).
+/// The most connections of one device. More bring no speed, and the list must fit one attribute (64 KiB).
 const CONNECTIONS_MAX: usize = 128;
 
-/// Sends commands, one at a time: the driver takes no two at once either. So no CONNECT of ours comes
-/// between the look at a device and its DISCONNECT, and no command that was given up overtakes a
-/// later one, or is begun after all.
+/// Sends commands one at a time; the driver executes one at a time, too. So no CONNECT of this process
+/// happens between the check of a device and its DISCONNECT. A command whose caller gave up never runs after
+/// a later one, and does not start once its deadline has passed.
 #[derive(Debug, Clone)]
 pub(super) struct Netlink {
     threads: BoundedCalls,
@@ -53,10 +54,10 @@ impl Netlink {
     ) -> Result<T> {
         let turn = Arc::clone(&self.turn);
         let call = move || {
-            // Whoever panicked with it: it protects an order, no data.
+            // The lock protects an order and no data, so a panic leaves it valid.
             let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
-            if Instant::now() >= deadline {
-                let message = "an earlier command kept the kernel until the deadline";
+            if SystemClock.now() >= deadline {
+                let message = "the deadline passed while an earlier netlink command ran";
                 return Err(Error::new(ErrorKind::TimedOut, message));
             }
             call()
@@ -65,8 +66,8 @@ impl Netlink {
         self.threads.run(what, deadline, call, late)?
     }
 
-    /// CONNECT with an index of the kernel's choice. A device that appears after the deadline goes to
-    /// `late`.
+    /// Sends CONNECT with an index of the kernel's choice, and returns the index. If the device appears
+    /// only after the deadline, its index goes to `late`.
     pub(super) fn connect(
         &self,
         spec: ConnectSpec,
@@ -76,26 +77,26 @@ impl Netlink {
         check_sockets(&spec.sockets)?;
         if spec.size == 0 || !matches!(spec.block_size, 512 | 1024 | 2048 | 4096) {
             let message =
-                format!("a device of {} bytes in blocks of {}", spec.size, spec.block_size);
+                format!("invalid device: size {}, block size {}", spec.size, spec.block_size);
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let attributes = connect_attributes(&spec).map_err(encoding)?;
         let sockets = spec.sockets;
         let call = move || {
             let reply = execute(Command::Connect, attributes);
-            // The kernel has its own references now; an end that is left open here would hide a
-            // connection that the kernel dropped.
+            // The kernel has its own references now. An end that stays open here would hide that the
+            // kernel dropped a connection.
             drop(sockets);
             reply.and_then(|reply| {
                 let index = reply.and_then(|reply| number(&reply, ATTR_INDEX));
-                index.ok_or_else(|| unexpected("CONNECT gave no device number"))
+                index.ok_or_else(|| unexpected("the reply to CONNECT has no device number"))
             })
         };
         self.run("connect an nbd device", deadline, call, late)
     }
 
-    /// DISCONNECT, if `is_meant` still says so when its turn has come: the command goes by the number
-    /// alone. The device is free once its last opener has closed it.
+    /// Sends DISCONNECT if `is_meant` still returns true when no other command runs: the command names the
+    /// device by its number alone. The device is free when its last opener has closed it.
     pub(super) fn disconnect(
         &self,
         index: DeviceIndex,
@@ -110,7 +111,7 @@ impl Netlink {
         self.run(&format!("disconnect /dev/nbd{index}"), deadline, call, drop)
     }
 
-    /// RECONFIGURE with new sockets, a new size, or both.
+    /// Sends RECONFIGURE with new sockets, a new size, or both.
     pub(super) fn reconfigure(
         &self,
         index: DeviceIndex,
@@ -143,20 +144,20 @@ impl Netlink {
         self.run(&format!("reconfigure /dev/nbd{index}"), deadline, call, drop)
     }
 
-    /// STATUS of every device: its index, and whether it is configured (which does not mean that a
-    /// socket is alive).
+    /// Sends STATUS and returns, for every device, its index and whether it is configured. A configured
+    /// device may have no live socket.
     pub(super) fn status(&self, deadline: Instant) -> Result<Vec<(DeviceIndex, bool)>> {
         let call = || execute(Command::Status, Attributes::new());
         let reply = self.run("list nbd devices", deadline, call, drop)?;
-        let reply = reply.ok_or_else(|| unexpected("STATUS gave no list"))?;
+        let reply = reply.ok_or_else(|| unexpected("the reply to STATUS has no list"))?;
         Ok(device_list(&reply))
     }
 }
 
-/// Whether the driver's family is there.
+/// Checks that the kernel has the netlink family of the driver.
 ///
 /// # Errors
-/// `Unsupported` when it is not, and what netlink gives otherwise.
+/// `Unsupported` when it is missing; what netlink reports otherwise.
 pub(super) fn probe() -> Result<()> {
     resolve(&open()?).map(drop)
 }
@@ -165,7 +166,8 @@ fn check_sockets(sockets: &[OwnedFd]) -> Result<()> {
     if (1..=CONNECTIONS_MAX).contains(&sockets.len()) {
         return Ok(());
     }
-    let message = format!("{} connections; 1 to {CONNECTIONS_MAX} are possible", sockets.len());
+    let message =
+        format!("invalid number of connections: {}; use 1 to {CONNECTIONS_MAX}", sockets.len());
     Err(Error::new(ErrorKind::InvalidArgument, message))
 }
 
@@ -176,11 +178,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_that_was_given_up_before_its_turn_is_never_begun() {
+    fn a_command_does_not_start_after_its_deadline() {
         let netlink = Netlink::new(BoundedCalls::new(8));
         let turn = netlink.turn.lock().unwrap();
         let (begun, was_begun) = crossbeam_channel::bounded(1);
-        let call = move || begun.send(()).map_err(|_| unexpected("nobody listens"));
+        let call = move || begun.send(()).map_err(|_| unexpected("the receiver is gone"));
         let soon = Instant::now() + Duration::from_millis(20);
         let error = netlink.run("wait", soon, call, drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
@@ -192,10 +194,10 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_no_longer_meant_is_not_disconnected() {
+    fn a_device_with_another_identity_is_not_disconnected() {
         let netlink = Netlink::new(BoundedCalls::new(8));
         let later = Instant::now() + Duration::from_secs(10);
-        // No socket is even opened: without nbd this would fail.
+        // No socket is opened: without nbd, opening one would fail.
         netlink.disconnect(0, later, || Ok(false)).unwrap();
     }
 }

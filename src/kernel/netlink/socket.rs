@@ -38,7 +38,7 @@ pub(in crate::netlink) enum Command {
     Status = 5,
 }
 
-/// Sends one command and takes its reply, on the calling thread.
+/// Sends one command and returns its reply. Blocks until the driver has executed the command.
 pub(super) fn execute(command: Command, attributes: Attributes) -> Result<Option<Message>> {
     let socket = open()?;
     let family = resolve(&socket)?;
@@ -53,23 +53,24 @@ pub(super) struct Family {
     pub(super) group: Option<u32>,
 }
 
-/// Asks for the family's number, which changes when the module is loaded anew.
+/// Returns the number of the family, which changes when the module is reloaded, and of its multicast
+/// group.
 pub(super) fn resolve(socket: &NlSocketHandle) -> Result<Family> {
     let name = attribute(CTRL_ATTR_FAMILY_NAME, FAMILY).map_err(encoding)?;
     let attributes = std::iter::once(name).collect();
     let reply = exchange(socket, CTRL_FAMILY, CTRL_CMD_GETFAMILY, attributes);
     let reply = reply.map_err(|error| match error {
-        // Before Linux 6.12 (seen on 6.1) only the initial network namespace has the family.
+        // Before Linux 6.12 (observed on 6.1) the family exists in the initial network namespace only.
         Refusal::Errno(libc::ENOENT) if Path::new("/sys/module/nbd").exists() => Error::new(
             ErrorKind::Unsupported,
-            "the nbd driver is loaded, but out of reach from here",
+            "the nbd driver is loaded, but not visible in this network namespace",
         )
         .with_repair(
             "run cleat node in the host's network namespace (in a pod: hostNetwork: true)",
         ),
         Refusal::Errno(libc::ENOENT) => module_missing(),
         Refusal::Errno(errno) => {
-            Error::new(ErrorKind::Internal, "netlink does not resolve the family nbd")
+            Error::new(ErrorKind::Internal, "cannot resolve the netlink family nbd")
                 .with_source(io::Error::from_raw_os_error(errno))
         }
         Refusal::Socket(error) => error,
@@ -77,7 +78,7 @@ pub(super) fn resolve(socket: &NlSocketHandle) -> Result<Family> {
     let reply = reply.ok_or_else(module_missing)?;
     let handle = reply.attrs().get_attr_handle();
     let id = handle.get_attr_payload_as::<u16>(CTRL_ATTR_FAMILY_ID);
-    let id = id.map_err(|_| unexpected("the nbd family has no number"))?;
+    let id = id.map_err(|_| unexpected("the netlink family nbd has no number"))?;
     let groups = handle.get_nested_attributes::<u16>(CTRL_ATTR_MCAST_GROUPS).ok();
     let group = groups.and_then(|groups| {
         groups.iter().find_map(|group| {
@@ -96,7 +97,7 @@ pub(super) enum Refusal {
     Socket(Error),
 }
 
-/// Sends a request and reads up to its acknowledgement. Returns the last message before it.
+/// Sends a request and receives messages until its acknowledgement. Returns the last message before it.
 pub(super) fn exchange(
     socket: &NlSocketHandle,
     family: u16,
@@ -107,7 +108,7 @@ pub(super) fn exchange(
     let version = FAMILY_VERSION;
     let payload = GenlmsghdrBuilder::default().cmd(command).version(version).attrs(attributes);
     let payload = payload.build().map_err(|error| {
-        Refusal::Socket(unexpected("a netlink message cannot be built").with_source(error))
+        Refusal::Socket(unexpected("cannot build a netlink message").with_source(error))
     })?;
     let message = NlmsghdrBuilder::default()
         .nl_type(family)
@@ -115,7 +116,7 @@ pub(super) fn exchange(
         .nl_payload(NlPayload::Payload(payload))
         .build()
         .map_err(|error| {
-            Refusal::Socket(unexpected("a netlink message cannot be built").with_source(error))
+            Refusal::Socket(unexpected("cannot build a netlink message").with_source(error))
         })?;
     socket.send(&message).map_err(failed)?;
     let mut reply = None;
@@ -137,27 +138,27 @@ pub(super) fn open() -> Result<NlSocketHandle> {
         .map_err(|error| socket_error(&error))
 }
 
-/// What the driver's error number means on that command (drivers/block/nbd.c, `nbd_genl_*`).
+/// Translates the driver's error number for a command (drivers/block/nbd.c, `nbd_genl_*`).
 fn refused(command: Command, errno: i32) -> Error {
     let error = match (command, errno) {
         (_, libc::EPERM | libc::EACCES) => return permission_missing(),
         (_, libc::EBUSY) => Error::new(ErrorKind::InUse, "the nbd device is in use"),
         (_, libc::ENOMEM | libc::ENOSPC | libc::EMFILE | libc::ENFILE) => {
-            Error::new(ErrorKind::NoSpace, "the kernel has no room for another nbd device")
+            Error::new(ErrorKind::NoSpace, "the kernel cannot create another nbd device")
         }
         (Command::Connect, libc::EINVAL) => Error::new(
             ErrorKind::InvalidArgument,
-            "the nbd driver refuses the device: size, block size or kind of socket",
+            "the nbd driver refuses the size, the block size or the kind of socket",
         ),
         (Command::Reconfigure, libc::EINVAL | libc::ENODEV | libc::ENXIO) => Error::new(
             ErrorKind::NotFound,
-            "the nbd device is not connected, or belongs to somebody else",
+            "the nbd device is not connected, or has another backend identifier",
         ),
         (Command::Disconnect, libc::EINVAL | libc::ENODEV | libc::ENXIO) => {
-            Error::new(ErrorKind::NotFound, "there is no such nbd device")
+            Error::new(ErrorKind::NotFound, "the nbd device does not exist")
         }
         _ => Error::new(ErrorKind::Internal, format!("the nbd driver refused {command:?}"))
-            .with_repair("see `dmesg` for what the driver says"),
+            .with_repair("see `dmesg` for the messages of the driver"),
     };
     error.with_source(io::Error::from_raw_os_error(errno))
 }
@@ -169,7 +170,7 @@ pub(super) fn socket_error(error: &SocketError) -> Error {
         }
         _ => ErrorKind::Internal,
     };
-    Error::new(kind, "generic netlink does not work here").with_source(error.to_string())
+    Error::new(kind, "generic netlink does not work").with_source(error.to_string())
 }
 
 #[cfg(test)]
@@ -177,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_prescribe_the_reaction() {
+    fn errors_have_the_kind_of_their_reaction() {
         let kind = |command, errno| refused(command, errno).kind();
         assert_eq!(kind(Command::Connect, libc::EPERM), ErrorKind::PermissionDenied);
         assert_eq!(kind(Command::Connect, libc::EBUSY), ErrorKind::InUse);

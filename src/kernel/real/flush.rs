@@ -8,10 +8,10 @@ use std::time::Instant;
 use crate::bounded_call::BoundedCalls;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Flushes that may be stuck, one a device: each waits for a backend of its own.
+/// The most flushes that may be stuck, one for each device: each waits for its own backend.
 const STUCK_FLUSHES: usize = 64;
 
-/// Flushes under way: one a device, as one that hangs tells all that another would.
+/// The flushes in progress, at most one for each device: a second one would wait for the same backend.
 #[derive(Debug)]
 pub(super) struct Flushes {
     pub(super) threads: BoundedCalls,
@@ -25,6 +25,10 @@ impl Default for Flushes {
 }
 
 impl Flushes {
+    /// Runs `call`, which flushes the device node `node`. Blocks until `deadline` at most.
+    ///
+    /// # Errors
+    /// `TimedOut` at the deadline, or at once while an earlier flush of `node` runs.
     pub(super) fn run(
         &self,
         node: &Path,
@@ -33,11 +37,13 @@ impl Flushes {
     ) -> Result<()> {
         let what = format!("flush {}", node.display());
         let hangs = |error: Error| {
-            error.with_repair("its backend does not answer: see `cleat stats` and the daemon's log")
+            error.with_repair(
+                "its backend does not answer: see `cleat stats` and the log of the daemon",
+            )
         };
         let begun = lock(&self.nodes).insert(node.to_owned());
         if !begun {
-            let message = format!("cannot {what}: an earlier flush of it is still under way");
+            let message = format!("cannot {what}: an earlier flush is still running");
             return Err(hangs(Error::new(ErrorKind::TimedOut, message)));
         }
         let entry = Entry { nodes: Arc::clone(&self.nodes), node: node.to_owned() };
@@ -54,7 +60,7 @@ impl Flushes {
     }
 }
 
-/// A node among those that are being flushed.
+/// A node in the set of the nodes that are being flushed, until this value is dropped.
 struct Entry {
     nodes: Arc<Mutex<BTreeSet<PathBuf>>>,
     node: PathBuf,
@@ -66,7 +72,7 @@ impl Drop for Entry {
     }
 }
 
-/// The lock, whoever panicked with it: what it protects is whole.
+/// Takes the lock. Every change under it is complete, so the set is valid after a panic, too.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -78,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_flush_that_hangs_stops_no_other_and_is_not_piled_upon() {
+    fn a_flush_that_hangs_blocks_no_other_device_and_is_not_repeated() {
         let flushes = Flushes::default();
         let (release, released) = crossbeam_channel::bounded::<()>(0);
         let soon = Instant::now() + Duration::from_millis(20);
@@ -89,7 +95,7 @@ mod tests {
         assert!(error.repair().is_some());
         let later = Instant::now() + Duration::from_secs(10);
         let again = flushes.run(&node("/dev/nbd0"), later, || Ok(())).unwrap_err();
-        assert!(again.message().contains("still under way"), "{again}");
+        assert!(again.message().contains("still running"), "{again}");
         assert_eq!(flushes.threads.stuck(), 1);
         flushes.run(&node("/dev/nbd1"), later, || Ok(())).unwrap();
         release.send(()).unwrap();

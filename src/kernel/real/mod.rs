@@ -1,4 +1,4 @@
-//! The kernel that this machine runs.
+//! The kernel of this machine.
 
 mod flush;
 mod module;
@@ -28,32 +28,33 @@ use super::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
     Kernel, KernelEvent, UnmountScope, not_ours,
 };
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Bound on netlink commands that are given no deadline.
+/// The time limit of netlink commands that have no deadline.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a device may lack its symlink before the kernel is asked to announce it again. udev may
-/// look before the kernel has made `backend`: CONNECT announces the size first (nbd_genl_connect).
+/// How long a device may lack its symlink before the kernel is asked for another uevent. udevd may handle
+/// the first one before `backend` exists in sysfs: CONNECT sets the size first (nbd_genl_connect).
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(200);
-/// Events that wait for one who waits for a device: the first is enough.
-const HINT_QUEUE: usize = 32;
-/// Netlink commands that may be stuck: they share one lock, so more would only wait behind these.
+/// The number of events that are kept for a call that waits for a device; the first one is enough.
+const WAIT_QUEUE: usize = 32;
+/// The most netlink commands that may be stuck. They share one lock, so more would only wait behind these.
 const STUCK_COMMANDS: usize = 8;
-/// Unmounts that may be stuck, one a device and namespace: each waits for a backend of its own.
+/// The most unmounts that may be stuck, one for each device and namespace: each waits for its own backend.
 const STUCK_UNMOUNTS: usize = 64;
-/// How long those who only look at a device may take to close it.
+/// How long short-lived openers of a device, such as udev probes, may take to close it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The nbd driver of the running kernel, with udev, sysfs and /proc.
 #[derive(Debug)]
 pub struct RealKernel {
     sysfs: Sysfs,
-    seen: SharedScan<Vec<Device>>,
+    device_scan: SharedScan<Vec<Device>>,
     proc: Proc,
-    usage: SharedScan<Usage>,
+    usage_scan: SharedScan<Usage>,
     names: Names,
-    /// For what belongs to the driver as a whole; flushes have their own, so that backends that hang
-    /// never stop commands.
+    /// Threads for calls into the driver. Flushes and unmounts have their own, so that backends that do
+    /// not answer never block commands.
     threads: BoundedCalls,
     flushes: Flushes,
     unmounts: BoundedCalls,
@@ -64,20 +65,20 @@ pub struct RealKernel {
 }
 
 impl RealKernel {
-    /// The kernel, for the only supervisor of this machine; udev properties go under `run_directory`
-    /// (see `systemd/60-cleat.rules`, which names [`super::udev::RUN_DIRECTORY`]; with another one the
-    /// symlinks are made here).
+    /// Makes the interface to the kernel. There must be one supervisor on the machine. udev properties are
+    /// written below `run_directory`. If that is not [`super::udev::RUN_DIRECTORY`], which
+    /// `systemd/60-cleat.rules` names, this process makes the symlinks.
     pub fn new(run_directory: &Path) -> Self {
         let threads = BoundedCalls::new(STUCK_COMMANDS);
         let names = Names { dev: PathBuf::from("/dev"), run: run_directory.to_owned() };
-        if names.links_are_ours() {
-            tracing::info!("no udevd with our rule: symlinks are made by cleat itself");
+        if names.makes_symlinks() {
+            tracing::info!("no udevd with the rule of cleat: cleat makes the symlinks");
         }
         let kernel = Self {
             sysfs: Sysfs(PathBuf::from("/sys")),
-            seen: SharedScan::default(),
+            device_scan: SharedScan::default(),
             proc: Proc(PathBuf::from("/proc")),
-            usage: SharedScan::default(),
+            usage_scan: SharedScan::default(),
             names,
             netlink: Netlink::new(threads.clone()),
             threads,
@@ -88,28 +89,32 @@ impl RealKernel {
             loads_module: true,
         };
         if let Err(error) = kernel.clear_leftovers() {
-            tracing::warn!(error = error.report(), "leftover device names stay");
+            tracing::warn!(
+                error = error.report(),
+                "cannot remove the names of devices that are gone"
+            );
         }
         kernel
     }
 
-    /// Whether the driver is loaded where it is missing; it is, unless told otherwise.
+    /// Sets whether a missing driver is loaded. The default is true.
     #[must_use]
     pub fn loading_module(mut self, loads_module: bool) -> Self {
         self.loads_module = loads_module;
         self
     }
 
-    /// The driver's own list: each device's index and whether it is configured.
+    /// Returns the driver's own list: each device's index and whether it is configured. Blocks for at most
+    /// 10 s.
     ///
     /// # Errors
     /// As [`Kernel::connect`].
     pub fn status(&self) -> Result<Vec<(DeviceIndex, bool)>> {
-        self.netlink.status(Instant::now() + COMMAND_TIMEOUT)
+        self.netlink.status(SystemClock.now() + COMMAND_TIMEOUT)
     }
 }
 
-/// Whether the nbd driver answers. Loads nothing.
+/// Checks that the nbd driver answers. Does not load it. Blocks until `deadline` at most.
 ///
 /// # Errors
 /// `Unsupported` when it is not loaded; `TimedOut` when a stuck command blocks it.
@@ -123,29 +128,37 @@ impl Kernel for RealKernel {
         let identity = spec.identity.clone();
         let replay_delay = spec.replay_delay;
         self.names.publish(&identity)?;
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
-        let (netlink, meant) = (self.netlink.clone(), self.meant(identity.clone()));
+        let deadline = SystemClock.now() + COMMAND_TIMEOUT;
+        let (netlink, meant) = (self.netlink.clone(), self.is_connected_as(identity.clone()));
         let late = move |index| {
-            tracing::warn!(index, "a CONNECT came too late: disconnecting it");
-            let deadline = Instant::now() + COMMAND_TIMEOUT;
+            tracing::warn!(index, "a device was connected after the deadline: disconnecting it");
+            let deadline = SystemClock.now() + COMMAND_TIMEOUT;
             if let Err(error) = netlink.disconnect(index, deadline, move || meant(index)) {
-                tracing::error!(index, error = error.report(), "it stays connected");
+                tracing::error!(
+                    index,
+                    error = error.report(),
+                    "cannot disconnect a device that was connected too late"
+                );
             }
         };
         let index = self.netlink.connect(spec, deadline, late).inspect_err(|_| {
             self.names.withdraw(&identity);
         })?;
-        // As early as can be: a request keeps the deadline that it was started with.
+        // As early as possible: a request keeps the timeout that it was started with.
         let prepared = replay_delay
             .map_or(Ok(()), |delay| self.sysfs.set_replay_delay(index, delay))
-            .and_then(|()| match self.names.links_are_ours() {
-                true => self.names.make_link(index, &identity),
+            .and_then(|()| match self.names.makes_symlinks() {
+                true => self.names.make_symlink(index, &identity),
                 false => Ok(()),
             });
         if let Err(error) = prepared {
-            let undone = self.disconnect(index, &identity, Instant::now() + COMMAND_TIMEOUT);
+            let undone = self.disconnect(index, &identity, SystemClock.now() + COMMAND_TIMEOUT);
             if let Err(undone) = undone {
-                tracing::error!(index, error = undone.report(), "a device is left behind");
+                tracing::error!(
+                    index,
+                    error = undone.report(),
+                    "cannot disconnect a device whose setup failed"
+                );
             }
             return Err(error);
         }
@@ -159,25 +172,25 @@ impl Kernel for RealKernel {
         sockets: Vec<OwnedFd>,
     ) -> Result<()> {
         self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        let deadline = SystemClock.now() + COMMAND_TIMEOUT;
         self.netlink.reconfigure(index, identity, sockets, None, deadline)
     }
 
     fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()> {
         self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        let deadline = SystemClock.now() + COMMAND_TIMEOUT;
         self.netlink.reconfigure(index, identity, Vec::new(), Some(size), deadline)
     }
 
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
         if self.sysfs.connected_device(index, identity)?.is_some() {
-            let meant = self.meant(identity.clone());
+            let meant = self.is_connected_as(identity.clone());
             match self.netlink.disconnect(index, deadline, move || meant(index)) {
-                // It went by itself.
+                // The device was disconnected in the meantime.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 result => result?,
             }
-            // No event follows the end of `pid` (nbd_config_put announces the change before it).
+            // The kernel sends no event after the end of `pid` (nbd_config_put sends it before).
             let gone = self.wait(deadline, None, || {
                 let device = self.sysfs.connected_device(index, identity)?;
                 Ok(device.is_none().then_some(()))
@@ -201,9 +214,11 @@ impl Kernel for RealKernel {
         self.sysfs.connected_device(index, identity)?.ok_or_else(|| not_ours(index, identity))?;
         let disk = self.sysfs.disk(index)?;
         if let Some(upper) = self.sysfs.stacked(index, &disk)?.first() {
-            let message = format!("{upper} lies on /dev/nbd{index}: what it carries is not frozen");
+            let message = format!(
+                "cannot freeze /dev/nbd{index}: {upper} is on top of it, and its file systems stay writable"
+            );
             return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_repair("have map.quiesce_hook do it, see cleat.toml"));
+                .with_repair("freeze them in a hook: set map.quiesce_hook in cleat.toml"));
         }
         self.freezes.freeze(&self.proc, index, &disk, deadline)
     }
@@ -215,7 +230,7 @@ impl Kernel for RealKernel {
         spared: &[String],
         deadline: Instant,
     ) -> Result<()> {
-        // What lies on somebody else's device was not frozen by us.
+        // If the device has another identity by now, its file systems were not frozen by this mapping.
         let ours =
             |device: &Device| !device.connected || device.identity().as_ref() == Some(identity);
         let device = self.sysfs.device(index)?.filter(ours);
@@ -229,31 +244,31 @@ impl Kernel for RealKernel {
         identity: &Identity,
         deadline: Instant,
     ) -> Result<Disconnected> {
-        let meant = self.meant(identity.clone());
+        let meant = self.is_connected_as(identity.clone());
         match self.netlink.disconnect(index, deadline, move || meant(index)) {
-            // It went by itself.
+            // The device was disconnected in the meantime.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             result => result?,
         }
-        let patience = deadline.min(Instant::now() + CLOSE_TIMEOUT);
-        let gone = self.wait(patience, None, || {
+        let close_deadline = deadline.min(SystemClock.now() + CLOSE_TIMEOUT);
+        let gone = self.wait(close_deadline, None, || {
             let device = self.sysfs.connected_device(index, identity)?;
             Ok(device.is_none().then_some(()))
         })?;
         if gone.is_none() {
-            self.disown(index, identity);
+            self.remove_names_of_held(index, identity);
         }
         self.withdraw(index, identity, deadline)?;
         Ok(if gone.is_some() { Disconnected::Free } else { Disconnected::Held })
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        self.seen.get(|| self.sysfs.devices()).map(|devices| devices.to_vec())
+        self.device_scan.get(|| self.sysfs.devices()).map(|devices| devices.to_vec())
     }
 
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
         let disk = self.sysfs.disk(index)?;
-        let mut holders = self.usage.get(|| self.proc.usage())?.holders(&disk)?;
+        let mut holders = self.usage_scan.get(|| self.proc.usage())?.holders(&disk)?;
         let stacked = self.sysfs.stacked(index, &disk)?;
         holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
         Ok(holders)
@@ -266,11 +281,11 @@ impl Kernel for RealKernel {
         size: u64,
         deadline: Instant,
     ) -> Result<DevicePaths> {
-        let hints = self.hints();
+        let events = self.device_events();
         let paths = self.names.paths(index, identity);
-        let mut announced = Instant::now();
+        let mut announced = SystemClock.now();
         let mut missing = None;
-        let ready = self.wait(deadline, hints.as_ref().map(|hints| (hints, index)), || {
+        let ready = self.wait(deadline, events.as_ref().map(|events| (events, index)), || {
             let device = self.sysfs.connected_device(index, identity)?;
             let device = device.ok_or_else(|| not_ours(index, identity))?;
             let disk = self.sysfs.disk(index)?;
@@ -283,10 +298,10 @@ impl Kernel for RealKernel {
             let Some(NotReady::Name(Missing::Symlink | Missing::WrongSymlink(_))) = &missing else {
                 return Ok(missing.is_none().then_some(()));
             };
-            // Never on top of events that udev still has to work on: that would bury a slow one.
-            if announced.elapsed() >= ANNOUNCE_AFTER && super::udev::udevd_idle() {
+            // Not while udevd has events to process: further events would only slow it down.
+            if SystemClock.elapsed_since(announced) >= ANNOUNCE_AFTER && super::udev::udevd_idle() {
                 self.sysfs.announce(index);
-                announced = Instant::now();
+                announced = SystemClock.now();
             }
             Ok(None)
         })?;
@@ -298,7 +313,7 @@ impl Kernel for RealKernel {
 
     fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()> {
         let node = self.names.node(index);
-        // Opened for reading: closing it then makes no udev watch look at the device again.
+        // Opened for reading: closing a device that was open for writing makes udevd probe it again.
         self.flushes.run(&node.clone(), deadline, move || File::open(node)?.sync_all())
     }
 
@@ -316,8 +331,11 @@ impl Kernel for RealKernel {
 }
 
 impl RealKernel {
-    /// Tells whether a device is connected as that identity, on any thread.
-    fn meant(&self, identity: Identity) -> impl Fn(DeviceIndex) -> Result<bool> + Send + use<> {
+    /// Returns a check, for any thread, that a device is still connected as `identity`.
+    fn is_connected_as(
+        &self,
+        identity: Identity,
+    ) -> impl Fn(DeviceIndex) -> Result<bool> + Send + use<> {
         let sysfs = self.sysfs.clone();
         move |index| Ok(sysfs.connected_device(index, &identity)?.is_some())
     }
@@ -331,8 +349,9 @@ impl RealKernel {
         Ok(hub.insert(Hub::start()?).subscribe(queue))
     }
 
-    /// Events to wait with, where some will come: a subscription ends with the next event.
-    fn hints(&self) -> Option<Receiver<KernelEvent>> {
-        super::udev::udevd_runs().then(|| self.subscribe(HINT_QUEUE).ok()).flatten()
+    /// Subscribes to events for a wait, if udevd runs. The subscription ends at the first event after the
+    /// receiver was dropped.
+    fn device_events(&self) -> Option<Receiver<KernelEvent>> {
+        super::udev::udevd_runs().then(|| self.subscribe(WAIT_QUEUE).ok()).flatten()
     }
 }

@@ -1,19 +1,23 @@
-//! Loads the nbd module.
+//! Loads the kernel module nbd.
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::RealKernel;
 use crate::module_missing;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::Result;
 
-/// Bound on loading the module.
+/// The time limit for loading the module.
 const MODPROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl RealKernel {
-    /// Loads the driver where it is not there.
+    /// Loads the driver if it is missing and loading is allowed. Blocks for at most [`MODPROBE_TIMEOUT`].
+    ///
+    /// # Errors
+    /// `Unsupported` with the output of modprobe.
     pub(super) fn load_module(&self) -> Result<()> {
-        // Exists for a driver that is built in, too, because nbd has parameters.
+        // This directory also exists for a built-in driver, because nbd has parameters.
         let loaded = self.sysfs.0.join("module/nbd");
         if loaded.exists() {
             return Ok(());
@@ -25,7 +29,7 @@ impl RealKernel {
         let program = program.map(|program| program.trim().to_owned()).unwrap_or_default();
         let program = if program.is_empty() { "/sbin/modprobe".to_owned() } else { program };
         let call = move || Command::new(program).arg("nbd").env_clear().output();
-        let deadline = Instant::now() + MODPROBE_TIMEOUT;
+        let deadline = SystemClock.now() + MODPROBE_TIMEOUT;
         let output = self.threads.run("load the module nbd", deadline, call, drop)?;
         match output {
             _ if loaded.exists() => Ok(()),

@@ -1,4 +1,4 @@
-//! Waits until a device is as it should be.
+//! Waits until a device is in the state that was asked for, and describes what is missing.
 
 use std::time::{Duration, Instant};
 
@@ -7,55 +7,58 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 use super::RealKernel;
 use crate::udev::Missing;
 use crate::{DeviceIndex, DevicePaths, KernelEvent};
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Events are hints; without one, things are looked at again after this, doubling.
-const LOOK_AGAIN_MIN: Duration = Duration::from_millis(2);
-const LOOK_AGAIN_MAX: Duration = Duration::from_millis(500);
+/// The first and the longest time between two checks without an event. The time doubles in between.
+const POLL_MIN: Duration = Duration::from_millis(2);
+const POLL_MAX: Duration = Duration::from_millis(500);
 
-/// Why a device is not ready yet.
+/// The reason why a device is not ready yet.
 pub(super) enum NotReady {
+    /// The device has this size, in bytes, instead of the right one.
     Size(u64),
+    /// A name is missing.
     Name(Missing),
 }
 
 impl RealKernel {
-    /// Looks until there is something, an error, or the deadline (`None`): at every hint about the
-    /// device, and again after a while, because hints may be lost.
+    /// Calls `check` until it returns a value or an error, or the deadline passes (`None`): at every event
+    /// of the device, and after a time without one, because events may be lost.
     pub(super) fn wait<T>(
         &self,
         deadline: Instant,
-        hints: Option<(&Receiver<KernelEvent>, DeviceIndex)>,
-        mut look: impl FnMut() -> Result<Option<T>>,
+        events: Option<(&Receiver<KernelEvent>, DeviceIndex)>,
+        mut check: impl FnMut() -> Result<Option<T>>,
     ) -> Result<Option<T>> {
-        let mut pause = LOOK_AGAIN_MIN;
+        let mut pause = POLL_MIN;
         loop {
-            if let Some(found) = look()? {
+            if let Some(found) = check()? {
                 return Ok(Some(found));
             }
-            let now = Instant::now();
+            let now = SystemClock.now();
             if now >= deadline {
                 return Ok(None);
             }
             let until = deadline.min(now + pause);
-            match hints {
-                Some((hints, index)) => await_hint(hints, index, until),
+            match events {
+                Some((events, index)) => wait_for_event(events, index, until),
                 None => std::thread::sleep(until - now),
             }
-            pause = (pause * 2).min(LOOK_AGAIN_MAX);
+            pause = (pause * 2).min(POLL_MAX);
         }
     }
 }
 
-/// Waits for an event of the device, or until then.
-fn await_hint(hints: &Receiver<KernelEvent>, index: DeviceIndex, until: Instant) {
+/// Waits for an event of the device, until `until` at most.
+fn wait_for_event(events: &Receiver<KernelEvent>, index: DeviceIndex, until: Instant) {
     loop {
-        match hints.recv_deadline(until) {
+        match events.recv_deadline(until) {
             Ok(KernelEvent::Changed(changed)) if changed == index => return,
             Ok(_) => {}
             Err(RecvTimeoutError::Timeout) => return,
             Err(RecvTimeoutError::Disconnected) => {
-                return std::thread::sleep(until.saturating_duration_since(Instant::now()));
+                return std::thread::sleep(until.saturating_duration_since(SystemClock.now()));
             }
         }
     }
@@ -70,18 +73,17 @@ pub(super) fn not_ready(
     let (what, hint) = match missing {
         Some(NotReady::Size(found)) => {
             let what = format!("/dev/nbd{index} has {found} bytes instead of {size}");
-            (what, "the kernel has not taken the new size over; see `dmesg`")
+            (what, "the kernel has not applied the size; see `dmesg`")
         }
         Some(NotReady::Name(missing)) => missing.explain(paths),
         None => (format!("/dev/nbd{index} has no device number"), "see `dmesg`"),
     };
-    Error::new(ErrorKind::TimedOut, format!("the device is not ready in time: {what}"))
+    Error::new(ErrorKind::TimedOut, format!("the device was not ready in time: {what}"))
         .with_repair(hint)
 }
 
 pub(super) fn still_configured(index: DeviceIndex) -> Error {
-    let message =
-        format!("/dev/nbd{index} is disconnected, but somebody keeps it open, so it is not free");
+    let message = format!("/dev/nbd{index} is disconnected, but not free: a process keeps it open");
     Error::new(ErrorKind::TimedOut, message)
-        .with_repair(format!("end what holds it: see `fuser -v /dev/nbd{index}`"))
+        .with_repair(format!("close or end its holders: see `fuser -v /dev/nbd{index}`"))
 }

@@ -1,8 +1,8 @@
-//! Requests in flight, as the block layer keeps them: sent, answered, sent again where their
-//! connection died. Nothing here waits; a simulation gives turns.
+//! Requests in flight, as the block layer keeps them: sent, answered, and sent again if their connection died.
+//! Nothing here waits: a simulation calls [`SimKernel::step`].
 //!
-//! With one connection a request is repeated once its dead socket has been replaced; with several,
-//! when it is [`REQUEUE`] old (nbd_xmit_timeout).
+//! With one connection, a request is sent again when its dead socket has been replaced. With several, it is
+//! sent again when it is [`REQUEUE`] old (nbd_xmit_timeout).
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -17,26 +17,26 @@ use super::io::{CMD_FLUSH, CMD_READ, CMD_WRITE, REPLY_BYTES, parse_reply, reques
 use super::{SimKernel, State, lock};
 use crate::DeviceIndex;
 
-/// A request's number.
+/// The number of a request.
 pub type Ticket = u64;
 
-/// What is asked of a device.
+/// A request to a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Io {
-    /// Reads so many bytes.
+    /// Reads `length` bytes at `offset`.
     Read { offset: u64, length: u32 },
-    /// Writes.
+    /// Writes `data` at `offset`.
     Write { offset: u64, data: Vec<u8> },
-    /// Flushes.
+    /// Flushes the volatile cache of the device.
     Flush,
 }
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Debug)]
 pub struct Completion {
-    /// Which.
+    /// The number of the request.
     pub ticket: Ticket,
-    /// What was read, or why it failed.
+    /// The bytes that were read (none for other requests), or the error.
     pub result: io::Result<Vec<u8>>,
 }
 
@@ -45,26 +45,27 @@ pub struct Completion {
 pub(super) struct Request {
     ticket: Ticket,
     index: DeviceIndex,
-    /// The configuration that it was made on: no other one ever gets it.
+    /// The configuration that the request was made for. It is never sent to another one.
     instance: u64,
     io: Io,
     sent: Option<(Arc<Connection>, Instant)>,
 }
 
-/// Gives whoever serves the other ends a turn, where everything runs on one thread. Says whether
-/// that did anything.
+/// Runs one step of the program that serves the other ends, if everything runs on one thread. Returns
+/// whether the step did anything.
 pub type PeerStep = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// When the driver repeats a request on another connection.
+/// The age at which the driver sends a request again on another connection.
 const REQUEUE: Duration = Duration::from_secs(30);
 
 impl SimKernel {
-    /// Has the far end take its turns in calls that wait for it. Not mixed with `read` and `write`.
+    /// Sets the function that calls which wait for the peer run instead. Must not be combined with `read`
+    /// and `write`.
     pub fn set_peer_step(&self, peer_step: PeerStep) {
         self.state().peer_step = Some(peer_step);
     }
 
-    /// Begins a request.
+    /// Starts a request. Does not wait.
     ///
     /// # Errors
     /// ENXIO when the device is not connected.
@@ -78,12 +79,12 @@ impl SimKernel {
         Ok(ticket)
     }
 
-    /// Whether requests are under way.
+    /// Whether requests are in flight.
     pub fn has_requests(&self) -> bool {
         !self.state().requests.is_empty()
     }
 
-    /// Moves every request on as far as it goes. Says whether anything moved.
+    /// Advances every request as far as possible without waiting. Returns whether anything changed.
     pub fn step(&self) -> bool {
         let mut state = self.state();
         let before = state.progress;
@@ -93,12 +94,12 @@ impl SimKernel {
         state.progress != before
     }
 
-    /// What has ended since the last call.
+    /// Returns the requests that have ended since the last call.
     pub fn completions(&self) -> Vec<Completion> {
         std::mem::take(&mut self.state().completions)
     }
 
-    /// A flush that nothing but turns carries on.
+    /// Flushes by steps of the kernel and of the peer.
     pub(super) fn flush_stepwise(
         &self,
         index: DeviceIndex,
@@ -113,7 +114,7 @@ impl SimKernel {
             }
             drop(state);
             if !peer_step() && !moved {
-                // Only its deadline would end it.
+                // Nothing changes any more, so only the deadline would end the request.
                 self.state().requests.retain(|request| request.ticket != ticket);
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -122,7 +123,7 @@ impl SimKernel {
 }
 
 impl State {
-    /// Sends what can be sent, and ends what never will be.
+    /// Sends the requests that can be sent, and fails those that never can be.
     fn dispatch(&mut self) {
         let now = (self.script.now)();
         for mut request in std::mem::take(&mut self.requests) {
@@ -152,7 +153,7 @@ impl State {
         }
     }
 
-    /// Takes the replies that have arrived.
+    /// Receives replies.
     fn collect(&mut self) {
         let configs = self.devices.values().filter_map(|device| device.config.as_ref());
         let connections: Vec<Arc<Connection>> = configs
@@ -178,7 +179,7 @@ impl State {
 }
 
 impl Request {
-    /// Whether its connection is dead and the driver would send it again.
+    /// Whether the connection is dead and the driver would send the request again.
     fn may_be_repeated(&self, config: &Config, now: Instant) -> bool {
         let Some((connection, at)) = &self.sent else { return false };
         let old = now.saturating_duration_since(*at) >= REQUEUE;
@@ -207,12 +208,13 @@ impl Request {
 }
 
 impl Connection {
-    /// Sends a message if there is room for all of it.
+    /// Sends a message if the socket has room for all of it. Returns whether it did.
     fn send_now(&self, message: &[u8]) -> bool {
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
         match send(self.socket.as_raw_fd(), message, flags) {
             Ok(sent) if sent == message.len() => true,
-            // Half a message: the driver would go on; here the stream is lost.
+            // Only a part of the message was sent. The driver would send the rest; the simulation kills the
+            // connection.
             Ok(_) => {
                 self.kill();
                 false
@@ -232,7 +234,7 @@ impl Connection {
         }
     }
 
-    /// The reply at the head of the inbox, once it is complete. Nobody may wait for it any more.
+    /// Takes the first reply out of the inbox, if it is complete. Its request may have ended already.
     fn take_reply(&self, requests: &[Request]) -> Option<(Ticket, io::Result<Vec<u8>>)> {
         let mut inbox = lock(&self.inbox);
         let (ticket, error) = parse_reply(inbox.first_chunk()?)?;

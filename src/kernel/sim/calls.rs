@@ -1,4 +1,4 @@
-//! The calls of [`Kernel`], as the simulated kernel carries them out.
+//! The calls of [`Kernel`] on the simulated kernel.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -15,13 +15,14 @@ use crate::{
     ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
     Kernel, KernelEvent, UnmountScope,
 };
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 impl Kernel for SimKernel {
     fn connect(&self, spec: ConnectSpec) -> Result<DeviceIndex> {
         let (mut state, fault) = self.enter(Call::Connect, None)?;
         if spec.sockets.is_empty() || spec.size == 0 {
-            let message = "a device needs at least one socket and one byte";
+            let message = "invalid device: it needs at least one socket and one byte";
             return Err(Error::new(ErrorKind::InvalidArgument, message));
         }
         let index = state.free_index()?;
@@ -29,7 +30,7 @@ impl Kernel for SimKernel {
             Some(Fault::NoSymlink) => None,
             _ => Some((state.script.now)() + state.script.symlink_delay),
         };
-        let (identity, hook) = (spec.identity.clone(), state.hook.clone());
+        let (identity, hook) = (spec.identity.clone(), state.connect_hook.clone());
         let config = Config::new(spec, symlink_at, state.next_instance());
         state.devices.entry(index).or_default().config = Some(config);
         state.emit(KernelEvent::Changed(index));
@@ -63,9 +64,9 @@ impl Kernel for SimKernel {
     }
 
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
-        self.cut_off(Call::Disconnect, index, identity, deadline)?;
+        self.send_and_shut_down(Call::Disconnect, index, identity, deadline)?;
         self.wait(Call::Disconnect, deadline, |state| match state.config(index, identity) {
-            Ok(_) => Err("a holder keeps it configured"),
+            Ok(_) => Err("the device is held"),
             Err(_) => Ok(()),
         })
     }
@@ -84,7 +85,7 @@ impl Kernel for SimKernel {
             device.release();
         }
         drop(state);
-        self.touched();
+        self.notify();
         Ok(())
     }
 
@@ -113,7 +114,7 @@ impl Kernel for SimKernel {
         identity: &Identity,
         deadline: Instant,
     ) -> Result<Disconnected> {
-        self.cut_off(Call::ForceDisconnect, index, identity, deadline)?;
+        self.send_and_shut_down(Call::ForceDisconnect, index, identity, deadline)?;
         let held = self.state().config(index, identity).is_ok();
         Ok(if held { Disconnected::Held } else { Disconnected::Free })
     }
@@ -144,10 +145,10 @@ impl Kernel for SimKernel {
                 Err(error) => return Ok(Err(error)),
             };
             if config.size != size {
-                return Err("its size is another");
+                return Err("the device has another size");
             }
             let ready = config.symlink_at.is_some_and(|at| at <= now);
-            if ready { Ok(Ok(())) } else { Err("udev made no symlink") }
+            if ready { Ok(Ok(())) } else { Err("the symlink does not exist") }
         })??;
         let symlink = PathBuf::from(format!("/dev/disk/by-id/cleat-{}", identity.name()));
         Ok(DevicePaths { node: PathBuf::from(format!("/dev/nbd{index}")), symlink })
@@ -176,8 +177,8 @@ impl Kernel for SimKernel {
 }
 
 impl SimKernel {
-    /// DISCONNECT: says goodbye on every connection, which blocks, and shuts them down.
-    fn cut_off(
+    /// Carries out DISCONNECT: sends NBD_CMD_DISC on every connection, which may block, and shuts them down.
+    fn send_and_shut_down(
         &self,
         call: Call,
         index: DeviceIndex,
@@ -189,7 +190,7 @@ impl SimKernel {
         let connections = config.connections.clone();
         let skip_waits = state.script.skip_waits;
         drop(state);
-        let until = if skip_waits { Instant::now() } else { deadline };
+        let until = if skip_waits { SystemClock.now() } else { deadline };
         if !connections.iter().all(|connection| io::send_disconnect(connection, until)) {
             return Err(timed_out(call));
         }
@@ -203,7 +204,7 @@ impl SimKernel {
         self.leave(state, call, fault)
     }
 
-    /// Begins a call: what is missing, what is scripted, what died meanwhile.
+    /// Begins a call: checks the module and the permission, takes a fault, and marks dead connections.
     pub(super) fn enter(
         &self,
         call: Call,
@@ -223,10 +224,10 @@ impl SimKernel {
             Some(Fault::Fail(kind)) => return Err(failure(call, kind)),
             Some(Fault::Hang) => {
                 let deadline =
-                    deadline.unwrap_or_else(|| Instant::now() + state.script.command_timeout);
+                    deadline.unwrap_or_else(|| SystemClock.now() + state.script.command_timeout);
                 drop(state);
                 return Err(self
-                    .wait(call, deadline, |_| Err::<(), _>("it hangs"))
+                    .wait(call, deadline, |_| Err::<(), _>("an injected fault"))
                     .err()
                     .unwrap_or_else(|| timed_out(call)));
             }
@@ -241,7 +242,7 @@ impl SimKernel {
         Ok((state, fault))
     }
 
-    /// Ends a call that was carried out.
+    /// Ends a call that had its effect.
     pub(super) fn leave(
         &self,
         state: MutexGuard<'_, State>,
@@ -249,17 +250,18 @@ impl SimKernel {
         fault: Option<Fault>,
     ) -> Result<()> {
         drop(state);
-        self.touched();
+        self.notify();
         if fault == Some(Fault::LateEffect) { Err(timed_out(call)) } else { Ok(()) }
     }
 
-    pub(super) fn touched(&self) {
+    /// Wakes waiting calls and the thread that watches the connections.
+    pub(super) fn notify(&self) {
         self.0.changed.notify_all();
-        // EAGAIN: enough wakes are pending.
+        // EAGAIN means that a wake-up is pending.
         let _ = self.0.wake.write(1);
     }
 
-    /// Waits for `done`, until the deadline; with `Script::skip_waits`, looks once.
+    /// Waits until `done` returns a value or the deadline passes; with `Script::skip_waits`, calls it once.
     fn wait<T>(
         &self,
         call: Call,
@@ -272,11 +274,11 @@ impl SimKernel {
                 Ok(value) => return Ok(value),
                 Err(missing) => missing,
             };
-            let now = Instant::now();
+            let now = SystemClock.now();
             if now >= deadline || state.script.skip_waits {
                 return Err(timed_out(call).with_source(missing));
             }
-            // A symlink appears by time alone, so the wait is cut into pieces.
+            // No event announces the symlink, so the wait is cut into pieces.
             let piece = (deadline - now).min(Duration::from_millis(5));
             let waited = self.0.changed.wait_timeout(state, piece);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;

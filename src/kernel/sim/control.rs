@@ -1,26 +1,26 @@
-//! What a test does to a simulated kernel, and what it may ask.
+//! What a test controls and observes on a simulated kernel.
 
 use super::device::Config;
 use super::{Call, Device, DeviceIndex, Fault, Holder, Hook, Identity, KernelEvent, SimKernel};
 
-/// The test's side.
+/// Methods for tests.
 impl SimKernel {
-    /// Has `hook` told of every device that is connected from now on.
+    /// Calls `hook` for every device that is connected from now on.
     pub fn on_connect(&self, hook: Hook) {
-        self.state().hook = Some(hook);
+        self.state().connect_hook = Some(hook);
     }
 
-    /// Makes the next `call` misbehave. Faults on the same call queue up.
+    /// Injects a fault into the next `call`. Several faults for the same call take effect in their order.
     pub fn inject(&self, call: Call, fault: Fault) {
         self.state().faults.push((call, fault));
     }
 
-    /// Sets how many calls in a thousand misbehave at random from now on.
+    /// Sets how many of a thousand calls have a random fault from now on.
     pub fn set_fault_rate(&self, per_mille: u32) {
         self.state().script.faults_per_mille = per_mille;
     }
 
-    /// Makes every misbehaviour end, that to come included.
+    /// Removes all injected faults, and ends the random ones.
     pub fn clear_faults(&self) {
         let mut state = self.state();
         state.faults.clear();
@@ -32,22 +32,22 @@ impl SimKernel {
         self.state().module = loaded;
     }
 
-    /// Gives or takes CAP_SYS_ADMIN.
+    /// Grants or removes CAP_SYS_ADMIN.
     pub fn set_permission(&self, permission: bool) {
         self.state().permission = permission;
     }
 
-    /// How many calls that were given up have not returned.
+    /// Sets the number of calls that [`Kernel::stuck`](crate::Kernel::stuck) reports.
     pub fn set_stuck(&self, calls: usize) {
         self.state().stuck = calls;
     }
 
-    /// Whether events are lost from now on.
+    /// Sets whether events are lost from now on.
     pub fn lose_events(&self, lost: bool) {
         self.state().events_lost = lost;
     }
 
-    /// Sets who uses the device. When the last one leaves a disconnected device, it becomes free.
+    /// Sets the holders of the device. A disconnected device without holders becomes free.
     pub fn set_holders(&self, index: DeviceIndex, holders: Vec<Holder>) {
         let mut state = self.state();
         let device = state.devices.entry(index).or_default();
@@ -57,32 +57,32 @@ impl SimKernel {
         self.0.changed.notify_all();
     }
 
-    /// Has somebody else disconnect the device: its configuration is gone at once.
+    /// Disconnects the device as another program would: its configuration is gone at once.
     pub fn vanish(&self, index: DeviceIndex) {
         self.state().vanish(index);
-        self.touched();
+        self.notify();
     }
 
-    /// Whether somebody else has disconnected the device of `identity`.
+    /// Whether [`SimKernel::vanish`] or a fault has disconnected the device of `identity`.
     pub fn has_vanished(&self, identity: &Identity) -> bool {
         self.state().vanished.contains(identity.as_str())
     }
 
-    /// How many dead connections of the device of `identity` were replaced.
+    /// Returns how many dead connections of the device of `identity` were replaced.
     pub fn replaced(&self, identity: &Identity) -> u64 {
         self.state().replaced.get(identity.as_str()).copied().unwrap_or(0)
     }
 
-    /// Connects a device for somebody else, with that backend identifier.
+    /// Connects a device as another program would, with that backend identifier.
     pub fn add_foreign(&self, index: DeviceIndex, size: u64, backend: Option<&str>) {
         let mut state = self.state();
         let config = Config::foreign(size, backend.map(str::to_owned), state.next_instance());
         state.devices.entry(index).or_default().config = Some(config);
         drop(state);
-        self.touched();
+        self.notify();
     }
 
-    /// The kernel gives up the device's connections (its request timeout, say).
+    /// Kills the connections of the device, as the kernel does after its request timeout.
     pub fn kill_connections(&self, index: DeviceIndex) {
         let mut state = self.state();
         let now = (state.script.now)();
@@ -92,28 +92,28 @@ impl SimKernel {
             state.emit(KernelEvent::LinkDead(index));
         }
         drop(state);
-        self.touched();
+        self.notify();
     }
 
-    /// Whether a device is disconnected, and configured only for those who hold it.
+    /// Whether a device is disconnected, and stays configured only because it is held.
     pub fn is_disconnected(&self, index: DeviceIndex) -> bool {
         let state = self.state();
         let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
         config.is_some_and(|config| config.disconnected)
     }
 
-    /// Every device, whatever goes wrong.
+    /// Returns every device, without faults.
     pub fn show(&self) -> Vec<Device> {
         self.state().devices.iter().map(|(index, device)| device.show(*index)).collect()
     }
 
-    /// Notices connections whose peer is gone, as the kernel does by itself.
+    /// Marks connections whose peer has closed as dead, as the kernel does by itself.
     pub fn check_connections(&self) {
         self.state().check_connections();
         self.0.changed.notify_all();
     }
 
-    /// Connections of the device that are alive now.
+    /// Returns the number of live connections of the device.
     pub fn live_connections(&self, index: DeviceIndex) -> usize {
         let mut state = self.state();
         state.check_connections();

@@ -10,10 +10,10 @@ use nix::sys::socket::{Shutdown, shutdown};
 
 use crate::{ConnectSpec, Holder};
 
-/// The peer has closed, or shut down its writing half: the driver's receiver sees the end then.
+/// The peer has closed its socket, or shut down its writing half, which the driver's receiver sees.
 pub(super) const PEER_CLOSED: PollFlags = PollFlags::from_bits_retain(libc::POLLRDHUP);
 
-/// `/dev/nbdN`, configured or not.
+/// A device `/dev/nbdN`, configured or not.
 #[derive(Debug, Default)]
 pub(super) struct SimDevice {
     pub(super) config: Option<Config>,
@@ -21,7 +21,7 @@ pub(super) struct SimDevice {
     pub(super) frozen: Vec<super::freeze::Frozen>,
 }
 
-/// A configured device: what the kernel's `nbd_config` holds.
+/// The configuration of a device, as the kernel's `nbd_config`.
 #[derive(Debug)]
 pub(super) struct Config {
     pub(super) connections: Vec<Arc<Connection>>,
@@ -29,29 +29,29 @@ pub(super) struct Config {
     pub(super) transmission_flags: u16,
     pub(super) backend: Option<String>,
     pub(super) pid: u32,
-    /// When the symlink appears; `None`: never.
+    /// When the symlink appears. `None`: never.
     pub(super) symlink_at: Option<Instant>,
     pub(super) dead_connection_timeout: Duration,
-    /// Since when every connection is dead.
+    /// When the last connection died; `None` while one is alive.
     pub(super) dead_since: Option<Instant>,
-    /// DISCONNECT was carried out; the configuration lives on while the device is held.
+    /// DISCONNECT was carried out. The configuration exists while the device is held.
     pub(super) disconnected: bool,
-    /// The next request's cookie.
+    /// The cookie of the last request.
     pub(super) cookies: u64,
-    /// Never the same for two configurations.
+    /// A number that is unique among all configurations.
     pub(super) instance: u64,
 }
 
-/// A connection: the kernel's end of a socket.
+/// A connection of a device: the kernel's end of a socket.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) socket: OwnedFd,
     pub(super) state: Mutex<ConnectionState>,
-    /// Held while one message is sent.
+    /// Locked while one message is sent.
     pub(super) sending: Mutex<()>,
-    /// What has arrived and not been taken, of requests that are carried on by turns.
+    /// The bytes that have arrived and were not consumed, of requests that advance by steps.
     pub(super) inbox: Mutex<Vec<u8>>,
-    /// Held from a request to its reply: a simulated kernel has one request in flight a connection.
+    /// Locked from a request to its reply: a simulated kernel has one request in flight on a connection.
     pub(super) round_trip: Mutex<()>,
 }
 
@@ -78,7 +78,7 @@ impl Config {
         }
     }
 
-    /// A device that somebody else configured, without sockets that we know of.
+    /// Makes the configuration of a device that another program connected. Its sockets are not simulated.
     pub(super) fn foreign(size: u64, backend: Option<String>, instance: u64) -> Self {
         Self {
             connections: Vec::new(),
@@ -95,7 +95,7 @@ impl Config {
         }
     }
 
-    /// A live connection for the next request, taking turns.
+    /// Returns a live connection for the next request, round-robin, and the request's cookie.
     pub(super) fn live_connection(&mut self) -> Option<(Arc<Connection>, u64)> {
         self.cookies += 1;
         let mut live: VecDeque<_> =
@@ -105,7 +105,7 @@ impl Config {
         Some((Arc::clone(live.front()?), self.cookies))
     }
 
-    /// Marks connections whose peer is gone as dead. Returns how many died.
+    /// Marks connections whose peer has closed as dead. Returns how many.
     pub(super) fn mark_dead(&mut self, now: Instant) -> usize {
         let died = self.connections.iter().filter(|connection| {
             connection.is_alive() && connection.hung_up() && connection.kill()
@@ -121,8 +121,8 @@ impl Config {
         died
     }
 
-    /// Puts new sockets in the place of dead ones, as `nbd_reconnect_socket`; drops the rest.
-    /// Says how many it took.
+    /// Replaces dead connections by new sockets, as `nbd_reconnect_socket`, and drops the other sockets.
+    /// Returns how many were replaced.
     pub(super) fn replace_dead(&mut self, sockets: Vec<OwnedFd>) -> u64 {
         let mut replaced = 0;
         let mut sockets = sockets.into_iter();
@@ -135,7 +135,7 @@ impl Config {
         replaced
     }
 
-    /// Shuts every connection down.
+    /// Shuts down every connection.
     pub(super) fn shut_down(&mut self) {
         for connection in &self.connections {
             connection.kill();
@@ -158,17 +158,17 @@ impl Connection {
         *super::lock(&self.state) == ConnectionState::Alive
     }
 
-    /// Marks it dead and shuts it down. Returns whether it was alive.
+    /// Marks the connection as dead and shuts it down. Returns whether it was alive.
     pub(super) fn kill(&self) -> bool {
         let before = std::mem::replace(&mut *super::lock(&self.state), ConnectionState::Dead);
-        // The peer may have closed it already: ENOTCONN is as good.
+        // The peer may have closed it already: ENOTCONN has the same effect.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
         before == ConnectionState::Alive
     }
 
     /// Whether the peer has closed or shut down its end.
     fn hung_up(&self) -> bool {
-        // POLLHUP and POLLERR are reported unasked, and nothing else is asked for.
+        // POLLHUP and POLLERR are always reported.
         let mut fds = [PollFd::new(self.socket.as_fd(), PEER_CLOSED)];
         poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }

@@ -1,4 +1,4 @@
-//! File systems of a simulated kernel: one for each mount of a device, frozen and thawed.
+//! Frozen file systems of a simulated kernel. Each mount of a device is one file system.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -11,14 +11,13 @@ use cleat_core::error::{Error, Result};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Frozen {
     path: PathBuf,
-    /// Whose device it was, where it was frozen through `Kernel::freeze`; `None`: by somebody else.
+    /// The identity of the device, if `Kernel::freeze` froze the file system; `None`: another program did.
     by: Option<Identity>,
 }
 
-/// The test's side.
+/// Methods for tests.
 impl SimKernel {
-    /// The file systems that were frozen through [`crate::Kernel::freeze`], with their devices
-    /// and whose these were.
+    /// Returns the file systems that [`crate::Kernel::freeze`] froze, with their devices and identities.
     pub fn frozen(&self) -> Vec<(DeviceIndex, Identity, PathBuf)> {
         let state = self.state();
         let all =
@@ -26,7 +25,7 @@ impl SimKernel {
         all.filter_map(|(at, f)| Some((at, f.by.clone()?, f.path.clone()))).collect()
     }
 
-    /// Those of the device that somebody else has frozen.
+    /// Returns the file systems on the device that another program has frozen.
     pub fn frozen_by_others(&self, index: DeviceIndex) -> Vec<PathBuf> {
         let state = self.state();
         let all = state.devices.get(&index).map(|device| device.frozen.as_slice());
@@ -34,24 +33,23 @@ impl SimKernel {
         others.map(|frozen| frozen.path.clone()).collect()
     }
 
-    /// Whether what is written to the device, as it was configured for `identity`, comes to an end: well,
-    /// or with an error.
+    /// Whether a write to the device, as it was configured for `identity`, ends, with or without an error.
     pub fn answers(&self, index: DeviceIndex, identity: &Identity) -> bool {
         self.state().answers(index, identity)
     }
 
-    /// A new boot: nothing is frozen.
+    /// Thaws all file systems, as a reboot does.
     pub fn clear_frozen(&self) {
         self.state().devices.values_mut().for_each(|device| device.frozen.clear());
     }
 
-    /// Has somebody else freeze what is mounted at `path`.
+    /// Freezes the file system that is mounted at `path` as another program would.
     pub fn freeze_by_other(&self, index: DeviceIndex, path: impl Into<PathBuf>) {
         let frozen = Frozen { path: path.into(), by: None };
         self.state().devices.entry(index).or_default().frozen.push(frozen);
     }
 
-    /// Is told of every device of which something is frozen.
+    /// Calls `hook` for every device whose file systems were frozen.
     pub fn on_freeze(&self, hook: super::Hook) {
         self.state().freeze_hook = Some(hook);
     }
@@ -67,7 +65,7 @@ impl SimKernel {
         let (mut state, fault) = self.enter(Call::Freeze, Some(deadline))?;
         state.config(index, identity)?;
         drop(state);
-        // What is dirty is written first.
+        // Freezing writes dirty data first.
         self.flush_device(index, deadline)
             .map_err(|error| Error::from_io("the simulated kernel did not finish Freeze", error))?;
         let mut state = self.state();

@@ -1,5 +1,6 @@
-//! Requests on a simulated device, sent to whoever serves the other ends, as the block layer would.
+//! Blocking requests on a simulated device, sent to the program that serves the other ends.
 
+use cleat_core::clock::{Clock, SystemClock};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -23,19 +24,19 @@ pub(super) const CMD_FLUSH: u16 = 3;
 pub(super) const REPLY_BYTES: usize = 16;
 /// NBD_FLAG_SEND_FLUSH.
 const SEND_FLUSH: u16 = 1 << 2;
-/// How long a request waits for its reply: longer than any outage that a test has it sit out.
+/// How long a request waits for its reply: longer than any outage in a test.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Reading and writing the device. A request waits while every connection is dead, for the device's
-/// dead-connection timeout, and is sent again on a new connection.
+/// Blocking reads and writes. While every connection is dead, a request waits for the device's
+/// dead-connection timeout. It is sent again on a new connection.
 impl SimKernel {
     /// Reads `length` bytes at `offset`.
     ///
     /// # Errors
-    /// When the server refuses, or no connection comes back in time.
+    /// When the server refuses the request, or every connection stays dead for the dead-connection timeout.
     pub fn read(&self, index: DeviceIndex, offset: u64, length: u32) -> io::Result<Vec<u8>> {
         let mut data = vec![0; length as usize];
-        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let deadline = SystemClock.now() + REPLY_TIMEOUT;
         self.request(index, (CMD_READ, offset, length), &[], &mut data, deadline)?;
         Ok(data)
     }
@@ -43,14 +44,14 @@ impl SimKernel {
     /// Writes `data` at `offset`.
     ///
     /// # Errors
-    /// As `read`.
+    /// As [`SimKernel::read`].
     pub fn write(&self, index: DeviceIndex, offset: u64, data: &[u8]) -> io::Result<()> {
         let length = u32::try_from(data.len()).map_err(io::Error::other)?;
-        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let deadline = SystemClock.now() + REPLY_TIMEOUT;
         self.request(index, (CMD_WRITE, offset, length), data, &mut [], deadline)
     }
 
-    /// What `fsync` of the node leads to.
+    /// Flushes the device, as `fsync` of the device node does.
     pub(super) fn flush_device(&self, index: DeviceIndex, deadline: Instant) -> io::Result<()> {
         let flags = {
             let state = self.state();
@@ -82,7 +83,7 @@ impl SimKernel {
                 Ok(0) => return Ok(()),
                 Ok(code) => return Err(io::Error::other(format!("NBD error {code}"))),
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(error),
-                // The connection died under the request: it is sent again on another one.
+                // The connection died during the request: it is sent again on another one.
                 Err(_) => {
                     connection.kill();
                     self.check_connections();
@@ -91,7 +92,7 @@ impl SimKernel {
         }
     }
 
-    /// A live connection, waiting for one as long as the device lets requests wait.
+    /// Returns a live connection. Waits for one for at most the dead-connection timeout.
     fn wait_for_connection(
         &self,
         index: DeviceIndex,
@@ -105,23 +106,24 @@ impl SimKernel {
             if let Some(found) = config.live_connection() {
                 return Ok(found);
             }
-            let since = config.dead_since.unwrap_or_else(Instant::now);
-            let left = config.dead_connection_timeout.saturating_sub(since.elapsed());
+            let since = config.dead_since.unwrap_or_else(|| SystemClock.now());
+            let left =
+                config.dead_connection_timeout.saturating_sub(SystemClock.elapsed_since(since));
             if left.is_zero() {
                 return Err(Errno::EIO.into());
             }
-            let patience = deadline.saturating_duration_since(Instant::now());
-            if patience.is_zero() {
+            let time_left = deadline.saturating_duration_since(SystemClock.now());
+            if time_left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            let waited = self.0.changed.wait_timeout(state, left.min(patience));
+            let waited = self.0.changed.wait_timeout(state, left.min(time_left));
             state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
 }
 
-/// Sends NBD_CMD_DISC as the driver does: under the connection's lock and blocking, here up to a
-/// deadline. Returns whether it is sent, or need not be.
+/// Sends NBD_CMD_DISC as the driver does: under the connection's lock, and blocking, here until a
+/// deadline. Returns false at the deadline. A dead connection needs no message.
 pub(super) fn send_disconnect(connection: &Connection, deadline: Instant) -> bool {
     if !connection.is_alive() {
         return true;
@@ -136,7 +138,7 @@ pub(super) fn send_disconnect(connection: &Connection, deadline: Instant) -> boo
     }
 }
 
-/// A request as it goes over the wire.
+/// Encodes a request.
 pub(super) fn request_message(
     command: u16,
     cookie: u64,
@@ -155,7 +157,7 @@ pub(super) fn request_message(
     message
 }
 
-/// The cookie and the error number of a reply; `None` when it is none.
+/// Parses a reply: its cookie and error number; `None` if the magic number is wrong.
 pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
     let word =
         |at: usize| u32::from_be_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
@@ -163,7 +165,7 @@ pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
     (word(0) == REPLY_MAGIC).then_some((cookie, word(4)))
 }
 
-/// Sends a request and takes its reply. Returns the reply's error number.
+/// Sends a request and receives its reply. Returns the reply's error number.
 fn round_trip(
     connection: &Connection,
     message: &[u8],
@@ -218,7 +220,7 @@ fn receive_exact(
 }
 
 fn await_socket(connection: &Connection, event: PollFlags, deadline: Instant) -> io::Result<()> {
-    let left = deadline.saturating_duration_since(Instant::now());
+    let left = deadline.saturating_duration_since(SystemClock.now());
     if left.is_zero() {
         return Err(io::ErrorKind::TimedOut.into());
     }

@@ -1,16 +1,16 @@
-//! A kernel without a kernel: the nbd driver's behaviour on ordinary sockets, with scripted and
-//! seeded misbehaviour. Not in release builds: compiled for tests and with the feature `fault`.
+//! A simulated kernel for tests: the behaviour of the nbd driver on ordinary sockets, with scripted and
+//! random faults. Compiled for tests and with the feature `sim`, never into a release.
 //!
-//! Comes in: the calls of [`Kernel`], and from tests: faults, holders, foreign devices, requests.
-//! Goes out: what the driver would do. It keeps the kernel's ends of the sockets and speaks NBD on
-//! them ([`SimKernel::read`] and the like), so a real worker can serve it. It outlives its handles'
-//! owners: a supervisor that "crashed" and a new one share it by cloning.
+//! Input: the calls of [`Kernel`](crate::Kernel), and from tests: faults, holders, devices of other programs,
+//! requests. Output: what the driver would do. The simulation owns the kernel's ends of the sockets and
+//! speaks NBD on them ([`SimKernel::read`] and others), so a real worker can serve it. Clones share one
+//! kernel, so a test can replace a supervisor that crashed.
 //!
-//! What may never happen here: behaviour that the driver does not have. In particular
-//! - RECONFIGURE replaces dead connections only, and drops other sockets in silence;
-//! - DISCONNECT sends NBD_CMD_DISC, blocking, then shuts down; while the device is held it stays
-//!   configured (sysfs `pid`), because openers hold the configuration;
-//! - LINK_DEAD is not sent for a connection that ends by a disconnect.
+//! The simulation must not have behaviour that the driver does not have. In particular:
+//! - RECONFIGURE replaces dead connections only, and drops other sockets without an error;
+//! - DISCONNECT sends NBD_CMD_DISC, which may block, then shuts the sockets down. While the device is held it
+//!   stays configured (sysfs `pid`), because openers hold the configuration;
+//! - LINK_DEAD is not sent for a connection that ends by a DISCONNECT.
 
 mod block;
 mod calls;
@@ -34,13 +34,13 @@ use super::{Device, DeviceIndex, Holder, Identity, KernelEvent};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 
-/// A simulated kernel. Clones are handles on the same kernel.
+/// A simulated kernel. Clones are handles of the same kernel.
 #[derive(Clone)]
 pub struct SimKernel(Arc<Shared>);
 
 struct Shared {
     state: Mutex<State>,
-    /// Anything in `state` changed.
+    /// Notified when anything in `state` changed.
     changed: Condvar,
     /// Wakes the thread that watches the connections.
     wake: Arc<EventFd>,
@@ -57,26 +57,27 @@ struct State {
     devices: BTreeMap<DeviceIndex, SimDevice>,
     faults: Vec<(Call, Fault)>,
     subscribers: Vec<Sender<KernelEvent>>,
-    /// Devices that somebody else disconnected, by their backend identifier.
+    /// The backend identifiers of the devices that another program disconnected.
     vanished: BTreeSet<String>,
+    /// The number of connections that were replaced, by backend identifier.
     replaced: BTreeMap<String, u64>,
-    /// Configurations that there have been.
+    /// The number of configurations that were made so far.
     instances: u64,
     peer_step: Option<PeerStep>,
-    hook: Option<Hook>,
+    connect_hook: Option<Hook>,
     freeze_hook: Option<Hook>,
     requests: Vec<block::Request>,
     completions: Vec<Completion>,
     tickets: Ticket,
-    /// Raised with everything that happens to a request.
+    /// Counts the changes of requests.
     progress: u64,
 }
 
-/// Is told of every device that is connected.
+/// A function of the test that the kernel calls with the identity of a device.
 pub type Hook = Arc<dyn Fn(&Identity) + Send + Sync>;
 
 impl SimKernel {
-    /// A kernel of that character, with its module loaded and every permission given.
+    /// Makes a kernel with the properties of `script`, the module loaded, and all permissions.
     pub fn new(script: Script) -> Self {
         let devices = (0..script.devices).map(|index| (index, SimDevice::default())).collect();
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
@@ -96,7 +97,7 @@ impl SimKernel {
             replaced: BTreeMap::new(),
             instances: 0,
             peer_step: None,
-            hook: None,
+            connect_hook: None,
             freeze_hook: None,
             requests: Vec::new(),
             completions: Vec::new(),
@@ -133,7 +134,7 @@ impl State {
         Ok(next)
     }
 
-    /// The device's configuration, if it is connected under that identity.
+    /// Returns the configuration of a device, if it is connected as `identity`.
     fn config(&mut self, index: DeviceIndex, identity: &Identity) -> Result<&mut Config> {
         let config = self.devices.get_mut(&index).and_then(|device| device.config.as_mut());
         config
@@ -173,7 +174,7 @@ impl State {
         if self.events_lost {
             return;
         }
-        // A full queue loses the event, as a netlink socket does.
+        // A full queue loses the event, as a full netlink socket does.
         self.subscribers.retain(|subscriber| {
             !matches!(
                 subscriber.try_send(event),
@@ -194,7 +195,7 @@ impl SimDevice {
         }
     }
 
-    /// Drops the configuration of a disconnected device that nobody holds.
+    /// Removes the configuration of a device that is disconnected and not held.
     fn release(&mut self) {
         if self.holders.is_empty() && self.config.as_ref().is_some_and(|c| c.disconnected) {
             self.config = None;
@@ -208,7 +209,7 @@ impl Drop for Shared {
     }
 }
 
-/// The lock, whoever panicked with it: every change under it is complete.
+/// Takes the lock. Every change under it is complete, so the state is valid after a panic, too.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,11 +1,12 @@
-//! What goes wrong on a simulated kernel: faults put on single calls, and seeded random ones.
+//! The faults of a simulated kernel: injected into single calls, or random from a seed.
 
 use std::time::{Duration, Instant};
 
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::random::Random;
 
-/// A call that can be made to misbehave.
+/// A call that can have a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Call {
     /// [`Kernel::connect`](crate::Kernel::connect)
@@ -36,48 +37,48 @@ pub enum Call {
     Events,
 }
 
-/// How one call misbehaves.
+/// A fault of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// It fails at once with this kind and does nothing.
+    /// The call fails at once with this kind of error and has no effect.
     Fail(ErrorKind),
-    /// It hangs until its deadline (at once with [`Script::skip_waits`]) and does nothing.
+    /// The call blocks until its deadline (not at all with [`Script::skip_waits`]) and has no effect.
     Hang,
-    /// It takes so long, whatever its deadline, and then does what it should.
+    /// The call takes this long, even beyond its deadline, and then has its effect.
     Slow(Duration),
-    /// As `Hang`, but the kernel carries it out nevertheless. On `Connect` this stands for a
-    /// caller that died in the call: a device is left behind.
+    /// As `Hang`, but the call has its effect. On `Connect` this stands for a caller that died during the
+    /// call: the device stays connected.
     LateEffect,
-    /// On `Connect`: works, but udev never makes the symlink.
+    /// On `Connect`: the device is connected, but udevd never makes the symlink.
     NoSymlink,
-    /// On `Connect`: works, and then somebody else disconnects the device.
+    /// On `Connect`: the device is connected, and then disconnected by another program.
     Vanish,
-    /// On `Reconfigure`: the sockets are dropped in silence, although a connection is dead.
+    /// On `Reconfigure`: the kernel drops the sockets without an error, although a connection is dead.
     DropSockets,
 }
 
-/// The character of a simulated kernel.
+/// The properties of a simulated kernel.
 #[derive(Debug, Clone)]
 pub struct Script {
-    /// Of every random choice.
+    /// The seed of all random choices.
     pub seed: u64,
-    /// Calls in a thousand that misbehave at random.
+    /// How many of a thousand calls have a random fault.
     pub faults_per_mille: u32,
-    /// nbd devices that exist from the start (`nbds_max`); more are made on demand.
+    /// The number of nbd devices at the start (`nbds_max`); further ones are created on demand.
     pub devices: u32,
-    /// The most devices there can be; CONNECT gives `NoSpace` beyond.
+    /// The most devices; CONNECT fails with `NoSpace` beyond.
     pub devices_max: u32,
-    /// From CONNECT to the symlink.
+    /// The time from CONNECT until the symlink exists.
     pub symlink_delay: Duration,
-    /// Bound on calls that are given no deadline.
+    /// The time limit of calls that have no deadline.
     pub command_timeout: Duration,
-    /// Waits that only their deadline would end, end at once with the same error: a simulation
-    /// needs no real time.
+    /// Whether waits that only their deadline would end fail at once with the same error, so that a
+    /// simulation needs no real time.
     pub skip_waits: bool,
-    /// Whether a thread watches the connections, as the kernel does. Without it a dead connection
-    /// is noticed in the next call, or by `SimKernel::check_connections`: deterministic.
+    /// Whether a thread watches the connections, as the kernel does. Without the thread, the next call, or
+    /// `SimKernel::check_connections`, notices a dead connection, which is deterministic.
     pub watch_connections: bool,
-    /// What time it is; a simulation has its own.
+    /// The clock; a simulation has its own.
     pub now: fn() -> Instant,
 }
 
@@ -92,13 +93,13 @@ impl Default for Script {
             command_timeout: Duration::from_secs(10),
             skip_waits: false,
             watch_connections: true,
-            now: Instant::now,
+            now: || SystemClock.now(),
         }
     }
 }
 
 impl Script {
-    /// A deterministic kernel for seeded runs: no thread, no real waiting, faults at random.
+    /// Makes the properties of a deterministic kernel: no thread, no real waits, random faults.
     pub fn seeded(seed: u64, faults_per_mille: u32) -> Self {
         Self {
             seed,
@@ -110,7 +111,7 @@ impl Script {
     }
 }
 
-/// A fault that makes sense on `call`, with the given probability.
+/// Chooses a fault that is possible on `call`, with the given probability.
 pub(super) fn random_fault(random: &Random, call: Call, per_mille: u32) -> Option<Fault> {
     if per_mille == 0 || random.next() % 1000 >= u64::from(per_mille) {
         return None;
@@ -138,12 +139,12 @@ pub(super) fn random_fault(random: &Random, call: Call, per_mille: u32) -> Optio
     choices.get(index).copied()
 }
 
-/// The error of `fault`'s kind, as a simulated kernel words it.
+/// The error of an injected failure.
 pub(super) fn failure(call: Call, kind: ErrorKind) -> Error {
     Error::new(kind, format!("the simulated kernel failed {call:?}"))
 }
 
-/// The error of a call that met its deadline.
+/// The error of a call that missed its deadline.
 pub(super) fn timed_out(call: Call) -> Error {
     Error::new(ErrorKind::TimedOut, format!("the simulated kernel did not finish {call:?} in time"))
 }

@@ -1,4 +1,4 @@
-//! The thread that notices connections whose peer is gone.
+//! The thread that marks connections as dead when their peer closes.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
@@ -9,7 +9,7 @@ use nix::sys::eventfd::EventFd;
 use super::device::{Connection, PEER_CLOSED};
 use super::{Shared, SimKernel};
 
-/// Waits for connections to hang up, until the kernel is gone.
+/// Waits for connections to hang up, until the kernel is dropped.
 pub(super) fn watch_connections(shared: &Weak<Shared>, wake: &EventFd) {
     loop {
         let Some(kernel) = shared.upgrade().map(SimKernel) else { return };
@@ -22,7 +22,7 @@ pub(super) fn watch_connections(shared: &Weak<Shared>, wake: &EventFd) {
         drop(kernel);
         let mut fds = vec![PollFd::new(wake.as_fd(), PollFlags::POLLIN)];
         fds.extend(connections.iter().map(|c| PollFd::new(c.socket.as_fd(), PEER_CLOSED)));
-        // An interrupted wait is looked at as an early end.
+        // A wait that a signal interrupts ends early, which is harmless.
         let _ = poll(&mut fds, PollTimeout::NONE);
         drop(fds);
         drop(connections);

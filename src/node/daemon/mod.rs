@@ -218,7 +218,7 @@ async fn recover_all(config: &Config, context: &Arc<Context>) -> Result<()> {
     }
 
     if let Some(group) = config.workers.cgroup.as_deref()
-        && let Err(error) = cgroup::examine(group)
+        && let Err(error) = cgroup::check(group)
     {
         context.found(format!("they end with this daemon's: {}", error.report()));
     }

@@ -126,7 +126,7 @@ impl Launcher for Processes {
         let started_ticks = started_ticks(pid).map_err(failed)?;
         // It has been told nothing yet. Where it stays in our group, it works until that is ended.
         if let Some(group) = &self.cgroup
-            && let Err(error) = cgroup::put(group, pid)
+            && let Err(error) = cgroup::move_process(group, pid)
         {
             let repair = error.repair().unwrap_or_default();
             tracing::warn!(pid, repair, "{}", error.report());
