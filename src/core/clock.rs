@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manual_clock_moves_only_when_told() {
+    fn a_manual_clock_moves_only_by_advance() {
         let clock = ManualClock::new();
         let (began, ns, unix_s) = (clock.now(), clock.monotonic_ns(), clock.unix_s());
         assert_eq!(clock.now(), began);

@@ -1,5 +1,5 @@
-//! Errors of the control side: a kind that prescribes the reaction, a sentence for the reader, the
-//! repair where one is known, and the source.
+//! Errors of the control side. An error consists of a kind that prescribes the caller's reaction, a
+//! message for the reader, a repair hint where one is known, and its source.
 //!
 //! The data path has its own, smaller error ([`crate::request::IoError`]).
 
@@ -8,7 +8,7 @@ use std::fmt;
 /// `Result` with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, as far as the caller's reaction depends on it. Each kind has one gRPC status
+/// The class of an error, by the reaction that it requires. Each kind has one gRPC status
 /// code (`control::admin`) and one exit code (`cli::exit`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -19,29 +19,30 @@ pub enum ErrorKind {
     NotFound,
     /// A mapping of that name exists with other properties.
     AlreadyExists,
-    /// Somebody holds the device or the volume: who, stands in the message.
+    /// The device or the volume is in use. The message names the holders.
     InUse,
-    /// Another operation on the same volume is under way; call again later.
+    /// Another operation on the same volume is in progress; the caller may retry later.
     Aborted,
     /// A permission or capability is missing.
     PermissionDenied,
-    /// A part of the system that is needed is missing: kernel module, library, feature.
+    /// A required part of the system is missing: a kernel module, a library, a feature.
     Unsupported,
-    /// The daemon or the backend does not answer; may succeed later.
+    /// The daemon or the backend does not answer; a retry may succeed later.
     Unavailable,
-    /// A bounded wait ended.
+    /// A deadline expired.
     TimedOut,
-    /// No room: disk, memory, devices.
+    /// Disk space, memory or devices are exhausted.
     NoSpace,
-    /// Somebody else owns the volume now.
+    /// Another client owns the volume now; this one was fenced.
     Fenced,
-    /// Something failed that should not have: I/O, a kernel answer, a defect. Also what a process of a
-    /// newer build calls otherwise.
+    /// An unexpected failure: an I/O error, an unexpected answer of the kernel, a defect. A kind that only
+    /// a newer build knows is read as this one.
     #[serde(other)]
     Internal,
 }
 
-/// An error with its context. Printed as one line; [`Error::repair`] and the sources stand apart.
+/// An error with its context. `Display` prints the message alone, on one line; [`Error::repair`] and the
+/// sources are read separately.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -51,19 +52,19 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of `kind`; `message` says what could not be done and why, without a final period.
+    /// Makes an error of `kind`. `message` states what failed and why, without a final period.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), repair: None, source: None }
     }
 
-    /// Adds what the reader can do about it, as a sentence or a command.
+    /// Adds a repair hint: a sentence or a command.
     #[must_use]
     pub fn with_repair(mut self, repair: impl Into<String>) -> Self {
         self.repair = Some(repair.into());
         self
     }
 
-    /// Adds the error underneath. The message must not repeat it.
+    /// Adds the error that caused this one. The message must not repeat it.
     #[must_use]
     pub fn with_source(
         mut self,
@@ -73,7 +74,7 @@ impl Error {
         self
     }
 
-    /// Wraps an I/O error; the kind follows from it.
+    /// Wraps an I/O error, and derives the kind from its [`std::io::ErrorKind`].
     pub fn from_io(message: impl Into<String>, source: std::io::Error) -> Self {
         use std::io::ErrorKind as Io;
         let kind = match source.kind() {
@@ -90,7 +91,7 @@ impl Error {
         Self::new(kind, message).with_source(source)
     }
 
-    /// What went wrong, for the caller's reaction.
+    /// The kind, which prescribes the caller's reaction.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -100,7 +101,7 @@ impl Error {
         &self.message
     }
 
-    /// The message and every source underneath, separated by ": ", on one line.
+    /// The message and the messages of all sources, separated by ": ", on one line.
     pub fn report(&self) -> String {
         let mut report = self.message.clone();
         let mut source = std::error::Error::source(self);
@@ -112,14 +113,14 @@ impl Error {
         report
     }
 
-    /// What the reader can do about it.
+    /// The repair hint, if there is one.
     pub fn repair(&self) -> Option<&str> {
         self.repair.as_deref()
     }
 }
 
-/// The message alone, as is the custom: whoever prints the error walks its sources, see
-/// [`Error::report`].
+/// Prints the message alone, which is the convention for errors with sources. [`Error::report`] adds the
+/// sources.
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)

@@ -1,5 +1,5 @@
-//! What the owner of a mapping decides about its I/O: what happens to requests while the backend
-//! cannot be reached, and how fast the mapping may go. Part of the mapping's record, and changed live.
+//! The I/O policy of a mapping: what happens to requests while the backend is unreachable, and the rate
+//! limits. The policy is part of the mapping's record and can be changed while the device is in use.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,71 +9,72 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The whole of it.
+/// The I/O policy of one mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Policy {
-    /// While the backend cannot be reached.
+    /// What happens to requests while the backend is unreachable.
     pub outage: OnOutage,
-    /// At any time.
+    /// The rate limits, which hold at any time.
     pub limits: RateLimits,
 }
 
 impl Policy {
-    /// For what builds write to each other: where a later one has put a policy that this one does not
-    /// know, it is the default, under which nothing fails that might succeed later. That is better than
-    /// not to know the mapping at all.
+    /// Reads a policy that another build may have written. A policy that this build does not know is
+    /// replaced by the default, with a warning in the log: under the default no request fails that might
+    /// succeed later. Refusing the record instead would lose the mapping.
     ///
     /// # Errors
-    /// None of its own.
+    /// Those of `source`, when its input is malformed.
     pub fn understood<'de, D: Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
         let value = serde_json::Value::deserialize(source)?;
         Ok(Self::deserialize(&value).unwrap_or_else(|error| {
-            tracing::warn!(%value, %error, "a policy of another build; the default holds");
+            tracing::warn!(%value, %error, "unknown policy of another build: using the default");
             Self::default()
         }))
     }
 }
 
-/// What becomes of a request that the backend cannot serve just now.
+/// What happens to a request that the backend cannot serve at the moment.
 ///
-/// As text: `queue`, `queue:30s` or `fail`.
+/// Its text form is: `queue`, `queue:30s` or `fail`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum OnOutage {
-    /// It waits and is repeated, however long that takes.
+    /// The request waits and is retried, without a limit.
     #[default]
     Queue,
-    /// It waits and is repeated, until the outage has lasted for so long; then, and for as long as
-    /// the outage goes on, requests fail.
+    /// The request waits and is retried until the outage has lasted for this time. After that, requests
+    /// fail until the outage is over.
     QueueFor(Duration),
-    /// It fails at once.
+    /// The request fails at once.
     Fail,
 }
 
-/// The most that a mapping may do, on all its connections together. Zero is no limit.
+/// The rate limits of a mapping, over all its connections. Zero means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RateLimits {
-    /// Requests per second, flushes not counted.
+    /// Requests per second; flushes are not counted.
     pub iops: u64,
     /// Bytes read and written per second.
     pub bytes_per_s: u64,
 }
 
-/// Bounds of what can be asked for.
-pub const MAX_PATIENCE: Duration = Duration::from_secs(86_400);
-/// Above what any device does, and far below what the arithmetic carries.
+/// The longest time limit of [`OnOutage::QueueFor`].
+pub const MAX_QUEUE_TIME: Duration = Duration::from_secs(86_400);
+/// The highest limit of requests per second: above what any device reaches, and low enough that the
+/// arithmetic cannot overflow.
 pub const MAX_IOPS: u64 = 100_000_000;
-/// A page a second: below it a device would rather be taken for a broken one.
+/// The lowest limit of bytes per second, one page: a slower device would appear broken.
 pub const MIN_BYTES_PER_S: u64 = 4096;
-/// A pebibyte a second.
+/// The highest limit of bytes per second, one pebibyte.
 pub const MAX_BYTES_PER_S: u64 = 1 << 50;
 
-/// What is to become different; `None` stays.
+/// A change of a policy. A field that is `None` leaves its part unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Change {
-    /// While the backend cannot be reached.
+    /// See [`Policy::outage`].
     pub outage: Option<OnOutage>,
     /// See [`RateLimits::iops`].
     pub iops: Option<u64>,
@@ -82,7 +83,7 @@ pub struct Change {
 }
 
 impl Change {
-    /// The policy with the change made.
+    /// Returns `policy` with this change applied.
     pub fn apply(self, policy: Policy) -> Policy {
         let Policy { outage, limits } = policy;
         Policy {
@@ -94,15 +95,15 @@ impl Change {
         }
     }
 
-    /// Whether it asks for nothing.
+    /// Whether the change leaves everything as it is.
     pub fn is_empty(self) -> bool {
         self == Self::default()
     }
 }
 
 impl OnOutage {
-    /// How long an outage may last before requests fail; `None`: for ever.
-    pub fn patience(self) -> Option<Duration> {
+    /// How long an outage may last before requests fail; `None` means without a limit.
+    pub fn max_queue_time(self) -> Option<Duration> {
         match self {
             Self::Queue => None,
             Self::QueueFor(limit) => Some(limit),
@@ -130,7 +131,7 @@ impl FromStr for OnOutage {
     fn from_str(text: &str) -> Result<Self> {
         let wrong = |why: String| {
             Error::new(ErrorKind::InvalidArgument, why)
-                .with_repair("write queue (for ever), queue:30s (so long, then fail) or fail")
+                .with_repair("write queue (no limit), queue:30s (fail after 30 s) or fail")
         };
         let limit = match text {
             "queue" => return Ok(Self::Queue),
@@ -139,12 +140,11 @@ impl FromStr for OnOutage {
         };
         let shown: String = text.chars().take(40).collect();
         let limit = limit.and_then(|limit| humantime::parse_duration(limit).ok());
-        let limit = limit
-            .ok_or_else(|| wrong(format!("{shown:?} does not say what to do in an outage")))?;
+        let limit = limit.ok_or_else(|| wrong(format!("{shown:?} is no outage policy")))?;
         // Whole milliseconds, so that the text loses nothing.
         let limit = Duration::from_millis(u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
-        if !(Duration::from_millis(1)..=MAX_PATIENCE).contains(&limit) {
-            return Err(wrong(format!("{shown:?}: requests wait from 1ms to a day, or for ever")));
+        if !(Duration::from_millis(1)..=MAX_QUEUE_TIME).contains(&limit) {
+            return Err(wrong(format!("{shown:?}: the time must be between 1ms and 1day")));
         }
         Ok(Self::QueueFor(limit))
     }
@@ -165,10 +165,10 @@ impl From<OnOutage> for String {
 }
 
 impl RateLimits {
-    /// Checks what came from outside.
+    /// Checks that each limit is zero or within its bounds.
     ///
     /// # Errors
-    /// `InvalidArgument`.
+    /// `InvalidArgument` for a limit out of bounds.
     pub fn check(self) -> Result<Self> {
         let Self { iops, bytes_per_s } = self;
         let invalid = |message| {
@@ -180,7 +180,7 @@ impl RateLimits {
         }
         if bytes_per_s != 0 && !(MIN_BYTES_PER_S..=MAX_BYTES_PER_S).contains(&bytes_per_s) {
             return invalid(format!(
-                "a limit of {bytes_per_s} bytes per second does not lie between {MIN_BYTES_PER_S} \
+                "a limit of {bytes_per_s} bytes per second is not between {MIN_BYTES_PER_S} \
                  and {MAX_BYTES_PER_S}"
             ));
         }
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_to_do_in_an_outage_is_read_and_written() {
+    fn outage_policies_are_parsed_and_printed() {
         for (text, meaning) in [
             ("queue", OnOutage::Queue),
             ("fail", OnOutage::Fail),
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_have_bounds() {
+    fn rate_limits_out_of_bounds_are_refused() {
         let limits = |iops, bytes_per_s| RateLimits { iops, bytes_per_s }.check();
         assert!(limits(0, 0).is_ok() && limits(1, MIN_BYTES_PER_S).is_ok());
         assert!(limits(MAX_IOPS + 1, 0).is_err());

@@ -1,4 +1,4 @@
-//! Random numbers: mapping ids and the spread of retries.
+//! Random numbers, for mapping ids and for the jitter of retries.
 //!
 //! The generator (splitmix64) is seeded by the kernel or, in tests, by a number. It is not for
 //! secrets.
@@ -41,8 +41,8 @@ impl Random {
     }
 
     /// Returns the time to wait before attempt `attempt` (counted from 1): it doubles from `first`
-    /// up to `most`, plus up to a quarter, so that callers that failed together do not retry
-    /// together.
+    /// up to `most`, plus up to a quarter, so that callers that failed at the same time do not retry
+    /// at the same time.
     pub fn backoff(&self, attempt: u32, first: Duration, most: Duration) -> Duration {
         let doubled = first.saturating_mul(1 << attempt.saturating_sub(1).min(16)).min(most);
         let spread = u64::try_from(doubled.as_micros() / 4).unwrap_or(u64::MAX).max(1);

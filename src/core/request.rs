@@ -1,31 +1,32 @@
-//! What a block device asks of a volume: the request, and the ways in which it can end.
+//! Requests on a volume, and the errors with which they can end.
 //!
-//! Everything between the wire and a backend speaks in these types. Nothing here knows of NBD:
-//! errno values and command numbers live in `data::nbd`.
+//! All code between the wire protocol and the backends uses these types. They are independent of NBD:
+//! its error numbers and command numbers are in the export crate.
 
-/// What is asked for.
+/// The operation of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Op {
     /// Fill the request's buffer from the volume.
     Read,
     /// Store the request's buffer.
     Write,
-    /// Make durable every write that completed before this request was received. Has no range.
+    /// Make every write durable that completed before this request was received. It has no range.
     Flush,
-    /// The range's content is no longer needed. May be ignored, or may make it read as zero.
+    /// The content of the range is no longer needed. The backend may ignore it, or make the range read
+    /// as zeroes.
     Trim,
-    /// The range reads as zeroes afterwards.
+    /// Make the range read as zeroes.
     WriteZeroes,
-    /// The range will be read soon; may be ignored.
+    /// Prepare for a read of the range. The backend may ignore it.
     Cache,
 }
 
 impl Op {
-    /// Every operation, in the order of their statistics.
+    /// All operations, in the order in which the statistics count them.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Trim, Self::WriteZeroes, Self::Cache];
 
-    /// Whether the operation changes what the volume holds, so that a read-only one refuses it.
+    /// Whether the operation changes the content of the volume. A read-only volume refuses it.
     pub fn modifies(self) -> bool {
         matches!(self, Self::Write | Self::Trim | Self::WriteZeroes)
     }
@@ -43,43 +44,45 @@ impl Op {
     }
 }
 
-/// Demands on how a request is carried out.
+/// How a request has to be carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Flags {
-    /// Durable when it completes (force unit access); on writes, trims and write-zeroes.
+    /// The effect of a write, trim or write-zeroes is durable when it completes (force unit access).
     pub fua: bool,
     /// `WriteZeroes` keeps the range allocated.
     pub no_hole: bool,
-    /// `WriteZeroes` fails with [`IoError::Unsupported`] rather than be as slow as writing.
+    /// `WriteZeroes` fails with [`IoError::Unsupported`] where it would be as slow as a write.
     pub fast_zero: bool,
 }
 
-/// One request on a volume. Its buffer, where it has one, travels beside it.
+/// One request on a volume. Its buffer, if it has one, is passed separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// What is asked for.
+    /// The operation.
     pub op: Op,
-    /// How.
+    /// How the operation has to be carried out.
     pub flags: Flags,
-    /// First byte. Zero for `Flush`.
+    /// The first byte of the range. Zero for `Flush`.
     pub offset: u64,
-    /// Bytes. Zero for `Flush`; for the rest never zero once it has been checked.
+    /// The length of the range in bytes. Zero for `Flush`; never zero for a checked request of another
+    /// operation.
     pub length: u64,
 }
 
-/// Why a request failed. `Copy`, so that the hot path never allocates.
+/// Why a request failed. The type is `Copy`, so that the hot path never allocates.
 ///
-/// The kind tells the caller what to do: `Retry` may succeed later, `Fenced` never will again.
+/// The kind prescribes the caller's reaction: after `Retry` the same request may succeed later, after
+/// `Fenced` it never succeeds again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum IoError {
-    /// the backend cannot be reached just now; the same request may succeed later
+    /// the backend cannot be reached at the moment; the same request may succeed later
     ///
-    /// Promises that nothing of the request is still on its way, else it could land after its
-    /// repetition, on top of what has been written since; and that the repetition means all that the
-    /// request meant: a flush after writes may have been lost is `Broken`.
+    /// A backend that returns it guarantees two things. No part of the request is still in flight: a late
+    /// part could overwrite newer data after the retry. And the retry has the full effect of the request:
+    /// a flush that fails after writes may have been lost is therefore `Broken`, not `Retry`.
     #[error("the backend cannot be reached just now")]
     Retry,
-    /// somebody else owns the volume; nothing will be written until it is opened anew
+    /// another client owns the volume; no write succeeds until the volume is opened again
     #[error("fenced: somebody else owns the volume")]
     Fenced,
     /// the backend has no room
@@ -94,7 +97,7 @@ pub enum IoError {
     /// not possible on this backend, or not fast where fast was demanded
     #[error("not supported by the backend")]
     Unsupported,
-    /// a bound of this process was reached (memory, queue)
+    /// a limit of this process was reached (memory, queue)
     #[error("out of memory or another bound")]
     NoMemory,
     /// the volume is being shut down
@@ -106,7 +109,7 @@ pub enum IoError {
 }
 
 impl IoError {
-    /// Every kind, in the order of their statistics.
+    /// All kinds, in the order in which the statistics count them.
     pub const ALL: [Self; 9] = [
         Self::Retry,
         Self::Fenced,
@@ -134,7 +137,7 @@ impl IoError {
         }
     }
 
-    /// The kind that an operating-system error number stands for, as a local file gives it.
+    /// The kind for an error number of the operating system, as I/O on a local file or device returns it.
     pub fn from_errno(errno: i32) -> Self {
         match errno {
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Self::NoSpace,
@@ -143,9 +146,9 @@ impl IoError {
             libc::EOPNOTSUPP | libc::ENOSYS => Self::Unsupported,
             libc::ENOMEM | libc::ENOBUFS => Self::NoMemory,
             libc::ESHUTDOWN => Self::Fenced,
-            // Of a transport below the file: all paths of a multipath or remote device are down (the
-            // block layer's TIMEOUT and TRANSPORT), or a network file system gave up for now. EIO and
-            // what is final for an open file (ESTALE, ENODEV) are not among them.
+            // Errors of a transport below the file: all paths of a multipath or remote device are down
+            // (the block layer's TIMEOUT and TRANSPORT), or a network file system has given up for now.
+            // EIO, and errors that are final for an open file (ESTALE, ENODEV), do not belong here.
             libc::EAGAIN
             | libc::ETIMEDOUT
             | libc::ENOLINK

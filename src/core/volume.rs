@@ -1,41 +1,41 @@
-//! What a volume looks like to a client: sizes of access, features, extents.
+//! The properties of a volume that a client sees: block sizes, features, extents.
 
-/// Sizes of access, in bytes; each a power of two except `maximum`.
+/// Block sizes, in bytes. Each is a power of two, except `maximum`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSizes {
-    /// Offsets and lengths must be multiples of this.
+    /// The unit of offsets and lengths: both must be multiples of it.
     pub minimum: u32,
-    /// Multiples of this are served best.
+    /// The unit with the best performance.
     pub preferred: u32,
-    /// The longest payload of one request.
+    /// The maximum payload of one request.
     pub maximum: u32,
 }
 
-/// What a volume can do beyond reading.
+/// What a volume supports beyond reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Features {
-    /// Refuses every request that modifies.
+    /// The volume refuses every request that modifies it.
     pub read_only: bool,
-    /// FLUSH means something.
+    /// A flush makes earlier writes durable; without it, flushes are not served.
     pub flush: bool,
-    /// Writes can be made durable one by one.
+    /// A single write can be made durable (force unit access).
     pub fua: bool,
-    /// TRIM may free space.
+    /// A trim may free space.
     pub trim: bool,
-    /// WRITE_ZEROES is served.
+    /// Write-zeroes requests are served.
     pub write_zeroes: bool,
-    /// `fast_zero` is understood.
+    /// The flag `fast_zero` is honoured.
     pub fast_zero: bool,
-    /// CACHE does something.
+    /// A cache request has an effect.
     pub cache: bool,
-    /// The contract holds across queues, so several connections may be used.
+    /// Flushes and forced writes cover all connections, so that a device may have several.
     pub multi_connection: bool,
-    /// The content outlives this process, so that a new worker may take over after a crash.
+    /// The content outlives this process, so that a new worker can serve the volume after a crash.
     pub outlives_worker: bool,
 }
 
 impl Features {
-    /// Everything there is.
+    /// A writable volume with every feature.
     pub const ALL: Self = Self {
         read_only: false,
         flush: true,
@@ -49,11 +49,12 @@ impl Features {
     };
 }
 
-/// A part of a volume.
+/// A part of a volume whose bytes are all data or all hole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// In bytes; never zero.
+    /// The length in bytes; never zero.
     pub length: u64,
-    /// Takes no room, and reads as zeroes. What is no hole may hold anything.
+    /// Whether the part is a hole: it is not allocated and reads as zeroes. Other parts may hold any
+    /// bytes, zeroes included.
     pub hole: bool,
 }

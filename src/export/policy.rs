@@ -36,7 +36,7 @@ impl ActivePolicy {
     /// Changes the policy; the connections must be woken to look at it.
     pub(super) fn set(&self, policy: Policy) {
         let patience_ns = |limit: Duration| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
-        let patience_ns = policy.outage.patience().map_or(u64::MAX, patience_ns);
+        let patience_ns = policy.outage.max_queue_time().map_or(u64::MAX, patience_ns);
         self.patience_ns.store(patience_ns, Ordering::Release);
         self.limiter.set(policy.limits);
     }

@@ -103,7 +103,7 @@ impl WorkerFailures {
     /// refused. Otherwise the failure counts.
     pub fn outwait(&mut self, policy: OnOutage) -> Option<u32> {
         let refusal = self.refusal.as_ref().filter(|_| std::mem::take(&mut self.fresh))?;
-        let patient = policy.patience().is_none_or(|limit| refusal.began.elapsed() < limit);
+        let patient = policy.max_queue_time().is_none_or(|limit| refusal.began.elapsed() < limit);
         patient.then_some(refusal.attempts)
     }
 

@@ -1,4 +1,4 @@
-//! What only an ioctl or `statx` tells about a file or a block device.
+//! Properties of files and block devices that need an ioctl or `statx`, and the freeze of a file system.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -8,7 +8,7 @@ use rustix::fs::{AtFlags, StatxFlags, statx};
 mod raw {
     use nix::{ioctl_read, ioctl_read_bad, ioctl_readwrite};
 
-    // linux/fs.h. BLKGETSIZE64's number was made with size_t; the value is a u64 everywhere.
+    // From linux/fs.h. The number of BLKGETSIZE64 is defined with size_t; the value is always a u64.
     ioctl_read!(blkgetsize64, 0x12, 114, usize);
     ioctl_read_bad!(blksszget, 0x1268, libc::c_int);
     ioctl_read_bad!(blkpbszget, 0x127b, libc::c_uint);
@@ -38,7 +38,7 @@ pub fn logical_block_size(device: impl AsFd) -> io::Result<u32> {
     u32::try_from(size).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
-/// The physical block size of a block device: the unit it serves best (BLKPBSZGET).
+/// The physical block size of a block device: the unit with the best performance (BLKPBSZGET).
 ///
 /// # Errors
 /// As [`device_size`].
@@ -49,41 +49,43 @@ pub fn physical_block_size(device: impl AsFd) -> io::Result<u32> {
     Ok(size)
 }
 
-/// Freezes the file system that `file` lies on (FIFREEZE): what is dirty is written, and whoever writes
-/// then waits for [`thaw`]. Waits for the device.
+/// Freezes the file system of `file` (FIFREEZE). The kernel writes dirty data to the device; later writes
+/// to the file system block until [`thaw`]. Blocks until the device has taken the data.
 ///
 /// # Errors
-/// `EBUSY` when it is frozen already, `EOPNOTSUPP` when it cannot be, `EPERM` without CAP_SYS_ADMIN.
+/// `EBUSY` when the file system is frozen already, `EOPNOTSUPP` when it does not support freezing,
+/// `EPERM` without CAP_SYS_ADMIN.
 pub fn freeze(file: impl AsFd) -> io::Result<()> {
     // SAFETY: the kernel does not use the argument (ioctl_fsfreeze).
     unsafe { raw::fifreeze(file.as_fd().as_raw_fd(), std::ptr::null_mut())? };
     Ok(())
 }
 
-/// Undoes [`freeze`] (FITHAW), whoever called it. Waits for the device.
+/// Thaws the file system of `file` (FITHAW), also when another process froze it. Blocks while
+/// the device does not answer.
 ///
 /// # Errors
-/// `EINVAL` when it is not frozen, `EPERM` without CAP_SYS_ADMIN.
+/// `EINVAL` when the file system is not frozen, `EPERM` without CAP_SYS_ADMIN.
 pub fn thaw(file: impl AsFd) -> io::Result<()> {
     // SAFETY: the kernel does not use the argument (ioctl_fsthaw).
     unsafe { raw::fithaw(file.as_fd().as_raw_fd(), std::ptr::null_mut())? };
     Ok(())
 }
 
-/// What direct I/O demands of an open file, in bytes.
+/// The alignment that direct I/O on a file requires, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DirectAlignment {
-    /// Of the memory.
+    /// The alignment of the memory.
     pub memory: u32,
-    /// Of offsets and lengths.
+    /// The alignment of offsets and lengths.
     pub offset: u32,
 }
 
-/// What direct I/O on `file` demands, as the file system says (STATX_DIOALIGN, Linux 6.1). `None`
-/// where it does not say; zeroes where direct I/O is not possible.
+/// The alignment that direct I/O on `file` requires, as its file system reports it (STATX_DIOALIGN,
+/// Linux 6.1). `None` when the file system does not report it; zeroes when it does not support direct I/O.
 ///
 /// # Errors
-/// What `statx` gives.
+/// Those of `statx`.
 pub fn direct_alignment(file: impl AsFd) -> io::Result<Option<DirectAlignment>> {
     let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
     let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::DIOALIGN);

@@ -1,7 +1,7 @@
 //! Page-aligned buffers that the kernel may read and write while a request is in flight.
 //!
-//! A buffer has one owner at any time: the code that fills it, the ring, or a backend. Directly
-//! before the payload there is room for a header, so that a reply leaves as one piece.
+//! A buffer has one owner at any time: the code that fills it, the ring, or a backend. The space
+//! directly before the payload holds a header, so that a reply is one contiguous piece.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::num::NonZeroUsize;
@@ -14,14 +14,14 @@ use stable_deref_trait::StableDeref;
 /// Alignment of every payload, in bytes: enough for direct I/O on any block device.
 pub const ALIGNMENT: usize = 4096;
 
-/// Room before the payload, in bytes. One alignment unit, so that the payload stays aligned.
+/// The space before the payload, in bytes. It is one alignment unit, so that the payload stays aligned.
 pub const HEADROOM: usize = ALIGNMENT;
 
-/// From this capacity on, a buffer has pages of its own, which go back to the system at once when
-/// it is freed. (An allocator would keep them for a while.)
+/// From this capacity on, a buffer has its own pages, which return to the system as soon as it is freed.
+/// (An allocator would retain them for some time.)
 const OWN_PAGES: usize = 128 << 10;
 
-/// A payload of fixed capacity with headroom. Freed when dropped.
+/// A payload of fixed capacity with space for a header before it.
 #[derive(Debug)]
 pub struct Buffer {
     base: NonNull<u8>,
@@ -30,7 +30,7 @@ pub struct Buffer {
     len: usize,
 }
 
-// SAFETY: the memory belongs to this value alone; nothing about it is tied to a thread.
+// SAFETY: this value alone owns the memory, and nothing about it is tied to a thread.
 unsafe impl Send for Buffer {}
 
 /// The payload.
@@ -42,19 +42,20 @@ impl Deref for Buffer {
     }
 }
 
-/// The payload, to be filled.
+/// The payload, mutable.
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.payload_mut()
     }
 }
 
-// SAFETY: the payload lies in an allocation that this value owns alone and that moving the value leaves
-// where it is; all of it is initialised.
+// SAFETY: the payload is part of an allocation that this value alone owns, and whose address does not
+// change when the value moves; all of it is initialised.
 unsafe impl StableDeref for Buffer {}
 
 impl Buffer {
-    /// A buffer whose payload is `len` bytes of zero. Aborts when memory is exhausted, as `Vec`.
+    /// Makes a buffer with a payload of `len` zero bytes. Aborts the process when memory is exhausted, like
+    /// `Vec`.
     pub fn zeroed(len: usize) -> Self {
         let capacity = len.next_multiple_of(ALIGNMENT).max(ALIGNMENT);
         let layout = Self::layout(capacity);
@@ -63,7 +64,7 @@ impl Buffer {
         Self { base, capacity, header_len: 0, len }
     }
 
-    /// The most that the payload can hold, in bytes; a multiple of [`ALIGNMENT`].
+    /// The maximum length of the payload, in bytes; a multiple of [`ALIGNMENT`].
     pub fn capacity(&self) -> usize {
         self.capacity
     }
@@ -78,7 +79,7 @@ impl Buffer {
         self.len == 0
     }
 
-    /// Makes the payload `len` bytes long; what it holds is whatever was there.
+    /// Sets the length of the payload. Added bytes hold what was stored there before, or zeroes.
     ///
     /// # Panics
     /// When `len` exceeds the capacity.
@@ -94,13 +95,13 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts(self.payload_ptr(), self.len) }
     }
 
-    /// The payload, to be filled.
+    /// The payload, mutable.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `payload`; `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.payload_ptr(), self.len) }
     }
 
-    /// Puts `header` directly before the payload; [`Buffer::wire`] then begins with it.
+    /// Stores `header` directly before the payload; [`Buffer::wire`] then begins with it.
     ///
     /// # Panics
     /// When the header is longer than [`HEADROOM`].
@@ -115,7 +116,7 @@ impl Buffer {
         room.copy_from_slice(header);
     }
 
-    /// Header and payload, as they leave.
+    /// The header and the payload, as they are sent.
     pub fn wire(&self) -> &[u8] {
         let start = HEADROOM - self.header_len;
         // SAFETY: header and payload are adjacent, initialised and inside the allocation.
@@ -124,12 +125,12 @@ impl Buffer {
         }
     }
 
-    /// Forgets the header; done when a buffer is used again.
+    /// Removes the header, before the buffer is used again.
     pub fn clear_header(&mut self) {
         self.header_len = 0;
     }
 
-    /// Where the payload begins; valid for `capacity` bytes as long as the buffer lives.
+    /// The address of the payload, valid for `capacity` bytes until the buffer is dropped.
     pub fn payload_ptr(&self) -> *mut u8 {
         // SAFETY: HEADROOM bytes precede the payload in the same allocation.
         unsafe { self.base.as_ptr().add(HEADROOM) }
@@ -137,7 +138,7 @@ impl Buffer {
 
     fn layout(capacity: usize) -> Layout {
         Layout::from_size_align(HEADROOM + capacity, ALIGNMENT)
-            .expect("payloads are bounded far below isize::MAX")
+            .expect("a payload is always far smaller than isize::MAX")
     }
 }
 
@@ -160,7 +161,7 @@ fn allocate(layout: Layout) -> Option<NonNull<u8>> {
     NonNull::new(unsafe { alloc_zeroed(layout) })
 }
 
-/// Fresh pages of their own, page-aligned and zero.
+/// Maps new pages, which are zero.
 fn map_pages(layout: Layout) -> Option<NonNull<u8>> {
     let size = NonZeroUsize::new(layout.size())?;
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_and_payload_leave_as_one_piece() {
+    fn header_and_payload_are_contiguous() {
         let mut buffer = Buffer::zeroed(5);
         buffer.payload_mut().copy_from_slice(b"world");
         buffer.set_header(b"hello ");
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn large_buffers_are_like_small_ones() {
+    fn buffers_with_their_own_pages_are_aligned_and_zero() {
         for len in [OWN_PAGES - ALIGNMENT, OWN_PAGES, OWN_PAGES + 1, 32 << 20] {
             let mut buffer = Buffer::zeroed(len);
             assert_eq!(buffer.payload_ptr() as usize % ALIGNMENT, 0);
@@ -198,7 +199,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "in a buffer of")]
-    fn a_payload_never_outgrows_its_capacity() {
+    fn a_length_beyond_the_capacity_panics() {
         Buffer::zeroed(10).set_len(ALIGNMENT + 1);
     }
 }

@@ -1,4 +1,4 @@
-//! Descriptors of foreign types, and facts about files that `std` cannot ask for.
+//! Descriptors of types of other crates, and properties of files that `std` does not offer.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -13,9 +13,9 @@ use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 /// A device number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceNumber {
-    /// The driver.
+    /// The major number, which stands for the driver.
     pub major: u32,
-    /// The device within it.
+    /// The minor number, which stands for the device of that driver.
     pub minor: u32,
 }
 
@@ -26,11 +26,11 @@ pub fn of_netlink(socket: &NlSocketHandle) -> BorrowedFd<'_> {
     unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) }
 }
 
-/// The number of the block device at `path`, symlinks followed; `None` for any other file. Asks no
-/// file server, so that a dead one elsewhere on the machine cannot hang the caller.
+/// The number of the block device at `path`, symlinks followed; `None` for any other file. Does not
+/// contact file servers (AT_STATX_DONT_SYNC), so that a dead one cannot block the caller.
 ///
 /// # Errors
-/// What `statx` gives.
+/// Those of `statx`.
 pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
     Ok(match backing_device(path)? {
         BackingDevice::Device(number) => Some(number),
@@ -38,20 +38,21 @@ pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
     })
 }
 
-/// What stands behind an open file or a path.
+/// The device that a file is, or the file system that it is stored on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BackingDevice {
-    /// It is this block device.
+    /// The file is this block device.
     Device(DeviceNumber),
-    /// It lies on a filesystem of this number: that of its block device, or with a major number of 0
-    /// one that means nothing elsewhere.
+    /// The file is stored on a file system with this device number. It is the number of the file system's
+    /// block device, or, with major number 0, an anonymous number that identifies no device.
     Filesystem(DeviceNumber),
 }
 
-/// What stands behind `path`, as [`block_device`] finds it.
+/// The device at `path`, or the file system that the file is stored on. Does not contact file servers, as
+/// [`block_device`].
 ///
 /// # Errors
-/// What `statx` gives.
+/// Those of `statx`.
 pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
     let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE)?;
     let is_block = FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice;
@@ -67,11 +68,11 @@ pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
     })
 }
 
-/// Takes ownership of a descriptor that the parent process left open for us, and keeps it from
-/// children. Works once in a process.
+/// Takes ownership of a descriptor that this process inherited from its parent, and makes it
+/// close-on-exec. Works once per process.
 ///
 /// # Errors
-/// EBADF when it is not open; EBUSY when one was taken before.
+/// `EBADF` when the descriptor is not open; `EBUSY` on a second call.
 pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     // SAFETY: the number is only borrowed for this call, and fcntl checks that it is open.
@@ -80,7 +81,7 @@ pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Err(Errno::EBUSY.into());
     }
-    // SAFETY: open, as just seen; a descriptor from the parent has no owner in this process, and
-    // TAKEN keeps it from getting a second one.
+    // SAFETY: fcntl has just found it open; a descriptor from the parent has no owner in this process,
+    // and TAKEN ensures that it gets only one.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }

@@ -1,4 +1,5 @@
-//! For tests of the confinement: what a process that was taken over would try by raw io_uring.
+//! Attempts to escape a worker's confinement, for its tests: what a compromised process could try with
+//! raw io_uring and ptrace.
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
 use std::ffi::CString;
@@ -7,14 +8,14 @@ use std::path::Path;
 
 use io_uring::{IoUring, opcode, squeue, types};
 
-/// Opens a file for reading; a descriptor or a negated errno.
+/// Opens a file for reading through io_uring. Returns a descriptor or a negated errno.
 pub fn open_by_ring(path: &Path) -> i32 {
     let path = CString::new(path.as_os_str().as_bytes()).unwrap();
     let entry = opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path.as_ptr()).build();
     run(&entry)
 }
 
-/// Connects to a TCP port of this machine; zero or a negated errno.
+/// Connects to a TCP port of this machine through io_uring. Returns zero or a negated errno.
 pub fn connect_by_ring(port: u16) -> i32 {
     let socket = run(&opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build());
     if socket < 0 {
@@ -32,13 +33,13 @@ pub fn connect_by_ring(port: u16) -> i32 {
 
 fn run(entry: &squeue::Entry) -> i32 {
     let mut ring = IoUring::new(2).unwrap();
-    // SAFETY: what the entry points to lives in the callers until this has waited for its end.
+    // SAFETY: the callers own what the entry points to, and this function waits for the completion.
     unsafe { ring.submission().push(entry).unwrap() };
     ring.submit_and_wait(1).unwrap();
     ring.completion().next().unwrap().result()
 }
 
-/// Attaches to another process as a debugger; zero or a negated errno.
+/// Attaches to another process as a debugger. Returns zero or a negated errno.
 pub fn trace(pid: libc::pid_t) -> i32 {
     let nothing = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: PTRACE_SEIZE uses no memory of ours.

@@ -1,8 +1,8 @@
 //! The only crate, besides those in `ffi/`, where `unsafe` is allowed: the ring, its buffers, shared memory,
 //! and the ioctls and prctls that no crate wraps.
 //!
-//! Comes in: safe Rust values, owned. Goes out: safe Rust values, owned. What may never happen
-//! here: policy. Nothing in `sys` knows of NBD, volumes or backends.
+//! The interface takes and returns safe Rust values that own their resources. The crate makes no policy
+//! decisions, and it is independent of NBD, volumes and backends.
 #![allow(unsafe_code)]
 
 pub mod block;

@@ -1,30 +1,32 @@
-//! Keeps the memory of a process from being swapped out.
+//! Locks the memory of a process, so that the kernel does not swap it out.
 
 use std::io;
 
 use nix::errno::Errno;
 use nix::sys::mman::{MlockAllFlags, mlockall, munlockall};
 
-/// Keeps what is mapped now in memory, page by page from its first use on; memory that is mapped
-/// later is not concerned, nor are stacks and the allocator's reserves.
+/// Locks the current mappings of this process; each page is locked from its first use on. Later mappings,
+/// stacks, and the address space that the allocator has reserved are not locked.
 ///
 /// # Errors
-/// EPERM or ENOMEM where RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
+/// `EPERM` or `ENOMEM` when RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
 pub fn lock_touched_memory() -> io::Result<()> {
     mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT))?;
     unlock_reserves().inspect_err(|_| {
-        // The caller learns of the first failure.
+        // The first error is returned, not that of the cleanup.
         let _ = munlockall();
     })
 }
 
-/// From this length on, in bytes, a mapping without a file is taken for a reserve of address space.
+/// From this length on, in bytes, a mapping without a file counts as reserved address space.
 const RESERVE_LEN: usize = 1 << 20;
 
-/// A locked stack grows only as far as RLIMIT_MEMLOCK allows (mm/mmap.c, acct_stack_growth), and all
-/// that is locked counts. Once CAP_IPC_LOCK is gone, growing ends in SIGSEGV. What the allocator has
-/// reserved, a GiB at a time, it could never give back once it was touched: MADV_DONTNEED fails on locked
-/// pages.
+/// Unlocks stacks and the allocator's reserved address space.
+///
+/// A locked stack grows only up to RLIMIT_MEMLOCK (mm/mmap.c, acct_stack_growth), and all locked memory
+/// counts towards that limit. Once CAP_IPC_LOCK is dropped, a growing stack would end in SIGSEGV. The
+/// allocator reserves address space one GiB at a time; it could never return touched pages of it to the
+/// system, because MADV_DONTNEED fails on locked pages.
 fn unlock_reserves() -> io::Result<()> {
     for line in std::fs::read_to_string("/proc/self/maps")?.lines() {
         let Some((start, end)) = reserve(line) else { continue };
@@ -35,7 +37,8 @@ fn unlock_reserves() -> io::Result<()> {
     Ok(())
 }
 
-/// The range of a line of /proc/self/maps (proc_pid_maps(5)), if it is a reserve.
+/// The address range of a line of /proc/self/maps (proc_pid_maps(5)), if it is a stack or reserved address
+/// space.
 fn reserve(line: &str) -> Option<(usize, usize)> {
     let mut fields = line.split_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
@@ -52,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reserves_are_told_from_what_the_process_needs() {
+    fn stacks_and_reserved_ranges_are_recognized() {
         let reserved = |line: &str| reserve(line).is_some();
         assert!(reserved("7ffc0000-7ffc1000 rw-p 00000000 00:00 0    [stack]"));
         assert!(reserved("7f0000000000-7f0040000000 rw-p 00000000 00:00 0 "));
@@ -66,9 +69,9 @@ mod tests {
     }
 
     #[test]
-    fn code_is_locked_and_the_stack_is_free_to_grow() {
+    fn code_is_locked_and_stacks_and_reserves_are_not() {
         if let Err(error) = lock_touched_memory() {
-            // Unprivileged.
+            // The test runs without the privilege.
             assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOMEM)), "{error}");
             return;
         }
@@ -82,7 +85,7 @@ mod tests {
         assert!(locked("libc.so"));
         assert!(!locked("[stack]"));
         let reserves: Vec<&str> = maps.lines().filter(|line| reserve(line).is_some()).collect();
-        assert!(reserves.len() > 1, "of this thread, too");
+        assert!(reserves.len() > 1, "the stack of this thread counts as well");
         assert!(!reserves.iter().any(|line| locked(line)));
     }
 }

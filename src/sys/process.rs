@@ -1,4 +1,4 @@
-//! Processes by descriptor: a pidfd cannot come to mean another process, a number can.
+//! Processes by descriptor: a pidfd always names the same process, while the kernel reuses pids.
 //!
 //! Invariants: a [`PidFd`] always names the one process that it was opened for; a child is started
 //! with exactly the descriptors 0–2 and its channel.
@@ -18,21 +18,21 @@ use rustix::process::{
 pub struct PidFd(OwnedFd);
 
 impl PidFd {
-    /// Opens the process that has this number now.
+    /// Opens the process that has the number `pid` now.
     ///
     /// # Errors
-    /// `ESRCH` when no process has it.
+    /// `ESRCH` when no process has that number.
     pub fn open(pid: u32) -> io::Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
-        // Close-on-exec, as every pidfd (pidfd_open(2)).
+        // Every pidfd is close-on-exec (pidfd_open(2)).
         Ok(Self(pidfd_open(pid, PidfdFlags::empty())?))
     }
 
-    /// Ends the process with SIGKILL. A process that has ended already is success.
+    /// Kills the process with SIGKILL. Succeeds when the process has ended already.
     ///
     /// # Errors
-    /// `EPERM` when this process may not end it.
+    /// `EPERM` when this process may not signal it.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.0, rustix::process::Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -64,7 +64,7 @@ impl AsFd for PidFd {
 /// (proc_pid_stat(5)). Together with the pid it names one process of one boot.
 ///
 /// # Errors
-/// `NotFound` when no process has that number; what /proc gives otherwise.
+/// `NotFound` when no process has that number; otherwise the error of the read from /proc.
 pub fn started_ticks(pid: u32) -> io::Result<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
     parse_started_ticks(&stat).ok_or_else(|| io::Error::other("cannot read /proc/pid/stat"))
@@ -78,27 +78,27 @@ fn parse_started_ticks(stat: &[u8]) -> Option<u64> {
     fields.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// The pid namespace of this process.
+/// The inode number of this process's pid namespace.
 ///
 /// # Errors
-/// When /proc is not there.
+/// When /proc is not mounted.
 pub fn pid_namespace() -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt;
     Ok(std::fs::metadata("/proc/self/ns/pid")?.ino())
 }
 
-/// Whether no process, and no zombie, has this number in our pid namespace. What may not be told is no.
+/// Whether no process, zombies included, has this number in our pid namespace. Returns false when that is
+/// not known.
 pub fn is_gone(pid: u32) -> bool {
     let Ok(pid) = libc::pid_t::try_from(pid) else { return true };
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None) == Err(nix::Error::ESRCH)
 }
 
-/// Ends the process, and runs nothing of what is registered for that moment: the destructors of C++
-/// libraries take from under their own threads what those still use, where one was left alone because a
-/// cluster does not answer, and the process would end by SIGABRT. What is printed is flushed each time
-/// (`cli/output.rs`).
+/// Ends the process without running exit handlers. A thread of a C++ library that still waits for an
+/// unresponsive cluster would use objects that the library's destructors free, and the process would end
+/// by SIGABRT. Buffered output is lost, so callers flush it first (`cli/output.rs`).
 pub fn exit_now(code: u8) -> ! {
-    // SAFETY: it takes an integer and does not return.
+    // SAFETY: `_exit` takes an integer and does not return.
     unsafe { libc::_exit(code.into()) }
 }
 
@@ -112,17 +112,17 @@ pub fn set_io_flusher() -> io::Result<()> {
     Ok(configure_io_flusher_behavior(true)?)
 }
 
-/// Makes a signal do nothing, here and in children.
+/// Ignores a signal in this process and in its children.
 ///
 /// # Errors
-/// EINVAL for signals that cannot be ignored.
+/// `EINVAL` for signals that cannot be ignored.
 pub fn ignore_signal(which: Signal) -> io::Result<()> {
     // SAFETY: SIG_IGN installs no handler, so no code of ours runs in signal context.
     unsafe { signal(which, SigHandler::SigIgn) }.map(drop).map_err(io::Error::from)
 }
 
-/// Starts `command` in a session of its own, with `channel` as the descriptor `number` and none
-/// other above it.
+/// Starts `command` in a new session. The child inherits `channel` as the descriptor `number`, and no
+/// descriptor above it.
 ///
 /// # Errors
 /// When the process cannot be started.
@@ -142,10 +142,11 @@ pub fn spawn_with_channel(
         } else if unsafe { libc::dup2(source, number) } < 0 {
             return Err(io::Error::last_os_error());
         }
-        // Async-signal-safe. Fails only for a group leader, which a process fresh from fork is not.
+        // Async-signal-safe. It fails only for a group leader, which a new child is not.
         nix::unistd::setsid()?;
-        // Everything above must not leak into the worker, whoever forgot O_CLOEXEC. Marked rather
-        // than closed: the standard library's own pipe must live until exec.
+        // No descriptor above may leak into the worker, not even one without O_CLOEXEC. They are marked
+        // close-on-exec rather than closed, because the standard library's own pipe must stay open until
+        // exec.
         // SAFETY: close_range takes integers. ENOSYS before Linux 5.9 is harmless.
         unsafe {
             libc::syscall(
@@ -158,7 +159,7 @@ pub fn spawn_with_channel(
         Ok(())
     };
     // SAFETY: `prepare` makes only async-signal-safe system calls, allocates nothing and takes no
-    // lock, so that it may run between fork and exec of a process with threads.
+    // lock, so it may run between fork and exec of a process with threads.
     unsafe { command.pre_exec(prepare) };
     command.spawn()
 }
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_process_shows_on_its_descriptor() {
+    fn the_pidfd_of_a_killed_process_is_readable() {
         let (_ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut command = Command::new("/bin/sleep");
         command.arg("60");
@@ -198,20 +199,20 @@ mod tests {
     }
 
     #[test]
-    fn the_child_sees_its_channel_as_the_number_and_nothing_above() {
+    fn a_child_inherits_its_channel_and_no_descriptor_above() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let theirs: OwnedFd = theirs.into();
         let mut command = Command::new("/bin/sh");
-        // No pipe: its ends would be the shell's as well for a moment.
+        // A pipe in the script would briefly add descriptors to the shell, so the list is a `for` loop.
         let numbers: Vec<_> = (0..256).map(|number: u32| number.to_string()).collect();
-        let look = "[ -e /proc/$$/fd/$n ] && printf \"$n \" >&3";
-        command.args(["-c", &format!("for n in {}; do {look}; done", numbers.join(" "))]);
+        let test = "[ -e /proc/$$/fd/$n ] && printf \"$n \" >&3";
+        command.args(["-c", &format!("for n in {}; do {test}; done", numbers.join(" "))]);
         let mut child = spawn_with_channel(&mut command, &theirs, 3).unwrap();
         drop(theirs);
         child.wait().unwrap();
         let mut seen = String::new();
         io::Read::read_to_string(&mut { ours }, &mut seen).unwrap();
-        // dash keeps its script, if any, from 10 on; with -c there is none.
+        // dash opens a script file as descriptor 10; with -c there is no such file.
         assert_eq!(seen.trim(), "0 1 2 3");
     }
 }

@@ -1,29 +1,33 @@
-//! Pieces of a stream that leave in one send: short ones copied in, long ones by their buffer.
+//! A list of pieces of a stream that one operation sends: short pieces are copied into the list, long ones
+//! stay in their buffers.
 
 use std::ptr::null_mut;
 
 use super::buffer::Buffer;
 
-/// The longest short piece, in bytes, and the room that each piece reserves for one.
+/// The maximum length of a short piece, in bytes. The list reserves this space for each piece.
 pub const SMALL: usize = 32;
 
-/// A list of pieces, built once, filled and emptied again without allocating.
+/// A list of pieces. Filling and emptying it does not allocate memory.
 #[derive(Debug)]
 pub struct SendList {
     small: Vec<u8>,
     buffers: Vec<Buffer>,
     vectors: Vec<libc::iovec>,
-    /// Vectors that have left whole.
+    /// The number of vectors that have been sent completely.
     first: usize,
     unsent: usize,
     message: libc::msghdr,
 }
 
-// SAFETY: the pointers in `vectors` and `message` lead into heap memory that this value owns.
+// SAFETY: the pointers in `vectors` and `message` point to heap memory that this value owns.
 unsafe impl Send for SendList {}
 
 impl SendList {
-    /// Room for `pieces`, at most 1024 (IOV_MAX).
+    /// Makes a list for up to `pieces` pieces, at most 1024 (IOV_MAX).
+    ///
+    /// # Panics
+    /// When `pieces` is 0 or above 1024.
     pub fn new(pieces: usize) -> Self {
         assert!((1..=1024).contains(&pieces), "{pieces} pieces");
         Self {
@@ -37,7 +41,7 @@ impl SendList {
         }
     }
 
-    /// Whether no piece was put in since it was emptied.
+    /// Whether the list contains no piece.
     pub fn is_empty(&self) -> bool {
         self.vectors.is_empty()
     }
@@ -48,7 +52,7 @@ impl SendList {
             && self.small.capacity() - self.small.len() >= SMALL
     }
 
-    /// Bytes that have not left yet.
+    /// The number of bytes that have not been sent yet.
     pub fn unsent(&self) -> usize {
         self.unsent
     }
@@ -56,15 +60,15 @@ impl SendList {
     /// Adds a copy of `bytes`.
     ///
     /// # Panics
-    /// Without room ([`SendList::has_room`]), or for more than [`SMALL`] bytes.
+    /// When there is no room ([`SendList::has_room`]), or for more than [`SMALL`] bytes.
     pub fn push_small(&mut self, bytes: &[u8]) {
         assert!(self.has_room() && bytes.len() <= SMALL);
         let at = self.small.len();
-        // Within the capacity, as just checked: the bytes never move.
+        // The capacity suffices, as just checked, so the bytes never move.
         self.small.extend_from_slice(bytes);
         let start = self.small[at..].as_ptr().cast_mut();
         self.unsent += bytes.len();
-        // A short piece right after a short piece goes on where that one ended.
+        // A short piece directly after another extends its vector.
         if let Some(last) = self.vectors.last_mut()
             && last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == start
         {
@@ -77,7 +81,7 @@ impl SendList {
     /// Adds a buffer's header and payload.
     ///
     /// # Panics
-    /// Without room ([`SendList::has_room`]).
+    /// When there is no room ([`SendList::has_room`]).
     pub fn push_buffer(&mut self, buffer: Buffer) {
         assert!(self.has_room());
         let wire = buffer.wire();
@@ -87,9 +91,12 @@ impl SendList {
         self.buffers.push(buffer);
     }
 
-    /// Notes that the next `bytes` have left.
+    /// Records that the next `bytes` bytes have been sent.
+    ///
+    /// # Panics
+    /// When fewer bytes are unsent.
     pub fn advance(&mut self, mut bytes: usize) {
-        assert!(bytes <= self.unsent, "{bytes} of {} left", self.unsent);
+        assert!(bytes <= self.unsent, "{bytes} bytes of {} unsent", self.unsent);
         self.unsent -= bytes;
         while bytes > 0 {
             let vector = &mut self.vectors[self.first];
@@ -103,7 +110,7 @@ impl SendList {
         }
     }
 
-    /// Empties the list and gives its buffers back.
+    /// Empties the list and returns its buffers.
     pub fn take_buffers(&mut self) -> impl Iterator<Item = Buffer> + '_ {
         self.small.clear();
         self.vectors.clear();
@@ -111,7 +118,7 @@ impl SendList {
         self.buffers.drain(..)
     }
 
-    /// What is left, for the ring, which owns the list while the kernel looks at it.
+    /// The unsent pieces as a message for the kernel. The ring owns the list while the kernel reads it.
     pub(super) fn message(&mut self) -> *const libc::msghdr {
         let left = &mut self.vectors[self.first..];
         self.message.msg_iov = if left.is_empty() { null_mut() } else { left.as_mut_ptr() };
@@ -125,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_pieces_merge_and_room_is_counted() {
+    fn short_pieces_share_a_vector_and_the_list_fills_up() {
         let mut list = SendList::new(3);
         list.push_small(b"ab");
         list.push_small(b"cd");
@@ -144,7 +151,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "has_room")]
-    fn a_full_list_takes_no_more() {
+    fn a_push_to_a_full_list_panics() {
         let mut list = SendList::new(1);
         list.push_buffer(Buffer::zeroed(1));
         list.push_buffer(Buffer::zeroed(1));

@@ -1,7 +1,7 @@
-//! Packets with descriptors beside them, over SOCK_SEQPACKET sockets (unix(7), SCM_RIGHTS).
+//! Packets with file descriptors, over SOCK_SEQPACKET sockets (unix(7), SCM_RIGHTS).
 //!
-//! Invariant: every descriptor that the kernel delivers becomes an owned one at once, so none leaks,
-//! whatever else is wrong with the packet.
+//! Invariant: every descriptor that the kernel delivers has an owner at once, so that none leaks, not even
+//! from an invalid packet.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,18 +13,19 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// The most descriptors that one packet may carry: those of every connection that a worker can have, or
-/// of every piece of a volume in memory, and a few more.
+/// The maximum number of descriptors in a packet: enough for all connections of a worker, or for all parts
+/// of a volume in memory, and a few more.
 pub const MAX_DESCRIPTORS: usize = 128;
 
-/// SCM_MAX_FD of the kernel: what a packet can carry at all. With room for all of them nothing is
-/// cut off, so that every descriptor that arrives is known and can be closed.
+/// The kernel's own limit of descriptors in a packet (SCM_MAX_FD). With space for all of them, no list of
+/// descriptors is truncated, and each one that arrives can be closed.
 const ROOM: usize = 253;
 
 /// Sends one packet. Does not raise SIGPIPE.
 ///
 /// # Errors
-/// `WouldBlock` on a non-blocking socket whose peer is slow; EPIPE when the peer is gone.
+/// `WouldBlock` on a non-blocking socket whose peer is slow; `EPIPE` when the peer has closed its socket;
+/// `InvalidInput` for more than [`MAX_DESCRIPTORS`] descriptors.
 pub fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -39,15 +40,15 @@ pub fn send(
         return Err(io::ErrorKind::InvalidInput.into());
     }
     let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
-    if sent == bytes.len() { Ok(()) } else { Err(io::Error::other("a packet was sent in part")) }
+    if sent == bytes.len() { Ok(()) } else { Err(io::Error::other("a packet was sent partially")) }
 }
 
-/// Receives one packet into `buffer`: its length and its descriptors, close-on-exec. A length of 0
-/// is the end.
+/// Receives one packet into `buffer`. Returns its length and its descriptors, which are close-on-exec. A
+/// length of 0 means that the peer has closed its socket.
 ///
 /// # Errors
-/// `WouldBlock` on a non-blocking socket; `InvalidData` for a packet or a set of descriptors that
-/// does not fit.
+/// `WouldBlock` on a non-blocking socket; `InvalidData` for a packet that is longer than
+/// `buffer`, or for more than [`MAX_DESCRIPTORS`] descriptors.
 pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(ROOM))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_keep_their_bounds_and_descriptors() {
+    fn packets_arrive_one_by_one_with_their_descriptors() {
         let (a, b) = pair();
         let (read_end, write_end) = nix::unistd::pipe().unwrap();
         send(a.as_fd(), b"one", &[write_end.as_fd()]).unwrap();
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn a_packet_longer_than_the_buffer_is_refused() {
         let (a, b) = pair();
         send(a.as_fd(), &[7; 32], &[]).unwrap();
         let error = receive(b.as_fd(), &mut [0; 16]).unwrap_err();
@@ -127,7 +128,7 @@ mod tests {
         drop(write_end);
         let error = receive(b.as_fd(), &mut [0; 16]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
-        // The end of the pipe shows that no writing end is left.
+        // The end of file shows that all write ends are closed.
         assert_eq!(nix::unistd::read(&read_end, &mut [0; 1]).unwrap(), 0);
     }
 }

@@ -1,8 +1,8 @@
-//! Memory shared between connection threads, or between processes, as files in memory.
+//! Memory that connection threads or processes share, in memory files (memfd_create(2)).
 //!
-//! Others may write at any time, another process too, so no reference to plain bytes is ever made:
-//! small values are atomics, and bytes are copied in and out by foreign code. The size is sealed,
-//! so that no one can shrink the file and turn an access into SIGBUS.
+//! Another thread or process may write to it at any time, so this module never makes a reference to plain
+//! bytes: small values are atomics, and `memcpy` of the C library copies bytes in and out. The size is
+//! sealed: if a process could shrink the file, an access beyond its end would raise SIGBUS.
 
 use std::hint::black_box;
 use std::io;
@@ -17,7 +17,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 
-/// The mapping of a whole memory file, readable and writable, at a fixed size.
+/// The mapping of a whole memory file of fixed size, readable and writable.
 #[derive(Debug)]
 pub struct SharedMemory {
     file: OwnedFd,
@@ -32,11 +32,11 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// Makes `len` bytes of zero. They take memory only once they are touched. `name` is for
-    /// `/proc/*/maps` alone.
+    /// Makes a memory file of `len` zero bytes and maps it. A page takes memory from its first use on.
+    /// `name` appears only in `/proc/*/maps`.
     ///
     /// # Errors
-    /// `EINVAL` for a length of zero or beyond the address space; what the kernel gives otherwise.
+    /// `EINVAL` for a length of zero or beyond the address space; otherwise the errors of the kernel.
     pub fn create(name: &str, len: u64) -> io::Result<Self> {
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let file = memfd_create(name, flags)?;
@@ -46,13 +46,13 @@ impl SharedMemory {
         Self::map(file, len)
     }
 
-    /// Maps a memory file that came from elsewhere. It must be exactly `len` bytes long and sealed
-    /// against shrinking.
+    /// Maps a memory file from another process. It must be exactly `len` bytes long and sealed against
+    /// shrinking.
     ///
     /// # Errors
-    /// `EINVAL` when it is not; what the kernel gives otherwise.
+    /// `EINVAL` when it is not; otherwise the errors of the kernel.
     pub fn from_fd(file: OwnedFd, len: u64) -> io::Result<Self> {
-        // Fails with EINVAL for anything but a memory file.
+        // Fails with EINVAL when it is not a memory file.
         let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);
         if !seals.contains(SealFlag::F_SEAL_SHRINK) {
             return Err(invalid());
@@ -63,8 +63,7 @@ impl SharedMemory {
         Self::map(file, len)
     }
 
-    /// Maps a memory file that came from elsewhere, whatever its length. It must be sealed against
-    /// shrinking.
+    /// Maps a memory file of any length from another process. It must be sealed against shrinking.
     ///
     /// # Errors
     /// As [`SharedMemory::from_fd`].
@@ -83,19 +82,20 @@ impl SharedMemory {
         self.len == 0
     }
 
-    /// The memory file, to be handed on.
+    /// The memory file, to be sent to another process.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// The whole as 64-bit words; a remainder below 8 bytes is left out.
+    /// The memory as 64-bit words, without a remainder of less than 8 bytes.
     pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping is page-aligned, `len` bytes long, initialised by the kernel, and
         // lives as long as `self`; concurrent access through other atomics is allowed.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast(), self.len / 8) }
     }
 
-    /// Copies `target.len()` bytes out. Bytes that others write meanwhile may come out torn.
+    /// Copies `target.len()` bytes at `offset` to `target`. Where another writer is active, the result may
+    /// mix old and new bytes.
     ///
     /// # Panics
     /// When the range is not inside the memory.
@@ -106,7 +106,7 @@ impl SharedMemory {
         unsafe { foreign_copy(target.as_mut_ptr(), source, target.len()) };
     }
 
-    /// Copies `source` in.
+    /// Copies `source` to the memory at `offset`.
     ///
     /// # Panics
     /// When the range is not inside the memory.
@@ -116,7 +116,7 @@ impl SharedMemory {
         unsafe { foreign_copy(target, source.as_ptr(), source.len()) };
     }
 
-    /// Fills a range with zeroes; it stays allocated.
+    /// Fills a range with zeroes. Its pages stay allocated.
     ///
     /// # Panics
     /// When the range is not inside the memory.
@@ -124,15 +124,15 @@ impl SharedMemory {
         let target = self.range(offset, len);
         type Fill = unsafe extern "C" fn(*mut libc::c_void, i32, usize) -> *mut libc::c_void;
         let fill: Fill = black_box(libc::memset);
-        let len = usize::try_from(len).expect("it is inside the mapping");
+        let len = usize::try_from(len).expect("the range is inside the mapping");
         // SAFETY: `range` has checked the bytes; see `foreign_copy` for concurrent writers.
         unsafe { fill(target.cast(), 0, len) };
     }
 
-    /// Makes a range read as zero and gives its whole pages back.
+    /// Makes a range read as zeroes, and returns its whole pages to the system.
     ///
     /// # Errors
-    /// What `fallocate` gives; the range's content is then undefined between old and zero.
+    /// Those of `fallocate`; each byte of the range is then either unchanged or zero.
     ///
     /// # Panics
     /// When the range is not inside the memory.
@@ -142,7 +142,7 @@ impl SharedMemory {
             return Ok(());
         }
         let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        // Both fit: they are inside a mapping.
+        // Both values fit, because they lie inside a mapping.
         fallocate(&self.file, mode, offset.cast_signed(), len.cast_signed())?;
         Ok(())
     }
@@ -157,15 +157,15 @@ impl SharedMemory {
         Ok(Self { file, base, len })
     }
 
-    /// Checks that `offset..offset + len` is inside, and gives its start.
+    /// Checks that `offset..offset + len` is inside the memory, and returns the address of its start.
     fn range(&self, offset: u64, len: u64) -> *mut u8 {
         let end = offset.checked_add(len);
         assert!(
             end.is_some_and(|end| end <= self.len as u64),
-            "{len} bytes at {offset} in a memory of {}",
+            "{len} bytes at {offset} in a memory of {} bytes",
             self.len
         );
-        let offset = usize::try_from(offset).expect("it is inside the mapping");
+        let offset = usize::try_from(offset).expect("the range is inside the mapping");
         // SAFETY: offset <= len of the mapping, just checked, so the result is inside it or one
         // past its end.
         unsafe { self.base.as_ptr().add(offset) }
@@ -180,9 +180,9 @@ impl Drop for SharedMemory {
     }
 }
 
-/// `memcpy` through a pointer that the compiler cannot see through. What happens inside foreign
-/// code follows the machine's rules, under which a copy that races with another writer yields some
-/// mix of old and new bytes and nothing worse; a copy in Rust would be undefined behaviour.
+/// Calls `memcpy` through a pointer that is opaque to the compiler. In foreign code the rules of the
+/// machine apply: a copy that races with another writer yields a mix of old and new bytes, nothing worse.
+/// The same copy in Rust would be undefined behaviour.
 ///
 /// # Safety
 /// `len` bytes must be valid behind both pointers, and the ranges must not overlap.
@@ -190,7 +190,7 @@ unsafe fn foreign_copy(target: *mut u8, source: *const u8, len: usize) {
     type Copy =
         unsafe extern "C" fn(*mut libc::c_void, *const libc::c_void, usize) -> *mut libc::c_void;
     let copy: Copy = black_box(libc::memcpy);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees what `memcpy` requires.
     unsafe { copy(target.cast(), source.cast(), len) };
 }
 
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroed_and_punched_ranges_read_as_zero_and_nothing_else_does() {
+    fn only_zeroed_and_punched_ranges_read_as_zeroes() {
         let memory = SharedMemory::create("cleat-test", 3 * 4096).unwrap();
         memory.write_at(0, &[1; 3 * 4096]);
         memory.fill_zero(10, 20);
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "in a memory of")]
-    fn a_range_beyond_the_end_is_a_defect() {
+    fn an_access_beyond_the_end_panics() {
         SharedMemory::create("cleat-test", 4096).unwrap().write_at(u64::MAX - 2, b"12345");
     }
 }

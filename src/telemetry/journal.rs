@@ -1,7 +1,7 @@
-//! journald's own protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL): an event is one datagram of fields.
+//! Log output in journald's native protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL): each event is one
+//! datagram of fields.
 //!
-//! It is sent without waiting: a journald that is stopped or overwhelmed costs lines, which are
-//! counted, and never time.
+//! A send never blocks. While journald is stopped or overloaded, events are dropped and counted.
 
 use std::fmt::{self, Write as _};
 use std::io;
@@ -11,20 +11,20 @@ use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer};
 
-/// Where journald listens.
+/// The socket on which journald listens.
 const SOCKET: &str = "/run/systemd/journal/socket";
 
 /// Sends events to journald.
 pub(super) struct Journal(UnixDatagram);
 
 impl Journal {
-    /// Finds journald.
+    /// Opens a socket, and checks that journald listens.
     ///
     /// # Errors
-    /// When nobody listens.
+    /// When journald does not listen on its socket.
     pub(super) fn new() -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
-        // journald ignores what is empty.
+        // journald ignores an empty datagram.
         socket.send_to(&[], SOCKET)?;
         socket.set_nonblocking(true)?;
         Ok(Self(socket))
@@ -53,7 +53,7 @@ fn entry(event: &Event<'_>) -> Vec<u8> {
     fields.0
 }
 
-/// Of syslog: 3 is an error, 7 is for debugging.
+/// The priority of syslog(3): 3 is an error, 7 is for debugging.
 fn priority(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,
@@ -64,13 +64,14 @@ fn priority(level: Level) -> u8 {
     }
 }
 
-/// Fields, each as its name, the length of its value and the value, which may hold anything.
+/// Encoded fields. Each consists of its name, the length of its value, and the value, which may hold any
+/// bytes.
 struct Fields(Vec<u8>);
 
 impl Fields {
     fn put(&mut self, name: &str, value: impl fmt::Display) {
         let mut text = String::new();
-        // Writing to a string cannot fail; what a value says of itself may be cut short.
+        // A write to a string cannot fail. A `Display` that fails leaves the text incomplete.
         let _ = write!(text, "{value}");
         self.0.extend_from_slice(name.as_bytes());
         self.0.push(b'\n');
@@ -90,8 +91,8 @@ impl Visit for Fields {
     }
 }
 
-/// A name that journald accepts: upper-case letters, digits and underscores, the first a letter (an
-/// underscore is its own).
+/// Converts a name to one that journald accepts: upper-case letters, digits and underscores, beginning
+/// with a letter. (Names that begin with an underscore are reserved for journald.)
 fn journal_name(name: &str) -> String {
     let word =
         name.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_uppercase() } else { '_' });
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_become_those_of_journald() {
+    fn field_names_are_converted_to_journald_names() {
         for (name, expected) in [
             ("message", "MESSAGE"),
             ("mapping_id", "MAPPING_ID"),
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_of_several_lines_stays_one_value() {
+    fn a_value_with_newlines_is_encoded_as_one_field() {
         let mut fields = Fields(Vec::new());
         fields.put("MESSAGE", "a\nPRIORITY=0");
         fields.put("CODE_LINE", 7);

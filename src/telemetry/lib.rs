@@ -21,24 +21,24 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// The form of logs.
+/// The format of log output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// `Journald` when stderr is connected to it, else `Human`.
+    /// `Journald` when stderr is connected to journald, otherwise `Human`.
     Auto,
-    /// Lines on stderr; in colour at a terminal.
+    /// Plain lines on stderr, in colour at a terminal.
     Human,
     /// One JSON object per line on stderr.
     Json,
-    /// journald's own protocol, with fields.
+    /// journald's native protocol, with fields.
     Journald,
 }
 
-/// Lines that this process could not get rid of.
+/// The number of log lines that this process dropped.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// How many lines of this process's log were lost, because they were not taken in time.
+/// The number of log lines that this process dropped because the receiver did not take them at once.
 pub fn dropped_lines() -> u64 {
     DROPPED.load(Ordering::Relaxed)
 }
@@ -47,34 +47,35 @@ fn drop_line() {
     DROPPED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// What is logged, and how.
+/// The choice of what is logged, and in which format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Log {
-    /// The form.
+    /// The format.
     pub format: Format,
-    /// A level, or directives of tracing's filter.
+    /// A level such as `info`, or directives of the filter of `tracing-subscriber`.
     pub filter: String,
 }
 
 impl Log {
-    /// Whether `filter` can be understood.
+    /// Checks that `filter` is valid.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why it is not, for the user.
     pub fn check_filter(filter: &str) -> Result<(), String> {
         if filter.trim().is_empty() {
             return Err("it is empty".to_owned());
         }
-        // A word alone would be taken for a target: a slip of the pen would silence everything else.
+        // The filter takes a single word for a target: a typing error would silence everything else.
         let is_target =
             |word: &&str| !word.contains(['=', '[']) && word.parse::<LevelFilter>().is_err();
         if let Some(word) = filter.split(',').map(str::trim).find(is_target) {
-            return Err(format!("{word:?} is none of error, warn, info, debug, trace and off"));
+            return Err(format!("{word:?} is not one of error, warn, info, debug, trace and off"));
         }
         EnvFilter::builder().parse(filter).map(|_| ()).map_err(|error| error.to_string())
     }
 
-    /// The same choice, with `Auto` decided: for a worker, which inherits stderr.
+    /// The same choice with `Auto` replaced by the actual format. The supervisor passes it to workers,
+    /// which inherit its stderr.
     #[must_use]
     pub fn decided(&self) -> Self {
         let format = match self.format {
@@ -85,14 +86,13 @@ impl Log {
         Self { format, filter: self.filter.clone() }
     }
 
-    /// Sends this process's events there from now on. To be called once, early.
+    /// Starts the log output of this process. It must be called once, before the first event.
     ///
     /// # Errors
-    /// `InvalidArgument` for a filter that cannot be understood; `Internal` when called twice.
+    /// `InvalidArgument` for an invalid filter; `Internal` when it is called a second time.
     pub fn init(&self) -> Result<()> {
         let filter = EnvFilter::builder().parse(&self.filter).map_err(|error| {
-            Error::new(ErrorKind::InvalidArgument, "the log filter cannot be understood")
-                .with_source(error)
+            Error::new(ErrorKind::InvalidArgument, "invalid log filter").with_source(error)
         })?;
         let registry = tracing_subscriber::registry().with(filter);
         let stderr = tracing_subscriber::fmt::layer().with_writer(|| stderr::Stderr);
@@ -100,7 +100,8 @@ impl Log {
             Format::Json => registry.with(stderr.json().flatten_event(true)).try_init(),
             Format::Journald => match journal::Journal::new() {
                 Ok(journal) => registry.with(journal).try_init(),
-                // Started by hand with JOURNAL_STREAM left over, or in a container without journald.
+                // There is no journald, as in a container, or JOURNAL_STREAM is left over from another
+                // process.
                 Err(_) => registry.with(stderr.with_ansi(false)).try_init(),
             },
             Format::Human | Format::Auto => {
@@ -115,7 +116,7 @@ impl Log {
     }
 }
 
-/// As a worker is told.
+/// Writes the text form `<format>:<filter>`, which the supervisor passes to a worker.
 impl fmt::Display for Log {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let format = match self.format {
@@ -148,7 +149,7 @@ impl FromStr for Format {
             "json" => Ok(Self::Json),
             "journald" => Ok(Self::Journald),
             other => {
-                let message = format!("{other:?} is no form of logs");
+                let message = format!("{other:?} is no log format");
                 Err(Error::new(ErrorKind::InvalidArgument, message)
                     .with_repair("use auto, human, json or journald"))
             }
@@ -156,8 +157,8 @@ impl FromStr for Format {
     }
 }
 
-/// Whether stderr is what systemd connected to the journal: systemd.exec(5), $JOURNAL_STREAM. The
-/// variable alone proves nothing, as shells started by a service inherit it.
+/// Whether stderr is the stream that systemd connected to the journal (systemd.exec(5),
+/// $JOURNAL_STREAM). The variable alone is no proof, because shells that a service starts inherit it.
 fn stderr_is_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let Ok(stderr) = std::fs::metadata("/proc/self/fd/2") else { return false };
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_choice_survives_its_way_to_a_worker() {
+    fn a_log_choice_is_the_same_after_printing_and_parsing() {
         for format in [Format::Auto, Format::Human, Format::Json, Format::Journald] {
             let log = Log { format, filter: "info,cleat_node=debug".into() };
             assert_eq!(log.to_string().parse::<Log>().unwrap(), log);
@@ -178,13 +179,13 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_decided_before_a_worker_hears_of_it() {
+    fn decided_replaces_the_format_auto() {
         let log = Log { format: Format::Auto, filter: "info".into() };
         assert_ne!(log.decided().format, Format::Auto);
     }
 
     #[test]
-    fn filters_are_checked() {
+    fn invalid_filters_are_refused() {
         Log::check_filter("info").unwrap();
         Log::check_filter("warn,cleat=trace").unwrap();
         assert!(Log::check_filter("").is_err());

@@ -1,5 +1,5 @@
-//! stderr for logs, without waiting for who reads it: a pipe that nobody empties costs lines, which
-//! are counted, and never time.
+//! Log output on stderr that does not wait for the reader. While a pipe is full, lines are dropped and
+//! counted.
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -7,15 +7,16 @@ use std::os::fd::AsFd;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-/// What a pipe takes without waiting once it says that it can be written to (pipe(7), PIPE_BUF).
+/// The number of bytes that a pipe takes without blocking after poll(2) has reported it writable
+/// (pipe(7), PIPE_BUF).
 const PIECE: usize = 4096;
 
-/// The process's stderr, shared with other processes: so it cannot be made non-blocking, but is
-/// asked first. Where several write in the same moment the last may have to wait all the same, for
-/// as long as the reader takes for a piece.
+/// The process's stderr. Other processes share it, so it must not be made non-blocking; each write polls
+/// it first. If several processes write at the same moment, the last one may still block until the reader
+/// has taken one piece.
 pub(super) struct Stderr;
 
-/// A line, all of it or its first pieces.
+/// Each call writes one line: all of it, or its first pieces when the reader is slow. It never fails.
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         write_to(&io::stderr(), line);
@@ -42,7 +43,7 @@ fn write_to(descriptor: &impl AsFd, line: &[u8]) {
         match nix::unistd::write(descriptor, &rest[..rest.len().min(PIECE)]) {
             Ok(written @ 1..) => rest = &rest[written..],
             Err(Errno::EINTR) => {}
-            // Nobody reads it any more.
+            // The reader has closed its end.
             Ok(0) | Err(_) => return super::drop_line(),
         }
     }
@@ -55,20 +56,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pipe_that_nobody_reads_costs_lines_and_no_time() {
+    fn writes_to_a_full_pipe_drop_lines_and_do_not_block() {
         let (mut reader, writer) = io::pipe().unwrap();
         let before = super::super::dropped_lines();
         let line = [b'x'; 1000];
         for _ in 0..200 {
             write_to(&writer, &line);
         }
-        // 64 KiB is what a pipe holds.
+        // A pipe holds 64 KiB.
         let dropped = super::super::dropped_lines() - before;
         assert!(dropped >= 130, "{dropped}");
         let mut taken = vec![0; 65_536];
         let taken = reader.read(&mut taken).unwrap();
         assert!(taken >= 60_000 && taken % 1000 == 0, "{taken}");
-        // It goes on where there is room again, with lines of any length.
+        // Once the pipe has room again, lines of any length are written.
         write_to(&writer, &[b'y'; 10_000]);
         drop(writer);
         let mut rest = Vec::new();

@@ -1,11 +1,11 @@
 //! One io_uring per thread, owning every buffer that is in flight on it.
 //!
-//! Comes in: an operation with the buffer it needs. Goes out: a [`Completion`] with the same
-//! buffer. Between the two nobody else can touch the buffer, and dropping the ring cancels and
-//! waits for what is in flight before it frees anything.
+//! Input: an operation with the buffer that it needs. Output: a [`Completion`] with the same buffer. In
+//! between only the ring owns the buffer. Dropping the ring cancels the operations in flight and waits for
+//! them before it frees any memory.
 //!
-//! The ring permits only the operations below: io_uring executes them without the checks that
-//! seccomp makes, so a ring that could open files or sockets would be a way around it.
+//! The ring permits only the operations of this module. seccomp does not check what io_uring executes, so
+//! a ring that could open files or sockets would bypass the worker's confinement.
 
 mod operations;
 mod setup;
@@ -20,7 +20,8 @@ use self::setup::{build, restrictions};
 use super::buffer::Buffer;
 use super::send_list::SendList;
 
-/// What a submitter gets back with the completion. The upper half tells owners apart.
+/// A number that the submitter chooses and gets back with the completion. The upper half identifies the
+/// owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token(pub u64);
 
@@ -28,23 +29,24 @@ impl Token {
     /// Set in tokens of backends, clear in those of the connection's own loop.
     pub const BACKEND: u64 = 1 << 63;
 
-    /// A backend's token. `layer` tells a wrapping backend from the wrapped one (0 innermost).
+    /// Makes the token of a backend. `layer` distinguishes a wrapping backend from the wrapped one (0 is
+    /// the innermost).
     pub fn backend(layer: u8, value: u32) -> Self {
         Self(Self::BACKEND | u64::from(layer) << 32 | u64::from(value))
     }
 
-    /// The layer of a backend's token.
+    /// The layer of the backend that submitted the operation.
     pub fn layer(self) -> u8 {
         (self.0 >> 32 & 0xff) as u8
     }
 
-    /// The lower half: what the owner put in.
-    #[expect(clippy::cast_possible_truncation, reason = "the upper half is meant to go")]
+    /// The lower half: the value that the owner chose.
+    #[expect(clippy::cast_possible_truncation, reason = "only the lower half is wanted")]
     pub fn value(self) -> u32 {
         self.0 as u32
     }
 
-    /// Whether a backend submitted it.
+    /// Whether a backend submitted the operation.
     pub fn is_backend(self) -> bool {
         self.0 & Self::BACKEND != 0
     }
@@ -55,23 +57,24 @@ impl Token {
 pub struct Completion {
     /// The submitter's token.
     pub token: Token,
-    /// Bytes, or zero, or a negated errno, as io_uring gives it.
+    /// The result of io_uring: a number of bytes, zero, or a negated errno.
     pub result: i32,
     /// The operation's buffer, if it had one.
     pub buffer: Option<Buffer>,
-    /// What [`Ring::send`] was given.
+    /// The list that was passed to [`Ring::send`].
     pub send_list: Option<Box<SendList>>,
 }
 
-/// A file or socket in the ring's table. The kernel holds its own reference: closing the descriptor
-/// elsewhere does not pull it from under an operation.
+/// A file or socket in the ring's table. The kernel holds its own reference, so that closing the
+/// descriptor does not affect operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileSlot(u32);
 
-/// Files that one ring can hold.
+/// The number of files that one ring can hold.
 const FILE_SLOTS: u32 = 16;
 
-/// A per-thread ring. Not `Send`: it is made and used on one thread (SINGLE_ISSUER).
+/// An io_uring for one thread. It is not `Send`, because only the thread that made it may use it
+/// (SINGLE_ISSUER).
 pub struct Ring {
     uring: IoUring,
     in_flight: Vec<InFlight>,
@@ -93,14 +96,14 @@ enum Owned {
     Nothing,
     Buffer(Buffer),
     SendList(Box<SendList>),
-    /// Held for the kernel, which reads it when the operation is submitted.
+    /// The kernel reads the time when the operation is submitted.
     Time {
         _time: Box<types::Timespec>,
     },
 }
 
 impl Ring {
-    /// A ring for at most `entries` operations in flight.
+    /// Makes a ring for at most `entries` operations in flight.
     ///
     /// # Errors
     /// `EPERM`/`ENOSYS` where a seccomp profile or `kernel.io_uring_disabled` forbids io_uring.
@@ -125,7 +128,7 @@ impl Ring {
         self.restricted
     }
 
-    /// Puts a file or socket into the ring's table.
+    /// Adds a file or socket to the ring's table.
     ///
     /// # Errors
     /// `ENOSPC` when the table is full.
@@ -139,12 +142,13 @@ impl Ring {
         Ok(FileSlot(slot))
     }
 
-    /// Operations that can still be started before one must complete.
+    /// The number of operations that can be started before one in flight has to complete.
     pub fn room(&self) -> usize {
         self.free.len()
     }
 
-    /// Hands over what was pushed, and waits for nothing. What can end at once, ends in here.
+    /// Submits the new operations without waiting. Operations that need not wait complete during the
+    /// call.
     ///
     /// # Errors
     /// As [`Ring::submit_and_wait`].
@@ -152,16 +156,16 @@ impl Ring {
         entered(self.uring.submit())
     }
 
-    /// Hands over what was pushed and waits until at least one operation has completed.
+    /// Submits the new operations, and waits until at least one operation has completed. After a signal
+    /// or a temporary lack of memory it returns early, with or without a completion.
     ///
     /// # Errors
-    /// What `io_uring_enter` gives, except for an interruption by a signal and a moment's lack of
-    /// memory: then it returns early, with or without a completion.
+    /// The other errors of `io_uring_enter`.
     pub fn submit_and_wait(&mut self) -> io::Result<()> {
         entered(self.uring.submit_and_wait(1))
     }
 
-    /// As [`Ring::submit_and_wait`], but no longer than `limit`.
+    /// As [`Ring::submit_and_wait`], but waits no longer than `limit`. An expired limit is no error.
     ///
     /// # Errors
     /// As [`Ring::submit_and_wait`].
@@ -171,11 +175,12 @@ impl Ring {
         entered(self.uring.submitter().submit_with_args(1, &arguments))
     }
 
-    /// Takes one completion, if one is there.
-    #[expect(clippy::should_implement_trait, reason = "the ring goes on after None")]
+    /// Takes one completion, if there is one. Does not wait.
+    #[expect(clippy::should_implement_trait, reason = "more completions may follow a None")]
     pub fn next(&mut self) -> Option<Completion> {
         let entry: cqueue::Entry = self.uring.completion().next()?;
-        let index = u32::try_from(entry.user_data()).expect("`push` gave it a slot's number");
+        let index =
+            u32::try_from(entry.user_data()).expect("`push` stores a slot's number as user data");
         let slot = &mut self.in_flight[index as usize];
         let token = slot.token.take().expect("each slot completes once");
         let (buffer, send_list) = match std::mem::take(&mut slot.owned) {
@@ -187,9 +192,11 @@ impl Ring {
         Some(Completion { token, result: entry.result(), buffer, send_list })
     }
 
-    /// The submission queue has at least as many entries as there are slots, and an entry holds its
-    /// slot from here to its completion, so where a slot is free there is room in the queue; the
-    /// completion queue has twice as many and cannot overflow.
+    /// Adds an entry to the submission queue. Returns `owned` when no slot is free.
+    ///
+    /// The submission queue has at least as many entries as there are slots, and an entry holds its slot
+    /// from here to its completion. So the queue has room whenever a slot is free. The completion queue
+    /// has twice as many entries and cannot overflow.
     fn push(&mut self, entry: squeue::Entry, owned: Owned, token: Token) -> Result<(), Owned> {
         let Some(index) = self.free.pop() else { return Err(owned) };
         let entry = entry.user_data(u64::from(index));
@@ -208,13 +215,13 @@ impl Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         while self.free.len() < self.in_flight.len() {
-            // What was only pushed must be submitted before it can be cancelled; without memory, not
-            // all of it is at the first attempt.
+            // An entry must be submitted before it can be cancelled. When memory is short, one call may
+            // not submit all entries.
             let _ = self.uring.submit();
-            // Where cancelling is not possible, waiting still ends each operation.
+            // If an operation cannot be cancelled, the wait below lasts until it completes.
             let _ = self.uring.submitter().register_sync_cancel(None, types::CancelBuilder::any());
             if self.submit_and_wait().is_err() {
-                // The kernel may still write to these buffers: leak them rather than free them.
+                // The kernel may still write to these buffers, so they must not be freed.
                 std::mem::forget(std::mem::take(&mut self.in_flight));
                 return;
             }
@@ -223,14 +230,14 @@ impl Drop for Ring {
     }
 }
 
-/// What an enter's result means for the one who waits.
+/// Converts the result of `io_uring_enter`: conditions that pass by themselves are no errors.
 fn entered(result: io::Result<usize>) -> io::Result<()> {
     let Err(error) = result else { return Ok(()) };
     match error.raw_os_error() {
-        // EBUSY: completions have to be taken first. ETIME: the limit of the wait.
+        // EBUSY: completions have to be taken first. ETIME: the limit of the wait has expired.
         Some(libc::EINTR | libc::EBUSY | libc::ETIME) => Ok(()),
         Some(libc::EAGAIN) => {
-            // No memory for a request just now: let others run before the next attempt.
+            // The kernel has no memory for a request at the moment: yield before the next attempt.
             std::thread::yield_now();
             Ok(())
         }

@@ -9,10 +9,10 @@ use crate::buffer::Buffer;
 use crate::send_list::SendList;
 
 impl Ring {
-    /// Reads at `offset` into `buffer[from..]` of the payload.
+    /// Starts a read at `offset` into the payload from `from` to its end.
     ///
     /// # Errors
-    /// Gives the buffer back when the ring is full.
+    /// Returns the buffer when the ring is full.
     pub fn read(
         &mut self,
         file: FileSlot,
@@ -26,10 +26,11 @@ impl Ring {
         self.push_buffer(entry, buffer, token)
     }
 
-    /// Writes `buffer[from..]` of the payload at `offset`; with `durable`, as by `O_DSYNC`.
+    /// Starts a write of the payload from `from` to its end at `offset`; with `durable`, as with
+    /// `O_DSYNC`.
     ///
     /// # Errors
-    /// Gives the buffer back when the ring is full.
+    /// Returns the buffer when the ring is full.
     pub fn write(
         &mut self,
         file: FileSlot,
@@ -48,7 +49,7 @@ impl Ring {
         self.push_buffer(entry, buffer, token)
     }
 
-    /// Makes the file's data durable (`fdatasync`). Returns whether there was room.
+    /// Starts an `fdatasync`, which makes the file's data durable. Returns false when the ring is full.
     #[must_use]
     pub fn fdatasync(&mut self, file: FileSlot, token: Token) -> bool {
         let entry =
@@ -56,7 +57,7 @@ impl Ring {
         self.push(entry, Owned::Nothing, token).is_ok()
     }
 
-    /// `fallocate(mode)` on a range. Returns whether there was room.
+    /// Starts `fallocate` with `mode` on a range. Returns false when the ring is full.
     #[must_use]
     pub fn fallocate(
         &mut self,
@@ -71,7 +72,7 @@ impl Ring {
         self.push(entry, Owned::Nothing, token).is_ok()
     }
 
-    /// Lets the kernel read a range ahead (`POSIX_FADV_WILLNEED`). Returns whether there was room.
+    /// Starts read-ahead of a range (`POSIX_FADV_WILLNEED`). Returns false when the ring is full.
     #[must_use]
     pub fn read_ahead(&mut self, file: FileSlot, offset: u64, len: u32, token: Token) -> bool {
         let advice = libc::POSIX_FADV_WILLNEED;
@@ -79,11 +80,12 @@ impl Ring {
         self.push(entry.offset(offset).build(), Owned::Nothing, token).is_ok()
     }
 
-    /// Receives from a stream socket into `buffer[from..]`: what is there, at least one byte (zero
-    /// at its end); with `whole`, all of it unless the stream ends.
+    /// Starts a receive from a stream socket into the payload from `from` to its end. It completes with the
+    /// first available bytes, or with zero at the end of the stream; with `whole`, only when that part of
+    /// the payload is full or the stream ends.
     ///
     /// # Errors
-    /// Gives the buffer back when the ring is full.
+    /// Returns the buffer when the ring is full.
     pub fn receive(
         &mut self,
         socket: FileSlot,
@@ -98,27 +100,27 @@ impl Ring {
         self.push_buffer(entry, buffer, token)
     }
 
-    /// Sends what is left of `send_list` to a stream socket. May end short.
+    /// Starts a send of the unsent part of `send_list` to a stream socket. The send may be partial.
     ///
     /// # Errors
-    /// Gives the pieces back when the ring is full.
+    /// Returns the list when the ring is full.
     pub fn send(
         &mut self,
         socket: FileSlot,
         mut send_list: Box<SendList>,
         token: Token,
     ) -> Result<(), Box<SendList>> {
-        // On a stream, MSG_WAITALL makes io_uring go on after a partial send by itself.
+        // On a stream, MSG_WAITALL makes io_uring continue after a partial send by itself.
         let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL).cast_unsigned();
         let message = send_list.message();
         let entry = opcode::SendMsg::new(types::Fixed(socket.0), message).flags(flags).build();
         self.push(entry, Owned::SendList(send_list), token).map_err(|owned| match owned {
             Owned::SendList(send_list) => send_list,
-            _ => unreachable!("what was pushed comes back"),
+            _ => unreachable!("`push` returns what it was given"),
         })
     }
 
-    /// Completes once when `file` is readable. Returns whether there was room.
+    /// Starts a poll, which completes once when `file` is readable. Returns false when the ring is full.
     #[must_use]
     pub fn poll_readable(&mut self, file: FileSlot, token: Token) -> bool {
         let events = libc::POLLIN.cast_unsigned();
@@ -126,7 +128,7 @@ impl Ring {
         self.push(entry, Owned::Nothing, token).is_ok()
     }
 
-    /// Completes with `-ETIME` after `time`. Returns whether there was room.
+    /// Starts a timer, which completes with `-ETIME` after `time`. Returns false when the ring is full.
     #[must_use]
     pub fn timeout(&mut self, time: Duration, token: Token) -> bool {
         let time = Box::new(types::Timespec::from(time));
@@ -134,9 +136,9 @@ impl Ring {
         self.push(entry, Owned::Time { _time: time }, token).is_ok()
     }
 
-    /// Asks the kernel to end the operation with token `target`, which then completes with
-    /// `-ECANCELED` unless it was faster. The request itself completes under `token`. Returns
-    /// whether there was such an operation, and room.
+    /// Cancels the operation with token `target`, which then completes with `-ECANCELED` unless it
+    /// completed before. The cancellation itself completes with `token`. Returns false when there is no
+    /// such operation or the ring is full.
     #[must_use]
     pub fn cancel(&mut self, target: Token, token: Token) -> bool {
         let index = self.in_flight.iter().position(|slot| slot.token == Some(target));
@@ -153,15 +155,16 @@ impl Ring {
     ) -> Result<(), Buffer> {
         self.push(entry, Owned::Buffer(buffer), token).map_err(|owned| match owned {
             Owned::Buffer(buffer) => buffer,
-            _ => unreachable!("what was pushed comes back"),
+            _ => unreachable!("`push` returns what it was given"),
         })
     }
 }
 
-/// Where an operation on `buffer[from..]` begins, and how long it is.
+/// The address and the length of the payload from `from` to its end.
 fn part(buffer: &Buffer, from: usize) -> (*mut u8, u32) {
-    assert!(from <= buffer.len(), "from {from} in a payload of {}", buffer.len());
-    let len = u32::try_from(buffer.len() - from).expect("payloads are below 4 GiB");
-    // SAFETY: `from` is inside the payload, so inside the allocation.
+    assert!(from <= buffer.len(), "from {from} in a payload of {} bytes", buffer.len());
+    let len = u32::try_from(buffer.len() - from).expect("a payload is always smaller than 4 GiB");
+    // SAFETY: `from` is at most the payload's length, so the result is inside the allocation or one past
+    // its end.
     (unsafe { buffer.payload_ptr().add(from) }, len)
 }

@@ -1,12 +1,13 @@
-//! The kind of ring that the kernel has, and what it may do.
+//! The setup of a ring: the flags that the kernel supports, and the restrictions.
 
 use std::io;
 
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue};
 
-/// The best kind of ring that this kernel has, and whether it waits for its restrictions.
-/// DEFER_TASKRUN and SINGLE_ISSUER are in 6.1, but a kernel may be older, or patched.
+/// Makes a ring with the best flags that this kernel supports. Also returns whether the ring is disabled
+/// until its restrictions are registered. DEFER_TASKRUN and SINGLE_ISSUER exist since Linux 6.1, but a
+/// kernel may be older or patched.
 pub(super) fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     let mut best = IoUring::builder();
     best.setup_submit_all().setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
@@ -22,8 +23,9 @@ pub(super) fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     Ok((IoUring::new(entries)?, false))
 }
 
+/// The operations that the ring permits.
 pub(super) fn restrictions() -> [Restriction; 13] {
-    // From <linux/io_uring.h>; the io-uring crate keeps them to itself.
+    // From <linux/io_uring.h>; the io-uring crate does not export them.
     const REGISTER_FILES_UPDATE: u8 = 6;
     const REGISTER_SYNC_CANCEL: u8 = 24;
     [

@@ -9,7 +9,7 @@ use io_uring::opcode;
 use super::*;
 
 #[test]
-fn file_operations_carry_their_buffers_and_tokens() {
+fn file_operations_return_their_buffers_and_tokens() {
     let file = tempfile::tempfile().unwrap();
     let mut ring = Ring::new(8).unwrap();
     let slot = ring.register(file.as_fd()).unwrap();
@@ -31,7 +31,7 @@ fn file_operations_carry_their_buffers_and_tokens() {
 }
 
 #[test]
-fn sockets_receive_what_is_there_or_the_whole() {
+fn a_receive_takes_the_available_bytes_or_waits_for_all() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let mut ring = Ring::new(4).unwrap();
     let socket = ring.register(ours.as_fd()).unwrap();
@@ -54,7 +54,7 @@ fn sockets_receive_what_is_there_or_the_whole() {
 }
 
 #[test]
-fn pieces_leave_in_order_and_in_full() {
+fn a_send_list_is_sent_completely_and_in_order() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let mut ring = Ring::new(4).unwrap();
     let socket = ring.register(ours.as_fd()).unwrap();
@@ -85,7 +85,7 @@ fn pieces_leave_in_order_and_in_full() {
 }
 
 #[test]
-fn a_full_ring_gives_the_buffer_back() {
+fn a_full_ring_returns_the_buffer() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let mut ring = Ring::new(2).unwrap();
     let socket = ring.register(ours.as_fd()).unwrap();
@@ -98,7 +98,7 @@ fn a_full_ring_gives_the_buffer_back() {
 }
 
 #[test]
-fn dropping_the_ring_ends_what_would_never_end_by_itself() {
+fn dropping_the_ring_cancels_operations_in_flight() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let mut ring = Ring::new(8).unwrap();
     let socket = ring.register(ours.as_fd()).unwrap();
@@ -113,7 +113,7 @@ fn dropping_the_ring_ends_what_would_never_end_by_itself() {
 }
 
 #[test]
-fn timeouts_and_cancellation_complete_as_said() {
+fn timers_end_with_etime_and_cancelled_operations_with_ecanceled() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let mut ring = Ring::new(8).unwrap();
     let socket = ring.register(ours.as_fd()).unwrap();
@@ -131,21 +131,21 @@ fn timeouts_and_cancellation_complete_as_said() {
 }
 
 #[test]
-fn waiting_has_its_limit() {
+fn a_limited_wait_returns_without_a_completion() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let mut ring = Ring::new(8).unwrap();
     let socket = ring.register(ours.as_fd()).unwrap();
     ring.receive(socket, Buffer::zeroed(64), 0, false, Token(1)).unwrap();
     ring.submit_and_wait_for(Duration::from_millis(5)).unwrap();
     assert!(ring.next().is_none());
-    // What comes later is not lost in the timeout.
+    // The timeout does not lose a later completion.
     theirs.write_all(b"x").unwrap();
     ring.submit_and_wait_for(Duration::from_secs(60)).unwrap();
     assert_eq!(ring.next().unwrap().token, Token(1));
 }
 
 #[test]
-fn the_kernel_refuses_what_this_type_does_not_offer() {
+fn the_kernel_refuses_operations_that_the_ring_does_not_offer() {
     let mut ring = Ring::new(4).unwrap();
     assert!(ring.is_restricted(), "restrictions are in every kernel since 5.10");
     let entry = opcode::Nop::new().build();
@@ -154,7 +154,7 @@ fn the_kernel_refuses_what_this_type_does_not_offer() {
 }
 
 #[test]
-fn more_operations_than_the_ring_holds_pass_through_it() {
+fn slots_of_the_ring_are_reused() {
     let file = tempfile::tempfile().unwrap();
     let mut ring = Ring::new(3).unwrap();
     let slot = ring.register(file.as_fd()).unwrap();
