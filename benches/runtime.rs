@@ -16,11 +16,11 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use cleat_nbd::wire::{REQUEST_LEN, RequestHeader, command, simple_reply};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Ring, Token};
 use cleat_sys::send_list::SendList;
 use common::{Server, compare};
+use test_kit::nbd::wire::{READ, REQUEST_LEN, Request, encode_reply};
 
 const SIZE: usize = 256 << 20;
 const INPUT: usize = 2 << 20;
@@ -59,10 +59,10 @@ fn main() {
 fn answer(memory: &mut [u8], input: &[u8], mut put: impl FnMut(&[u8])) -> usize {
     let mut pos = 0;
     while let Some(header) = input[pos..].first_chunk::<REQUEST_LEN>() {
-        let header = RequestHeader::parse(header).unwrap();
+        let header = Request::parse(header);
         let range = header.offset as usize..header.offset as usize + header.length as usize;
-        let reply = simple_reply(header.cookie, Ok(()));
-        if header.command == command::READ {
+        let reply = encode_reply(header.cookie, 0);
+        if header.command == READ {
             put(&reply);
             put(&memory[range]);
         } else {

@@ -9,7 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use cleat_nbd::wire::{REQUEST_LEN, RequestHeader, SIMPLE_REPLY_LEN, command, parse_simple_reply};
+use test_kit::nbd::wire::{
+    READ, REPLY_LEN, REQUEST_LEN, Request, WRITE, handshake, parse_reply, read_reply,
+};
 
 /// What is asked for, again and again.
 #[derive(Debug, Clone, Copy)]
@@ -46,13 +48,7 @@ impl Client {
             }
             std::thread::sleep(Duration::from_millis(5));
         };
-        let mut greeting = [0; 18];
-        stream.read_exact(&mut greeting).unwrap();
-        stream.write_all(&[0, 0, 0, 3]).unwrap();
-        stream.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
-        let mut export = [0; 10];
-        stream.read_exact(&mut export).unwrap();
-        let size = u64::from_be_bytes(export[..8].try_into().unwrap());
+        let size = handshake(&mut stream);
         let (input, output, payload, next) = Default::default();
         Self { stream, input, output, payload, random: 0x9e37_79b9_7f4a_7c15, next, size }
     }
@@ -62,19 +58,16 @@ impl Client {
         let payload = vec![FILL; 1 << 20];
         for offset in (0..self.size).step_by(payload.len()) {
             let length = payload.len() as u32;
-            let header =
-                RequestHeader { flags: 0, command: command::WRITE, cookie: 1, offset, length };
-            self.stream.write_all(&header.encode()).unwrap();
+            let request = Request::new(WRITE, 1, offset, length);
+            self.stream.write_all(&request.encode()).unwrap();
             self.stream.write_all(&payload).unwrap();
-            let mut reply = [0; SIMPLE_REPLY_LEN];
-            self.stream.read_exact(&mut reply).unwrap();
-            assert_eq!(parse_simple_reply(&reply), Some((1, Ok(()))));
+            assert_eq!(read_reply(&mut self.stream), (1, 0));
         }
     }
 
     /// Keeps `depth` requests under way for `time`; returns how many ended in a second.
     pub fn run(&mut self, load: Load, depth: usize, time: Duration) -> f64 {
-        let reply_len = SIMPLE_REPLY_LEN + if load.write { 0 } else { load.block };
+        let reply_len = REPLY_LEN + if load.write { 0 } else { load.block };
         // Of long replies one at a time, so that none has to be moved.
         let room = if reply_len > LONG { reply_len } else { LONG };
         self.input.resize(room.max(self.input.len()), 0);
@@ -89,8 +82,7 @@ impl Client {
             filled += received;
             let replies = filled / reply_len;
             for reply in self.input[..replies * reply_len].chunks_exact(reply_len) {
-                let (cookie, result) = parse_simple_reply(reply.first_chunk().unwrap()).unwrap();
-                assert!(result.is_ok() && cookie == 7);
+                assert_eq!(parse_reply(reply.first_chunk().unwrap()), (7, 0));
                 assert!(load.write || reply[reply_len - 1] == FILL);
             }
             self.input.copy_within(replies * reply_len..filled, 0);
@@ -115,9 +107,9 @@ impl Client {
         let chosen = if load.sequential { self.next } else { self.random };
         let offset = chosen % (self.size / load.block as u64) * load.block as u64;
         let length = load.block as u32;
-        let command = if load.write { command::WRITE } else { command::READ };
-        let header = RequestHeader { flags: 0, command, cookie: 7, offset, length };
-        self.output.extend_from_slice(&header.encode());
+        let command = if load.write { WRITE } else { READ };
+        let request = Request::new(command, 7, offset, length);
+        self.output.extend_from_slice(&request.encode());
         debug_assert!(load.write || self.output.len().is_multiple_of(REQUEST_LEN));
         if load.write && load.block > LONG {
             self.send();

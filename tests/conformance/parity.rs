@@ -13,11 +13,12 @@ use librbd::{Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tempfile::TempDir;
 use test_kit::ceph::{ID, POOL, shared};
+use test_kit::wait::wait_until;
 
 use crate::checks::pattern;
 use crate::client::{Job, Local, Volume, job, write};
 use crate::places::{image_uri, pool};
-use crate::rbd::{MIB, fresh, local, refused, wait_until};
+use crate::rbd::{MIB, fresh, local, refused};
 use crate::{checks, model};
 
 /// Creates a file in `directory` with the passphrase `text` and returns its path.

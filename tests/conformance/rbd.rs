@@ -9,6 +9,7 @@ use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
 use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
+use test_kit::wait::wait_until;
 
 use crate::checks::pattern;
 use crate::client::{Client, Local, LocalClient, Volume, job, write};
@@ -29,14 +30,6 @@ pub fn refused(uri: &str) -> Error {
     match open(&uri.parse().unwrap(), &OpenOptions::default()) {
         Ok(_) => panic!("{uri} was opened"),
         Err(error) => error,
-    }
-}
-
-pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -13,6 +13,7 @@ use crate::fixture::{
 };
 use crate::trial;
 use test_kit::stopwatch::Stopwatch;
+use test_kit::wait::wait_until;
 
 /// The promise. What the machine itself stands still does not count.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -102,20 +103,20 @@ fn blocked_in_fsync(device: &str) {
     hang();
     let mut writer =
         spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc,fsync");
-    wait_for("dd blocks in fsync", || {
+    wait_until("dd blocks in fsync", || {
         let state = shell(&format!("cat /proc/{}/stat || true", writer.id()));
         state.contains(" D ")
     });
     // It goes as soon as its fsync has failed; it may still be seen holding the device.
     let report = force_any();
     assert!(!ended(&mut writer), "an fsync of what is lost succeeded: {report}");
-    wait_for("the device is free", || orphans().is_empty());
+    wait_until("the device is free", || orphans().is_empty());
 }
 
 fn opener(device: &str) {
     let link = "/dev/disk/by-id/cleat-forced";
     let mut opener = spawn(&format!("exec sleep 1000 < {device}"));
-    wait_for("it is open", || is_open(opener.id(), device));
+    wait_until("it is open", || is_open(opener.id(), device));
     hang();
     let report = force(LEFT_BEHIND, &[]);
     assert_eq!(report["device_left"], device, "{report}");
@@ -135,7 +136,7 @@ fn opener(device: &str) {
     assert_eq!(shell(&format!("readlink -f {link}")), other);
     opener.kill().expect("killing the opener");
     opener.wait().expect("waiting for the opener");
-    wait_for("the orphan goes by itself", || orphans().is_empty());
+    wait_until("the orphan goes by itself", || orphans().is_empty());
     shell("udevadm settle");
     assert_eq!(shell(&format!("readlink -f {link}")), other);
     shell(&format!("dd if=/dev/zero of={other} bs=64k count=4 oflag=direct status=none"));
@@ -145,14 +146,14 @@ fn opener(device: &str) {
 fn open_file(device: &str) {
     mount(device, "ext4");
     let mut user = spawn("exec sleep 1000 > /mnt/forced/file");
-    wait_for("it is open", || is_open(user.id(), "/mnt/forced/file"));
+    wait_until("it is open", || is_open(user.id(), "/mnt/forced/file"));
     hang();
     let report = force(LEFT_BEHIND, &[]);
     assert_eq!(report["unmounted"][0]["path"], "/mnt/forced", "{report}");
     assert!(is_among(&report["remaining_holders"], user.id()), "{report}");
     user.kill().expect("killing the user");
     user.wait().expect("waiting for the user");
-    wait_for("the device is free", || orphans().is_empty());
+    wait_until("the device is free", || orphans().is_empty());
 }
 
 fn device_mapper(device: &str) {
@@ -167,7 +168,7 @@ fn device_mapper(device: &str) {
     assert!(report["remaining_holders"][0]["name"].to_string().contains("dm-"), "{report}");
     // What is mounted on the mapped device is not ours to unmount.
     shell("findmnt /mnt/forced; umount /mnt/forced; dmsetup remove --retry forced");
-    wait_for("the device is free", || orphans().is_empty());
+    wait_until("the device is free", || orphans().is_empty());
 }
 
 fn loop_device(device: &str) {
@@ -180,7 +181,7 @@ fn loop_device(device: &str) {
     assert!(holders.contains(upper.trim_start_matches("/dev/")), "{report}");
     ended(&mut writer);
     shell(&format!("losetup -d {upper}"));
-    wait_for("the device is free", || orphans().is_empty());
+    wait_until("the device is free", || orphans().is_empty());
 }
 
 /// One namespace with a copy of our mount, one with a mount that nobody else has, under a mount of
@@ -200,7 +201,7 @@ pub(crate) fn namespaces(device: &str) {
         shell(&format!("readlink /proc/{pid}/ns/mnt || true"))
             != shell("readlink /proc/self/ns/mnt")
     };
-    wait_for("both are there", || {
+    wait_until("both are there", || {
         separate(copy.id())
             && mounted(copy.id(), "/mnt/forced")
             && mounted(own.id(), "/srv/inner/sub")
@@ -231,7 +232,7 @@ fn left_alone() {
     assert_eq!(report["unmounted"].as_array().map(Vec::len), Some(0), "{report}");
     shell("findmnt /mnt/forced; ! dd if=/dev/zero of=/mnt/forced/x bs=1M count=1 conv=fsync");
     shell("umount /mnt/forced");
-    wait_for("the device is free", || orphans().is_empty());
+    wait_until("the device is free", || orphans().is_empty());
     let nothing = cleat(&["unmap", "forced", "--force"]);
     assert_eq!(nothing.status.code(), Some(0), "{nothing:?}");
 }
@@ -295,7 +296,7 @@ fn unkillable_worker() {
     assert_eq!(code, Some(10), "{message}");
     assert!(message.contains("not done: end the worker"), "{message}");
     assert!(gone && failed, "the device is left: {message}");
-    wait_for("the rest is done by itself", nothing_is_mapped);
+    wait_until("the rest is done by itself", nothing_is_mapped);
     works_again(uri);
     nobody_waits();
     shell("umount /mnt/below; rm /tmp/below.img");
@@ -318,9 +319,9 @@ fn stuck_driver() {
          kill -STOP $(cat /tmp/other.pid)"
     ));
     let mut writer = spawn(&format!("exec dd if=/dev/zero of={other} bs=8M count=4 oflag=direct"));
-    wait_for("its socket is full", || !sending_for(Duration::from_secs(1)).is_empty());
+    wait_until("its socket is full", || !sending_for(Duration::from_secs(1)).is_empty());
     let mut client = spawn(&format!("exec nbd-client -d {other}"));
-    wait_for("its command is stuck", || {
+    wait_until("its command is stuck", || {
         shell(&format!("cat /proc/{}/stack || true", client.id())).contains("[nbd]")
     });
     let (code, message) = refused("3s");
@@ -329,7 +330,7 @@ fn stuck_driver() {
     ended(&mut writer);
     assert_eq!(code, Some(10), "{message}");
     assert!(message.contains("not done: disconnect"), "{message}");
-    wait_for("the rest is done by itself", nothing_is_mapped);
+    wait_until("the rest is done by itself", nothing_is_mapped);
     works_again(&image.uri());
     shell("kill $(cat /tmp/other.pid) || true");
     nobody_waits();
@@ -450,7 +451,7 @@ fn stop_worker() {
 /// A process that writes to the device, which does not answer.
 fn writing(device: &str) -> Child {
     let child = spawn(&format!("exec dd if=/dev/zero of={device} bs=64k count=8 oflag=direct"));
-    wait_for("dd waits", || {
+    wait_until("dd waits", || {
         shell(&format!("cat /proc/{}/stat || true", child.id())).contains(" D ")
     });
     child
@@ -488,13 +489,4 @@ fn orphans() -> Vec<Value> {
     let listed: Value = serde_json::from_str(&cleat_ok(&["ls", "-o", "json"])).expect("JSON");
     let all = listed["mappings"].as_array().expect("a list").clone();
     all.into_iter().filter(|mapping| mapping["state"] == "orphan").collect()
-}
-
-#[track_caller]
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < until, "waited for too long: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }

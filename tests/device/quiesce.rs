@@ -11,7 +11,7 @@ use test_kit::ceph::{ID, POOL};
 
 use crate::fixture::{Node, cleat, cleat_command, cleat_ok, shell, signal, status};
 use crate::force::spawn;
-use crate::rbd::{cluster, image, wait_for};
+use crate::rbd::{cluster, image, wait_until};
 use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -64,7 +64,7 @@ impl Busy {
             names.lines().filter_map(|name| name.parse::<u32>().ok()).max().unwrap_or(0)
         };
         let before = newest();
-        wait_for("the writer goes on", || newest() >= before + 5);
+        wait_until("the writer goes on", || newest() >= before + 5);
     }
 }
 
@@ -74,7 +74,7 @@ impl Drop for Busy {
         let _ = self.writer.wait();
         // Its namespace goes with it, and the mount with that.
         let device = self.device.clone();
-        wait_for("it is mounted no more", || {
+        wait_until("it is mounted no more", || {
             shell(&format!("fuser {device} >/dev/null 2>&1 && echo held || true")).is_empty()
         });
     }
@@ -208,25 +208,25 @@ impl Frozen {
             "exec rbd --id admin --conf {} snap create --no-progress {POOL}/{name}@s",
             conf.display()
         ));
-        wait_for("it is quiet", || !status(name)["quiet"].is_null());
+        wait_until("it is quiet", || !status(name)["quiet"].is_null());
         let writer = spawn(&format!("sleep 1; exec touch {place}/written"));
-        wait_for("a writer waits", || {
+        wait_until("a writer waits", || {
             shell(&format!("cat /proc/{}/stat || true", writer.id())).contains(" D ")
         });
         Self { brake, snap, writer, place }
     }
 
     fn wait_until_thawed(&mut self) {
-        wait_for("the writer goes on", || over(&mut self.writer));
+        wait_until("the writer goes on", || over(&mut self.writer));
         let name = self.place.trim_start_matches("/mnt/").to_owned();
-        wait_for("nothing is quiet", || status(&name)["quiet"].is_null());
+        wait_until("nothing is quiet", || status(&name)["quiet"].is_null());
     }
 
     fn finish(mut self) {
         self.brake.release();
-        wait_for("the snapshot ends", || over(&mut self.snap));
+        wait_until("the snapshot ends", || over(&mut self.snap));
         let name = self.place.trim_start_matches("/mnt/").to_owned();
-        wait_for("nothing is quiet", || status(&name)["quiet"].is_null());
+        wait_until("nothing is quiet", || status(&name)["quiet"].is_null());
         shell(&format!("touch {0}/after; umount {0}", self.place));
         cleat_ok(&["unmap", &name]);
     }
@@ -258,7 +258,7 @@ fn worker_dies() {
     let mut frozen = Frozen::new("widowed");
     let killed = status("widowed")["worker_pid"].as_u64().expect("a worker");
     signal("KILL", u32::try_from(killed).expect("a pid"));
-    wait_for("another worker serves", || {
+    wait_until("another worker serves", || {
         let now = status("widowed")["worker_pid"].as_u64();
         now.is_some_and(|pid| ![0, killed].contains(&pid))
     });
@@ -284,10 +284,10 @@ fn forced() {
     assert!(!refused.status.success(), "{refused:?}");
     assert!(!over(&mut frozen.writer), "thawed for nothing");
     cleat_ok(&["unmap", "ended", "--force", "--deadline", "40s"]);
-    wait_for("the writer is let go", || over(&mut frozen.writer));
+    wait_until("the writer is let go", || over(&mut frozen.writer));
     shell("! findmnt /mnt/ended");
     frozen.brake.release();
-    wait_for("the snapshot ends", || over(&mut frozen.snap));
+    wait_until("the snapshot ends", || over(&mut frozen.snap));
 }
 
 /// As rbd-nbd's own hook does it.
@@ -306,7 +306,7 @@ fn hooked() {
     make(&device, "ext4");
     shell(&format!("mkdir -p /mnt/hooked; mount {device} /mnt/hooked; touch /mnt/hooked/a"));
     snap("hooked@s");
-    wait_for("it is over", || status("hooked")["quiet"].is_null());
+    wait_until("it is over", || status("hooked")["quiet"].is_null());
     let told = shell("cat /tmp/quiesce.told");
     assert_eq!(told, format!("{device} quiesce\n{device} unquiesce"));
     let then = look_at("hooked", "s");

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use libtest_mimic::Trial;
 use test_kit::ceph::{Cluster, ID, POOL};
+use test_kit::wait::wait_at_most;
 
 use crate::fixture::{Node, cleat_ok, shell, signal, status};
 use crate::force::{self, ended, nobody_waits, nothing_is_mapped, refused, spawn};
@@ -57,13 +58,10 @@ pub(crate) fn rbd(arguments: &[&str]) {
     cluster().rbd(arguments).expect("rbd succeeds");
 }
 
+/// Waits as long as a cluster on an emulated processor may take.
 #[track_caller]
-pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < until, "waited for too long: {what}");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+pub(crate) fn wait_until(what: &str, condition: impl FnMut() -> bool) {
+    wait_at_most(PATIENCE, what, condition);
 }
 
 fn verified() {
@@ -95,7 +93,7 @@ fn survives() {
     let worker = || status("alive")["worker_pid"].as_u64().filter(|pid| *pid != 0);
     let (killed, begun) = (worker().expect("a worker"), Instant::now());
     signal("KILL", u32::try_from(killed).expect("a pid"));
-    wait_for("another worker serves", || {
+    wait_until("another worker serves", || {
         let now = status("alive");
         let another = now["worker_pid"].as_u64().is_some_and(|pid| ![0, killed].contains(&pid));
         now["state"] == "mapped" && another
@@ -114,7 +112,7 @@ fn survives() {
     goes_on("alive", 50);
 
     rbd(&["resize", &format!("{POOL}/alive"), "--size", "160M", "--no-progress"]);
-    wait_for("the device grows", || size_of(&device) == 160 << 20);
+    wait_until("the device grows", || size_of(&device) == 160 << 20);
     shell(&format!("resize2fs {device} 2>&1; fallocate -l 40M /mnt/alive/more"));
     goes_on("alive", 50);
 
@@ -132,12 +130,12 @@ fn survives() {
 pub(crate) fn goes_on(name: &str, writes: u64) {
     let written = || count(name, "write");
     let mut before = None;
-    wait_for("it is served", || {
+    wait_until("it is served", || {
         before = written();
         before.is_some()
     });
     let enough = before.unwrap_or_default() + writes;
-    wait_for("the load goes on", || written().is_some_and(|count| count >= enough));
+    wait_until("the load goes on", || written().is_some_and(|count| count >= enough));
 }
 
 /// How many requests of a kind there have been; none while a worker is being replaced.
@@ -156,7 +154,7 @@ fn forced() {
     // Past the page cache, so that the OSD has it.
     let mut writer =
         spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=64k count=8 oflag=direct conv=notrunc");
-    wait_for("it waits for the OSD", || {
+    wait_until("it waits for the OSD", || {
         shell(&format!("cat /proc/{}/stat || true", writer.id())).contains(" D ")
     });
     let (code, message) = refused("4s");
@@ -168,7 +166,7 @@ fn forced() {
     shell("! findmnt /mnt/forced");
     nobody_waits();
     cluster().tell("resume osd");
-    wait_for("the rest is done by itself", nothing_is_mapped);
+    wait_until("the rest is done by itself", nothing_is_mapped);
     let device = cleat_ok(&["map", &uri, "--name", "forced"]);
     // Journal replayed, the file system is sound, and what was synchronised is there.
     shell(&format!(

@@ -5,7 +5,7 @@ use libtest_mimic::Trial;
 use test_kit::ceph::{ID, POOL};
 
 use crate::fixture::{cleat, cleat_ok, shell, status, wait_for_state};
-use crate::rbd::{cluster, goes_on, rbd, wait_for};
+use crate::rbd::{cluster, goes_on, rbd, wait_until};
 use crate::resize::{Load, no_io_errors};
 use crate::{systemd, trial};
 
@@ -69,7 +69,7 @@ fn under_load(device: &str) {
 
     shell("systemctl stop cleat");
     let written = written_to(device);
-    wait_for("I/O goes on without a supervisor", || written_to(device) > written + 50);
+    wait_until("I/O goes on without a supervisor", || written_to(device) > written + 50);
     shell("systemctl start cleat");
     wait_for_state(NAME, "mapped");
     goes_on(NAME, 50);
@@ -96,7 +96,7 @@ fn fenced(device: &str) {
         serde_json::from_slice(&locks.expect("it is listed")).expect("JSON");
     let owner = locks[0]["address"].as_str().expect("a lock");
     cluster().ceph(&["osd", "blocklist", "add", owner]);
-    wait_for("it is noticed without a request", || status(NAME)["fenced"] == true);
+    wait_until("it is noticed without a request", || status(NAME)["fenced"] == true);
     assert_eq!(status(NAME)["state"], "failed");
     metric(1);
     shell(&format!("! dd if=/dev/zero of={device} bs=4k count=1 oflag=direct 2> /dev/null"));

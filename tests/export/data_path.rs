@@ -15,13 +15,13 @@ use cleat_export::End;
 use cleat_export::server::{Event, ExportName, Limits, Server};
 use cleat_nbd::handshake::Refusal;
 use cleat_nbd::transmission::Violation;
-use cleat_nbd::wire::{RequestHeader, command};
 use cleat_statistics::Page;
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 use test_kit::nbd::client::{self, Client};
+use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
 const MIB: usize = 1 << 20;
@@ -32,9 +32,9 @@ fn a_disconnect_request_is_executed_after_all_replies() {
     let mut client = fixture.connect();
     client.write(1, 0, &[7; 4096]);
     for cookie in 0..200 {
-        client.send(command::READ, cookie, 0, 4096);
+        client.send(wire::READ, cookie, 0, 4096);
     }
-    client.send(command::DISC, 0, 0, 0);
+    client.send(wire::DISCONNECT, 0, 0, 0);
     client.expect(1, Ok(()));
     for cookie in 0..200 {
         client.expect(cookie, Ok(()));
@@ -58,13 +58,13 @@ fn a_client_that_disconnects_within_a_request_does_not_affect_others() {
     assert!(matches!(fixture.end(), End::Closed));
     for payload in [100, 300 * 1024] {
         let mut half_payload = fixture.connect();
-        half_payload.send(command::WRITE, 1, 0, MIB as u32);
+        half_payload.send(wire::WRITE, 1, 0, MIB as u32);
         half_payload.stream.write_all(&vec![9; payload]).unwrap();
         drop(half_payload);
         assert!(matches!(fixture.end(), End::Closed));
     }
     // No part of an incomplete write was executed.
-    good.send(command::READ, 5, 0, 4096);
+    good.send(wire::READ, 5, 0, 4096);
     good.expect(5, Ok(()));
     assert_eq!(good.take(4096), [0; 4096]);
 }
@@ -76,7 +76,7 @@ fn invalid_protocol_data_ends_the_connection_with_the_reason() {
     (&garbage.stream).write_all(&[0xaa; 64]).unwrap();
     assert!(matches!(fixture.end(), End::Violation(Violation::Magic(0xaaaa_aaaa))));
     let mut absurd = fixture.connect();
-    absurd.send(command::WRITE, 1, 0, u32::MAX);
+    absurd.send(wire::WRITE, 1, 0, u32::MAX);
     assert!(matches!(fixture.end(), End::Violation(Violation::Payload(u32::MAX))));
 }
 
@@ -107,14 +107,14 @@ fn a_non_blocking_socket_is_set_to_blocking() {
 fn the_stream_stays_in_sync_after_refused_requests() {
     let fixture = Fixture::memory(Limits::default());
     let mut client = fixture.connect();
-    client.send(command::READ, 1, u64::MAX - 5, 4096);
+    client.send(wire::READ, 1, u64::MAX - 5, 4096);
     client.expect(1, Err(IoError::Invalid));
-    client.send(command::WRITE, 2, fixture.size, 3 * MIB as u32);
+    client.send(wire::WRITE, 2, fixture.size, 3 * MIB as u32);
     client.stream.write_all(&vec![1; 3 * MIB]).unwrap();
     client.expect(2, Err(IoError::NoSpace));
-    client.send(command::BLOCK_STATUS, 3, 0, 4096);
+    client.send(wire::BLOCK_STATUS, 3, 0, 4096);
     client.expect(3, Err(IoError::Invalid));
-    client.send(command::FLUSH, 4, 0, 0);
+    client.send(wire::FLUSH, 4, 0, 0);
     client.expect(4, Ok(()));
     assert_eq!(fixture.page.snapshot().errors_of(IoError::NoSpace), 1);
 }
@@ -138,7 +138,7 @@ fn large_requests_are_served_with_any_buffer_budget() {
             }
         });
         for cookie in 0..6 {
-            client.send(command::READ, cookie, 0, 32 * MIB as u32);
+            client.send(wire::READ, cookie, 0, 32 * MIB as u32);
         }
         reading.join().unwrap();
     }
@@ -152,7 +152,7 @@ fn writes_of_every_size_arrive_completely() {
     for (index, &size) in sizes.iter().cycle().take(64).enumerate() {
         let content: Vec<u8> = (0..size).map(|at| (at * 7 + index) as u8).collect();
         client.write(1, (index * 13) as u64, &content);
-        client.send(command::READ, 2, (index * 13) as u64, size as u32);
+        client.send(wire::READ, 2, (index * 13) as u64, size as u32);
         client.expect(1, Ok(()));
         client.expect(2, Ok(()));
         assert!(client.take(size) == content, "{size} bytes");
@@ -164,7 +164,7 @@ fn requests_that_other_threads_complete_are_answered() {
     let slow = Slow::new();
     let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
     let mut client = fixture.connect();
-    (0..100).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    (0..100).for_each(|cookie| client.send(wire::FLUSH, cookie, 0, 0));
     slow.wait_for(100);
     // The requests are counted at the end of the loop iteration that started them.
     let limit = Instant::now() + Duration::from_secs(10);
@@ -184,7 +184,7 @@ fn at_most_depth_requests_reach_the_backend() {
     let fixture =
         Fixture::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 8, ..Limits::default() });
     let mut client = fixture.connect();
-    (0..50).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    (0..50).for_each(|cookie| client.send(wire::FLUSH, cookie, 0, 0));
     slow.wait_for(8);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(slow.waiting(), 8);
@@ -197,7 +197,7 @@ fn a_stop_waits_for_requests_in_flight() {
     let slow = Slow::new();
     let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
     let mut client = fixture.connect();
-    client.send(command::FLUSH, 1, 0, 0);
+    client.send(wire::FLUSH, 1, 0, 0);
     slow.wait_for(1);
     std::thread::scope(|scope| {
         let stopping = scope.spawn(|| fixture.server.stop(Duration::from_secs(10)));
@@ -217,7 +217,7 @@ fn a_stop_ends_a_connection_whose_backend_hangs() {
     let slow = Slow::new();
     let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
     let mut client = fixture.connect();
-    client.send(command::FLUSH, 1, 0, 0);
+    client.send(wire::FLUSH, 1, 0, 0);
     slow.wait_for(1);
     let begin = Stopwatch::start();
     fixture.server.stop(Duration::from_millis(100)).unwrap();
@@ -231,20 +231,20 @@ fn fail_io_answers_requests_that_hang_in_the_backend() {
     let fixture =
         Fixture::new(Arc::new(SlowImage(slow.clone())), Limits { depth: 4, ..Limits::default() });
     let mut client = fixture.connect();
-    (0..10).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    (0..10).for_each(|cookie| client.send(wire::FLUSH, cookie, 0, 0));
     slow.wait_for(4);
     fixture.server.set_fail_io(true);
     for _ in 0..10 {
         assert_eq!(client.reply().1, Err(IoError::Broken));
     }
-    client.send(command::WRITE, 77, 0, 4096);
+    client.send(wire::WRITE, 77, 0, 4096);
     client.stream.write_all(&[1; 4096]).unwrap();
     client.expect(77, Err(IoError::Broken));
     slow.wait_until_abandoned();
     // The backend completes the abandoned requests, and no reply is sent for them.
     fixture.server.set_fail_io(false);
     slow.release(1000);
-    client.send(command::FLUSH, 88, 0, 0);
+    client.send(wire::FLUSH, 88, 0, 0);
     client.expect(88, Ok(()));
 }
 
@@ -253,15 +253,15 @@ fn the_backend_abandons_requests_of_a_broken_connection_and_not_of_an_orderly_di
     let slow = Slow::new();
     let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
     let mut client = fixture.connect();
-    client.send(command::FLUSH, 1, 0, 0);
-    client.send(command::DISC, 0, 0, 0);
+    client.send(wire::FLUSH, 1, 0, 0);
+    client.send(wire::DISCONNECT, 0, 0, 0);
     slow.wait_for(1);
     slow.release(1);
     client.expect(1, Ok(()));
     assert!(matches!(fixture.end(), End::Disconnected));
     assert_eq!(slow.state.lock().unwrap().abandoned, 0);
     let mut client = fixture.connect();
-    client.send(command::FLUSH, 2, 0, 0);
+    client.send(wire::FLUSH, 2, 0, 0);
     slow.wait_for(1);
     drop(client);
     slow.wait_until_abandoned();
@@ -274,7 +274,7 @@ fn fail_all_io_returns_the_number_of_requests_in_the_backend() {
     let slow = Slow::new();
     let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), Limits::default());
     let mut client = fixture.connect();
-    (0..4).for_each(|cookie| client.send(command::FLUSH, cookie, 0, 0));
+    (0..4).for_each(|cookie| client.send(wire::FLUSH, cookie, 0, 0));
     slow.wait_for(4);
     assert_eq!(fixture.server.fail_all_io(Duration::from_millis(50)).unwrap(), 4);
     for _ in 0..4 {
@@ -289,11 +289,11 @@ fn fail_all_io_returns_the_number_of_requests_in_the_backend() {
     assert_eq!(still(), 1);
     slow.release(1000);
     assert_eq!(fixture.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
-    client.send(command::FLUSH, 9, 0, 0);
+    client.send(wire::FLUSH, 9, 0, 0);
     client.expect(9, Err(IoError::Broken));
     // After service resumes, requests succeed and the count starts at 0.
     fixture.server.set_fail_io(false);
-    client.send(command::FLUSH, 10, 0, 0);
+    client.send(wire::FLUSH, 10, 0, 0);
     client.expect(10, Ok(()));
     assert_eq!(fixture.server.fail_all_io(Duration::from_secs(10)).unwrap(), 0);
 }
@@ -305,18 +305,18 @@ fn fail_io_answers_requests_that_wait_for_a_buffer() {
     let fixture = Fixture::new(Arc::new(SlowImage(slow.clone())), limits);
     let mut client = fixture.connect();
     // The second request waits for the buffer of the first one.
-    client.send(command::READ, 1, 0, 40 << 10);
-    client.send(command::READ, 2, 0, 40 << 10);
+    client.send(wire::READ, 1, 0, 40 << 10);
+    client.send(wire::READ, 2, 0, 40 << 10);
     slow.wait_for(1);
     fixture.server.set_fail_io(true);
     client.expect(1, Err(IoError::Broken));
     client.expect(2, Err(IoError::Broken));
-    client.send(command::WRITE, 3, 0, 40 << 10);
+    client.send(wire::WRITE, 3, 0, 40 << 10);
     client.stream.write_all(&vec![1; 40 << 10]).unwrap();
     client.expect(3, Err(IoError::Broken));
     fixture.server.set_fail_io(false);
     slow.release(1000);
-    client.send(command::FLUSH, 4, 0, 0);
+    client.send(wire::FLUSH, 4, 0, 0);
     client.expect(4, Ok(()));
 }
 
@@ -327,12 +327,12 @@ fn fail_io_applies_to_new_connections_until_it_is_reset() {
     fixture.server.set_fail_io(true);
     let mut second = fixture.connect();
     for (cookie, client) in [(1, &mut first), (2, &mut second)] {
-        client.send(command::FLUSH, cookie, 0, 0);
+        client.send(wire::FLUSH, cookie, 0, 0);
         client.expect(cookie, Err(IoError::Broken));
     }
     fixture.server.set_fail_io(false);
     for (cookie, client) in [(3, &mut first), (4, &mut second)] {
-        client.send(command::FLUSH, cookie, 0, 0);
+        client.send(wire::FLUSH, cookie, 0, 0);
         client.expect(cookie, Ok(()));
     }
 }
@@ -341,10 +341,10 @@ fn fail_io_applies_to_new_connections_until_it_is_reset() {
 fn a_panic_ends_one_connection_only() {
     let fixture = Fixture::new(Arc::new(Panicking), Limits::default());
     let (mut bad, mut good) = (fixture.connect(), fixture.connect());
-    bad.send(command::TRIM, 1, 0, 4096);
+    bad.send(wire::TRIM, 1, 0, 4096);
     assert!(matches!(fixture.end(), End::Panicked(message) if message.contains("defect")));
     assert_eq!(bad.stream.read(&mut [0; 1]).unwrap_or(0), 0);
-    good.send(command::FLUSH, 2, 0, 0);
+    good.send(wire::FLUSH, 2, 0, 0);
     good.expect(2, Ok(()));
 }
 
@@ -362,7 +362,7 @@ fn the_number_of_connections_is_limited_and_closed_ones_free_a_slot() {
         assert!(Instant::now() < deadline);
         std::thread::yield_now();
     }
-    fixture.connect().send(command::FLUSH, 1, 0, 0);
+    fixture.connect().send(wire::FLUSH, 1, 0, 0);
 }
 
 proptest! {
@@ -396,7 +396,7 @@ proptest! {
         fixture.end();
         draining.join().unwrap();
         let mut next = fixture.connect();
-        next.send(command::FLUSH, 3, 0, 0);
+        next.send(wire::FLUSH, 3, 0, 0);
         next.expect(3, Ok(()));
     }
 }
@@ -405,9 +405,9 @@ fn any_chunk() -> impl Strategy<Value = Vec<u8>> {
     let length = prop_oneof![4 => 0u32..70_000, 1 => any::<u32>()];
     let request = (0u16..8, 0u16..4, 0u64..MIB as u64, length, 0usize..80_000).prop_map(
         |(command, flags, offset, length, payload)| {
-            let header = RequestHeader { flags, command, cookie: 1, offset, length };
+            let header = wire::Request { flags, command, cookie: 1, offset, length };
             let mut bytes = header.encode().to_vec();
-            if command == command::WRITE {
+            if command == wire::WRITE {
                 bytes.resize(bytes.len() + payload.min(length as usize), 3);
             }
             bytes

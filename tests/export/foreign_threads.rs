@@ -12,12 +12,12 @@ use cleat_core::random::Random;
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_export::server::{ExportName, Limits, Server};
-use cleat_nbd::wire::command;
 use cleat_statistics::Page;
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use test_kit::nbd::client::Client;
+use test_kit::nbd::wire;
 
 const MIB: usize = 1 << 20;
 const BLOCK: u32 = 4096;
@@ -27,7 +27,7 @@ fn a_single_request_is_answered_and_counted_without_a_later_request() {
     let fixture = Fixture::new();
     let mut client = Client::connect(&fixture.server);
     for cookie in 0..100 {
-        client.send(command::READ, cookie, cookie * u64::from(BLOCK), BLOCK);
+        client.send(wire::READ, cookie, cookie * u64::from(BLOCK), BLOCK);
         client.expect(cookie, Ok(()));
         assert_eq!(client.take(BLOCK as usize), content(cookie * u64::from(BLOCK), BLOCK));
         client.write(cookie, 0, &[1; 512]);
@@ -61,9 +61,9 @@ fn each_request_has_one_reply() {
             let length = BLOCK * (1 + random.next() as u32 % 20);
             match random.next() % 4 {
                 0 => client.write(next, offset, &vec![2; length as usize]),
-                1 => client.send(command::FLUSH, next, 0, 0),
+                1 => client.send(wire::FLUSH, next, 0, 0),
                 _ => {
-                    client.send(command::READ, next, offset, length);
+                    client.send(wire::READ, next, offset, length);
                     sent.insert(next, Some((offset, length)));
                 }
             }
@@ -96,7 +96,7 @@ fn replies_that_do_not_fit_the_socket_are_sent_in_parts() {
     let length = 15 * BLOCK + 512;
     for cookie in 0..60 {
         let before = fixture.ended();
-        client.send(command::READ, cookie, cookie * 512, length);
+        client.send(wire::READ, cookie, cookie * 512, length);
         // Until the socket is full, each request completes before the next one is sent.
         let limit = Instant::now() + Duration::from_millis(200);
         while fixture.ended() == before && Instant::now() < limit {
@@ -114,7 +114,7 @@ fn a_connection_is_paused_between_two_completions_and_resumed() {
     let fixture = Fixture::new();
     let mut client = Client::connect(&fixture.server);
     for cookie in 0..200 {
-        client.send(command::READ, cookie, 0, BLOCK);
+        client.send(wire::READ, cookie, 0, BLOCK);
         let rests = fixture.server.hand_over(Duration::from_secs(20)).unwrap();
         assert!(rests.len() == 1);
         fixture.server.resume();

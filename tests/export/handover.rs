@@ -12,10 +12,10 @@ use cleat_core::error::{Error, ErrorKind};
 use cleat_export::End;
 use cleat_export::handover::Rest;
 use cleat_export::server::{Event, ExportName, Limits, Server};
-use cleat_nbd::wire::{RequestHeader, command, parse_simple_reply};
 use cleat_statistics::Page;
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
+use test_kit::nbd::wire::{self, Request};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const SIZE: u64 = 4 << 20;
@@ -81,19 +81,17 @@ fn server(image: &Arc<dyn Image>, page: &Page) -> (Server, Receiver<Event>) {
 }
 
 fn request(command: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
-    RequestHeader { flags: 0, command, cookie, offset, length }.encode().to_vec()
+    Request::new(command, cookie, offset, length).encode().to_vec()
 }
 
 /// Receives `count` replies, with the payload of those to reads.
 fn replies(stream: &mut UnixStream, reads: &dyn Fn(u64) -> usize, count: usize) -> Vec<Reply> {
     let mut seen: Vec<Reply> = (0..count)
         .map(|_| {
-            let mut header = [0; 16];
-            stream.read_exact(&mut header).unwrap();
-            let (cookie, result) = parse_simple_reply(&header).unwrap();
-            let mut data = vec![0; if result.is_ok() { reads(cookie) } else { 0 }];
+            let (cookie, error) = wire::read_reply(stream);
+            let mut data = vec![0; if error == 0 { reads(cookie) } else { 0 }];
             stream.read_exact(&mut data).unwrap();
-            (cookie, result.is_ok(), data)
+            (cookie, error == 0, data)
         })
         .collect();
     seen.sort();
@@ -115,16 +113,16 @@ fn stream() -> (Vec<u8>, impl Fn(u64) -> usize, usize) {
             bytes.extend((0..length).map(|at| (at % 251) as u8));
         }
     };
-    put(command::WRITE, 0, 1000, true);
-    put(command::READ, 1 << 20, 512, false);
-    put(command::WRITE, 4096, 40_000, true);
+    put(wire::WRITE, 0, 1000, true);
+    put(wire::READ, 1 << 20, 512, false);
+    put(wire::WRITE, 4096, 40_000, true);
     // A write beyond the end is refused, and its payload is skipped.
-    put(command::WRITE, SIZE, 3000, true);
-    put(command::FLUSH, 0, 0, false);
-    put(command::READ, SIZE, 4096, false);
-    put(command::TRIM, 2 << 20, 4096, false);
-    put(command::WRITE, 3 << 20, 200_000, true);
-    put(command::READ, (1 << 20) + 4096, 70_000, false);
+    put(wire::WRITE, SIZE, 3000, true);
+    put(wire::FLUSH, 0, 0, false);
+    put(wire::READ, SIZE, 4096, false);
+    put(wire::TRIM, 2 << 20, 4096, false);
+    put(wire::WRITE, 3 << 20, 200_000, true);
+    put(wire::READ, (1 << 20) + 4096, 70_000, false);
     assert_eq!(bytes.len(), STREAM);
     (bytes, |cookie| [(2, 512), (9, 70_000)].iter().find(|r| r.0 == cookie).map_or(0, |r| r.1), 9)
 }
@@ -172,7 +170,7 @@ fn run(cuts: &[(usize, bool)]) -> Vec<Reply> {
     let seen = reading.join().unwrap();
     // no other reply arrives: each request was answered once, and the stream is in sync.
     let mut client = client;
-    client.write_all(&request(command::FLUSH, 99, 0, 0)).unwrap();
+    client.write_all(&request(wire::FLUSH, 99, 0, 0)).unwrap();
     assert_eq!(replies(&mut client, &|_| 0, 1), [(99, true, Vec::new())]);
     let snapshot = relay.page.snapshot();
     assert_eq!(snapshot.connections, 1);
@@ -230,7 +228,7 @@ proptest! {
 fn unparsed_bytes_are_handed_over() {
     let mut relay = Relay::new();
     let mut client = relay.connect();
-    let half = request(command::READ, 7, 0, 512);
+    let half = request(wire::READ, 7, 0, 512);
     client.write_all(&half[..13]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     let rests = relay.change(true);
@@ -258,14 +256,14 @@ fn a_handover_times_out_while_a_payload_is_incomplete() {
     let relay = Relay::new();
     let mut other = relay.connect();
     let mut client = relay.connect();
-    client.write_all(&request(command::WRITE, 7, 0, 4096)).unwrap();
+    client.write_all(&request(wire::WRITE, 7, 0, 4096)).unwrap();
     client.write_all(&[1; 100]).unwrap();
     let error = attempt_until_refused(&relay, Duration::from_millis(200), || true);
     assert_eq!(error.kind(), ErrorKind::TimedOut);
     // Both connections serve on, also the one that was quiesced.
     client.write_all(&[1; 3996]).unwrap();
     assert_eq!(replies(&mut client, &|_| 0, 1), [(7, true, Vec::new())]);
-    other.write_all(&request(command::READ, 8, 0, 512)).unwrap();
+    other.write_all(&request(wire::READ, 8, 0, 512)).unwrap();
     assert_eq!(replies(&mut other, &|_| 512, 1), [(8, true, vec![1; 512])]);
 }
 
@@ -274,7 +272,7 @@ fn a_handover_is_aborted_when_a_connection_ends() {
     let relay = Relay::new();
     let mut other = relay.connect();
     let client = relay.connect();
-    (&client).write_all(&request(command::WRITE, 7, 0, 4096)).unwrap();
+    (&client).write_all(&request(wire::WRITE, 7, 0, 4096)).unwrap();
     let closing = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(500));
         drop(client);
@@ -282,7 +280,7 @@ fn a_handover_is_aborted_when_a_connection_ends() {
     let error = attempt_until_refused(&relay, LIMIT, || !closing.is_finished());
     assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
     closing.join().unwrap();
-    other.write_all(&request(command::FLUSH, 8, 0, 0)).unwrap();
+    other.write_all(&request(wire::FLUSH, 8, 0, 0)).unwrap();
     assert_eq!(replies(&mut other, &|_| 0, 1), [(8, true, Vec::new())]);
 }
 

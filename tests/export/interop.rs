@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use test_kit::memory;
+use test_kit::nbd::wire::{self, Request};
 
 #[test]
 fn nbdinfo_shows_the_export_and_its_properties() {
@@ -289,19 +290,12 @@ fn an_idle_server_frees_its_buffers_after_large_requests() {
 /// Opens a connection in the transmission phase, for requests that no correct client sends.
 fn raw_client(dir: &TempDir) -> UnixStream {
     let mut client = UnixStream::connect(dir.path().join("s")).unwrap();
-    client.write_all(&[0, 0, 0, 3]).unwrap();
-    client.read_exact(&mut [0; 18]).unwrap();
-    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
-    client.read_exact(&mut [0; 10]).unwrap();
+    wire::handshake(&mut client);
     client
 }
 
 fn read_32_mib(cookie: u32) -> [u8; 28] {
-    let mut request = [0; 28];
-    request[..4].copy_from_slice(&[0x25, 0x60, 0x95, 0x13]);
-    request[12..16].copy_from_slice(&cookie.to_be_bytes());
-    request[24] = 2;
-    request
+    Request::new(wire::READ, cookie.into(), 0, 32 << 20).encode()
 }
 
 const CLEAT: &str = env!("CARGO_BIN_EXE_cleat");

@@ -12,13 +12,13 @@ use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_export::End;
 use cleat_export::server::{Event, ExportName, Limits, Server};
-use cleat_nbd::wire::command;
 use cleat_statistics::Page;
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 use crossbeam_channel::Receiver;
 use proptest::prelude::*;
 use test_kit::nbd::client::{self, Client};
+use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
 const SIZE: usize = 1 << 20;
@@ -36,8 +36,8 @@ fn requests_wait_for_the_backend_and_then_succeed() {
     client.expect(1, Ok(()));
     fixture.flaky.down.store(true, Ordering::SeqCst);
     client.write(2, 0, &[4; 4096]);
-    client.send(command::READ, 3, 8192, 4096);
-    client.send(command::FLUSH, 4, 0, 0);
+    client.send(wire::READ, 3, 8192, 4096);
+    client.send(wire::FLUSH, 4, 0, 0);
     fixture.wait_for("three requests wait", |page| page.snapshot().queued == 3);
     let during = fixture.page.snapshot();
     assert!(during.outage_since_ns > 0 && during.in_flight == 3);
@@ -109,7 +109,7 @@ fn the_outage_timeout_fails_waiting_and_later_requests() {
     fixture.flaky.down.store(true, Ordering::SeqCst);
     let (begun, watch) = (Instant::now(), Stopwatch::start());
     client.write(1, 0, &[1; 512]);
-    client.send(command::READ, 2, 0, 512);
+    client.send(wire::READ, 2, 0, 512);
     client.expect(1, Err(IoError::Broken));
     client.expect(2, Err(IoError::Broken));
     assert!(begun.elapsed() >= limit, "{:?}", begun.elapsed());

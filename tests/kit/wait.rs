@@ -4,10 +4,11 @@ use std::time::{Duration, Instant};
 
 /// The time limit of waits that have no limit of their own. It is far longer than any of them takes on
 /// a busy machine.
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub const LIMIT: Duration = Duration::from_secs(120);
 
-/// The pause between two evaluations of a condition.
-const INTERVAL: Duration = Duration::from_millis(10);
+/// The first and the longest pause between two evaluations of a condition. An evaluation may start a
+/// process, so the pause grows with the time that passes.
+const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(100)];
 
 /// Waits until `condition` is true, and panics with `what` after [`LIMIT`].
 #[track_caller]
@@ -19,8 +20,10 @@ pub fn wait_until(what: &str, condition: impl FnMut() -> bool) {
 #[track_caller]
 pub fn wait_at_most(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
+    let [mut pause, longest] = PAUSES;
     while !condition() {
         assert!(Instant::now() < deadline, "timed out after {limit:?}: {what}");
-        std::thread::sleep(INTERVAL);
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(longest);
     }
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use librbd::{Cluster, Config, Image, Io, NewImage, Open, Pool, RBD_FEATURE_FAST_DIFF};
 use test_kit::ceph::{ID, POOL, is_under_valgrind, run_under_valgrind, shared};
+use test_kit::wait::wait_until;
 
 const MIB: u64 = 1 << 20;
 
@@ -100,13 +101,13 @@ fn sizes_change_and_watchers_hear_of_it() {
     let watch = image.watch(move || _ = counter.fetch_add(1, Ordering::SeqCst)).unwrap();
     let other = pool.open("growing", None, Open::Write).unwrap();
     other.resize(8 * MIB, false, &mut quietly).unwrap();
-    wait_until(|| heard.load(Ordering::SeqCst) > 0);
+    wait_until("the size change is reported", || heard.load(Ordering::SeqCst) > 0);
     assert_eq!(image.size().unwrap(), 8 * MIB);
     drop(watch);
     let before = heard.load(Ordering::SeqCst);
     assert_eq!(errno(other.resize(MIB, false, &mut quietly)), libc::EINVAL);
     other.resize(MIB, true, &mut quietly).unwrap();
-    wait_until(|| image.size().unwrap() == MIB);
+    wait_until("the new size is read", || image.size().unwrap() == MIB);
     assert_eq!(heard.load(Ordering::SeqCst), before);
     assert_eq!(Arc::strong_count(&heard), 1, "the closure is gone with the watch");
 }
@@ -331,13 +332,5 @@ fn valgrind_finds_nothing() {
     if !is_under_valgrind() {
         let tests = ["sizes_change", "metadata_is", "snapshots_keep", "one_client", "extents_are"];
         run_under_valgrind(&tests);
-    }
-}
-
-fn wait_until(condition: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "it does not come");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -9,13 +9,14 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use librbd::{Cluster, Completion, Config, Image, Io, NewImage, Open, Submitter};
 use stable_deref_trait::StableDeref;
 use test_kit::ceph::{
     Cluster as TestCluster, ID, POOL, is_under_valgrind, run_under_valgrind, shared,
 };
+use test_kit::wait::wait_until;
 
 const MIB: u64 = 1 << 20;
 
@@ -112,7 +113,7 @@ fn operations_come_back_once_each_with_their_buffers() {
     assert_eq!((live.load(Ordering::SeqCst), submitter.running()), (0, 0));
     assert!(completed.try_recv().is_err(), "each operation ends once");
     // The last callback may still be on its way out.
-    wait_until(|| image.in_flight() == 0);
+    wait_until("all requests end", || image.in_flight() == 0);
 }
 
 #[test]
@@ -177,7 +178,9 @@ fn a_dropped_submitter_leaves_its_operations_to_end() {
     drop(submitter);
     assert_eq!((live.load(Ordering::SeqCst), image.in_flight()), (8, 8), "nothing was freed");
     cluster.tell("resume osd");
-    wait_until(|| live.load(Ordering::SeqCst) == 0 && image.in_flight() == 0);
+    wait_until("all requests end and their buffers are freed", || {
+        live.load(Ordering::SeqCst) == 0 && image.in_flight() == 0
+    });
     let (sender, receiver) = channel();
     let mut again = image.submitter(1, move |completion| sender.send(completion).unwrap());
     again.start((), Io::Read { offset: 0 }, Some(vec![0_u8; 8 * 4096])).ok().unwrap();
@@ -213,13 +216,5 @@ fn an_image_is_closed_after_its_operations() {
 fn valgrind_finds_nothing() {
     if !is_under_valgrind() {
         run_under_valgrind(&["operations_come_back", "a_dropped_submitter"]);
-    }
-}
-
-fn wait_until(condition: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !condition() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "it does not come");
-        std::thread::sleep(Duration::from_millis(20));
     }
 }

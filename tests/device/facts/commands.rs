@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::netlink::{self, Family};
-use super::peer::{Device, FUA_TRIM_AND_ZEROES, Io, Make, OURS, Peer, SIZE, TRIM, WRITE_ZEROES};
+use super::peer::{Device, FUA_TRIM_AND_ZEROES, Io, Make, OURS, Peer, SIZE};
 use crate::fixture::{PATIENCE, kernel_is_at_least, shell};
+use test_kit::nbd::wire::{TRIM, WRITE_ZEROES};
 use test_kit::stopwatch::Stopwatch;
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {

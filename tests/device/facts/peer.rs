@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use test_kit::nbd::server::hangs_up;
+use test_kit::nbd::wire::{DISCONNECT, READ, REPLY_LEN, REQUEST_LEN, Request, WRITE, encode_reply};
 
 use super::netlink::{self, Setup};
 use crate::fixture::{Block, PATIENCE, shell};
@@ -22,23 +23,8 @@ pub(crate) const FLAGS: u64 = 1 | 1 << 2 | 1 << 8;
 pub(crate) const SIZE: u64 = 64 << 20;
 /// What tests read and write lies from here on; below, the kernel looks for partitions.
 pub(crate) const OURS: u64 = 1 << 20;
-/// NBD_CMD_READ, NBD_CMD_WRITE, NBD_CMD_DISC.
-const READ: u16 = 0;
-const WRITE: u16 = 1;
-const DISC: u16 = 2;
-/// Commands and flags (SEND_FUA, SEND_TRIM, SEND_WRITE_ZEROES) that tests name themselves.
-pub(crate) const TRIM: u16 = 4;
-pub(crate) const WRITE_ZEROES: u16 = 6;
+/// Flags (SEND_FUA, SEND_TRIM, SEND_WRITE_ZEROES) that tests add.
 pub(crate) const FUA_TRIM_AND_ZEROES: u64 = 1 << 3 | 1 << 5 | 1 << 6;
-
-/// A request as it came.
-#[derive(Debug, Clone, Copy)]
-struct Request {
-    command: u16,
-    cookie: [u8; 8],
-    offset: u64,
-    length: usize,
-}
 
 /// The far end of one socket. Dropped, it is closed.
 pub(crate) struct Peer {
@@ -139,17 +125,7 @@ impl Peer {
 
     /// Whether the kernel's end is closed within `limit`.
     pub(crate) fn hangs_up(&self, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
-        loop {
-            let mut set = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
-            poll(&mut set, PollTimeout::from(50_u8)).expect("poll");
-            if set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)) {
-                return true;
-            }
-            if Instant::now() >= deadline {
-                return false;
-            }
-        }
+        hangs_up(&self.stream, limit)
     }
 }
 
@@ -161,24 +137,18 @@ impl Drop for Peer {
 
 fn serve(shared: &Shared, mut stream: UnixStream) -> io::Result<()> {
     loop {
-        let mut header = [0; 28];
+        let mut header = [0; REQUEST_LEN];
         stream.read_exact(&mut header)?;
-        assert_eq!(header[..4], 0x2560_9513_u32.to_be_bytes(), "the kernel's request magic");
-        let request = Request {
-            command: u16::from_be_bytes([header[6], header[7]]),
-            cookie: header[8..16].try_into().expect("8 bytes"),
-            offset: u64::from_be_bytes(header[16..24].try_into().expect("8 bytes")),
-            length: u32::from_be_bytes(header[24..28].try_into().expect("4 bytes")) as usize,
-        };
+        let request = Request::parse(&header);
         if request.command == WRITE {
-            stream.read_exact(&mut vec![0; request.length])?;
+            stream.read_exact(&mut vec![0; request.length as usize])?;
         }
         let mut state = shared.state.lock().expect("the peer's state");
         if request.offset >= OURS {
             state.seen.push(request.offset);
             state.commands.push(request.command);
         }
-        if request.command == DISC {
+        if request.command == DISCONNECT {
             state.disconnected = true;
         } else if state.holds {
             state.held.push(request);
@@ -191,11 +161,9 @@ fn serve(shared: &Shared, mut stream: UnixStream) -> io::Result<()> {
 }
 
 fn answer(mut stream: &UnixStream, request: Request, errno: i32) -> io::Result<()> {
-    let mut reply = 0x6744_6698_u32.to_be_bytes().to_vec();
-    reply.extend(errno.to_be_bytes());
-    reply.extend(request.cookie);
+    let mut reply = encode_reply(request.cookie, errno.cast_unsigned()).to_vec();
     if request.command == READ && errno == 0 {
-        reply.resize(16 + request.length, 0);
+        reply.resize(REPLY_LEN + request.length as usize, 0);
     }
     stream.write_all(&reply)
 }

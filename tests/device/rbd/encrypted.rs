@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use super::{POOL, cluster, count, goes_on, image_uri, wait_for};
+use super::{POOL, cluster, count, goes_on, image_uri, wait_until};
 use crate::fixture::{Node, cleat, cleat_ok, kernel_is_at_least, shell, signal, status};
 use crate::resize::{Load, no_io_errors, size_of};
 
@@ -26,7 +26,7 @@ pub(super) fn survives() {
     let worker = || status("secret")["worker_pid"].as_u64().filter(|pid| *pid != 0);
     let (killed, begun) = (worker().expect("a worker"), Instant::now());
     signal("KILL", u32::try_from(killed).expect("a pid"));
-    wait_for("another worker serves", || {
+    wait_until("another worker serves", || {
         status("secret")["state"] == "mapped" && worker().is_some_and(|pid| pid != killed)
     });
     println!(
@@ -43,7 +43,7 @@ pub(super) fn survives() {
     goes_on("secret", 50);
 
     // The kernel may still repeat what the killed one left, and until then there is no resize.
-    wait_for("it can be resized", || {
+    wait_until("it can be resized", || {
         let _ = cleat(&["resize", "secret", "160M"]);
         size_of(&device) == 160 << 20
     });

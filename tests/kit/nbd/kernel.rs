@@ -1,47 +1,41 @@
-//! The kernel driver's side of a connection: requests and simple replies, no handshake.
+//! The kernel driver's side of a connection: requests and simple replies, no handshake. One request
+//! at a time, each waited for.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
 
-pub const READ: u16 = 0;
-pub const WRITE: u16 = 1;
-pub const DISCONNECT: u16 = 2;
-pub const FLUSH: u16 = 3;
-pub const TRIM: u16 = 4;
+use super::wire::{self, Request};
+use crate::wait;
 
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const REPLY_MAGIC: u32 = 0x6744_6698;
+pub use super::wire::{DISCONNECT, FLUSH, READ, TRIM, WRITE};
 
-/// Sends a request header of 28 bytes, and the payload `data`.
-pub fn send(socket: &UnixStream, command: u16, cookie: u64, offset: u64, length: u32, data: &[u8]) {
-    let mut request = Vec::with_capacity(28 + data.len());
-    request.extend(REQUEST_MAGIC.to_be_bytes());
-    request.extend(0_u16.to_be_bytes());
-    request.extend(command.to_be_bytes());
-    request.extend(cookie.to_be_bytes());
-    request.extend(offset.to_be_bytes());
-    request.extend(length.to_be_bytes());
+/// Sends a request, followed by `data`.
+pub fn send(
+    mut socket: &UnixStream,
+    command: u16,
+    cookie: u64,
+    offset: u64,
+    length: u32,
+    data: &[u8],
+) {
+    let mut request = Request::new(command, cookie, offset, length).encode().to_vec();
     request.extend(data);
-    let mut socket = socket;
     socket.write_all(&request).unwrap();
 }
 
-/// Reads a reply's header, and returns its cookie and error.
+/// Reads a reply's header: its cookie and error.
 pub fn reply(mut socket: &UnixStream) -> (u64, u32) {
-    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    let mut header = [0; 16];
-    socket.read_exact(&mut header).unwrap();
-    assert_eq!(u32::from_be_bytes(header[..4].try_into().unwrap()), REPLY_MAGIC);
-    let error = u32::from_be_bytes(header[4..8].try_into().unwrap());
-    (u64::from_be_bytes(header[8..].try_into().unwrap()), error)
+    socket.set_read_timeout(Some(wait::LIMIT)).unwrap();
+    wire::read_reply(&mut socket)
 }
 
+/// Writes `data`, and returns the reply's error.
 pub fn write(socket: &UnixStream, offset: u64, data: &[u8]) -> u32 {
     send(socket, WRITE, 1, offset, u32::try_from(data.len()).unwrap(), data);
     reply(socket).1
 }
 
+/// Reads `length` bytes. Panics if the reply is an error.
 pub fn read(mut socket: &UnixStream, offset: u64, length: u32) -> Vec<u8> {
     send(socket, READ, 2, offset, length, &[]);
     assert_eq!(reply(socket), (2, 0));
@@ -50,18 +44,19 @@ pub fn read(mut socket: &UnixStream, offset: u64, length: u32) -> Vec<u8> {
     data
 }
 
+/// Sends a request without payload, and returns the reply's error.
 pub fn simple(socket: &UnixStream, command: u16, offset: u64, length: u32) -> u32 {
     send(socket, command, 3, offset, length, &[]);
     reply(socket).1
 }
 
-/// Sends `NBD_CMD_DISC`, as the driver does before it shuts a socket down.
+/// Sends what the driver sends before it shuts a socket down.
 pub fn disconnect(socket: &UnixStream) {
     send(socket, DISCONNECT, 4, 0, 0, &[]);
 }
 
-/// Waits for at most 60 s and returns whether the peer has closed the connection.
+/// Returns whether the other side has closed the connection. Blocks until it sends or closes.
 pub fn is_closed(mut socket: &UnixStream) -> bool {
-    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    socket.set_read_timeout(Some(wait::LIMIT)).unwrap();
     !matches!(socket.read(&mut [0]), Ok(1..))
 }

@@ -5,3 +5,4 @@
 pub mod client;
 pub mod kernel;
 pub mod server;
+pub mod wire;

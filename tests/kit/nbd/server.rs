@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::wire::{DISCONNECT, FLUSH, READ, REQUEST_LEN, Request, WRITE, encode_reply};
+
 /// HAS_FLAGS, SEND_FLUSH, SEND_FUA, CAN_MULTI_CONN.
 pub const FLAGS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 8;
 
@@ -100,26 +102,21 @@ impl Drop for Server {
 /// Serves requests until the connection ends. Returns whether it ended by `NBD_CMD_DISC`.
 fn serve(shared: &Shared, mut stream: UnixStream) -> std::io::Result<bool> {
     loop {
-        let mut header = [0; 28];
+        let mut header = [0; REQUEST_LEN];
         stream.read_exact(&mut header)?;
-        assert_eq!(header[..4], 0x2560_9513_u32.to_be_bytes(), "the kernel's request magic");
-        let command = u16::from_be_bytes([header[6], header[7]]);
-        let offset = u64::from_be_bytes(header[16..24].try_into().unwrap());
-        let length = u32::from_be_bytes(header[24..28].try_into().unwrap()) as usize;
-        let offset = usize::try_from(offset).unwrap();
-        let mut reply = 0x6744_6698_u32.to_be_bytes().to_vec();
-        reply.extend([0; 4]);
-        reply.extend(&header[8..16]);
-        let mut payload = vec![0; if command == 1 { length } else { 0 }];
+        let Request { command, cookie, offset, length, .. } = Request::parse(&header);
+        let (offset, length) = (usize::try_from(offset).unwrap(), length as usize);
+        let mut reply = encode_reply(cookie, 0).to_vec();
+        let mut payload = vec![0; if command == WRITE { length } else { 0 }];
         stream.read_exact(&mut payload)?;
         let mut state = shared.state.lock().unwrap();
         let inside = offset + length <= state.data.len();
         match command {
-            0 if inside => reply.extend(&state.data[offset..offset + length]),
-            1 if inside => state.data[offset..offset + length].copy_from_slice(&payload),
-            2 => return Ok(true),
-            3 => {}
-            _ => reply[7] = 22,
+            READ if inside => reply.extend(&state.data[offset..offset + length]),
+            WRITE if inside => state.data[offset..offset + length].copy_from_slice(&payload),
+            DISCONNECT => return Ok(true),
+            FLUSH => {}
+            _ => reply = encode_reply(cookie, libc::EINVAL.cast_unsigned()).to_vec(),
         }
         drop(state);
         stream.write_all(&reply)?;
@@ -129,12 +126,14 @@ fn serve(shared: &Shared, mut stream: UnixStream) -> std::io::Result<bool> {
 /// Waits for at most `limit` and returns whether the peer of `stream` has closed the connection.
 pub fn hangs_up(stream: &UnixStream, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
-    while Instant::now() < deadline {
-        let mut fds = [PollFd::new(stream.as_fd(), PollFlags::empty())];
-        poll(&mut fds, PollTimeout::from(100u8)).unwrap();
-        if fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)) {
+    loop {
+        let mut set = [PollFd::new(stream.as_fd(), PollFlags::empty())];
+        poll(&mut set, PollTimeout::from(50_u8)).unwrap();
+        if set[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)) {
             return true;
         }
+        if Instant::now() >= deadline {
+            return false;
+        }
     }
-    false
 }

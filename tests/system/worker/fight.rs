@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 
 use crate::worker::rbd::fresh;
 use test_kit::nbd::kernel as nbd;
+use test_kit::wait::wait_until;
 use test_kit::worker::{Worker, start_message};
 
 const BLOCK: u64 = 4096;
@@ -99,14 +100,6 @@ impl Writer {
                 self.refused.fetch_add(1, Ordering::SeqCst);
             }
         }
-    }
-}
-
-fn wait_for(what: &str, condition: impl Fn() -> bool) {
-    let limit = Instant::now() + Duration::from_secs(120);
-    while !condition() {
-        assert!(Instant::now() < limit, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -198,7 +191,7 @@ fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Wor
         for ((writer, socket), n) in old.iter().zip(&their).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
-        wait_for("the holder writes", || total(&old, |w| &w.written) > BLOCKS);
+        wait_until("the holder writes", || total(&old, |w| &w.written) > BLOCKS);
         // Frozen until after the cut, frozen for the beginning, or not at all.
         if !round.is_multiple_of(3) {
             signal(holder, Signal::SIGSTOP);
@@ -223,10 +216,10 @@ fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Wor
         for ((writer, socket), n) in new.iter().zip(sockets).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
-        wait_for("the loser is refused", || total(&old, |w| &w.refused) > TRIED);
+        wait_until("the loser is refused", || total(&old, |w| &w.refused) > TRIED);
         // Every one of its blocks.
         let round_done = |w: &Writer| w.written.load(Ordering::SeqCst) > BLOCKS;
-        wait_for("the winner writes", || new.iter().all(round_done));
+        wait_until("the winner writes", || new.iter().all(round_done));
         old.iter().chain(&new).for_each(|writer| writer.end.store(true, Ordering::SeqCst));
         (winner, took, reader, cut)
     });
