@@ -13,7 +13,6 @@ use caps::{CapSet, Capability};
 use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 use nix::sys::resource::{Resource, getrlimit};
 
-use cleat_backend::rbd_library;
 use cleat_core::error::ErrorKind;
 use cleat_node::config::Config;
 use cleat_sys::ring::Ring;
@@ -84,7 +83,7 @@ pub fn examine(config: &Config) -> Vec<Check> {
     let run_directory = config.runtime_dir.clone();
     let cgroup = config.workers.cgroup.clone();
     let machine = Machine { root: PathBuf::from("/"), run_directory, cgroup };
-    vec![
+    let mut checks = vec![
         machine.kernel(),
         machine.module(),
         netlink(),
@@ -96,11 +95,10 @@ pub fn examine(config: &Config) -> Vec<Check> {
         machine.run_directory(),
         limits(),
         machine.sandbox(),
-        rbd(),
-        machine.namespaces(),
-        machine.systemd(),
-        machine.cgroup(),
-    ]
+    ];
+    checks.extend(backends());
+    checks.extend([machine.namespaces(), machine.systemd(), machine.cgroup()]);
+    checks
 }
 
 /// How long the driver may take to answer.
@@ -182,19 +180,18 @@ fn limits() -> Check {
     Check::ok(NAME, finding)
 }
 
-/// Only some nodes have volumes in Ceph: without the libraries nothing is out of order.
-fn rbd() -> Check {
-    const NAME: &str = "rbd";
-    match rbd_library() {
-        Ok(Some(library)) => Check::ok(NAME, format!("{library} can be loaded")),
-        Ok(None) => {
-            Check::ok(NAME, "librbd is not installed; rbd: volumes need librados2, librbd1")
-        }
-        Err(error) => {
-            let repair = error.repair().unwrap_or("install librados2 and librbd1 anew");
-            Check::warning(NAME, error.report(), repair)
-        }
-    }
+/// What the backends need of this machine.
+fn backends() -> impl Iterator<Item = Check> {
+    crate::backends::REGISTRY.backends().filter_map(|backend| {
+        let name = backend.scheme();
+        Some(match backend.diagnose()? {
+            Ok(finding) => Check::ok(name, finding),
+            Err(error) => {
+                let repair = error.repair().unwrap_or("see the backend's documentation");
+                Check::warning(name, error.report(), repair)
+            }
+        })
+    })
 }
 
 impl Machine {

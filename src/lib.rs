@@ -4,5 +4,6 @@
 //! This crate is the binary: the command line, the checks of `cleat doctor`, and the composition. All
 //! the rest lies in the crates below `src/`, one folder each.
 
+pub mod backends;
 pub mod cli;
 pub mod doctor;

@@ -16,6 +16,10 @@ fn main() {
     let _ = nix::sys::prctl::set_thp_disable(true);
     // Before anything else that a client needs: a worker is a process per volume, and stays small.
     let is_worker = std::env::args_os().nth(1).is_some_and(|command| command == "worker");
-    let code = if is_worker { cleat_worker::process::main() } else { cleat::cli::main() };
+    let code = if is_worker {
+        cleat_worker::process::main(cleat::backends::REGISTRY)
+    } else {
+        cleat::cli::main()
+    };
     cleat_sys::process::exit_now(code);
 }

@@ -91,7 +91,7 @@ pub fn boot_id() -> Result<String> {
 }
 
 /// Whether a node's name tells one node from all others.
-pub(super) fn is_telling(node: &str) -> bool {
+pub fn is_telling(node: &str) -> bool {
     !NO_NAMES.contains(&node)
 }
 

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
 
 /// Collects the extents of a range from where its data lies.
-pub(super) struct Layout {
+pub struct Layout {
     position: u64,
     end: u64,
     /// Extents begin and end at multiples of this.
@@ -20,14 +20,14 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Of `range`, which is aligned; at most `limit` extents, of which there may be any number.
-    pub(super) fn new(range: Range<u64>, alignment: u32, limit: usize) -> Self {
+    pub fn new(range: Range<u64>, alignment: u32, limit: usize) -> Self {
         let (position, end) = (range.start, range.end);
         Self { position, end, alignment: alignment.into(), limit, extents: Vec::new() }
     }
 
     /// There is data in `range`, and none between the data before and this. Data must come in order;
     /// what overlaps, or lies outside, does no harm. Returns whether more is of use.
-    pub(super) fn data(&mut self, range: Range<u64>) -> bool {
+    pub fn data(&mut self, range: Range<u64>) -> bool {
         let start = range.start - range.start % self.alignment;
         let end = range.end.checked_next_multiple_of(self.alignment).unwrap_or(self.end);
         self.up_to(start, true);
@@ -36,12 +36,12 @@ impl Layout {
     }
 
     /// Whether nothing can be added any more.
-    pub(super) fn is_complete(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.position == self.end || self.extents.len() > self.limit
     }
 
     /// The extents, when no more data comes up to `known`: what lies behind that is left out.
-    pub(super) fn finish(mut self, known: u64) -> Vec<Extent> {
+    pub fn finish(mut self, known: u64) -> Vec<Extent> {
         self.up_to(known - known % self.alignment, true);
         self.extents.truncate(self.limit);
         self.extents
@@ -66,7 +66,7 @@ impl Layout {
 ///
 /// # Errors
 /// What the kernel gives; EINVAL for files that do not tell.
-pub(super) fn of_file(
+pub fn of_file(
     file: impl AsFd,
     range: Range<u64>,
     base: u64,

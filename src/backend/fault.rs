@@ -9,6 +9,7 @@
 
 mod plan;
 mod queue;
+mod spec;
 mod timer;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,12 +21,13 @@ use super::{Image, ImageQueue, Outcome, RequestId, SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
-pub use plan::{PREFIX, Plan};
+use plan::{PREFIX, Plan};
 use queue::FaultQueue;
+pub use spec::BACKEND;
 use timer::Timer;
 
 /// A volume that misbehaves on demand.
-pub(super) struct FaultImage {
+struct FaultImage {
     inner: Arc<dyn Image>,
     shared: Arc<Shared>,
 }
@@ -73,7 +75,7 @@ impl Shared {
 pub const DIE_AT: &str = "CLEAT_FAULT_DIE_AT";
 
 /// A point that a test may have the process die at, as by a crash: nothing of it runs any more.
-pub(super) fn point(name: &str) {
+pub fn crash_point(name: &str) {
     if std::env::var(DIE_AT).is_ok_and(|wanted| wanted == name) {
         std::process::abort();
     }
@@ -81,7 +83,7 @@ pub(super) fn point(name: &str) {
 
 impl FaultImage {
     /// `inner`, behind the faults of `plan`.
-    pub(super) fn wrap(inner: Arc<dyn Image>, plan: Plan) -> Self {
+    fn wrap(inner: Arc<dyn Image>, plan: Plan) -> Self {
         let shared = Shared {
             plan: Mutex::new(Arc::new(plan)),
             plan_number: AtomicU64::new(0),

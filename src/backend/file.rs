@@ -16,8 +16,10 @@
 //!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
 
 mod claim;
-mod manage;
 mod queue;
+mod registration;
+mod spec;
+mod store;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -31,7 +33,7 @@ use std::time::Duration;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
 use super::extents::{self, Layout};
-use super::uri::{FileSpec, Size, invalid};
+use super::uri::{Size, invalid};
 use super::{
     Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue, Resize, Shrink,
 };
@@ -40,8 +42,9 @@ use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::block;
 use cleat_sys::buffer::ALIGNMENT;
 use cleat_sys::ring::Ring;
-pub(super) use manage::FileStore;
 use queue::{Abilities, FileQueue};
+pub use registration::BACKEND;
+use spec::FileSpec;
 
 /// The longest payload of one request: what NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
@@ -50,7 +53,7 @@ const MAX_PAYLOAD: u32 = 32 << 20;
 const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// An open file or block device.
-pub(super) struct FileImage {
+struct FileImage {
     file: File,
     path: String,
     device: bool,
@@ -63,7 +66,7 @@ pub(super) struct FileImage {
 
 impl FileImage {
     /// Opens `spec`, claiming it unless `read_only`.
-    pub(super) fn open(spec: &FileSpec, read_only: bool) -> Result<Self> {
+    fn open(spec: &FileSpec, read_only: bool) -> Result<Self> {
         let path = spec.path.display().to_string();
         let (device, missing) = inspect(spec, read_only)?;
         let file = open(spec, read_only, device)?;
@@ -96,7 +99,7 @@ impl FileImage {
     }
 
     /// The open description of a process that serves `spec`: its lock, or O_EXCL, is in both hands.
-    pub(super) fn inherit(spec: &FileSpec, files: HandoverFiles, read_only: bool) -> Result<Self> {
+    fn open_successor(spec: &FileSpec, files: HandoverFiles, read_only: bool) -> Result<Self> {
         let path = spec.path.display();
         let [file]: [OwnedFd; 1] = files.descriptors.try_into().map_err(|got: Vec<_>| {
             invalid(format!("{path} was handed over with {} descriptors, not one", got.len()))

@@ -3,7 +3,7 @@
 //!
 //! 1. [`Handover::prepare`] in the old process, which continues to serve: it returns what the new
 //!    process opens the volume with.
-//! 2. [`inherit`](crate::inherit) in the new process.
+//! 2. [`VolumeSpec::open_successor`](crate::VolumeSpec::open_successor) in the new process.
 //! 3. The old process completes every request, then calls [`Handover::release`].
 //! 4. [`Handover::take_over`] in the new process, which serves from here on; or [`Handover::resume`]
 //!    in the old process, which continues to serve.

@@ -25,16 +25,15 @@
 mod capability;
 pub mod claimant;
 mod completion;
-mod extents;
-mod factory;
+pub mod extents;
 #[cfg(feature = "fault")]
 pub mod fault;
 pub mod fence;
-mod file;
+pub mod file;
 mod handover;
-pub mod manage;
-mod mem;
-mod rbd;
+pub mod mem;
+mod registry;
+mod spec;
 pub mod uri;
 mod waker;
 
@@ -42,11 +41,14 @@ mod waker;
 pub use capability::SetFault;
 pub use capability::{Extents, Resize, Shrink, SnapshotQuiesce};
 pub use completion::{Completer, Completions, channel};
-pub use factory::{
-    Confinement, MAX_UNLOCKING, OpenOptions, confinement, fence as fence_of, inherit, open,
-    prepare, rbd_library, store, store_for, unlocking,
-};
+#[cfg(feature = "fault")]
+pub use fault::crash_point;
 pub use handover::{Handover, HandoverFiles, HandoverState};
+pub use registry::{Registry, Unavailable};
+pub use spec::store;
+pub use spec::{
+    Backend, Confinement, Nested, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,
+};
 pub use waker::Waker;
 
 use std::time::Duration;

@@ -2,11 +2,13 @@
 //!
 //! The memory takes room only where it was written. It is gone with the worker.
 
+mod spec;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::extents::{self, Layout};
-use super::uri::{MemSpec, Size, invalid};
+use super::uri::{Size, invalid};
 use super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
 use super::{Extents, Handover, HandoverFiles, HandoverState, Image, Resize};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -15,6 +17,7 @@ use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 use cleat_sys::shared::SharedMemory;
+pub use spec::BACKEND;
 
 /// How often a volume can grow. A memory file's size is sealed, so that no access can fault; a
 /// volume that grows gets a further one.
@@ -24,7 +27,7 @@ const SEGMENTS: usize = 64;
 const PUNCH_FROM: u64 = 64 << 10;
 
 /// A volume in memory.
-pub(super) struct MemImage {
+struct MemImage {
     memory: Arc<Memory>,
     read_only: bool,
 }
@@ -43,14 +46,14 @@ struct Segment {
 
 impl MemImage {
     /// Makes an empty volume.
-    pub(super) fn create(spec: &MemSpec, read_only: bool) -> Result<Self> {
+    fn create(size: u64, read_only: bool) -> Result<Self> {
         let memory = Memory::empty();
-        memory.grow(spec.size)?;
+        memory.grow(size)?;
         Ok(Self { memory: Arc::new(memory), read_only })
     }
 
     /// The volume of another process, whose memory files these are.
-    pub(super) fn inherit(files: HandoverFiles, read_only: bool) -> Result<Self> {
+    fn open_successor(files: HandoverFiles, read_only: bool) -> Result<Self> {
         let memory = Memory::empty();
         for file in files.descriptors {
             let foreign = |e| invalid("a descriptor is not memory of a volume").with_source(e);

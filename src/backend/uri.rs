@@ -1,135 +1,155 @@
-//! Volume URIs: `SCHEME:WHERE?key=value&…`, parsed once into what the backend needs.
+//! URIs of volumes and stores: `SCHEME:LOCATION?key=value&…`. The backend that is registered for the
+//! scheme parses the location and the options.
 //!
 //! ```text
-//! mem:SIZE                              memory; gone with the worker
+//! mem:SIZE                              memory; lost when the worker ends
 //! file:/absolute/path                   a raw file or a block device
-//!     direct=true|false                 past the page cache (O_DIRECT); default false
-//!     create=SIZE                       make the file, sparse, where it is missing or empty
+//!     direct=true|false                 bypass the page cache (O_DIRECT); default false
+//!     create=SIZE                       create the file, sparse, where it is missing or empty
 //! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
-//!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it says
+//!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it names
 //!     id=NAME                           the client, without `client.`; default admin
-//!     encryption=luks1|luks2|luks       how its content is encrypted, and the file whose content
-//!     passphrase_file=PATH              unlocks it; of a clone, each with a comma, then its parent's
-//!     trim=true|false                   give back what is trimmed; default true, unless encrypted
-//!     lock=exclusive|shared             shared: several write at a time and nobody is kept out, which
-//!                                       destroys what does not expect it; default exclusive
+//!     encryption=luks1|luks2|luks       how the content is encrypted, and the file whose content is
+//!     passphrase_file=PATH              the passphrase; for a clone, comma-separated, the parent's next
+//!     trim=true|false                   free trimmed space; default true, unless encrypted
+//!     lock=exclusive|shared             shared: several clients write and none is fenced, which destroys
+//!                                       content that does not expect it; default exclusive
 //!     config.OPTION=VALUE               an option of Ceph, for this volume
-//! fault:URI                             (feature `fault`) any other, with injected faults
+//! fault:URI                             (feature `fault`) any other volume, with injected faults
 //!     fault.KEY=VALUE                   see `fault::plan`; other options are the inner volume's
 //! ```
 //!
-//! A `%XX` in the path or in a value stands for that byte; `?` and `%` in a path must be written so.
-//! Sizes take the suffixes K, M, G, T, P, E (also Ki, Mi, …): powers of 1024. Credentials are never
+//! A `%XX` in the location or in a value stands for that byte; `?` and `%` in a path must be written
+//! so. Sizes take the suffixes K, M, G, T, P, E (also Ki, Mi, …): powers of 1024. Credentials are never
 //! part of a URI.
 
-mod encryption;
 mod options;
-mod rbd;
 mod size;
-mod store;
 
-use std::ffi::OsString;
 use std::fmt;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Component, Path, PathBuf};
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
-use options::{Encoded, Query, decode};
 
-pub use encryption::{Encryption, Luks};
-pub(crate) use options::Options;
-pub use rbd::{RbdSpec, RbdStoreSpec};
-pub use size::{Size, parse_size, parse_size_or_zero};
-pub use store::{StoreSpec, StoreUri};
+use crate::claimant::Claimant;
+use crate::fence::Fence;
+use crate::spec::store::Store;
+use crate::spec::{OpenOptions, StoreSpec, VolumeSpec};
+use crate::{HandoverFiles, Image};
+
+pub use options::{Encoded, Options, decode};
+pub use size::{MAX_SIZE, Size, parse_size, parse_size_or_zero};
 
 /// The longest URI, in bytes.
 pub const MAX_URI: usize = 4096;
 
-/// The longest name that [`VolumeUri::default_name`] gives, and that a mapping may have.
+/// The longest name that [`VolumeUri::default_name`] returns, and that a mapping may have, in bytes.
 pub const MAX_NAME: usize = 128;
 
-/// Which volume, and how it is to be opened. Its `Display` is canonical: equal volumes with equal
-/// options print equally, and the text parses back to the same value.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct VolumeUri(Spec);
-
-/// What a backend needs to open its volume.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Spec {
-    /// `mem:`
-    Mem(MemSpec),
-    /// `file:`
-    File(FileSpec),
-    /// `rbd:`
-    Rbd(RbdSpec),
-    /// `fault:`
-    #[cfg(feature = "fault")]
-    Fault(FaultSpec),
-}
-
-/// A volume in memory.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct MemSpec {
-    /// In bytes; never zero.
-    pub size: u64,
-}
-
-/// A file or a block device.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct FileSpec {
-    /// Absolute.
-    pub path: PathBuf,
-    /// Past the page cache.
-    pub direct: bool,
-    /// The size in bytes to make the file with, where it is missing or empty.
-    pub create: Option<u64>,
-}
-
-/// A volume with injected faults.
-#[cfg(feature = "fault")]
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct FaultSpec {
-    /// The volume underneath; never a `fault:` itself.
-    pub inner: Box<VolumeUri>,
-    /// The faults to begin with.
-    pub plan: super::fault::Plan,
+/// A volume, and how it is opened. `Display` is canonical: equal volumes with equal options have equal
+/// text, and the text parses back to an equal value.
+#[derive(Clone)]
+pub struct VolumeUri {
+    spec: Arc<dyn VolumeSpec>,
+    text: String,
 }
 
 impl VolumeUri {
-    /// What the backend needs.
-    pub fn spec(&self) -> &Spec {
-        &self.0
+    /// Makes the URI of what a backend has parsed or made.
+    pub fn new(spec: Arc<dyn VolumeSpec>) -> Self {
+        let text = text(spec.scheme(), &spec.location(), &spec.options());
+        Self { spec, text }
     }
 
-    /// The part before the colon.
+    /// Returns the backend's view of the volume.
+    pub fn spec(&self) -> &dyn VolumeSpec {
+        &*self.spec
+    }
+
+    /// Returns the part before the colon.
     pub fn scheme(&self) -> &'static str {
-        match &self.0 {
-            Spec::Mem(_) => "mem",
-            Spec::File(_) => "file",
-            Spec::Rbd(_) => "rbd",
-            #[cfg(feature = "fault")]
-            Spec::Fault(_) => "fault",
-        }
+        self.spec.scheme()
     }
 
-    /// The same volume without what unlocks it, which is enough to claim it.
+    /// Opens the volume; see [`VolumeSpec::open`].
+    ///
+    /// # Errors
+    /// As [`VolumeSpec::open`].
+    pub fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
+        self.spec.open(options)
+    }
+
+    /// Opens the volume beside the process that serves it; see [`VolumeSpec::open_successor`].
+    ///
+    /// # Errors
+    /// As [`VolumeSpec::open_successor`].
+    pub fn open_successor(
+        &self,
+        options: &OpenOptions,
+        files: HandoverFiles,
+    ) -> Result<Arc<dyn Image>> {
+        self.spec.open_successor(options, files)
+    }
+
+    /// Returns the same volume without its content key, which is enough to claim it.
     #[must_use]
-    pub fn locked(&self) -> Self {
-        Self(match &self.0 {
-            Spec::Rbd(spec) => Spec::Rbd(RbdSpec { encryption: None, trim: true, ..spec.clone() }),
-            other => other.clone(),
+    pub fn without_content_key(&self) -> Self {
+        self.spec.without_content_key().map_or_else(|| self.clone(), Self::new)
+    }
+
+    /// Returns the access to the volume's clients and their fencing.
+    ///
+    /// # Errors
+    /// `Unsupported` for volumes of one machine; otherwise as [`VolumeSpec::fence`].
+    pub fn fence(&self) -> Result<Box<dyn Fence>> {
+        self.spec.fence()?.ok_or_else(|| {
+            let message = format!("{} volumes do not support fencing", self.scheme());
+            Error::new(ErrorKind::Unsupported, message)
+                .with_repair("see which process holds the mapping: cleat status NAME")
         })
     }
 
-    /// A mapping's name made from the volume, `[A-Za-z0-9][A-Za-z0-9._-]{0,127}`. Options do not
-    /// enter. Where characters are lost (other than `/`, which becomes `-`), a hash keeps names of
+    /// Returns the store that holds the volume, its name there, and that of the snapshot.
+    ///
+    /// # Errors
+    /// `Unsupported` for volumes that are not kept in a store.
+    pub fn store_location(&self) -> Result<(StoreUri, String, Option<String>)> {
+        let stored = self.spec.stored()?.ok_or_else(|| {
+            let message = format!("{} volumes are not kept in a store", self.scheme());
+            Error::new(ErrorKind::Unsupported, message)
+        })?;
+        Ok((StoreUri::new(stored.store), stored.name, stored.snapshot))
+    }
+
+    /// As [`VolumeUri::store_location`], for a URI that must name a snapshot.
+    ///
+    /// # Errors
+    /// As [`VolumeUri::store_location`]; `InvalidArgument` where no snapshot is named; `Unsupported` where
+    /// volumes have no snapshots.
+    pub fn snapshot_location(&self) -> Result<(StoreUri, String, String)> {
+        let (store, name, snapshot) = self.store_location()?;
+        match (snapshot, store.spec.snapshot_form()) {
+            (Some(snapshot), _) => Ok((store, name, snapshot)),
+            (None, Some(form)) => {
+                let volume = store.volume(&name, None)?;
+                Err(invalid(format!("{volume} names no snapshot"))
+                    .with_repair(format!("write the snapshot behind the volume: {form}")))
+            }
+            (None, None) => {
+                let message = format!("{} volumes have no snapshots", self.scheme());
+                Err(Error::new(ErrorKind::Unsupported, message)
+                    .with_repair("take a snapshot of the file system that holds the volume"))
+            }
+        }
+    }
+
+    /// Returns a mapping's name made from the volume, `[A-Za-z0-9][A-Za-z0-9._-]{0,127}`. Options do not
+    /// enter. Where characters are replaced (other than `/`, which becomes `-`), a hash keeps the names of
     /// different volumes apart.
     pub fn default_name(&self) -> String {
-        let location = self.location();
+        let location = self.spec.location();
         let mut name = String::from(self.scheme());
         let mut lossy = false;
         name.push('-');
@@ -151,274 +171,135 @@ impl VolumeUri {
         }
         name
     }
+}
 
-    /// What stands between the scheme's colon and the options.
-    fn location(&self) -> String {
-        match &self.0 {
-            Spec::Mem(spec) => Size(spec.size).to_string(),
-            Spec::File(spec) => Encoded(spec.path.as_os_str().as_bytes()).to_string(),
-            Spec::Rbd(spec) => spec.location(),
-            #[cfg(feature = "fault")]
-            Spec::Fault(spec) => format!("{}:{}", spec.inner.scheme(), spec.inner.location()),
-        }
-    }
-
-    fn options(&self) -> Vec<(String, String)> {
-        match &self.0 {
-            Spec::Mem(_) => Vec::new(),
-            Spec::File(spec) => {
-                let direct = spec.direct.then(|| ("direct".to_owned(), "true".to_owned()));
-                let create = spec.create.map(|size| ("create".to_owned(), Size(size).to_string()));
-                direct.into_iter().chain(create).collect()
-            }
-            Spec::Rbd(spec) => spec.options(),
-            #[cfg(feature = "fault")]
-            Spec::Fault(spec) => {
-                let mut options = spec.inner.options();
-                let faults = spec.plan.options();
-                options.extend(
-                    faults
-                        .into_iter()
-                        .map(|(key, value)| (format!("{}{key}", super::fault::PREFIX), value)),
-                );
-                options
-            }
-        }
+impl PartialEq for VolumeUri {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
     }
 }
 
-impl FromStr for VolumeUri {
-    type Err = Error;
+impl Eq for VolumeUri {}
 
-    fn from_str(text: &str) -> Result<Self> {
-        if text.len() > MAX_URI {
-            return Err(invalid(format!("the volume URI is longer than {MAX_URI} bytes")));
-        }
-        let (location, options) = match text.split_once('?') {
-            Some((location, options)) => (location, options),
-            None => (text, ""),
-        };
-        parse(location, Options::parse(options)?).map(Self)
+impl Hash for VolumeUri {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.text.hash(state);
+    }
+}
+
+impl fmt::Debug for VolumeUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "VolumeUri({})", self.text)
     }
 }
 
 impl fmt::Display for VolumeUri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}{}", self.scheme(), self.location(), Query(&self.options()))
+        f.write_str(&self.text)
     }
 }
 
-impl TryFrom<String> for VolumeUri {
-    type Error = Error;
+/// A place that holds volumes, and how it is reached: `rbd:pool[/namespace]`, `file:/directory`, with
+/// the options of the volumes. `Display` is canonical.
+#[derive(Clone)]
+pub struct StoreUri {
+    spec: Arc<dyn StoreSpec>,
+    text: String,
+}
 
-    fn try_from(text: String) -> Result<Self> {
-        text.parse()
+impl StoreUri {
+    /// Makes the URI of what a backend has parsed or made.
+    pub fn new(spec: Arc<dyn StoreSpec>) -> Self {
+        let text = text(spec.scheme(), &spec.location(), &spec.options());
+        Self { spec, text }
+    }
+
+    /// Returns the backend's view of the store.
+    pub fn spec(&self) -> &dyn StoreSpec {
+        &*self.spec
+    }
+
+    /// Returns the volume `name` in this store, or a snapshot of it.
+    ///
+    /// # Errors
+    /// As [`StoreSpec::volume`].
+    pub fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<VolumeUri> {
+        self.spec.volume(name, snapshot).map(VolumeUri::new)
+    }
+
+    /// Opens the store without a claim identity: operations that remove data refuse while any other
+    /// client may write.
+    ///
+    /// # Errors
+    /// As [`StoreSpec::connect`].
+    pub fn connect(&self) -> Result<Box<dyn Store>> {
+        self.spec.connect(&Claimant::default())
+    }
+
+    /// Opens the store with a claim identity; see [`StoreSpec::connect`].
+    ///
+    /// # Errors
+    /// As [`StoreSpec::connect`].
+    pub fn connect_as(&self, claimant: &Claimant) -> Result<Box<dyn Store>> {
+        self.spec.connect(claimant)
+    }
+
+    /// Returns this store, accessed with the options of `other` where this one has no options itself.
+    ///
+    /// # Errors
+    /// As [`StoreSpec::with_access_of`].
+    pub fn with_access_of(&self, other: &Self) -> Result<Self> {
+        self.spec.with_access_of(&*other.spec).map(Self::new)
     }
 }
 
-impl From<VolumeUri> for String {
-    fn from(uri: VolumeUri) -> Self {
-        uri.to_string()
+impl PartialEq for StoreUri {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
     }
 }
 
-/// An `InvalidArgument`, the kind of nearly every error here.
-pub(crate) fn invalid(message: impl Into<String>) -> Error {
+impl Eq for StoreUri {}
+
+impl fmt::Debug for StoreUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StoreUri({})", self.text)
+    }
+}
+
+impl fmt::Display for StoreUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// Returns an `InvalidArgument` error, the kind of nearly every error of a URI.
+pub fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidArgument, message)
 }
 
-fn parse(text: &str, options: Options) -> Result<Spec> {
-    let Some((scheme, location)) = text.split_once(':') else {
-        let error = invalid(format!("the volume {text:?} has no scheme"));
-        return Err(if text.starts_with('/') {
-            error.with_repair(format!("write file:{text} for a file or a block device"))
-        } else {
-            error.with_repair(EXAMPLES)
-        });
-    };
-    match scheme {
-        "mem" => parse_mem(location, options),
-        "file" => parse_file(location, options),
-        "rbd" => RbdSpec::parse(location, options).map(Spec::Rbd),
-        #[cfg(feature = "fault")]
-        "fault" => parse_fault(location, options),
-        #[cfg(not(feature = "fault"))]
-        "fault" => Err(Error::new(
-            ErrorKind::Unsupported,
-            "this binary was built without fault: volumes, which are for tests",
-        )
-        .with_repair("build it with `cargo build --features fault`")),
-        "s3" | "gs" | "az" | "dir" => Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{scheme}: volumes are not supported by this version of cleat"),
-        )
-        .with_repair("use file:, rbd: or mem:")),
-        _ => Err(invalid(format!("the volume scheme {scheme:?} is unknown")).with_repair(EXAMPLES)),
+/// Reads the value of the option `key`, an absolute path.
+///
+/// # Errors
+/// `InvalidArgument` for a relative path or a zero byte.
+pub fn absolute_path(path: &str, key: &str) -> Result<PathBuf> {
+    if !path.starts_with('/') || path.contains('\0') {
+        return Err(invalid(format!("{key} needs an absolute path, not {path:?}"))
+            .with_repair(format!("write the whole path, as in {key}=/etc/ceph/…")));
     }
+    Ok(path.into())
 }
 
-fn parse_mem(location: &str, options: Options) -> Result<Spec> {
-    options.finish("mem:", &[])?;
-    let size = parse_size(location)?;
-    Ok(Spec::Mem(MemSpec { size }))
+fn text(scheme: &str, location: &str, options: &[(String, String)]) -> String {
+    format!("{scheme}:{location}{}", options::Query(options))
 }
 
-fn parse_file(location: &str, mut options: Options) -> Result<Spec> {
-    let path = path(location)?;
-    if path == Path::new("/") {
-        return Err(invalid("file:/ names no file"));
-    }
-    let direct = options.flag("direct")?.unwrap_or(false);
-    let create = options.take("create").map(|text| parse_size(&text)).transpose()?;
-    options.finish("file:", &["direct", "create"])?;
-    Ok(Spec::File(FileSpec { path, direct, create }))
-}
-
-/// What stands behind `file:`.
-fn path(location: &str) -> Result<PathBuf> {
-    // RFC 8089 has both file:/path and file:///path.
-    let location = location.strip_prefix("//").unwrap_or(location);
-    if !location.starts_with('/') {
-        return Err(invalid(format!("file: needs an absolute path, not {location:?}"))
-            .with_repair("write the whole path, as in file:/var/lib/images/a.img"));
-    }
-    let bytes = decode(location)?;
-    if bytes.contains(&0) {
-        return Err(invalid("a path cannot contain a zero byte (%00)"));
-    }
-    let path = PathBuf::from(OsString::from_vec(bytes));
-    // One spelling for each path: no doubled or trailing slashes, no `.`. `..` stays, since what it
-    // means depends on symbolic links.
-    Ok(path.components().filter(|part| *part != Component::CurDir).collect())
-}
-
-#[cfg(feature = "fault")]
-fn parse_fault(location: &str, mut options: Options) -> Result<Spec> {
-    let plan = super::fault::Plan::parse(options.split_prefix(super::fault::PREFIX))?;
-    if location.starts_with("fault:") {
-        return Err(invalid("fault: cannot wrap another fault: volume"));
-    }
-    let inner = Box::new(VolumeUri(parse(location, options)?));
-    Ok(Spec::Fault(FaultSpec { inner, plan }))
-}
-
-/// 64-bit FNV-1a: stable over versions and machines, which std's hasher does not promise.
+/// Computes 64-bit FNV-1a, which is stable over versions and machines, unlike std's hasher.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
     })
 }
 
-const EXAMPLES: &str = "volumes are written as mem:1G, file:/var/lib/images/a.img, file:/dev/sdb?direct=true or rbd:pool/image";
-
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn uri(text: &str) -> VolumeUri {
-        text.parse().unwrap_or_else(|error: Error| panic!("{text}: {}", error.report()))
-    }
-
-    fn refused(text: &str) -> Error {
-        text.parse::<VolumeUri>().expect_err(text)
-    }
-
-    #[test]
-    fn canonical_forms() {
-        for (given, canonical) in [
-            ("mem:1024M", "mem:1G"),
-            ("mem:1536Mi", "mem:1536M"),
-            ("mem:4097", "mem:4097"),
-            ("file:/var//lib/./a.img/", "file:/var/lib/a.img"),
-            ("file:///dev/sdb?direct=false", "file:/dev/sdb"),
-            ("file:/a%3fb%20c?create=1024&direct=true", "file:/a%3fb%20c?direct=true&create=1K"),
-            ("file:/ä", "file:/%c3%a4"),
-        ] {
-            assert_eq!(uri(given).to_string(), canonical, "{given}");
-        }
-    }
-
-    #[test]
-    fn errors_name_the_cause_and_the_choice() {
-        for (given, kind, cause, repair) in [
-            ("/dev/sdb", ErrorKind::InvalidArgument, "no scheme", "file:/dev/sdb"),
-            ("disk", ErrorKind::InvalidArgument, "no scheme", "mem:1G"),
-            ("nfs:/x", ErrorKind::InvalidArgument, "\"nfs\" is unknown", "mem:1G"),
-            ("s3://b/p", ErrorKind::Unsupported, "s3:", "file:"),
-            ("file:a.img", ErrorKind::InvalidArgument, "absolute", "whole path"),
-            ("file:/a?drect=true", ErrorKind::InvalidArgument, "\"drect\"", "direct, create"),
-            ("file:/a?direct=true&direct=true", ErrorKind::InvalidArgument, "twice", ""),
-            ("file:/a?direct=yes", ErrorKind::InvalidArgument, "true or false", ""),
-            ("file:/a?direct", ErrorKind::InvalidArgument, "has no value", ""),
-            ("file:/a%0", ErrorKind::InvalidArgument, "%", "%25"),
-            ("file:/a%00", ErrorKind::InvalidArgument, "zero byte", ""),
-            ("file:/", ErrorKind::InvalidArgument, "names no file", ""),
-            ("mem:1G?direct=true", ErrorKind::InvalidArgument, "\"direct\"", "no options"),
-            ("mem:", ErrorKind::InvalidArgument, "size", "1G"),
-            ("mem:0", ErrorKind::InvalidArgument, "zero", ""),
-            ("mem:1GB", ErrorKind::InvalidArgument, "1GB", "1024"),
-            ("mem:99E", ErrorKind::InvalidArgument, "largest", ""),
-        ] {
-            let error = refused(given);
-            assert_eq!(error.kind(), kind, "{given}");
-            assert!(error.message().contains(cause), "{given}: {}", error.message());
-            assert!(error.repair().unwrap_or("").contains(repair), "{given}: {:?}", error.repair());
-        }
-        assert!(refused(&format!("file:/{}", "a".repeat(MAX_URI))).message().contains("4096"));
-    }
-
-    #[test]
-    fn default_names() {
-        assert_eq!(uri("file:/var/lib/a.img").default_name(), "file-var-lib-a.img");
-        assert_eq!(uri("file:/var/lib/a.img?direct=true").default_name(), "file-var-lib-a.img");
-        assert_eq!(uri("mem:1G").default_name(), "mem-1G");
-        let (a, b) = (uri("file:/a b").default_name(), uri("file:/a+b").default_name());
-        assert_ne!(a, b);
-    }
-
-    #[cfg(feature = "fault")]
-    #[test]
-    fn faults_wrap_a_volume() {
-        let text = "fault:file:/a?direct=true&fault.latency=10ms";
-        assert_eq!(uri(text).to_string(), text);
-        assert_eq!(uri(text).default_name(), "fault-file-a");
-        assert!(refused("fault:fault:mem:1G").message().contains("another fault:"));
-        assert!(refused("fault:mem:1G?latency=1s").message().contains("latency"));
-        assert!(refused("fault:mem:1G?fault.latency=x").message().contains("latency"));
-    }
-
-    proptest! {
-        #[test]
-        fn any_path_survives_the_round_trip(
-            parts in prop::collection::vec(prop::collection::vec(1_u8..=255, 1..30), 1..8),
-            direct: bool,
-            create in prop::option::of(1..size::MAX_SIZE),
-        ) {
-            let mut path = PathBuf::from("/");
-            for part in parts {
-                let part: Vec<u8> =
-                    part.into_iter().map(|b| if b == b'/' { b'x' } else { b }).collect();
-                path.push(OsString::from_vec(part));
-            }
-            let path: PathBuf = path.components().filter(|p| *p != Component::CurDir).collect();
-            prop_assume!(path != Path::new("/"));
-            let original = VolumeUri(Spec::File(FileSpec { path, direct, create }));
-            let text = original.to_string();
-            prop_assert_eq!(&uri(&text), &original);
-            let name = original.default_name();
-            prop_assert!(name.len() <= MAX_NAME && name.starts_with("file"));
-            prop_assert!(
-                name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)), "{}", name
-            );
-        }
-
-        #[test]
-        fn no_text_panics_and_what_parses_is_canonical(text in "(mem|file|fault|rbd):.{0,60}") {
-            if let Ok(parsed) = text.parse::<VolumeUri>() {
-                prop_assert_eq!(uri(&parsed.to_string()), parsed);
-            }
-        }
-    }
-}
+mod tests;

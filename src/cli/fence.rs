@@ -73,6 +73,7 @@ enum Command {
 #[command(visible_alias = "list", after_long_help = LS_EXAMPLES)]
 struct Ls {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -85,6 +86,7 @@ struct Ls {
 #[command(after_long_help = ADD_EXAMPLES)]
 struct Add {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// Only this client, IP:PORT/NONCE as shown by `cleat fence ls`
     #[arg(long, value_name = "ADDRESS")]
@@ -103,6 +105,7 @@ struct Add {
 #[command(after_long_help = CLEAR_EXAMPLES)]
 struct Clear {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// The client, IP:PORT/NONCE as shown by `cleat fence ls`
     address: String,
@@ -140,7 +143,7 @@ pub(super) fn run(globals: &Globals, args: Fence) -> Result<()> {
 }
 
 fn ls(globals: &Globals, args: &Ls) -> Result<()> {
-    let clients = cleat_backend::fence_of(&args.uri)?.clients()?;
+    let clients = args.uri.fence()?.clients()?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { volume: args.uri.to_string(), clients });
     }
@@ -197,8 +200,7 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
     };
     // Told, since that is what the command is for; and it has a mapping id of its own.
     let claimant = Claimant { take_over: true, ..here()? };
-    let cut_off =
-        cleat_backend::fence_of(&args.uri)?.add(args.address.as_deref(), &claimant, &agree)?;
+    let cut_off = args.uri.fence()?.add(args.address.as_deref(), &claimant, &agree)?;
     if globals.output == Some(Format::Json) {
         return output::json(&Cut { volume: args.uri.to_string(), cut_off });
     }
@@ -206,7 +208,7 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
 }
 
 fn clear(globals: &Globals, args: Clear) -> Result<()> {
-    let changed = cleat_backend::fence_of(&args.uri)?.clear(&args.address, &here()?)?;
+    let changed = args.uri.fence()?.clear(&args.address, &here()?)?;
     if globals.output == Some(Format::Json) {
         let volume = args.uri.to_string();
         return output::json(&Cleared { volume, address: args.address, changed });

@@ -7,7 +7,6 @@ use super::output::{self, Format};
 use super::set::PolicyArgs;
 use super::{Globals, size, view};
 use cleat_api::v1::{MapOptions, MapRequest};
-use cleat_backend::uri::VolumeUri;
 use cleat_core::error::{Error, Result};
 use cleat_node::config::MAX_CONNECTIONS;
 
@@ -107,8 +106,8 @@ pub(super) struct Map {
 pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
     // Checked here, too, so that a slip of the pen is told without a daemon; what is sent is what was
     // typed.
-    let uri = args.uri.parse::<VolumeUri>().map_err(teach)?;
-    let timeout = args.timeout.unwrap_or(OPERATION_TIMEOUT + cleat_backend::unlocking(&uri));
+    let uri = crate::backends::volume(&args.uri).map_err(teach)?;
+    let timeout = args.timeout.unwrap_or(OPERATION_TIMEOUT + uri.spec().extra_open_time());
     let options = MapOptions {
         read_only: args.read_only,
         connections: args.connections.unwrap_or(0),

@@ -70,5 +70,5 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     config.unmap_on_shutdown |= args.unmap_on_shutdown;
     config.check(std::path::Path::new("command line"))?;
     config.log().init()?;
-    cleat_node::daemon::run(&config)
+    cleat_node::daemon::run(&config, crate::backends::REGISTRY)
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::Globals;
 use super::output::{self, Format};
-use cleat_backend::manage::Progress;
+use cleat_backend::store::Progress;
 use cleat_core::error::{Error, Result};
 
 /// Clears the terminal's line.

@@ -34,6 +34,7 @@ after the running requests, or at once (exit code 6) while the volume is not ope
 #[command(group = clap::ArgGroup::new("address").required(true).args(["socket", "listen"]))]
 pub(super) struct Serve {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// Serve on a unix socket at this path, which only this user can use
     // The same id as the global option, which it hides.

@@ -10,7 +10,6 @@ use super::output::{self, Format};
 use super::{Globals, view};
 use cleat_api::v1::upgrade_event::Outcome;
 use cleat_api::v1::{HealthRequest, UpgradeEvent, UpgradeRequest};
-use cleat_backend::MAX_UNLOCKING;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 pub(super) const EXAMPLES: &str = "\
@@ -129,7 +128,7 @@ async fn follow(
     done: &mut Upgraded,
 ) -> Result<Option<String>> {
     // The daemon bounds each volume by itself.
-    let limit = OPERATION_TIMEOUT * 2 + MAX_UNLOCKING + GRACE;
+    let limit = OPERATION_TIMEOUT * 2 + crate::backends::REGISTRY.max_extra_open_time() + GRACE;
     let mut stream = client.call(limit, async |mut node| node.upgrade(request).await).await?;
     loop {
         let event = match tokio::time::timeout(limit, stream.next()).await {

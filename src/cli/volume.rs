@@ -13,8 +13,7 @@ use super::Globals;
 use super::output::{self, Format, short};
 use super::progress::Tracker;
 use cleat_backend::claimant::Claimant;
-use cleat_backend::manage::Store;
-use cleat_backend::store_for;
+use cleat_backend::store::Store;
 use cleat_backend::uri::StoreUri;
 use cleat_core::error::Result;
 use cleat_node::config::Config;
@@ -105,7 +104,7 @@ struct Rivals {
 
 impl Rivals {
     fn store(&self, place: &StoreUri) -> Result<Box<dyn Store>> {
-        store_for(&Claimant::alone(&Config::load(None)?.node_name, self.take_over)?, place)
+        place.connect_as(&Claimant::alone(&Config::load(None)?.node_name, self.take_over)?)
     }
 }
 

@@ -17,7 +17,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::server::{Event, ExportName, Limits, Server};
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Image, OpenOptions, Waker, open};
+use cleat_backend::{Image, OpenOptions, Waker};
 use cleat_core::error::{Error, Result};
 use cleat_core::policy::Policy;
 use cleat_statistics::Page;
@@ -57,7 +57,7 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     // Before any thread is made: each inherits the mask, and the signals arrive here alone.
     let signals = catch_signals()?;
     let (uri, how) = (options.uri.clone(), options.open.clone());
-    let image = open_unless_told(&signals, move || open(&uri, &how))?;
+    let image = open_unless_told(&signals, move || uri.open(&how))?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };

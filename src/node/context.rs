@@ -13,6 +13,7 @@ use crate::mapping::{Change, Register};
 use crate::planner::Options;
 use crate::severed::SeveredDevices;
 use crate::workers::Workers;
+use cleat_backend::Registry;
 use cleat_core::random::Random;
 
 /// What stays the same while the daemon runs.
@@ -46,6 +47,8 @@ pub type Halt = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 /// The parts of the supervisor that operations and actions share; one per daemon.
 pub(crate) struct Context {
+    /// The backends, which know how long a volume may take to open.
+    pub(crate) registry: Registry,
     /// The durable records.
     pub(crate) journal: Arc<Journal>,
     /// Calls to the kernel.

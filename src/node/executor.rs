@@ -10,7 +10,7 @@ use tonic::Status;
 use crate::context::Context;
 use crate::kernel_calls::Load;
 use crate::mapping::{Change, Forced, Mapping, Register, View};
-use crate::{devices, find, holders, naming, operations};
+use crate::{devices, find, holders, naming, operations, unlock};
 use cleat_api::v1 as api;
 use cleat_core::error::Result;
 use cleat_core::policy;
@@ -34,6 +34,11 @@ impl Executor {
     /// The parts that operations share.
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// Returns how much longer than other volumes `uri` may take to open.
+    pub(crate) fn extra_open_time(&self, uri: &str) -> Duration {
+        unlock::extra_open_time(self.context.registry, uri)
     }
 
     /// Maps a volume, or returns the mapping that exists already.

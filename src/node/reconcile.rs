@@ -50,7 +50,8 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
         tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
         wake_later(cx, guard);
     }
-    let deadline = Instant::now() + REPAIR_LIMIT + unlock::patience(&guard.record.uri);
+    let deadline =
+        Instant::now() + REPAIR_LIMIT + unlock::extra_open_time(cx.registry, &guard.record.uri);
     match reconcile(cx, guard, deadline).await {
         Ok(State::Failed(trouble)) => {
             tracing::debug!(mapping = guard.mapping().name, "failed: {}", trouble.message);

@@ -11,21 +11,23 @@ use crate::context::Context;
 use crate::mapping::Guard;
 use crate::status::publish;
 use crate::worker_failures::NotStarted;
-use cleat_backend::uri::VolumeUri;
+use cleat_backend::Registry;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Volumes that are unlocked at the same time: each for itself would be no faster, and the memory that
 /// they take is not bounded by anything else.
 pub(crate) const AT_ONCE: usize = 2;
 
-/// What is added to the limits of opening `uri`; nothing for one that has no key.
-pub(crate) fn patience(uri: &str) -> Duration {
-    uri.parse().map_or(Duration::ZERO, |uri: VolumeUri| cleat_backend::unlocking(&uri))
+/// Returns what is added to the limits of opening the volume `uri`, for example because its key is
+/// derived from a passphrase.
+pub(crate) fn extra_open_time(registry: Registry, uri: &str) -> Duration {
+    registry.volume(uri).map_or(Duration::ZERO, |uri| uri.spec().extra_open_time())
 }
 
-/// The volume `uri` as one that is not encrypted: enough to claim it.
-pub(crate) fn locked(uri: &str) -> String {
-    uri.parse().map_or_else(|_| uri.to_owned(), |uri: VolumeUri| uri.locked().to_string())
+/// Returns the volume `uri` without its content key, which is enough to claim it.
+pub(crate) fn without_content_key(registry: Registry, uri: &str) -> String {
+    let volume = registry.volume(uri);
+    volume.map_or_else(|_| uri.to_owned(), |uri| uri.without_content_key().to_string())
 }
 
 /// The right to have a worker unlock its volume, where there is something to be unlocked; that it is
@@ -38,7 +40,7 @@ pub(crate) async fn unlock_permit<'a>(
     guard: &mut Guard,
     deadline: Instant,
 ) -> Result<Option<SemaphorePermit<'a>>> {
-    if patience(&guard.record.uri).is_zero() {
+    if extra_open_time(cx.registry, &guard.record.uri).is_zero() {
         return Ok(None);
     }
     publish(cx, guard.mapping(), |view| {
@@ -58,14 +60,16 @@ pub(crate) async fn unlock_permit<'a>(
 mod tests {
     use super::*;
 
+    const REGISTRY: Registry = Registry::new(&[cleat_backend::mem::BACKEND, cleat_rbd::BACKEND]);
+
     #[test]
     fn only_what_has_a_key_is_waited_for() {
         let encrypted = "rbd:p/i?id=x&encryption=luks2&passphrase_file=/k";
-        assert!(patience(encrypted) > Duration::from_secs(60));
+        assert!(extra_open_time(REGISTRY, encrypted) > Duration::from_secs(60));
         for plain in ["rbd:p/i", "mem:1G", "nonsense"] {
-            assert_eq!(patience(plain), Duration::ZERO, "{plain}");
-            assert_eq!(locked(plain), plain);
+            assert_eq!(extra_open_time(REGISTRY, plain), Duration::ZERO, "{plain}");
+            assert_eq!(without_content_key(REGISTRY, plain), plain);
         }
-        assert_eq!(locked(encrypted), "rbd:p/i?id=x");
+        assert_eq!(without_content_key(REGISTRY, encrypted), "rbd:p/i?id=x");
     }
 }

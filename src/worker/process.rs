@@ -29,9 +29,7 @@ use super::session::Session;
 use super::version::{Spoken, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
-use cleat_backend::{
-    Confinement, HandoverFiles, Image, OpenOptions, confinement, inherit, open, prepare,
-};
+use cleat_backend::{Confinement, HandoverFiles, Image, OpenOptions, Registry};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_sys::{descriptor, memory_lock, process};
@@ -43,7 +41,7 @@ const START_PATIENCE_MS: u16 = 60_000;
 const OOM_SCORE_ADJ: &str = "-999";
 
 /// The whole life of a worker process; returns its exit code.
-pub fn main() -> u8 {
+pub fn main(registry: Registry) -> u8 {
     let channel = match inherited_channel() {
         Ok(channel) => channel,
         Err(error) => {
@@ -53,7 +51,7 @@ pub fn main() -> u8 {
             return 2;
         }
     };
-    let session = match start(&channel) {
+    let session = match start(&channel, registry) {
         Ok(session) => session,
         Err(error) => {
             tracing::error!(error = %error.report(), "the worker could not start");
@@ -80,16 +78,16 @@ fn inherited_channel() -> Result<Channel> {
     Channel::new(descriptor)
 }
 
-fn start(channel: &Channel) -> Result<Session> {
+fn start(channel: &Channel, registry: Registry) -> Result<Session> {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGPIPE] {
         process::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
     }
     let First { start, listener, page, inheritance } = first_message(channel)?;
     // Before the confinement, since it may open a socket.
     start.log.parse::<Log>()?.init()?;
-    let uri: VolumeUri = start.uri.parse()?;
+    let uri = registry.volume(&start.uri)?;
     // What it loads is to be locked like the rest.
-    prepare(&uri)?;
+    uri.spec().prepare()?;
     settle(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
     let (image, report) = open_confined(&uri, &options(&start), inheritance)?;
@@ -128,11 +126,11 @@ fn open_confined(
     options: &OpenOptions,
     inheritance: Option<HandoverFiles>,
 ) -> Result<(Arc<dyn Image>, Report)> {
-    let when = confinement(uri);
+    let when = uri.spec().confinement();
     let needs = Needs::from(&when);
     let open = || match inheritance {
-        Some(inheritance) => inherit(uri, options, inheritance),
-        None => open(uri, options),
+        Some(inheritance) => uri.open_successor(options, inheritance),
+        None => uri.open(options),
     };
     Ok(match when {
         Confinement::AfterOpen => {

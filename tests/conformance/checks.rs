@@ -1,7 +1,7 @@
 //! The contract of `cleat_backend`: each function checks one guarantee.
 
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Image, OpenOptions, inherit, open};
+use cleat_backend::{Image, OpenOptions};
 use cleat_core::error::ErrorKind;
 use cleat_core::request::{Flags, IoError, Op};
 
@@ -188,7 +188,7 @@ pub fn read_only(uri: &VolumeUri) {
 pub fn a_handover_keeps_the_claim_and_the_content(uri: &VolumeUri) {
     let options = OpenOptions::default();
     let successor = |image: &dyn Image| {
-        inherit(uri, &options, image.handover().unwrap().prepare().unwrap()).unwrap()
+        uri.open_successor(&options, image.handover().unwrap().prepare().unwrap()).unwrap()
     };
     let put = |image: &dyn Image, at: u64| {
         let client: &mut dyn Client = &mut LocalClient::new(image, 64);
@@ -200,7 +200,7 @@ pub fn a_handover_keeps_the_claim_and_the_content(uri: &VolumeUri) {
             assert!(client.read(at * PIECE, PIECE) == pattern(at, PIECE), "piece {at}");
         }
     };
-    let mut old = open(uri, &options).unwrap_or_else(|error| panic!("{}", error.report()));
+    let mut old = uri.open(&options).unwrap_or_else(|error| panic!("{}", error.report()));
     let keeps = old.features().outlives_worker;
     put(&*old, 0);
     for round in 0..2 {
@@ -216,7 +216,7 @@ pub fn a_handover_keeps_the_claim_and_the_content(uri: &VolumeUri) {
         new.handover().unwrap().take_over(&state).unwrap();
         old = new;
         if keeps {
-            let second = open(uri, &options).err().map(|error| error.kind());
+            let second = uri.open(&options).err().map(|error| error.kind());
             assert_eq!(second, Some(ErrorKind::InUse), "round {round}");
         }
         holds(&*old, 3 + round);
@@ -225,6 +225,6 @@ pub fn a_handover_keeps_the_claim_and_the_content(uri: &VolumeUri) {
     holds(&*old, 5);
     drop(old);
     if keeps {
-        holds(&*open(uri, &options).unwrap(), 5);
+        holds(&*uri.open(&options).unwrap(), 5);
     }
 }

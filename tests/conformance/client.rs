@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cleat_backend::uri::VolumeUri;
 use cleat_backend::{
-    Completions, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, channel, open,
+    Completions, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, Waker, channel,
 };
 use cleat_core::error::Result;
 use cleat_core::request::{Flags, IoError, Op, Request};
@@ -91,7 +91,7 @@ impl Local {
     }
 
     pub fn open(uri: &VolumeUri, options: OpenOptions) -> Self {
-        Self(open(uri, &options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
+        Self(uri.open(&options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
     }
 
     /// Starts all `jobs` on a client and drops it at once, as when a connection breaks.

@@ -4,7 +4,8 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-use cleat_backend::{HandoverState, OpenOptions, inherit, open};
+use cleat::backends::REGISTRY;
+use cleat_backend::{HandoverState, OpenOptions};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 
@@ -14,7 +15,7 @@ use crate::places::{Place, needs_root};
 use test_kit::temp::{in_memory, on_disk};
 
 fn refused(uri: &str) -> Error {
-    match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+    match REGISTRY.volume(uri).unwrap().open(&OpenOptions::default()) {
         Ok(_) => panic!("{uri} was opened"),
         Err(error) => error,
     }
@@ -72,17 +73,17 @@ fn missing_empty_and_special_files_are_refused_or_created() {
     assert!(refused(&format!("file:{}", path("empty"))).repair().unwrap().contains("truncate"));
 
     for name in ["new.img", "empty"] {
-        let uri = format!("file:{}?create=5G", path(name)).parse().unwrap();
+        let uri = REGISTRY.volume(&format!("file:{}?create=5G", path(name))).unwrap();
         assert_eq!(Local::open(&uri, OpenOptions::default()).size(), 5 << 30);
         let made = fs::metadata(path(name)).unwrap();
         assert!(made.len() == 5 << 30 && made.blocks() < 100, "sparse");
     }
     // Some file systems support a sparse file of this size. On the others, the
     // open leaves no file behind.
-    let uri = format!("file:{}?create=4E", path("huge.img")).parse().unwrap();
-    let huge = open(&uri, &OpenOptions::default());
+    let uri = REGISTRY.volume(&format!("file:{}?create=4E", path("huge.img"))).unwrap();
+    let huge = uri.open(&OpenOptions::default());
     assert_eq!(fs::exists(path("huge.img")).unwrap(), huge.is_ok());
-    let uri = format!("file:{}?create=1G", path("new.img")).parse().unwrap();
+    let uri = REGISTRY.volume(&format!("file:{}?create=1G", path("new.img"))).unwrap();
     let kept = Local::open(&uri, OpenOptions::default());
     assert_eq!(kept.size(), 5 << 30, "an existing file keeps its size");
 }
@@ -96,7 +97,7 @@ fn a_file_of_any_size_is_served_to_the_last_byte_or_with_direct_io_the_last_bloc
     volume.client().one(write(1 << 20, &pattern(1, 100)));
     assert!(volume.client().read(1 << 20, 100) == pattern(1, 100));
     drop(volume);
-    let direct = format!("{uri}?direct=true").parse().unwrap();
+    let direct = REGISTRY.volume(&format!("{uri}?direct=true")).unwrap();
     let volume = Local::open(&direct, OpenOptions::default());
     assert_eq!(volume.size(), 1 << 20);
     assert!(volume.blocks().minimum >= 512);
@@ -192,7 +193,7 @@ fn a_full_file_system_gives_the_error_no_space() {
 #[test]
 fn a_full_ring_makes_requests_wait_and_loses_none() {
     let place = Place::file(in_memory(), "");
-    let image = open(&place.uri(8 << 20), &OpenOptions::default()).unwrap();
+    let image = place.uri(8 << 20).open(&OpenOptions::default()).unwrap();
     // Two entries for 32 requests; the poll of the waker takes one of them.
     let mut client = LocalClient::new(&*image, 2);
     let client: &mut dyn Client = &mut client;
@@ -216,7 +217,7 @@ mod fault {
     use super::*;
 
     fn volume(plan: &str) -> Local {
-        let uri = format!("fault:mem:1M?{plan}").parse().unwrap();
+        let uri = REGISTRY.volume(&format!("fault:mem:1M?{plan}")).unwrap();
         Local::open(&uri, OpenOptions::default())
     }
 
@@ -295,11 +296,12 @@ fn a_successor_fails_flushes_after_a_failed_sync_of_its_predecessor() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
     let options = OpenOptions::default();
-    let mut image = open(&uri, &options).unwrap();
+    let mut image = uri.open(&options).unwrap();
     let mut state =
         HandoverState { sync_failed: true, ..image.handover().unwrap().release().unwrap() };
     for _ in 0..2 {
-        let next = inherit(&uri, &options, image.handover().unwrap().prepare().unwrap()).unwrap();
+        let next =
+            uri.open_successor(&options, image.handover().unwrap().prepare().unwrap()).unwrap();
         next.handover().unwrap().take_over(&state).unwrap();
         let client: &mut dyn Client = &mut LocalClient::new(&*next, 64);
         client.one(write(0, &pattern(1, 4096)));
@@ -314,11 +316,13 @@ fn a_successor_fails_flushes_after_a_failed_sync_of_its_predecessor() {
 fn an_inherited_image_must_match_the_uri_and_the_options() {
     let place = Place::file(on_disk(), "");
     let uri = place.uri(1 << 20);
-    let image = open(&uri, &OpenOptions::default()).unwrap();
+    let image = uri.open(&OpenOptions::default()).unwrap();
     let refused = |uri: &str, read_only: bool| {
         let options = OpenOptions { read_only, ..OpenOptions::default() };
-        let inherited =
-            inherit(&uri.parse().unwrap(), &options, image.handover().unwrap().prepare().unwrap());
+        let inherited = REGISTRY
+            .volume(uri)
+            .unwrap()
+            .open_successor(&options, image.handover().unwrap().prepare().unwrap());
         assert_eq!(inherited.err().map(|error| error.kind()), Some(ErrorKind::InvalidArgument));
     };
     refused(&uri.to_string(), true);

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cleat_backend::{OpenOptions, Waker, open};
+use cleat::backends::REGISTRY;
+use cleat_backend::{OpenOptions, Waker};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 use librbd::{Key, Luks, NewImage, Open, RBD_FEATURE_EXCLUSIVE_LOCK, RBD_FEATURE_JOURNALING};
@@ -33,7 +34,7 @@ fn passphrase(directory: &TempDir, text: &str) -> PathBuf {
 fn opened(uri: &str) -> Result<Local, Error> {
     let begun = Instant::now();
     loop {
-        match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+        match REGISTRY.volume(uri).unwrap().open(&OpenOptions::default()) {
             Ok(image) => return Ok(Local::of(image)),
             Err(error) => {
                 let late = [ErrorKind::TimedOut, ErrorKind::InUse].contains(&error.kind());
@@ -267,7 +268,7 @@ fn images_with_a_journal_and_mirrored_ones_are_served() {
             assert!(error.repair().unwrap().contains(&format!("promote {image}")));
         }
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
-        let copy = Local::open(&uri.parse().unwrap(), read_only);
+        let copy = Local::open(&REGISTRY.volume(&uri).unwrap(), read_only);
         assert!(copy.client().read(4096, 100_000) == pattern(3, 100_000), "{name}");
         shared().rbd(&["mirror", "image", "promote", &image]).unwrap();
         local(&uri).client().one(write(0, &pattern(4, 4096)));
@@ -284,7 +285,7 @@ fn trim_false_disables_the_trim_feature() {
 #[test]
 fn a_watcher_is_woken_when_the_image_grows() {
     let uri = fresh(shared(), "watched", 8 * MIB);
-    let volume = Local::open(&uri.parse().unwrap(), OpenOptions::default());
+    let volume = Local::open(&REGISTRY.volume(&uri).unwrap(), OpenOptions::default());
     let waker = Waker::new().unwrap();
     volume.watch_size(waker.clone());
     let admin = pool(shared(), ID).open("watched", None, Open::Write).unwrap();

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
+use cleat::backends::REGISTRY;
 use cleat_backend::uri::VolumeUri;
 use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
@@ -81,7 +82,7 @@ impl Place {
             (true, false) => "&",
             (false, false) => "?",
         };
-        format!("{text}{separator}{}", self.options).parse().unwrap()
+        REGISTRY.volume(&format!("{text}{separator}{}", self.options)).unwrap()
     }
 
     fn sparse(&self, size: u64) -> String {

@@ -3,8 +3,9 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use cleat::backends::REGISTRY;
 use cleat_backend::claimant::Claimant;
-use cleat_backend::{HandoverState, OpenOptions, inherit, open};
+use cleat_backend::{HandoverState, OpenOptions};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::request::{Flags, IoError, Op};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
@@ -23,11 +24,11 @@ pub fn fresh(cluster: &TestCluster, image: &str, size: u64) -> String {
 }
 
 pub fn local(uri: &str) -> Local {
-    Local::open(&uri.parse().unwrap(), OpenOptions::default())
+    Local::open(&REGISTRY.volume(uri).unwrap(), OpenOptions::default())
 }
 
 pub fn refused(uri: &str) -> Error {
-    match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+    match REGISTRY.volume(uri).unwrap().open(&OpenOptions::default()) {
         Ok(_) => panic!("{uri} was opened"),
         Err(error) => error,
     }
@@ -45,7 +46,7 @@ fn a_second_writer_is_refused_with_the_address_of_the_first() {
     assert!(error.message().contains(owner), "{}", error.message());
     // A reader is admitted beside the writer.
     let reader = Local::open(
-        &uri.parse().unwrap(),
+        &REGISTRY.volume(&uri).unwrap(),
         OpenOptions { read_only: true, ..OpenOptions::default() },
     );
     assert!(reader.client().read(0, 4096) == pattern(1, 4096));
@@ -83,7 +84,7 @@ fn a_blocklisted_client_stays_fenced_and_writes_nothing() {
     drop(image);
     let take_over = Claimant { take_over: true, ..Claimant::default() };
     let options = OpenOptions { claimant: take_over, ..OpenOptions::default() };
-    let second = Local::open(&uri.parse().unwrap(), options);
+    let second = Local::open(&REGISTRY.volume(&uri).unwrap(), options);
     second.client().one(write(0, &pattern(2, 4096)));
     let late = (0..32).map(|n| write(n * 4096, &pattern(3, 4096))).collect();
     assert!(client.run(late).iter().all(|done| done.result == Err(IoError::Fenced)));
@@ -161,7 +162,7 @@ fn extents_report_all_data_of_every_kind_of_image() {
         assert!(check_extents(&clone, &both, range) >= 16 * MIB);
     }
     let snapshot = Local::open(
-        &image_uri(shared(), "map@s").parse().unwrap(),
+        &REGISTRY.volume(&image_uri(shared(), "map@s")).unwrap(),
         OpenOptions { read_only: true, ..OpenOptions::default() },
     );
     assert!(check_extents(&snapshot, &written[2..], 0..size) >= 16 * MIB);
@@ -256,10 +257,10 @@ fn a_failed_open_reports_its_cause_and_a_repair() {
 #[test]
 fn a_planned_successor_gets_the_claim_and_no_other_client_between() {
     let uri = fresh(shared(), "inherited", 8 * MIB);
-    let parsed = uri.parse().unwrap();
+    let parsed = REGISTRY.volume(&uri).unwrap();
     let options = OpenOptions::default();
-    let old = open(&parsed, &options).unwrap();
-    let new = inherit(&parsed, &options, old.handover().unwrap().prepare().unwrap()).unwrap();
+    let old = parsed.open(&options).unwrap();
+    let new = parsed.open_successor(&options, old.handover().unwrap().prepare().unwrap()).unwrap();
     assert_eq!(
         new.handover().unwrap().take_over(&HandoverState::default()).unwrap_err().kind(),
         ErrorKind::InUse
@@ -280,7 +281,8 @@ fn a_planned_successor_gets_the_claim_and_no_other_client_between() {
     assert!(client.read(0, 4096) == pattern(1, 4096));
     client.one(write(0, &pattern(2, 4096)));
     // The successor of a fenced image is fenced, too.
-    let third = inherit(&parsed, &options, new.handover().unwrap().prepare().unwrap()).unwrap();
+    let third =
+        parsed.open_successor(&options, new.handover().unwrap().prepare().unwrap()).unwrap();
     third
         .handover()
         .unwrap()
@@ -311,7 +313,7 @@ fn opening_fails_in_time_while_the_cluster_does_not_answer() {
     // The attempt that timed out releases the image by itself.
     let begun = Instant::now();
     loop {
-        match open(&uri.parse().unwrap(), &OpenOptions::default()) {
+        match REGISTRY.volume(&uri).unwrap().open(&OpenOptions::default()) {
             Ok(_) => return,
             Err(error) => assert!(begun.elapsed() < Duration::from_secs(60), "{}", error.report()),
         }

@@ -6,8 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use cleat::backends::volume;
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Completer, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, open};
+use cleat_backend::{Completer, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started};
 use cleat_core::error::Result;
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
@@ -430,8 +431,8 @@ struct Fixture {
 
 impl Fixture {
     fn memory(limits: Limits) -> Self {
-        let uri: VolumeUri = "mem:64M".parse().unwrap();
-        Self::new(open(&uri, &OpenOptions::default()).unwrap(), limits)
+        let uri: VolumeUri = volume("mem:64M").unwrap();
+        Self::new(uri.open(&OpenOptions::default()).unwrap(), limits)
     }
 
     fn new(image: Arc<dyn Image>, limits: Limits) -> Self {

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use cleat_backend::{Image, OpenOptions, open};
+use cleat::backends::volume;
+use cleat_backend::{Image, OpenOptions};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_export::End;
 use cleat_export::handover::Rest;
@@ -36,7 +37,7 @@ impl Relay {
     }
 
     fn over(uri: &str) -> Self {
-        let image = open(&uri.parse().unwrap(), &OpenOptions::default()).unwrap();
+        let image = volume(uri).unwrap().open(&OpenOptions::default()).unwrap();
         let (page, _) = Page::create().unwrap();
         let serving = server(&image, &page);
         Self { image, page, serving }

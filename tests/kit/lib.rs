@@ -14,6 +14,8 @@
     reason = "the kit is test code: it fails by panicking, and prints what a test prints"
 )]
 
+#[cfg(feature = "daemon")]
+pub mod backends;
 pub mod binary;
 pub mod ceph;
 #[cfg(feature = "daemon")]

@@ -132,6 +132,7 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
     });
     let kernel = world.kernel().clone();
     let parts = Parts {
+        registry: cleat::backends::REGISTRY,
         kernel: Box::new(move || Arc::new(kernel)),
         launcher: Arc::new(SimLauncher(world.clone())),
         random: Random::seeded(boot ^ world.state().next_life()),

@@ -18,6 +18,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("telemetry", &["core"]),
     ("statistics", &["core", "sys"]),
     ("backend", &["core", "sys"]),
+    ("rbd", &["backend", "core", "sys"]),
     ("export", &["backend", "core", "nbd", "statistics", "sys"]),
     ("worker", &["backend", "core", "export", "nbd", "statistics", "sys", "telemetry"]),
     ("kernel", &["core", "sys"]),

@@ -25,12 +25,6 @@ impl File {
         }
     }
 
-    /// The module of `src/` that the file belongs to: `data` for `src/data/nbd/wire.rs`.
-    pub(crate) fn room(&self) -> Option<&str> {
-        let inside = self.path.strip_prefix("src/")?;
-        inside.split('/').next().map(|first| first.trim_end_matches(".rs"))
-    }
-
     pub(crate) fn is_rust(&self) -> bool {
         self.path.ends_with(".rs")
     }

@@ -18,16 +18,16 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::super::uri::{Options, Size, invalid, parse_size_or_zero};
+use crate::uri::{Options, Size, invalid, parse_size_or_zero};
 use cleat_core::error::{Error, Result};
 use cleat_core::request::{IoError, Op, Request};
 
 /// What marks the options of a URI that are meant for us.
-pub const PREFIX: &str = "fault.";
+pub(super) const PREFIX: &str = "fault.";
 
 /// The faults of a volume. The default has none.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Plan {
+pub(super) struct Plan {
     latency: Duration,
     jitter: Duration,
     hang: bool,

@@ -7,11 +7,11 @@ use cleat_core::error::Result;
 
 /// Options that nobody has taken yet: keys are unique.
 #[derive(Debug, Default)]
-pub(crate) struct Options(Vec<(String, String)>);
+pub struct Options(Vec<(String, String)>);
 
 impl Options {
     /// Reads `key=value&…`.
-    pub(crate) fn parse(text: &str) -> Result<Self> {
+    pub fn parse(text: &str) -> Result<Self> {
         let mut options = Self::default();
         for pair in text.split('&').filter(|pair| !pair.is_empty()) {
             let Some((key, value)) = pair.split_once('=') else {
@@ -29,13 +29,13 @@ impl Options {
     }
 
     /// Takes the value of `key`.
-    pub(crate) fn take(&mut self, key: &str) -> Option<String> {
+    pub fn take(&mut self, key: &str) -> Option<String> {
         let index = self.0.iter().position(|(known, _)| known == key)?;
         Some(self.0.swap_remove(index).1)
     }
 
     /// Takes the value of `key`, which must be `true` or `false`.
-    pub(crate) fn flag(&mut self, key: &str) -> Result<Option<bool>> {
+    pub fn flag(&mut self, key: &str) -> Result<Option<bool>> {
         match self.take(key).as_deref() {
             None => Ok(None),
             Some("true") => Ok(Some(true)),
@@ -45,7 +45,7 @@ impl Options {
     }
 
     /// Takes the options whose keys begin with `prefix`, and cuts it off them.
-    pub(crate) fn split_prefix(&mut self, prefix: &str) -> Self {
+    pub fn split_prefix(&mut self, prefix: &str) -> Self {
         let (with, without) =
             std::mem::take(&mut self.0).into_iter().partition(|(key, _)| key.starts_with(prefix));
         self.0 = without;
@@ -55,13 +55,13 @@ impl Options {
     }
 
     /// What is left, as it was written.
-    pub(super) fn into_pairs(self) -> Vec<(String, String)> {
+    pub fn into_pairs(self) -> Vec<(String, String)> {
         self.0
     }
 
     /// Cuts `prefix` off the keys that have it.
     #[cfg(feature = "fault")]
-    pub(crate) fn merge(&mut self, prefix: &str) -> Result<()> {
+    pub fn merge(&mut self, prefix: &str) -> Result<()> {
         for (key, value) in self.split_prefix(prefix).0 {
             if self.0.iter().any(|(known, _)| *known == key) {
                 return Err(invalid(format!("the option {key:?} is given twice")));
@@ -72,7 +72,7 @@ impl Options {
     }
 
     /// Ends the reading: what is left is unknown to `owner`.
-    pub(crate) fn finish(self, owner: &str, valid: &[&str]) -> Result<()> {
+    pub fn finish(self, owner: &str, valid: &[&str]) -> Result<()> {
         let Some((key, _)) = self.0.first() else { return Ok(()) };
         let error = invalid(format!("{owner} has no option {key:?}"));
         Err(if valid.is_empty() {
@@ -84,7 +84,7 @@ impl Options {
 }
 
 /// Turns each `%XX` into its byte.
-pub(super) fn decode(text: &str) -> Result<Vec<u8>> {
+pub fn decode(text: &str) -> Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let [first, tail @ ..] = rest {
@@ -113,7 +113,7 @@ fn hex(digit: Option<&u8>) -> Option<u8> {
 }
 
 /// Bytes as they are written in a URI.
-pub(super) struct Encoded<'a>(pub(super) &'a [u8]);
+pub struct Encoded<'a>(pub &'a [u8]);
 
 impl fmt::Display for Encoded<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

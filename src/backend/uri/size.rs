@@ -6,7 +6,7 @@ use super::invalid;
 use cleat_core::error::Result;
 
 /// The largest size of a volume, in bytes: 4 EiB, so that offsets fit everywhere.
-pub(super) const MAX_SIZE: u64 = 1 << 62;
+pub const MAX_SIZE: u64 = 1 << 62;
 
 const UNITS: [char; 6] = ['K', 'M', 'G', 'T', 'P', 'E'];
 

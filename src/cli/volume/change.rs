@@ -7,8 +7,8 @@ use serde::Serialize;
 use super::{Rivals, Tracker, short, tell, time};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
-use cleat_backend::manage::{Layout, Removal, Removed, Source};
-use cleat_backend::uri::{FileSpec, Size, Spec, VolumeUri, parse_size};
+use cleat_backend::store::{Layout, Removal, Removed, Source};
+use cleat_backend::uri::{Size, VolumeUri, parse_size};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 const CREATE_EXAMPLES: &str = "\
@@ -36,6 +36,7 @@ Examples:
 #[command(after_long_help = CREATE_EXAMPLES)]
 pub(super) struct Create {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// Its size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(allow_negative_numbers = true, value_parser = parse_size)]
@@ -86,6 +87,7 @@ Examples:
 #[command(visible_alias = "rm", after_long_help = REMOVE_EXAMPLES)]
 pub(super) struct Remove {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// Delete it, and do not put it into the trash
     #[arg(long)]
@@ -115,6 +117,7 @@ Examples:
 #[command(after_long_help = RESIZE_EXAMPLES)]
 pub(super) struct Resize {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(allow_negative_numbers = true, value_parser = parse_size)]
@@ -145,8 +148,10 @@ Examples:
 #[command(after_long_help = CLONE_EXAMPLES)]
 pub(super) struct Clone {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    #[arg(value_parser = crate::backends::volume)]
     source: VolumeUri,
     /// The new volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     #[command(flatten)]
     layout: LayoutArgs,
@@ -172,6 +177,7 @@ Examples:
 #[command(after_long_help = FLATTEN_EXAMPLES)]
 pub(super) struct Flatten {
     /// The clone
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -186,7 +192,7 @@ struct Outcome {
 pub(super) fn create(globals: &Globals, args: Create) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     check_size(&args.uri, args.size)?;
-    let changed = cleat_backend::store(&store)?.create(&name, args.size, &args.layout.into())?;
+    let changed = store.connect()?.create(&name, args.size, &args.layout.into())?;
     tell(globals, &args.uri, changed, "exists already, as it is wanted")
 }
 
@@ -224,11 +230,11 @@ pub(super) fn resize(globals: &Globals, args: &Resize) -> Result<()> {
 }
 
 pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
-    let (from, source, snapshot) = args.source.snapshot_place()?;
+    let (from, source, snapshot) = args.source.snapshot_location()?;
     let (to, name) = whole(&args.uri)?;
-    let store = cleat_backend::store(&to.reached_as(&from)?)?;
+    let store = to.with_access_of(&from)?.connect()?;
     let layout = Layout { clone_format: Some(args.clone_format), ..args.layout.into() };
-    let source = Source { store: &from, name: &source, snapshot: &snapshot };
+    let source = Source { store: from.spec(), name: &source, snapshot: &snapshot };
     let changed = store.clone_snapshot(&source, &name, &layout)?;
     tell(globals, &args.uri, changed, "is that clone already")
 }
@@ -236,18 +242,17 @@ pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
 pub(super) fn flatten(globals: &Globals, args: &Flatten) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let tracker = Tracker::begin(globals, "flatten", &args.uri)?;
-    let store = cleat_backend::store(&store)?;
+    let store = store.connect()?;
     let changed = tracker.run(|progress| store.flatten(&name, progress))?;
     tell(globals, &args.uri, changed, "has no parent")
 }
 
 /// A URI may say itself how large the file is to be that it makes.
 fn check_size(uri: &VolumeUri, size: u64) -> Result<()> {
-    let Spec::File(FileSpec { create: Some(told), .. }) = uri.spec() else { return Ok(()) };
-    if *told == size {
+    let Some(told) = uri.spec().creation_size().filter(|told| *told != size) else {
         return Ok(());
-    }
-    let (told, size) = (Size(*told), Size(size));
+    };
+    let (told, size) = (Size(told), Size(size));
     let message = format!("the volume is to have {size}, and by its URI {told} (create={told})");
     Err(Error::new(ErrorKind::InvalidArgument, message)
         .with_repair("leave create= out: it is for those who open the file where it is missing"))
@@ -255,7 +260,7 @@ fn check_size(uri: &VolumeUri, size: u64) -> Result<()> {
 
 /// The place of a volume, and its name there; of all of it, and not of a snapshot.
 pub(super) fn whole(uri: &VolumeUri) -> Result<(cleat_backend::uri::StoreUri, String)> {
-    match uri.place()? {
+    match uri.store_location()? {
         (store, name, None) => Ok((store, name)),
         (_, name, Some(snapshot)) => {
             let message = format!("{uri} is a snapshot, and this is for volumes");
@@ -304,7 +309,7 @@ mod tests {
 
     #[test]
     fn a_snapshot_is_no_volume() {
-        let uri: VolumeUri = "rbd:p/i@s".parse().expect("it is right");
+        let uri = crate::backends::volume("rbd:p/i@s").expect("it is right");
         assert_eq!(whole(&uri).expect_err("a snapshot").kind(), ErrorKind::InvalidArgument);
     }
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::time;
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit, size};
-use cleat_backend::manage::{self, Listing, Page};
+use cleat_backend::store::{self, Listing, Page};
 use cleat_backend::uri::{Size, StoreUri, VolumeUri};
 use cleat_core::error::Result;
 
@@ -31,6 +31,7 @@ Examples:
 #[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
 pub(super) struct List {
     /// The place: rbd:POOL, rbd:POOL/NAMESPACE or file:/DIRECTORY
+    #[arg(value_parser = crate::backends::store)]
     place: StoreUri,
     /// Ask each volume for its size, parent, snapshots and users; also with -o wide
     #[arg(short, long)]
@@ -61,6 +62,7 @@ Examples:
 #[command(after_long_help = INFO_EXAMPLES)]
 pub(super) struct Info {
     /// The volume, or a snapshot of it
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -69,7 +71,7 @@ pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
     let details = args.long || globals.output == Some(Format::Wide);
     let limit = args.limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
     let page = Page { after: args.after, limit, details };
-    let listing = cleat_backend::store(&args.place)?.list(&page)?;
+    let listing = args.place.connect()?.list(&page)?;
     let failed = || listing.volumes.iter().filter_map(|entry| Some((entry, entry.error.as_ref()?)));
     let code = failed().next().map_or(exit::OK, |(_, error)| exit::code(error.kind));
     if globals.output == Some(Format::Json) {
@@ -86,8 +88,8 @@ pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
 }
 
 pub(super) fn info(globals: &Globals, args: &Info) -> Result<()> {
-    let (store, name, snapshot) = args.uri.place()?;
-    let info = cleat_backend::store(&store)?.info(&name, snapshot.as_deref())?;
+    let (store, name, snapshot) = args.uri.store_location()?;
+    let info = store.connect()?.info(&name, snapshot.as_deref())?;
     if globals.output == Some(Format::Json) {
         return output::json(&info);
     }
@@ -118,7 +120,7 @@ fn table(listing: &Listing) -> String {
     table.render()
 }
 
-fn described(info: &manage::Info) -> String {
+fn described(info: &store::Info) -> String {
     let mut text = format!("{}\n", output::printable(&info.uri));
     let mut line = |name: &str, value: String| {
         if !value.is_empty() {
@@ -159,7 +161,7 @@ fn described(info: &manage::Info) -> String {
     text
 }
 
-fn objects(info: &manage::Info) -> String {
+fn objects(info: &store::Info) -> String {
     let (Some(count), Some(object)) = (info.objects, info.object_size_bytes) else {
         return String::new();
     };
@@ -176,7 +178,7 @@ fn objects(info: &manage::Info) -> String {
     text
 }
 
-fn snapshots(snapshots: &[manage::Snapshot]) -> String {
+fn snapshots(snapshots: &[store::Snapshot]) -> String {
     let shown: Vec<String> = snapshots
         .iter()
         .map(|snapshot| match (snapshot.kind, snapshot.protected) {

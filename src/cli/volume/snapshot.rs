@@ -6,7 +6,7 @@ use super::change::whole;
 use super::{Rivals, Tracker, tell, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, size};
-use cleat_backend::manage;
+use cleat_backend::store;
 use cleat_backend::uri::VolumeUri;
 use cleat_core::error::Result;
 
@@ -50,6 +50,7 @@ Examples:
 #[command(after_long_help = CREATE_EXAMPLES)]
 struct Create {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -64,6 +65,7 @@ Examples:
 #[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
 struct List {
     /// The volume
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -80,6 +82,7 @@ Examples:
 #[command(visible_alias = "rm", after_long_help = REMOVE_EXAMPLES)]
 struct Remove {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -95,6 +98,7 @@ Examples:
 #[command(after_long_help = PROTECT_EXAMPLES)]
 struct Protect {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -108,6 +112,7 @@ Examples:
 #[command(after_long_help = UNPROTECT_EXAMPLES)]
 struct Unprotect {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
 }
 
@@ -125,6 +130,7 @@ Examples:
 #[command(after_long_help = ROLLBACK_EXAMPLES)]
 struct Rollback {
     /// The snapshot: rbd:POOL/IMAGE@SNAPSHOT
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     #[command(flatten)]
     rivals: Rivals,
@@ -133,26 +139,26 @@ struct Rollback {
 /// The result of `list` in JSON.
 #[derive(Debug, Serialize)]
 struct Listing {
-    snapshots: Vec<manage::Snapshot>,
+    snapshots: Vec<store::Snapshot>,
 }
 
 pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
     match args.command {
         Command::Create(Create { uri }) => {
-            let (store, name, snapshot) = uri.snapshot_place()?;
-            let changed = cleat_backend::store(&store)?.snapshot_create(&name, &snapshot)?;
+            let (store, name, snapshot) = uri.snapshot_location()?;
+            let changed = store.connect()?.snapshot_create(&name, &snapshot)?;
             tell(globals, &uri, changed, "exists already")
         }
         Command::List(List { uri }) => list(globals, &uri),
         Command::Remove(Remove { uri }) => {
-            let (store, name, snapshot) = uri.snapshot_place()?;
-            let changed = cleat_backend::store(&store)?.snapshot_remove(&name, &snapshot)?;
+            let (store, name, snapshot) = uri.snapshot_location()?;
+            let changed = store.connect()?.snapshot_remove(&name, &snapshot)?;
             tell(globals, &uri, changed, "was not there")
         }
         Command::Protect(Protect { uri }) => protect(globals, &uri, true),
         Command::Unprotect(Unprotect { uri }) => protect(globals, &uri, false),
         Command::Rollback(Rollback { uri, rivals }) => {
-            let (store, name, snapshot) = uri.snapshot_place()?;
+            let (store, name, snapshot) = uri.snapshot_location()?;
             let tracker = Tracker::begin(globals, "rollback", &uri)?;
             let store = rivals.store(&store)?;
             tracker.run(|progress| store.snapshot_rollback(&name, &snapshot, progress))?;
@@ -163,7 +169,7 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
 
 fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
     let (store, name) = whole(uri)?;
-    let snapshots = cleat_backend::store(&store)?.snapshots(&name)?;
+    let snapshots = store.connect()?.snapshots(&name)?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { snapshots });
     }
@@ -183,7 +189,7 @@ fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
 }
 
 fn protect(globals: &Globals, uri: &VolumeUri, protect: bool) -> Result<()> {
-    let (store, name, snapshot) = uri.snapshot_place()?;
-    let changed = cleat_backend::store(&store)?.snapshot_protect(&name, &snapshot, protect)?;
+    let (store, name, snapshot) = uri.snapshot_location()?;
+    let changed = store.connect()?.snapshot_protect(&name, &snapshot, protect)?;
     tell(globals, uri, changed, if protect { "is protected already" } else { "is not protected" })
 }

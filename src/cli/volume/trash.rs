@@ -6,7 +6,7 @@ use super::change::whole;
 use super::{Rivals, Tracker, short, tell, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit};
-use cleat_backend::manage::{Failure, Purged, Trashed};
+use cleat_backend::store::{Failure, Purged, Trashed};
 use cleat_backend::uri::{StoreUri, VolumeUri};
 use cleat_core::error::Result;
 
@@ -43,6 +43,7 @@ Examples:
 #[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
 struct List {
     /// The place: rbd:POOL or rbd:POOL/NAMESPACE
+    #[arg(value_parser = crate::backends::store)]
     place: StoreUri,
 }
 
@@ -59,6 +60,7 @@ Examples:
 #[command(after_long_help = RESTORE_EXAMPLES)]
 struct Restore {
     /// The volume, by the name that it had
+    #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     /// Which one, where several had the name: see `list`
     #[arg(long, value_name = "ID")]
@@ -85,6 +87,7 @@ Examples:
 #[command(after_long_help = PURGE_EXAMPLES)]
 struct Purge {
     /// The place: rbd:POOL or rbd:POOL/NAMESPACE
+    #[arg(value_parser = crate::backends::store)]
     place: StoreUri,
     /// Only these, by their ids [default: all]
     #[arg(value_name = "ID")]
@@ -124,7 +127,7 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
         Command::Restore(restore) => {
             let Restore { uri, id, name: new_name } = *restore;
             let (store, name) = whole(&uri)?;
-            let store = cleat_backend::store(&store)?;
+            let store = store.connect()?;
             let changed = store.trash_restore(&name, id.as_deref(), new_name.as_deref())?;
             tell(globals, &uri, changed, "is not in the trash, but where it was").map(|()| exit::OK)
         }
@@ -133,7 +136,7 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
 }
 
 fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
-    let trash = cleat_backend::store(place)?.trash()?;
+    let trash = place.connect()?.trash()?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { trash });
     }

@@ -68,13 +68,13 @@ mod tests {
 
     use super::*;
     use crate::serve::catch_signals;
-    use cleat_backend::OpenOptions;
+    use cleat_backend::{OpenOptions, Registry};
 
     #[test]
     fn a_signal_ends_what_does_not_answer_and_nothing_else() {
         let signals = catch_signals().unwrap();
-        let uri = "mem:1M".parse().unwrap();
-        let image = move || cleat_backend::open(&uri, &OpenOptions::default());
+        let uri = Registry::new(&[cleat_backend::mem::BACKEND]).volume("mem:1M").unwrap();
+        let image = move || uri.open(&OpenOptions::default());
         assert_eq!(open_unless_told(&signals, image.clone()).unwrap().size(), 1 << 20);
         let refused = || Err(Error::new(ErrorKind::NotFound, "as expected"));
         assert_eq!(open_unless_told(&signals, refused).err().unwrap().kind(), ErrorKind::NotFound);

@@ -19,7 +19,6 @@ use tonic::{Request, Response, Status};
 use super::{convert, validate};
 use crate::executor::{Executor, NewSize};
 use crate::mapping::{Mapping, View};
-use crate::unlock;
 use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::version::{BUILD, binary_id};
@@ -176,7 +175,7 @@ impl api::node_server::Node for Admin {
         request: Request<api::MapRequest>,
     ) -> Result<Response<api::Mapping>, Status> {
         let mut request = request.into_inner();
-        let default = self.timeout + unlock::patience(&request.uri);
+        let default = self.timeout + self.executor.extra_open_time(&request.uri);
         let deadline = Instant::now() + checked(validate::timeout(request.timeout_ms, default))?;
         if request.name.is_empty() {
             request.name = self.executor.name_of(&request.uri);

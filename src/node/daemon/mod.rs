@@ -35,6 +35,7 @@ use crate::planner::Options;
 use crate::severed::SeveredDevices;
 use crate::unlock;
 use crate::workers::{Launcher, Workers};
+use cleat_backend::Registry;
 use cleat_backend::claimant::node_name;
 use cleat_core::error::Result;
 use cleat_core::random::Random;
@@ -46,6 +47,8 @@ use service_manager::{notify, status};
 
 /// What the daemon stands on; tests put others in their place.
 pub struct Parts {
+    /// The backends.
+    pub registry: Registry,
     /// Gives the kernel. Called once no other supervisor can run: it clears what one has left.
     pub kernel: Box<dyn FnOnce() -> Arc<dyn Kernel> + Send>,
     /// Worker processes.
@@ -97,6 +100,7 @@ impl Node {
         let log = config.log().decided().to_string();
         let kernel = KernelCalls::new((parts.kernel)());
         let context = Arc::new(Context {
+            registry: parts.registry,
             journal,
             urgent: kernel.urgent(),
             severed: SeveredDevices::default(),

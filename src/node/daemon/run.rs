@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::kernel_calls::{MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
 use crate::restart;
 use crate::workers::Processes;
+use cleat_backend::Registry;
 use cleat_backend::claimant::boot_id;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
@@ -25,7 +26,7 @@ const RESTART_LIMIT: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// When it cannot start: another one runs, directories cannot be made, the socket is taken.
-pub fn run(config: &Config) -> Result<()> {
+pub fn run(config: &Config, registry: Registry) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         // Beyond the kernel's calls: journal, launches.
@@ -35,17 +36,17 @@ pub fn run(config: &Config) -> Result<()> {
         .enable_all()
         .build()
         .map_err(|error| Error::from_io("the daemon cannot start", error))?;
-    let result = runtime.block_on(run_until_told(config));
+    let result = runtime.block_on(run_until_told(config, registry));
     // A kernel call that hangs must not keep the daemon from ending.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
-async fn run_until_told(config: &Config) -> Result<()> {
+async fn run_until_told(config: &Config, registry: Registry) -> Result<()> {
     // From the first moment on: their default would end the daemon half started.
     let mut signals = Signals::new()?;
     restart::reap_left();
-    let mut node = start_patiently(config, Duration::ZERO).await?;
+    let mut node = start_patiently(config, registry, Duration::ZERO).await?;
     while let Some(path) = attend(&node, &mut signals).await {
         let now = sd_notify::NotifyState::monotonic_usec_now();
         let now = now.map_err(|error| Error::from_io("cannot read the clock", error))?;
@@ -55,7 +56,7 @@ async fn run_until_told(config: &Config) -> Result<()> {
         // What was held is closed by it: locks, sockets, the control API's and those to workers.
         let error = restart::become_other(&path);
         tracing::error!("everything stays as it was: {}", error.report());
-        node = start_patiently(config, RESTART_LIMIT).await?;
+        node = start_patiently(config, registry, RESTART_LIMIT).await?;
     }
     notify(&[sd_notify::NotifyState::Stopping]);
     node.shutdown().await;
@@ -80,13 +81,14 @@ impl Signals {
 }
 
 /// Starts; within `patience` again, while something of the daemon before is still there.
-async fn start_patiently(config: &Config, patience: Duration) -> Result<Node> {
+async fn start_patiently(config: &Config, registry: Registry, patience: Duration) -> Result<Node> {
     let until = Instant::now() + patience;
     let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
     loop {
         let directory = directory.clone();
         let kernel = move || RealKernel::new(&directory).loading_module(modprobe);
         let parts = Parts {
+            registry,
             kernel: Box::new(move || Arc::new(kernel())),
             launcher: Arc::new(
                 Processes::of_this_executable().in_cgroup(config.workers.cgroup.clone()),

@@ -176,7 +176,7 @@ async fn upgrade_worker(
     limit: Duration,
 ) -> Result<Option<Duration>> {
     let mut guard = enter.await?;
-    let deadline = Instant::now() + limit + unlock::patience(&guard.record.uri);
+    let deadline = Instant::now() + limit + unlock::extra_open_time(cx.registry, &guard.record.uri);
     if guard.withdrawn || guard.record.intent != Intent::Mapped {
         return Ok(None);
     }

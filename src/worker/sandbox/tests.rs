@@ -12,7 +12,7 @@ use std::process::Command;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
 
 use super::*;
-use cleat_backend::{OpenOptions, Waker, channel, open};
+use cleat_backend::{OpenOptions, Registry, Waker, channel};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::escape_attempts::{connect_by_ring, open_by_ring, trace};
 use cleat_sys::ring::{Ring, Token};
@@ -103,9 +103,12 @@ fn a_confined_process_can_serve() {
         return;
     }
     let directory = tempfile::tempdir().unwrap().keep();
-    let uri = format!("file:{}?create=1M", directory.join("a.img").display()).parse().unwrap();
-    let image = open(&uri, &OpenOptions::default()).unwrap();
-    let memory = open(&"mem:1M".parse().unwrap(), &OpenOptions::default()).unwrap();
+    let open = |text: &str| {
+        let backends = Registry::new(&[cleat_backend::mem::BACKEND, cleat_backend::file::BACKEND]);
+        backends.volume(text).unwrap().open(&OpenOptions::default()).unwrap()
+    };
+    let image = open(&format!("file:{}?create=1M", directory.join("a.img").display()));
+    let memory = open("mem:1M");
     confined(&Needs::default());
 
     // A thread, a ring, and the file that was open.

@@ -180,6 +180,7 @@ impl Machine {
             processes = processes.with_variable(name, value);
         }
         Parts {
+            registry: crate::backends::REGISTRY,
             kernel: Box::new(move || {
                 asked_for.fetch_add(1, Ordering::Relaxed);
                 Arc::new(kernel)

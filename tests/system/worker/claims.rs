@@ -4,9 +4,10 @@
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime};
 
+use cleat::backends::volume;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::fault::DIE_AT;
-use cleat_backend::{HandoverState, OpenOptions, inherit, open};
+use cleat_backend::{HandoverState, OpenOptions};
 use cleat_core::error::ErrorKind;
 use cleat_worker::protocol::{Failure, FromWorker, Start, ToWorker};
 use librbd::{NewImage, Open, RBD_FEATURE_LAYERING};
@@ -324,7 +325,7 @@ fn a_worker_that_is_idle_notices_that_it_was_cut_off() {
 
 #[test]
 fn a_planned_hand_over_takes_the_claim_along() {
-    let uri = fresh("handed-over").parse().unwrap();
+    let uri = volume(&fresh("handed-over")).unwrap();
     let claimant = |resumes| Claimant {
         node: "a".to_owned(),
         boot_id: "boot".to_owned(),
@@ -333,8 +334,9 @@ fn a_planned_hand_over_takes_the_claim_along() {
         ..Claimant::default()
     };
     let options = |resumes| OpenOptions { claimant: claimant(resumes), ..OpenOptions::default() };
-    let old = open(&uri, &options(false)).unwrap();
-    let new = inherit(&uri, &options(true), old.handover().unwrap().prepare().unwrap()).unwrap();
+    let old = uri.open(&options(false)).unwrap();
+    let new =
+        uri.open_successor(&options(true), old.handover().unwrap().prepare().unwrap()).unwrap();
     let early = new.handover().unwrap().take_over(&HandoverState::default()).unwrap_err();
     assert_eq!(early.kind(), ErrorKind::InUse, "{}", early.report());
     let legacy = old.handover().unwrap().release().unwrap();
@@ -346,7 +348,8 @@ fn a_planned_hand_over_takes_the_claim_along() {
     drop(old);
     assert_eq!(claim_of("handed-over"), claim, "its end touches nothing");
     // Between the two somebody else comes and goes: neither goes on.
-    let third = inherit(&uri, &options(true), new.handover().unwrap().prepare().unwrap()).unwrap();
+    let third =
+        uri.open_successor(&options(true), new.handover().unwrap().prepare().unwrap()).unwrap();
     let legacy = new.handover().unwrap().release().unwrap();
     stop(started(&start_as(&uri.to_string(), "b", "boot-b", "x")));
     assert_eq!(third.handover().unwrap().take_over(&legacy).unwrap_err().kind(), ErrorKind::Fenced);

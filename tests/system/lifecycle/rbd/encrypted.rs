@@ -6,11 +6,11 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
+use cleat::backends::{REGISTRY, volume};
 use cleat_api::v1::upgrade_event::Outcome;
 use cleat_api::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
-use cleat_backend::manage::Layout;
+use cleat_backend::store::Layout;
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{MAX_UNLOCKING, store};
 use cleat_core::error::ErrorKind;
 use cleat_kernel::Kernel;
 use nix::sys::signal::Signal;
@@ -63,12 +63,13 @@ fn quietly(_done: u64, _total: u64) -> ControlFlow<()> {
 fn an_encrypted_image_outlives_its_workers_and_grows() {
     let scene = Scene::on(shared());
     let file = scene.passphrase("key", "a passphrase");
-    let uri: VolumeUri = scene.encrypted("secret", "luks2", &file).parse().unwrap();
-    let (place, name, _) = uri.place().unwrap();
+    let uri = volume(&scene.encrypted("secret", "luks2", &file)).unwrap();
+    let (place, name, _) = uri.store_location().unwrap();
+    let create = || place.connect().unwrap().create(&name, SIZE, &Layout::default());
     let begun = Instant::now();
-    assert!(store(&place).unwrap().create(&name, SIZE, &Layout::default()).unwrap());
+    assert!(create().unwrap());
     println!("figures: made and formatted after {:.1?}", begun.elapsed());
-    assert!(!store(&place).unwrap().create(&name, SIZE, &Layout::default()).unwrap(), "made twice");
+    assert!(!create().unwrap(), "made twice");
 
     let mapping = scene.map_encrypted("secret", &file);
     assert_eq!(mapping.size_bytes, SIZE);
@@ -95,17 +96,17 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
     let (kernel, index) = (&scene.machine.kernel, index_of(&mapping));
     let size = || kernel.devices().unwrap()[index as usize].size;
     assert_eq!(scene.resize("secret", 2 * SIZE, false).unwrap().size_bytes, 2 * SIZE);
-    let last = 2 * SIZE - 4096;
-    kernel.write(index, last, &[9; 4096]).unwrap();
-    assert_eq!(kernel.read(index, last, 4096).unwrap(), [9; 4096]);
+    let (last, block) = (2 * SIZE - 4096, [9; 4096]);
+    kernel.write(index, last, &block).unwrap();
+    assert_eq!(kernel.read(index, last, 4096).unwrap(), block);
     let refused = scene.resize("secret", SIZE, false).unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     assert_eq!(scene.resize("secret", SIZE, true).unwrap().size_bytes, SIZE);
     load.wait_for_more();
     // By somebody else who has the passphrase.
-    let resized = store(&place).unwrap().resize(&name, SIZE + 4096, false, &mut quietly);
-    assert!(resized.unwrap());
-    wait_until("the device grows", || size() == SIZE + 4096);
+    let larger = SIZE + 4096;
+    assert!(place.connect().unwrap().resize(&name, larger, false, &mut quietly).unwrap());
+    wait_until("the device grows", || size() == larger);
 
     let before = scene.supervisor.get("secret").unwrap().worker_pid;
     let (begun, mut told) = (Instant::now(), String::new());
@@ -118,7 +119,7 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
         }
         now.state() != MappingState::Mapped || [0, before].contains(&now.worker_pid)
     } {
-        assert!(begun.elapsed() < MAX_UNLOCKING * 2, "nobody serves it any more");
+        assert!(begun.elapsed() < REGISTRY.max_extra_open_time() * 2, "nobody serves it any more");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(!told.is_empty(), "nothing said why it took so long");
@@ -130,8 +131,7 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
 
     let cipher = scene.content("secret");
     assert!(cipher.starts_with(b"LUKS\xba\xbe\0\x02") && cipher.len() as u64 > SIZE + 4096);
-    let zero = vec![0; 4096];
-    let text = load::block(1, written[1]);
+    let (zero, text) = (vec![0; 4096], load::block(1, written[1]));
     assert!(cipher.chunks(4096).all(|block| block != text), "plain text is in the image");
     assert!(cipher.chunks(4096).skip(4096).any(|block| block != zero));
 
@@ -145,9 +145,9 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
 fn what_does_not_unlock_an_image_is_told_and_leaves_nothing() {
     let scene = Scene::on(shared());
     let right = scene.passphrase("right", "a passphrase");
-    let uri: VolumeUri = scene.encrypted("locked", "luks2", &right).parse().unwrap();
-    let (place, name, _) = uri.place().unwrap();
-    store(&place).unwrap().create(&name, 8 * MIB, &Layout::default()).unwrap();
+    let uri: VolumeUri = volume(&scene.encrypted("locked", "luks2", &right)).unwrap();
+    let (place, name, _) = uri.store_location().unwrap();
+    place.connect().unwrap().create(&name, 8 * MIB, &Layout::default()).unwrap();
     scene.image("open");
     let pipe = scene.machine.path("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRUSR).unwrap();
@@ -194,9 +194,9 @@ fn what_does_not_unlock_an_image_is_told_and_leaves_nothing() {
         .cluster
         .rbd(&["bench", "--io-type", "write", "--io-total", "4096", &spec("open")])
         .unwrap();
-    let uri: VolumeUri = scene.encrypted("open", "luks2", &right).parse().unwrap();
-    let (place, name, _) = uri.place().unwrap();
-    let refused = store(&place).unwrap().create(&name, 8 * MIB, &Layout::default()).unwrap_err();
+    let uri: VolumeUri = volume(&scene.encrypted("open", "luks2", &right)).unwrap();
+    let (place, name, _) = uri.store_location().unwrap();
+    let refused = place.connect().unwrap().create(&name, 8 * MIB, &Layout::default()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{}", refused.report());
     scene.machine.assert_clean();
 }

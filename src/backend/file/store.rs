@@ -1,0 +1,323 @@
+//! Files as a whole; the directory is the [`Store`]. Block devices are only described: they are made,
+//! resized and removed where they come from.
+//!
+//! A file is removed, or made smaller, by whoever has its lock, as for writing to it. It grows without:
+//! whoever serves it follows.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+
+use nix::fcntl::{FallocateFlags, fallocate};
+
+use super::spec::{DirectorySpec, FileSpec};
+use super::{FileImage, claim, create, inspect, open, sync_directory};
+use crate::Image;
+use crate::spec::StoreSpec;
+use crate::store::{Entry, Info, Layout, Listing, Lock, Page, Progress, Removal, Removed, Store};
+use crate::uri::{Size, VolumeUri, invalid};
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// Most files that a directory may have to be listed.
+const MAX_FILES: usize = 1 << 20;
+
+/// A directory.
+pub(super) struct FileStore {
+    directory: DirectorySpec,
+}
+
+impl FileStore {
+    pub(super) fn open(directory: &DirectorySpec) -> Result<Self> {
+        let shown = directory.path.display();
+        let metadata = fs::metadata(&directory.path)
+            .map_err(|error| Error::from_io(format!("cannot look at {shown}"), error))?;
+        if !metadata.is_dir() {
+            return Err(invalid(format!("{shown} is no directory")));
+        }
+        Ok(Self { directory: directory.clone() })
+    }
+
+    fn spec(&self, name: &str, create: Option<u64>) -> Result<FileSpec> {
+        Ok(FileSpec { create, ..self.directory.file(name)? })
+    }
+
+    fn uri(&self, name: &str, snapshot: Option<&str>) -> Result<String> {
+        self.directory.volume(name, snapshot).map(VolumeUri::new).map(|uri| uri.to_string())
+    }
+
+    /// The file `name`, to be changed; `None` where there is none and it is not to be made.
+    fn file(&self, spec: &FileSpec) -> Result<Option<File>> {
+        let path = spec.path.display();
+        let (device, missing) = match inspect(spec, false) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        if device {
+            let message = format!("{path} is a block device, which is not cleat's to change");
+            return Err(Error::new(ErrorKind::Unsupported, message).with_repair(
+                "do it where the device comes from (lvcreate, lvextend, lvremove, …)",
+            ));
+        }
+        if !missing && fs::symlink_metadata(&spec.path).is_ok_and(|found| found.is_symlink()) {
+            let target = fs::canonicalize(&spec.path)
+                .map_err(|error| Error::from_io(format!("cannot follow {path}"), error))?;
+            return Err(invalid(format!("{path} is a symbolic link"))
+                .with_repair(format!("name what it points to: file:{}", target.display())));
+        }
+        open(spec, false, false).map(Some)
+    }
+}
+
+impl Store for FileStore {
+    fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
+        if *layout != Layout::default() {
+            let message = "a file has no features, objects, stripes or pool of its own";
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("leave these options out, or create an RBD image"));
+        }
+        let spec = self.spec(name, Some(size))?;
+        let missing = !spec.path.exists();
+        let path = spec.path.display().to_string();
+        let Some(file) = self.file(&spec)? else {
+            return Err(Error::new(ErrorKind::Aborted, format!("{path} was removed meanwhile")));
+        };
+        match length(&file, &path)? {
+            // Just made, or by a call that was cut off.
+            0 => {}
+            is if is == size => return Ok(false),
+            is => {
+                let (is, size) = (Size(is), Size(size));
+                let message = format!("{path} exists with a size of {is}, not {size}");
+                return Err(Error::new(ErrorKind::AlreadyExists, message)
+                    .with_repair("choose another name, or the size that it has"));
+            }
+        }
+        claim::lock(&file, &path)?;
+        create(&spec, &file).inspect_err(|_| {
+            if missing {
+                // Ours, locked, and empty: nothing is left behind.
+                let _ = fs::remove_file(&spec.path);
+            }
+        })?;
+        Ok(true)
+    }
+
+    fn remove(&self, name: &str, how: Removal, _progress: Progress<'_>) -> Result<Removed> {
+        let spec = self.spec(name, None)?;
+        let path = spec.path.display().to_string();
+        let Some(file) = self.file(&spec)? else {
+            return Ok(Removed { changed: false, trash: None });
+        };
+        if how != Removal::Now {
+            return Err(Error::new(ErrorKind::Unsupported, "files have no trash").with_repair(
+                "repeat with --now: the file is deleted, and cannot be brought back",
+            ));
+        }
+        claim::lock(&file, &path)?;
+        let failed = |error| Error::from_io(format!("cannot remove {path}"), error);
+        let (ours, there) =
+            (file.metadata().map_err(failed)?, fs::metadata(&spec.path).map_err(failed)?);
+        if (ours.dev(), ours.ino()) != (there.dev(), there.ino()) {
+            return Err(Error::new(ErrorKind::Aborted, format!("{path} was replaced meanwhile")));
+        }
+        fs::remove_file(&spec.path).and_then(|()| sync_directory(&spec.path)).map_err(failed)?;
+        Ok(Removed { changed: true, trash: None })
+    }
+
+    fn resize(&self, name: &str, size: u64, shrink: bool, _progress: Progress<'_>) -> Result<bool> {
+        let spec = self.spec(name, None)?;
+        let path = spec.path.display().to_string();
+        let Some(file) = self.file(&spec)? else {
+            return Err(Error::new(ErrorKind::NotFound, format!("{path} does not exist")));
+        };
+        let now = length(&file, &path)?;
+        if size == now {
+            return Ok(false);
+        }
+        if size < now && !shrink {
+            let (size, now) = (Size(size), Size(now));
+            return Err(invalid(format!("{path} holds {now}, more than {size}")).with_repair(
+                "make what is on it smaller, then repeat with --shrink: the rest is cut off",
+            ));
+        }
+        if size < now {
+            claim::lock(&file, &path)?;
+            file.set_len(size)
+        } else {
+            grow(&file, &path, size)?
+        }
+        .and_then(|()| file.sync_all())
+        .map_err(|error| Error::from_io(format!("cannot resize {path}"), error))?;
+        Ok(true)
+    }
+
+    /// Names that are not UTF-8 cannot be named here either, and do not show.
+    fn list(&self, page: &Page) -> Result<Listing> {
+        let shown = self.directory.path.display();
+        let failed = |error| Error::from_io(format!("cannot read {shown}"), error);
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&self.directory.path).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
+            let is_file = entry.file_type().is_ok_and(|kind| kind.is_file());
+            if is_file && page.after.as_deref().is_none_or(|after| &*name > after) {
+                files.push((name, entry));
+            }
+            if files.len() > MAX_FILES {
+                return Err(invalid(format!("{shown} has more than {MAX_FILES} files")));
+            }
+        }
+        files.sort_by(|a, b| a.0.cmp(&b.0));
+        let more = files.len() > page.limit;
+        files.truncate(page.limit);
+        let next = files.last().filter(|_| more).map(|(name, _)| name.clone());
+        let mut volumes = Vec::with_capacity(files.len());
+        for (name, entry) in files {
+            let metadata = match entry.metadata() {
+                Ok(metadata) => metadata,
+                // Removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(failed(error)),
+            };
+            volumes.push(Entry {
+                uri: self.uri(&name, None)?,
+                name,
+                size_bytes: Some(metadata.len()),
+                ..Entry::default()
+            });
+        }
+        Ok(Listing { volumes, next })
+    }
+
+    fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info> {
+        let uri = self.uri(name, snapshot)?;
+        let spec = self.spec(name, None)?;
+        let path = spec.path.display().to_string();
+        let (device, _) = inspect(&spec, true)?;
+        let info = Info { name: name.to_owned(), uri, clones: Some(Vec::new()), ..Info::default() };
+        if device {
+            let size_bytes = FileImage::open(&spec, true)?.size();
+            return Ok(Info { size_bytes, ..info });
+        }
+        let file = open(&spec, true, false)?;
+        let metadata =
+            file.metadata().map_err(|e| Error::from_io(format!("cannot look at {path}"), e))?;
+        let lock = |client| Lock { client, cookie: None, address: None };
+        Ok(Info {
+            size_bytes: metadata.len(),
+            // stat(2): in units of 512 bytes, whatever the block size.
+            used_bytes: Some(metadata.blocks() * 512),
+            locks: claim::lock_holder(&file).map(lock).into_iter().collect(),
+            ..info
+        })
+    }
+}
+
+/// Makes the file `size` bytes long, and never shorter: somebody else may make it longer just now.
+fn grow(file: &File, path: &str, size: u64) -> Result<io::Result<()>> {
+    let last = i64::try_from(size - 1)
+        .map_err(|_| invalid(format!("{} is too large for a file", Size(size))))?;
+    match fallocate(file.as_fd(), FallocateFlags::empty(), last, 1) {
+        Err(nix::Error::EOPNOTSUPP) => {
+            claim::lock(file, path)?;
+            Ok(file.set_len(size))
+        }
+        other => Ok(other.map_err(io::Error::from)),
+    }
+}
+
+fn length(file: &File, path: &str) -> Result<u64> {
+    let metadata = file.metadata();
+    metadata.map(|found| found.len()).map_err(|e| Error::from_io(format!("stat {path}"), e))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::ControlFlow;
+    use std::path::Path;
+
+    use super::*;
+
+    fn store(directory: &Path) -> FileStore {
+        let directory = DirectorySpec { path: directory.to_owned() };
+        FileStore::open(&directory).expect("it is there")
+    }
+
+    fn on(_: u64, _: u64) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
+
+    #[test]
+    fn a_file_is_made_once_grows_under_its_user_and_goes() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let store = store(directory.path());
+        let layout = Layout::default();
+        assert!(store.create("a", 1 << 20, &layout).expect("it is new"));
+        assert!(!store.create("a", 1 << 20, &layout).expect("it is there"));
+        let error = store.create("a", 2 << 20, &layout).expect_err("another size");
+        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+        assert!(error.message().contains("1M, not 2M"), "{}", error.message());
+
+        // An empty one is what a call leaves that is cut off.
+        File::create(directory.path().join("half")).expect("a file");
+        assert!(store.create("half", 4096, &layout).expect("it goes on"));
+
+        let spec = store.spec("a", None).expect("a name");
+        let user = FileImage::open(&spec, false).expect("a user");
+        assert!(store.resize("a", 3 << 20, false, &mut on).expect("it grows"));
+        assert_eq!(user.refresh_size().expect("it follows"), 3 << 20);
+        for refused in [
+            store.resize("a", 4096, true, &mut on).map(drop),
+            store.remove("a", Removal::Now, &mut on).map(drop),
+        ] {
+            let error = refused.expect_err("it is in use");
+            assert_eq!(error.kind(), ErrorKind::InUse);
+            assert!(error.message().contains(&std::process::id().to_string()), "{error}");
+        }
+        drop(user);
+        let error = store.resize("a", 4096, false, &mut on).expect_err("not asked to shrink");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(store.resize("a", 4096, true, &mut on).expect("it shrinks"));
+        assert_eq!(store.info("a", None).expect("it is there").size_bytes, 4096);
+        let keep = Removal::Trash { keep: std::time::Duration::from_secs(1) };
+        let error = store.remove("a", keep, &mut on).expect_err("there is no trash");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(store.remove("a", Removal::Now, &mut on).expect("it goes").changed);
+        assert!(!store.remove("a", keep, &mut on).expect("it is gone").changed);
+        assert!(!directory.path().join("a").exists());
+    }
+
+    #[test]
+    fn lists_come_in_pages() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let store = store(directory.path());
+        for name in ["b", "a", "c"] {
+            store.create(name, 4096, &Layout::default()).expect("it is new");
+        }
+        fs::create_dir(directory.path().join("d")).expect("a directory");
+        let page = |after: Option<&str>| {
+            let after = after.map(str::to_owned);
+            let listing = store.list(&Page { after, limit: 2, details: false }).expect("a list");
+            let names: Vec<_> = listing.volumes.iter().map(|entry| entry.name.clone()).collect();
+            (names.concat(), listing.next)
+        };
+        assert_eq!(page(None), ("ab".to_owned(), Some("b".to_owned())));
+        assert_eq!(page(Some("b")), ("c".to_owned(), None));
+    }
+
+    #[test]
+    fn links_and_strange_wishes_are_refused() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let store = store(directory.path());
+        store.create("a", 4096, &Layout::default()).expect("it is new");
+        std::os::unix::fs::symlink("a", directory.path().join("link")).expect("a link");
+        let error = store.remove("link", Removal::Now, &mut on).expect_err("a link");
+        assert!(error.message().contains("symbolic link"), "{error}");
+        let striped = Layout { stripes: Some((4096, 2)), ..Layout::default() };
+        let error = store.create("b", 4096, &striped).expect_err("files have none");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert_eq!(store.snapshots("a").expect_err("none").kind(), ErrorKind::Unsupported);
+        assert!(store.create("../b", 4096, &Layout::default()).is_err());
+    }
+}

@@ -1,0 +1,126 @@
+//! The list of backends, made by the composition and passed to everything that reads a URI.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+
+use crate::spec::{Backend, Nested, VolumeSpec};
+use crate::uri::{MAX_URI, Options, StoreUri, VolumeUri, invalid};
+
+/// The backends of a program.
+#[derive(Clone, Copy)]
+pub struct Registry {
+    backends: &'static [&'static dyn Backend],
+}
+
+impl Registry {
+    /// Makes a registry of `backends`; each has a scheme of its own.
+    pub const fn new(backends: &'static [&'static dyn Backend]) -> Self {
+        Self { backends }
+    }
+
+    /// Returns the backends in the order of registration.
+    pub fn backends(&self) -> impl Iterator<Item = &'static dyn Backend> {
+        self.backends.iter().copied()
+    }
+
+    /// Parses the URI of a volume. Does no I/O.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the valid choices as the repair; `Unsupported` for volumes that this build
+    /// cannot serve.
+    pub fn volume(&self, text: &str) -> Result<VolumeUri> {
+        if text.len() > MAX_URI {
+            return Err(invalid(format!("the volume URI is longer than {MAX_URI} bytes")));
+        }
+        let (location, options) = text.split_once('?').unwrap_or((text, ""));
+        self.parse(location, Options::parse(options)?).map(VolumeUri::new)
+    }
+
+    /// Parses the URI of a store. Does no I/O.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the valid choices as the repair.
+    pub fn store(&self, text: &str) -> Result<StoreUri> {
+        if text.len() > MAX_URI {
+            return Err(invalid(format!("the URI is longer than {MAX_URI} bytes")));
+        }
+        let (location, options) = text.split_once('?').unwrap_or((text, ""));
+        let options = Options::parse(options)?;
+        let found = location
+            .split_once(':')
+            .and_then(|(scheme, location)| Some((self.backend(scheme)?.stores()?, location)));
+        let Some((parser, location)) = found else {
+            let forms = self.backends().filter_map(|backend| backend.stores());
+            let forms = forms.flat_map(|parser| parser.forms().iter().copied());
+            return Err(invalid(format!("{text:?} does not name a store of volumes"))
+                .with_repair(format!("write {}", alternatives(forms))));
+        };
+        parser.parse_store(location, options).map(StoreUri::new)
+    }
+
+    /// Returns the longest [`VolumeSpec::extra_open_time`] of any volume.
+    pub fn max_extra_open_time(&self) -> Duration {
+        self.backends().map(|backend| backend.max_extra_open_time()).max().unwrap_or_default()
+    }
+
+    fn backend(&self, scheme: &str) -> Option<&'static dyn Backend> {
+        self.backends().find(|backend| backend.scheme() == scheme)
+    }
+
+    fn parse(&self, text: &str, options: Options) -> Result<Arc<dyn VolumeSpec>> {
+        let Some((scheme, location)) = text.split_once(':') else {
+            let error = invalid(format!("the volume {text:?} has no scheme"));
+            return Err(if text.starts_with('/') {
+                error.with_repair(format!("write file:{text} for a file or a block device"))
+            } else {
+                error.with_repair(self.examples())
+            });
+        };
+        let Some(backend) = self.backend(scheme) else {
+            return Err(invalid(format!("the volume scheme {scheme:?} is unknown"))
+                .with_repair(self.examples()));
+        };
+        backend.parse(location, options, &|text, options| self.parse(text, options))
+    }
+
+    fn examples(&self) -> String {
+        let examples = self.backends().flat_map(|backend| backend.examples().iter().copied());
+        format!("volumes are written as {}", alternatives(examples))
+    }
+}
+
+/// Joins texts as `a, b or c`.
+fn alternatives<'a>(texts: impl Iterator<Item = &'a str>) -> String {
+    let texts: Vec<&str> = texts.collect();
+    match &*texts {
+        [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
+        other => other.join(""),
+    }
+}
+
+/// A scheme that this build knows by name only. Its volumes are refused with the reason.
+#[derive(Debug)]
+pub struct Unavailable {
+    /// The scheme.
+    pub scheme: &'static str,
+    /// Why the volumes cannot be served.
+    pub message: &'static str,
+    /// What the user can do.
+    pub repair: &'static str,
+}
+
+impl Backend for Unavailable {
+    fn scheme(&self) -> &'static str {
+        self.scheme
+    }
+
+    fn parse(&self, _: &str, _: Options, _: Nested<'_>) -> Result<Arc<dyn VolumeSpec>> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{}: volumes {}", self.scheme, self.message),
+        )
+        .with_repair(self.repair))
+    }
+}

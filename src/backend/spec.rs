@@ -1,0 +1,237 @@
+//! What a backend registers, and what it knows about a volume or a store that a URI names.
+//!
+//! A backend implements [`Backend`] once, and has a static value of it that the composition lists in its
+//! [`Registry`](crate::Registry). Parsing a URI yields a [`VolumeSpec`] or a [`StoreSpec`], which does
+//! everything else. No other code distinguishes backends.
+
+pub mod store;
+
+use std::any::Any;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_core::error::Result;
+
+use crate::claimant::Claimant;
+use crate::fence::Fence;
+use crate::uri::Options;
+use crate::{HandoverFiles, Image};
+use store::Store;
+
+/// Parses the location and the options of another volume's URI, for a backend that wraps volumes of
+/// other backends.
+pub type Nested<'a> = &'a dyn Fn(&str, Options) -> Result<Arc<dyn VolumeSpec>>;
+
+/// A kind of volume, registered under the scheme of its URIs.
+pub trait Backend: Send + Sync {
+    /// Returns the part of the URI before the colon: lower-case letters and digits.
+    fn scheme(&self) -> &'static str;
+
+    /// Returns complete URIs that error messages and help show as examples. Empty for backends that
+    /// users should not be pointed to.
+    fn examples(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Parses what stands behind the scheme's colon. Does no I/O. Must reject options that it does not
+    /// know ([`Options::finish`]). `nested` parses the URI of a wrapped volume.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the valid choices as the repair; `Unsupported` for volumes that this build
+    /// cannot serve.
+    fn parse(
+        &self,
+        location: &str,
+        options: Options,
+        nested: Nested<'_>,
+    ) -> Result<Arc<dyn VolumeSpec>>;
+
+    /// Returns the parser of the places that hold the backend's volumes; `None` where volumes cannot be
+    /// created, listed or removed.
+    fn stores(&self) -> Option<&dyn StoreParser> {
+        None
+    }
+
+    /// Returns the longest time that [`VolumeSpec::extra_open_time`] returns for any volume.
+    fn max_extra_open_time(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    /// Checks whether this machine has what the backend needs, for `cleat doctor`. Returns the finding as
+    /// a sentence, or an error with a repair; `None` where nothing is needed.
+    fn diagnose(&self) -> Option<Result<String>> {
+        None
+    }
+}
+
+/// Parses the URIs of the places that hold a backend's volumes.
+pub trait StoreParser {
+    /// Returns the forms of the URI, for error messages.
+    fn forms(&self) -> &'static [&'static str];
+
+    /// Parses what stands behind the scheme's colon. Does no I/O.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, with the valid choices as the repair.
+    fn parse_store(&self, location: &str, options: Options) -> Result<Arc<dyn StoreSpec>>;
+}
+
+/// A volume, and how it is reached. Never contains a secret, only the path of a file that holds it.
+pub trait VolumeSpec: fmt::Debug + Send + Sync {
+    /// Returns the scheme of the volume's URI.
+    fn scheme(&self) -> &'static str;
+
+    /// Returns the canonical text between the scheme's colon and the options, percent-encoded.
+    fn location(&self) -> String;
+
+    /// Returns the options that differ from their defaults, in canonical order, not encoded.
+    fn options(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+
+    /// Opens the volume, and claims it unless it is opened read-only. Blocks, within a limit of the
+    /// backend plus [`VolumeSpec::extra_open_time`]. Starts no thread where
+    /// [`VolumeSpec::confinement`] returns `AfterOpen`.
+    ///
+    /// # Errors
+    /// `NotFound`, `InUse`, `PermissionDenied`, `Unsupported`, or the backend's error.
+    fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>>;
+
+    /// Opens a volume that another process still serves, with the files that the other process's
+    /// [`Handover::prepare`](crate::Handover::prepare) returned. Nothing is written before
+    /// [`Handover::take_over`](crate::Handover::take_over).
+    ///
+    /// # Errors
+    /// As [`VolumeSpec::open`]; `InvalidArgument` for descriptors that are not the volume's.
+    fn open_successor(&self, options: &OpenOptions, files: HandoverFiles)
+    -> Result<Arc<dyn Image>>;
+
+    /// Loads what the process can no longer read once it is confined, such as shared libraries. Starts no
+    /// thread, and does not access the volume.
+    ///
+    /// # Errors
+    /// `Unsupported` when a library is missing; the repair names it.
+    fn prepare(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Returns when the process that opens the volume can be confined, and what must stay accessible.
+    fn confinement(&self) -> Confinement {
+        Confinement::AfterOpen
+    }
+
+    /// Returns how much longer than other volumes this one may take to open, for example because a key
+    /// is derived from a passphrase.
+    fn extra_open_time(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    /// Returns the same volume without its content key, which is enough to claim it; `None` where the
+    /// volume has no such key.
+    fn without_content_key(&self) -> Option<Arc<dyn VolumeSpec>> {
+        None
+    }
+
+    /// Returns the size in bytes that the volume is created with when it is missing, where the URI asks
+    /// for that.
+    fn creation_size(&self) -> Option<u64> {
+        None
+    }
+
+    /// Returns the access to the volume's clients and their fencing; `None` for volumes of one machine,
+    /// whose writers the kernel keeps apart.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a volume without a single writer; `Unsupported` when a library is missing.
+    fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
+        Ok(None)
+    }
+
+    /// Returns the store that the volume is kept in, with its name there; `None` for volumes that are not
+    /// kept in a store.
+    ///
+    /// # Errors
+    /// `Unsupported` for a name that is not text.
+    fn stored(&self) -> Result<Option<Stored>> {
+        Ok(None)
+    }
+}
+
+/// A volume's location in its store.
+#[derive(Debug)]
+pub struct Stored {
+    /// The store.
+    pub store: Arc<dyn StoreSpec>,
+    /// The volume's name in the store.
+    pub name: String,
+    /// The snapshot's name, where the URI names one.
+    pub snapshot: Option<String>,
+}
+
+/// A place that holds volumes, and how it is reached.
+pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
+    /// Returns the scheme of the store's URI.
+    fn scheme(&self) -> &'static str;
+
+    /// Returns the canonical text between the scheme's colon and the options, percent-encoded.
+    fn location(&self) -> String;
+
+    /// Returns the options that differ from their defaults, in canonical order, not encoded.
+    fn options(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+
+    /// Returns the volume `name` in this store, or a snapshot of it. Does no I/O.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for text that cannot be a name; `Unsupported` for a snapshot where volumes have
+    /// none.
+    fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>>;
+
+    /// Returns the form of a snapshot's URI; `None` where volumes have no snapshots.
+    fn snapshot_form(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Opens the store. Blocks, within a limit. Operations that remove data treat other clients as
+    /// `claimant` would on [`VolumeSpec::open`].
+    ///
+    /// # Errors
+    /// `NotFound`, `PermissionDenied`, `TimedOut`, `Unsupported`, or the backend's error.
+    fn connect(&self, claimant: &Claimant) -> Result<Box<dyn Store>>;
+
+    /// Returns this store, accessed with the options of `other` where this one has no options itself.
+    ///
+    /// # Errors
+    /// `InvalidArgument` where both have options that differ, or `other` belongs to another backend.
+    fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>>;
+}
+
+/// How a volume is opened, beyond what its URI says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct OpenOptions {
+    /// Nothing is ever written, and no claim is made.
+    pub read_only: bool,
+    /// The identity of the claim, where a volume has a claim that outlives processes.
+    pub claimant: Claimant,
+    /// Snapshots are to be announced ([`SnapshotQuiesce`](crate::SnapshotQuiesce)). A volume whose
+    /// backend has no snapshots opens all the same.
+    pub snapshots: bool,
+}
+
+/// When a process that serves a volume can give up its access to the system, and what must stay.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Confinement {
+    /// After [`VolumeSpec::open`], which starts no thread: everything that will ever be used is open.
+    AfterOpen,
+    /// Before [`VolumeSpec::open`], because opening starts threads, which can only be confined from
+    /// their start on.
+    BeforeOpen {
+        /// Files and directories that will be read.
+        paths: Vec<PathBuf>,
+        /// Whether AF_INET, AF_INET6 and AF_UNIX sockets will be needed.
+        network: bool,
+    },
+}

@@ -1,0 +1,72 @@
+//! The composition: the backends of this program, one line each. No other code names a concrete backend.
+
+use cleat_backend::uri::{StoreUri, VolumeUri};
+use cleat_backend::{Registry, Unavailable};
+use cleat_core::error::Result;
+
+/// The backends. A new one is a crate and a line here.
+pub static REGISTRY: Registry = Registry::new(&[
+    cleat_backend::mem::BACKEND,
+    cleat_backend::file::BACKEND,
+    cleat_rbd::BACKEND,
+    #[cfg(feature = "fault")]
+    cleat_backend::fault::BACKEND,
+    #[cfg(not(feature = "fault"))]
+    &Unavailable {
+        scheme: "fault",
+        message: "are for tests, and this binary was built without them",
+        repair: "build it with `cargo build --features fault`",
+    },
+    &planned("s3"),
+    &planned("gs"),
+    &planned("az"),
+    &planned("dir"),
+]);
+
+/// Parses the URI of a volume, for the command line.
+///
+/// # Errors
+/// As [`Registry::volume`].
+pub fn volume(text: &str) -> Result<VolumeUri> {
+    REGISTRY.volume(text)
+}
+
+/// Parses the URI of a store, for the command line.
+///
+/// # Errors
+/// As [`Registry::store`].
+pub fn store(text: &str) -> Result<StoreUri> {
+    REGISTRY.store(text)
+}
+
+const fn planned(scheme: &'static str) -> Unavailable {
+    Unavailable {
+        scheme,
+        message: "are not supported by this version of cleat",
+        repair: "use file:, rbd: or mem:",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cleat_core::error::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_scheme_that_is_known_by_name_only_is_refused_with_the_reason() {
+        let error = volume("s3://b/p").expect_err("not supported");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.message().contains("s3:"), "{error}");
+        assert!(error.repair().unwrap_or("").contains("file:"), "{error}");
+    }
+
+    #[test]
+    fn each_scheme_is_registered_once() {
+        let mut schemes: Vec<_> = REGISTRY.backends().map(|backend| backend.scheme()).collect();
+        schemes.sort_unstable();
+        let count = schemes.len();
+        schemes.dedup();
+        assert_eq!(schemes.len(), count, "{schemes:?}");
+    }
+}

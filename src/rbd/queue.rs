@@ -1,0 +1,311 @@
+//! The data half: requests become operations of librbd. Their results are judged on librbd's threads and
+//! come back through the connection's completer.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use librbd::{Completion, Io, Refused, Submitter};
+
+use crate::shared::Shared;
+use cleat_backend::{Completer, ImageQueue, Outcome, RequestId, Started};
+use cleat_core::request::{IoError, Op, Request};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::{Completion as RingCompletion, Ring};
+
+/// Operations at once: a connection's requests, of which each has one, are bounded below.
+const MAX_OPERATIONS: usize = 1024;
+
+/// Pieces of zeroes that are being encrypted and written at once: the library holds their cipher text.
+const ZEROES_AT_ONCE: usize = 4;
+
+pub(crate) struct RbdQueue {
+    submitter: Submitter<Step, Buffer>,
+    shared: Arc<Shared>,
+    can_write_zeroes: bool,
+    /// By request number.
+    tasks: Vec<Option<Task>>,
+    /// Have zeroes to be encrypted, and wait for their turn; none does while there is room for another.
+    waiting: VecDeque<(RequestId, Io)>,
+    encrypting_zeroes: usize,
+}
+
+/// A request under way.
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    request: Request,
+    /// Bytes that are done.
+    progress: u64,
+    /// Bytes that the running operation is for.
+    attempted: u64,
+    /// The running operation makes durable what was done.
+    flushing: bool,
+    /// No other operation begins.
+    abandoned: bool,
+}
+
+/// One operation of a request: what librbd's thread needs to judge the result.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    id: RequestId,
+    /// The request's operation; the step may be the flush after a write.
+    op: Op,
+    /// Bytes that a read must return.
+    length: u64,
+}
+
+/// What comes next for a request: an operation, or its end.
+type Next = Result<Option<Io>, IoError>;
+
+impl RbdQueue {
+    pub(crate) fn new(
+        image: &Arc<librbd::Image>,
+        shared: Arc<Shared>,
+        completer: Completer,
+    ) -> Self {
+        let judge = Arc::clone(&shared);
+        let submitter = image.submitter(MAX_OPERATIONS, move |completion| {
+            let Completion { token, result, buffer } = completion;
+            let result = judge.judge(token, result);
+            completer.complete(token.id, Outcome { result, buffer });
+        });
+        Self {
+            submitter,
+            shared,
+            can_write_zeroes: image.can_write_zeroes(),
+            tasks: Vec::new(),
+            waiting: VecDeque::new(),
+            encrypting_zeroes: 0,
+        }
+    }
+
+    /// The operation that a request begins or goes on with.
+    fn operation(&self, task: &mut Task) -> Next {
+        let Request { op, flags, length, .. } = task.request;
+        let offset = task.request.offset + task.progress;
+        let left = length - task.progress;
+        task.attempted = left;
+        Ok(Some(match op {
+            Op::Read => Io::Read { offset },
+            Op::Write => Io::Write { offset },
+            Op::Flush => Io::Flush,
+            Op::Cache => return Ok(None),
+            Op::Trim => {
+                task.attempted = self.piece(offset, left);
+                Io::Discard { offset, length: task.attempted }
+            }
+            Op::WriteZeroes => {
+                // Allocating means writing, and so does encrypting.
+                let allocate = flags.no_hole || self.shared.luks_header.is_some();
+                if flags.fast_zero && allocate || !self.can_write_zeroes {
+                    return Err(IoError::Unsupported);
+                }
+                task.attempted = self.piece(offset, left);
+                let length = usize::try_from(task.attempted).map_err(|_| IoError::Invalid)?;
+                Io::WriteZeroes { offset, length, allocate }
+            }
+        }))
+    }
+
+    /// Whether a request becomes zeroes that are encrypted and written. Of an encrypted image the library
+    /// does so with what is discarded, too: removed cipher text would read as the decryption of zeroes once
+    /// something else of the object is written.
+    fn encrypts_zeroes(&self, request: &Request) -> bool {
+        matches!(request.op, Op::Trim | Op::WriteZeroes) && self.shared.luks_header.is_some()
+    }
+
+    /// The part of a long range that is done at once. It ends where pieces of the volume do, and so
+    /// objects: what fills one is removed rather than overwritten.
+    fn piece(&self, offset: u64, left: u64) -> u64 {
+        left.min(self.shared.piece - offset % self.shared.piece)
+    }
+
+    /// Returns what follows an operation that has ended with `result`. An abandoned request starts no
+    /// other operation.
+    fn next(&self, task: &mut Task, result: Result<(), IoError>) -> Next {
+        result?;
+        match self.advance(task) {
+            Ok(Some(_)) if task.abandoned => Err(IoError::Broken),
+            next => next,
+        }
+    }
+
+    /// Returns what follows an operation that has succeeded.
+    fn advance(&self, task: &mut Task) -> Next {
+        if task.flushing || !task.request.op.modifies() {
+            return Ok(None);
+        }
+        task.progress += task.attempted;
+        if task.progress < task.request.length {
+            return self.operation(task);
+        }
+        if self.ends_with_flush(task) {
+            task.flushing = true;
+            return Ok(Some(Io::Flush));
+        }
+        Ok(None)
+    }
+
+    fn submit(&mut self, id: RequestId, io: Io, buffer: Option<Buffer>) -> Option<Outcome> {
+        if self.shared.fenced.load(Ordering::Acquire) {
+            return Some(Outcome { result: Err(IoError::Fenced), buffer });
+        }
+        let Some(Task { request: Request { op, length, .. }, .. }) = self.task(id) else {
+            return Some(Outcome { result: Err(IoError::Broken), buffer });
+        };
+        match self.submitter.start(Step { id, op, length }, io, buffer) {
+            Ok(()) => None,
+            Err(Refused { errno, buffer }) => {
+                let error = match errno {
+                    libc::EAGAIN => IoError::NoMemory,
+                    errno => self.shared.error(op, errno),
+                };
+                Some(Outcome { result: Err(error), buffer })
+            }
+        }
+    }
+
+    /// Whether what is done has to be made durable before the request ends.
+    fn ends_with_flush(&self, task: &Task) -> bool {
+        task.request.flags.fua && !self.shared.durable_writes
+    }
+
+    fn task(&self, id: RequestId) -> Option<Task> {
+        self.tasks.get(id as usize).copied().flatten()
+    }
+
+    /// Goes on with a request, or ends it.
+    fn proceed(&mut self, id: RequestId, next: Next, buffer: Option<Buffer>) -> Option<Outcome> {
+        let ended = match next {
+            Ok(Some(io @ (Io::Discard { .. } | Io::WriteZeroes { .. })))
+                if self.shared.luks_header.is_some() =>
+            {
+                // Behind the others that wait: no long range keeps them from their turn.
+                self.waiting.push_back((id, io));
+                None
+            }
+            Ok(Some(io)) => self.submit(id, io, buffer),
+            Ok(None) => Some(Outcome { result: Ok(()), buffer }),
+            Err(error) => Some(Outcome { result: Err(error), buffer }),
+        };
+        if ended.is_some() {
+            self.tasks[id as usize] = None;
+        }
+        ended
+    }
+
+    /// Begins what waits with zeroes, as far as there is room. Returns a request that ended with that.
+    fn begin_zeroes(&mut self) -> Option<(RequestId, Outcome)> {
+        while self.encrypting_zeroes < ZEROES_AT_ONCE {
+            let (id, io) = self.waiting.pop_front()?;
+            if let Some(outcome) = self.submit(id, io, None) {
+                self.tasks[id as usize] = None;
+                return Some((id, outcome));
+            }
+            self.encrypting_zeroes += 1;
+        }
+        None
+    }
+}
+
+impl ImageQueue for RbdQueue {
+    fn start(
+        &mut self,
+        id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        let mut task =
+            Task { request, progress: 0, attempted: 0, flushing: false, abandoned: false };
+        let next = self.operation(&mut task);
+        let index = id as usize;
+        if self.tasks.len() <= index {
+            self.tasks.resize(index + 1, None);
+        }
+        self.tasks[index] = Some(task);
+        let mut ended = self.proceed(id, next, buffer);
+        if ended.is_none() && self.encrypts_zeroes(&request) {
+            // With room for one, nobody else waits.
+            ended = self.begin_zeroes().map(|(_, outcome)| outcome);
+        }
+        ended.map_or(Started::Pending, Started::Done)
+    }
+
+    fn on_ring(
+        &mut self,
+        _completion: RingCompletion,
+        _ring: &mut Ring,
+    ) -> Option<(RequestId, Outcome)> {
+        // Nothing is ever submitted to the ring.
+        None
+    }
+
+    fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
+        self.tasks.iter_mut().flatten().for_each(|task| task.abandoned = true);
+        for (id, _) in self.waiting.drain(..) {
+            self.tasks[id as usize] = None;
+            done.push((id, Outcome { result: Err(IoError::Broken), buffer: None }));
+        }
+    }
+
+    fn on_completion(
+        &mut self,
+        id: RequestId,
+        outcome: Outcome,
+        _ring: &mut Ring,
+        done: &mut Vec<(RequestId, Outcome)>,
+    ) {
+        let Some(mut task) = self.task(id) else { return };
+        let zeroes = self.encrypts_zeroes(&task.request) && !task.flushing;
+        let next = self.next(&mut task, outcome.result);
+        self.tasks[id as usize] = Some(task);
+        if let Some(outcome) = self.proceed(id, next, outcome.buffer) {
+            done.push((id, outcome));
+        }
+        if zeroes {
+            self.encrypting_zeroes -= 1;
+            while let Some(ended) = self.begin_zeroes() {
+                done.push(ended);
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Returns how a step has ended for which librbd gave `result`.
+    fn judge(&self, step: Step, result: i64) -> Result<(), IoError> {
+        if result < 0 {
+            let errno = i32::try_from(result.saturating_neg()).unwrap_or(libc::EIO);
+            return Err(self.error(step.op, errno));
+        }
+        // A short read means that the image was made smaller: the rest must not be taken for zeroes.
+        if step.op == Op::Read && result.unsigned_abs() != step.length {
+            return Err(IoError::Broken);
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a request with the operation `op` for an errno of librbd, and notes what the
+    /// errno says about the whole image.
+    fn error(&self, op: Op, errno: i32) -> IoError {
+        let error = match errno {
+            // The lock is gone, and librbd does not say which client has it.
+            libc::EROFS if !self.read_only => IoError::Fenced,
+            libc::EPERM | libc::EACCES => {
+                self.rights.are_missing();
+                IoError::Broken
+            }
+            errno => IoError::from_errno(errno),
+        };
+        match error {
+            IoError::Fenced => self.fenced.store(true, Ordering::Release),
+            IoError::NoSpace => self.room.is_missing(errno),
+            // The request may still be on its way, and would then land after its repetition.
+            IoError::Retry if op.modifies() => return IoError::Broken,
+            IoError::Retry => self.room.is_not_the_matter(),
+            _ => {}
+        }
+        error
+    }
+}

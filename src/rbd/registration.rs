@@ -1,0 +1,200 @@
+//! The registration of `rbd:` volumes and stores.
+
+use std::any::Any;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_backend::claimant::Claimant;
+use cleat_backend::fence::Fence;
+use cleat_backend::store::Store;
+use cleat_backend::uri::{Options, invalid};
+use cleat_backend::{
+    Backend, Confinement, HandoverFiles, Image, Nested, OpenOptions, StoreParser, StoreSpec,
+    Stored, VolumeSpec,
+};
+use cleat_core::error::Result;
+
+use crate::connection::load_library;
+use crate::encryption;
+use crate::fence::RbdFence;
+use crate::image::RbdImage;
+use crate::spec::{Encryption, RbdSpec, RbdStoreSpec};
+use crate::store::RbdStore;
+
+/// The registration of images of RBD.
+pub const BACKEND: &dyn Backend = &Rbd;
+
+#[derive(Debug)]
+struct Rbd;
+
+impl Backend for Rbd {
+    fn scheme(&self) -> &'static str {
+        "rbd"
+    }
+
+    fn examples(&self) -> &'static [&'static str] {
+        &["rbd:pool/image"]
+    }
+
+    fn parse(
+        &self,
+        location: &str,
+        options: Options,
+        _nested: Nested<'_>,
+    ) -> Result<Arc<dyn VolumeSpec>> {
+        Ok(Arc::new(RbdSpec::parse(location, options)?))
+    }
+
+    fn stores(&self) -> Option<&dyn StoreParser> {
+        Some(self)
+    }
+
+    fn max_extra_open_time(&self) -> Duration {
+        encryption::TIMEOUT
+    }
+
+    /// Only some nodes have volumes in Ceph: missing libraries are in order.
+    fn diagnose(&self) -> Option<Result<String>> {
+        if librbd::load().is_err_and(|error| error.is_absent()) {
+            let finding = "librbd is not installed; rbd: volumes need librados2, librbd1";
+            return Some(Ok(finding.to_owned()));
+        }
+        Some(match load_library() {
+            Ok((major, minor, extra)) => {
+                Ok(format!("librbd {major}.{minor}.{extra} can be loaded"))
+            }
+            Err(error) if error.repair().is_none() => {
+                Err(error.with_repair("install librados2 and librbd1 anew"))
+            }
+            Err(error) => Err(error),
+        })
+    }
+}
+
+impl StoreParser for Rbd {
+    fn forms(&self) -> &'static [&'static str] {
+        &["rbd:POOL", "rbd:POOL/NAMESPACE"]
+    }
+
+    fn parse_store(&self, location: &str, options: Options) -> Result<Arc<dyn StoreSpec>> {
+        Ok(Arc::new(RbdStoreSpec::parse(location, options)?))
+    }
+}
+
+impl VolumeSpec for RbdSpec {
+    fn scheme(&self) -> &'static str {
+        "rbd"
+    }
+
+    fn location(&self) -> String {
+        self.location_text()
+    }
+
+    fn options(&self) -> Vec<(String, String)> {
+        self.option_list()
+    }
+
+    fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
+        Ok(Arc::new(RbdImage::open(self, options)?))
+    }
+
+    /// The claim is released and acquired: nothing is passed on.
+    fn open_successor(
+        &self,
+        options: &OpenOptions,
+        _files: HandoverFiles,
+    ) -> Result<Arc<dyn Image>> {
+        Ok(Arc::new(RbdImage::open_successor(self, options)?))
+    }
+
+    fn prepare(&self) -> Result<()> {
+        load_library().map(drop)
+    }
+
+    fn confinement(&self) -> Confinement {
+        Confinement::BeforeOpen { paths: files(self), network: true }
+    }
+
+    fn extra_open_time(&self) -> Duration {
+        self.encryption.as_ref().map_or(Duration::ZERO, |_| encryption::TIMEOUT)
+    }
+
+    fn without_content_key(&self) -> Option<Arc<dyn VolumeSpec>> {
+        self.encryption.as_ref()?;
+        Some(Arc::new(Self { encryption: None, trim: true, ..self.clone() }))
+    }
+
+    fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
+        Ok(Some(Box::new(RbdFence::of(self)?)))
+    }
+
+    fn stored(&self) -> Result<Option<Stored>> {
+        let (name, snapshot) = (self.image.clone(), self.snapshot.clone());
+        Ok(Some(Stored { store: Arc::new(self.store()), name, snapshot }))
+    }
+}
+
+impl StoreSpec for RbdStoreSpec {
+    fn scheme(&self) -> &'static str {
+        "rbd"
+    }
+
+    fn location(&self) -> String {
+        self.location_text()
+    }
+
+    fn options(&self) -> Vec<(String, String)> {
+        self.option_list()
+    }
+
+    fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>> {
+        Ok(Arc::new(self.image(name, snapshot)?))
+    }
+
+    fn snapshot_form(&self) -> Option<&'static str> {
+        Some("rbd:POOL/IMAGE@SNAPSHOT")
+    }
+
+    fn connect(&self, claimant: &Claimant) -> Result<Box<dyn Store>> {
+        Ok(Box::new(RbdStore::connect(self, claimant)?))
+    }
+
+    fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>> {
+        let other: &dyn Any = other;
+        match other.downcast_ref::<Self>() {
+            Some(other) => Ok(Arc::new(self.clone().reached_as(other)?)),
+            None => Err(invalid("the two volumes are not of one kind")),
+        }
+    }
+}
+
+/// Files and directories that the libraries read while they connect.
+fn files(spec: &RbdSpec) -> Vec<PathBuf> {
+    let system = [
+        "/etc/ceph",
+        // Names of monitors, and what finds them.
+        "/etc/hosts",
+        "/etc/host.conf",
+        "/etc/resolv.conf",
+        "/etc/nsswitch.conf",
+        "/etc/gai.conf",
+        "/etc/services",
+        "/run/systemd/resolve",
+        // The onwire encryption's library.
+        "/etc/ssl/openssl.cnf",
+        "/usr/lib/ssl/openssl.cnf",
+        "/etc/localtime",
+        // How many processors there are.
+        "/sys/devices/system",
+        "/proc/self",
+    ];
+    let unlocking = spec.encryption.iter().flat_map(|encryption: &Encryption| {
+        // libcryptsetup does nothing without both.
+        let random = ["/dev/urandom", "/dev/random"].map(Path::new);
+        encryption.files().chain(random).map(PathBuf::from)
+    });
+    let own = spec.conf.iter().chain(&spec.keyring).cloned().chain(unlocking);
+    let all = system.iter().map(PathBuf::from).chain(own);
+    all.filter(|path| path.exists()).collect()
+}

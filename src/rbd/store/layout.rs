@@ -1,0 +1,157 @@
+//! How images lie in their pools: features by name, objects, stripes.
+
+use librbd::{
+    Image, NewImage, RBD_FEATURE_DATA_POOL, RBD_FEATURE_DEEP_FLATTEN, RBD_FEATURE_EXCLUSIVE_LOCK,
+    RBD_FEATURE_FAST_DIFF, RBD_FEATURE_JOURNALING, RBD_FEATURE_LAYERING, RBD_FEATURE_OBJECT_MAP,
+};
+
+use cleat_backend::store::Layout;
+use cleat_backend::uri::{Size, invalid};
+use cleat_core::error::Result;
+
+/// Features that somebody may ask for, with those that they need.
+const CHOOSABLE: [(&str, u64); 6] = [
+    ("layering", RBD_FEATURE_LAYERING),
+    ("exclusive-lock", RBD_FEATURE_EXCLUSIVE_LOCK),
+    ("object-map", RBD_FEATURE_OBJECT_MAP | RBD_FEATURE_EXCLUSIVE_LOCK),
+    ("fast-diff", RBD_FEATURE_FAST_DIFF | RBD_FEATURE_OBJECT_MAP | RBD_FEATURE_EXCLUSIVE_LOCK),
+    ("deep-flatten", RBD_FEATURE_DEEP_FLATTEN),
+    ("journaling", RBD_FEATURE_JOURNALING | RBD_FEATURE_EXCLUSIVE_LOCK),
+];
+
+/// Features by the bit, in librbd's order (`rbd/features.h`).
+const NAMES: [&str; 12] = [
+    "layering",
+    "striping",
+    "exclusive-lock",
+    "object-map",
+    "fast-diff",
+    "deep-flatten",
+    "journaling",
+    "data-pool",
+    "operations",
+    "migrating",
+    "non-primary",
+    "dirty-cache",
+];
+
+/// The sizes of objects that librbd takes.
+const OBJECT_SIZES: std::ops::RangeInclusive<u64> = 4096..=32 << 20;
+
+/// librbd's form of `layout`.
+pub(crate) fn new_image(layout: &Layout) -> Result<NewImage> {
+    if let Some(size) = layout.object_size
+        && !(size.is_power_of_two() && OBJECT_SIZES.contains(&size))
+    {
+        let size = Size(size);
+        return Err(invalid(format!("objects cannot have {size} bytes"))
+            .with_repair("give a power of two from 4K to 32M"));
+    }
+    if let Some((unit, count)) = layout.stripes {
+        // It has to divide the object size, which is a power of two.
+        let fits = unit.is_power_of_two() && layout.object_size.is_none_or(|size| size >= unit);
+        if !fits || count == 0 {
+            let unit = Size(unit);
+            let message = format!("the image cannot be striped in units of {unit} over {count}");
+            return Err(invalid(message)
+                .with_repair("give a power of two up to the object size, and a count above 0"));
+        }
+    }
+    Ok(NewImage {
+        features: layout.features.as_deref().map(bits).transpose()?,
+        order: layout
+            .object_size
+            .map(|size| u8::try_from(size.trailing_zeros()).unwrap_or(u8::MAX)),
+        stripes: layout.stripes,
+        data_pool: layout.data_pool.clone(),
+        clone_format: layout.clone_format,
+    })
+}
+
+/// The features' names.
+pub(crate) fn names(features: u64) -> Vec<String> {
+    let known = NAMES.iter().enumerate().filter(|(bit, _)| features & (1 << bit) != 0);
+    known.map(|(_, name)| (*name).to_owned()).collect()
+}
+
+/// How `image` differs from what `layout` asks for; nothing where it is left open.
+pub(crate) fn differences(layout: &Layout, image: &Image) -> Result<Vec<String>, librbd::Error> {
+    let mut differences = Vec::new();
+    let mut compare = |what: &str, is: String, wanted: String| {
+        if is != wanted {
+            differences.push(format!("{what} {is}, not {wanted}"));
+        }
+    };
+    let features = image.features()?;
+    if let Some(wanted) = layout.features.as_deref().and_then(|wanted| bits(wanted).ok()) {
+        let choosable = CHOOSABLE.iter().fold(0, |all, (_, bits)| all | bits);
+        let shown = |bits: u64| match names(bits) {
+            names if names.is_empty() => "none".to_owned(),
+            names => names.join(", "),
+        };
+        compare("the features", shown(features & choosable), shown(wanted));
+    }
+    let stat = image.stat()?;
+    if let Some(size) = layout.object_size {
+        compare("objects of", Size(stat.object_size).to_string(), Size(size).to_string());
+    }
+    if let Some((unit, count)) = layout.stripes {
+        let shown = |unit, count| format!("{} over {count} objects", Size(unit));
+        compare("stripes of", shown(stat.stripe_unit, stat.stripe_count), shown(unit, count));
+    }
+    if let Some(wanted) = &layout.data_pool {
+        let has_one = features & RBD_FEATURE_DATA_POOL != 0;
+        let is = if has_one { image.data_pool()? } else { "none".to_owned() };
+        compare("the data pool", is, wanted.clone());
+    }
+    Ok(differences)
+}
+
+fn bits(wanted: &[String]) -> Result<u64> {
+    wanted.iter().try_fold(0, |all, name| {
+        let known = CHOOSABLE.iter().find(|(known, _)| known == name);
+        known.map(|(_, bits)| all | bits).ok_or_else(|| {
+            let choices: Vec<&str> = CHOOSABLE.iter().map(|(name, _)| *name).collect();
+            let error = invalid(format!("{name:?} is no feature that an image can be given"));
+            match &**name {
+                "striping" => error.with_repair("it comes with --stripe-unit and --stripe-count"),
+                "data-pool" => error.with_repair("it comes with --data-pool"),
+                _ => error.with_repair(format!("features are {}", choices.join(", "))),
+            }
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn features_bring_what_they_need() {
+        let wanted = ["fast-diff", "layering"].map(str::to_owned);
+        let bits = bits(&wanted).expect("they exist");
+        assert_eq!(names(bits), ["layering", "exclusive-lock", "object-map", "fast-diff"]);
+        assert_eq!(names(1 << 11 | 1 << 40), ["dirty-cache"]);
+    }
+
+    #[test]
+    fn what_librbd_would_only_call_invalid_is_explained() {
+        let refused = |layout: Layout| {
+            let error = new_image(&layout).expect_err("it is wrong");
+            format!("{}: {}", error.message(), error.repair().unwrap_or(""))
+        };
+        let none = Layout::default();
+        for (layout, cause) in [
+            (Layout { object_size: Some(5000), ..none.clone() }, "power of two"),
+            (Layout { object_size: Some(64 << 20), ..none.clone() }, "64M"),
+            (Layout { stripes: Some((3000, 2)), ..none.clone() }, "up to the object size"),
+            (Layout { stripes: Some((4096, 0)), ..none.clone() }, "above 0"),
+            (Layout { features: Some(vec!["fast".into()]), ..none.clone() }, "fast-diff"),
+            (Layout { features: Some(vec!["striping".into()]), ..none.clone() }, "--stripe-unit"),
+        ] {
+            assert!(refused(layout).contains(cause), "{cause}");
+        }
+        let new = new_image(&Layout { object_size: Some(1 << 20), ..none }).expect("it is right");
+        assert_eq!(new.order, Some(20));
+    }
+}
