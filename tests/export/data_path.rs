@@ -1,31 +1,20 @@
 //! The data path with misbehaving clients, and with backends that hang, panic or use their own threads.
 
-use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cleat::backends::volume;
-use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Completer, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started};
-use cleat_core::error::Result;
-use cleat_core::request::{IoError, Op, Request};
-use cleat_core::volume::{BlockSizes, Features};
+use cleat_core::request::{IoError, Op};
 use cleat_export::End;
-use cleat_export::server::{Event, ExportName, Limits, Server};
+use cleat_export::server::Limits;
 use cleat_nbd::handshake::Refusal;
 use cleat_nbd::transmission::Violation;
-use cleat_statistics::Page;
-use cleat_sys::buffer::Buffer;
-use cleat_sys::ring::{Completion, Ring};
-use crossbeam_channel::Receiver;
 use proptest::prelude::*;
-use test_kit::nbd::client::{self, Client};
 use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
-const MIB: usize = 1 << 20;
+use super::fixture::{Fixture, MIB, Panicking, Slow, SlowImage};
 
 #[test]
 fn a_disconnect_request_is_executed_after_all_replies() {
@@ -419,179 +408,4 @@ fn any_chunk() -> impl Strategy<Value = Vec<u8>> {
         1 => proptest::collection::vec(any::<u8>(), 0..100),
         1 => Just(b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0".to_vec()),
     ]
-}
-
-/// A server over a volume, its events and its statistics.
-struct Fixture {
-    server: Server,
-    events: Receiver<Event>,
-    page: Page,
-    size: u64,
-}
-
-impl Fixture {
-    fn memory(limits: Limits) -> Self {
-        let uri: VolumeUri = volume("mem:64M").unwrap();
-        Self::new(uri.open(&OpenOptions::default()).unwrap(), limits)
-    }
-
-    fn new(image: Arc<dyn Image>, limits: Limits) -> Self {
-        let size = image.size();
-        let (page, _) = Page::create().unwrap();
-        let (server, events) =
-            Server::new(image, ExportName::default(), page.clone(), limits).unwrap();
-        Self { server, events, page, size }
-    }
-
-    /// Opens a connection that starts in the transmission phase.
-    fn connect(&self) -> Client {
-        Client::connect(&self.server)
-    }
-
-    fn end(&self) -> End {
-        client::end(&self.events)
-    }
-}
-
-/// A volume whose requests complete when the test releases them, on the test's thread.
-struct Slow {
-    state: Mutex<SlowState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct SlowState {
-    waiting: VecDeque<(RequestId, Option<Buffer>)>,
-    released: usize,
-    /// How often the connection abandoned its requests.
-    abandoned: usize,
-    completer: Option<Completer>,
-}
-
-impl Slow {
-    fn new() -> Arc<Self> {
-        Arc::new(Self { state: Mutex::default(), changed: Condvar::new() })
-    }
-
-    fn waiting(&self) -> usize {
-        self.state.lock().unwrap().waiting.len()
-    }
-
-    fn wait_for(&self, requests: usize) {
-        let state = self.state.lock().unwrap();
-        let limit = Duration::from_secs(10);
-        let few = |state: &mut SlowState| state.waiting.len() < requests;
-        let (state, _) = self.changed.wait_timeout_while(state, limit, few).unwrap();
-        assert!(state.waiting.len() >= requests);
-    }
-
-    fn wait_until_abandoned(&self) {
-        let state = self.state.lock().unwrap();
-        let limit = Duration::from_secs(10);
-        let not_yet = |state: &mut SlowState| state.abandoned == 0;
-        let (state, _) = self.changed.wait_timeout_while(state, limit, not_yet).unwrap();
-        assert!(state.abandoned > 0);
-    }
-
-    /// Completes the next `requests` requests, including future ones.
-    fn release(&self, requests: usize) {
-        let mut state = self.state.lock().unwrap();
-        state.released += requests;
-        state.settle();
-    }
-}
-
-impl SlowState {
-    fn settle(&mut self) {
-        while self.released > 0
-            && let Some((id, buffer)) = self.waiting.pop_front()
-        {
-            self.released -= 1;
-            let outcome = Outcome { result: Ok(()), buffer };
-            self.completer.as_ref().unwrap().complete(id, outcome);
-        }
-    }
-}
-
-struct SlowImage(Arc<Slow>);
-
-impl Image for SlowImage {
-    fn size(&self) -> u64 {
-        MIB as u64
-    }
-    fn block_sizes(&self) -> BlockSizes {
-        BlockSizes { minimum: 1, preferred: 4096, maximum: 32 << 20 }
-    }
-    fn features(&self) -> Features {
-        Features { flush: true, trim: true, ..Features::default() }
-    }
-    fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
-        self.0.state.lock().unwrap().completer = Some(completer.clone());
-        Ok(Box::new(SlowQueue(Arc::clone(&self.0))))
-    }
-    fn refresh_size(&self) -> Result<u64> {
-        Ok(self.size())
-    }
-}
-
-struct SlowQueue(Arc<Slow>);
-
-impl ImageQueue for SlowQueue {
-    fn start(
-        &mut self,
-        id: RequestId,
-        _request: Request,
-        buffer: Option<Buffer>,
-        _ring: &mut Ring,
-    ) -> Started {
-        let mut state = self.0.state.lock().unwrap();
-        state.waiting.push_back((id, buffer));
-        state.settle();
-        self.0.changed.notify_all();
-        Started::Pending
-    }
-    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
-        None
-    }
-    fn abandon(&mut self, _: &mut Vec<(RequestId, Outcome)>) {
-        self.0.state.lock().unwrap().abandoned += 1;
-        self.0.changed.notify_all();
-    }
-}
-
-/// A volume with a defect in TRIM.
-struct Panicking;
-
-impl Image for Panicking {
-    fn size(&self) -> u64 {
-        MIB as u64
-    }
-    fn block_sizes(&self) -> BlockSizes {
-        BlockSizes { minimum: 1, preferred: 4096, maximum: 32 << 20 }
-    }
-    fn features(&self) -> Features {
-        Features { flush: true, trim: true, ..Features::default() }
-    }
-    fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {
-        Ok(Box::new(Self))
-    }
-    fn refresh_size(&self) -> Result<u64> {
-        Ok(self.size())
-    }
-}
-
-impl ImageQueue for Panicking {
-    fn start(
-        &mut self,
-        _id: RequestId,
-        request: Request,
-        buffer: Option<Buffer>,
-        _ring: &mut Ring,
-    ) -> Started {
-        assert!(request.op != Op::Trim, "a defect");
-        Started::Done(Outcome { result: Ok(()), buffer })
-    }
-    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
-        None
-    }
 }

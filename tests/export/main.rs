@@ -8,7 +8,10 @@
 )]
 
 mod data_path;
+mod fixture;
+mod flaky;
 mod foreign_threads;
 mod handover;
 mod interop;
+mod limits;
 mod outage;

@@ -1,32 +1,19 @@
-//! The data path during backend outages and under rate limits.
+//! The data path during backend outages.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started, Waker};
-use cleat_core::error::Result;
-use cleat_core::policy::{OnOutage, Policy, RateLimits};
-use cleat_core::request::{IoError, Op, Request};
-use cleat_core::volume::{BlockSizes, Features};
+use cleat_backend::Waker;
+use cleat_core::policy::OnOutage;
+use cleat_core::request::{IoError, Op};
 use cleat_export::End;
-use cleat_export::server::{Event, ExportName, Limits, Server};
-use cleat_statistics::Page;
-use cleat_sys::buffer::Buffer;
-use cleat_sys::ring::{Completion, Ring};
-use crossbeam_channel::Receiver;
 use proptest::prelude::*;
-use test_kit::nbd::client::{self, Client};
 use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
-const SIZE: usize = 1 << 20;
-const QUEUE: Policy = policy(OnOutage::Queue, 0, 0);
-
-const fn policy(outage: OnOutage, iops: u64, bytes_per_s: u64) -> Policy {
-    Policy { outage, limits: RateLimits { iops, bytes_per_s } }
-}
+use super::flaky::{DEPTH, Fixture, QUEUE, policy};
 
 #[test]
 fn requests_wait_for_the_backend_and_then_succeed() {
@@ -228,49 +215,6 @@ fn a_partial_outage_is_retried_at_most_ten_times_per_second() {
     client.expect(99, Ok(()));
 }
 
-#[test]
-fn average_rates_keep_the_limits_and_0_is_no_limit() {
-    let fixture = Fixture::new(policy(OnOutage::Queue, 2000, 0), 2);
-    let mut clients = [fixture.connect(), fixture.connect()];
-    let rate = measure(&mut clients, Duration::from_secs(2), 512);
-    // The burst is a tenth of a second's worth: 5 % of two seconds.
-    assert!(rate.is_within(1800.0, 2250.0), "{rate:?} requests/s at a limit of 2000");
-    assert!(fixture.page.snapshot().limited_ns > 1_000_000_000);
-    fixture.server.set_policy(policy(OnOutage::Queue, 0, 1 << 20));
-    let rate = measure(&mut clients, Duration::from_secs(2), 4096);
-    // 256 requests are 1 MiB.
-    assert!(rate.is_within(256.0 * 0.9, 256.0 * 1.125), "{rate:?} blocks/s at a limit of 1 MiB/s");
-    fixture.server.set_policy(QUEUE);
-    let limited = fixture.page.snapshot().limited_ns;
-    let rate = measure(&mut clients, Duration::from_millis(500), 512);
-    assert!(rate.is_within(5000.0, f64::MAX), "{rate:?} requests/s without a limit");
-    assert_eq!(fixture.page.snapshot().limited_ns, limited);
-}
-
-#[test]
-fn a_stop_a_policy_change_and_fail_io_do_not_wait_for_a_limit() {
-    let fixture = Fixture::new(policy(OnOutage::Queue, 1, 0), 1);
-    let mut client = fixture.connect();
-    client.write(1, 0, &[1; 512]);
-    client.write(2, 0, &[1; 512]);
-    client.expect(1, Ok(()));
-    std::thread::sleep(Duration::from_millis(50));
-    assert!(client.is_silent());
-    let begun = Stopwatch::start();
-    fixture.server.set_policy(policy(OnOutage::Queue, 1000, 0));
-    client.expect(2, Ok(()));
-    fixture.server.set_policy(policy(OnOutage::Queue, 1, 0));
-    client.write(3, 0, &[1; 512]);
-    client.write(4, 0, &[1; 512]);
-    client.expect(3, Ok(()));
-    fixture.server.set_fail_io(true);
-    client.expect(4, Err(IoError::Broken));
-    fixture.server.set_fail_io(false);
-    client.write(5, 0, &[1; 512]);
-    fixture.server.stop(Duration::from_secs(10)).unwrap();
-    assert!(begun.elapsed() < Duration::from_millis(800), "{:?}", begun.elapsed());
-}
-
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 24,
@@ -317,193 +261,5 @@ proptest! {
         });
         // Each write took effect once.
         prop_assert_eq!(fixture.flaky.effects.load(Ordering::SeqCst), writes as u64);
-    }
-}
-
-/// Requests per second.
-#[derive(Debug)]
-struct Rate {
-    /// The rate over the whole time.
-    whole: f64,
-    /// The rate over the time in which the host did not stall.
-    running: f64,
-}
-
-impl Rate {
-    fn is_within(&self, least: f64, most: f64) -> bool {
-        self.running >= least && self.whole <= most
-    }
-}
-
-/// Measures the rate of clients that always have eight requests in flight.
-fn measure(clients: &mut [Client], time: Duration, length: usize) -> Rate {
-    let (begun, watch) = (Instant::now(), Stopwatch::start());
-    let ended: u64 = std::thread::scope(|scope| {
-        let clients: Vec<_> = clients
-            .iter_mut()
-            .map(|client| {
-                scope.spawn(move || {
-                    let data = vec![7; length];
-                    (0..8).for_each(|cookie| client.write(cookie, 0, &data));
-                    let mut count = 0;
-                    while begun.elapsed() < time {
-                        let (cookie, result) = client.reply();
-                        assert_eq!(result, Ok(()));
-                        client.write(cookie, 0, &data);
-                        count += 1;
-                    }
-                    (0..8).for_each(|_| assert_eq!(client.reply().1, Ok(())));
-                    count
-                })
-            })
-            .collect();
-        clients.into_iter().map(|client| client.join().unwrap()).sum()
-    });
-    let per_s = |time: Duration| ended as f64 / time.as_secs_f64();
-    Rate { whole: per_s(time), running: per_s(watch.elapsed().min(time)) }
-}
-
-const DEPTH: u32 = 128;
-
-struct Fixture {
-    server: Server,
-    events: Receiver<Event>,
-    page: Page,
-    flaky: Arc<Flaky>,
-}
-
-impl Fixture {
-    fn new(policy: Policy, connections: usize) -> Self {
-        let flaky = Arc::new(Flaky::new());
-        let (page, _) = Page::create().unwrap();
-        let limits = Limits { connections, depth: DEPTH, ..Limits::default() };
-        let image = Arc::new(FlakyImage(Arc::clone(&flaky)));
-        let (server, events) =
-            Server::new(image, ExportName::default(), page.clone(), limits).unwrap();
-        server.set_policy(policy);
-        Self { server, events, page, flaky }
-    }
-
-    fn connect(&self) -> Client {
-        Client::connect(&self.server)
-    }
-
-    fn end(&self) -> End {
-        client::end(&self.events)
-    }
-
-    #[track_caller]
-    fn wait_for(&self, what: &str, done: impl Fn(&Page) -> bool) {
-        let until = Instant::now() + Duration::from_secs(20);
-        while !done(&self.page) {
-            assert!(Instant::now() < until, "{what}: {:?}", self.page.snapshot());
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    }
-}
-
-/// A backend in memory that refuses all requests, those to one block, or a share of them.
-struct Flaky {
-    content: Mutex<Vec<u8>>,
-    down: AtomicBool,
-    /// The index of the refused block, in units of 512 bytes.
-    bad_block: AtomicU64,
-    /// The percentage of refused attempts.
-    share: AtomicU64,
-    seed: AtomicU64,
-    /// Requests complete after `start`, through the completer.
-    later: AtomicBool,
-    attempts: AtomicU64,
-    /// The number of executed writes.
-    effects: AtomicU64,
-}
-
-impl Flaky {
-    fn new() -> Self {
-        Self {
-            content: Mutex::new(vec![0; SIZE]),
-            down: AtomicBool::new(false),
-            bad_block: AtomicU64::new(u64::MAX),
-            share: AtomicU64::new(0),
-            seed: AtomicU64::new(0),
-            later: AtomicBool::new(false),
-            attempts: AtomicU64::new(0),
-            effects: AtomicU64::new(0),
-        }
-    }
-
-    fn content(&self) -> Vec<u8> {
-        self.content.lock().unwrap().clone()
-    }
-
-    fn run(&self, request: &Request, buffer: Option<&mut Buffer>) -> Result<(), IoError> {
-        let number = self.attempts.fetch_add(1, Ordering::SeqCst);
-        let seed = self.seed.load(Ordering::SeqCst);
-        // The SplitMix64 mixer (Steele, Vigna): one random number per attempt.
-        let mut draw = (seed ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        draw = (draw ^ draw >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let refused = (draw >> 32) % 100 < self.share.load(Ordering::SeqCst);
-        let bad = self.bad_block.load(Ordering::SeqCst) == request.offset / 512;
-        if self.down.load(Ordering::SeqCst) || refused || bad {
-            return Err(IoError::Retry);
-        }
-        let mut content = self.content.lock().unwrap();
-        let (from, to) = (request.offset as usize, (request.offset + request.length) as usize);
-        match (request.op, buffer) {
-            (Op::Read, Some(buffer)) => buffer.payload_mut().copy_from_slice(&content[from..to]),
-            (Op::Write, Some(buffer)) => {
-                self.effects.fetch_add(1, Ordering::SeqCst);
-                content[from..to].copy_from_slice(buffer.payload());
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-}
-
-struct FlakyImage(Arc<Flaky>);
-
-impl Image for FlakyImage {
-    fn size(&self) -> u64 {
-        SIZE as u64
-    }
-    fn block_sizes(&self) -> BlockSizes {
-        BlockSizes { minimum: 512, preferred: 4096, maximum: 32 << 20 }
-    }
-    fn features(&self) -> Features {
-        Features { flush: true, ..Features::default() }
-    }
-    fn queue(&self, _: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
-        let (flaky, completer) = (Arc::clone(&self.0), completer.clone());
-        Ok(Box::new(FlakyQueue { flaky, completer }))
-    }
-    fn refresh_size(&self) -> Result<u64> {
-        Ok(self.size())
-    }
-}
-
-struct FlakyQueue {
-    flaky: Arc<Flaky>,
-    completer: Completer,
-}
-
-impl ImageQueue for FlakyQueue {
-    fn start(
-        &mut self,
-        id: RequestId,
-        request: Request,
-        mut buffer: Option<Buffer>,
-        _ring: &mut Ring,
-    ) -> Started {
-        let result = self.flaky.run(&request, buffer.as_mut());
-        let outcome = Outcome { result, buffer };
-        if !self.flaky.later.load(Ordering::SeqCst) {
-            return Started::Done(outcome);
-        }
-        self.completer.complete(id, outcome);
-        Started::Pending
-    }
-    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
-        None
     }
 }
