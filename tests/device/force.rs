@@ -87,9 +87,9 @@ fn stopped_worker(device: &str) {
     assert!(!ended(&mut writer), "a write to a volume that is gone succeeded");
 }
 
-fn dirty_pages(device: &str, filesystem: &str, trouble: fn()) {
+fn dirty_pages(device: &str, filesystem: &str, failure: fn()) {
     mount(device, filesystem);
-    trouble();
+    failure();
     let mut writer = dirty();
     let report = force(0, &[]);
     ended(&mut writer);

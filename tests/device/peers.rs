@@ -1,8 +1,8 @@
-//! The same troubles for cleat and for nbd-client with nbdkit, in the same virtual machine: their
+//! The same situations for cleat and for nbd-client with nbdkit, in the same virtual machine: their
 //! servers are killed under load, and devices that hang are detached by force. What cleat promises
 //! is asserted; what the others do is only told. rbd-nbd needs a Ceph cluster and is not measured.
 
-mod contender;
+mod peer;
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use libtest_mimic::Trial;
 use crate::campaign::load::{Fio, Prober, REGION, longest};
 use crate::fixture::{shell, signal};
 use crate::trial;
-use contender::{Contender, Setup, Up};
+use peer::{Peer, Setup, Up};
 
 pub(crate) fn trials() -> Vec<Trial> {
     let mut trials = Vec::new();
@@ -25,9 +25,9 @@ pub(crate) fn trials() -> Vec<Trial> {
             trials.push(trial.with_ignored_flag(true));
         };
         case("server killed under load", Box::new(crash));
-        for trouble in Trouble::ALL.into_iter().filter(|_| setup.detaches()) {
-            let run = Box::new(move |setup| detach(setup, trouble));
-            case(&format!("detached by force {}", trouble.title()), run);
+        for situation in Situation::ALL.into_iter().filter(|_| setup.detaches()) {
+            let run = Box::new(move |setup| detach(setup, situation));
+            case(&format!("detached by force {}", situation.title()), run);
         }
     }
     trials
@@ -49,15 +49,15 @@ fn judge(setup: Setup, row: &Row) {
 /// Tries one situation.
 type Case = Box<dyn FnOnce(Setup) -> Row + Send>;
 
-/// What one contender did in one situation.
+/// What one peer did in one situation.
 struct Row {
     good: bool,
     text: String,
 }
 
 fn crash(setup: Setup) -> Row {
-    let contender = Contender::new(setup);
-    let up = contender.up();
+    let peer = Peer::new(setup);
+    let up = peer.up();
     let node = &up.device;
     shell("dmesg --clear");
     shell(&format!(
@@ -103,7 +103,7 @@ fn crash(setup: Setup) -> Row {
 
 /// What makes a device hard to detach.
 #[derive(Debug, Clone, Copy)]
-enum Trouble {
+enum Situation {
     ServerStopped,
     ReadUnderWay,
     DirtyPages,
@@ -111,7 +111,7 @@ enum Trouble {
     OpenForever,
 }
 
-impl Trouble {
+impl Situation {
     const ALL: [Self; 5] = [
         Self::ServerStopped,
         Self::ReadUnderWay,
@@ -169,18 +169,18 @@ impl Trouble {
     }
 }
 
-fn detach(setup: Setup, trouble: Trouble) -> Row {
-    let contender = Contender::new(setup);
-    let up = contender.up();
-    let stuck = trouble.cause(&up);
+fn detach(setup: Setup, situation: Situation) -> Row {
+    let peer = Peer::new(setup);
+    let up = peer.up();
+    let stuck = situation.cause(&up);
     let started = Instant::now();
-    let end = run(&up.detach_script(trouble.is_mounted().then_some(MOUNT)), PATIENCE);
+    let end = run(&up.detach_script(situation.is_mounted().then_some(MOUNT)), PATIENCE);
     let returned = end != End::Never;
     let took = started.elapsed();
     std::thread::sleep(Duration::from_secs(2));
     let blocked = blocked_tasks();
     let configured = up.is_configured();
-    let works = contender.another_works();
+    let works = peer.another_works();
     let before = up.checksum();
     up.wake_server();
     std::thread::sleep(Duration::from_secs(2));
@@ -188,7 +188,7 @@ fn detach(setup: Setup, trouble: Trouble) -> Row {
     if let Some(mut stuck) = stuck {
         // A process in D state ends only when its requests do.
         let _ = stuck.kill();
-        if !matches!(trouble, Trouble::OpenForever) || returned {
+        if !matches!(situation, Situation::OpenForever) || returned {
             let _ = stuck.try_wait();
         }
     }

@@ -25,7 +25,7 @@ impl Load {
         let end = Arc::new(AtomicBool::new(false));
         let done = Arc::new(AtomicU64::new(0));
         let index = index_of(mapping);
-        let threads = (0..3_u64).map(|lane| {
+        let threads = (0..3_u64).map(|client| {
             let (kernel, end, done) = (machine.kernel.clone(), Arc::clone(&end), Arc::clone(&done));
             std::thread::spawn(move || {
                 let mut longest = Duration::ZERO;
@@ -34,7 +34,7 @@ impl Load {
                     let began = Instant::now();
                     // Small ones and ones that go past the receive buffer.
                     let length = if round.is_multiple_of(3) { 160 << 10 } else { 4096 };
-                    let at = lane * (300 << 10) + (round % 8) * 4096;
+                    let at = client * (300 << 10) + (round % 8) * 4096;
                     let data = vec![u8::try_from(round % 251).unwrap(); length];
                     kernel.write(index, at, &data).unwrap();
                     let length = u32::try_from(length).unwrap();

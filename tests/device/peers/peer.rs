@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::{End, run};
 use crate::fixture::{Image, Node, PATIENCE, cleat_ok, shell, signal, status};
 
-/// The contenders.
+/// The peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Setup {
     Cleat,
@@ -47,8 +47,8 @@ impl Setup {
     }
 }
 
-/// A contender, with the daemon that it needs.
-pub(crate) struct Contender {
+/// A peer, with the daemon that it needs.
+pub(crate) struct Peer {
     setup: Setup,
     _node: Option<Node>,
 }
@@ -56,7 +56,7 @@ pub(crate) struct Contender {
 const NAME: &str = "peers";
 const OTHER: &str = "another";
 
-impl Contender {
+impl Peer {
     pub(crate) fn new(setup: Setup) -> Self {
         let node = (setup == Setup::Cleat).then(Node::start);
         Self { setup, _node: node }
