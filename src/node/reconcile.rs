@@ -84,7 +84,7 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
             guard.step_begins(action);
             actions::run(cx, guard, action, deadline).await?;
             guard.step_ends();
-            if action == Action::WithdrawRecord {
+            if action == Action::RemoveRecord {
                 return Ok(State::Unmapped);
             }
         }

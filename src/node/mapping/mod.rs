@@ -214,7 +214,7 @@ impl Mapping {
     ///
     /// # Errors
     /// `TimedOut`.
-    pub async fn await_connect(&self, deadline: Instant) -> Result<()> {
+    pub async fn wait_for_connect(&self, deadline: Instant) -> Result<()> {
         timeout_at(deadline, self.connecting.lock()).await.map(drop).map_err(|_| {
             let message = format!("the kernel may still connect a device of {}", self.name);
             Error::new(ErrorKind::TimedOut, message)

@@ -9,20 +9,20 @@ use super::{Action, Intent, Observed, Plan, Record, SeenWorker, State};
 pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
     let gone = SeenWorker::Gone;
     let mut actions = match (observed.taken, &observed.worker, &observed.predecessor) {
-        (Some(true), _, _) => vec![Action::EndPredecessor],
+        (Some(true), _, _) => vec![Action::StopPredecessor],
         (_, worker, predecessor) if *worker == gone && *predecessor == gone => {
-            vec![Action::EndPredecessor]
+            vec![Action::StopPredecessor]
         }
-        (_, worker, _) if *worker == gone => vec![Action::Reinstate],
+        (_, worker, _) if *worker == gone => vec![Action::RestorePredecessor],
         (Some(false), _, predecessor) if *predecessor == gone => vec![Action::StopWorker],
-        (Some(false), _, _) => vec![Action::StopWorker, Action::Reinstate],
+        (Some(false), _, _) => vec![Action::StopWorker, Action::RestorePredecessor],
         (None, SeenWorker::Unreachable { pid, reason }, _)
             if !matches!(record.intent, Intent::Forced(_)) =>
         {
             return unreachable_worker(record, *pid, reason);
         }
         // Nobody can tell, and all of it goes in any case.
-        (None, _, _) => vec![Action::StopWorker, Action::Reinstate],
+        (None, _, _) => vec![Action::StopWorker, Action::RestorePredecessor],
     };
     let state = match record.intent {
         Intent::Mapped => State::Recovering,
@@ -30,7 +30,7 @@ pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
     };
     if matches!(record.intent, Intent::Forced(_)) {
         // As in every plan of it: the wish is recorded before anything is done.
-        actions.insert(0, Action::Renounce);
+        actions.insert(0, Action::RecordUnmapping);
     }
     Plan { state, actions }
 }

@@ -26,7 +26,7 @@ pub(crate) fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
 
 /// No device yet.
 fn plan_new(record: &Record, observed: &Observed) -> Plan {
-    let rest = [Action::Connect, Action::WaitReady, Action::Establish];
+    let rest = [Action::Connect, Action::WaitForDevice, Action::RecordMapped];
     match &observed.worker {
         SeenWorker::Gone => {
             let mut actions = vec![Action::StartWorker];
@@ -45,10 +45,10 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
     let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
     let mut after = Vec::new();
     if !observed.announced || !record.established {
-        after.push(Action::WaitReady);
+        after.push(Action::WaitForDevice);
     }
     if !record.established {
-        after.push(Action::Establish);
+        after.push(Action::RecordMapped);
     }
     match &observed.worker {
         SeenWorker::Alive { size, .. } if *size < device.size => shrunk(record, *size, device),
@@ -62,7 +62,7 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
                 return given_up(record, observed);
             }
             let grown = grown(record, observed, device);
-            after.extend(grown.map(|size| Action::Grow { index: device.index, size }));
+            after.extend(grown.map(|size| Action::GrowDevice { index: device.index, size }));
             Plan { state, actions: after }
         }
         SeenWorker::Alive { .. } if observed.failures >= MAX_FAILURES => given_up(record, observed),
@@ -92,7 +92,7 @@ fn plan_device(record: &Record, observed: &Observed, device: SeenDevice) -> Plan
 fn refused(mut plan: Plan, record: &Record, observed: &Observed, device: SeenDevice) -> Plan {
     if observed.overdue && !observed.refusing {
         let connections = record.options.connections;
-        plan.actions.push(Action::Refuse { index: device.index, connections });
+        plan.actions.push(Action::RefuseIo { index: device.index, connections });
     }
     plan
 }
@@ -162,7 +162,7 @@ fn fenced(record: &Record, observed: &Observed) -> Plan {
         format!("cleat unmap {}; nothing more is written from here", record.name),
     ));
     if !record.fenced {
-        plan.actions.push(Action::RememberFence);
+        plan.actions.push(Action::RecordFenced);
     }
     match observed.devices.as_slice() {
         [device] if observed.worker == SeenWorker::Gone => refused(plan, record, observed, *device),

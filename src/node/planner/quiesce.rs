@@ -18,20 +18,20 @@ pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> 
         }
         (None, _) => {}
         // Behind a repair, which it may have to wait for.
-        (Some(_), Intent::Mapped) if !lasts && !thaw_waits => actions.push(Action::Thaw),
+        (Some(_), Intent::Mapped) if !lasts && !thaw_waits => actions.push(Action::Unquiesce),
         (Some(_), Intent::Mapped) => {}
         (Some(_), Intent::Unmapped) => {
             // Through a worker that serves, or else when everything fails that is written.
-            let last = |a: &Action| matches!(a, Action::WithdrawRecord | Action::AwaitConnect);
+            let last = |a: &Action| matches!(a, Action::RemoveRecord | Action::WaitForConnect);
             if let Some(at) = at(|a| matches!(a, Action::Flush(_))).or_else(|| at(last)) {
-                actions.insert(at, Action::Thaw);
+                actions.insert(at, Action::Unquiesce);
             }
         }
         (Some(_), Intent::Forced(_)) => {
-            let first = at(|a| matches!(a, Action::Detach(..)));
-            let last = at(|a| matches!(a, Action::ProveSilence));
-            last.into_iter().for_each(|at| actions.insert(at, Action::Thaw));
-            first.into_iter().for_each(|at| actions.insert(at, Action::TryThaw));
+            let first = at(|a| matches!(a, Action::Unmount(..)));
+            let last = at(|a| matches!(a, Action::ProveNoWrites));
+            last.into_iter().for_each(|at| actions.insert(at, Action::Unquiesce));
+            first.into_iter().for_each(|at| actions.insert(at, Action::TryUnquiesce));
         }
     }
     plan
@@ -69,7 +69,7 @@ mod tests {
         for worker in [cut, shrunk, SeenWorker::Gone, SeenWorker::Fenced] {
             assert!(!actions(&record, worker).contains(&quiesce));
         }
-        assert_eq!(actions(&quiet(Intent::Mapped), SERVES), [Action::Thaw], "thawed first");
+        assert_eq!(actions(&quiet(Intent::Mapped), SERVES), [Action::Unquiesce], "thawed first");
     }
 
     #[test]
@@ -78,14 +78,17 @@ mod tests {
         let actions = |worker, seen| plan(&record, &observed(worker, seen)).actions;
         let lasts = SeenQuiesce { lasts: true, ..SeenQuiesce::default() };
         let waits = SeenQuiesce { thaw_waits: true, ..SeenQuiesce::default() };
-        assert_eq!(actions(SERVES, SeenQuiesce::default()), [Action::Thaw]);
+        assert_eq!(actions(SERVES, SeenQuiesce::default()), [Action::Unquiesce]);
         assert_eq!(actions(SERVES, lasts), []);
         assert_eq!(actions(SERVES, waits), []);
         // A dead worker is replaced first: thawing writes.
         let actions_then = actions(SeenWorker::Gone, SeenQuiesce::default());
-        assert_eq!(actions_then.last(), Some(&Action::Thaw));
+        assert_eq!(actions_then.last(), Some(&Action::Unquiesce));
         assert!(actions_then.contains(&Action::StartWorker));
-        assert_eq!(actions(SeenWorker::Fenced, SeenQuiesce::default()).last(), Some(&Action::Thaw));
+        assert_eq!(
+            actions(SeenWorker::Fenced, SeenQuiesce::default()).last(),
+            Some(&Action::Unquiesce)
+        );
     }
 
     #[test]
@@ -96,22 +99,22 @@ mod tests {
         let lasts = SeenQuiesce { lasts: true, ..SeenQuiesce::default() };
         let unmapped = quiet(Intent::Unmapped);
         let actions = plan(&unmapped, &observed(SERVES, lasts)).actions;
-        assert!(at(&actions, Action::Thaw) < at(&actions, Action::Flush(3)));
+        assert!(at(&actions, Action::Unquiesce) < at(&actions, Action::Flush(3)));
         // Whoever has it mounted keeps it, and the moment that his snapshot needs.
         let mount =
             Holder::Mount { path: "/mnt".into(), filesystem: "ext4".into(), namespace_pid: None };
         let held = Observed { holders: vec![mount], ..observed(SERVES, lasts) };
         assert_eq!(plan(&unmapped, &held).actions, []);
         let dead = plan(&unmapped, &observed(SeenWorker::Gone, SeenQuiesce::default())).actions;
-        assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Thaw));
-        assert!(at(&dead, Action::Thaw) < at(&dead, Action::WithdrawRecord));
+        assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Unquiesce));
+        assert!(at(&dead, Action::Unquiesce) < at(&dead, Action::RemoveRecord));
 
         let forced = quiet(Intent::Forced(UnmountScope::All));
         let actions = plan(&forced, &observed(SERVES, lasts)).actions;
-        assert!(at(&actions, Action::FailIo) < at(&actions, Action::TryThaw));
-        let detach = Action::Detach(3, UnmountScope::All);
-        assert!(at(&actions, Action::TryThaw) < at(&actions, detach));
-        assert!(at(&actions, Action::Sever(3)) < at(&actions, Action::Thaw));
-        assert!(at(&actions, Action::Thaw) < at(&actions, Action::WithdrawRecord));
+        assert!(at(&actions, Action::FailIo) < at(&actions, Action::TryUnquiesce));
+        let detach = Action::Unmount(3, UnmountScope::All);
+        assert!(at(&actions, Action::TryUnquiesce) < at(&actions, detach));
+        assert!(at(&actions, Action::ForceDisconnect(3)) < at(&actions, Action::Unquiesce));
+        assert!(at(&actions, Action::Unquiesce) < at(&actions, Action::RemoveRecord));
     }
 }

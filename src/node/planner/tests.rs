@@ -146,18 +146,18 @@ impl World {
                 *connections = record.options.connections;
                 self.devices.push((true, record.options.connections));
             }
-            Action::WaitReady
-            | Action::Establish
-            | Action::Renounce
+            Action::WaitForDevice
+            | Action::RecordMapped
+            | Action::RecordUnmapping
             | Action::StopWorker
-            | Action::EndPredecessor
-            | Action::Reinstate
+            | Action::StopPredecessor
+            | Action::RestorePredecessor
                 if fail =>
             {
                 return Err(());
             }
-            Action::WaitReady => self.announced = true,
-            Action::Establish => record.established = true,
+            Action::WaitForDevice => self.announced = true,
+            Action::RecordMapped => record.established = true,
             Action::Reconnect { index, missing } => {
                 let device = &mut self.devices[index as usize];
                 assert!(device.0, "sockets for a device of another identity");
@@ -171,12 +171,12 @@ impl World {
                 }
             }
             // Kept, when it says how.
-            Action::Renounce if record.intent != Intent::Mapped => {}
-            Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
-            Action::Refuse { .. } => unreachable!("the model has no time"),
-            Action::RememberFence if fail => return Err(()),
-            Action::RememberFence => record.fenced = true,
-            Action::Renounce => record.intent = Intent::Unmapped,
+            Action::RecordUnmapping if record.intent != Intent::Mapped => {}
+            Action::GrowDevice { .. } => unreachable!("the model's volume keeps its size"),
+            Action::RefuseIo { .. } => unreachable!("the model has no time"),
+            Action::RecordFenced if fail => return Err(()),
+            Action::RecordFenced => record.fenced = true,
+            Action::RecordUnmapping => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
                 if fail || !matches!(self.worker, ModelWorker::Alive(1..) | ModelWorker::Hung) {
@@ -190,10 +190,10 @@ impl World {
                 }
                 self.devices[index as usize] = (false, 0);
             }
-            Action::StopWorker | Action::EndPredecessor | Action::Reinstate => {
+            Action::StopWorker | Action::StopPredecessor | Action::RestorePredecessor => {
                 self.change_workers(action);
             }
-            Action::WithdrawRecord => {
+            Action::RemoveRecord => {
                 assert_eq!(ours_count, 0, "a device without a record");
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
                 if fail {
@@ -201,7 +201,7 @@ impl World {
                 }
                 self.record = None;
             }
-            Action::AwaitConnect => {}
+            Action::WaitForConnect => {}
             forced => return self.apply_forced(forced, fail),
         }
         Ok(())
@@ -216,15 +216,15 @@ impl World {
             Action::FailIo if self.worker == ModelWorker::Hung && !fail => {
                 self.worker = ModelWorker::Dead;
             }
-            Action::FailIo | Action::Detach(..) => {}
-            Action::Sever(_) if fail => return Err(()),
-            Action::Sever(index) => {
+            Action::FailIo | Action::Unmount(..) => {}
+            Action::ForceDisconnect(_) if fail => return Err(()),
+            Action::ForceDisconnect(index) => {
                 // It may have gone already; another's is not touched.
                 if self.devices[index as usize].0 {
                     self.devices[index as usize] = (false, 0);
                 }
             }
-            Action::ProveSilence => {
+            Action::ProveNoWrites => {
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
                 if fail {
                     return Err(());
@@ -244,13 +244,13 @@ impl World {
                 assert!(!serves || record.intent != Intent::Mapped, "ends who serves");
                 self.worker = ModelWorker::Dead;
             }
-            Action::EndPredecessor => {
+            Action::StopPredecessor => {
                 let serves = matches!(self.predecessor, ModelWorker::Alive(_) | ModelWorker::Hung);
                 assert!(!serves || self.taken, "ends who serves");
                 self.predecessor = ModelWorker::None;
                 record.predecessor = None;
             }
-            Action::Reinstate => {
+            Action::RestorePredecessor => {
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
                 assert!(!self.taken || !matches!(self.predecessor, ModelWorker::Alive(_)));
                 record.worker = record.predecessor.take();
@@ -551,8 +551,8 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
     let observed =
         seen(SeenWorker::Unreachable { pid: 7, reason: "speaks another version".into() });
     let actions = plan(&record, &observed).actions;
-    assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
-    assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
+    assert_eq!(actions[..2], [Action::Flush(3), Action::RecordUnmapping]);
+    assert_eq!(actions[3..], [Action::StopWorker, Action::RemoveRecord]);
 }
 
 #[test]
@@ -563,23 +563,23 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
         ..seen(SeenWorker::Alive { connections: 1, size: 1 << 20 })
     };
-    let (detach, sever) = (Action::Detach(3, UnmountScope::Own), Action::Sever(3));
-    let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
+    let (detach, sever) = (Action::Unmount(3, UnmountScope::Own), Action::ForceDisconnect(3));
+    let rest = [detach, sever, Action::StopWorker, Action::ProveNoWrites, Action::RemoveRecord];
     let plan_of = |observed: &Observed| plan(&record, observed).actions;
-    assert_eq!(plan_of(&observed)[..2], [Action::Renounce, Action::FailIo]);
+    assert_eq!(plan_of(&observed)[..2], [Action::RecordUnmapping, Action::FailIo]);
     assert_eq!(plan_of(&observed)[2..], rest);
     observed.worker = SeenWorker::Gone;
-    assert_eq!(plan_of(&observed)[..3], [Action::Renounce, detach, sever]);
-    assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::WithdrawRecord]);
+    assert_eq!(plan_of(&observed)[..3], [Action::RecordUnmapping, detach, sever]);
+    assert_eq!(plan_of(&observed)[3..], [Action::ProveNoWrites, Action::RemoveRecord]);
     // A device that may still come is waited for, and then looked for.
     observed.connecting = true;
-    assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::AwaitConnect]);
+    assert_eq!(plan_of(&observed)[3..], [Action::ProveNoWrites, Action::WaitForConnect]);
     // Of two workers one goes first, but not before the wish is recorded.
     let mut two = record.clone();
     two.predecessor = Some(WorkerId { pid: 7, started_ticks: 7 });
     for taken in [Some(true), Some(false), None] {
         let observed = Observed { taken, ..observed.clone() };
-        assert_eq!(plan(&two, &observed).actions[0], Action::Renounce);
+        assert_eq!(plan(&two, &observed).actions[0], Action::RecordUnmapping);
     }
     // As the journal keeps it.
     let text = serde_json::to_string(&record.intent).unwrap();
@@ -600,14 +600,14 @@ fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
         assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
         plan.actions
     };
-    let action = Action::Grow { index: 3, size: (1 << 20) + 1024 };
+    let action = Action::GrowDevice { index: 3, size: (1 << 20) + 1024 };
     assert_eq!(grows(&record, (1 << 20) + 1024 + 511, 1, false), [action]);
     assert_eq!(grows(&record, (1 << 20) + 511, 1, false), []);
     assert_eq!(grows(&record, (1 << 20) + 1024, 1, true), []);
     // First it works again, then it grows; and nothing shrinks by itself.
     for (size, connections) in [((1 << 20) + 1024, 0), (1 << 19, 1)] {
         let actions = grows(&record, size, connections, false);
-        assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
+        assert!(!actions.iter().any(|action| matches!(action, Action::GrowDevice { .. })));
     }
 }
 
@@ -619,7 +619,7 @@ fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
         history: "worker 7 was killed by SIGKILL".into(),
         ..seen(SeenWorker::Gone)
     };
-    let refuse = Action::Refuse { index: 3, connections: 2 };
+    let refuse = Action::RefuseIo { index: 3, connections: 2 };
     let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
         Plan { state: State::Failed(trouble), actions } => (trouble.message, actions),
         other => panic!("{other:?}"),

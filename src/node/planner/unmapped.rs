@@ -23,7 +23,7 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
         actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
     }
     // Up to here a failure leaves the mapping as it was; from here on it is taken down.
-    actions.push(Action::Renounce);
+    actions.push(Action::RecordUnmapping);
     actions.extend(observed.devices.iter().map(|device| Action::Disconnect(device.index)));
     if observed.worker != SeenWorker::Gone {
         actions.push(Action::StopWorker);
@@ -34,19 +34,19 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
 
 /// The record stays as long as a device may still come.
 fn last(observed: &Observed) -> Action {
-    if observed.connecting { Action::AwaitConnect } else { Action::WithdrawRecord }
+    if observed.connecting { Action::WaitForConnect } else { Action::RemoveRecord }
 }
 
 /// The worker goes last: as long as it answers everything with an error, nothing waits, neither what
 /// an unmount writes back nor DISCONNECT, which sends through its sockets.
 pub(crate) fn plan_forced(observed: &Observed, unmount: UnmountScope) -> Plan {
-    let mut actions = vec![Action::Renounce];
+    let mut actions = vec![Action::RecordUnmapping];
     let worker = observed.worker != SeenWorker::Gone;
     actions.extend(worker.then_some(Action::FailIo));
     let devices = || observed.devices.iter().map(|device| device.index);
-    actions.extend(devices().map(|index| Action::Detach(index, unmount)));
-    actions.extend(devices().map(Action::Sever));
+    actions.extend(devices().map(|index| Action::Unmount(index, unmount)));
+    actions.extend(devices().map(Action::ForceDisconnect));
     actions.extend(worker.then_some(Action::StopWorker));
-    actions.extend([Action::ProveSilence, last(observed)]);
+    actions.extend([Action::ProveNoWrites, last(observed)]);
     Plan { state: State::Unmapping, actions }
 }
