@@ -52,8 +52,8 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
     }
     let deadline = Instant::now() + REPAIR_LIMIT + unlock::patience(&guard.record.uri);
     match reconcile(cx, guard, deadline).await {
-        Ok(State::Failed(trouble)) => {
-            tracing::debug!(mapping = guard.mapping().name, "failed: {}", trouble.message);
+        Ok(State::Failed(failure)) => {
+            tracing::debug!(mapping = guard.mapping().name, "failed: {}", failure.message);
         }
         Ok(_) => {}
         Err(error) => after_failure(cx, guard, &error),
@@ -132,7 +132,7 @@ pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant
                 let name = &guard.mapping().name;
                 return Err(or_by_force(held(name, &holders), name));
             }
-            State::Failed(trouble) => return Err(trouble.into_error()),
+            State::Failed(failure) => return Err(failure.into_error()),
             other => {
                 let message = format!("unmap came to rest in {other:?}");
                 return Err(Error::new(ErrorKind::Internal, message));

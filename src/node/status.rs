@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::context::Context;
 use crate::holders::held;
 use crate::mapping::{Change, Core, Guard, Mapping, OutageView, View};
-use crate::planner::{Observed, State, Trouble};
+use crate::planner::{Failure, Observed, State};
 use cleat_core::error::Error;
 
 /// Changes what everybody sees, and tells those who watch.
@@ -36,7 +36,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     }
     let core: &Core = guard;
     let message = match state {
-        State::Failed(trouble) => explain(trouble),
+        State::Failed(failure) => explain(failure),
         State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
         State::Mapped => {
             let growth = core.growth.as_ref().map(|(_, why)| why.clone());
@@ -81,14 +81,14 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
 }
 
 pub(crate) fn publish_failure(cx: &Context, guard: &Guard, error: &Error) {
-    let trouble = Trouble {
+    let failure = Failure {
         kind: error.kind(),
         message: error.report(),
         repair: format!("cleat unmap {}", guard.mapping().name),
     };
     publish(cx, guard.mapping(), |view| {
-        view.message = explain(&trouble);
-        view.state = State::Failed(trouble);
+        view.message = explain(&failure);
+        view.state = State::Failed(failure);
     });
 }
 
@@ -117,6 +117,6 @@ fn tell_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>
     }
 }
 
-fn explain(trouble: &Trouble) -> String {
-    format!("{}; {}", trouble.message, trouble.repair)
+fn explain(failure: &Failure) -> String {
+    format!("{}; {}", failure.message, failure.repair)
 }

@@ -46,7 +46,7 @@ impl View {
 
     /// Whether somebody else owns the volume now.
     pub fn is_fenced(&self) -> bool {
-        matches!(&self.state, State::Failed(trouble) if trouble.kind == ErrorKind::Fenced)
+        matches!(&self.state, State::Failed(failure) if failure.kind == ErrorKind::Fenced)
     }
 }
 

@@ -72,7 +72,7 @@ async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<Vi
             guard.take_over = false;
             return Ok(guard.mapping().view());
         }
-        Ok(State::Failed(trouble)) => trouble.into_error(),
+        Ok(State::Failed(failure)) => failure.into_error(),
         Ok(other) => Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}")),
         Err(error) => error,
     };
@@ -114,7 +114,7 @@ async fn map_existing(
     guard.take_over = false;
     match converged {
         Ok(State::Mapped) => Ok(guard.mapping().view()),
-        Ok(State::Failed(trouble)) => Err(trouble.into_error()),
+        Ok(State::Failed(failure)) => Err(failure.into_error()),
         Ok(other) => Err(Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}"))),
         Err(error) => {
             after_failure(cx, &mut guard, &error);

@@ -56,8 +56,8 @@ async fn resize_mapping(
         return Err(not_mapped(mapping));
     };
     match state {
-        State::Failed(trouble) if !(wanted.shrink && has_shrunk(&guard, device)) => {
-            return Err(trouble.into_error());
+        State::Failed(failure) if !(wanted.shrink && has_shrunk(&guard, device)) => {
+            return Err(failure.into_error());
         }
         _ => {}
     }

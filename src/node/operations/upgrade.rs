@@ -182,7 +182,7 @@ async fn upgrade_worker(
     }
     match reconcile(cx, &mut guard, deadline).await? {
         State::Mapped => {}
-        State::Failed(trouble) => return Err(trouble.into_error()),
+        State::Failed(failure) => return Err(failure.into_error()),
         state => {
             let message = format!("{} is not at rest: {state:?}", mapping.name);
             return Err(Error::new(ErrorKind::Unavailable, message));

@@ -1,6 +1,6 @@
 //! The plan for a mapping that is to work.
 
-use super::{Action, MAX_FAILURES, Observed, Plan, Record, SeenDevice, SeenWorker, State, Trouble};
+use super::{Action, Failure, MAX_FAILURES, Observed, Plan, Record, SeenDevice, SeenWorker, State};
 use cleat_core::error::ErrorKind;
 
 pub(crate) fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
@@ -9,14 +9,14 @@ pub(crate) fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
         return fenced(record, observed);
     }
     match observed.devices.as_slice() {
-        [] if record.established => Plan::fail(Trouble::new(
+        [] if record.established => Plan::fail(Failure::new(
             ErrorKind::Unavailable,
             format!("the device of {name} was disconnected by somebody else"),
             format!("cleat unmap {name}, then map it again"),
         )),
         [] => plan_new(record, observed),
         [device] => plan_device(record, observed, *device),
-        several => Plan::fail(Trouble::new(
+        several => Plan::fail(Failure::new(
             ErrorKind::Internal,
             format!("{} devices carry the identity of {name}: {}", several.len(), list(several)),
             format!("cleat unmap {name} takes all of them down"),
@@ -108,7 +108,7 @@ fn grown(record: &Record, observed: &Observed, device: SeenDevice) -> Option<u64
 }
 
 fn shrunk(record: &Record, size: u64, device: SeenDevice) -> Plan {
-    Plan::fail(Trouble::new(
+    Plan::fail(Failure::new(
         ErrorKind::Internal,
         format!(
             "the volume of {} has shrunk to {size} bytes under its device of {} bytes",
@@ -119,7 +119,7 @@ fn shrunk(record: &Record, size: u64, device: SeenDevice) -> Plan {
 }
 
 fn lost(record: &Record) -> Plan {
-    Plan::fail(Trouble::new(
+    Plan::fail(Failure::new(
         ErrorKind::Internal,
         format!("the worker of {} died and its content with it: it lived in memory", record.name),
         format!("cleat unmap {}, then map it again, empty", record.name),
@@ -132,7 +132,7 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
         "" => String::new(),
         history => format!(": {history}"),
     };
-    Plan::fail(Trouble::new(
+    Plan::fail(Failure::new(
         ErrorKind::Unavailable,
         format!(
             "{name} could not be repaired in {MAX_FAILURES} attempts{why}; {}",
@@ -156,7 +156,7 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
 /// Remembered, since a worker knows it only for as long as it lives: another one would open the
 /// volume as if nothing had happened, under a file system that has missed what others wrote.
 fn fenced(record: &Record, observed: &Observed) -> Plan {
-    let mut plan = Plan::fail(Trouble::new(
+    let mut plan = Plan::fail(Failure::new(
         ErrorKind::Fenced,
         format!("somebody else owns the volume of {} now, or has removed it", record.name),
         format!("cleat unmap {}; nothing more is written from here", record.name),
@@ -171,7 +171,7 @@ fn fenced(record: &Record, observed: &Observed) -> Plan {
 }
 
 pub(crate) fn unreachable_worker(record: &Record, pid: u32, reason: &str) -> Plan {
-    Plan::fail(Trouble::new(
+    Plan::fail(Failure::new(
         ErrorKind::Unavailable,
         format!("the worker of {} (process {pid}) is alive but {reason}", record.name),
         format!("kill -9 {pid}: it is replaced once it has ended"),

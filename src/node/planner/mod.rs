@@ -29,7 +29,7 @@ mod unmapped;
 pub use action::Action;
 pub use observed::{Observed, SeenDevice, SeenQuiesce, SeenWorker};
 pub use record::{DeviceProperties, Intent, Options, Quiet, READ_ONLY, Record, WorkerId};
-pub use state::{State, Trouble};
+pub use state::{Failure, State};
 
 /// What to do, and what the mapping is called meanwhile.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,8 +45,8 @@ impl Plan {
         Self { state, actions: Vec::new() }
     }
 
-    fn fail(trouble: Trouble) -> Self {
-        Self::rest(State::Failed(trouble))
+    fn fail(failure: Failure) -> Self {
+        Self::rest(State::Failed(failure))
     }
 }
 

@@ -285,9 +285,9 @@ impl World {
                 return Some(plan.state);
             }
             for action in plan.actions {
-                let trouble = meddle.next().unwrap_or(0);
-                self.meddle(trouble);
-                if self.apply_if_possible(action, trouble == 1).is_err() {
+                let failure = meddle.next().unwrap_or(0);
+                self.meddle(failure);
+                if self.apply_if_possible(action, failure == 1).is_err() {
                     self.failures += 1;
                     break;
                 }
@@ -310,8 +310,8 @@ impl World {
         self.apply(action, fail)
     }
 
-    fn meddle(&mut self, trouble: u8) {
-        match trouble {
+    fn meddle(&mut self, failure: u8) {
+        match failure {
             2 if self.worker != ModelWorker::None => {
                 self.worker = ModelWorker::Dead;
                 self.devices.iter_mut().for_each(|device| device.1 = 0);
@@ -476,12 +476,12 @@ proptest! {
             State::Held(holders) => {
                 prop_assert!(world.held && !holders.is_empty() && !forced);
             }
-            State::Failed(trouble) => {
-                prop_assert!(!trouble.message.is_empty() && !trouble.repair.is_empty());
+            State::Failed(failure) => {
+                prop_assert!(!failure.message.is_empty() && !failure.repair.is_empty());
                 // Of two that do not answer, nobody can tell which one serves.
                 let blind = world.worker == ModelWorker::Hung
                     && world.record.as_ref().is_some_and(|record| record.predecessor.is_some());
-                prop_assert!(!then_unmap || blind && !forced, "unmap ends unmapped or held: {:?}", trouble);
+                prop_assert!(!then_unmap || blind && !forced, "unmap ends unmapped or held: {:?}", failure);
             }
             other => prop_assert!(false, "rests in {:?}", other),
         }
@@ -521,10 +521,10 @@ fn a_dead_worker_is_replaced_and_its_generation_raised() {
 #[test]
 fn memory_that_died_is_lost_and_said_so() {
     let mut world = World { held: true, lost: true, ..World::of(established(1, false)) };
-    let Some(State::Failed(trouble)) = world.run(&mut std::iter::empty(), 3) else {
+    let Some(State::Failed(failure)) = world.run(&mut std::iter::empty(), 3) else {
         panic!("not failed")
     };
-    assert!(trouble.message.contains("content"), "{}", trouble.message);
+    assert!(failure.message.contains("content"), "{}", failure.message);
     // While it is held it stays; then it goes.
     world.record.as_mut().unwrap().intent = Intent::Unmapped;
     assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Held(_))));
@@ -621,7 +621,7 @@ fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
     };
     let refuse = Action::RefuseIo { index: 3, connections: 2 };
     let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
-        Plan { state: State::Failed(trouble), actions } => (trouble.message, actions),
+        Plan { state: State::Failed(failure), actions } => (failure.message, actions),
         other => panic!("{other:?}"),
     };
     let (message, actions) = failed(&record, &observed);
