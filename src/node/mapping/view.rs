@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::planner::{Record, SeenDevice, State};
+use crate::planner::{ObservedDevice, Record, State};
 use cleat_core::error::ErrorKind;
 use cleat_kernel::{DeviceIndex, DevicePaths, Holder};
 
@@ -16,7 +16,7 @@ pub struct View {
     /// Why, beyond the state: the last failure of a repair under way, say.
     pub message: String,
     /// Its device.
-    pub device: Option<SeenDevice>,
+    pub device: Option<ObservedDevice>,
     /// Where the device is.
     pub paths: Option<DevicePaths>,
     /// 0: none.

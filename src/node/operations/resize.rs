@@ -12,7 +12,7 @@ use crate::find::{get, lock_mapped, not_mapped};
 use crate::holders::check_unused;
 use crate::kernel_calls::COMMAND_LIMIT;
 use crate::mapping::{Guard, Mapping, View};
-use crate::planner::{SeenDevice, State};
+use crate::planner::{ObservedDevice, State};
 use crate::reconcile::reconcile;
 use crate::workers::Worker;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -81,7 +81,7 @@ async fn resize_mapping(
 async fn resize_both(
     cx: &Context,
     guard: &Guard,
-    device: SeenDevice,
+    device: ObservedDevice,
     wanted: NewSize,
     deadline: Instant,
 ) -> Result<()> {
@@ -103,7 +103,7 @@ async fn resize_both(
 async fn grow_both(
     cx: &Context,
     guard: &Guard,
-    device: SeenDevice,
+    device: ObservedDevice,
     bytes: u64,
     deadline: Instant,
 ) -> Result<()> {
@@ -128,7 +128,7 @@ async fn grow_both(
 async fn shrink_both(
     cx: &Context,
     guard: &Guard,
-    device: SeenDevice,
+    device: ObservedDevice,
     size: u64,
     deadline: Instant,
 ) -> Result<()> {
@@ -154,11 +154,11 @@ async fn shrink_both(
     Err(error)
 }
 
-fn has_shrunk(guard: &Guard, device: SeenDevice) -> bool {
+fn has_shrunk(guard: &Guard, device: ObservedDevice) -> bool {
     guard.worker.as_ref().is_some_and(|worker| worker.size() < device.size)
 }
 
-fn would_shrink(guard: &Guard, device: SeenDevice, size: u64) -> Error {
+fn would_shrink(guard: &Guard, device: ObservedDevice, size: u64) -> Error {
     let name = &guard.record.name;
     let message = format!("{name} is {} bytes long and would shrink to {size}", device.size);
     Error::new(ErrorKind::InvalidArgument, message).with_repair(

@@ -1,14 +1,14 @@
 //! The plan while a mapping has two workers: the end of a handover.
 
 use super::mapped::unreachable_worker;
-use super::{Action, Intent, Observed, Plan, Record, SeenWorker, State};
+use super::{Action, Intent, Observed, ObservedWorker, Plan, Record, State};
 
 /// Two workers: the end of a hand-over, forwards or backwards. A new one that did not take over is
 /// ended even when the old one is gone: it has the volume open through the old one's description, so
 /// that only the next one's claim proves the old one's last writes to be over.
 pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
-    let gone = SeenWorker::Gone;
-    let mut actions = match (observed.taken, &observed.worker, &observed.predecessor) {
+    let gone = ObservedWorker::Gone;
+    let mut actions = match (observed.handed_over, &observed.worker, &observed.predecessor) {
         (Some(true), _, _) => vec![Action::StopPredecessor],
         (_, worker, predecessor) if *worker == gone && *predecessor == gone => {
             vec![Action::StopPredecessor]
@@ -16,7 +16,7 @@ pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
         (_, worker, _) if *worker == gone => vec![Action::RestorePredecessor],
         (Some(false), _, predecessor) if *predecessor == gone => vec![Action::StopWorker],
         (Some(false), _, _) => vec![Action::StopWorker, Action::RestorePredecessor],
-        (None, SeenWorker::Unreachable { pid, reason }, _)
+        (None, ObservedWorker::Unreachable { pid, reason }, _)
             if !matches!(record.intent, Intent::Forced(_)) =>
         {
             return unreachable_worker(record, *pid, reason);

@@ -1,10 +1,10 @@
 //! What a plan adds for a snapshot that needs the device quiesced.
 
-use super::{Action, Intent, Observed, Plan, Record, SeenQuiesce, State};
+use super::{Action, Intent, Observed, ObservedQuiesce, Plan, Record, State};
 
 /// Adds to a plan what is to become of a device that is quiet, or should be.
 pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> Plan {
-    let SeenQuiesce { snapshot, lasts, thaw_waits } = observed.quiet;
+    let ObservedQuiesce { snapshot, in_progress, retry_later } = observed.quiet;
     let actions = &mut plan.actions;
     let at = |wanted: fn(&Action) -> bool| actions.iter().position(wanted);
     match (&record.quiet, record.intent) {
@@ -18,7 +18,9 @@ pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> 
         }
         (None, _) => {}
         // Behind a repair, which it may have to wait for.
-        (Some(_), Intent::Mapped) if !lasts && !thaw_waits => actions.push(Action::Unquiesce),
+        (Some(_), Intent::Mapped) if !in_progress && !retry_later => {
+            actions.push(Action::Unquiesce)
+        }
         (Some(_), Intent::Mapped) => {}
         (Some(_), Intent::Unmapped) => {
             // Through a worker that serves, or else when everything fails that is written.
@@ -41,10 +43,10 @@ pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> 
 mod tests {
     use super::*;
     use crate::planner::tests::{established, seen};
-    use crate::planner::{SeenWorker, WorkerId, plan};
+    use crate::planner::{ObservedWorker, WorkerId, plan};
     use cleat_kernel::{Holder, UnmountScope};
 
-    const SERVES: SeenWorker = SeenWorker::Alive { connections: 1, size: 1 << 20 };
+    const SERVES: ObservedWorker = ObservedWorker::Alive { connections: 1, size: 1 << 20 };
 
     fn quiet(intent: Intent) -> Record {
         let quiet =
@@ -53,20 +55,20 @@ mod tests {
         Record { intent, worker, quiet: Some(quiet), ..established(1, true) }
     }
 
-    fn observed(worker: SeenWorker, quiet: SeenQuiesce) -> Observed {
+    fn observed(worker: ObservedWorker, quiet: ObservedQuiesce) -> Observed {
         Observed { quiet, ..seen(worker) }
     }
 
     #[test]
     fn only_a_mapping_that_works_is_made_quiet_and_not_twice() {
-        let asked = SeenQuiesce { snapshot: Some(5), ..SeenQuiesce::default() };
+        let asked = ObservedQuiesce { snapshot: Some(5), ..ObservedQuiesce::default() };
         let record = established(1, true);
         let actions = |record: &Record, worker| plan(record, &observed(worker, asked)).actions;
         let quiesce = Action::Quiesce { index: 3, snapshot: 5 };
         assert_eq!(actions(&record, SERVES), [quiesce]);
-        let cut = SeenWorker::Alive { connections: 0, size: 1 << 20 };
-        let shrunk = SeenWorker::Alive { connections: 1, size: 1 << 19 };
-        for worker in [cut, shrunk, SeenWorker::Gone, SeenWorker::Fenced] {
+        let cut = ObservedWorker::Alive { connections: 0, size: 1 << 20 };
+        let shrunk = ObservedWorker::Alive { connections: 1, size: 1 << 19 };
+        for worker in [cut, shrunk, ObservedWorker::Gone, ObservedWorker::Fenced] {
             assert!(!actions(&record, worker).contains(&quiesce));
         }
         assert_eq!(actions(&quiet(Intent::Mapped), SERVES), [Action::Unquiesce], "thawed first");
@@ -76,17 +78,17 @@ mod tests {
     fn what_is_quiet_is_thawed_unless_its_snapshot_is_being_made() {
         let record = quiet(Intent::Mapped);
         let actions = |worker, seen| plan(&record, &observed(worker, seen)).actions;
-        let lasts = SeenQuiesce { lasts: true, ..SeenQuiesce::default() };
-        let waits = SeenQuiesce { thaw_waits: true, ..SeenQuiesce::default() };
-        assert_eq!(actions(SERVES, SeenQuiesce::default()), [Action::Unquiesce]);
-        assert_eq!(actions(SERVES, lasts), []);
+        let in_progress = ObservedQuiesce { in_progress: true, ..ObservedQuiesce::default() };
+        let waits = ObservedQuiesce { retry_later: true, ..ObservedQuiesce::default() };
+        assert_eq!(actions(SERVES, ObservedQuiesce::default()), [Action::Unquiesce]);
+        assert_eq!(actions(SERVES, in_progress), []);
         assert_eq!(actions(SERVES, waits), []);
         // A dead worker is replaced first: thawing writes.
-        let actions_then = actions(SeenWorker::Gone, SeenQuiesce::default());
+        let actions_then = actions(ObservedWorker::Gone, ObservedQuiesce::default());
         assert_eq!(actions_then.last(), Some(&Action::Unquiesce));
         assert!(actions_then.contains(&Action::StartWorker));
         assert_eq!(
-            actions(SeenWorker::Fenced, SeenQuiesce::default()).last(),
+            actions(ObservedWorker::Fenced, ObservedQuiesce::default()).last(),
             Some(&Action::Unquiesce)
         );
     }
@@ -96,21 +98,22 @@ mod tests {
         let at = |actions: &[Action], wanted: Action| {
             actions.iter().position(|action| *action == wanted).unwrap()
         };
-        let lasts = SeenQuiesce { lasts: true, ..SeenQuiesce::default() };
+        let in_progress = ObservedQuiesce { in_progress: true, ..ObservedQuiesce::default() };
         let unmapped = quiet(Intent::Unmapped);
-        let actions = plan(&unmapped, &observed(SERVES, lasts)).actions;
+        let actions = plan(&unmapped, &observed(SERVES, in_progress)).actions;
         assert!(at(&actions, Action::Unquiesce) < at(&actions, Action::Flush(3)));
         // Whoever has it mounted keeps it, and the moment that his snapshot needs.
         let mount =
             Holder::Mount { path: "/mnt".into(), filesystem: "ext4".into(), namespace_pid: None };
-        let held = Observed { holders: vec![mount], ..observed(SERVES, lasts) };
+        let held = Observed { holders: vec![mount], ..observed(SERVES, in_progress) };
         assert_eq!(plan(&unmapped, &held).actions, []);
-        let dead = plan(&unmapped, &observed(SeenWorker::Gone, SeenQuiesce::default())).actions;
+        let dead =
+            plan(&unmapped, &observed(ObservedWorker::Gone, ObservedQuiesce::default())).actions;
         assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Unquiesce));
         assert!(at(&dead, Action::Unquiesce) < at(&dead, Action::RemoveRecord));
 
         let forced = quiet(Intent::Forced(UnmountScope::All));
-        let actions = plan(&forced, &observed(SERVES, lasts)).actions;
+        let actions = plan(&forced, &observed(SERVES, in_progress)).actions;
         assert!(at(&actions, Action::FailIo) < at(&actions, Action::TryUnquiesce));
         let detach = Action::Unmount(3, UnmountScope::All);
         assert!(at(&actions, Action::TryUnquiesce) < at(&actions, detach));

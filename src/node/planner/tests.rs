@@ -24,10 +24,10 @@ struct World {
     worker: ModelWorker,
     /// Of a hand-over that was cut short: the old worker, and whether the new one has taken over.
     predecessor: ModelWorker,
-    taken: bool,
+    handed_over: bool,
     fenced: bool,
     held: bool,
-    announced: bool,
+    paths_known: bool,
     failures: u32,
     /// Content that a dead worker took with it.
     lost: bool,
@@ -76,10 +76,10 @@ impl World {
             devices: vec![(true, 0)],
             worker: ModelWorker::Dead,
             predecessor: ModelWorker::None,
-            taken: false,
+            handed_over: false,
             fenced: false,
             held: false,
-            announced: true,
+            paths_known: true,
             failures: 0,
             lost: false,
             replaced_by_zeroes: false,
@@ -90,43 +90,47 @@ impl World {
         let ours = self.devices.iter().enumerate().filter(|(_, device)| device.0);
         Observed {
             devices: ours
-                .map(|(index, _)| SeenDevice {
+                .map(|(index, _)| ObservedDevice {
                     index: u32::try_from(index).unwrap(),
                     size: 1 << 20,
                 })
                 .collect(),
             worker: match self.worker {
-                ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
-                ModelWorker::Alive(_) if self.fenced => SeenWorker::Fenced,
-                ModelWorker::Alive(connections) => SeenWorker::Alive { connections, size: 1 << 20 },
+                ModelWorker::None | ModelWorker::Dead => ObservedWorker::Gone,
+                ModelWorker::Alive(_) if self.fenced => ObservedWorker::Fenced,
+                ModelWorker::Alive(connections) => {
+                    ObservedWorker::Alive { connections, size: 1 << 20 }
+                }
                 ModelWorker::Hung => {
-                    SeenWorker::Unreachable { pid: 7, reason: "does not answer".into() }
+                    ObservedWorker::Unreachable { pid: 7, reason: "does not answer".into() }
                 }
             },
             predecessor: match self.predecessor {
-                ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
-                ModelWorker::Alive(connections) => SeenWorker::Alive { connections, size: 1 << 20 },
+                ModelWorker::None | ModelWorker::Dead => ObservedWorker::Gone,
+                ModelWorker::Alive(connections) => {
+                    ObservedWorker::Alive { connections, size: 1 << 20 }
+                }
                 ModelWorker::Hung => {
-                    SeenWorker::Unreachable { pid: 6, reason: "does not answer".into() }
+                    ObservedWorker::Unreachable { pid: 6, reason: "does not answer".into() }
                 }
             },
-            taken: (self.record.as_ref().is_some_and(|record| record.predecessor.is_some())
+            handed_over: (self.record.as_ref().is_some_and(|record| record.predecessor.is_some())
                 && [self.worker, self.predecessor]
                     .iter()
                     .any(|worker| matches!(worker, ModelWorker::Alive(_))))
-            .then_some(self.taken),
+            .then_some(self.handed_over),
             holders: if self.held {
                 vec![Holder::Process { pid: 1, command: "fio".into() }]
             } else {
                 Vec::new()
             },
-            announced: self.announced,
+            paths_known: self.paths_known,
             failures: self.failures,
             history: String::new(),
-            overdue: false,
+            unserved_too_long: false,
             refusing: false,
-            growth_waits: false,
-            quiet: SeenQuiesce::default(),
+            resize_deferred: false,
+            quiet: ObservedQuiesce::default(),
             connecting: false,
         }
     }
@@ -156,17 +160,17 @@ impl World {
             {
                 return Err(());
             }
-            Action::WaitForDevice => self.announced = true,
+            Action::WaitForDevice => self.paths_known = true,
             Action::RecordMapped => record.established = true,
             Action::Reconnect { index, missing } => {
                 let device = &mut self.devices[index as usize];
                 assert!(device.0, "sockets for a device of another identity");
                 // The kernel takes what is dead and drops the rest.
-                let taken = if fail { missing / 2 } else { missing };
+                let handed_over = if fail { missing / 2 } else { missing };
                 let ModelWorker::Alive(connections) = &mut self.worker else { return Err(()) };
-                *connections += taken;
+                *connections += handed_over;
                 device.1 = *connections;
-                if taken < missing {
+                if handed_over < missing {
                     return Err(());
                 }
             }
@@ -240,19 +244,19 @@ impl World {
         let record = self.record.as_mut().expect("no action without a record");
         match action {
             Action::StopWorker => {
-                let serves = record.predecessor.is_none() || self.taken;
+                let serves = record.predecessor.is_none() || self.handed_over;
                 assert!(!serves || record.intent != Intent::Mapped, "ends who serves");
                 self.worker = ModelWorker::Dead;
             }
             Action::StopPredecessor => {
                 let serves = matches!(self.predecessor, ModelWorker::Alive(_) | ModelWorker::Hung);
-                assert!(!serves || self.taken, "ends who serves");
+                assert!(!serves || self.handed_over, "ends who serves");
                 self.predecessor = ModelWorker::None;
                 record.predecessor = None;
             }
             Action::RestorePredecessor => {
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
-                assert!(!self.taken || !matches!(self.predecessor, ModelWorker::Alive(_)));
+                assert!(!self.handed_over || !matches!(self.predecessor, ModelWorker::Alive(_)));
                 record.worker = record.predecessor.take();
                 self.worker = std::mem::replace(&mut self.predecessor, ModelWorker::None);
             }
@@ -334,12 +338,12 @@ impl World {
                     *connections = connections.saturating_sub(1);
                 }
             }
-            7 => self.announced = false,
+            7 => self.paths_known = false,
             8 => self.fenced = true,
             9 => {
                 if matches!(self.predecessor, ModelWorker::Alive(_) | ModelWorker::Hung) {
                     self.predecessor = ModelWorker::Dead;
-                    self.lost |= !self.taken;
+                    self.lost |= !self.handed_over;
                 }
             }
             10 if matches!(self.predecessor, ModelWorker::Alive(_)) => {
@@ -355,20 +359,20 @@ pub(crate) fn established(connections: u32, outlives_worker: bool) -> Record {
 }
 
 /// A mapping's device and worker, with nothing special about them.
-pub(crate) fn seen(worker: SeenWorker) -> Observed {
+pub(crate) fn seen(worker: ObservedWorker) -> Observed {
     Observed {
-        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        devices: vec![ObservedDevice { index: 3, size: 1 << 20 }],
         worker,
-        predecessor: SeenWorker::Gone,
-        taken: None,
+        predecessor: ObservedWorker::Gone,
+        handed_over: None,
         holders: Vec::new(),
-        announced: true,
+        paths_known: true,
         failures: 0,
         history: String::new(),
-        overdue: false,
+        unserved_too_long: false,
         refusing: false,
-        growth_waits: false,
-        quiet: SeenQuiesce::default(),
+        resize_deferred: false,
+        quiet: ObservedQuiesce::default(),
         connecting: false,
     }
 }
@@ -400,7 +404,7 @@ fn worlds() -> impl Strategy<Value = World> {
         |(
             (worker, handing),
             devices,
-            [outlives, established, held, announced],
+            [outlives, established, held, paths_known],
             intent,
             n,
             failures,
@@ -412,7 +416,7 @@ fn worlds() -> impl Strategy<Value = World> {
                 ModelWorker::Alive(connections) => ModelWorker::Alive(connections.min(n)),
                 other => other,
             };
-            let (predecessor, taken) = handing.unwrap_or((ModelWorker::None, false));
+            let (predecessor, handed_over) = handing.unwrap_or((ModelWorker::None, false));
             record.predecessor = handing.map(|_| OLD);
             let record = Some(record);
             let (fenced, lost, replaced_by_zeroes) = (false, false, false);
@@ -421,10 +425,10 @@ fn worlds() -> impl Strategy<Value = World> {
                 devices,
                 worker,
                 predecessor,
-                taken,
+                handed_over,
                 fenced,
                 held,
-                announced,
+                paths_known,
                 failures,
                 lost,
                 replaced_by_zeroes,
@@ -498,7 +502,7 @@ proptest! {
         let mut world = World {
             devices: vec![(false, 3)],
             worker: ModelWorker::None,
-            announced: false,
+            paths_known: false,
             ..World::of(record(connections, outlives))
         };
         prop_assert_eq!(world.run(&mut std::iter::empty(), 2), Some(State::Mapped));
@@ -549,7 +553,7 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
     record.intent = Intent::Unmapped;
     record.established = true;
     let observed =
-        seen(SeenWorker::Unreachable { pid: 7, reason: "speaks another version".into() });
+        seen(ObservedWorker::Unreachable { pid: 7, reason: "speaks another version".into() });
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::RecordUnmapping]);
     assert_eq!(actions[3..], [Action::StopWorker, Action::RemoveRecord]);
@@ -561,14 +565,14 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     record.intent = Intent::Forced(UnmountScope::Own);
     let mut observed = Observed {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
-        ..seen(SeenWorker::Alive { connections: 1, size: 1 << 20 })
+        ..seen(ObservedWorker::Alive { connections: 1, size: 1 << 20 })
     };
     let (detach, sever) = (Action::Unmount(3, UnmountScope::Own), Action::ForceDisconnect(3));
     let rest = [detach, sever, Action::StopWorker, Action::ProveNoWrites, Action::RemoveRecord];
     let plan_of = |observed: &Observed| plan(&record, observed).actions;
     assert_eq!(plan_of(&observed)[..2], [Action::RecordUnmapping, Action::FailIo]);
     assert_eq!(plan_of(&observed)[2..], rest);
-    observed.worker = SeenWorker::Gone;
+    observed.worker = ObservedWorker::Gone;
     assert_eq!(plan_of(&observed)[..3], [Action::RecordUnmapping, detach, sever]);
     assert_eq!(plan_of(&observed)[3..], [Action::ProveNoWrites, Action::RemoveRecord]);
     // A device that may still come is waited for, and then looked for.
@@ -577,8 +581,8 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     // Of two workers one goes first, but not before the wish is recorded.
     let mut two = record.clone();
     two.predecessor = Some(WorkerId { pid: 7, started_ticks: 7 });
-    for taken in [Some(true), Some(false), None] {
-        let observed = Observed { taken, ..observed.clone() };
+    for handed_over in [Some(true), Some(false), None] {
+        let observed = Observed { handed_over, ..observed.clone() };
         assert_eq!(plan(&two, &observed).actions[0], Action::RecordUnmapping);
     }
     // As the journal keeps it.
@@ -590,11 +594,11 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
 #[test]
 fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
     let record = established(1, true);
-    let grows = |record: &Record, size, connections, growth_waits| {
+    let grows = |record: &Record, size, connections, resize_deferred| {
         let observed = Observed {
             failures: MAX_FAILURES,
-            growth_waits,
-            ..seen(SeenWorker::Alive { connections, size })
+            resize_deferred,
+            ..seen(ObservedWorker::Alive { connections, size })
         };
         let plan = plan(record, &observed);
         assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
@@ -617,7 +621,7 @@ fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
     let mut observed = Observed {
         failures: MAX_FAILURES,
         history: "worker 7 was killed by SIGKILL".into(),
-        ..seen(SeenWorker::Gone)
+        ..seen(ObservedWorker::Gone)
     };
     let refuse = Action::RefuseIo { index: 3, connections: 2 };
     let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
@@ -627,7 +631,7 @@ fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
     let (message, actions) = failed(&record, &observed);
     assert!(message.contains("SIGKILL") && message.contains("waited for 60 s"), "{message}");
     assert_eq!(actions, []);
-    observed.overdue = true;
+    observed.unserved_too_long = true;
     assert_eq!(failed(&record, &observed).1, [refuse]);
     observed.refusing = true;
     let (message, actions) = failed(&record, &observed);
