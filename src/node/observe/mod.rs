@@ -61,7 +61,7 @@ pub(crate) async fn observe(
         unserved_too_long,
         refusing: guard.refusing.is_some(),
         resize_deferred,
-        quiet: quiesce::observe(guard),
+        quiesced: quiesce::observe(guard),
         connecting: guard.mapping().is_connecting(),
     })
 }

@@ -153,7 +153,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         volume: None,
         established: false,
         fenced: false,
-        quiet: None,
+        quiesced: None,
         created_at_s: since_epoch.as_secs(),
         boot_id: cx.settings.boot_id.clone(),
     }

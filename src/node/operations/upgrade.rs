@@ -218,7 +218,7 @@ async fn upgrade_worker(
 /// # Errors
 /// `Unavailable` while a mapping is quiet.
 fn check_not_quiesced(record: &Record) -> Result<()> {
-    if record.quiet.is_none() {
+    if record.quiesced.is_none() {
         return Ok(());
     }
     let message = format!("a snapshot of {} is being made: it is quiet for that", record.name);

@@ -28,7 +28,7 @@ mod unmapped;
 
 pub use action::Action;
 pub use observed::{Observed, ObservedDevice, ObservedQuiesce, ObservedWorker};
-pub use record::{DeviceProperties, Intent, Options, Quiet, READ_ONLY, Record, WorkerId};
+pub use record::{DeviceProperties, Intent, Options, Quiesced, READ_ONLY, Record, WorkerId};
 pub use state::{Failure, State};
 
 /// What to do, and what the mapping is called meanwhile.

@@ -28,7 +28,7 @@ pub struct Observed {
     /// A growth of the device could not be carried out a moment ago.
     pub resize_deferred: bool,
     /// What a snapshot asks for, and what was done for it.
-    pub quiet: ObservedQuiesce,
+    pub quiesced: ObservedQuiesce,
     /// The kernel has not ended an attempt to connect a device, which nobody waits for any more.
     pub connecting: bool,
 }

@@ -4,10 +4,10 @@ use super::{Action, Intent, Observed, ObservedQuiesce, Plan, Record, State};
 
 /// Adds to a plan what is to become of a device that is quiet, or should be.
 pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> Plan {
-    let ObservedQuiesce { snapshot, in_progress, retry_later } = observed.quiet;
+    let ObservedQuiesce { snapshot, in_progress, retry_later } = observed.quiesced;
     let actions = &mut plan.actions;
     let at = |wanted: fn(&Action) -> bool| actions.iter().position(wanted);
-    match (&record.quiet, record.intent) {
+    match (&record.quiesced, record.intent) {
         (None, Intent::Mapped) => {
             // Only where all is well: else it is refused in the end, by librbd's own limit.
             if let (Some(snapshot), [device], State::Mapped, []) =
@@ -48,15 +48,19 @@ mod tests {
 
     const SERVES: ObservedWorker = ObservedWorker::Alive { connections: 1, size: 1 << 20 };
 
-    fn quiet(intent: Intent) -> Record {
-        let quiet =
-            crate::planner::Quiet { device: 3, since_unix_ms: 1, hook: None, spared: Vec::new() };
+    fn quiesced(intent: Intent) -> Record {
+        let quiesced = crate::planner::Quiesced {
+            device: 3,
+            since_unix_ms: 1,
+            hook: None,
+            already_frozen: Vec::new(),
+        };
         let worker = Some(WorkerId { pid: 6, started_ticks: 6 });
-        Record { intent, worker, quiet: Some(quiet), ..established(1, true) }
+        Record { intent, worker, quiesced: Some(quiesced), ..established(1, true) }
     }
 
-    fn observed(worker: ObservedWorker, quiet: ObservedQuiesce) -> Observed {
-        Observed { quiet, ..seen(worker) }
+    fn observed(worker: ObservedWorker, quiesced: ObservedQuiesce) -> Observed {
+        Observed { quiesced, ..seen(worker) }
     }
 
     #[test]
@@ -71,12 +75,12 @@ mod tests {
         for worker in [cut, shrunk, ObservedWorker::Gone, ObservedWorker::Fenced] {
             assert!(!actions(&record, worker).contains(&quiesce));
         }
-        assert_eq!(actions(&quiet(Intent::Mapped), SERVES), [Action::Unquiesce], "thawed first");
+        assert_eq!(actions(&quiesced(Intent::Mapped), SERVES), [Action::Unquiesce], "thawed first");
     }
 
     #[test]
     fn what_is_quiet_is_thawed_unless_its_snapshot_is_being_made() {
-        let record = quiet(Intent::Mapped);
+        let record = quiesced(Intent::Mapped);
         let actions = |worker, seen| plan(&record, &observed(worker, seen)).actions;
         let in_progress = ObservedQuiesce { in_progress: true, ..ObservedQuiesce::default() };
         let waits = ObservedQuiesce { retry_later: true, ..ObservedQuiesce::default() };
@@ -99,7 +103,7 @@ mod tests {
             actions.iter().position(|action| *action == wanted).unwrap()
         };
         let in_progress = ObservedQuiesce { in_progress: true, ..ObservedQuiesce::default() };
-        let unmapped = quiet(Intent::Unmapped);
+        let unmapped = quiesced(Intent::Unmapped);
         let actions = plan(&unmapped, &observed(SERVES, in_progress)).actions;
         assert!(at(&actions, Action::Unquiesce) < at(&actions, Action::Flush(3)));
         // Whoever has it mounted keeps it, and the moment that his snapshot needs.
@@ -112,7 +116,7 @@ mod tests {
         assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Unquiesce));
         assert!(at(&dead, Action::Unquiesce) < at(&dead, Action::RemoveRecord));
 
-        let forced = quiet(Intent::Forced(UnmountScope::All));
+        let forced = quiesced(Intent::Forced(UnmountScope::All));
         let actions = plan(&forced, &observed(SERVES, in_progress)).actions;
         assert!(at(&actions, Action::FailIo) < at(&actions, Action::TryUnquiesce));
         let detach = Action::Unmount(3, UnmountScope::All);

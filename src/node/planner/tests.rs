@@ -62,7 +62,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         }),
         established: false,
         fenced: false,
-        quiet: None,
+        quiesced: None,
         created_at_s: 0,
         boot_id: "boot".into(),
     }
@@ -130,7 +130,7 @@ impl World {
             unserved_too_long: false,
             refusing: false,
             resize_deferred: false,
-            quiet: ObservedQuiesce::default(),
+            quiesced: ObservedQuiesce::default(),
             connecting: false,
         }
     }
@@ -372,7 +372,7 @@ pub(crate) fn seen(worker: ObservedWorker) -> Observed {
         unserved_too_long: false,
         refusing: false,
         resize_deferred: false,
-        quiet: ObservedQuiesce::default(),
+        quiesced: ObservedQuiesce::default(),
         connecting: false,
     }
 }
