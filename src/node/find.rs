@@ -109,7 +109,7 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
 }
 
 pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>) -> Result<Guard> {
-    let guard = mapping.enter_call().await?;
+    let guard = mapping.lock_for_call().await?;
     if guard.withdrawn || guard.record.intent != Intent::Mapped {
         return Err(not_mapped(mapping));
     }

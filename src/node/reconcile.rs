@@ -28,11 +28,11 @@ const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 
 /// Looks after a mapping by itself: after an event, or because it is time.
 pub(crate) async fn reconcile_in_background(cx: &Context, mapping: &Arc<Mapping>) {
-    let Some(mut guard) = mapping.enter_keeper() else { return };
+    let Some(mut guard) = mapping.try_lock_in_background() else { return };
     if guard.withdrawn {
         return;
     }
-    let tended = mapping.giving_way(async {
+    let tended = mapping.until_forced(async {
         reconcile_locked(cx, &mut guard).await;
         Ok(())
     });
@@ -74,7 +74,7 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
         }
         // A worker that was just found dead, not for the first time: nobody waits for its successor
         // so urgently that one may be started after the other.
-        if guard.is_kept() && guard.not_before.is_some_and(|at| at > Instant::now()) {
+        if guard.is_background() && guard.not_before.is_some_and(|at| at > Instant::now()) {
             wake_later(cx, guard);
             return Ok(plan.state);
         }

@@ -102,7 +102,7 @@ pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
         if mapping.view().record.quiesced.is_none() {
             continue;
         }
-        let thawed = match mapping.enter() {
+        let thawed = match mapping.try_lock() {
             Ok(mut guard) => unquiesce(cx, &mut guard, deadline).await,
             Err(error) => Err(error),
         };

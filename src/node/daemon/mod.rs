@@ -184,7 +184,7 @@ impl Node {
 
     async fn wait_for_calls(&self) {
         for mapping in self.executor.register().all() {
-            while mapping.enter().is_err() {
+            while mapping.try_lock().is_err() {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }

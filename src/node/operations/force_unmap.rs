@@ -54,7 +54,7 @@ pub(crate) async fn force_unmap(
             return force_unmap_orphan(cx, index, identity, unmount, deadline).await.map(Some);
         }
     };
-    let mut guard = mapping.enter_force(deadline).await?;
+    let mut guard = mapping.lock_by_force(deadline).await?;
     let identity = guard.record.identity();
     if guard.withdrawn {
         // By another forced unmap, which this one has waited for.

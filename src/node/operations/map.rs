@@ -54,11 +54,11 @@ pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Resu
         let (mapping, fresh) = cx.register.find_or_insert(&spec.name, limit, make)?;
         if let Some(mut guard) = fresh {
             guard.take_over = spec.take_over;
-            return mapping.giving_way(map_new(cx, guard, deadline)).await;
+            return mapping.until_forced(map_new(cx, guard, deadline)).await;
         }
-        let guard = mapping.enter_call().await?;
+        let guard = mapping.lock_for_call().await?;
         if !guard.withdrawn {
-            return mapping.giving_way(map_existing(cx, guard, spec, deadline)).await;
+            return mapping.until_forced(map_existing(cx, guard, spec, deadline)).await;
         }
     }
     Err(Error::new(ErrorKind::Aborted, format!("{} comes and goes too quickly", spec.name)))

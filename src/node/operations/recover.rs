@@ -44,7 +44,7 @@ pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
         tasks.spawn(async move {
             // The semaphore is never closed.
             let _permit = room.acquire().await;
-            let brought = mapping.giving_way(async {
+            let brought = mapping.until_forced(async {
                 recover_mapping(&context, &mapping).await;
                 Ok(())
             });
@@ -98,7 +98,7 @@ async fn remove_record(cx: &Context, record: Record) -> Result<()> {
 
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
     // Nobody else can have it yet; if somebody did, that one would look after it.
-    if let Ok(mut guard) = mapping.enter() {
+    if let Ok(mut guard) = mapping.try_lock() {
         guard.renounced = guard.record.intent != Intent::Mapped;
         if !guard.record.established && guard.record.intent == Intent::Mapped {
             guard.record.intent = Intent::Unmapped;

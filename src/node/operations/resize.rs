@@ -39,7 +39,7 @@ pub(crate) async fn resize(
     deadline: Instant,
 ) -> Result<View> {
     let mapping = get(cx, target, deadline).await?;
-    mapping.giving_way(resize_mapping(cx, &mapping, wanted, deadline)).await
+    mapping.until_forced(resize_mapping(cx, &mapping, wanted, deadline)).await
 }
 
 async fn resize_mapping(

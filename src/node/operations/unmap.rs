@@ -27,11 +27,11 @@ pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Resu
             return disconnect_orphan(cx, index, identity, deadline).await.map(|()| true);
         }
     };
-    let guard = mapping.enter_call().await?;
+    let guard = mapping.lock_for_call().await?;
     if guard.withdrawn {
         return Ok(false);
     }
-    mapping.giving_way(unmap_locked(cx, guard, deadline)).await.map(|()| true)
+    mapping.until_forced(unmap_locked(cx, guard, deadline)).await.map(|()| true)
 }
 
 async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<()> {

@@ -58,7 +58,7 @@ pub(crate) async fn upgrade(
             return;
         }
         for mapping in mappings {
-            let enter = mapping.enter_call();
+            let enter = mapping.lock_for_call();
             let event = upgrade_mapping(&context, &mapping, enter, request.force, limit).await;
             if events.send(Ok(event)).await.is_err() {
                 tracing::info!("nobody waits for the upgrade any more; it ends here");
@@ -77,11 +77,11 @@ pub(crate) async fn upgrade_all_workers(cx: &Context, limit: Duration) {
         let enter = async {
             let until = Instant::now() + limit;
             loop {
-                if let Some(guard) = mapping.enter_keeper() {
+                if let Some(guard) = mapping.try_lock_in_background() {
                     return Ok(guard);
                 }
                 if Instant::now() >= until {
-                    return mapping.enter();
+                    return mapping.try_lock();
                 }
                 sleep(BUSY_PAUSE).await;
             }
@@ -148,7 +148,7 @@ async fn upgrade_mapping(
         ..api::UpgradeEvent::default()
     };
     let upgraded = upgrade_worker(cx, mapping, enter, force, limit);
-    match mapping.giving_way(upgraded).await {
+    match mapping.until_forced(upgraded).await {
         Ok(None) => event.set_outcome(Outcome::Current),
         Ok(Some(pause)) => {
             event.set_outcome(Outcome::HandedOver);
