@@ -68,7 +68,7 @@ pub(crate) struct Context {
     /// Mapping ids and the spread of retries.
     pub(crate) random: Random,
     /// Names of mappings to reconcile.
-    pub(crate) attention: mpsc::Sender<String>,
+    pub(crate) work_queue: mpsc::Sender<String>,
     /// Every change of a mapping's view.
     pub(crate) changes: broadcast::Sender<Change>,
     /// Where a test stops the supervisor.
@@ -104,16 +104,16 @@ impl Context {
 
     /// Puts a mapping on the work queue. A full queue loses it: the next sweep finds the mapping.
     pub(crate) fn wake(&self, name: &str) {
-        let _ = self.attention.try_send(name.to_owned());
+        let _ = self.work_queue.try_send(name.to_owned());
     }
 
     /// Puts a mapping on the work queue at a time, and waits for a place in it.
     pub(crate) fn wake_at(&self, name: &str, at: Instant) {
-        let (name, attention) = (name.to_owned(), self.attention.clone());
+        let (name, work_queue) = (name.to_owned(), self.work_queue.clone());
         tokio::spawn(async move {
             sleep_until(at).await;
             // An error means that the daemon has ended.
-            let _ = attention.send(name).await;
+            let _ = work_queue.send(name).await;
         });
     }
 }

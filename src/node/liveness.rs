@@ -25,6 +25,6 @@ pub(crate) async fn check_liveness(cx: &Context, mapping: &Arc<Mapping>) {
         let pid = worker.id().pid;
         tracing::warn!(mapping = mapping.name, pid, "gives no sign of life: {}", error.report());
         drop(guard);
-        let _ = cx.attention.send(mapping.name.clone()).await;
+        let _ = cx.work_queue.send(mapping.name.clone()).await;
     }
 }

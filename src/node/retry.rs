@@ -62,10 +62,10 @@ fn set_backoff(cx: &Context, guard: &mut Guard, attempts: u32) {
 
 /// Has the mapping looked at when its time has come.
 pub(crate) fn wake_later(cx: &Context, guard: &mut Guard) {
-    let (name, attention) = (guard.mapping().name.clone(), cx.attention.clone());
+    let (name, work_queue) = (guard.mapping().name.clone(), cx.work_queue.clone());
     let at = guard.not_before.unwrap_or_else(|| Instant::now() + Duration::from_secs(1));
     tokio::spawn(async move {
         tokio::time::sleep_until(at).await;
-        let _ = attention.try_send(name);
+        let _ = work_queue.try_send(name);
     });
 }

@@ -92,7 +92,7 @@ impl Node {
         let listener = listen(&config.socket()).await?;
         let metrics = Endpoint::bind(&config.metrics, &config.runtime_dir).await?;
 
-        let (attention, attention_receiver) = mpsc::channel(4096);
+        let (work_queue, work_receiver) = mpsc::channel(4096);
         let (worker_events, worker_receiver) = mpsc::channel(1024);
         let log = config.log().decided().to_string();
         let kernel = KernelCalls::new((parts.kernel)());
@@ -107,7 +107,7 @@ impl Node {
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
             random: parts.random,
-            attention,
+            work_queue,
             changes: broadcast::channel(1024).0,
             halt: parts.halt,
             restart: watch::channel(None).0,
@@ -119,7 +119,7 @@ impl Node {
         recover_all(config, &context).await?;
 
         let mut tasks = JoinSet::new();
-        tasks.spawn(work_queue::run(Arc::clone(&context), attention_receiver));
+        tasks.spawn(work_queue::run(Arc::clone(&context), work_receiver));
         tasks.spawn(events::watch_workers(Arc::clone(&context), worker_receiver));
         tasks.spawn(events::watch_kernel(Arc::clone(&context), kernel_events));
         tasks.spawn(sweep::sweep(Arc::clone(&context)));

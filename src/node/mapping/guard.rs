@@ -128,7 +128,7 @@ impl Drop for WakeOnDrop {
     fn drop(&mut self) {
         if self.0.wake_on_release.swap(false, Ordering::SeqCst) {
             // A full queue: the next sweep finds it.
-            let _ = self.0.attention.try_send(self.0.name.clone());
+            let _ = self.0.work_queue.try_send(self.0.name.clone());
         }
     }
 }

@@ -53,7 +53,7 @@ pub struct Mapping {
     store_again_scheduled: AtomicBool,
     /// Held while the kernel connects a device, however long nobody waits for it any more.
     connecting: Arc<tokio::sync::Mutex<()>>,
-    attention: mpsc::Sender<String>,
+    work_queue: mpsc::Sender<String>,
 }
 
 /// How long a call waits for what the supervisor does by itself, most of which only looks.
@@ -61,7 +61,7 @@ const BACKGROUND_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Mapping {
     /// Of a record. `attention` gets its name when it should be looked at.
-    pub fn new(record: Record, attention: mpsc::Sender<String>) -> Self {
+    pub fn new(record: Record, work_queue: mpsc::Sender<String>) -> Self {
         let view = View {
             record: record.clone(),
             state: State::Mapping,
@@ -88,7 +88,7 @@ impl Mapping {
             record_uncertain: AtomicBool::new(false),
             store_again_scheduled: AtomicBool::new(false),
             connecting: Arc::default(),
-            attention,
+            work_queue,
         }
     }
 
@@ -187,7 +187,7 @@ impl Mapping {
             mapping.store_again_scheduled.store(false, Ordering::SeqCst);
             mapping.record_uncertain.store(true, Ordering::SeqCst);
             // A full queue: the next sweep finds it.
-            let _ = mapping.attention.try_send(mapping.name.clone());
+            let _ = mapping.work_queue.try_send(mapping.name.clone());
         });
     }
 
@@ -270,8 +270,8 @@ mod tests {
     /// Whoever is called to a mapping can enter it: the lock is free before the call goes out.
     #[test]
     fn what_happens_under_a_guard_is_looked_at_once_the_guard_is_free() {
-        let (attention, mut called) = mpsc::channel(8);
-        let mapping = Arc::new(Mapping::new(record(1, true), attention));
+        let (work_queue, mut called) = mpsc::channel(8);
+        let mapping = Arc::new(Mapping::new(record(1, true), work_queue));
         let (looked, seen) = std::sync::mpsc::channel();
         let looker = {
             let mapping = Arc::clone(&mapping);
@@ -296,7 +296,7 @@ mod tests {
             // The next guard must not be what the looker finds.
             seen.recv_timeout(Duration::from_secs(10)).unwrap();
         }
-        let end = mapping.attention.blocking_send(String::new());
+        let end = mapping.work_queue.blocking_send(String::new());
         end.unwrap();
         looker.join().unwrap();
     }

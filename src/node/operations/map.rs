@@ -49,7 +49,7 @@ pub(crate) const UNDO_LIMIT: Duration = Duration::from_secs(20);
 /// Anything; then nothing is left behind, or the error says what is.
 pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
     for _ in 0..MAX_ROUNDS {
-        let make = || Mapping::new(new_record(cx, spec), cx.attention.clone());
+        let make = || Mapping::new(new_record(cx, spec), cx.work_queue.clone());
         let limit = cx.settings.mappings;
         let (mapping, fresh) = cx.register.find_or_insert(&spec.name, limit, make)?;
         if let Some(mut guard) = fresh {

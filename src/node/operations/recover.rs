@@ -81,7 +81,7 @@ async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapp
         return Ok(None);
     }
     let (name, id) = (record.name.clone(), record.mapping_id.clone());
-    let make = || Mapping::new(record, cx.attention.clone());
+    let make = || Mapping::new(record, cx.work_queue.clone());
     let (mapping, guard) = cx.register.find_or_insert(&name, usize::MAX, make)?;
     if guard.is_none() {
         cx.found(format!("{name} has two records; that of mapping {id} is left alone"));
