@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::context::Context;
 use crate::holders::held;
-use crate::mapping::{Change, Core, Guard, Mapping, OutageView, View};
+use crate::mapping::{Change, Guard, Guarded, Mapping, OutageView, View};
 use crate::planner::{Failure, Observed, State};
 use cleat_core::error::Error;
 
@@ -34,25 +34,25 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     if matches!(state, State::Held(_)) && !guard.renounced && guard.record.established {
         return;
     }
-    let core: &Core = guard;
+    let guarded: &Guarded = guard;
     let message = match state {
         State::Failed(failure) => explain(failure),
-        State::Held(holders) => held(&core.record.name, holders).message().to_owned(),
+        State::Held(holders) => held(&guarded.record.name, holders).message().to_owned(),
         State::Mapped => {
-            let growth = core.growth.as_ref().map(|(_, why)| why.clone());
-            let told = growth.or_else(|| core.refusal.clone());
-            told.or_else(|| core.unquiet.clone()).unwrap_or_default()
+            let growth = guarded.growth.as_ref().map(|(_, why)| why.clone());
+            let told = growth.or_else(|| guarded.refusal.clone());
+            told.or_else(|| guarded.unquiet.clone()).unwrap_or_default()
         }
         _ => String::new(),
     };
     let keep = matches!(state, State::Recovering | State::Unmapping);
-    let (record, paths) = (core.record.clone(), core.paths.clone());
-    let serving = core.worker.as_ref();
+    let (record, paths) = (guarded.record.clone(), guarded.paths.clone());
+    let serving = guarded.worker.as_ref();
     let worker_pid = serving.map_or(0, |worker| worker.id().pid);
     let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
     let device = observed.devices.first().copied();
-    let outage = outage_of(core);
-    let last_end = core.worker_failures.last_end();
+    let outage = outage_of(guarded);
+    let last_end = guarded.worker_failures.last_end();
     let state = state.clone();
     let failed = matches!(state, State::Failed(_));
     if let Some(view) = publish(cx, guard.mapping(), |view| {
@@ -93,13 +93,13 @@ pub(crate) fn publish_failure(cx: &Context, guard: &Guard, error: &Error) {
 }
 
 /// The outage that a mapping's worker, or the attempts to start one, have met.
-pub(crate) fn outage_of(core: &Core) -> Option<OutageView> {
-    if let Some(worker) = &core.worker {
+pub(crate) fn outage_of(guarded: &Guarded) -> Option<OutageView> {
+    if let Some(worker) = &guarded.worker {
         let outage = worker.outage()?;
         let (since_unix_ms, reason) = (outage.since_unix_ms, outage.reason);
         return Some(OutageView { since_unix_ms, reason, queued: 0 });
     }
-    let refusal = core.worker_failures.refusal()?;
+    let refusal = guarded.worker_failures.refusal()?;
     let since = refusal.since.duration_since(UNIX_EPOCH).unwrap_or_default();
     let since_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
     Some(OutageView { since_unix_ms, reason: Some(refusal.reason.clone()), queued: 0 })

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::quiesce::run_hook;
 use crate::context::Context;
-use crate::mapping::{Answered, Core, Guard};
+use crate::mapping::{Answered, Guard, Guarded};
 use crate::planner::Intent;
 use crate::records::store;
 use crate::worker_start::within;
@@ -113,13 +113,13 @@ pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
 }
 
 /// Why it ends before the snapshot has been made, where it does.
-fn why_early(core: &Core) -> Option<&'static str> {
-    let Some(Answered { pid, snapshot, until }) = core.answered else {
+fn why_early(guarded: &Guarded) -> Option<&'static str> {
+    let Some(Answered { pid, snapshot, until }) = guarded.answered else {
         return Some("the daemon that had made it quiet has ended");
     };
     // Refused, and told so.
     let until = until?;
-    match &core.worker {
+    match &guarded.worker {
         Some(worker) if worker.id().pid == pid && !worker.has_ended() => {
             if worker.snapshot() != Some(snapshot) {
                 return None;

@@ -7,14 +7,14 @@ use tokio::sync::{OwnedMutexGuard, watch};
 
 use super::Mapping;
 use super::force_progress::name;
-use super::guarded::Core;
+use super::guarded::Guarded;
 use crate::planner::Action;
 
 /// The right to change a mapping. Its fields end in the order in which they stand here.
 pub struct Guard {
     /// Before the lock is free: whoever finds it taken from here on waits for another call.
     background: Option<BackgroundEntry>,
-    core: OwnedMutexGuard<Core>,
+    guarded: OwnedMutexGuard<Guarded>,
     /// After the lock is free: what happened until then is not missed.
     mapping: WakeOnDrop,
 }
@@ -64,8 +64,8 @@ impl Drop for ForceWaiting<'_> {
 }
 
 impl Guard {
-    pub(super) fn new(mapping: &Arc<Mapping>, core: OwnedMutexGuard<Core>) -> Self {
-        Self { background: None, core, mapping: WakeOnDrop(Arc::clone(mapping)) }
+    pub(super) fn new(mapping: &Arc<Mapping>, guarded: OwnedMutexGuard<Guarded>) -> Self {
+        Self { background: None, guarded, mapping: WakeOnDrop(Arc::clone(mapping)) }
     }
 
     /// Marks that the supervisor entered by itself, so that calls wait for it.
@@ -112,15 +112,15 @@ impl Guard {
 }
 
 impl std::ops::Deref for Guard {
-    type Target = Core;
-    fn deref(&self) -> &Core {
-        &self.core
+    type Target = Guarded;
+    fn deref(&self) -> &Guarded {
+        &self.guarded
     }
 }
 
 impl std::ops::DerefMut for Guard {
-    fn deref_mut(&mut self) -> &mut Core {
-        &mut self.core
+    fn deref_mut(&mut self) -> &mut Guarded {
+        &mut self.guarded
     }
 }
 

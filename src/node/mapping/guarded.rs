@@ -11,7 +11,7 @@ use cleat_statistics::Page;
 use cleat_worker::refuse::Refusing;
 
 /// What the guard protects.
-pub struct Core {
+pub struct Guarded {
     /// What the journal holds, or will.
     pub record: Record,
     /// The worker, if we have a channel to it.
@@ -56,7 +56,7 @@ pub struct Core {
     pub unquiet: Option<String>,
 }
 
-impl Core {
+impl Guarded {
     /// Of a record that nothing else is known of.
     pub fn new(record: Record) -> Self {
         Self {

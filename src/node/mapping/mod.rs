@@ -22,7 +22,7 @@ use cleat_statistics::Page;
 
 pub use force_progress::{Done, ForceProgress, Forced};
 pub use guard::Guard;
-pub use guarded::{Answered, Core};
+pub use guarded::{Answered, Guarded};
 pub use register::Register;
 pub use view::{Change, OutageView, View, node_of};
 
@@ -34,7 +34,7 @@ pub struct Mapping {
     pub name: String,
     /// Its id; never changes.
     pub mapping_id: String,
-    core: Arc<tokio::sync::Mutex<Core>>,
+    guarded: Arc<tokio::sync::Mutex<Guarded>>,
     view: Mutex<View>,
     statistics: Mutex<Option<Page>>,
     /// Something happened while somebody held the guard.
@@ -77,7 +77,7 @@ impl Mapping {
         Self {
             name: record.name.clone(),
             mapping_id: record.mapping_id.clone(),
-            core: Arc::new(tokio::sync::Mutex::new(Core::new(record))),
+            guarded: Arc::new(tokio::sync::Mutex::new(Guarded::new(record))),
             view: Mutex::new(view),
             statistics: Mutex::new(None),
             wake_on_release: AtomicBool::new(false),
@@ -97,12 +97,12 @@ impl Mapping {
     /// # Errors
     /// `Aborted` when somebody else has it.
     pub fn try_lock(self: &Arc<Self>) -> Result<Guard> {
-        let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| self.busy())?;
-        Ok(self.guard(core))
+        let guarded = Arc::clone(&self.guarded).try_lock_owned().map_err(|_| self.busy())?;
+        Ok(self.guard(guarded))
     }
 
-    fn guard(self: &Arc<Self>, core: OwnedMutexGuard<Core>) -> Guard {
-        Guard::new(self, core)
+    fn guard(self: &Arc<Self>, guarded: OwnedMutexGuard<Guarded>) -> Guard {
+        Guard::new(self, guarded)
     }
 
     /// The right to change it, for a call: not queued behind another call, but the supervisor's own
@@ -123,9 +123,9 @@ impl Mapping {
             return self.try_lock().map_err(|_| error);
         }
         let _awaiting = CallWaiting(&self.call_waiting);
-        let core = timeout(BACKGROUND_TIMEOUT, Arc::clone(&self.core).lock_owned());
-        let core = core.await.map_err(|_| error)?;
-        Ok(self.guard(core))
+        let guarded = timeout(BACKGROUND_TIMEOUT, Arc::clone(&self.guarded).lock_owned());
+        let guarded = guarded.await.map_err(|_| error)?;
+        Ok(self.guard(guarded))
     }
 
     /// The right to change it, for the supervisor itself. When somebody else has it, the mapping is
@@ -146,12 +146,12 @@ impl Mapping {
     /// `TimedOut` at `deadline`.
     pub async fn lock_by_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
         let _wanting = ForceWaiting::new(&self.force_waiting);
-        let core = timeout_at(deadline, Arc::clone(&self.core).lock_owned()).await;
-        let core = core.map_err(|_| {
+        let guarded = timeout_at(deadline, Arc::clone(&self.guarded).lock_owned()).await;
+        let guarded = guarded.map_err(|_| {
             let message = format!("another forced unmap of {} is under way", self.name);
             Error::new(ErrorKind::TimedOut, message).with_repair("try again when it has ended")
         })?;
-        Ok(self.guard(core))
+        Ok(self.guard(guarded))
     }
 
     /// Does `work`, which has the guard or is given it, until a forced unmap wants it. Plans may be
