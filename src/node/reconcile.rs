@@ -29,7 +29,7 @@ const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 /// Looks after a mapping by itself: after an event, or because it is time.
 pub(crate) async fn reconcile_in_background(cx: &Context, mapping: &Arc<Mapping>) {
     let Some(mut guard) = mapping.try_lock_in_background() else { return };
-    if guard.withdrawn {
+    if guard.teardown.removed {
         return;
     }
     let tended = mapping.until_forced(async {
@@ -42,10 +42,10 @@ pub(crate) async fn reconcile_in_background(cx: &Context, mapping: &Arc<Mapping>
 }
 
 async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
-    if guard.not_before.is_some_and(|at| at > Instant::now()) {
+    if guard.health.retry_at.is_some_and(|at| at > Instant::now()) {
         return wake_later(cx, guard);
     }
-    guard.not_before = None;
+    guard.health.retry_at = None;
     if let Err(error) = store_again(cx, guard).await {
         tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
         wake_later(cx, guard);
@@ -74,7 +74,7 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
         }
         // A worker that was just found dead, not for the first time: nobody waits for its successor
         // so urgently that one may be started after the other.
-        if guard.is_background() && guard.not_before.is_some_and(|at| at > Instant::now()) {
+        if guard.is_background() && guard.health.retry_at.is_some_and(|at| at > Instant::now()) {
             wake_later(cx, guard);
             return Ok(plan.state);
         }

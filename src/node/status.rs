@@ -25,13 +25,13 @@ pub(crate) fn publish(
 
 pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, observed: &Observed) {
     let sound = *state == State::Mapped;
-    match (sound, guard.sound_since) {
-        (true, None) => guard.sound_since = Some(Instant::now()),
-        (false, Some(_)) if matches!(state, State::Failed(_)) => guard.sound_since = None,
+    match (sound, guard.health.working_since) {
+        (true, None) => guard.health.working_since = Some(Instant::now()),
+        (false, Some(_)) if matches!(state, State::Failed(_)) => guard.health.working_since = None,
         _ => {}
     }
     // An unmap that is refused changes nothing; that a failed map cannot be undone is told.
-    if matches!(state, State::Held(_)) && !guard.renounced && guard.record.established {
+    if matches!(state, State::Held(_)) && !guard.teardown.recorded && guard.record.established {
         return;
     }
     let guarded: &Guarded = guard;
@@ -39,9 +39,9 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
         State::Failed(failure) => explain(failure),
         State::Held(holders) => held(&guarded.record.name, holders).message().to_owned(),
         State::Mapped => {
-            let growth = guarded.growth.as_ref().map(|(_, why)| why.clone());
-            let told = growth.or_else(|| guarded.refusal.clone());
-            told.or_else(|| guarded.unquiet.clone()).unwrap_or_default()
+            let growth = guarded.resize_deferred.as_ref().map(|(_, why)| why.clone());
+            let told = growth.or_else(|| guarded.upgrade_refusal.clone());
+            told.or_else(|| guarded.quiesce.warning.clone()).unwrap_or_default()
         }
         _ => String::new(),
     };
@@ -52,7 +52,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
     let device = observed.devices.first().copied();
     let outage = outage_of(guarded);
-    let last_end = guarded.worker_failures.last_end();
+    let last_end = guarded.health.worker_failures.last_end();
     let state = state.clone();
     let failed = matches!(state, State::Failed(_));
     if let Some(view) = publish(cx, guard.mapping(), |view| {
@@ -99,7 +99,7 @@ pub(crate) fn outage_of(guarded: &Guarded) -> Option<OutageView> {
         let (since_unix_ms, reason) = (outage.since_unix_ms, outage.reason);
         return Some(OutageView { since_unix_ms, reason, queued: 0 });
     }
-    let refusal = guarded.worker_failures.refusal()?;
+    let refusal = guarded.health.worker_failures.refusal()?;
     let since = refusal.since.duration_since(UNIX_EPOCH).unwrap_or_default();
     let since_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
     Some(OutageView { since_unix_ms, reason: Some(refusal.reason.clone()), queued: 0 })

@@ -48,7 +48,11 @@ pub(crate) async fn unlock_permit<'a>(
     let Ok(turn) = timeout_at(deadline, cx.unlocks.acquire()).await else {
         let message = "other encrypted volumes were being unlocked until the deadline";
         let error = Error::new(ErrorKind::TimedOut, message);
-        return Err(guard.worker_failures.not_started(NotStarted { error, pid: 0, died: None }));
+        return Err(guard.health.worker_failures.not_started(NotStarted {
+            error,
+            pid: 0,
+            died: None,
+        }));
     };
     let closed = |_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down");
     turn.map(Some).map_err(closed)

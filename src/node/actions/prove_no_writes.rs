@@ -28,7 +28,7 @@ pub(crate) async fn prove_no_writes(
     // What was kept in memory died with it; and the storage itself keeps out who is fenced.
     let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
     let harmless = record.options.read_only || record.fenced || !outlives;
-    if guard.silent || record.worker.is_none() || harmless {
+    if guard.teardown.no_writes_proved || record.worker.is_none() || harmless {
         return Ok(());
     }
     loop {
@@ -52,7 +52,7 @@ pub(crate) async fn prove_no_writes(
             }
         }
     }
-    guard.silent = true;
+    guard.teardown.no_writes_proved = true;
     Ok(())
 }
 

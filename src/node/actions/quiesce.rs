@@ -54,10 +54,11 @@ pub(crate) async fn quiesce(
     if let Err(error) = &quiesced {
         let why = format!("a snapshot of it failed: it is not quiet: {}", error.report());
         tracing::warn!(mapping = name, "{why}");
-        guard.unquiet = Some(why);
+        guard.quiesce.warning = Some(why);
     }
     // From here on it is answered, whatever becomes of that.
-    guard.answered = Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
+    guard.quiesce.answered =
+        Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let answer = ToWorker::Quiesced { snapshot, errno };
     match worker.call(answer, Vec::new(), Instant::now() + ANSWER_LIMIT).await {
@@ -69,7 +70,7 @@ pub(crate) async fn quiesce(
         Ok(_) => {}
         Err(error) => {
             tracing::warn!(mapping = name, "a snapshot does not wait: {}", error.report());
-            guard.answered = Some(Answered { pid, snapshot, until: None });
+            guard.quiesce.answered = Some(Answered { pid, snapshot, until: None });
         }
     }
     Ok(())

@@ -47,14 +47,14 @@ pub(crate) async fn record_unmapping(
 }
 
 pub(crate) async fn record_intent(cx: &Context, guard: &mut Guard) -> Result<()> {
-    if guard.renounced {
+    if guard.teardown.recorded {
         return Ok(());
     }
     // Nothing was ever recorded of a map that failed early.
     if guard.record.worker.is_some() {
         store(cx, guard).await?;
     }
-    guard.renounced = true;
+    guard.teardown.recorded = true;
     Ok(())
 }
 

@@ -14,7 +14,7 @@ pub(crate) async fn remove_record(cx: &Context, guard: &mut Guard) -> Result<()>
     // The record goes last: without it nobody would look for the socket.
     cx.workers.sockets.forget(&id);
     records::write(cx, guard, move |journal, _| journal.withdraw(&id)).await?;
-    guard.withdrawn = true;
+    guard.teardown.removed = true;
     let mapping = Arc::clone(guard.mapping());
     cx.register.remove(&mapping);
     let _ = cx.changes.send(Change { view: mapping.view(), removed: true });

@@ -37,21 +37,21 @@ pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant
     let name = guard.record.name.clone();
     match thawed {
         Ok(()) => {
-            guard.thaw_again = None;
+            guard.quiesce.retry_at = None;
             tracing::info!(mapping = name, "quiet no more");
             if let Some(why) = early {
                 let why = format!("its last snapshot may not be consistent: {why}");
                 tracing::warn!(mapping = name, "{why}");
-                guard.unquiet = Some(why);
-            } else if guard.answered.is_some_and(|answered| answered.until.is_some()) {
-                guard.unquiet = None;
+                guard.quiesce.warning = Some(why);
+            } else if guard.quiesce.answered.is_some_and(|answered| answered.until.is_some()) {
+                guard.quiesce.warning = None;
             }
             Ok(())
         }
         Err(error) if guard.record.intent == Intent::Mapped => {
             tracing::warn!(mapping = name, "not thawed yet: {}", error.report());
             let at = Instant::now() + AGAIN_AFTER;
-            guard.thaw_again = Some(at);
+            guard.quiesce.retry_at = Some(at);
             cx.wake_at(&name, at);
             Ok(())
         }
@@ -114,7 +114,7 @@ pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
 
 /// Why it ends before the snapshot has been made, where it does.
 fn why_early(guarded: &Guarded) -> Option<&'static str> {
-    let Some(Answered { pid, snapshot, until }) = guarded.answered else {
+    let Some(Answered { pid, snapshot, until }) = guarded.quiesce.answered else {
         return Some("the daemon that had made it quiet has ended");
     };
     // Refused, and told so.

@@ -84,28 +84,28 @@ impl Guard {
     }
 
     pub(crate) fn note(&mut self, note: String) {
-        if let Some(progress) = &mut self.progress {
+        if let Some(progress) = &mut self.teardown.force {
             progress.note = note;
         }
     }
 
     pub(crate) fn unproven(&mut self, why: String) {
         tracing::warn!(mapping = self.mapping().name, "silence of the volume is not proved: {why}");
-        if let Some(progress) = &mut self.progress {
+        if let Some(progress) = &mut self.teardown.force {
             progress.unproven = Some(why);
         }
     }
 
     /// A step begins; told in the report of a forced unmap.
     pub(crate) fn step_begins(&mut self, action: Action) {
-        if let Some(progress) = &mut self.progress {
+        if let Some(progress) = &mut self.teardown.force {
             progress.begin(name(action));
         }
     }
 
     /// It has been done.
     pub(crate) fn step_ends(&mut self) {
-        if let Some(progress) = &mut self.progress {
+        if let Some(progress) = &mut self.teardown.force {
             progress.end();
         }
     }

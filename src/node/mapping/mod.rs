@@ -22,7 +22,7 @@ use cleat_statistics::Page;
 
 pub use force_progress::{Done, ForceProgress, Forced};
 pub use guard::Guard;
-pub use guarded::{Answered, Guarded};
+pub use guarded::{Answered, Guarded, Health, QuiesceState, Teardown};
 pub use register::Register;
 pub use view::{Change, OutageView, View, node_of};
 

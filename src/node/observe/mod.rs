@@ -41,14 +41,16 @@ pub(crate) async fn observe(
     let page = guard.statistics.as_ref().filter(|_| guard.record.predecessor.is_some());
     let handed_over = page.map(|page| page.is_handed_over_to(guard.record.generation));
     let paths_known = guard.paths.is_some();
-    let resize_deferred = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
-    let (failures, history) = (guard.failures, guard.worker_failures.history());
+    let resize_deferred =
+        guard.resize_deferred.as_ref().is_some_and(|(until, _)| *until > Instant::now());
+    let (failures, history) = (guard.health.failures, guard.health.worker_failures.history());
     if worker == ObservedWorker::Gone && !devices.is_empty() {
-        guard.dead_since.get_or_insert_with(Instant::now);
+        guard.health.unserved_since.get_or_insert_with(Instant::now);
     }
     let limit_s = guard.record.options.dead_connection_timeout_s;
     let limit = Duration::from_secs(u64::from(limit_s));
-    let unserved_too_long = guard.dead_since.is_some_and(|since| since.elapsed() >= limit);
+    let unserved_too_long =
+        guard.health.unserved_since.is_some_and(|since| since.elapsed() >= limit);
     Ok(Observed {
         devices,
         worker,

@@ -132,10 +132,10 @@ fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> ObservedWo
     }
     if let Some(worker) = &worker {
         let (pid, how) = (worker.id().pid, worker.how_it_ended());
-        guard.worker_failures.ended(pid, how);
+        guard.health.worker_failures.ended(pid, how);
     }
     if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
-        let how = guard.worker_failures.last_end().unwrap_or_default();
+        let how = guard.health.worker_failures.last_end().unwrap_or_default();
         tracing::warn!(mapping = guard.mapping().name, "its worker has died: {how}");
         count_failure(cx, guard);
     }

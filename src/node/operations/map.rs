@@ -57,7 +57,7 @@ pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Resu
             return mapping.until_forced(map_new(cx, guard, deadline)).await;
         }
         let guard = mapping.lock_for_call().await?;
-        if !guard.withdrawn {
+        if !guard.teardown.removed {
             return mapping.until_forced(map_existing(cx, guard, spec, deadline)).await;
         }
     }
@@ -106,8 +106,8 @@ async fn map_existing(
         return Err(Error::new(ErrorKind::Aborted, message));
     }
     // Who asks again wants it tried again.
-    guard.failures = 0;
-    guard.not_before = None;
+    guard.health.failures = 0;
+    guard.health.retry_at = None;
     guard.take_over = spec.take_over;
     let converged = reconcile_with_retries(cx, &mut guard, deadline).await;
     // It was said for this once.

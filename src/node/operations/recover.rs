@@ -99,7 +99,7 @@ async fn remove_record(cx: &Context, record: Record) -> Result<()> {
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
     // Nobody else can have it yet; if somebody did, that one would look after it.
     if let Ok(mut guard) = mapping.try_lock() {
-        guard.renounced = guard.record.intent != Intent::Mapped;
+        guard.teardown.recorded = guard.record.intent != Intent::Mapped;
         if !guard.record.established && guard.record.intent == Intent::Mapped {
             guard.record.intent = Intent::Unmapped;
             let undone = take_down(cx, &mut guard, Instant::now() + UNDO_LIMIT).await;
@@ -108,7 +108,7 @@ async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
                     cx.found(format!("an unfinished map of {} was undone", mapping.name));
                     return;
                 }
-                Err(error) if error.kind() == ErrorKind::InUse && !guard.renounced => {
+                Err(error) if error.kind() == ErrorKind::InUse && !guard.teardown.recorded => {
                     // Somebody uses it already: finish it instead.
                     guard.record.intent = Intent::Mapped;
                 }

@@ -50,7 +50,7 @@ async fn resize_mapping(
 ) -> Result<View> {
     let mut guard = lock_mapped(mapping).await?;
     // Whoever asks wants it tried now.
-    guard.growth = None;
+    guard.resize_deferred = None;
     let state = reconcile(cx, &mut guard, deadline).await?;
     let (Some(device), Some(made_of)) = (mapping.view().device, guard.record.volume) else {
         return Err(not_mapped(mapping));

@@ -28,7 +28,7 @@ pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Resu
         }
     };
     let guard = mapping.lock_for_call().await?;
-    if guard.withdrawn {
+    if guard.teardown.removed {
         return Ok(false);
     }
     mapping.until_forced(unmap_locked(cx, guard, deadline)).await.map(|()| true)
@@ -45,11 +45,11 @@ async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Resu
         tracing::info!(mapping = mapping.name, "unmapped");
         return Ok(());
     };
-    if intent == Intent::Mapped && (!guard.renounced || error.kind() == ErrorKind::InUse) {
+    if intent == Intent::Mapped && (!guard.teardown.recorded || error.kind() == ErrorKind::InUse) {
         guard.record.intent = Intent::Mapped;
-        if guard.renounced {
+        if guard.teardown.recorded {
             store(cx, &guard).await?;
-            guard.renounced = false;
+            guard.teardown.recorded = false;
         }
         publish(cx, &mapping, |now| *now = view);
         // What has happened to it meanwhile shows after another look.

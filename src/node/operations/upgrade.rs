@@ -177,7 +177,7 @@ async fn upgrade_worker(
 ) -> Result<Option<Duration>> {
     let mut guard = enter.await?;
     let deadline = Instant::now() + limit + unlock::patience(&guard.record.uri);
-    if guard.withdrawn || guard.record.intent != Intent::Mapped {
+    if guard.teardown.removed || guard.record.intent != Intent::Mapped {
         return Ok(None);
     }
     match reconcile(cx, &mut guard, deadline).await? {
@@ -194,7 +194,7 @@ async fn upgrade_worker(
     if !force && !binary.is_empty() && runs == Some(&binary) {
         return Ok(None);
     }
-    guard.refusal = None;
+    guard.upgrade_refusal = None;
     let passed = hand_over(cx, &mut guard, deadline).await;
     // What lasts, and not what another attempt may change.
     let refusal = passed.as_ref().err().filter(|error| error.kind() == ErrorKind::Unsupported);
@@ -202,7 +202,7 @@ async fn upgrade_worker(
         let why = error.report();
         let message =
             format!("its worker stays until it is unmapped, and cannot be handed over: {why}");
-        guard.refusal = Some(message.clone());
+        guard.upgrade_refusal = Some(message.clone());
         publish(cx, mapping, |view| {
             // Of one that fails it is of more use to know why.
             if view.state == State::Mapped {
