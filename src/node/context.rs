@@ -21,7 +21,7 @@ pub(crate) struct Settings {
     /// For what a request leaves open.
     pub defaults: Options,
     /// How devices are made quiet for snapshots.
-    pub quiesce: Means,
+    pub quiesce: QuiesceSettings,
     /// The most mappings.
     pub mappings: usize,
     /// The node's name.
@@ -34,7 +34,7 @@ pub(crate) struct Settings {
 
 /// How devices are made quiet.
 #[derive(Debug, Clone)]
-pub(crate) struct Means {
+pub(crate) struct QuiesceSettings {
     /// In place of freezing file systems.
     pub hook: Option<PathBuf>,
     /// The longest that it may last, the beginning included.

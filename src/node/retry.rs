@@ -16,7 +16,7 @@ const SOUND_AFTER: Duration = Duration::from_secs(5);
 /// A failure that nobody may be waiting for: shown, counted, and tried again later.
 pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
     let policy = guard.record.options.policy.outage;
-    let refusals = guard.health.worker_failures.outwait(policy);
+    let refusals = guard.health.worker_failures.backend_wait_attempts(policy);
     let name = &guard.mapping().name;
     let mut message = error.report();
     match refusals {

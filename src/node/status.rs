@@ -52,7 +52,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
     let device = observed.devices.first().copied();
     let outage = outage_of(guarded);
-    let last_end = guarded.health.worker_failures.last_end();
+    let last_exit = guarded.health.worker_failures.last_exit();
     let state = state.clone();
     let failed = matches!(state, State::Failed(_));
     if let Some(view) = publish(cx, guard.mapping(), |view| {
@@ -72,7 +72,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
             worker_build,
             holders,
             outage,
-            last_end,
+            last_exit,
         };
     }) && failed
     {
@@ -99,7 +99,7 @@ pub(crate) fn outage_of(guarded: &Guarded) -> Option<OutageView> {
         let (since_unix_ms, reason) = (outage.since_unix_ms, outage.reason);
         return Some(OutageView { since_unix_ms, reason, queued: 0 });
     }
-    let refusal = guarded.health.worker_failures.refusal()?;
+    let refusal = guarded.health.worker_failures.backend_failure()?;
     let since = refusal.since.duration_since(UNIX_EPOCH).unwrap_or_default();
     let since_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
     Some(OutageView { since_unix_ms, reason: Some(refusal.reason.clone()), queued: 0 })

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::context::Context;
 use crate::mapping::Guard;
 use crate::status::publish;
-use crate::worker_failures::NotStarted;
+use crate::worker_failures::StartFailure;
 use cleat_backend::uri::VolumeUri;
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -48,7 +48,7 @@ pub(crate) async fn unlock_permit<'a>(
     let Ok(turn) = timeout_at(deadline, cx.unlocks.acquire()).await else {
         let message = "other encrypted volumes were being unlocked until the deadline";
         let error = Error::new(ErrorKind::TimedOut, message);
-        return Err(guard.health.worker_failures.not_started(NotStarted {
+        return Err(guard.health.worker_failures.start_failed(StartFailure {
             error,
             pid: 0,
             died: None,

@@ -68,6 +68,6 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     let starting = cx.workers.start(launched, start, None, Vec::new(), deadline);
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
-    let worker = started.await.map_err(late)?.map_err(|not_started| not_started.error)?;
+    let worker = started.await.map_err(late)?.map_err(|start_failed| start_failed.error)?;
     worker.stop(FORCED_STOP_GRACE, deadline).await
 }

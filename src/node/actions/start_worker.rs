@@ -46,7 +46,7 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
             starting.await
         }
     };
-    let worker = started.map_err(|failed| guard.health.worker_failures.not_started(failed))?;
+    let worker = started.map_err(|failed| guard.health.worker_failures.start_failed(failed))?;
     guard.health.worker_failures.started();
     cx.point("worker started").await;
     let volume = match device_properties(&guard.record, &worker.ready) {

@@ -19,9 +19,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use crate::actions;
-use crate::api::service::Admin;
+use crate::api::service::ApiService;
 use crate::config::Config;
-use crate::context::{Context, Means, Settings};
+use crate::context::{Context, QuiesceSettings, Settings};
 use crate::control_socket::listen;
 use crate::directory::create_private;
 use crate::executor::{Executor, Halt};
@@ -124,14 +124,14 @@ impl Node {
         tasks.spawn(events::watch_kernel(Arc::clone(&context), kernel_events));
         tasks.spawn(sweep::sweep(Arc::clone(&context)));
         let (stop_server, stopped) = oneshot::channel();
-        let admin = Admin::new(Arc::clone(&executor), config.map.timeout);
+        let service = ApiService::new(Arc::clone(&executor), config.map.timeout);
         let (calls, metrics_address) = (Arc::new(Calls::default()), metrics.address());
         tasks.spawn(metrics.serve(Source {
             executor: Arc::clone(&executor),
             calls: Arc::clone(&calls),
-            started_at_s: admin.started_at_s(),
+            started_at_s: service.started_at_s(),
         }));
-        tasks.spawn(server::serve(admin, listener, calls, stopped));
+        tasks.spawn(server::serve(service, listener, calls, stopped));
         if config.workers.upgrade_at_start {
             let (context, limit) = (Arc::clone(&context), config.map.timeout);
             tasks.spawn(async move { upgrade::upgrade_all_workers(&context, limit).await });
@@ -239,7 +239,7 @@ fn settings(config: &Config, boot_id: String) -> Result<Settings> {
             policy: config.map.policy(),
             quiesce: false,
         },
-        quiesce: Means {
+        quiesce: QuiesceSettings {
             hook: config.map.quiesce_hook.clone(),
             limit: config.map.quiesce_deadline,
         },

@@ -72,7 +72,7 @@ impl Mapping {
             worker_build: String::new(),
             holders: Vec::new(),
             outage: None,
-            last_end: None,
+            last_exit: None,
         };
         Self {
             name: record.name.clone(),

@@ -28,7 +28,7 @@ pub struct View {
     /// The backend cannot be reached.
     pub outage: Option<OutageView>,
     /// How its last worker ended, where one did that was not asked to.
-    pub last_end: Option<String>,
+    pub last_exit: Option<String>,
 }
 
 impl View {

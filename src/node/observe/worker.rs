@@ -131,11 +131,11 @@ fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> ObservedWo
         return ObservedWorker::Gone;
     }
     if let Some(worker) = &worker {
-        let (pid, how) = (worker.id().pid, worker.how_it_ended());
-        guard.health.worker_failures.ended(pid, how);
+        let (pid, how) = (worker.id().pid, worker.exit_reason());
+        guard.health.worker_failures.exited(pid, how);
     }
     if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
-        let how = guard.health.worker_failures.last_end().unwrap_or_default();
+        let how = guard.health.worker_failures.last_exit().unwrap_or_default();
         tracing::warn!(mapping = guard.mapping().name, "its worker has died: {how}");
         count_failure(cx, guard);
     }

@@ -59,7 +59,7 @@ impl Reader {
             }
         }
         self.flags.broken.store(true, Ordering::Release);
-        let how = end_of(&self.process, &self.flags);
+        let how = exit_reason_of(&self.process, &self.flags);
         self.ended.send_replace(true);
         self.tell(format!("worker {} {how}", self.process.id.pid));
     }
@@ -120,9 +120,9 @@ impl Reader {
 }
 
 /// The exit status of a process that has ended, which can be taken once.
-pub(super) fn end_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
-    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_END.to_owned()))
+pub(super) fn exit_reason_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
+    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_EXIT.to_owned()))
 }
 
 /// Only the parent is told, and that was an earlier daemon.
-pub(crate) const UNKNOWN_END: &str = "ended in a way that was not told";
+pub(crate) const UNKNOWN_EXIT: &str = "ended in a way that was not told";

@@ -9,12 +9,12 @@ use tokio::time::{Instant, timeout_at};
 use super::Workers;
 use super::link::Link;
 use super::process::Process;
-use super::reader::UNKNOWN_END;
+use super::reader::UNKNOWN_EXIT;
 use super::sockets::{connect_to, seqpacket_pair};
 use super::worker::{Worker, broke, exit_of, from_failure, gone, unexpected};
 use crate::blocking::blocking;
 use crate::planner::WorkerId;
-use crate::worker_failures::NotStarted;
+use crate::worker_failures::StartFailure;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, Ready, Start, ToWorker};
@@ -81,7 +81,7 @@ impl Workers {
         page: Option<Page>,
         prepared: Vec<OwnedFd>,
         deadline: Instant,
-    ) -> Result<Worker, NotStarted> {
+    ) -> Result<Worker, StartFailure> {
         start.log.clone_from(&self.log);
         let Spoken { newest, oldest, build } = Spoken::here();
         (start.version, start.oldest, start.build) = (newest, oldest, build);
@@ -100,7 +100,7 @@ impl Workers {
                 page,
                 self.events.clone(),
             )
-            .map_err(|error| NotStarted { error, pid, died: None }),
+            .map_err(|error| StartFailure { error, pid, died: None }),
             Err(failed) => {
                 drop(link);
                 let silent = matches!(failed, NotOpened::Broken(_));
@@ -112,8 +112,8 @@ impl Workers {
                 let grace = Instant::now() + KILL_GRACE;
                 let _ = timeout_at(grace, exit_of(&process)).await;
                 let how = process.handle.reap();
-                let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_END.to_owned()));
-                Err(NotStarted { error: failed.into_error(), pid, died })
+                let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_EXIT.to_owned()));
+                Err(StartFailure { error: failed.into_error(), pid, died })
             }
         }
     }

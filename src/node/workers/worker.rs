@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::process::Process;
-use super::reader::{Flags, Reader, WorkerEvent, end_of};
+use super::reader::{Flags, Reader, WorkerEvent, exit_reason_of};
 use crate::planner::WorkerId;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
@@ -87,8 +87,8 @@ impl Worker {
     }
 
     /// How it ended, once it has.
-    pub fn how_it_ended(&self) -> String {
-        end_of(&self.process, &self.flags).to_owned()
+    pub fn exit_reason(&self) -> String {
+        exit_reason_of(&self.process, &self.flags).to_owned()
     }
 
     /// Whether it has lost its volume to somebody else.
