@@ -7,11 +7,11 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, broadcast, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
+use crate::force_disconnected::ForceDisconnected;
 use crate::journal::Journal;
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::{Change, Register};
 use crate::planner::Options;
-use crate::severed::SeveredDevices;
 use crate::workers::Workers;
 use cleat_core::random::Random;
 
@@ -54,7 +54,7 @@ pub(crate) struct Context {
     /// force while other calls are stuck.
     pub(crate) urgent: KernelCalls,
     /// Devices that were disconnected by force and still have holders.
-    pub(crate) severed: SeveredDevices,
+    pub(crate) force_disconnected: ForceDisconnected,
     /// Starts and finds workers.
     pub(crate) workers: Workers,
     /// Limits the workers that start at one time.

@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::actions;
 use crate::context::Context;
-use crate::holders::{TRANSIENT_LIMIT, held, is_transient, or_by_force};
+use crate::holders::{TRANSIENT_LIMIT, in_use_error, is_transient, or_by_force};
 use crate::mapping::{Guard, Mapping};
 use crate::observe::observe;
 use crate::planner::{Action, State, plan};
@@ -50,7 +50,7 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
         tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
         wake_later(cx, guard);
     }
-    let deadline = Instant::now() + REPAIR_LIMIT + unlock::patience(&guard.record.uri);
+    let deadline = Instant::now() + REPAIR_LIMIT + unlock::extra_time(&guard.record.uri);
     match reconcile(cx, guard, deadline).await {
         Ok(State::Failed(failure)) => {
             tracing::debug!(mapping = guard.mapping().name, "failed: {}", failure.message);
@@ -103,7 +103,7 @@ pub(crate) async fn reconcile_with_retries(
     let mut attempt = 1;
     loop {
         let error = match reconcile(cx, guard, deadline).await {
-            Err(error) if may_pass(error.kind()) && attempt < MAX_ATTEMPTS => error,
+            Err(error) if is_temporary(error.kind()) && attempt < MAX_ATTEMPTS => error,
             other => return other,
         };
         let wait = cx.random.backoff(attempt, Duration::from_millis(50), Duration::from_secs(1));
@@ -130,7 +130,7 @@ pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant
             }
             State::Held(holders) => {
                 let name = &guard.mapping().name;
-                return Err(or_by_force(held(name, &holders), name));
+                return Err(or_by_force(in_use_error(name, &holders), name));
             }
             State::Failed(failure) => return Err(failure.into_error()),
             other => {
@@ -142,6 +142,6 @@ pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant
 }
 
 /// Whether another attempt may succeed soon.
-fn may_pass(kind: ErrorKind) -> bool {
+fn is_temporary(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Unavailable | ErrorKind::Aborted)
 }

@@ -11,7 +11,7 @@ use cleat_core::error::Error;
 
 /// A mapping that has worked for so long has recovered from what was before. Short, so that only
 /// workers which die soon after their start are given up: with the others, I/O gets on.
-const SOUND_AFTER: Duration = Duration::from_secs(5);
+const RECOVERED_AFTER: Duration = Duration::from_secs(5);
 
 /// A failure that nobody may be waiting for: shown, counted, and tried again later.
 pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
@@ -43,7 +43,7 @@ pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
 
 /// One more repair that failed or did not last; the next one waits the longer.
 pub(crate) fn count_failure(cx: &Context, guard: &mut Guard) {
-    if guard.health.working_since.take().is_some_and(|since| since.elapsed() > SOUND_AFTER) {
+    if guard.health.working_since.take().is_some_and(|since| since.elapsed() > RECOVERED_AFTER) {
         guard.health.failures = 0;
         guard.health.unserved_since = None;
     }

@@ -6,7 +6,7 @@ use std::time::UNIX_EPOCH;
 use tokio::time::Instant;
 
 use crate::context::Context;
-use crate::holders::held;
+use crate::holders::in_use_error;
 use crate::mapping::{Change, Guard, Guarded, Mapping, OutageView, View};
 use crate::planner::{Failure, Observed, State};
 use cleat_core::error::Error;
@@ -36,8 +36,8 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     }
     let guarded: &Guarded = guard;
     let message = match state {
-        State::Failed(failure) => explain(failure),
-        State::Held(holders) => held(&guarded.record.name, holders).message().to_owned(),
+        State::Failed(failure) => with_repair_hint(failure),
+        State::Held(holders) => in_use_error(&guarded.record.name, holders).message().to_owned(),
         State::Mapped => {
             let growth = guarded.resize_deferred.as_ref().map(|(_, why)| why.clone());
             let told = growth.or_else(|| guarded.upgrade_refusal.clone());
@@ -59,7 +59,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
         if !(keep && view.state == state) {
             view.message = message;
         }
-        tell_outage(&record.name, view.outage.as_ref(), outage.as_ref());
+        log_outage(&record.name, view.outage.as_ref(), outage.as_ref());
         let holders = std::mem::take(&mut view.holders);
         let message = std::mem::take(&mut view.message);
         *view = View {
@@ -87,7 +87,7 @@ pub(crate) fn publish_failure(cx: &Context, guard: &Guard, error: &Error) {
         repair: format!("cleat unmap {}", guard.mapping().name),
     };
     publish(cx, guard.mapping(), |view| {
-        view.message = explain(&failure);
+        view.message = with_repair_hint(&failure);
         view.state = State::Failed(failure);
     });
 }
@@ -105,7 +105,7 @@ pub(crate) fn outage_of(guarded: &Guarded) -> Option<OutageView> {
     Some(OutageView { since_unix_ms, reason: Some(refusal.reason.clone()), queued: 0 })
 }
 
-fn tell_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>) {
+fn log_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>) {
     match (before, now) {
         (None, Some(outage)) => tracing::warn!(
             mapping = name,
@@ -117,6 +117,6 @@ fn tell_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>
     }
 }
 
-fn explain(failure: &Failure) -> String {
+fn with_repair_hint(failure: &Failure) -> String {
     format!("{}; {}", failure.message, failure.repair)
 }

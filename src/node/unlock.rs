@@ -16,15 +16,15 @@ use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Volumes that are unlocked at the same time: each for itself would be no faster, and the memory that
 /// they take is not bounded by anything else.
-pub(crate) const AT_ONCE: usize = 2;
+pub(crate) const MAX_CONCURRENT: usize = 2;
 
 /// What is added to the limits of opening `uri`; nothing for one that has no key.
-pub(crate) fn patience(uri: &str) -> Duration {
+pub(crate) fn extra_time(uri: &str) -> Duration {
     uri.parse().map_or(Duration::ZERO, |uri: VolumeUri| cleat_backend::unlocking(&uri))
 }
 
 /// The volume `uri` as one that is not encrypted: enough to claim it.
-pub(crate) fn locked(uri: &str) -> String {
+pub(crate) fn without_encryption(uri: &str) -> String {
     uri.parse().map_or_else(|_| uri.to_owned(), |uri: VolumeUri| uri.locked().to_string())
 }
 
@@ -38,7 +38,7 @@ pub(crate) async fn unlock_permit<'a>(
     guard: &mut Guard,
     deadline: Instant,
 ) -> Result<Option<SemaphorePermit<'a>>> {
-    if patience(&guard.record.uri).is_zero() {
+    if extra_time(&guard.record.uri).is_zero() {
         return Ok(None);
     }
     publish(cx, guard.mapping(), |view| {
@@ -65,11 +65,11 @@ mod tests {
     #[test]
     fn only_what_has_a_key_is_waited_for() {
         let encrypted = "rbd:p/i?id=x&encryption=luks2&passphrase_file=/k";
-        assert!(patience(encrypted) > Duration::from_secs(60));
+        assert!(extra_time(encrypted) > Duration::from_secs(60));
         for plain in ["rbd:p/i", "mem:1G", "nonsense"] {
-            assert_eq!(patience(plain), Duration::ZERO, "{plain}");
-            assert_eq!(locked(plain), plain);
+            assert_eq!(extra_time(plain), Duration::ZERO, "{plain}");
+            assert_eq!(without_encryption(plain), plain);
         }
-        assert_eq!(locked(encrypted), "rbd:p/i?id=x");
+        assert_eq!(without_encryption(encrypted), "rbd:p/i?id=x");
     }
 }

@@ -56,7 +56,7 @@ pub(crate) async fn force_disconnect(
     if severed == Disconnected::Held {
         progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
         progress.left = Some(index);
-        cx.severed.insert(index, identity);
+        cx.force_disconnected.insert(index, identity);
     }
     Ok(())
 }

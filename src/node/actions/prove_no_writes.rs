@@ -64,7 +64,7 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     guard.record.worker = Some(launched.id());
     store(cx, guard).await?;
     let start = start_message(cx, &guard.record, false);
-    let start = Start { uri: unlock::locked(&start.uri), ..start };
+    let start = Start { uri: unlock::without_encryption(&start.uri), ..start };
     let starting = cx.workers.start(launched, start, None, Vec::new(), deadline);
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");

@@ -25,7 +25,7 @@ const TURN_LIMIT: Duration = Duration::from_secs(2);
 pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let _unlocking = unlock_permit(cx, guard, deadline).await?;
     let turn = start_permit(cx, deadline).await?;
-    let deadline = within(deadline, START_LIMIT + unlock::patience(&guard.record.uri));
+    let deadline = within(deadline, START_LIMIT + unlock::extra_time(&guard.record.uri));
     // The process waits; only when it can be found again after a crash is it told anything.
     let launched = cx.workers.launch().await?;
     cx.point("worker launched").await;

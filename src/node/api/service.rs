@@ -176,7 +176,7 @@ impl api::node_server::Node for ApiService {
         request: Request<api::MapRequest>,
     ) -> Result<Response<api::Mapping>, Status> {
         let mut request = request.into_inner();
-        let default = self.timeout + unlock::patience(&request.uri);
+        let default = self.timeout + unlock::extra_time(&request.uri);
         let deadline = Instant::now() + checked(validate::timeout(request.timeout_ms, default))?;
         if request.name.is_empty() {
             request.name = self.executor.name_of(&request.uri);

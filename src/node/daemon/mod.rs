@@ -25,6 +25,7 @@ use crate::context::{Context, QuiesceSettings, Settings};
 use crate::control_socket::listen;
 use crate::directory::create_private;
 use crate::executor::{Executor, Halt};
+use crate::force_disconnected::ForceDisconnected;
 use crate::journal::{Journal, lock};
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::Register;
@@ -32,7 +33,6 @@ use crate::metrics::calls::Calls;
 use crate::metrics::{Endpoint, Source};
 use crate::operations::{orphans, recover, upgrade};
 use crate::planner::Options;
-use crate::severed::SeveredDevices;
 use crate::unlock;
 use crate::workers::{Launcher, Workers};
 use cleat_backend::claimant::node_name;
@@ -99,11 +99,11 @@ impl Node {
         let context = Arc::new(Context {
             journal,
             urgent: kernel.urgent(),
-            severed: SeveredDevices::default(),
+            force_disconnected: ForceDisconnected::default(),
             kernel,
             workers: Workers::new(parts.launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
-            unlocks: Semaphore::new(unlock::AT_ONCE),
+            unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
             random: parts.random,

@@ -126,7 +126,7 @@ async fn force_disconnect_orphan(
     let id = identity.mapping_id();
     progress.begin("fail I/O");
     let process = cx.workers.listener(id).await?.map(Arc::new);
-    let mut silent = cx.severed.contains(index, identity);
+    let mut silent = cx.force_disconnected.contains(index, identity);
     if let Some(process) = &process {
         let adopted = cx.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_LIMIT));
         let failed = match adopted.await {

@@ -109,7 +109,7 @@ async fn start_successor(
 ) -> Result<Duration> {
     let start = start_message(cx, &guard.record, true);
     let page = guard.statistics.clone();
-    let until = within(deadline, OPEN_LIMIT + unlock::patience(&guard.record.uri));
+    let until = within(deadline, OPEN_LIMIT + unlock::extra_time(&guard.record.uri));
     let started = cx.workers.start(launched, start, page, prepared, until).await;
     let new = started.map_err(|failed| failed.error)?;
     let volume = device_properties(&guard.record, &new.ready);

@@ -127,7 +127,9 @@ async fn binary_on_disk(cx: &Context) -> Result<Binary> {
         check_not_quiesced(&mapping.view().record)?;
     }
     let until = Instant::now() + STUCK_LIMIT;
-    if binary != Binary::Current && !(cx.kernel.rest(until).await && cx.urgent.rest(until).await) {
+    if binary != Binary::Current
+        && !(cx.kernel.wait_until_idle(until).await && cx.urgent.wait_until_idle(until).await)
+    {
         let message = "a call to the kernel is stuck; the daemon cannot start anew";
         return Err(Error::new(ErrorKind::Unavailable, message)
             .with_repair("see the kernel's log for what it waits for"));
@@ -176,7 +178,7 @@ async fn upgrade_worker(
     limit: Duration,
 ) -> Result<Option<Duration>> {
     let mut guard = enter.await?;
-    let deadline = Instant::now() + limit + unlock::patience(&guard.record.uri);
+    let deadline = Instant::now() + limit + unlock::extra_time(&guard.record.uri);
     if guard.teardown.removed || guard.record.intent != Intent::Mapped {
         return Ok(None);
     }

@@ -109,8 +109,8 @@ mod tests {
         // Whoever has it mounted keeps it, and the moment that his snapshot needs.
         let mount =
             Holder::Mount { path: "/mnt".into(), filesystem: "ext4".into(), namespace_pid: None };
-        let held = Observed { holders: vec![mount], ..observed(SERVES, in_progress) };
-        assert_eq!(plan(&unmapped, &held).actions, []);
+        let in_use_error = Observed { holders: vec![mount], ..observed(SERVES, in_progress) };
+        assert_eq!(plan(&unmapped, &in_use_error).actions, []);
         let dead =
             plan(&unmapped, &observed(ObservedWorker::Gone, ObservedQuiesce::default())).actions;
         assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Unquiesce));

@@ -26,7 +26,7 @@ struct World {
     predecessor: ModelWorker,
     handed_over: bool,
     fenced: bool,
-    held: bool,
+    in_use_error: bool,
     paths_known: bool,
     failures: u32,
     /// Content that a dead worker took with it.
@@ -78,7 +78,7 @@ impl World {
             predecessor: ModelWorker::None,
             handed_over: false,
             fenced: false,
-            held: false,
+            in_use_error: false,
             paths_known: true,
             failures: 0,
             lost: false,
@@ -119,7 +119,7 @@ impl World {
                     .iter()
                     .any(|worker| matches!(worker, ModelWorker::Alive(_))))
             .then_some(self.handed_over),
-            holders: if self.held {
+            holders: if self.in_use_error {
                 vec![Holder::Process { pid: 1, command: "fio".into() }]
             } else {
                 Vec::new()
@@ -189,7 +189,7 @@ impl World {
             }
             Action::Disconnect(index) => {
                 assert!(self.devices[index as usize].0, "disconnects another's device");
-                if fail || self.held {
+                if fail || self.in_use_error {
                     return Err(());
                 }
                 self.devices[index as usize] = (false, 0);
@@ -324,7 +324,7 @@ impl World {
                 });
             }
             3 if matches!(self.worker, ModelWorker::Alive(_)) => self.worker = ModelWorker::Hung,
-            4 => self.held = !self.held,
+            4 => self.in_use_error = !self.in_use_error,
             5 => {
                 for device in self.devices.iter_mut().filter(|device| device.0) {
                     *device = (false, 0);
@@ -404,7 +404,7 @@ fn worlds() -> impl Strategy<Value = World> {
         |(
             (worker, handing),
             devices,
-            [outlives, established, held, paths_known],
+            [outlives, established, in_use_error, paths_known],
             intent,
             n,
             failures,
@@ -427,7 +427,7 @@ fn worlds() -> impl Strategy<Value = World> {
                 predecessor,
                 handed_over,
                 fenced,
-                held,
+                in_use_error,
                 paths_known,
                 failures,
                 lost,
@@ -478,7 +478,7 @@ proptest! {
                 }
             }
             State::Held(holders) => {
-                prop_assert!(world.held && !holders.is_empty() && !forced);
+                prop_assert!(world.in_use_error && !holders.is_empty() && !forced);
             }
             State::Failed(failure) => {
                 prop_assert!(!failure.message.is_empty() && !failure.repair.is_empty());
@@ -514,7 +514,7 @@ proptest! {
 
 #[test]
 fn a_dead_worker_is_replaced_and_its_generation_raised() {
-    let mut world = World { held: true, ..World::of(established(2, true)) };
+    let mut world = World { in_use_error: true, ..World::of(established(2, true)) };
     let plan = plan(world.record.as_ref().unwrap(), &world.observe());
     assert_eq!(plan.state, State::Recovering);
     assert_eq!(plan.actions, [Action::StartWorker, Action::Reconnect { index: 0, missing: 2 }]);
@@ -524,7 +524,7 @@ fn a_dead_worker_is_replaced_and_its_generation_raised() {
 
 #[test]
 fn memory_that_died_is_lost_and_said_so() {
-    let mut world = World { held: true, lost: true, ..World::of(established(1, false)) };
+    let mut world = World { in_use_error: true, lost: true, ..World::of(established(1, false)) };
     let Some(State::Failed(failure)) = world.run(&mut std::iter::empty(), 3) else {
         panic!("not failed")
     };
@@ -532,7 +532,7 @@ fn memory_that_died_is_lost_and_said_so() {
     // While it is held it stays; then it goes.
     world.record.as_mut().unwrap().intent = Intent::Unmapped;
     assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Held(_))));
-    world.held = false;
+    world.in_use_error = false;
     assert_eq!(world.run(&mut std::iter::empty(), 3), Some(State::Unmapped));
 }
 

@@ -11,7 +11,7 @@ use super::link::Link;
 use super::process::Process;
 use super::reader::UNKNOWN_EXIT;
 use super::sockets::{connect_to, seqpacket_pair};
-use super::worker::{Worker, broke, exit_of, from_failure, gone, unexpected};
+use super::worker::{Worker, channel_broke, exit_of, from_failure, unexpected, worker_gone};
 use crate::blocking::blocking;
 use crate::planner::WorkerId;
 use crate::worker_failures::StartFailure;
@@ -134,7 +134,9 @@ impl Workers {
                 page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
             let mut descriptors = vec![listener, file];
             descriptors.extend(prepared);
-            link.send(&ToWorker::Start(Box::new(start)), &descriptors).await.map_err(broke)?;
+            link.send(&ToWorker::Start(Box::new(start)), &descriptors)
+                .await
+                .map_err(channel_broke)?;
             Ok(page)
         };
         let page = send.await.map_err(NotOpened::Broken)?;
@@ -170,7 +172,7 @@ impl Workers {
             let Spoken { newest: version, oldest, build } = Spoken::here();
             let mapping_id = mapping_id.to_owned();
             let adopt = ToWorker::Adopt { version, oldest, build, mapping_id: mapping_id.clone() };
-            link.send(&adopt, &[]).await.map_err(broke)?;
+            link.send(&adopt, &[]).await.map_err(channel_broke)?;
             let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
             let (ready, mut descriptors) = ready?;
             if ready.mapping_id != mapping_id || ready.pid != process.id.pid {
@@ -191,7 +193,7 @@ impl Workers {
 
 async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
     use NotOpened::{Broken, Refused};
-    match link.receive().await.map_err(|error| Broken(broke(error)))? {
+    match link.receive().await.map_err(|error| Broken(channel_broke(error)))? {
         Some((FromWorker::Ready(ready), descriptors)) => {
             let (newest, oldest, build) = (ready.version, ready.oldest, ready.build.clone());
             Spoken::here().common(&Spoken { newest, oldest, build }).map_err(Refused)?;
@@ -199,6 +201,6 @@ async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
         }
         Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),
         Some((other, _)) => Err(Broken(unexpected(&other))),
-        None => Err(Broken(gone())),
+        None => Err(Broken(worker_gone())),
     }
 }

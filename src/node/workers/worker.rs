@@ -143,15 +143,15 @@ impl Worker {
     ) -> Result<(FromWorker, Vec<OwnedFd>)> {
         let mut replies = self.replies.lock().await;
         if self.is_broken() {
-            return Err(gone());
+            return Err(worker_gone());
         }
         // Set now and cleared at the end, so that a caller that goes away leaves it set.
         self.flags.broken.store(true, Ordering::Release);
         let exchange = async {
-            self.link.send(&command, &descriptors).await.map_err(broke)?;
+            self.link.send(&command, &descriptors).await.map_err(channel_broke)?;
             // Copies of sockets must not keep them open any longer.
             drop(descriptors);
-            replies.recv().await.ok_or_else(gone)
+            replies.recv().await.ok_or_else(worker_gone)
         };
         let reply = timeout_at(deadline, exchange)
             .await
@@ -234,11 +234,11 @@ pub(crate) fn unexpected(message: &FromWorker) -> Error {
     Error::new(ErrorKind::Internal, format!("the worker answered out of turn: {message:?}"))
 }
 
-pub(crate) fn gone() -> Error {
+pub(crate) fn worker_gone() -> Error {
     Error::new(ErrorKind::Unavailable, "the worker died or closed its channel")
         .with_repair("see the log for its last words")
 }
 
-pub(crate) fn broke(error: std::io::Error) -> Error {
+pub(crate) fn channel_broke(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the worker broke").with_source(error)
 }
