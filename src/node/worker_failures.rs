@@ -104,7 +104,8 @@ impl WorkerFailures {
     pub fn backend_wait_attempts(&mut self, policy: OnOutage) -> Option<u32> {
         let backend_failure =
             self.backend_failure.as_ref().filter(|_| std::mem::take(&mut self.fresh))?;
-        let waits = policy.max_queue_time().is_none_or(|limit| backend_failure.began.elapsed() < limit);
+        let waits =
+            policy.max_queue_time().is_none_or(|limit| backend_failure.began.elapsed() < limit);
         waits.then_some(backend_failure.attempts)
     }
 
