@@ -7,11 +7,11 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, broadcast, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
+use crate::force_disconnected::ForceDisconnected;
 use crate::journal::Journal;
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::{Change, Register};
 use crate::planner::Options;
-use crate::severed::SeveredDevices;
 use crate::workers::Workers;
 use cleat_backend::Registry;
 use cleat_core::random::Random;
@@ -22,7 +22,7 @@ pub(crate) struct Settings {
     /// For what a request leaves open.
     pub defaults: Options,
     /// How devices are made quiet for snapshots.
-    pub quiesce: Means,
+    pub quiesce: QuiesceSettings,
     /// The most mappings.
     pub mappings: usize,
     /// The node's name.
@@ -35,7 +35,7 @@ pub(crate) struct Settings {
 
 /// How devices are made quiet.
 #[derive(Debug, Clone)]
-pub(crate) struct Means {
+pub(crate) struct QuiesceSettings {
     /// In place of freezing file systems.
     pub hook: Option<PathBuf>,
     /// The longest that it may last, the beginning included.
@@ -57,7 +57,7 @@ pub(crate) struct Context {
     /// force while other calls are stuck.
     pub(crate) urgent: KernelCalls,
     /// Devices that were disconnected by force and still have holders.
-    pub(crate) severed: SeveredDevices,
+    pub(crate) force_disconnected: ForceDisconnected,
     /// Starts and finds workers.
     pub(crate) workers: Workers,
     /// Limits the workers that start at one time.
@@ -71,7 +71,7 @@ pub(crate) struct Context {
     /// Mapping ids and the spread of retries.
     pub(crate) random: Random,
     /// Names of mappings to reconcile.
-    pub(crate) attention: mpsc::Sender<String>,
+    pub(crate) work_queue: mpsc::Sender<String>,
     /// Every change of a mapping's view.
     pub(crate) changes: broadcast::Sender<Change>,
     /// Where a test stops the supervisor.
@@ -107,16 +107,16 @@ impl Context {
 
     /// Puts a mapping on the work queue. A full queue loses it: the next sweep finds the mapping.
     pub(crate) fn wake(&self, name: &str) {
-        let _ = self.attention.try_send(name.to_owned());
+        let _ = self.work_queue.try_send(name.to_owned());
     }
 
     /// Puts a mapping on the work queue at a time, and waits for a place in it.
     pub(crate) fn wake_at(&self, name: &str, at: Instant) {
-        let (name, attention) = (name.to_owned(), self.attention.clone());
+        let (name, work_queue) = (name.to_owned(), self.work_queue.clone());
         tokio::spawn(async move {
             sleep_until(at).await;
             // An error means that the daemon has ended.
-            let _ = attention.send(name).await;
+            let _ = work_queue.send(name).await;
         });
     }
 }

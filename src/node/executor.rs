@@ -149,7 +149,7 @@ impl Executor {
     /// Returns whether this supervisor disconnected a device by force, so that it only waits for its
     /// holders.
     pub(crate) fn is_severed(&self, index: DeviceIndex, identity: &Identity) -> bool {
-        self.context.severed.contains(index, identity)
+        self.context.force_disconnected.contains(index, identity)
     }
 
     /// Every mapping.

@@ -109,8 +109,8 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
 }
 
 pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>) -> Result<Guard> {
-    let guard = mapping.enter_call().await?;
-    if guard.withdrawn || guard.record.intent != Intent::Mapped {
+    let guard = mapping.lock_for_call().await?;
+    if guard.teardown.removed || guard.record.intent != Intent::Mapped {
         return Err(not_mapped(mapping));
     }
     Ok(guard)

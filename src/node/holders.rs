@@ -35,7 +35,7 @@ pub(crate) async fn check_unused(
             return Ok(());
         }
         if !holders.iter().all(is_transient) || Instant::now() >= patience {
-            return Err(held(&guard.record.name, &holders));
+            return Err(in_use_error(&guard.record.name, &holders));
         }
         sleep(Duration::from_millis(50)).await;
     }
@@ -48,7 +48,7 @@ pub(crate) fn is_transient(holder: &Holder) -> bool {
 }
 
 /// An error that names who holds a device.
-pub(crate) fn held(name: &str, holders: &[Holder]) -> Error {
+pub(crate) fn in_use_error(name: &str, holders: &[Holder]) -> Error {
     const SHOWN: usize = 8;
     let mut who: Vec<String> = holders.iter().take(SHOWN).map(describe).collect();
     if holders.len() > SHOWN {

@@ -14,23 +14,23 @@ use cleat_kernel::{ConnectSpec, DeviceIndex, Identity, Kernel};
 /// The kernel, from the event loop.
 pub(crate) struct KernelCalls {
     kernel: Arc<dyn Kernel>,
-    commands: Room,
-    waits: Room,
+    commands: Slots,
+    waits: Slots,
 }
 
 /// Room for so many calls.
 #[derive(Clone)]
-struct Room {
+struct Slots {
     permits: Arc<Semaphore>,
     most: usize,
 }
 
-impl Room {
+impl Slots {
     fn new(most: usize) -> Self {
         Self { permits: Arc::new(Semaphore::new(most)), most }
     }
 
-    fn taken(&self) -> usize {
+    fn used(&self) -> usize {
         self.most - self.permits.available_permits()
     }
 }
@@ -64,13 +64,13 @@ const SLACK: Duration = Duration::from_millis(500);
 impl KernelCalls {
     /// Calls to `kernel`.
     pub(crate) fn new(kernel: Arc<dyn Kernel>) -> Self {
-        Self { kernel, commands: Room::new(MAX_COMMANDS), waits: Room::new(MAX_WAITS) }
+        Self { kernel, commands: Slots::new(MAX_COMMANDS), waits: Slots::new(MAX_WAITS) }
     }
 
     /// Calls to the same kernel that never wait behind others.
     pub(crate) fn urgent(&self) -> Self {
-        let room = Room::new(MAX_URGENT);
-        Self { kernel: Arc::clone(&self.kernel), commands: room.clone(), waits: room }
+        let slots = Slots::new(MAX_URGENT);
+        Self { kernel: Arc::clone(&self.kernel), commands: slots.clone(), waits: slots }
     }
 
     /// The kernel itself, for calls that may block the caller.
@@ -80,8 +80,8 @@ impl KernelCalls {
 
     /// Waits until no call is under way, stuck ones included: those that were given up have a thread
     /// in the kernel and no place here. Says whether that came about.
-    pub(crate) async fn rest(&self, deadline: Instant) -> bool {
-        let all = |room: &Room| u32::try_from(room.most).unwrap_or(u32::MAX);
+    pub(crate) async fn wait_until_idle(&self, deadline: Instant) -> bool {
+        let all = |slots: &Slots| u32::try_from(slots.most).unwrap_or(u32::MAX);
         let quiet = async {
             // Those that come meanwhile wait behind this.
             drop(self.commands.permits.acquire_many(all(&self.commands)).await);
@@ -96,8 +96,8 @@ impl KernelCalls {
     /// What is under way now.
     pub(crate) fn load(&self) -> Load {
         Load {
-            commands: self.commands.taken(),
-            waits: self.waits.taken(),
+            commands: self.commands.used(),
+            waits: self.waits.used(),
             stuck: self.kernel.stuck(),
         }
     }
@@ -200,14 +200,14 @@ impl KernelCalls {
 
     async fn run<T: Send + 'static>(
         &self,
-        room: &Room,
+        slots: &Slots,
         what: &'static str,
         deadline: Instant,
         limit: Option<Duration>,
         call: impl FnOnce(&dyn Kernel, std::time::Instant) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let late = |message: String| Error::new(ErrorKind::TimedOut, message);
-        let permit = timeout_at(deadline, Arc::clone(&room.permits).acquire_owned())
+        let permit = timeout_at(deadline, Arc::clone(&slots.permits).acquire_owned())
             .await
             .map_err(|_| late(format!("could not {what}: earlier kernel calls are stuck")))?
             .map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))?;
@@ -257,8 +257,8 @@ mod tests {
         let error = calls.connect(spec(), (), Instant::now()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         // The late call ends with its thread, which holds the permit.
-        assert!(!calls.rest(Instant::now()).await);
-        assert!(calls.rest(Instant::now() + COMMAND_LIMIT).await);
+        assert!(!calls.wait_until_idle(Instant::now()).await);
+        assert!(calls.wait_until_idle(Instant::now() + COMMAND_LIMIT).await);
         assert!(kernel.devices().unwrap().iter().all(|device| !device.connected));
     }
 
@@ -268,9 +268,9 @@ mod tests {
         let calls = KernelCalls::new(Arc::new(kernel.clone()));
         for calls in [&calls, &calls.urgent()] {
             kernel.set_stuck(1);
-            assert!(!calls.rest(Instant::now() + Duration::from_millis(50)).await);
+            assert!(!calls.wait_until_idle(Instant::now() + Duration::from_millis(50)).await);
             kernel.set_stuck(0);
-            assert!(calls.rest(Instant::now() + COMMAND_LIMIT).await);
+            assert!(calls.wait_until_idle(Instant::now() + COMMAND_LIMIT).await);
         }
     }
 

@@ -15,16 +15,16 @@ const LIFE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Asks a mapping's worker for a sign of life. When none comes, the mapping is looked at.
 pub(crate) async fn check_liveness(cx: &Context, mapping: &Arc<Mapping>) {
-    let Some(guard) = mapping.enter_keeper() else { return };
+    let Some(guard) = mapping.try_lock_in_background() else { return };
     let Some(worker) = guard.worker.as_ref() else { return };
     let limit = Instant::now() + LIFE_LIMIT;
-    let asked = mapping.giving_way(worker.call(ToWorker::Ping, Vec::new(), limit)).await;
+    let asked = mapping.until_forced(worker.call(ToWorker::Ping, Vec::new(), limit)).await;
     if let Err(error) = asked
         && error.kind() != ErrorKind::Aborted
     {
         let pid = worker.id().pid;
         tracing::warn!(mapping = mapping.name, pid, "gives no sign of life: {}", error.report());
         drop(guard);
-        let _ = cx.attention.send(mapping.name.clone()).await;
+        let _ = cx.work_queue.send(mapping.name.clone()).await;
     }
 }

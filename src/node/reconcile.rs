@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::actions;
 use crate::context::Context;
-use crate::holders::{TRANSIENT_LIMIT, held, is_transient, or_by_force};
+use crate::holders::{TRANSIENT_LIMIT, in_use_error, is_transient, or_by_force};
 use crate::mapping::{Guard, Mapping};
 use crate::observe::observe;
 use crate::planner::{Action, State, plan};
@@ -28,11 +28,11 @@ const REPAIR_LIMIT: Duration = Duration::from_secs(60);
 
 /// Looks after a mapping by itself: after an event, or because it is time.
 pub(crate) async fn reconcile_in_background(cx: &Context, mapping: &Arc<Mapping>) {
-    let Some(mut guard) = mapping.enter_keeper() else { return };
-    if guard.withdrawn {
+    let Some(mut guard) = mapping.try_lock_in_background() else { return };
+    if guard.teardown.removed {
         return;
     }
-    let tended = mapping.giving_way(async {
+    let tended = mapping.until_forced(async {
         reconcile_locked(cx, &mut guard).await;
         Ok(())
     });
@@ -42,10 +42,10 @@ pub(crate) async fn reconcile_in_background(cx: &Context, mapping: &Arc<Mapping>
 }
 
 async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
-    if guard.not_before.is_some_and(|at| at > Instant::now()) {
+    if guard.health.retry_at.is_some_and(|at| at > Instant::now()) {
         return wake_later(cx, guard);
     }
-    guard.not_before = None;
+    guard.health.retry_at = None;
     if let Err(error) = store_again(cx, guard).await {
         tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
         wake_later(cx, guard);
@@ -53,8 +53,8 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
     let deadline =
         Instant::now() + REPAIR_LIMIT + unlock::extra_open_time(cx.registry, &guard.record.uri);
     match reconcile(cx, guard, deadline).await {
-        Ok(State::Failed(trouble)) => {
-            tracing::debug!(mapping = guard.mapping().name, "failed: {}", trouble.message);
+        Ok(State::Failed(failure)) => {
+            tracing::debug!(mapping = guard.mapping().name, "failed: {}", failure.message);
         }
         Ok(_) => {}
         Err(error) => after_failure(cx, guard, &error),
@@ -75,7 +75,7 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
         }
         // A worker that was just found dead, not for the first time: nobody waits for its successor
         // so urgently that one may be started after the other.
-        if guard.is_kept() && guard.not_before.is_some_and(|at| at > Instant::now()) {
+        if guard.is_background() && guard.health.retry_at.is_some_and(|at| at > Instant::now()) {
             wake_later(cx, guard);
             return Ok(plan.state);
         }
@@ -85,7 +85,7 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
             guard.step_begins(action);
             actions::run(cx, guard, action, deadline).await?;
             guard.step_ends();
-            if action == Action::WithdrawRecord {
+            if action == Action::RemoveRecord {
                 return Ok(State::Unmapped);
             }
         }
@@ -104,7 +104,7 @@ pub(crate) async fn reconcile_with_retries(
     let mut attempt = 1;
     loop {
         let error = match reconcile(cx, guard, deadline).await {
-            Err(error) if may_pass(error.kind()) && attempt < MAX_ATTEMPTS => error,
+            Err(error) if is_temporary(error.kind()) && attempt < MAX_ATTEMPTS => error,
             other => return other,
         };
         let wait = cx.random.backoff(attempt, Duration::from_millis(50), Duration::from_secs(1));
@@ -131,9 +131,9 @@ pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant
             }
             State::Held(holders) => {
                 let name = &guard.mapping().name;
-                return Err(or_by_force(held(name, &holders), name));
+                return Err(or_by_force(in_use_error(name, &holders), name));
             }
-            State::Failed(trouble) => return Err(trouble.into_error()),
+            State::Failed(failure) => return Err(failure.into_error()),
             other => {
                 let message = format!("unmap came to rest in {other:?}");
                 return Err(Error::new(ErrorKind::Internal, message));
@@ -143,6 +143,6 @@ pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant
 }
 
 /// Whether another attempt may succeed soon.
-fn may_pass(kind: ErrorKind) -> bool {
+fn is_temporary(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Unavailable | ErrorKind::Aborted)
 }

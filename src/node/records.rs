@@ -34,7 +34,7 @@ pub(crate) async fn write(
     let given_up = Arc::new(AtomicBool::new(false));
     let is_given_up = Arc::clone(&given_up);
     let write = async {
-        let turn = guard.mapping().turn_to_write().await;
+        let turn = guard.mapping().write_permit().await;
         let write = move || {
             let _turn = turn;
             write(&journal, &is_given_up)
@@ -43,7 +43,7 @@ pub(crate) async fn write(
     };
     timeout(JOURNAL_LIMIT, write).await.unwrap_or_else(|_| {
         given_up.store(true, Ordering::SeqCst);
-        guard.mapping().settle_later();
+        guard.mapping().store_again_later();
         let message = "the disk of the journal does not take a record: its write still waits";
         Err(Error::new(ErrorKind::TimedOut, message).with_repair(
             "see what the file system of the state directory waits for: dmesg, \
@@ -54,10 +54,10 @@ pub(crate) async fn write(
 
 /// Writes the record again where an earlier write was given up.
 pub(crate) async fn store_again(cx: &Context, guard: &Guard) -> Result<()> {
-    if !guard.mapping().is_unsettled() || guard.record.worker.is_none() {
+    if !guard.mapping().is_record_uncertain() || guard.record.worker.is_none() {
         return Ok(());
     }
     store(cx, guard).await?;
-    guard.mapping().settled();
+    guard.mapping().set_record_certain();
     Ok(())
 }

@@ -59,7 +59,7 @@ pub(super) fn on_disk() -> Result<Binary> {
 
 /// Goes on as `path`, with the arguments that this process was started with. Returns only when that
 /// is not possible.
-pub(super) fn become_other(path: &Path) -> Error {
+pub(super) fn exec(path: &Path) -> Error {
     let mut arguments = std::env::args_os();
     let name = arguments.next().unwrap_or_else(|| path.into());
     let error = Command::new(path).arg0(name).args(arguments).exec();
@@ -68,7 +68,7 @@ pub(super) fn become_other(path: &Path) -> Error {
 
 /// Takes the exit status of every child that has ended: of an executable before this one, in the same
 /// process. To be called before there are children of this one.
-pub(super) fn reap_left() {
+pub(super) fn reap_children() {
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
     while waitid(Id::All, flags).is_ok_and(|status| status != WaitStatus::StillAlive) {}
 }

@@ -11,12 +11,12 @@ use cleat_core::error::Error;
 
 /// A mapping that has worked for so long has recovered from what was before. Short, so that only
 /// workers which die soon after their start are given up: with the others, I/O gets on.
-const SOUND_AFTER: Duration = Duration::from_secs(5);
+const RECOVERED_AFTER: Duration = Duration::from_secs(5);
 
 /// A failure that nobody may be waiting for: shown, counted, and tried again later.
 pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
     let policy = guard.record.options.policy.outage;
-    let refusals = guard.worker_failures.outwait(policy);
+    let refusals = guard.health.worker_failures.backend_wait_attempts(policy);
     let name = &guard.mapping().name;
     let mut message = error.report();
     match refusals {
@@ -27,7 +27,7 @@ pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
                 tracing::warn!(mapping = name, attempt, "{message}");
             }
         }
-        None => tracing::warn!(mapping = name, attempt = guard.failures + 1, "{message}"),
+        None => tracing::warn!(mapping = name, attempt = guard.health.failures + 1, "{message}"),
     }
     let outage = outage_of(guard);
     publish(cx, guard.mapping(), |view| {
@@ -43,12 +43,12 @@ pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
 
 /// One more repair that failed or did not last; the next one waits the longer.
 pub(crate) fn count_failure(cx: &Context, guard: &mut Guard) {
-    if guard.sound_since.take().is_some_and(|since| since.elapsed() > SOUND_AFTER) {
-        guard.failures = 0;
-        guard.dead_since = None;
+    if guard.health.working_since.take().is_some_and(|since| since.elapsed() > RECOVERED_AFTER) {
+        guard.health.failures = 0;
+        guard.health.unserved_since = None;
     }
-    guard.failures = guard.failures.saturating_add(1);
-    set_backoff(cx, guard, guard.failures);
+    guard.health.failures = guard.health.failures.saturating_add(1);
+    set_backoff(cx, guard, guard.health.failures);
 }
 
 /// The first repair is immediate: its cause is most likely past. The others wait ever longer.
@@ -56,16 +56,16 @@ fn set_backoff(cx: &Context, guard: &mut Guard, attempts: u32) {
     if attempts > 1 {
         let (first, most) = (Duration::from_millis(100), Duration::from_secs(10));
         let wait = cx.random.backoff(attempts - 1, first, most);
-        guard.not_before = Some(Instant::now() + wait);
+        guard.health.retry_at = Some(Instant::now() + wait);
     }
 }
 
 /// Has the mapping looked at when its time has come.
 pub(crate) fn wake_later(cx: &Context, guard: &mut Guard) {
-    let (name, attention) = (guard.mapping().name.clone(), cx.attention.clone());
-    let at = guard.not_before.unwrap_or_else(|| Instant::now() + Duration::from_secs(1));
+    let (name, work_queue) = (guard.mapping().name.clone(), cx.work_queue.clone());
+    let at = guard.health.retry_at.unwrap_or_else(|| Instant::now() + Duration::from_secs(1));
     tokio::spawn(async move {
         tokio::time::sleep_until(at).await;
-        let _ = attention.try_send(name);
+        let _ = work_queue.try_send(name);
     });
 }

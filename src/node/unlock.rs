@@ -10,13 +10,13 @@ use tokio::time::{Instant, timeout_at};
 use crate::context::Context;
 use crate::mapping::Guard;
 use crate::status::publish;
-use crate::worker_failures::NotStarted;
+use crate::worker_failures::StartFailure;
 use cleat_backend::Registry;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Volumes that are unlocked at the same time: each for itself would be no faster, and the memory that
 /// they take is not bounded by anything else.
-pub(crate) const AT_ONCE: usize = 2;
+pub(crate) const MAX_CONCURRENT: usize = 2;
 
 /// Returns what is added to the limits of opening the volume `uri`, for example because its key is
 /// derived from a passphrase.
@@ -50,7 +50,11 @@ pub(crate) async fn unlock_permit<'a>(
     let Ok(turn) = timeout_at(deadline, cx.unlocks.acquire()).await else {
         let message = "other encrypted volumes were being unlocked until the deadline";
         let error = Error::new(ErrorKind::TimedOut, message);
-        return Err(guard.worker_failures.not_started(NotStarted { error, pid: 0, died: None }));
+        return Err(guard.health.worker_failures.start_failed(StartFailure {
+            error,
+            pid: 0,
+            died: None,
+        }));
     };
     let closed = |_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down");
     turn.map(Some).map_err(closed)

@@ -10,7 +10,7 @@ use cleat_core::error::Error;
 use cleat_kernel::Device;
 use cleat_node::executor::Executor;
 use cleat_node::mapping::View;
-use cleat_node::planner::{Intent, State, Trouble};
+use cleat_node::planner::{Failure, Intent, State};
 use tokio::time::{Instant, sleep};
 
 use crate::clock;
@@ -226,7 +226,7 @@ pub(crate) async fn at_the_end(
         tracing::debug!(name, state = ?view.state, message = view.message, "END");
         let right = match &view.state {
             State::Mapped => works(world, &view).await,
-            State::Failed(trouble) => holds(world, &view, trouble, gone == Some(name)),
+            State::Failed(failure) => holds(world, &view, failure, gone == Some(name)),
             State::Recovering => is_open_elsewhere_or(world, &view, gone == Some(name)),
             State::Held(_) if held == Some(name) => Ok(()),
             // What the device holds cannot be written back; only force takes it down, and it says so.
@@ -309,14 +309,14 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
 }
 
 /// A reported reason is true.
-fn holds(world: &World, view: &View, trouble: &Trouble, gone: bool) -> Result<(), String> {
+fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<(), String> {
     let (record, id) = (&view.record, view.record.mapping_id.as_str());
     let all = cleat_devices(world.kernel());
     let devices: Vec<&Device> = all.iter().filter(|device| is_of(device, id)).collect();
     let state = world.state();
     let workers: Vec<_> =
         state.workers.values().filter(|worker| worker.mapping_id() == Some(id)).collect();
-    let message = &trouble.message;
+    let message = &failure.message;
     let is_true = if message.contains("by somebody else") {
         let severed = world.kernel().has_vanished(&record.identity()) || state.forced.contains(id);
         devices.is_empty() && severed

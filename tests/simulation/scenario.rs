@@ -95,7 +95,7 @@ const POINTS: [&str; 10] = [
     "passed or not",
     "before EndPredecessor",
     "before StopWorker",
-    "before Reinstate",
+    "before RestorePredecessor",
 ];
 
 impl Life {

@@ -164,7 +164,7 @@ impl World {
         let id = identity.mapping_id();
         let text = std::fs::read(self.records().join(format!("{id}.json"))).unwrap_or_default();
         let record: serde_json::Value = serde_json::from_slice(&text).unwrap_or_default();
-        if record["quiet"].is_null() && !self.look().touched.contains(id) {
+        if record["quiesced"].is_null() && !self.look().touched.contains(id) {
             self.violation(format!("{id} was frozen without a record of it"));
         }
     }

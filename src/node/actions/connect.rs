@@ -12,9 +12,9 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::ConnectSpec;
 
 pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
-    let Some(turn) = guard.mapping().turn_to_connect() else {
+    let Some(turn) = guard.mapping().connect_permit() else {
         // Its device may have come since the look that led here.
-        guard.mapping().await_connect(deadline).await?;
+        guard.mapping().wait_for_connect(deadline).await?;
         let message = "an earlier attempt to connect the device has only now ended";
         return Err(Error::new(ErrorKind::Unavailable, message));
     };

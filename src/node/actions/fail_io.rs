@@ -25,7 +25,7 @@ pub(crate) async fn fail_io(cx: &Context, guard: &mut Guard, deadline: Instant) 
     };
     let note = match failed {
         Ok(0) => {
-            guard.silent = true;
+            guard.teardown.no_writes_proved = true;
             String::new()
         }
         Ok(at_backend) => format!("{at_backend} requests hang at the backend"),

@@ -25,7 +25,7 @@ pub(crate) async fn run(
 ) -> Result<()> {
     let (identity, process) = (guard.record.identity(), process_of(cx, guard)?);
     let mut unreported = ForceProgress::default();
-    let progress = guard.progress.as_mut().unwrap_or(&mut unreported);
+    let progress = guard.teardown.force.as_mut().unwrap_or(&mut unreported);
     force_disconnect(cx, progress, index, &identity, process, deadline).await
 }
 
@@ -56,7 +56,7 @@ pub(crate) async fn force_disconnect(
     if severed == Disconnected::Held {
         progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
         progress.left = Some(index);
-        cx.severed.insert(index, identity);
+        cx.force_disconnected.insert(index, identity);
     }
     Ok(())
 }

@@ -29,13 +29,13 @@ pub(crate) async fn grow(
 ) -> Result<()> {
     let resized = resize_device(cx, guard, index, size, GROWTH_FLOW_LIMIT, deadline).await;
     let Err(error) = resized else {
-        guard.growth = None;
+        guard.resize_deferred = None;
         tracing::info!(mapping = guard.record.name, size, "grown with its volume");
         return record_size(cx, guard).await;
     };
     let why = format!("its volume has grown to {size} bytes: {}", error.report());
     tracing::warn!(mapping = guard.record.name, "{why}");
-    guard.growth = Some((Instant::now() + AGAIN_AFTER, why));
+    guard.resize_deferred = Some((Instant::now() + AGAIN_AFTER, why));
     cx.wake_at(&guard.mapping().name, Instant::now() + AGAIN_AFTER);
     Ok(())
 }

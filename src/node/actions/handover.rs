@@ -9,7 +9,7 @@ use crate::records::store;
 use cleat_core::error::Result;
 
 /// Ends the worker that was succeeded, and forgets it.
-pub(crate) async fn end_predecessor(
+pub(crate) async fn stop_predecessor(
     cx: &Context,
     guard: &mut Guard,
     deadline: Instant,

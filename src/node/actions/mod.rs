@@ -12,14 +12,14 @@ mod quiesce;
 mod reconnect;
 mod record;
 mod refuse_io;
+mod remove_record;
 pub(crate) mod resize_device;
 mod sockets;
 mod start_worker;
 mod stop_worker;
 mod unmount;
 mod unquiesce;
-mod wait_ready;
-mod withdraw_record;
+mod wait_for_device;
 
 use tokio::time::Instant;
 
@@ -47,38 +47,38 @@ pub(crate) async fn run(
     match action {
         Action::StartWorker => start_worker::start_worker(cx, guard, deadline).await,
         Action::Connect => connect::connect(cx, guard, deadline).await,
-        Action::WaitReady => wait_ready::wait_ready(cx, guard, deadline).await,
-        Action::Establish => record::record_established(cx, guard).await,
+        Action::WaitForDevice => wait_for_device::wait_for_device(cx, guard, deadline).await,
+        Action::RecordMapped => record::record_mapped(cx, guard).await,
         Action::Reconnect { index, missing } => {
             reconnect::reconnect(cx, guard, index, missing, deadline).await
         }
-        Action::Refuse { index, connections } => {
+        Action::RefuseIo { index, connections } => {
             refuse_io::refuse_io(cx, guard, index, connections, deadline).await
         }
-        Action::RememberFence => record::record_fenced(cx, guard).await,
-        Action::Grow { index, size } => grow::grow(cx, guard, index, size, deadline).await,
+        Action::RecordFenced => record::record_fenced(cx, guard).await,
+        Action::GrowDevice { index, size } => grow::grow(cx, guard, index, size, deadline).await,
         Action::Quiesce { index, snapshot } => {
             quiesce::quiesce(cx, guard, index, snapshot, deadline).await
         }
-        Action::Thaw => unquiesce::unquiesce(cx, guard, deadline).await,
-        Action::TryThaw => {
+        Action::Unquiesce => unquiesce::unquiesce(cx, guard, deadline).await,
+        Action::TryUnquiesce => {
             unquiesce::try_unquiesce(cx, guard, deadline).await;
             Ok(())
         }
-        Action::Renounce => record::record_going(cx, guard, deadline).await,
+        Action::RecordUnmapping => record::record_unmapping(cx, guard, deadline).await,
         Action::Flush(index) => disconnect::flush(cx, guard, index, deadline).await,
         Action::Disconnect(index) => disconnect::disconnect(cx, guard, index, deadline).await,
         Action::StopWorker => stop_worker::stop_worker(cx, guard, deadline).await,
-        Action::EndPredecessor => handover::end_predecessor(cx, guard, deadline).await,
-        Action::Reinstate => handover::restore_predecessor(cx, guard).await,
-        Action::AwaitConnect => guard.mapping().await_connect(deadline).await,
-        Action::WithdrawRecord => withdraw_record::withdraw_record(cx, guard).await,
+        Action::StopPredecessor => handover::stop_predecessor(cx, guard, deadline).await,
+        Action::RestorePredecessor => handover::restore_predecessor(cx, guard).await,
+        Action::WaitForConnect => guard.mapping().wait_for_connect(deadline).await,
+        Action::RemoveRecord => remove_record::remove_record(cx, guard).await,
         Action::FailIo => fail_io::fail_io(cx, guard, deadline).await,
-        Action::Detach(index, unmount) => {
+        Action::Unmount(index, unmount) => {
             unmount::run(cx, guard, index, unmount, deadline).await;
             Ok(())
         }
-        Action::Sever(index) => force_disconnect::run(cx, guard, index, deadline).await,
-        Action::ProveSilence => prove_no_writes::prove_no_writes(cx, guard, deadline).await,
+        Action::ForceDisconnect(index) => force_disconnect::run(cx, guard, index, deadline).await,
+        Action::ProveNoWrites => prove_no_writes::prove_no_writes(cx, guard, deadline).await,
     }
 }

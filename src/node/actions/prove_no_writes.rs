@@ -28,7 +28,7 @@ pub(crate) async fn prove_no_writes(
     // What was kept in memory died with it; and the storage itself keeps out who is fenced.
     let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
     let harmless = record.options.read_only || record.fenced || !outlives;
-    if guard.silent || record.worker.is_none() || harmless {
+    if guard.teardown.no_writes_proved || record.worker.is_none() || harmless {
         return Ok(());
     }
     loop {
@@ -52,7 +52,7 @@ pub(crate) async fn prove_no_writes(
             }
         }
     }
-    guard.silent = true;
+    guard.teardown.no_writes_proved = true;
     Ok(())
 }
 
@@ -68,6 +68,6 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     let starting = cx.workers.start(launched, start, None, Vec::new(), deadline);
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
-    let worker = started.await.map_err(late)?.map_err(|not_started| not_started.error)?;
+    let worker = started.await.map_err(late)?.map_err(|start_failed| start_failed.error)?;
     worker.stop(FORCED_STOP_GRACE, deadline).await
 }

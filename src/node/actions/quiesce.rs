@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use crate::blocking::blocking;
 use crate::context::Context;
 use crate::mapping::{Answered, Guard, node_of};
-use crate::planner::Quiet;
+use crate::planner::Quiesced;
 use crate::quiesce_hook as hook;
 use crate::records::store;
 use crate::worker_start::{no_worker, within};
@@ -47,17 +47,18 @@ pub(crate) async fn quiesce(
     let pid = worker.id().pid;
     let until = Instant::now() + cx.settings.quiesce.limit;
     let begun = within(deadline.min(until), BEGIN_LIMIT);
-    let quiet = quiesce_device(cx, guard, index, begun).await;
+    let quiesced = quiesce_device(cx, guard, index, begun).await;
     cx.point("quiet, not answered").await;
-    let errno = quiet.as_ref().map_or_else(|error| errno(error.kind()), |()| 0);
+    let errno = quiesced.as_ref().map_or_else(|error| errno(error.kind()), |()| 0);
     let name = guard.record.name.clone();
-    if let Err(error) = &quiet {
+    if let Err(error) = &quiesced {
         let why = format!("a snapshot of it failed: it is not quiet: {}", error.report());
         tracing::warn!(mapping = name, "{why}");
-        guard.unquiet = Some(why);
+        guard.quiesce.warning = Some(why);
     }
     // From here on it is answered, whatever becomes of that.
-    guard.answered = Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
+    guard.quiesce.answered =
+        Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let answer = ToWorker::Quiesced { snapshot, errno };
     match worker.call(answer, Vec::new(), Instant::now() + ANSWER_LIMIT).await {
@@ -69,7 +70,7 @@ pub(crate) async fn quiesce(
         Ok(_) => {}
         Err(error) => {
             tracing::warn!(mapping = name, "a snapshot does not wait: {}", error.report());
-            guard.answered = Some(Answered { pid, snapshot, until: None });
+            guard.quiesce.answered = Some(Answered { pid, snapshot, until: None });
         }
     }
     Ok(())
@@ -87,25 +88,25 @@ async fn quiesce_device(
     }
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let hook = cx.settings.quiesce.hook.clone();
-    guard.record.quiet = Some(Quiet {
+    guard.record.quiesced = Some(Quiesced {
         device: index,
         since_unix_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
         hook: hook.clone(),
-        spared: Vec::new(),
+        already_frozen: Vec::new(),
     });
     store(cx, guard).await?;
     cx.point("quiet recorded").await;
     if let Some(hook) = hook {
         return run_hook(hook, index, "quiesce", deadline).await;
     }
-    let spared = cx.kernel.freeze(index, guard.record.identity(), deadline).await?;
+    let already_frozen = cx.kernel.freeze(index, guard.record.identity(), deadline).await?;
     cx.point("frozen").await;
-    if spared.is_empty() {
+    if already_frozen.is_empty() {
         return Ok(());
     }
-    tracing::info!(mapping = guard.mapping().name, ?spared, "frozen by somebody else");
-    if let Some(quiet) = &mut guard.record.quiet {
-        quiet.spared = spared;
+    tracing::info!(mapping = guard.mapping().name, ?already_frozen, "frozen by somebody else");
+    if let Some(quiesced) = &mut guard.record.quiesced {
+        quiesced.already_frozen = already_frozen;
     }
     store(cx, guard).await
 }

@@ -14,7 +14,7 @@ use cleat_kernel::DeviceIndex;
 use cleat_statistics::Page;
 
 /// For the kernel to notice that the dead worker's sockets are closed.
-const DEAD_LINK_LIMIT: Duration = Duration::from_secs(3);
+const DEAD_LINK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// RECONFIGURE replaces dead connections only and drops other sockets without a word
 /// (nbd_genl_reconfigure): a dropped one shows as a hang-up on our end. Only sockets that were
@@ -27,7 +27,7 @@ pub(crate) async fn reconnect(
     deadline: Instant,
 ) -> Result<()> {
     stop_refusing_io(guard).await?;
-    let until = within(deadline, DEAD_LINK_LIMIT);
+    let until = within(deadline, DEAD_LINK_TIMEOUT);
     let mut missing = missing;
     loop {
         let taken = reconfigure(cx, guard, index, missing, deadline).await?;

@@ -15,7 +15,7 @@ use cleat_core::error::Result;
 const RECORD_LIMIT: Duration = Duration::from_secs(1);
 
 /// Records that the mapping has been made: from here on a missing device is a fault.
-pub(crate) async fn record_established(cx: &Context, guard: &mut Guard) -> Result<()> {
+pub(crate) async fn record_mapped(cx: &Context, guard: &mut Guard) -> Result<()> {
     guard.record.established = true;
     let stored = store(cx, guard).await;
     guard.record.established = stored.is_ok();
@@ -34,7 +34,11 @@ pub(crate) async fn record_fenced(cx: &Context, guard: &mut Guard) -> Result<()>
 ///
 /// # Errors
 /// When the record cannot be stored. By force it never fails.
-pub(crate) async fn record_going(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
+pub(crate) async fn record_unmapping(
+    cx: &Context,
+    guard: &mut Guard,
+    deadline: Instant,
+) -> Result<()> {
     if matches!(guard.record.intent, Intent::Forced(_)) {
         try_record_intent(cx, guard, within(deadline, RECORD_LIMIT)).await;
         return Ok(());
@@ -43,14 +47,14 @@ pub(crate) async fn record_going(cx: &Context, guard: &mut Guard, deadline: Inst
 }
 
 pub(crate) async fn record_intent(cx: &Context, guard: &mut Guard) -> Result<()> {
-    if guard.renounced {
+    if guard.teardown.recorded {
         return Ok(());
     }
     // Nothing was ever recorded of a map that failed early.
     if guard.record.worker.is_some() {
         store(cx, guard).await?;
     }
-    guard.renounced = true;
+    guard.teardown.recorded = true;
     Ok(())
 }
 

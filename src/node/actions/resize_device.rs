@@ -71,7 +71,7 @@ async fn send_policy(guard: &Guard, policy: Policy, deadline: Instant) -> Result
 async fn check_no_stall(guard: &Guard, limit: Duration) -> Result<()> {
     let record = &guard.record;
     let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(guard.mapping()))?;
-    let replaying = guard.sound_since.map_or(Duration::ZERO, |since| since.elapsed());
+    let replaying = guard.health.working_since.map_or(Duration::ZERO, |since| since.elapsed());
     let limit_of_replay = replay_limit(&record.options);
     // A worker that was succeeded in order has left nothing, and its sockets are the same.
     if worker.statistics.reconnects() > 0 && replaying < limit_of_replay {

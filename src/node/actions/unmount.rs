@@ -34,7 +34,7 @@ pub(crate) async fn run(
     };
     // Never taken out of the guard: this may be cut off anywhere.
     let mut unreported = ForceProgress::default();
-    let progress = guard.progress.as_mut().unwrap_or(&mut unreported);
+    let progress = guard.teardown.force.as_mut().unwrap_or(&mut unreported);
     unmount(cx, progress, index, unmount_what, within(deadline, limit)).await;
 }
 

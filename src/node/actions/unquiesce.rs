@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::quiesce::run_hook;
 use crate::context::Context;
-use crate::mapping::{Answered, Core, Guard};
+use crate::mapping::{Answered, Guard, Guarded};
 use crate::planner::Intent;
 use crate::records::store;
 use crate::worker_start::within;
@@ -26,7 +26,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(5);
 /// # Errors
 /// `TimedOut` where it cannot be done now, and the mapping is to go; else it is put off.
 pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
-    let by_hook = guard.record.quiet.as_ref().is_some_and(|quiet| quiet.hook.is_some());
+    let by_hook = guard.record.quiesced.as_ref().is_some_and(|quiesced| quiesced.hook.is_some());
     let limit = match guard.record.intent {
         Intent::Forced(_) => FORCED_THAW_LIMIT,
         Intent::Mapped | Intent::Unmapped if by_hook => cx.settings.quiesce.limit,
@@ -37,21 +37,21 @@ pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant
     let name = guard.record.name.clone();
     match thawed {
         Ok(()) => {
-            guard.thaw_again = None;
+            guard.quiesce.retry_at = None;
             tracing::info!(mapping = name, "quiet no more");
             if let Some(why) = early {
                 let why = format!("its last snapshot may not be consistent: {why}");
                 tracing::warn!(mapping = name, "{why}");
-                guard.unquiet = Some(why);
-            } else if guard.answered.is_some_and(|answered| answered.until.is_some()) {
-                guard.unquiet = None;
+                guard.quiesce.warning = Some(why);
+            } else if guard.quiesce.answered.is_some_and(|answered| answered.until.is_some()) {
+                guard.quiesce.warning = None;
             }
             Ok(())
         }
         Err(error) if guard.record.intent == Intent::Mapped => {
             tracing::warn!(mapping = name, "not thawed yet: {}", error.report());
             let at = Instant::now() + AGAIN_AFTER;
-            guard.thaw_again = Some(at);
+            guard.quiesce.retry_at = Some(at);
             cx.wake_at(&name, at);
             Ok(())
         }
@@ -68,9 +68,9 @@ pub(crate) async fn try_unquiesce(cx: &Context, guard: &mut Guard, deadline: Ins
 }
 
 async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
-    let Some(quiet) = guard.record.quiet.clone() else { return Ok(()) };
-    let (index, identity) = (quiet.device, guard.record.identity());
-    let by_hook = match quiet.hook.clone() {
+    let Some(quiesced) = guard.record.quiesced.clone() else { return Ok(()) };
+    let (index, identity) = (quiesced.device, guard.record.identity());
+    let by_hook = match quiesced.hook.clone() {
         Some(hook) => Some(run_hook(hook, index, "unquiesce", deadline).await),
         None => None,
     };
@@ -80,17 +80,18 @@ async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) ->
     }
     if !matches!(by_hook, Some(Ok(()))) {
         let until = deadline.max(Instant::now() + FORCED_THAW_LIMIT);
-        let spared = quiet.spared.clone();
-        let thaw =
-            move |k: &dyn cleat_kernel::Kernel, until| k.thaw(index, &identity, &spared, until);
+        let already_frozen = quiesced.already_frozen.clone();
+        let thaw = move |k: &dyn cleat_kernel::Kernel, until| {
+            k.thaw(index, &identity, &already_frozen, until)
+        };
         cx.urgent.wait("thaw the file systems", until, None, thaw).await?;
     }
     cx.point("thawed").await;
-    guard.record.quiet = None;
+    guard.record.quiesced = None;
     let stored = store(cx, guard).await;
     if stored.is_err() {
         // Thawing once more does no harm.
-        guard.record.quiet = Some(quiet);
+        guard.record.quiesced = Some(quiesced);
     }
     stored
 }
@@ -98,10 +99,10 @@ async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) ->
 /// Ends it for every mapping: nobody would, once this supervisor is gone.
 pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
     for mapping in cx.register.all() {
-        if mapping.view().record.quiet.is_none() {
+        if mapping.view().record.quiesced.is_none() {
             continue;
         }
-        let thawed = match mapping.enter() {
+        let thawed = match mapping.try_lock() {
             Ok(mut guard) => unquiesce(cx, &mut guard, deadline).await,
             Err(error) => Err(error),
         };
@@ -112,13 +113,13 @@ pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
 }
 
 /// Why it ends before the snapshot has been made, where it does.
-fn why_early(core: &Core) -> Option<&'static str> {
-    let Some(Answered { pid, snapshot, until }) = core.answered else {
+fn why_early(guarded: &Guarded) -> Option<&'static str> {
+    let Some(Answered { pid, snapshot, until }) = guarded.quiesce.answered else {
         return Some("the daemon that had made it quiet has ended");
     };
     // Refused, and told so.
     let until = until?;
-    match &core.worker {
+    match &guarded.worker {
         Some(worker) if worker.id().pid == pid && !worker.has_ended() => {
             if worker.snapshot() != Some(snapshot) {
                 return None;

@@ -129,8 +129,8 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
             queued: outage.queued,
             policy: record.options.policy.outage.to_string(),
         }),
-        last_worker_end: view.last_end.clone().unwrap_or_default(),
-        quiet: record.quiet.as_ref().map(|quiet| api::Quiet {
+        last_worker_end: view.last_exit.clone().unwrap_or_default(),
+        quiet: record.quiesced.as_ref().map(|quiet| api::Quiet {
             since_unix_ms: quiet.since_unix_ms,
             hook: path(quiet.hook.clone()),
         }),

@@ -10,19 +10,19 @@ use tonic::codegen::http::Request as HttpRequest;
 use tonic::{Request, Response, Status};
 use tower::Service;
 
-use super::service::Admin;
+use super::service::ApiService;
 
 /// Routes each call to the control API or to the service that injects faults.
 #[derive(Clone)]
 pub(crate) struct WithFaults<S> {
     node: S,
-    faults: FaultsServer<Admin>,
+    faults: FaultsServer<ApiService>,
 }
 
 impl<S> WithFaults<S> {
-    /// Serves fault injection of `admin` beside `node`.
-    pub(crate) fn new(node: S, admin: Admin) -> Self {
-        Self { node, faults: FaultsServer::new(admin) }
+    /// Serves fault injection of `service` beside `node`.
+    pub(crate) fn new(node: S, service: ApiService) -> Self {
+        Self { node, faults: FaultsServer::new(service) }
     }
 }
 
@@ -30,8 +30,8 @@ impl<S, B> Service<HttpRequest<B>> for WithFaults<S>
 where
     S: Service<HttpRequest<B>>,
     S::Future: Send + 'static,
-    FaultsServer<Admin>: Service<HttpRequest<B>, Response = S::Response, Error = S::Error>,
-    <FaultsServer<Admin> as Service<HttpRequest<B>>>::Future: Send + 'static,
+    FaultsServer<ApiService>: Service<HttpRequest<B>, Response = S::Response, Error = S::Error>,
+    <FaultsServer<ApiService> as Service<HttpRequest<B>>>::Future: Send + 'static,
 {
     type Response = S::Response;
     type Error = S::Error;
@@ -53,7 +53,7 @@ where
 }
 
 #[tonic::async_trait]
-impl Faults for Admin {
+impl Faults for ApiService {
     async fn set_fault(
         &self,
         request: Request<api::SetFaultRequest>,

@@ -50,7 +50,7 @@ const MIN_INTERVAL_MS: u32 = 100;
 
 /// The service.
 #[derive(Clone)]
-pub(crate) struct Admin {
+pub(crate) struct ApiService {
     executor: Arc<Executor>,
     timeout: Duration,
     calls: Arc<Semaphore>,
@@ -79,7 +79,7 @@ impl Interceptor for PeerCheck {
     }
 }
 
-impl Admin {
+impl ApiService {
     /// The service of `executor`; `timeout` bounds calls that give no bound.
     pub(crate) fn new(executor: Arc<Executor>, timeout: Duration) -> Self {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -165,7 +165,7 @@ impl Admin {
 type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl api::node_server::Node for Admin {
+impl api::node_server::Node for ApiService {
     type WatchStream = Streamed<api::WatchEvent>;
     type StatsStream = Streamed<api::StatsResponse>;
     type UpgradeStream = Streamed<api::UpgradeEvent>;
@@ -280,7 +280,7 @@ impl api::node_server::Node for Admin {
         }
         let permit = self.stream_room()?;
         let (sender, receiver) = mpsc::channel(1);
-        let admin = self.clone();
+        let service = self.clone();
         tokio::spawn(async move {
             let _permit = permit;
             let mut tick =
@@ -289,8 +289,8 @@ impl api::node_server::Node for Admin {
             loop {
                 tick.tick().await;
                 // New mappings join; one that was asked for by name ends with it.
-                let found = match admin.mappings(&request.target).await {
-                    Ok(mappings) => Ok(admin.statistics(&mappings)),
+                let found = match service.mappings(&request.target).await {
+                    Ok(mappings) => Ok(service.statistics(&mappings)),
                     Err(status) => Err(status),
                 };
                 let last = found.is_err();
@@ -347,7 +347,7 @@ impl api::node_server::Node for Admin {
     }
 }
 
-impl Admin {
+impl ApiService {
     /// Replaces the faults that a `fault:` volume injects.
     #[cfg(feature = "fault")]
     pub(super) async fn set_fault(

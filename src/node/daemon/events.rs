@@ -16,7 +16,7 @@ pub(crate) async fn watch_workers(cx: Arc<Context>, mut events: mpsc::Receiver<W
         tracing::debug!(mapping_id = event.mapping_id, "{}", event.what);
         let all = cx.register.all();
         if let Some(mapping) = all.iter().find(|mapping| mapping.mapping_id == event.mapping_id) {
-            let _ = cx.attention.send(mapping.name.clone()).await;
+            let _ = cx.work_queue.send(mapping.name.clone()).await;
         }
     }
 }
@@ -85,7 +85,7 @@ pub(crate) async fn watch_kernel(cx: Arc<Context>, mut events: mpsc::Receiver<Ke
             .collect();
         for mapping in cx.register.all() {
             if mapping.view().device.is_some_and(|device| indices.contains(&device.index)) {
-                let _ = cx.attention.send(mapping.name.clone()).await;
+                let _ = cx.work_queue.send(mapping.name.clone()).await;
             }
         }
         // A device that changes many times in a row is looked at a few times only.

@@ -19,12 +19,13 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use crate::actions;
-use crate::api::service::Admin;
+use crate::api::service::ApiService;
 use crate::config::Config;
-use crate::context::{Context, Means, Settings};
+use crate::context::{Context, QuiesceSettings, Settings};
 use crate::control_socket::listen;
 use crate::directory::create_private;
 use crate::executor::{Executor, Halt};
+use crate::force_disconnected::ForceDisconnected;
 use crate::journal::{Journal, lock};
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::Register;
@@ -32,7 +33,6 @@ use crate::metrics::calls::Calls;
 use crate::metrics::{Endpoint, Source};
 use crate::operations::{orphans, recover, upgrade};
 use crate::planner::Options;
-use crate::severed::SeveredDevices;
 use crate::unlock;
 use crate::workers::{Launcher, Workers};
 use cleat_backend::Registry;
@@ -95,7 +95,7 @@ impl Node {
         let listener = listen(&config.socket()).await?;
         let metrics = Endpoint::bind(&config.metrics, &config.runtime_dir).await?;
 
-        let (attention, attention_receiver) = mpsc::channel(4096);
+        let (work_queue, work_receiver) = mpsc::channel(4096);
         let (worker_events, worker_receiver) = mpsc::channel(1024);
         let log = config.log().decided().to_string();
         let kernel = KernelCalls::new((parts.kernel)());
@@ -103,15 +103,15 @@ impl Node {
             registry: parts.registry,
             journal,
             urgent: kernel.urgent(),
-            severed: SeveredDevices::default(),
+            force_disconnected: ForceDisconnected::default(),
             kernel,
             workers: Workers::new(parts.launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(STARTS_AT_ONCE),
-            unlocks: Semaphore::new(unlock::AT_ONCE),
+            unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
             random: parts.random,
-            attention,
+            work_queue,
             changes: broadcast::channel(1024).0,
             halt: parts.halt,
             restart: watch::channel(None).0,
@@ -123,19 +123,19 @@ impl Node {
         recover_all(config, &context).await?;
 
         let mut tasks = JoinSet::new();
-        tasks.spawn(work_queue::run(Arc::clone(&context), attention_receiver));
+        tasks.spawn(work_queue::run(Arc::clone(&context), work_receiver));
         tasks.spawn(events::watch_workers(Arc::clone(&context), worker_receiver));
         tasks.spawn(events::watch_kernel(Arc::clone(&context), kernel_events));
         tasks.spawn(sweep::sweep(Arc::clone(&context)));
         let (stop_server, stopped) = oneshot::channel();
-        let admin = Admin::new(Arc::clone(&executor), config.map.timeout);
+        let service = ApiService::new(Arc::clone(&executor), config.map.timeout);
         let (calls, metrics_address) = (Arc::new(Calls::default()), metrics.address());
         tasks.spawn(metrics.serve(Source {
             executor: Arc::clone(&executor),
             calls: Arc::clone(&calls),
-            started_at_s: admin.started_at_s(),
+            started_at_s: service.started_at_s(),
         }));
-        tasks.spawn(server::serve(admin, listener, calls, stopped));
+        tasks.spawn(server::serve(service, listener, calls, stopped));
         if config.workers.upgrade_at_start {
             let (context, limit) = (Arc::clone(&context), config.map.timeout);
             tasks.spawn(async move { upgrade::upgrade_all_workers(&context, limit).await });
@@ -188,7 +188,7 @@ impl Node {
 
     async fn wait_for_calls(&self) {
         for mapping in self.executor.register().all() {
-            while mapping.enter().is_err() {
+            while mapping.try_lock().is_err() {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
@@ -243,7 +243,7 @@ fn settings(config: &Config, boot_id: String) -> Result<Settings> {
             policy: config.map.policy(),
             quiesce: false,
         },
-        quiesce: Means {
+        quiesce: QuiesceSettings {
             hook: config.map.quiesce_hook.clone(),
             limit: config.map.quiesce_deadline,
         },

@@ -36,27 +36,27 @@ pub fn run(config: &Config, registry: Registry) -> Result<()> {
         .enable_all()
         .build()
         .map_err(|error| Error::from_io("the daemon cannot start", error))?;
-    let result = runtime.block_on(run_until_told(config, registry));
+    let result = runtime.block_on(run_until_signal(config, registry));
     // A kernel call that hangs must not keep the daemon from ending.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
-async fn run_until_told(config: &Config, registry: Registry) -> Result<()> {
+async fn run_until_signal(config: &Config, registry: Registry) -> Result<()> {
     // From the first moment on: their default would end the daemon half started.
     let mut signals = Signals::new()?;
-    restart::reap_left();
-    let mut node = start_patiently(config, registry, Duration::ZERO).await?;
-    while let Some(path) = attend(&node, &mut signals).await {
+    restart::reap_children();
+    let mut node = start_with_retries(config, registry, Duration::ZERO).await?;
+    while let Some(path) = wait_for_signal(&node, &mut signals).await {
         let now = sd_notify::NotifyState::monotonic_usec_now();
         let now = now.map_err(|error| Error::from_io("cannot read the clock", error))?;
         notify(&[sd_notify::NotifyState::Reloading, now, sd_notify::NotifyState::Watchdog]);
         tracing::info!(executable = %path.display(), "going on as another build");
         node.end(false).await;
         // What was held is closed by it: locks, sockets, the control API's and those to workers.
-        let error = restart::become_other(&path);
+        let error = restart::exec(&path);
         tracing::error!("everything stays as it was: {}", error.report());
-        node = start_patiently(config, registry, RESTART_LIMIT).await?;
+        node = start_with_retries(config, registry, RESTART_LIMIT).await?;
     }
     notify(&[sd_notify::NotifyState::Stopping]);
     node.shutdown().await;
@@ -81,8 +81,8 @@ impl Signals {
 }
 
 /// Starts; within `patience` again, while something of the daemon before is still there.
-async fn start_patiently(config: &Config, registry: Registry, patience: Duration) -> Result<Node> {
-    let until = Instant::now() + patience;
+async fn start_with_retries(config: &Config, registry: Registry, limit: Duration) -> Result<Node> {
+    let until = Instant::now() + limit;
     let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
     loop {
         let directory = directory.clone();
@@ -111,7 +111,7 @@ async fn start_patiently(config: &Config, registry: Registry, patience: Duration
 }
 
 /// Lets the daemon work until it is told to end, or to go on as another executable.
-async fn attend(node: &Node, signals: &mut Signals) -> Option<PathBuf> {
+async fn wait_for_signal(node: &Node, signals: &mut Signals) -> Option<PathBuf> {
     let mut restart = node.executor.context().restart.subscribe();
     let ticks = sd_notify::watchdog_enabled().map_or(Duration::from_secs(10), |limit| limit / 3);
     let mut tick = interval(ticks);

@@ -6,19 +6,19 @@ use tokio::net::UnixListener;
 use tokio::sync::oneshot;
 use tokio_stream::wrappers::UnixListenerStream;
 
-use crate::api::service::{Admin, MAX_MESSAGE, PeerCheck};
+use crate::api::service::{ApiService, MAX_MESSAGE, PeerCheck};
 use crate::metrics::calls::{Calls, Count};
 use cleat_api::v1::node_server::NodeServer;
 
 pub(crate) async fn serve(
-    admin: Admin,
+    service: ApiService,
     listener: UnixListener,
     calls: Arc<Calls>,
     stopped: oneshot::Receiver<()>,
 ) {
     #[cfg(feature = "fault")]
-    let for_faults = admin.clone();
-    let service = NodeServer::new(admin).max_decoding_message_size(MAX_MESSAGE);
+    let for_faults = service.clone();
+    let service = NodeServer::new(service).max_decoding_message_size(MAX_MESSAGE);
     #[cfg(feature = "fault")]
     let service = crate::api::faults::WithFaults::new(service, for_faults);
     let service = tonic::service::interceptor::InterceptedService::new(service, PeerCheck);

@@ -41,7 +41,7 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
             let served = mapping.statistics().is_some_and(|page| {
                 page.snapshot().connections >= u64::from(view.record.options.connections)
             });
-            if view.state != State::Mapped || !right || !served || view.record.quiet.is_some() {
+            if view.state != State::Mapped || !right || !served || view.record.quiesced.is_some() {
                 // A full queue: at the next sweep.
                 cx.wake(&mapping.name);
             } else {

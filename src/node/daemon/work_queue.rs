@@ -11,10 +11,10 @@ use crate::reconcile::reconcile_in_background;
 
 /// Looks after mappings that somebody has drawn attention to, each in a task of its own: one that
 /// hangs keeps no other waiting, and the guards bound them to one a mapping.
-pub(crate) async fn run(cx: Arc<Context>, mut attention: mpsc::Receiver<String>) {
+pub(crate) async fn run(cx: Arc<Context>, mut work_queue: mpsc::Receiver<String>) {
     let mut tending = JoinSet::new();
     let mut batch = Vec::new();
-    while attention.recv_many(&mut batch, 256).await > 0 {
+    while work_queue.recv_many(&mut batch, 256).await > 0 {
         for name in batch.drain(..).collect::<BTreeSet<String>>() {
             let Some(mapping) = cx.register.get(&name) else { continue };
             let cx = Arc::clone(&cx);

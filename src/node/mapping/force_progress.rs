@@ -79,15 +79,15 @@ impl ForceProgress {
 /// What a step is called in a report.
 pub(super) fn name(action: Action) -> &'static str {
     match action {
-        Action::Renounce => "record",
+        Action::RecordUnmapping => "record",
         Action::FailIo => "fail I/O",
-        Action::TryThaw | Action::Thaw => "thaw",
-        Action::Detach(..) => "unmount",
-        Action::Sever(_) => "disconnect",
+        Action::TryUnquiesce | Action::Unquiesce => "thaw",
+        Action::Unmount(..) => "unmount",
+        Action::ForceDisconnect(_) => "disconnect",
         Action::StopWorker => "end the worker",
-        Action::ProveSilence => "prove silence",
-        Action::AwaitConnect => "await the kernel",
-        Action::WithdrawRecord => "forget",
+        Action::ProveNoWrites => "prove silence",
+        Action::WaitForConnect => "await the kernel",
+        Action::RemoveRecord => "forget",
         _ => "other",
     }
 }

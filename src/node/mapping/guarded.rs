@@ -10,88 +10,100 @@ use cleat_kernel::DevicePaths;
 use cleat_statistics::Page;
 use cleat_worker::refuse::Refusing;
 
-/// What the guard protects.
-pub struct Core {
-    /// What the journal holds, or will.
+/// What the guard of a mapping protects.
+pub struct Guarded {
+    /// The record that the journal holds, or will hold after the next write.
     pub record: Record,
-    /// The worker, if we have a channel to it.
+    /// The worker, if the supervisor has a channel to it.
     pub worker: Option<Worker>,
-    /// The worker that it is to succeed, likewise.
+    /// During a handover, the worker that hands over, if the supervisor has a channel to it.
     pub predecessor: Option<Worker>,
-    /// Why the worker stays although a newer build is there.
-    pub refusal: Option<String>,
-    /// Counters; they outlive their worker.
+    /// The counters of the mapping's requests. They outlive the worker.
     pub statistics: Option<Page>,
-    /// Where the device is, once it has been seen.
+    /// The paths of the device, once udev has made them.
     pub paths: Option<DevicePaths>,
-    /// Whether the journal says that it is being taken down.
-    pub renounced: bool,
-    /// Nothing is left of it; who waited for the guard looks for the name again.
-    pub withdrawn: bool,
-    /// Repairs that failed or did not last, in a row.
-    pub failures: u32,
-    /// Whoever asked for it has said that its volume is to be taken from whoever has it.
-    pub take_over: bool,
-    /// What went wrong with its workers.
-    pub worker_failures: WorkerFailures,
-    /// Since when it has worked without interruption.
-    pub sound_since: Option<Instant>,
-    /// Since when no worker lived for long, if so.
-    pub dead_since: Option<Instant>,
-    /// Answers in place of a worker.
+    /// What answers every request with an error in place of a worker.
     pub refusing: Option<Refusing>,
-    /// No repair before.
-    pub not_before: Option<Instant>,
-    /// Nothing of a worker that was told to fail its I/O is under way at the backend.
-    pub silent: bool,
-    /// Of a forced unmap that somebody waits for.
-    pub progress: Option<ForceProgress>,
-    /// A growth of the device that was put off, until when and why.
-    pub growth: Option<(Instant, String)>,
-    /// The last snapshot that a worker was answered about, by this supervisor.
-    pub answered: Option<Answered>,
-    /// No thaw before.
-    pub thaw_again: Option<Instant>,
-    /// What was wrong with the last snapshot.
-    pub unquiet: Option<String>,
+    /// Whether the caller of the current map allows taking the volume from its present owner.
+    pub take_over: bool,
+    /// Why an upgrade left the worker at its old build.
+    pub upgrade_refusal: Option<String>,
+    /// A growth of the device that failed: when to try it again, and why it failed.
+    pub resize_deferred: Option<(Instant, String)>,
+    /// How the mapping has been doing.
+    pub health: Health,
+    /// What was done for snapshots.
+    pub quiesce: QuiesceState,
+    /// How far taking the mapping down has come.
+    pub teardown: Teardown,
 }
 
-impl Core {
-    /// Of a record that nothing else is known of.
+/// How a mapping has been doing: what decides whether and when a repair is tried.
+#[derive(Debug, Default)]
+pub struct Health {
+    /// Repairs in a row that failed or did not last.
+    pub failures: u32,
+    /// What went wrong with its workers.
+    pub worker_failures: WorkerFailures,
+    /// Since when the mapping has worked without interruption.
+    pub working_since: Option<Instant>,
+    /// Since when no worker has served the device for long.
+    pub unserved_since: Option<Instant>,
+    /// No repair starts before this time.
+    pub retry_at: Option<Instant>,
+}
+
+/// What this supervisor has done for snapshots of a mapping's volume.
+#[derive(Debug, Default)]
+pub struct QuiesceState {
+    /// The last snapshot that a worker got an answer about.
+    pub answered: Option<Answered>,
+    /// The next attempt to unquiesce does not start before this time.
+    pub retry_at: Option<Instant>,
+    /// What was wrong with the last snapshot.
+    pub warning: Option<String>,
+}
+
+/// How far taking a mapping down has come.
+#[derive(Debug, Default)]
+pub struct Teardown {
+    /// Whether the journal says that the mapping is to be taken down.
+    pub recorded: bool,
+    /// Whether the mapping is gone. A task that waited for the guard looks the name up again.
+    pub removed: bool,
+    /// Whether no request of its worker can reach the backend any more.
+    pub no_writes_proved: bool,
+    /// The progress of a forced unmap that a caller waits for.
+    pub force: Option<ForceProgress>,
+}
+
+impl Guarded {
+    /// Makes the state of a mapping of which only the record is known.
     pub fn new(record: Record) -> Self {
         Self {
             record,
             worker: None,
             predecessor: None,
-            refusal: None,
             statistics: None,
             paths: None,
-            renounced: false,
-            withdrawn: false,
-            failures: 0,
-            take_over: false,
-            worker_failures: WorkerFailures::default(),
-            sound_since: None,
-            dead_since: None,
             refusing: None,
-            not_before: None,
-            silent: false,
-            progress: None,
-            growth: None,
-            answered: None,
-            thaw_again: None,
-            unquiet: None,
+            take_over: false,
+            upgrade_refusal: None,
+            resize_deferred: None,
+            health: Health::default(),
+            quiesce: QuiesceState::default(),
+            teardown: Teardown::default(),
         }
     }
 }
 
-/// The last snapshot that a worker was answered about.
+/// A snapshot that a worker got an answer about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answered {
-    /// The worker.
+    /// The pid of the worker.
     pub pid: u32,
-    /// Its number for it.
+    /// The worker's number for the snapshot.
     pub snapshot: u64,
-    /// How long the device may stay quiet, where it is.
+    /// How long the device may stay quiesced; `None` if it was not quiesced.
     pub until: Option<Instant>,
 }

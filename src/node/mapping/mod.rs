@@ -22,11 +22,11 @@ use cleat_statistics::Page;
 
 pub use force_progress::{Done, ForceProgress, Forced};
 pub use guard::Guard;
-pub use guarded::{Answered, Core};
+pub use guarded::{Answered, Guarded, Health, QuiesceState, Teardown};
 pub use register::Register;
 pub use view::{Change, OutageView, View, node_of};
 
-use guard::{Awaiting, Keeper, Wanting};
+use guard::{BackgroundEntry, CallWaiting, ForceWaiting};
 
 /// A mapping.
 pub struct Mapping {
@@ -34,34 +34,34 @@ pub struct Mapping {
     pub name: String,
     /// Its id; never changes.
     pub mapping_id: String,
-    core: Arc<tokio::sync::Mutex<Core>>,
+    guarded: Arc<tokio::sync::Mutex<Guarded>>,
     view: Mutex<View>,
     statistics: Mutex<Option<Page>>,
     /// Something happened while somebody held the guard.
-    again: AtomicBool,
+    wake_on_release: AtomicBool,
     /// How many look after it by themselves, or try to; at most one of them has the guard.
-    keepers: AtomicU32,
+    background_entries: AtomicU32,
     /// A call waits for a keeper to be done.
-    awaited: AtomicBool,
+    call_waiting: AtomicBool,
     /// Forced unmaps that wait for the guard: whoever has it gives way.
-    wanted: watch::Sender<u32>,
+    force_waiting: watch::Sender<u32>,
     /// Held while a record is being written, beyond the end of a call that gave way.
     writing: Arc<tokio::sync::Mutex<()>>,
     /// A write of its record was given up, and has ended since.
-    unsettled: AtomicBool,
+    record_uncertain: AtomicBool,
     /// Somebody waits for the end of such a write.
-    settling: AtomicBool,
+    store_again_scheduled: AtomicBool,
     /// Held while the kernel connects a device, however long nobody waits for it any more.
     connecting: Arc<tokio::sync::Mutex<()>>,
-    attention: mpsc::Sender<String>,
+    work_queue: mpsc::Sender<String>,
 }
 
 /// How long a call waits for what the supervisor does by itself, most of which only looks.
-const KEEPER_LIMIT: Duration = Duration::from_secs(2);
+const BACKGROUND_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Mapping {
     /// Of a record. `attention` gets its name when it should be looked at.
-    pub fn new(record: Record, attention: mpsc::Sender<String>) -> Self {
+    pub fn new(record: Record, work_queue: mpsc::Sender<String>) -> Self {
         let view = View {
             record: record.clone(),
             state: State::Mapping,
@@ -72,23 +72,23 @@ impl Mapping {
             worker_build: String::new(),
             holders: Vec::new(),
             outage: None,
-            last_end: None,
+            last_exit: None,
         };
         Self {
             name: record.name.clone(),
             mapping_id: record.mapping_id.clone(),
-            core: Arc::new(tokio::sync::Mutex::new(Core::new(record))),
+            guarded: Arc::new(tokio::sync::Mutex::new(Guarded::new(record))),
             view: Mutex::new(view),
             statistics: Mutex::new(None),
-            again: AtomicBool::new(false),
-            keepers: AtomicU32::new(0),
-            awaited: AtomicBool::new(false),
-            wanted: watch::Sender::new(0),
+            wake_on_release: AtomicBool::new(false),
+            background_entries: AtomicU32::new(0),
+            call_waiting: AtomicBool::new(false),
+            force_waiting: watch::Sender::new(0),
             writing: Arc::default(),
-            unsettled: AtomicBool::new(false),
-            settling: AtomicBool::new(false),
+            record_uncertain: AtomicBool::new(false),
+            store_again_scheduled: AtomicBool::new(false),
             connecting: Arc::default(),
-            attention,
+            work_queue,
         }
     }
 
@@ -96,13 +96,13 @@ impl Mapping {
     ///
     /// # Errors
     /// `Aborted` when somebody else has it.
-    pub fn enter(self: &Arc<Self>) -> Result<Guard> {
-        let core = Arc::clone(&self.core).try_lock_owned().map_err(|_| self.busy())?;
-        Ok(self.guard(core))
+    pub fn try_lock(self: &Arc<Self>) -> Result<Guard> {
+        let guarded = Arc::clone(&self.guarded).try_lock_owned().map_err(|_| self.busy())?;
+        Ok(self.guard(guarded))
     }
 
-    fn guard(self: &Arc<Self>, core: OwnedMutexGuard<Core>) -> Guard {
-        Guard::new(self, core)
+    fn guard(self: &Arc<Self>, guarded: OwnedMutexGuard<Guarded>) -> Guard {
+        Guard::new(self, guarded)
     }
 
     /// The right to change it, for a call: not queued behind another call, but the supervisor's own
@@ -110,30 +110,32 @@ impl Mapping {
     ///
     /// # Errors
     /// `Aborted` when another call has it, or a repair takes long.
-    pub async fn enter_call(self: &Arc<Self>) -> Result<Guard> {
-        let error = match self.enter() {
+    pub async fn lock_for_call(self: &Arc<Self>) -> Result<Guard> {
+        let error = match self.try_lock() {
             Ok(guard) => return Ok(guard),
             Err(error) => error,
         };
-        if self.keepers.load(Ordering::SeqCst) == 0 || self.awaited.swap(true, Ordering::SeqCst) {
+        if self.background_entries.load(Ordering::SeqCst) == 0
+            || self.call_waiting.swap(true, Ordering::SeqCst)
+        {
             // A keeper that was about to leave, and is not counted any more, has left by now.
             tokio::task::yield_now().await;
-            return self.enter().map_err(|_| error);
+            return self.try_lock().map_err(|_| error);
         }
-        let _awaiting = Awaiting(&self.awaited);
-        let core = timeout(KEEPER_LIMIT, Arc::clone(&self.core).lock_owned());
-        let core = core.await.map_err(|_| error)?;
-        Ok(self.guard(core))
+        let _awaiting = CallWaiting(&self.call_waiting);
+        let guarded = timeout(BACKGROUND_TIMEOUT, Arc::clone(&self.guarded).lock_owned());
+        let guarded = guarded.await.map_err(|_| error)?;
+        Ok(self.guard(guarded))
     }
 
     /// The right to change it, for the supervisor itself. When somebody else has it, the mapping is
     /// looked at afterwards.
-    pub fn enter_keeper(self: &Arc<Self>) -> Option<Guard> {
-        let keeper = Keeper::new(self);
-        self.again.store(true, Ordering::SeqCst);
-        let mut guard = self.enter().ok()?;
-        self.again.store(false, Ordering::SeqCst);
-        guard.keep(keeper);
+    pub fn try_lock_in_background(self: &Arc<Self>) -> Option<Guard> {
+        let background = BackgroundEntry::new(self);
+        self.wake_on_release.store(true, Ordering::SeqCst);
+        let mut guard = self.try_lock().ok()?;
+        self.wake_on_release.store(false, Ordering::SeqCst);
+        guard.set_background(background);
         Some(guard)
     }
 
@@ -142,14 +144,14 @@ impl Mapping {
     ///
     /// # Errors
     /// `TimedOut` at `deadline`.
-    pub async fn enter_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
-        let _wanting = Wanting::new(&self.wanted);
-        let core = timeout_at(deadline, Arc::clone(&self.core).lock_owned()).await;
-        let core = core.map_err(|_| {
+    pub async fn lock_by_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
+        let _wanting = ForceWaiting::new(&self.force_waiting);
+        let guarded = timeout_at(deadline, Arc::clone(&self.guarded).lock_owned()).await;
+        let guarded = guarded.map_err(|_| {
             let message = format!("another forced unmap of {} is under way", self.name);
             Error::new(ErrorKind::TimedOut, message).with_repair("try again when it has ended")
         })?;
-        Ok(self.guard(core))
+        Ok(self.guard(guarded))
     }
 
     /// Does `work`, which has the guard or is given it, until a forced unmap wants it. Plans may be
@@ -157,8 +159,8 @@ impl Mapping {
     ///
     /// # Errors
     /// What `work` gives; `Aborted` when it gave way.
-    pub async fn giving_way<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let mut wanted = self.wanted.subscribe();
+    pub async fn until_forced<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut wanted = self.force_waiting.subscribe();
         tokio::select! {
             biased;
             _ = wanted.wait_for(|count| *count > 0) => {
@@ -170,38 +172,38 @@ impl Mapping {
     }
 
     /// The right to write its record; kept by the thread that writes.
-    pub async fn turn_to_write(&self) -> OwnedMutexGuard<()> {
+    pub async fn write_permit(&self) -> OwnedMutexGuard<()> {
         Arc::clone(&self.writing).lock_owned().await
     }
 
     /// A write of its record was given up: has the mapping looked at once that has ended.
-    pub fn settle_later(self: &Arc<Self>) {
-        if self.settling.swap(true, Ordering::SeqCst) {
+    pub fn store_again_later(self: &Arc<Self>) {
+        if self.store_again_scheduled.swap(true, Ordering::SeqCst) {
             return;
         }
         let mapping = Arc::clone(self);
         tokio::spawn(async move {
-            drop(mapping.turn_to_write().await);
-            mapping.settling.store(false, Ordering::SeqCst);
-            mapping.unsettled.store(true, Ordering::SeqCst);
+            drop(mapping.write_permit().await);
+            mapping.store_again_scheduled.store(false, Ordering::SeqCst);
+            mapping.record_uncertain.store(true, Ordering::SeqCst);
             // A full queue: the next sweep finds it.
-            let _ = mapping.attention.try_send(mapping.name.clone());
+            let _ = mapping.work_queue.try_send(mapping.name.clone());
         });
     }
 
     /// Whether the journal may say something else than what holds.
-    pub fn is_unsettled(&self) -> bool {
-        self.unsettled.load(Ordering::SeqCst)
+    pub fn is_record_uncertain(&self) -> bool {
+        self.record_uncertain.load(Ordering::SeqCst)
     }
 
     /// The journal says what holds.
-    pub fn settled(&self) {
-        self.unsettled.store(false, Ordering::SeqCst);
+    pub fn set_record_certain(&self) {
+        self.record_uncertain.store(false, Ordering::SeqCst);
     }
 
     /// The right to have its device connected, kept by the thread that does so; `None` while the
     /// kernel has not ended an earlier attempt.
-    pub fn turn_to_connect(&self) -> Option<OwnedMutexGuard<()>> {
+    pub fn connect_permit(&self) -> Option<OwnedMutexGuard<()>> {
         Arc::clone(&self.connecting).try_lock_owned().ok()
     }
 
@@ -214,7 +216,7 @@ impl Mapping {
     ///
     /// # Errors
     /// `TimedOut`.
-    pub async fn await_connect(&self, deadline: Instant) -> Result<()> {
+    pub async fn wait_for_connect(&self, deadline: Instant) -> Result<()> {
         timeout_at(deadline, self.connecting.lock()).await.map(drop).map_err(|_| {
             let message = format!("the kernel may still connect a device of {}", self.name);
             Error::new(ErrorKind::TimedOut, message)
@@ -268,14 +270,14 @@ mod tests {
     /// Whoever is called to a mapping can enter it: the lock is free before the call goes out.
     #[test]
     fn what_happens_under_a_guard_is_looked_at_once_the_guard_is_free() {
-        let (attention, mut called) = mpsc::channel(8);
-        let mapping = Arc::new(Mapping::new(record(1, true), attention));
+        let (work_queue, mut called) = mpsc::channel(8);
+        let mapping = Arc::new(Mapping::new(record(1, true), work_queue));
         let (looked, seen) = std::sync::mpsc::channel();
         let looker = {
             let mapping = Arc::clone(&mapping);
             std::thread::spawn(move || {
                 while let Some(name) = called.blocking_recv() {
-                    assert!(name.is_empty() || mapping.enter().is_ok());
+                    assert!(name.is_empty() || mapping.try_lock().is_ok());
                     if name.is_empty() || looked.send(()).is_err() {
                         return;
                     }
@@ -284,17 +286,17 @@ mod tests {
         };
         for _ in 0..2000 {
             let guard = loop {
-                match mapping.enter() {
+                match mapping.try_lock() {
                     Ok(guard) => break guard,
                     Err(_) => std::thread::yield_now(),
                 }
             };
-            assert!(mapping.enter_keeper().is_none());
+            assert!(mapping.try_lock_in_background().is_none());
             drop(guard);
             // The next guard must not be what the looker finds.
             seen.recv_timeout(Duration::from_secs(10)).unwrap();
         }
-        let end = mapping.attention.blocking_send(String::new());
+        let end = mapping.work_queue.blocking_send(String::new());
         end.unwrap();
         looker.join().unwrap();
     }

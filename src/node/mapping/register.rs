@@ -32,7 +32,7 @@ impl Register {
         }
         let mapping = Arc::new(make());
         // Entered before anybody else can see it.
-        let guard = mapping.enter()?;
+        let guard = mapping.try_lock()?;
         mappings.insert(name.to_owned(), Arc::clone(&mapping));
         Ok((mapping, Some(guard)))
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::planner::{Record, SeenDevice, State};
+use crate::planner::{ObservedDevice, Record, State};
 use cleat_core::error::ErrorKind;
 use cleat_kernel::{DeviceIndex, DevicePaths, Holder};
 
@@ -16,7 +16,7 @@ pub struct View {
     /// Why, beyond the state: the last failure of a repair under way, say.
     pub message: String,
     /// Its device.
-    pub device: Option<SeenDevice>,
+    pub device: Option<ObservedDevice>,
     /// Where the device is.
     pub paths: Option<DevicePaths>,
     /// 0: none.
@@ -28,7 +28,7 @@ pub struct View {
     /// The backend cannot be reached.
     pub outage: Option<OutageView>,
     /// How its last worker ended, where one did that was not asked to.
-    pub last_end: Option<String>,
+    pub last_exit: Option<String>,
 }
 
 impl View {
@@ -46,7 +46,7 @@ impl View {
 
     /// Whether somebody else owns the volume now.
     pub fn is_fenced(&self) -> bool {
-        matches!(&self.state, State::Failed(trouble) if trouble.kind == ErrorKind::Fenced)
+        matches!(&self.state, State::Failed(failure) if failure.kind == ErrorKind::Fenced)
     }
 }
 

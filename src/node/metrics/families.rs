@@ -390,8 +390,8 @@ mod tests {
     use cleat_statistics::Snapshot;
 
     fn scene(snapshot: Snapshot) -> Scene {
-        let (attention, _) = tokio::sync::mpsc::channel(1);
-        let view = Mapping::new(record(1, true), attention).view();
+        let (work_queue, _) = tokio::sync::mpsc::channel(1);
+        let view = Mapping::new(record(1, true), work_queue).view();
         let counted = Some(Counted { snapshot, reconnects: 0 });
         Scene {
             volumes: vec![ShownVolume { view, size: Some(4096), counted }],

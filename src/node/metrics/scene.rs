@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::Source;
 use crate::kernel_calls::Load;
 use crate::mapping::View;
-use crate::planner::SeenDevice;
+use crate::planner::ObservedDevice;
 use cleat_statistics::{Snapshot, boot_now_ns, now_ns};
 
 /// For the kernel's list of devices. A scrape without it is better than none.
@@ -53,7 +53,7 @@ pub(super) async fn take(source: &Source) -> Scene {
     let executor = &source.executor;
     let volumes = executor.register().all().into_iter().map(|volume| {
         let view = volume.view();
-        let device = view.device.map(|SeenDevice { size, .. }| size);
+        let device = view.device.map(|ObservedDevice { size, .. }| size);
         let size = device.or(view.record.volume.map(|volume| volume.size));
         let counted = volume
             .statistics()

@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::devices::devices;
 use crate::holders::holders_of;
 use crate::mapping::Guard;
-use crate::planner::{Intent, Observed, SeenDevice, SeenWorker};
+use crate::planner::{Intent, Observed, ObservedDevice, ObservedWorker};
 use cleat_core::error::Result;
 use cleat_kernel::Device;
 use worker::{WorkerSlot, observe_worker};
@@ -24,11 +24,11 @@ pub(crate) async fn observe(
 ) -> Result<Observed> {
     let identity = guard.record.identity();
     let ours = |device: &Device| device.connected && device.identity() == Some(identity.clone());
-    let devices: Vec<SeenDevice> = devices(cx, deadline)
+    let devices: Vec<ObservedDevice> = devices(cx, deadline)
         .await?
         .iter()
         .filter(|device| ours(device))
-        .map(|device| SeenDevice { index: device.index, size: device.size })
+        .map(|device| ObservedDevice { index: device.index, size: device.size })
         .collect();
     let mut holders = Vec::new();
     if guard.record.intent == Intent::Unmapped {
@@ -39,29 +39,31 @@ pub(crate) async fn observe(
     let worker = observe_worker(cx, guard, WorkerSlot::Worker, deadline).await?;
     let predecessor = observe_worker(cx, guard, WorkerSlot::Predecessor, deadline).await?;
     let page = guard.statistics.as_ref().filter(|_| guard.record.predecessor.is_some());
-    let taken = page.map(|page| page.is_handed_over_to(guard.record.generation));
-    let announced = guard.paths.is_some();
-    let growth_waits = guard.growth.as_ref().is_some_and(|(until, _)| *until > Instant::now());
-    let (failures, history) = (guard.failures, guard.worker_failures.history());
-    if worker == SeenWorker::Gone && !devices.is_empty() {
-        guard.dead_since.get_or_insert_with(Instant::now);
+    let handed_over = page.map(|page| page.is_handed_over_to(guard.record.generation));
+    let paths_known = guard.paths.is_some();
+    let resize_deferred =
+        guard.resize_deferred.as_ref().is_some_and(|(until, _)| *until > Instant::now());
+    let (failures, history) = (guard.health.failures, guard.health.worker_failures.history());
+    if worker == ObservedWorker::Gone && !devices.is_empty() {
+        guard.health.unserved_since.get_or_insert_with(Instant::now);
     }
     let limit_s = guard.record.options.dead_connection_timeout_s;
     let limit = Duration::from_secs(u64::from(limit_s));
-    let overdue = guard.dead_since.is_some_and(|since| since.elapsed() >= limit);
+    let unserved_too_long =
+        guard.health.unserved_since.is_some_and(|since| since.elapsed() >= limit);
     Ok(Observed {
         devices,
         worker,
         predecessor,
-        taken,
+        handed_over,
         holders,
-        announced,
+        paths_known,
         failures,
         history,
-        overdue,
+        unserved_too_long,
         refusing: guard.refusing.is_some(),
-        growth_waits,
-        quiet: quiesce::observe(guard),
+        resize_deferred,
+        quiesced: quiesce::observe(guard),
         connecting: guard.mapping().is_connecting(),
     })
 }

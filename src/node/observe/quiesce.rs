@@ -2,22 +2,22 @@
 
 use tokio::time::Instant;
 
-use crate::mapping::Core;
-use crate::planner::SeenQuiesce;
+use crate::mapping::Guarded;
+use crate::planner::ObservedQuiesce;
 
 /// What is to be seen of it.
-pub(crate) fn observe(core: &Core) -> SeenQuiesce {
-    let worker = core.worker.as_ref().filter(|worker| !worker.has_ended());
+pub(crate) fn observe(guarded: &Guarded) -> ObservedQuiesce {
+    let worker = guarded.worker.as_ref().filter(|worker| !worker.has_ended());
     let waiting = worker.and_then(|worker| Some((worker.id().pid, worker.snapshot()?)));
-    let answered = core.answered.map(|answered| (answered.pid, answered.snapshot));
+    let answered = guarded.quiesce.answered.map(|answered| (answered.pid, answered.snapshot));
     let away = worker.is_some_and(|worker| worker.outage().is_some() || worker.is_fenced());
-    let until = core.answered.and_then(|answered| answered.until);
-    SeenQuiesce {
+    let until = guarded.quiesce.answered.and_then(|answered| answered.until);
+    ObservedQuiesce {
         snapshot: waiting.filter(|_| waiting != answered).map(|(_, snapshot)| snapshot),
-        lasts: waiting.is_some()
+        in_progress: waiting.is_some()
             && waiting == answered
             && !away
             && until.is_some_and(|until| Instant::now() < until),
-        thaw_waits: core.thaw_again.is_some_and(|at| Instant::now() < at),
+        retry_later: guarded.quiesce.retry_at.is_some_and(|at| Instant::now() < at),
     }
 }

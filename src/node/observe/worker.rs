@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::context::Context;
 use crate::mapping::Guard;
-use crate::planner::{Intent, SeenWorker};
+use crate::planner::{Intent, ObservedWorker};
 use crate::retry::count_failure;
 use crate::workers::{Process, Worker, has_ended, stops_listening};
 use cleat_core::error::Result;
@@ -43,18 +43,18 @@ pub(crate) async fn observe_worker(
     guard: &mut Guard,
     seat: WorkerSlot,
     deadline: Instant,
-) -> Result<SeenWorker> {
+) -> Result<ObservedWorker> {
     let (worker, id) = match seat {
         WorkerSlot::Worker => (&guard.worker, guard.record.worker),
         WorkerSlot::Predecessor => (&guard.predecessor, guard.record.predecessor),
     };
     let process = match worker {
         Some(worker) if worker.has_ended() => return Ok(worker_ended(cx, guard, seat)),
-        Some(worker) if worker.is_fenced() => return Ok(SeenWorker::Fenced),
+        Some(worker) if worker.is_fenced() => return Ok(ObservedWorker::Fenced),
         Some(worker) if !worker.is_broken() => return Ok(alive(worker)),
         Some(worker) => worker.process(),
         None => {
-            let Some(id) = id else { return Ok(SeenWorker::Gone) };
+            let Some(id) = id else { return Ok(ObservedWorker::Gone) };
             match cx.workers.find(id)? {
                 None => return Ok(unseen_worker(cx, guard, id.pid).await),
                 Some(process) => Arc::new(process),
@@ -66,13 +66,13 @@ pub(crate) async fn observe_worker(
 
 /// No process has the worker's number. In a pid namespace other than that of the supervisor
 /// before, this would prove nothing; that nobody listens on its control socket does.
-async fn unseen_worker(cx: &Context, guard: &Guard, pid: u32) -> SeenWorker {
+async fn unseen_worker(cx: &Context, guard: &Guard, pid: u32) -> ObservedWorker {
     let mapping_id = &guard.record.mapping_id;
     if stops_listening(|| cx.workers.sockets.probe_worker(mapping_id, pid)).await {
-        return SeenWorker::Gone;
+        return ObservedWorker::Gone;
     }
     let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
-    SeenWorker::Unreachable { pid, reason }
+    ObservedWorker::Unreachable { pid, reason }
 }
 
 async fn adopt_worker(
@@ -81,7 +81,7 @@ async fn adopt_worker(
     seat: WorkerSlot,
     process: Arc<Process>,
     deadline: Instant,
-) -> Result<SeenWorker> {
+) -> Result<ObservedWorker> {
     let forced = matches!(guard.record.intent, Intent::Forced(_));
     let (adopting, ending) = match forced {
         true => (FORCED_ADOPT_LIMIT, Duration::ZERO),
@@ -118,32 +118,32 @@ async fn adopt_worker(
                 process.handle.reap();
                 return Ok(worker_ended(cx, guard, seat));
             }
-            Ok(SeenWorker::Unreachable { pid: process.id.pid, reason: error.report() })
+            Ok(ObservedWorker::Unreachable { pid: process.id.pid, reason: error.report() })
         }
     }
 }
 
 /// The worker's end is proved.
-fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> SeenWorker {
+fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> ObservedWorker {
     let worker = seat.of(guard).take();
     // One of two may end: that is what a hand-over comes to, either way.
     if guard.record.predecessor.is_some() {
-        return SeenWorker::Gone;
+        return ObservedWorker::Gone;
     }
     if let Some(worker) = &worker {
-        let (pid, how) = (worker.id().pid, worker.how_it_ended());
-        guard.worker_failures.ended(pid, how);
+        let (pid, how) = (worker.id().pid, worker.exit_reason());
+        guard.health.worker_failures.exited(pid, how);
     }
     if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
-        let how = guard.worker_failures.last_end().unwrap_or_default();
+        let how = guard.health.worker_failures.last_exit().unwrap_or_default();
         tracing::warn!(mapping = guard.mapping().name, "its worker has died: {how}");
         count_failure(cx, guard);
     }
-    SeenWorker::Gone
+    ObservedWorker::Gone
 }
 
-fn alive(worker: &Worker) -> SeenWorker {
-    SeenWorker::Alive {
+fn alive(worker: &Worker) -> ObservedWorker {
+    ObservedWorker::Alive {
         connections: u32::try_from(worker.statistics.snapshot().connections).unwrap_or(u32::MAX),
         size: worker.size(),
     }

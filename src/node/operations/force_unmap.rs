@@ -54,18 +54,18 @@ pub(crate) async fn force_unmap(
             return force_unmap_orphan(cx, index, identity, unmount, deadline).await.map(Some);
         }
     };
-    let mut guard = mapping.enter_force(deadline).await?;
+    let mut guard = mapping.lock_by_force(deadline).await?;
     let identity = guard.record.identity();
-    if guard.withdrawn {
+    if guard.teardown.removed {
         // By another forced unmap, which this one has waited for.
         let progress = ForceProgress::default();
         return Ok(Some(report(cx, progress, &identity, deadline).await));
     }
-    let before = (guard.record.intent, guard.renounced);
+    let before = (guard.record.intent, guard.teardown.recorded);
     guard.record.intent = Intent::Forced(unmount);
-    guard.renounced = false;
-    guard.silent = false;
-    guard.progress = Some(ForceProgress::default());
+    guard.teardown.recorded = false;
+    guard.teardown.no_writes_proved = false;
+    guard.teardown.force = Some(ForceProgress::default());
     tracing::warn!(mapping = mapping.name, ?unmount, "unmapping by force");
     let until = deadline - REPORT_TIME.min((deadline - Instant::now()) / 10);
     let converged = timeout_at(until, reconcile(cx, &mut guard, until)).await;
@@ -78,7 +78,7 @@ pub(crate) async fn force_unmap(
         Ok(Err(error)) => Err(error),
         Err(_) => Err(Error::new(ErrorKind::TimedOut, "the time is over")),
     };
-    let progress = guard.progress.take().unwrap_or_default();
+    let progress = guard.teardown.force.take().unwrap_or_default();
     let Err(error) = outcome else {
         tracing::warn!(mapping = mapping.name, "unmapped by force");
         return Ok(Some(report(cx, progress, &identity, deadline).await));
@@ -87,7 +87,7 @@ pub(crate) async fn force_unmap(
     let recording = error.kind() == ErrorKind::TimedOut && progress.under_way.is_some();
     if progress.steps.is_empty() && !recording && before.0 == Intent::Mapped {
         // It could not even be recorded: nothing has been done.
-        (guard.record.intent, guard.renounced) = before;
+        (guard.record.intent, guard.teardown.recorded) = before;
         return Err(error);
     }
     let error = progress.unfinished(error, &mapping.name);
@@ -126,7 +126,7 @@ async fn force_disconnect_orphan(
     let id = identity.mapping_id();
     progress.begin("fail I/O");
     let process = cx.workers.listener(id).await?.map(Arc::new);
-    let mut silent = cx.severed.contains(index, identity);
+    let mut silent = cx.force_disconnected.contains(index, identity);
     if let Some(process) = &process {
         let adopted = cx.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_LIMIT));
         let failed = match adopted.await {

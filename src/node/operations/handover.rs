@@ -67,11 +67,11 @@ pub(crate) async fn hand_over(
     match (passed, state) {
         (Ok(pause), Ok(State::Mapped)) => Ok(pause),
         (Err(error), Ok(State::Mapped)) => Err(error),
-        (Err(error), Ok(State::Failed(trouble))) => {
-            let message = format!("{}; after that: {}", error.report(), trouble.message);
-            Err(Error::new(error.kind(), message).with_repair(trouble.repair))
+        (Err(error), Ok(State::Failed(failure))) => {
+            let message = format!("{}; after that: {}", error.report(), failure.message);
+            Err(Error::new(error.kind(), message).with_repair(failure.repair))
         }
-        (Ok(_), Ok(State::Failed(trouble))) => Err(trouble.into_error()),
+        (Ok(_), Ok(State::Failed(failure))) => Err(failure.into_error()),
         (_, Ok(state)) => {
             let message = format!("the hand-over came to rest in {state:?}");
             Err(Error::new(ErrorKind::Internal, message))

@@ -49,16 +49,16 @@ pub(crate) const UNDO_LIMIT: Duration = Duration::from_secs(20);
 /// Anything; then nothing is left behind, or the error says what is.
 pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
     for _ in 0..MAX_ROUNDS {
-        let make = || Mapping::new(new_record(cx, spec), cx.attention.clone());
+        let make = || Mapping::new(new_record(cx, spec), cx.work_queue.clone());
         let limit = cx.settings.mappings;
         let (mapping, fresh) = cx.register.find_or_insert(&spec.name, limit, make)?;
         if let Some(mut guard) = fresh {
             guard.take_over = spec.take_over;
-            return mapping.giving_way(map_new(cx, guard, deadline)).await;
+            return mapping.until_forced(map_new(cx, guard, deadline)).await;
         }
-        let guard = mapping.enter_call().await?;
-        if !guard.withdrawn {
-            return mapping.giving_way(map_existing(cx, guard, spec, deadline)).await;
+        let guard = mapping.lock_for_call().await?;
+        if !guard.teardown.removed {
+            return mapping.until_forced(map_existing(cx, guard, spec, deadline)).await;
         }
     }
     Err(Error::new(ErrorKind::Aborted, format!("{} comes and goes too quickly", spec.name)))
@@ -72,7 +72,7 @@ async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<Vi
             guard.take_over = false;
             return Ok(guard.mapping().view());
         }
-        Ok(State::Failed(trouble)) => trouble.into_error(),
+        Ok(State::Failed(failure)) => failure.into_error(),
         Ok(other) => Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}")),
         Err(error) => error,
     };
@@ -106,15 +106,15 @@ async fn map_existing(
         return Err(Error::new(ErrorKind::Aborted, message));
     }
     // Who asks again wants it tried again.
-    guard.failures = 0;
-    guard.not_before = None;
+    guard.health.failures = 0;
+    guard.health.retry_at = None;
     guard.take_over = spec.take_over;
     let converged = reconcile_with_retries(cx, &mut guard, deadline).await;
     // It was said for this once.
     guard.take_over = false;
     match converged {
         Ok(State::Mapped) => Ok(guard.mapping().view()),
-        Ok(State::Failed(trouble)) => Err(trouble.into_error()),
+        Ok(State::Failed(failure)) => Err(failure.into_error()),
         Ok(other) => Err(Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}"))),
         Err(error) => {
             after_failure(cx, &mut guard, &error);
@@ -153,7 +153,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         volume: None,
         established: false,
         fenced: false,
-        quiet: None,
+        quiesced: None,
         created_at_s: since_epoch.as_secs(),
         boot_id: cx.settings.boot_id.clone(),
     }

@@ -4,7 +4,7 @@ use tokio::time::Instant;
 
 use crate::context::Context;
 use crate::devices::orphans;
-use crate::holders::{held, holders_of, or_by_force};
+use crate::holders::{holders_of, in_use_error, or_by_force};
 use crate::kernel_calls::COMMAND_LIMIT;
 use crate::workers::{Probe, stops_listening};
 use cleat_core::error::Result;
@@ -20,7 +20,7 @@ pub(crate) async fn disconnect_orphan(
     let holders = holders_of(cx, index, deadline).await?;
     if !holders.is_empty() {
         let name = format!("/dev/nbd{index}");
-        return Err(or_by_force(held(&name, &holders), &name));
+        return Err(or_by_force(in_use_error(&name, &holders), &name));
     }
     let mapping_id = identity.mapping_id().to_owned();
     if cx.workers.sockets.probe(&mapping_id) == Probe::Answers {

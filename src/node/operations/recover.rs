@@ -44,7 +44,7 @@ pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
         tasks.spawn(async move {
             // The semaphore is never closed.
             let _permit = room.acquire().await;
-            let brought = mapping.giving_way(async {
+            let brought = mapping.until_forced(async {
                 recover_mapping(&context, &mapping).await;
                 Ok(())
             });
@@ -81,7 +81,7 @@ async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapp
         return Ok(None);
     }
     let (name, id) = (record.name.clone(), record.mapping_id.clone());
-    let make = || Mapping::new(record, cx.attention.clone());
+    let make = || Mapping::new(record, cx.work_queue.clone());
     let (mapping, guard) = cx.register.find_or_insert(&name, usize::MAX, make)?;
     if guard.is_none() {
         cx.found(format!("{name} has two records; that of mapping {id} is left alone"));
@@ -98,8 +98,8 @@ async fn remove_record(cx: &Context, record: Record) -> Result<()> {
 
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
     // Nobody else can have it yet; if somebody did, that one would look after it.
-    if let Ok(mut guard) = mapping.enter() {
-        guard.renounced = guard.record.intent != Intent::Mapped;
+    if let Ok(mut guard) = mapping.try_lock() {
+        guard.teardown.recorded = guard.record.intent != Intent::Mapped;
         if !guard.record.established && guard.record.intent == Intent::Mapped {
             guard.record.intent = Intent::Unmapped;
             let undone = take_down(cx, &mut guard, Instant::now() + UNDO_LIMIT).await;
@@ -108,7 +108,7 @@ async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
                     cx.found(format!("an unfinished map of {} was undone", mapping.name));
                     return;
                 }
-                Err(error) if error.kind() == ErrorKind::InUse && !guard.renounced => {
+                Err(error) if error.kind() == ErrorKind::InUse && !guard.teardown.recorded => {
                     // Somebody uses it already: finish it instead.
                     guard.record.intent = Intent::Mapped;
                 }

@@ -12,7 +12,7 @@ use crate::find::{get, lock_mapped, not_mapped};
 use crate::holders::check_unused;
 use crate::kernel_calls::COMMAND_LIMIT;
 use crate::mapping::{Guard, Mapping, View};
-use crate::planner::{SeenDevice, State};
+use crate::planner::{ObservedDevice, State};
 use crate::reconcile::reconcile;
 use crate::workers::Worker;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -39,7 +39,7 @@ pub(crate) async fn resize(
     deadline: Instant,
 ) -> Result<View> {
     let mapping = get(cx, target, deadline).await?;
-    mapping.giving_way(resize_mapping(cx, &mapping, wanted, deadline)).await
+    mapping.until_forced(resize_mapping(cx, &mapping, wanted, deadline)).await
 }
 
 async fn resize_mapping(
@@ -50,14 +50,14 @@ async fn resize_mapping(
 ) -> Result<View> {
     let mut guard = lock_mapped(mapping).await?;
     // Whoever asks wants it tried now.
-    guard.growth = None;
+    guard.resize_deferred = None;
     let state = reconcile(cx, &mut guard, deadline).await?;
     let (Some(device), Some(made_of)) = (mapping.view().device, guard.record.volume) else {
         return Err(not_mapped(mapping));
     };
     match state {
-        State::Failed(trouble) if !(wanted.shrink && has_shrunk(&guard, device)) => {
-            return Err(trouble.into_error());
+        State::Failed(failure) if !(wanted.shrink && has_shrunk(&guard, device)) => {
+            return Err(failure.into_error());
         }
         _ => {}
     }
@@ -81,7 +81,7 @@ async fn resize_mapping(
 async fn resize_both(
     cx: &Context,
     guard: &Guard,
-    device: SeenDevice,
+    device: ObservedDevice,
     wanted: NewSize,
     deadline: Instant,
 ) -> Result<()> {
@@ -103,7 +103,7 @@ async fn resize_both(
 async fn grow_both(
     cx: &Context,
     guard: &Guard,
-    device: SeenDevice,
+    device: ObservedDevice,
     bytes: u64,
     deadline: Instant,
 ) -> Result<()> {
@@ -128,7 +128,7 @@ async fn grow_both(
 async fn shrink_both(
     cx: &Context,
     guard: &Guard,
-    device: SeenDevice,
+    device: ObservedDevice,
     size: u64,
     deadline: Instant,
 ) -> Result<()> {
@@ -154,11 +154,11 @@ async fn shrink_both(
     Err(error)
 }
 
-fn has_shrunk(guard: &Guard, device: SeenDevice) -> bool {
+fn has_shrunk(guard: &Guard, device: ObservedDevice) -> bool {
     guard.worker.as_ref().is_some_and(|worker| worker.size() < device.size)
 }
 
-fn would_shrink(guard: &Guard, device: SeenDevice, size: u64) -> Error {
+fn would_shrink(guard: &Guard, device: ObservedDevice, size: u64) -> Error {
     let name = &guard.record.name;
     let message = format!("{name} is {} bytes long and would shrink to {size}", device.size);
     Error::new(ErrorKind::InvalidArgument, message).with_repair(

@@ -26,7 +26,7 @@ pub(crate) async fn set_fault(
     let guard = lock_mapped(&mapping).await?;
     let worker = guard.worker.as_ref().ok_or_else(|| crate::find::not_mapped(&mapping))?;
     let command = ToWorker::SetFault { plan: plan.to_owned() };
-    mapping.giving_way(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
+    mapping.until_forced(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
 }
 
 /// Changes what happens in an outage of the backend, and how fast a mapping may go. What is asked
@@ -58,7 +58,7 @@ pub(crate) async fn set_policy(
     tracing::info!(mapping = mapping.name, ?policy, "the policy was changed");
     if let Some(worker) = guard.worker.as_ref().filter(|worker| !worker.has_ended()) {
         let call = worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline);
-        mapping.giving_way(call).await?;
+        mapping.until_forced(call).await?;
     }
     Ok(mapping.view())
 }

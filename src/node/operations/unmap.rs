@@ -27,11 +27,11 @@ pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Resu
             return disconnect_orphan(cx, index, identity, deadline).await.map(|()| true);
         }
     };
-    let guard = mapping.enter_call().await?;
-    if guard.withdrawn {
+    let guard = mapping.lock_for_call().await?;
+    if guard.teardown.removed {
         return Ok(false);
     }
-    mapping.giving_way(unmap_locked(cx, guard, deadline)).await.map(|()| true)
+    mapping.until_forced(unmap_locked(cx, guard, deadline)).await.map(|()| true)
 }
 
 async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<()> {
@@ -45,11 +45,11 @@ async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Resu
         tracing::info!(mapping = mapping.name, "unmapped");
         return Ok(());
     };
-    if intent == Intent::Mapped && (!guard.renounced || error.kind() == ErrorKind::InUse) {
+    if intent == Intent::Mapped && (!guard.teardown.recorded || error.kind() == ErrorKind::InUse) {
         guard.record.intent = Intent::Mapped;
-        if guard.renounced {
+        if guard.teardown.recorded {
             store(cx, &guard).await?;
-            guard.renounced = false;
+            guard.teardown.recorded = false;
         }
         publish(cx, &mapping, |now| *now = view);
         // What has happened to it meanwhile shows after another look.

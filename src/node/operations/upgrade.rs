@@ -58,7 +58,7 @@ pub(crate) async fn upgrade(
             return;
         }
         for mapping in mappings {
-            let enter = mapping.enter_call();
+            let enter = mapping.lock_for_call();
             let event = upgrade_mapping(&context, &mapping, enter, request.force, limit).await;
             if events.send(Ok(event)).await.is_err() {
                 tracing::info!("nobody waits for the upgrade any more; it ends here");
@@ -77,11 +77,11 @@ pub(crate) async fn upgrade_all_workers(cx: &Context, limit: Duration) {
         let enter = async {
             let until = Instant::now() + limit;
             loop {
-                if let Some(guard) = mapping.enter_keeper() {
+                if let Some(guard) = mapping.try_lock_in_background() {
                     return Ok(guard);
                 }
                 if Instant::now() >= until {
-                    return mapping.enter();
+                    return mapping.try_lock();
                 }
                 sleep(BUSY_PAUSE).await;
             }
@@ -127,7 +127,9 @@ async fn binary_on_disk(cx: &Context) -> Result<Binary> {
         check_not_quiesced(&mapping.view().record)?;
     }
     let until = Instant::now() + STUCK_LIMIT;
-    if binary != Binary::Current && !(cx.kernel.rest(until).await && cx.urgent.rest(until).await) {
+    if binary != Binary::Current
+        && !(cx.kernel.wait_until_idle(until).await && cx.urgent.wait_until_idle(until).await)
+    {
         let message = "a call to the kernel is stuck; the daemon cannot start anew";
         return Err(Error::new(ErrorKind::Unavailable, message)
             .with_repair("see the kernel's log for what it waits for"));
@@ -148,7 +150,7 @@ async fn upgrade_mapping(
         ..api::UpgradeEvent::default()
     };
     let upgraded = upgrade_worker(cx, mapping, enter, force, limit);
-    match mapping.giving_way(upgraded).await {
+    match mapping.until_forced(upgraded).await {
         Ok(None) => event.set_outcome(Outcome::Current),
         Ok(Some(pause)) => {
             event.set_outcome(Outcome::HandedOver);
@@ -177,12 +179,12 @@ async fn upgrade_worker(
 ) -> Result<Option<Duration>> {
     let mut guard = enter.await?;
     let deadline = Instant::now() + limit + unlock::extra_open_time(cx.registry, &guard.record.uri);
-    if guard.withdrawn || guard.record.intent != Intent::Mapped {
+    if guard.teardown.removed || guard.record.intent != Intent::Mapped {
         return Ok(None);
     }
     match reconcile(cx, &mut guard, deadline).await? {
         State::Mapped => {}
-        State::Failed(trouble) => return Err(trouble.into_error()),
+        State::Failed(failure) => return Err(failure.into_error()),
         state => {
             let message = format!("{} is not at rest: {state:?}", mapping.name);
             return Err(Error::new(ErrorKind::Unavailable, message));
@@ -194,7 +196,7 @@ async fn upgrade_worker(
     if !force && !binary.is_empty() && runs == Some(&binary) {
         return Ok(None);
     }
-    guard.refusal = None;
+    guard.upgrade_refusal = None;
     let passed = hand_over(cx, &mut guard, deadline).await;
     // What lasts, and not what another attempt may change.
     let refusal = passed.as_ref().err().filter(|error| error.kind() == ErrorKind::Unsupported);
@@ -202,7 +204,7 @@ async fn upgrade_worker(
         let why = error.report();
         let message =
             format!("its worker stays until it is unmapped, and cannot be handed over: {why}");
-        guard.refusal = Some(message.clone());
+        guard.upgrade_refusal = Some(message.clone());
         publish(cx, mapping, |view| {
             // Of one that fails it is of more use to know why.
             if view.state == State::Mapped {
@@ -218,7 +220,7 @@ async fn upgrade_worker(
 /// # Errors
 /// `Unavailable` while a mapping is quiet.
 fn check_not_quiesced(record: &Record) -> Result<()> {
-    if record.quiet.is_none() {
+    if record.quiesced.is_none() {
         return Ok(());
     }
     let message = format!("a snapshot of {} is being made: it is quiet for that", record.name);

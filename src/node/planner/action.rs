@@ -10,9 +10,9 @@ pub enum Action {
     /// Connect a new device to the worker.
     Connect,
     /// Wait for the device's node, symlink and size.
-    WaitReady,
+    WaitForDevice,
     /// Remember that the mapping has been made.
-    Establish,
+    RecordMapped,
     /// Give the device's dead connections new sockets to the worker: so many are missing.
     Reconnect {
         /// The device.
@@ -22,21 +22,21 @@ pub enum Action {
     },
     /// Make the device as large as its volume has become, in bytes. One that cannot be done now is
     /// put off, and no failure: the mapping works.
-    Grow {
+    GrowDevice {
         /// The device.
         index: DeviceIndex,
         /// Of the volume, in whole blocks.
         size: u64,
     },
     /// Have the device's requests answered with errors, those included that a worker left.
-    Refuse {
+    RefuseIo {
         /// The device.
         index: DeviceIndex,
         /// Its connections.
         connections: u32,
     },
     /// Remember that the mapping is being taken down.
-    Renounce,
+    RecordUnmapping,
     /// Write back what the device's page cache holds.
     Flush(DeviceIndex),
     /// Look for holders once more, then disconnect.
@@ -44,19 +44,19 @@ pub enum Action {
     /// End the worker; by SIGKILL when it does not go. Proved before this succeeds.
     StopWorker,
     /// End the worker that was succeeded, as `StopWorker` does, and forget it.
-    EndPredecessor,
+    StopPredecessor,
     /// Make the worker that was not succeeded the worker again.
-    Reinstate,
+    RestorePredecessor,
     /// Wait until the kernel has ended an attempt to connect a device; then look again.
-    AwaitConnect,
+    WaitForConnect,
     /// Forget the mapping.
-    WithdrawRecord,
+    RemoveRecord,
     /// Have the worker answer every request with an error; end one that does not do so.
     FailIo,
     /// UnmountScope the device lazily. That it hangs is no failure.
-    Detach(DeviceIndex, UnmountScope),
+    Unmount(DeviceIndex, UnmountScope),
     /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
-    Sever(DeviceIndex),
+    ForceDisconnect(DeviceIndex),
     /// Make the device quiet for a snapshot, and answer for it. What goes wrong is the snapshot's
     /// failure.
     Quiesce {
@@ -66,11 +66,11 @@ pub enum Action {
         snapshot: u64,
     },
     /// End that. Where it cannot be done now and the mapping stays, it is put off.
-    Thaw,
+    Unquiesce,
     /// The same on the way of a forced unmap, whose failure is told and no more.
-    TryThaw,
+    TryUnquiesce,
     /// Record that somebody else owns the volume.
-    RememberFence,
+    RecordFenced,
     /// Make sure that nothing of the worker, whose end is proved, is under way at the backend.
-    ProveSilence,
+    ProveNoWrites,
 }

@@ -15,7 +15,7 @@
 //! A planned hand-over is begun by `upgrade`, not by a plan. What is planned is its end, however it
 //! was cut short: of two workers of a mapping one serves, and the handover word tells which.
 //!
-//! A place kept for what comes: a fenced claim is one more [`SeenWorker`].
+//! A place kept for what comes: a fenced claim is one more [`ObservedWorker`].
 
 mod action;
 mod handover;
@@ -27,9 +27,9 @@ mod state;
 mod unmapped;
 
 pub use action::Action;
-pub use observed::{Observed, SeenDevice, SeenQuiesce, SeenWorker};
-pub use record::{DeviceProperties, Intent, Options, Quiet, READ_ONLY, Record, WorkerId};
-pub use state::{State, Trouble};
+pub use observed::{Observed, ObservedDevice, ObservedQuiesce, ObservedWorker};
+pub use record::{DeviceProperties, Intent, Options, Quiesced, READ_ONLY, Record, WorkerId};
+pub use state::{Failure, State};
 
 /// What to do, and what the mapping is called meanwhile.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,8 +45,8 @@ impl Plan {
         Self { state, actions: Vec::new() }
     }
 
-    fn fail(trouble: Trouble) -> Self {
-        Self::rest(State::Failed(trouble))
+    fn fail(failure: Failure) -> Self {
+        Self::rest(State::Failed(failure))
     }
 }
 

@@ -6,36 +6,36 @@ use cleat_kernel::{DeviceIndex, Holder};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Observed {
     /// Connected devices that carry the mapping's identity.
-    pub devices: Vec<SeenDevice>,
+    pub devices: Vec<ObservedDevice>,
     /// Its worker.
-    pub worker: SeenWorker,
+    pub worker: ObservedWorker,
     /// The worker that it is to succeed; `Gone` when there is none.
-    pub predecessor: SeenWorker,
+    pub predecessor: ObservedWorker,
     /// With a predecessor: whether the worker has taken over from it; `None` when nobody can tell.
-    pub taken: Option<bool>,
+    pub handed_over: Option<bool>,
     /// Who holds the devices. Looked for whenever the intent is to unmap, as looking takes long.
     pub holders: Vec<Holder>,
     /// Whether the device's paths have been seen since the supervisor started.
-    pub announced: bool,
+    pub paths_known: bool,
     /// Repairs that did not last, in a row.
     pub failures: u32,
     /// How the last of them ended, for the reader.
     pub history: String,
     /// No worker has served the device for as long as I/O may wait.
-    pub overdue: bool,
+    pub unserved_too_long: bool,
     /// In place of a worker, somebody answers each request with an error.
     pub refusing: bool,
     /// A growth of the device could not be carried out a moment ago.
-    pub growth_waits: bool,
+    pub resize_deferred: bool,
     /// What a snapshot asks for, and what was done for it.
-    pub quiet: SeenQuiesce,
+    pub quiesced: ObservedQuiesce,
     /// The kernel has not ended an attempt to connect a device, which nobody waits for any more.
     pub connecting: bool,
 }
 
 /// A device with our identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SeenDevice {
+pub struct ObservedDevice {
     /// N of `/dev/nbdN`.
     pub index: DeviceIndex,
     /// In bytes.
@@ -44,7 +44,7 @@ pub struct SeenDevice {
 
 /// A mapping's worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum SeenWorker {
+pub enum ObservedWorker {
     /// No process of this mapping exists: none was started, or its end is proved.
     Gone,
     /// It answers.
@@ -67,11 +67,11 @@ pub enum SeenWorker {
 
 /// What a look at a mapping shows of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SeenQuiesce {
+pub struct ObservedQuiesce {
     /// A snapshot that waits for an answer.
     pub snapshot: Option<u64>,
     /// What was made quiet is still to be.
-    pub lasts: bool,
+    pub in_progress: bool,
     /// A thaw could not be carried out a moment ago.
-    pub thaw_waits: bool,
+    pub retry_later: bool,
 }

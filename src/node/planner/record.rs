@@ -39,7 +39,7 @@ pub struct Record {
     pub fenced: bool,
     /// Written before anything is made quiet for a snapshot, and taken back after that has ended.
     #[serde(default)]
-    pub quiet: Option<Quiet>,
+    pub quiesced: Option<Quiesced>,
     /// Seconds since the epoch.
     pub created_at_s: u64,
     /// The kernel's boot: devices do not survive it.
@@ -124,7 +124,7 @@ impl DeviceProperties {
 
 /// A device that is quiet, or about to be, as it is recorded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Quiet {
+pub struct Quiesced {
     /// Its number.
     pub device: DeviceIndex,
     /// Milliseconds since the epoch.
@@ -132,5 +132,5 @@ pub struct Quiet {
     /// What has made it quiet, and ends it; `None`: its file systems are frozen.
     pub hook: Option<PathBuf>,
     /// File systems that somebody else had frozen before.
-    pub spared: Vec<String>,
+    pub already_frozen: Vec<String>,
 }

@@ -13,7 +13,7 @@ pub enum State {
     /// The device exists, its worker is being replaced.
     Recovering,
     /// Nothing more will be done without a hand.
-    Failed(Trouble),
+    Failed(Failure),
     /// On its way to `Unmapped`.
     Unmapping,
     /// To be taken down, and held; nothing is done.
@@ -24,7 +24,7 @@ pub enum State {
 
 /// Why a mapping failed, and what its owner can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Trouble {
+pub struct Failure {
     /// For the caller's reaction.
     pub kind: ErrorKind,
     /// What is the matter.
@@ -33,7 +33,7 @@ pub struct Trouble {
     pub repair: String,
 }
 
-impl Trouble {
+impl Failure {
     pub(super) fn new(
         kind: ErrorKind,
         message: impl Into<String>,

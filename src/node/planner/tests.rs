@@ -24,10 +24,10 @@ struct World {
     worker: ModelWorker,
     /// Of a hand-over that was cut short: the old worker, and whether the new one has taken over.
     predecessor: ModelWorker,
-    taken: bool,
+    handed_over: bool,
     fenced: bool,
-    held: bool,
-    announced: bool,
+    in_use_error: bool,
+    paths_known: bool,
     failures: u32,
     /// Content that a dead worker took with it.
     lost: bool,
@@ -62,7 +62,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         }),
         established: false,
         fenced: false,
-        quiet: None,
+        quiesced: None,
         created_at_s: 0,
         boot_id: "boot".into(),
     }
@@ -76,10 +76,10 @@ impl World {
             devices: vec![(true, 0)],
             worker: ModelWorker::Dead,
             predecessor: ModelWorker::None,
-            taken: false,
+            handed_over: false,
             fenced: false,
-            held: false,
-            announced: true,
+            in_use_error: false,
+            paths_known: true,
             failures: 0,
             lost: false,
             replaced_by_zeroes: false,
@@ -90,43 +90,47 @@ impl World {
         let ours = self.devices.iter().enumerate().filter(|(_, device)| device.0);
         Observed {
             devices: ours
-                .map(|(index, _)| SeenDevice {
+                .map(|(index, _)| ObservedDevice {
                     index: u32::try_from(index).unwrap(),
                     size: 1 << 20,
                 })
                 .collect(),
             worker: match self.worker {
-                ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
-                ModelWorker::Alive(_) if self.fenced => SeenWorker::Fenced,
-                ModelWorker::Alive(connections) => SeenWorker::Alive { connections, size: 1 << 20 },
+                ModelWorker::None | ModelWorker::Dead => ObservedWorker::Gone,
+                ModelWorker::Alive(_) if self.fenced => ObservedWorker::Fenced,
+                ModelWorker::Alive(connections) => {
+                    ObservedWorker::Alive { connections, size: 1 << 20 }
+                }
                 ModelWorker::Hung => {
-                    SeenWorker::Unreachable { pid: 7, reason: "does not answer".into() }
+                    ObservedWorker::Unreachable { pid: 7, reason: "does not answer".into() }
                 }
             },
             predecessor: match self.predecessor {
-                ModelWorker::None | ModelWorker::Dead => SeenWorker::Gone,
-                ModelWorker::Alive(connections) => SeenWorker::Alive { connections, size: 1 << 20 },
+                ModelWorker::None | ModelWorker::Dead => ObservedWorker::Gone,
+                ModelWorker::Alive(connections) => {
+                    ObservedWorker::Alive { connections, size: 1 << 20 }
+                }
                 ModelWorker::Hung => {
-                    SeenWorker::Unreachable { pid: 6, reason: "does not answer".into() }
+                    ObservedWorker::Unreachable { pid: 6, reason: "does not answer".into() }
                 }
             },
-            taken: (self.record.as_ref().is_some_and(|record| record.predecessor.is_some())
+            handed_over: (self.record.as_ref().is_some_and(|record| record.predecessor.is_some())
                 && [self.worker, self.predecessor]
                     .iter()
                     .any(|worker| matches!(worker, ModelWorker::Alive(_))))
-            .then_some(self.taken),
-            holders: if self.held {
+            .then_some(self.handed_over),
+            holders: if self.in_use_error {
                 vec![Holder::Process { pid: 1, command: "fio".into() }]
             } else {
                 Vec::new()
             },
-            announced: self.announced,
+            paths_known: self.paths_known,
             failures: self.failures,
             history: String::new(),
-            overdue: false,
+            unserved_too_long: false,
             refusing: false,
-            growth_waits: false,
-            quiet: SeenQuiesce::default(),
+            resize_deferred: false,
+            quiesced: ObservedQuiesce::default(),
             connecting: false,
         }
     }
@@ -146,37 +150,37 @@ impl World {
                 *connections = record.options.connections;
                 self.devices.push((true, record.options.connections));
             }
-            Action::WaitReady
-            | Action::Establish
-            | Action::Renounce
+            Action::WaitForDevice
+            | Action::RecordMapped
+            | Action::RecordUnmapping
             | Action::StopWorker
-            | Action::EndPredecessor
-            | Action::Reinstate
+            | Action::StopPredecessor
+            | Action::RestorePredecessor
                 if fail =>
             {
                 return Err(());
             }
-            Action::WaitReady => self.announced = true,
-            Action::Establish => record.established = true,
+            Action::WaitForDevice => self.paths_known = true,
+            Action::RecordMapped => record.established = true,
             Action::Reconnect { index, missing } => {
                 let device = &mut self.devices[index as usize];
                 assert!(device.0, "sockets for a device of another identity");
                 // The kernel takes what is dead and drops the rest.
-                let taken = if fail { missing / 2 } else { missing };
+                let handed_over = if fail { missing / 2 } else { missing };
                 let ModelWorker::Alive(connections) = &mut self.worker else { return Err(()) };
-                *connections += taken;
+                *connections += handed_over;
                 device.1 = *connections;
-                if taken < missing {
+                if handed_over < missing {
                     return Err(());
                 }
             }
             // Kept, when it says how.
-            Action::Renounce if record.intent != Intent::Mapped => {}
-            Action::Grow { .. } => unreachable!("the model's volume keeps its size"),
-            Action::Refuse { .. } => unreachable!("the model has no time"),
-            Action::RememberFence if fail => return Err(()),
-            Action::RememberFence => record.fenced = true,
-            Action::Renounce => record.intent = Intent::Unmapped,
+            Action::RecordUnmapping if record.intent != Intent::Mapped => {}
+            Action::GrowDevice { .. } => unreachable!("the model's volume keeps its size"),
+            Action::RefuseIo { .. } => unreachable!("the model has no time"),
+            Action::RecordFenced if fail => return Err(()),
+            Action::RecordFenced => record.fenced = true,
+            Action::RecordUnmapping => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].0);
                 if fail || !matches!(self.worker, ModelWorker::Alive(1..) | ModelWorker::Hung) {
@@ -185,15 +189,15 @@ impl World {
             }
             Action::Disconnect(index) => {
                 assert!(self.devices[index as usize].0, "disconnects another's device");
-                if fail || self.held {
+                if fail || self.in_use_error {
                     return Err(());
                 }
                 self.devices[index as usize] = (false, 0);
             }
-            Action::StopWorker | Action::EndPredecessor | Action::Reinstate => {
+            Action::StopWorker | Action::StopPredecessor | Action::RestorePredecessor => {
                 self.change_workers(action);
             }
-            Action::WithdrawRecord => {
+            Action::RemoveRecord => {
                 assert_eq!(ours_count, 0, "a device without a record");
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
                 if fail {
@@ -201,7 +205,7 @@ impl World {
                 }
                 self.record = None;
             }
-            Action::AwaitConnect => {}
+            Action::WaitForConnect => {}
             forced => return self.apply_forced(forced, fail),
         }
         Ok(())
@@ -216,15 +220,15 @@ impl World {
             Action::FailIo if self.worker == ModelWorker::Hung && !fail => {
                 self.worker = ModelWorker::Dead;
             }
-            Action::FailIo | Action::Detach(..) => {}
-            Action::Sever(_) if fail => return Err(()),
-            Action::Sever(index) => {
+            Action::FailIo | Action::Unmount(..) => {}
+            Action::ForceDisconnect(_) if fail => return Err(()),
+            Action::ForceDisconnect(index) => {
                 // It may have gone already; another's is not touched.
                 if self.devices[index as usize].0 {
                     self.devices[index as usize] = (false, 0);
                 }
             }
-            Action::ProveSilence => {
+            Action::ProveNoWrites => {
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
                 if fail {
                     return Err(());
@@ -240,19 +244,19 @@ impl World {
         let record = self.record.as_mut().expect("no action without a record");
         match action {
             Action::StopWorker => {
-                let serves = record.predecessor.is_none() || self.taken;
+                let serves = record.predecessor.is_none() || self.handed_over;
                 assert!(!serves || record.intent != Intent::Mapped, "ends who serves");
                 self.worker = ModelWorker::Dead;
             }
-            Action::EndPredecessor => {
+            Action::StopPredecessor => {
                 let serves = matches!(self.predecessor, ModelWorker::Alive(_) | ModelWorker::Hung);
-                assert!(!serves || self.taken, "ends who serves");
+                assert!(!serves || self.handed_over, "ends who serves");
                 self.predecessor = ModelWorker::None;
                 record.predecessor = None;
             }
-            Action::Reinstate => {
+            Action::RestorePredecessor => {
                 assert!(matches!(self.worker, ModelWorker::None | ModelWorker::Dead));
-                assert!(!self.taken || !matches!(self.predecessor, ModelWorker::Alive(_)));
+                assert!(!self.handed_over || !matches!(self.predecessor, ModelWorker::Alive(_)));
                 record.worker = record.predecessor.take();
                 self.worker = std::mem::replace(&mut self.predecessor, ModelWorker::None);
             }
@@ -285,9 +289,9 @@ impl World {
                 return Some(plan.state);
             }
             for action in plan.actions {
-                let trouble = meddle.next().unwrap_or(0);
-                self.meddle(trouble);
-                if self.apply_if_possible(action, trouble == 1).is_err() {
+                let failure = meddle.next().unwrap_or(0);
+                self.meddle(failure);
+                if self.apply_if_possible(action, failure == 1).is_err() {
                     self.failures += 1;
                     break;
                 }
@@ -310,8 +314,8 @@ impl World {
         self.apply(action, fail)
     }
 
-    fn meddle(&mut self, trouble: u8) {
-        match trouble {
+    fn meddle(&mut self, failure: u8) {
+        match failure {
             2 if self.worker != ModelWorker::None => {
                 self.worker = ModelWorker::Dead;
                 self.devices.iter_mut().for_each(|device| device.1 = 0);
@@ -320,7 +324,7 @@ impl World {
                 });
             }
             3 if matches!(self.worker, ModelWorker::Alive(_)) => self.worker = ModelWorker::Hung,
-            4 => self.held = !self.held,
+            4 => self.in_use_error = !self.in_use_error,
             5 => {
                 for device in self.devices.iter_mut().filter(|device| device.0) {
                     *device = (false, 0);
@@ -334,12 +338,12 @@ impl World {
                     *connections = connections.saturating_sub(1);
                 }
             }
-            7 => self.announced = false,
+            7 => self.paths_known = false,
             8 => self.fenced = true,
             9 => {
                 if matches!(self.predecessor, ModelWorker::Alive(_) | ModelWorker::Hung) {
                     self.predecessor = ModelWorker::Dead;
-                    self.lost |= !self.taken;
+                    self.lost |= !self.handed_over;
                 }
             }
             10 if matches!(self.predecessor, ModelWorker::Alive(_)) => {
@@ -355,20 +359,20 @@ pub(crate) fn established(connections: u32, outlives_worker: bool) -> Record {
 }
 
 /// A mapping's device and worker, with nothing special about them.
-pub(crate) fn seen(worker: SeenWorker) -> Observed {
+pub(crate) fn seen(worker: ObservedWorker) -> Observed {
     Observed {
-        devices: vec![SeenDevice { index: 3, size: 1 << 20 }],
+        devices: vec![ObservedDevice { index: 3, size: 1 << 20 }],
         worker,
-        predecessor: SeenWorker::Gone,
-        taken: None,
+        predecessor: ObservedWorker::Gone,
+        handed_over: None,
         holders: Vec::new(),
-        announced: true,
+        paths_known: true,
         failures: 0,
         history: String::new(),
-        overdue: false,
+        unserved_too_long: false,
         refusing: false,
-        growth_waits: false,
-        quiet: SeenQuiesce::default(),
+        resize_deferred: false,
+        quiesced: ObservedQuiesce::default(),
         connecting: false,
     }
 }
@@ -400,7 +404,7 @@ fn worlds() -> impl Strategy<Value = World> {
         |(
             (worker, handing),
             devices,
-            [outlives, established, held, announced],
+            [outlives, established, in_use_error, paths_known],
             intent,
             n,
             failures,
@@ -412,7 +416,7 @@ fn worlds() -> impl Strategy<Value = World> {
                 ModelWorker::Alive(connections) => ModelWorker::Alive(connections.min(n)),
                 other => other,
             };
-            let (predecessor, taken) = handing.unwrap_or((ModelWorker::None, false));
+            let (predecessor, handed_over) = handing.unwrap_or((ModelWorker::None, false));
             record.predecessor = handing.map(|_| OLD);
             let record = Some(record);
             let (fenced, lost, replaced_by_zeroes) = (false, false, false);
@@ -421,10 +425,10 @@ fn worlds() -> impl Strategy<Value = World> {
                 devices,
                 worker,
                 predecessor,
-                taken,
+                handed_over,
                 fenced,
-                held,
-                announced,
+                in_use_error,
+                paths_known,
                 failures,
                 lost,
                 replaced_by_zeroes,
@@ -474,14 +478,14 @@ proptest! {
                 }
             }
             State::Held(holders) => {
-                prop_assert!(world.held && !holders.is_empty() && !forced);
+                prop_assert!(world.in_use_error && !holders.is_empty() && !forced);
             }
-            State::Failed(trouble) => {
-                prop_assert!(!trouble.message.is_empty() && !trouble.repair.is_empty());
+            State::Failed(failure) => {
+                prop_assert!(!failure.message.is_empty() && !failure.repair.is_empty());
                 // Of two that do not answer, nobody can tell which one serves.
                 let blind = world.worker == ModelWorker::Hung
                     && world.record.as_ref().is_some_and(|record| record.predecessor.is_some());
-                prop_assert!(!then_unmap || blind && !forced, "unmap ends unmapped or held: {:?}", trouble);
+                prop_assert!(!then_unmap || blind && !forced, "unmap ends unmapped or held: {:?}", failure);
             }
             other => prop_assert!(false, "rests in {:?}", other),
         }
@@ -498,7 +502,7 @@ proptest! {
         let mut world = World {
             devices: vec![(false, 3)],
             worker: ModelWorker::None,
-            announced: false,
+            paths_known: false,
             ..World::of(record(connections, outlives))
         };
         prop_assert_eq!(world.run(&mut std::iter::empty(), 2), Some(State::Mapped));
@@ -510,7 +514,7 @@ proptest! {
 
 #[test]
 fn a_dead_worker_is_replaced_and_its_generation_raised() {
-    let mut world = World { held: true, ..World::of(established(2, true)) };
+    let mut world = World { in_use_error: true, ..World::of(established(2, true)) };
     let plan = plan(world.record.as_ref().unwrap(), &world.observe());
     assert_eq!(plan.state, State::Recovering);
     assert_eq!(plan.actions, [Action::StartWorker, Action::Reconnect { index: 0, missing: 2 }]);
@@ -520,15 +524,15 @@ fn a_dead_worker_is_replaced_and_its_generation_raised() {
 
 #[test]
 fn memory_that_died_is_lost_and_said_so() {
-    let mut world = World { held: true, lost: true, ..World::of(established(1, false)) };
-    let Some(State::Failed(trouble)) = world.run(&mut std::iter::empty(), 3) else {
+    let mut world = World { in_use_error: true, lost: true, ..World::of(established(1, false)) };
+    let Some(State::Failed(failure)) = world.run(&mut std::iter::empty(), 3) else {
         panic!("not failed")
     };
-    assert!(trouble.message.contains("content"), "{}", trouble.message);
+    assert!(failure.message.contains("content"), "{}", failure.message);
     // While it is held it stays; then it goes.
     world.record.as_mut().unwrap().intent = Intent::Unmapped;
     assert!(matches!(world.run(&mut std::iter::empty(), 3), Some(State::Held(_))));
-    world.held = false;
+    world.in_use_error = false;
     assert_eq!(world.run(&mut std::iter::empty(), 3), Some(State::Unmapped));
 }
 
@@ -549,10 +553,10 @@ fn what_a_worker_out_of_reach_has_answered_is_flushed_before_it_is_killed() {
     record.intent = Intent::Unmapped;
     record.established = true;
     let observed =
-        seen(SeenWorker::Unreachable { pid: 7, reason: "speaks another version".into() });
+        seen(ObservedWorker::Unreachable { pid: 7, reason: "speaks another version".into() });
     let actions = plan(&record, &observed).actions;
-    assert_eq!(actions[..2], [Action::Flush(3), Action::Renounce]);
-    assert_eq!(actions[3..], [Action::StopWorker, Action::WithdrawRecord]);
+    assert_eq!(actions[..2], [Action::Flush(3), Action::RecordUnmapping]);
+    assert_eq!(actions[3..], [Action::StopWorker, Action::RemoveRecord]);
 }
 
 #[test]
@@ -561,25 +565,25 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
     record.intent = Intent::Forced(UnmountScope::Own);
     let mut observed = Observed {
         holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
-        ..seen(SeenWorker::Alive { connections: 1, size: 1 << 20 })
+        ..seen(ObservedWorker::Alive { connections: 1, size: 1 << 20 })
     };
-    let (detach, sever) = (Action::Detach(3, UnmountScope::Own), Action::Sever(3));
-    let rest = [detach, sever, Action::StopWorker, Action::ProveSilence, Action::WithdrawRecord];
+    let (detach, sever) = (Action::Unmount(3, UnmountScope::Own), Action::ForceDisconnect(3));
+    let rest = [detach, sever, Action::StopWorker, Action::ProveNoWrites, Action::RemoveRecord];
     let plan_of = |observed: &Observed| plan(&record, observed).actions;
-    assert_eq!(plan_of(&observed)[..2], [Action::Renounce, Action::FailIo]);
+    assert_eq!(plan_of(&observed)[..2], [Action::RecordUnmapping, Action::FailIo]);
     assert_eq!(plan_of(&observed)[2..], rest);
-    observed.worker = SeenWorker::Gone;
-    assert_eq!(plan_of(&observed)[..3], [Action::Renounce, detach, sever]);
-    assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::WithdrawRecord]);
+    observed.worker = ObservedWorker::Gone;
+    assert_eq!(plan_of(&observed)[..3], [Action::RecordUnmapping, detach, sever]);
+    assert_eq!(plan_of(&observed)[3..], [Action::ProveNoWrites, Action::RemoveRecord]);
     // A device that may still come is waited for, and then looked for.
     observed.connecting = true;
-    assert_eq!(plan_of(&observed)[3..], [Action::ProveSilence, Action::AwaitConnect]);
+    assert_eq!(plan_of(&observed)[3..], [Action::ProveNoWrites, Action::WaitForConnect]);
     // Of two workers one goes first, but not before the wish is recorded.
     let mut two = record.clone();
     two.predecessor = Some(WorkerId { pid: 7, started_ticks: 7 });
-    for taken in [Some(true), Some(false), None] {
-        let observed = Observed { taken, ..observed.clone() };
-        assert_eq!(plan(&two, &observed).actions[0], Action::Renounce);
+    for handed_over in [Some(true), Some(false), None] {
+        let observed = Observed { handed_over, ..observed.clone() };
+        assert_eq!(plan(&two, &observed).actions[0], Action::RecordUnmapping);
     }
     // As the journal keeps it.
     let text = serde_json::to_string(&record.intent).unwrap();
@@ -590,24 +594,24 @@ fn by_force_the_worker_goes_last_and_nothing_is_waited_for() {
 #[test]
 fn a_device_grows_with_its_volume_in_whole_blocks_once_it_works() {
     let record = established(1, true);
-    let grows = |record: &Record, size, connections, growth_waits| {
+    let grows = |record: &Record, size, connections, resize_deferred| {
         let observed = Observed {
             failures: MAX_FAILURES,
-            growth_waits,
-            ..seen(SeenWorker::Alive { connections, size })
+            resize_deferred,
+            ..seen(ObservedWorker::Alive { connections, size })
         };
         let plan = plan(record, &observed);
         assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
         plan.actions
     };
-    let action = Action::Grow { index: 3, size: (1 << 20) + 1024 };
+    let action = Action::GrowDevice { index: 3, size: (1 << 20) + 1024 };
     assert_eq!(grows(&record, (1 << 20) + 1024 + 511, 1, false), [action]);
     assert_eq!(grows(&record, (1 << 20) + 511, 1, false), []);
     assert_eq!(grows(&record, (1 << 20) + 1024, 1, true), []);
     // First it works again, then it grows; and nothing shrinks by itself.
     for (size, connections) in [((1 << 20) + 1024, 0), (1 << 19, 1)] {
         let actions = grows(&record, size, connections, false);
-        assert!(!actions.iter().any(|action| matches!(action, Action::Grow { .. })));
+        assert!(!actions.iter().any(|action| matches!(action, Action::GrowDevice { .. })));
     }
 }
 
@@ -617,17 +621,17 @@ fn what_no_worker_will_serve_again_is_refused_when_it_has_waited_long_enough() {
     let mut observed = Observed {
         failures: MAX_FAILURES,
         history: "worker 7 was killed by SIGKILL".into(),
-        ..seen(SeenWorker::Gone)
+        ..seen(ObservedWorker::Gone)
     };
-    let refuse = Action::Refuse { index: 3, connections: 2 };
+    let refuse = Action::RefuseIo { index: 3, connections: 2 };
     let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
-        Plan { state: State::Failed(trouble), actions } => (trouble.message, actions),
+        Plan { state: State::Failed(failure), actions } => (failure.message, actions),
         other => panic!("{other:?}"),
     };
     let (message, actions) = failed(&record, &observed);
     assert!(message.contains("SIGKILL") && message.contains("waited for 60 s"), "{message}");
     assert_eq!(actions, []);
-    observed.overdue = true;
+    observed.unserved_too_long = true;
     assert_eq!(failed(&record, &observed).1, [refuse]);
     observed.refusing = true;
     let (message, actions) = failed(&record, &observed);

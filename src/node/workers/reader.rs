@@ -59,35 +59,35 @@ impl Reader {
             }
         }
         self.flags.broken.store(true, Ordering::Release);
-        let how = end_of(&self.process, &self.flags);
+        let how = exit_reason_of(&self.process, &self.flags);
         self.ended.send_replace(true);
-        self.tell(format!("worker {} {how}", self.process.id.pid));
+        self.send_event(format!("worker {} {how}", self.process.id.pid));
     }
 
     /// Whether there may be more.
     fn take(&mut self, message: std::io::Result<Option<(FromWorker, Vec<OwnedFd>)>>) -> bool {
         match message {
             Ok(Some((FromWorker::Disconnected, _))) => {
-                self.tell("every connection has ended in order".to_owned());
+                self.send_event("every connection has ended in order".to_owned());
             }
             Ok(Some((FromWorker::Fenced, _))) => {
                 self.flags.fenced.store(true, Ordering::Release);
-                self.tell("the volume belongs to somebody else now".to_owned());
+                self.send_event("the volume belongs to somebody else now".to_owned());
             }
             Ok(Some((FromWorker::Outage { outage }, _))) => {
                 let mut known =
                     self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                 *known = outage;
                 drop(known);
-                self.tell("an outage of the backend began, changed or ended".to_owned());
+                self.send_event("an outage of the backend began, changed or ended".to_owned());
             }
             Ok(Some((FromWorker::SnapshotPending { snapshot: waiting }, _))) => {
                 self.flags.snapshot.store(waiting.unwrap_or(0), Ordering::Release);
-                self.tell("a snapshot of the volume begins or has been made".to_owned());
+                self.send_event("a snapshot of the volume begins or has been made".to_owned());
             }
             Ok(Some((FromWorker::SizeChanged { size }, _))) => {
                 self.flags.size.store(size, Ordering::Release);
-                self.tell(format!("the volume has {size} bytes now"));
+                self.send_event(format!("the volume has {size} bytes now"));
             }
             // The worker is of a newer build.
             Ok(Some((FromWorker::Unknown, _))) => {}
@@ -97,32 +97,32 @@ impl Reader {
                 }
                 // One command is under way at most; a second answer is nonsense.
                 if self.replies.as_ref().is_none_or(|replies| replies.try_send(reply).is_err()) {
-                    return self.give_up("answered twice");
+                    return self.close("answered twice");
                 }
             }
-            Ok(None) => return self.give_up("closed its channel"),
-            Err(error) => return self.give_up(&format!("broke its channel: {error}")),
+            Ok(None) => return self.close("closed its channel"),
+            Err(error) => return self.close(&format!("broke its channel: {error}")),
         }
         true
     }
 
-    fn give_up(&mut self, why: &str) -> bool {
+    fn close(&mut self, why: &str) -> bool {
         self.flags.broken.store(true, Ordering::Release);
         self.replies = None;
-        self.tell(format!("worker {} {why}", self.process.id.pid));
+        self.send_event(format!("worker {} {why}", self.process.id.pid));
         false
     }
 
-    fn tell(&self, what: String) {
+    fn send_event(&self, what: String) {
         // A full queue loses the event; the next sweep finds what it was about.
         let _ = self.events.try_send(WorkerEvent { mapping_id: self.mapping_id.clone(), what });
     }
 }
 
 /// The exit status of a process that has ended, which can be taken once.
-pub(super) fn end_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
-    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_END.to_owned()))
+pub(super) fn exit_reason_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
+    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_EXIT.to_owned()))
 }
 
 /// Only the parent is told, and that was an earlier daemon.
-pub(crate) const UNKNOWN_END: &str = "ended in a way that was not told";
+pub(crate) const UNKNOWN_EXIT: &str = "ended in a way that was not told";

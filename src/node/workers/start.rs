@@ -9,12 +9,12 @@ use tokio::time::{Instant, timeout_at};
 use super::Workers;
 use super::link::Link;
 use super::process::Process;
-use super::reader::UNKNOWN_END;
+use super::reader::UNKNOWN_EXIT;
 use super::sockets::{connect_to, seqpacket_pair};
-use super::worker::{Worker, broke, exit_of, from_failure, gone, unexpected};
+use super::worker::{Worker, channel_broke, exit_of, from_failure, unexpected, worker_gone};
 use crate::blocking::blocking;
 use crate::planner::WorkerId;
-use crate::worker_failures::NotStarted;
+use crate::worker_failures::StartFailure;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, Ready, Start, ToWorker};
@@ -81,7 +81,7 @@ impl Workers {
         page: Option<Page>,
         prepared: Vec<OwnedFd>,
         deadline: Instant,
-    ) -> Result<Worker, NotStarted> {
+    ) -> Result<Worker, StartFailure> {
         start.log.clone_from(&self.log);
         let Spoken { newest, oldest, build } = Spoken::here();
         (start.version, start.oldest, start.build) = (newest, oldest, build);
@@ -100,7 +100,7 @@ impl Workers {
                 page,
                 self.events.clone(),
             )
-            .map_err(|error| NotStarted { error, pid, died: None }),
+            .map_err(|error| StartFailure { error, pid, died: None }),
             Err(failed) => {
                 drop(link);
                 let silent = matches!(failed, NotOpened::Broken(_));
@@ -112,8 +112,8 @@ impl Workers {
                 let grace = Instant::now() + KILL_GRACE;
                 let _ = timeout_at(grace, exit_of(&process)).await;
                 let how = process.handle.reap();
-                let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_END.to_owned()));
-                Err(NotStarted { error: failed.into_error(), pid, died })
+                let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_EXIT.to_owned()));
+                Err(StartFailure { error: failed.into_error(), pid, died })
             }
         }
     }
@@ -134,7 +134,9 @@ impl Workers {
                 page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
             let mut descriptors = vec![listener, file];
             descriptors.extend(prepared);
-            link.send(&ToWorker::Start(Box::new(start)), &descriptors).await.map_err(broke)?;
+            link.send(&ToWorker::Start(Box::new(start)), &descriptors)
+                .await
+                .map_err(channel_broke)?;
             Ok(page)
         };
         let page = send.await.map_err(NotOpened::Broken)?;
@@ -170,7 +172,7 @@ impl Workers {
             let Spoken { newest: version, oldest, build } = Spoken::here();
             let mapping_id = mapping_id.to_owned();
             let adopt = ToWorker::Adopt { version, oldest, build, mapping_id: mapping_id.clone() };
-            link.send(&adopt, &[]).await.map_err(broke)?;
+            link.send(&adopt, &[]).await.map_err(channel_broke)?;
             let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
             let (ready, mut descriptors) = ready?;
             if ready.mapping_id != mapping_id || ready.pid != process.id.pid {
@@ -191,7 +193,7 @@ impl Workers {
 
 async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
     use NotOpened::{Broken, Refused};
-    match link.receive().await.map_err(|error| Broken(broke(error)))? {
+    match link.receive().await.map_err(|error| Broken(channel_broke(error)))? {
         Some((FromWorker::Ready(ready), descriptors)) => {
             let (newest, oldest, build) = (ready.version, ready.oldest, ready.build.clone());
             Spoken::here().common(&Spoken { newest, oldest, build }).map_err(Refused)?;
@@ -199,6 +201,6 @@ async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
         }
         Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),
         Some((other, _)) => Err(Broken(unexpected(&other))),
-        None => Err(Broken(gone())),
+        None => Err(Broken(worker_gone())),
     }
 }

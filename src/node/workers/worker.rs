@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::process::Process;
-use super::reader::{Flags, Reader, WorkerEvent, end_of};
+use super::reader::{Flags, Reader, WorkerEvent, exit_reason_of};
 use crate::planner::WorkerId;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
@@ -87,8 +87,8 @@ impl Worker {
     }
 
     /// How it ended, once it has.
-    pub fn how_it_ended(&self) -> String {
-        end_of(&self.process, &self.flags).to_owned()
+    pub fn exit_reason(&self) -> String {
+        exit_reason_of(&self.process, &self.flags).to_owned()
     }
 
     /// Whether it has lost its volume to somebody else.
@@ -143,15 +143,15 @@ impl Worker {
     ) -> Result<(FromWorker, Vec<OwnedFd>)> {
         let mut replies = self.replies.lock().await;
         if self.is_broken() {
-            return Err(gone());
+            return Err(worker_gone());
         }
         // Set now and cleared at the end, so that a caller that goes away leaves it set.
         self.flags.broken.store(true, Ordering::Release);
         let exchange = async {
-            self.link.send(&command, &descriptors).await.map_err(broke)?;
+            self.link.send(&command, &descriptors).await.map_err(channel_broke)?;
             // Copies of sockets must not keep them open any longer.
             drop(descriptors);
-            replies.recv().await.ok_or_else(gone)
+            replies.recv().await.ok_or_else(worker_gone)
         };
         let reply = timeout_at(deadline, exchange)
             .await
@@ -234,11 +234,11 @@ pub(crate) fn unexpected(message: &FromWorker) -> Error {
     Error::new(ErrorKind::Internal, format!("the worker answered out of turn: {message:?}"))
 }
 
-pub(crate) fn gone() -> Error {
+pub(crate) fn worker_gone() -> Error {
     Error::new(ErrorKind::Unavailable, "the worker died or closed its channel")
         .with_repair("see the log for its last words")
 }
 
-pub(crate) fn broke(error: std::io::Error) -> Error {
+pub(crate) fn channel_broke(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the worker broke").with_source(error)
 }

@@ -158,7 +158,7 @@ fn a_device_that_stays_is_told_even_where_the_kernel_cannot_be_asked_again() {
     let machine = Machine::new();
     let kernel = machine.kernel.clone();
     let supervisor = machine.start_with(Some(Arc::new(move |point: &str| {
-        if point == "before WithdrawRecord" {
+        if point == "before RemoveRecord" {
             kernel.inject(Call::Devices, Fault::Fail(ErrorKind::Unavailable));
         }
         false
@@ -452,7 +452,7 @@ fn a_crash_at_any_point_is_finished_by_the_next_supervisor() {
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
         let supervisor = machine.start();
-        let begun = point.as_deref() != Some("before Renounce");
+        let begun = point.as_deref() != Some("before RecordUnmapping");
         if begun {
             // It was recorded, so it is finished, without being asked again.
             wait_until("it is gone", || supervisor.get("a").is_err());

@@ -8,13 +8,13 @@ use crate::mapping::{Change, Guard};
 use crate::records;
 use cleat_core::error::Result;
 
-pub(crate) async fn withdraw_record(cx: &Context, guard: &mut Guard) -> Result<()> {
+pub(crate) async fn remove_record(cx: &Context, guard: &mut Guard) -> Result<()> {
     stop_refusing_io(guard).await?;
     let id = guard.record.mapping_id.clone();
     // The record goes last: without it nobody would look for the socket.
     cx.workers.sockets.forget(&id);
     records::write(cx, guard, move |journal, _| journal.withdraw(&id)).await?;
-    guard.withdrawn = true;
+    guard.teardown.removed = true;
     let mapping = Arc::clone(guard.mapping());
     cx.register.remove(&mapping);
     let _ = cx.changes.send(Change { view: mapping.view(), removed: true });

@@ -7,7 +7,11 @@ use crate::devices::devices;
 use crate::mapping::Guard;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-pub(crate) async fn wait_ready(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
+pub(crate) async fn wait_for_device(
+    cx: &Context,
+    guard: &mut Guard,
+    deadline: Instant,
+) -> Result<()> {
     let (identity, name) = (guard.record.identity(), guard.record.name.clone());
     let devices = devices(cx, deadline).await?;
     let device = devices

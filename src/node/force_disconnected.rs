@@ -8,9 +8,9 @@ use cleat_kernel::{DeviceIndex, Identity};
 /// Devices that this supervisor disconnected by force and that still have holders. They are told
 /// from those that serve for as long as this supervisor runs.
 #[derive(Debug, Default)]
-pub(crate) struct SeveredDevices(Mutex<BTreeSet<(DeviceIndex, Identity)>>);
+pub(crate) struct ForceDisconnected(Mutex<BTreeSet<(DeviceIndex, Identity)>>);
 
-impl SeveredDevices {
+impl ForceDisconnected {
     /// Adds a device.
     pub(crate) fn insert(&self, index: DeviceIndex, identity: &Identity) {
         const KEPT: usize = 1024;
