@@ -147,7 +147,7 @@ fn without_permission_the_message_says_so() {
 }
 
 #[test]
-fn errors_are_json_where_results_are() {
+fn with_json_output_errors_are_json_too() {
     for line in ["ls -o json", "frob -o json", "map floppy:a --output=json"] {
         let run = cleat(line, Path::new(NOWHERE));
         let error = &json(&run.stderr)["error"];
