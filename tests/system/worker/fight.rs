@@ -217,7 +217,9 @@ fn run_round(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> 
         for ((writer, socket), n) in new.iter().zip(sockets).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
-        wait_until("writes of the fenced worker are refused", || total(&old, |w| &w.refused) > TRIED);
+        wait_until("writes of the fenced worker are refused", || {
+            total(&old, |w| &w.refused) > TRIED
+        });
         // The new worker has written all of its blocks.
         let round_done = |w: &Writer| w.written.load(Ordering::SeqCst) > BLOCKS;
         wait_until("the new worker has written all blocks", || new.iter().all(round_done));

@@ -22,8 +22,8 @@ fn a_blocklisted_client_stays_fenced_until_it_is_mapped_again() {
     shared().ceph(&["osd", "blocklist", "add", &owner]);
     assert_fenced(&scene.supervisor, "blocklisted");
     let (done, begun) = (load.done(), load.begun());
-    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
-    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
+    assert!(load.stop().iter().all(Result::is_err), "a write succeeded");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "a read succeeded");
     let content = scene.content("banned");
     assert_within(held(&content), done, begun);
     // The mapping stays fenced without the blocklist entry, without its worker, and with a new
