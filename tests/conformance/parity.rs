@@ -296,5 +296,5 @@ fn a_watcher_is_woken_when_the_image_grows() {
         1,
         "the watcher was not woken"
     );
-    wait_until("it grows", || volume.size() == 12 * MIB);
+    wait_until("the volume has its new size", || volume.size() == 12 * MIB);
 }

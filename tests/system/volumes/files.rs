@@ -35,7 +35,7 @@ fn files_are_created_listed_resized_and_removed() {
     // A file in use can grow, but it cannot be shrunk or removed.
     let user = User::of(&image);
     let lock = json(&["info", &image])["locks"][0]["client"].clone();
-    assert!(lock.as_str().is_some_and(|who| who.contains("cleat")), "{lock}");
+    assert!(lock.as_str().is_some_and(|client| client.contains("cleat")), "{lock}");
     assert!(changed(&["resize", &image, "32M"]));
     assert!(!changed(&["resize", &image, "32M"]));
     for words in [&["resize", &image, "1M", "--shrink"][..], &["remove", &image, "--now"]] {

@@ -119,7 +119,10 @@ fn an_encrypted_image_survives_its_workers_and_is_resized() {
         }
         now.state() != MappingState::Mapped || [0, before].contains(&now.worker_pid)
     } {
-        assert!(begun.elapsed() < REGISTRY.max_extra_open_time() * 2, "no worker serves the volume in time");
+        assert!(
+            begun.elapsed() < REGISTRY.max_extra_open_time() * 2,
+            "no worker serves the volume in time"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(!reported.is_empty(), "no message reported that the image is being unlocked");
