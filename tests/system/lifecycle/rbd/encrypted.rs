@@ -138,7 +138,7 @@ fn an_encrypted_image_survives_its_workers_and_is_resized() {
     let cipher = scene.content("secret");
     assert!(cipher.starts_with(b"LUKS\xba\xbe\0\x02") && cipher.len() as u64 > SIZE + 4096);
     let (zero, text) = (vec![0; 4096], load::block(1, written[1]));
-    assert!(cipher.chunks(4096).all(|block| block != text), "plain text is in the image");
+    assert!(cipher.chunks(4096).all(|block| block != text), "the image contains plain text");
     assert!(cipher.chunks(4096).skip(4096).any(|block| block != zero));
 
     let mapping = scene.map_encrypted("secret", &file);
