@@ -44,15 +44,18 @@ pub struct Done {
     pub data: Option<Vec<u8>>,
 }
 
+/// Returns a request without data.
 pub fn job(op: Op, offset: u64, length: u64) -> Job {
     Job { request: Request { op, flags: Flags::default(), offset, length }, data: None }
 }
 
+/// Returns a request to write `data`.
 pub fn write(offset: u64, data: &[u8]) -> Job {
     Job { data: Some(data.to_vec()), ..job(Op::Write, offset, data.len() as u64) }
 }
 
 impl Job {
+    /// Sets the flags of the request.
     pub fn with(mut self, flags: Flags) -> Self {
         self.request.flags = flags;
         self
@@ -73,6 +76,7 @@ impl dyn Client + '_ {
         self.run(vec![job]).pop().unwrap().result
     }
 
+    /// Reads a range and returns its content.
     pub fn read(&mut self, offset: u64, length: u64) -> Vec<u8> {
         self.one(job(Op::Read, offset, length))
     }
@@ -82,6 +86,7 @@ impl dyn Client + '_ {
 pub struct Local(Arc<dyn Image>);
 
 impl Local {
+    /// Shrinks the volume to `size` bytes.
     pub fn shrink(&self, size: u64) -> Result<()> {
         self.0.shrink().expect("the volume can shrink").shrink_to(size)
     }
@@ -90,6 +95,7 @@ impl Local {
         Self(image)
     }
 
+    /// Opens a volume, or panics.
     pub fn open(uri: &VolumeUri, options: OpenOptions) -> Self {
         Self(uri.open(&options).unwrap_or_else(|error| panic!("{uri}: {}", error.report())))
     }
@@ -122,6 +128,7 @@ impl Local {
         self.0.watch_size(waker);
     }
 
+    /// Lists at most `limit` extents of a range, as data if the backend cannot list extents.
     pub fn extents(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
         match self.0.extents() {
             Some(extents) => extents.list(offset, length, limit),

@@ -222,7 +222,7 @@ fn zeroes_of_encrypted_images_stay_zeroes_after_later_writes() {
         volume.cut_off(zeroes());
         drop(volume);
         let volume = opened(&uri).unwrap();
-        assert!((1..=4).contains(&zeroed(&volume, &data)), "{format}: cut off");
+        assert!((1..=4).contains(&zeroed(&volume, &data)), "{format}: connection dropped");
         volume.client().one(write(0, &data));
         let ended = volume.abandon(zeroes());
         assert_eq!(ended, [Err(IoError::Broken); 8], "{format}");
@@ -296,5 +296,5 @@ fn a_watcher_is_woken_when_the_image_grows() {
         1,
         "the watcher was not woken"
     );
-    wait_until("it grows", || volume.size() == 12 * MIB);
+    wait_until("the volume has its new size", || volume.size() == 12 * MIB);
 }

@@ -10,6 +10,7 @@ use cleat_kernel::{ConnectSpec, DeviceIndex, DevicePaths, Holder, Identity, Kern
 use crate::nbd::server::{FLAGS, Server, hangs_up};
 use crate::wait::LIMIT;
 
+/// The size of the test devices, in bytes.
 pub const SIZE: u64 = 4 << 20;
 
 /// A mapped device and the server of its connections.
@@ -20,14 +21,17 @@ pub struct Mapped<'a> {
     pub server: Server,
 }
 
+/// Returns the deadline of a call that must succeed: [`LIMIT`] from now.
 pub fn soon() -> Instant {
     Instant::now() + LIMIT
 }
 
+/// Returns the identity of the mapping `name`, unique to this process.
 pub fn identity(name: &str) -> Identity {
     Identity::new(&format!("{:08x}", std::process::id()), name)
 }
 
+/// Returns the specification of a device of [`SIZE`] bytes with these sockets.
 pub fn spec(name: &str, sockets: Vec<OwnedFd>) -> ConnectSpec {
     ConnectSpec {
         sockets,
@@ -41,6 +45,7 @@ pub fn spec(name: &str, sockets: Vec<OwnedFd>) -> ConnectSpec {
     }
 }
 
+/// Connects a device with `connections` sockets to a new server.
 pub fn connect<'a>(kernel: &'a dyn Kernel, name: &str, connections: usize) -> Mapped<'a> {
     let server = Server::new(SIZE);
     let sockets = (0..connections).map(|_| server.connection()).collect();
@@ -49,16 +54,19 @@ pub fn connect<'a>(kernel: &'a dyn Kernel, name: &str, connections: usize) -> Ma
 }
 
 impl Mapped<'_> {
+    /// Returns whether the kernel lists the device with its identity.
     pub fn is_listed(&self) -> bool {
         let devices = self.kernel.devices().unwrap();
         let ours = Some(&self.identity);
         devices.iter().any(|d| d.index == self.index && d.identity().as_ref() == ours)
     }
 
+    /// Waits until the device is usable and returns its paths.
     pub fn ready(&self) -> DevicePaths {
         self.kernel.wait_ready(self.index, &self.identity, SIZE, soon()).unwrap()
     }
 
+    /// Disconnects the device and checks that the kernel does not list it any more.
     pub fn disconnect(&self) {
         self.kernel.disconnect(self.index, &self.identity, soon()).unwrap();
         assert!(!self.is_listed(), "the device is listed after its disconnect");

@@ -1,6 +1,6 @@
 //! The test kit: what the test suites of the project share.
 //!
-//! Without features it holds parts that know nothing of the project: an NBD peer, waiting, a
+//! Without features it holds parts that do not depend on the project's crates: an NBD peer, waiting, a
 //! stopwatch, memory figures, and a Ceph cluster. With the feature `daemon` it also holds the
 //! harnesses that start a worker process or a supervisor on the simulated kernel.
 //!

@@ -29,6 +29,7 @@ pub struct Worker {
     directory: TempDir,
 }
 
+/// Returns a start message for the volume `uri`, for tests to modify.
 pub fn start_message(uri: &str) -> Start {
     Start {
         version: PROTOCOL_VERSION,
@@ -51,6 +52,7 @@ pub fn start_message(uri: &str) -> Start {
     }
 }
 
+/// Returns a pair of connected sequential-packet sockets.
 pub fn seqpacket_pair() -> (OwnedFd, OwnedFd) {
     socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
 }
@@ -90,6 +92,7 @@ impl Worker {
         (worker, sockets)
     }
 
+    /// Sends the worker `count` connections, waits until it serves them, and returns the test's ends.
     pub fn serve(&mut self, count: usize) -> Vec<UnixStream> {
         let pairs: Vec<_> = (0..count).map(|_| UnixStream::pair().unwrap()).collect();
         let theirs: Vec<_> = pairs.iter().map(|(_, theirs)| theirs.as_fd()).collect();
@@ -98,12 +101,14 @@ impl Worker {
         pairs.into_iter().map(|(ours, _)| ours).collect()
     }
 
+    /// Sends a start message with a listening socket and the statistics page.
     pub fn send_start(&self, start: &Start) {
         let listener = self.listener();
         let page = self.page.file().unwrap();
         self.send(&ToWorker::Start(Box::new(start.clone())), &[listener.as_fd(), page.as_fd()]);
     }
 
+    /// Returns a listening socket, for the worker to accept new supervisors on.
     pub fn listener(&self) -> OwnedFd {
         let listener = seqpacket();
         bind(listener.as_raw_fd(), &self.address()).unwrap();
@@ -111,22 +116,27 @@ impl Worker {
         listener
     }
 
+    /// Returns the address of the worker's listening socket.
     fn address(&self) -> UnixAddr {
         UnixAddr::new(&self.directory.path().join("control.sock")).unwrap()
     }
 
+    /// Sends a command with descriptors.
     pub fn send(&self, command: &ToWorker, descriptors: &[BorrowedFd<'_>]) {
         self.send_text(&serde_json::to_vec(command).unwrap(), descriptors);
     }
 
+    /// Sends a packet with any content and descriptors.
     pub fn send_text(&self, text: &[u8], descriptors: &[BorrowedFd<'_>]) {
         seqpacket::send(self.channel.as_ref().unwrap().as_fd(), text, descriptors).unwrap();
     }
 
+    /// Waits for the next message, for at most 60 s. Panics at the end of the channel.
     pub fn receive(&self) -> FromWorker {
         receive(self.channel.as_ref().unwrap()).expect("the channel is open").0
     }
 
+    /// Sends a command and returns the next message.
     pub fn call(&self, command: &ToWorker) -> FromWorker {
         self.send(command, &[]);
         self.receive()
@@ -175,6 +185,7 @@ impl Worker {
         line.unwrap_or_else(|| panic!("no {key}")).trim().to_owned()
     }
 
+    /// Returns the path of `file` in `/proc/PID` of the worker.
     pub fn proc(&self, file: &str) -> String {
         format!("/proc/{}/{file}", self.child.id())
     }
@@ -194,6 +205,7 @@ impl Drop for Worker {
     }
 }
 
+/// Sends an adopt message and returns the answer with its descriptors.
 pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) {
     let adopt = ToWorker::Adopt {
         version: PROTOCOL_VERSION,
@@ -218,6 +230,7 @@ pub fn receive(channel: &OwnedFd) -> Option<(FromWorker, Vec<OwnedFd>)> {
     (length > 0).then(|| (serde_json::from_slice(&buffer[..length]).unwrap(), descriptors))
 }
 
+/// Returns the kind and the message of a failure. Panics on any other message.
 pub fn failure(message: FromWorker) -> (ErrorKind, String) {
     match message {
         FromWorker::Failed(Failure { kind, message, .. }) => (kind, message),

@@ -1,4 +1,4 @@
-//! The simulated kernel: it does what the real one does, and what no real one does when asked.
+//! The simulated kernel: the suite that the real kernel passes too, and its injected faults.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use test_kit::nbd::server::Server;
 use test_kit::wait::LIMIT;
 
 #[test]
-fn simulated_kernel() {
+fn the_simulated_kernel_passes_the_kernel_suite() {
     suite(&SimKernel::new(Script::default()));
 }
 
@@ -29,11 +29,11 @@ fn simulated_io_survives_a_worker_crash() {
         assert_eq!(read.join().unwrap().unwrap(), [7; 4096]);
     });
     mapped.disconnect();
-    assert!(kernel.read(mapped.index, 0, 512).is_err(), "a device that is gone answers nothing");
+    assert!(kernel.read(mapped.index, 0, 512).is_err(), "a read of a disconnected device fails");
 }
 
 #[test]
-fn simulated_faults_show() {
+fn injected_faults_are_reported() {
     let script = Script { skip_waits: true, devices: 1, devices_max: 1, ..Script::default() };
     let kernel = SimKernel::new(script);
 
@@ -51,7 +51,7 @@ fn simulated_faults_show() {
     kernel.set_holders(mapped.index, vec![holder.clone()]);
     assert_eq!(kernel.holders(mapped.index).unwrap(), [holder]);
     let held = kernel.disconnect(mapped.index, &mapped.identity, soon()).unwrap_err();
-    assert_eq!(held.kind(), ErrorKind::TimedOut, "held: it stays configured");
+    assert_eq!(held.kind(), ErrorKind::TimedOut, "a held device stays configured");
     assert!(mapped.is_listed());
     kernel.set_holders(mapped.index, Vec::new());
     mapped.disconnect();
@@ -59,7 +59,11 @@ fn simulated_faults_show() {
     kernel.inject(Call::Connect, Fault::LateEffect);
     assert_eq!(second().unwrap_err().kind(), ErrorKind::TimedOut);
     let left_behind = kernel.devices().unwrap()[0].identity();
-    assert_eq!(left_behind, Some(identity("second")), "as by a caller that died in CONNECT");
+    assert_eq!(
+        left_behind,
+        Some(identity("second")),
+        "the device of a CONNECT that timed out exists"
+    );
     kernel.vanish(0);
     assert!(!kernel.devices().unwrap()[0].connected);
 
@@ -72,7 +76,7 @@ fn simulated_faults_show() {
 }
 
 #[test]
-fn simulated_hangs_end_at_their_deadline() {
+fn calls_that_hang_time_out_at_their_deadline() {
     let kernel = SimKernel::new(Script::default());
     let mapped = connect(&kernel, "hangs", 1);
     kernel.inject(Call::Disconnect, Fault::Hang);
@@ -80,16 +84,16 @@ fn simulated_hangs_end_at_their_deadline() {
     let hung = kernel.disconnect(mapped.index, &mapped.identity, start + limit).unwrap_err();
     assert_eq!(hung.kind(), ErrorKind::TimedOut);
     assert!(start.elapsed() >= limit && start.elapsed() < LIMIT);
-    assert!(mapped.is_listed(), "it had no effect");
+    assert!(mapped.is_listed(), "a call that hangs has no effect");
 
     kernel.inject(Call::Disconnect, Fault::LateEffect);
     let late = kernel.disconnect(mapped.index, &mapped.identity, soon()).unwrap_err();
     assert_eq!(late.kind(), ErrorKind::TimedOut);
-    assert!(!mapped.is_listed(), "late, but carried out");
+    assert!(!mapped.is_listed(), "the disconnect takes effect after its timeout");
 }
 
 #[test]
-fn the_same_seed_gives_the_same_kernel() {
+fn the_same_seed_gives_the_same_simulated_faults() {
     let run = |seed| {
         let kernel = SimKernel::new(Script::seeded(seed, 300));
         let server = Server::new(SIZE);

@@ -1,5 +1,5 @@
-//! The binary from outside: its command line, its worker process, its volumes, and the supervisor with
-//! everything below it.
+//! Tests of the binary: its command line, its worker process, `cleat volume`, and the supervisor on the
+//! simulated kernel.
 
 #![allow(
     clippy::cast_possible_truncation,

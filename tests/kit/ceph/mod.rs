@@ -56,11 +56,11 @@ pub fn run_under_valgrind(tests: &[&str]) {
         .env(VALGRIND, "1")
         .output()
         .expect("valgrind runs (apt install valgrind)");
-    let said = String::from_utf8_lossy(&output.stderr);
+    let printed = String::from_utf8_lossy(&output.stderr);
     let passed = format!("{} passed", tests.len());
     let passed = String::from_utf8_lossy(&output.stdout).contains(&passed);
-    assert!(output.status.success() && passed, "{said}");
-    assert!(said.contains("definitely lost: 0 bytes"), "{said}");
+    assert!(output.status.success() && passed, "{printed}");
+    assert!(printed.contains("definitely lost: 0 bytes"), "{printed}");
 }
 
 impl Cluster {
@@ -119,8 +119,8 @@ impl Cluster {
 
     /// Runs `ceph` as the administrator and returns its standard output.
     pub fn ceph(&self, arguments: &[&str]) -> String {
-        let said = self.run("ceph", &[&["--connect-timeout", "60"], arguments].concat());
-        String::from_utf8(said.expect("ceph succeeds")).expect("UTF-8")
+        let printed = self.run("ceph", &[&["--connect-timeout", "60"], arguments].concat());
+        String::from_utf8(printed.expect("ceph succeeds")).expect("UTF-8")
     }
 
     /// Creates another pool for images. A pool of that name that exists already is no error.

@@ -31,6 +31,7 @@ struct State {
 }
 
 impl Server {
+    /// Creates a server of `size` zero bytes.
     pub fn new(size: u64) -> Self {
         let data = vec![0; usize::try_from(size).unwrap()];
         let state = State { data, streams: Vec::new(), alive: 0, ended_in_order: 0 };
@@ -78,6 +79,7 @@ impl Server {
         self.wait(|state| state.ended_in_order == connections)
     }
 
+    /// Returns the number of open connections.
     pub fn connections_alive(&self) -> usize {
         self.0.state.lock().unwrap().alive
     }

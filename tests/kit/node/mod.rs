@@ -32,6 +32,7 @@ use tonic::{Code, Status};
 pub use crate::process::{is_alive, kill};
 pub use crate::wait::{LIMIT, wait_until};
 
+/// The size of the test volumes, in bytes.
 pub const SIZE: u64 = 1 << 20;
 
 /// The simulated machine. Its directories, kernel and workers outlive the supervisor.
@@ -54,10 +55,12 @@ impl Default for Machine {
 }
 
 impl Machine {
+    /// Creates a machine with the default script of the simulated kernel.
     pub fn new() -> Self {
         Self::with(Script::default())
     }
 
+    /// Creates a machine whose simulated kernel follows `script`.
     pub fn with(script: Script) -> Self {
         static LOG: Once = Once::new();
         LOG.call_once(|| {
@@ -86,6 +89,7 @@ impl Machine {
         format!("file:{}", path.display())
     }
 
+    /// Returns the path of the file `name` in the machine's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
@@ -95,6 +99,7 @@ impl Machine {
         self.start_with(None)
     }
 
+    /// Starts a supervisor with a hook that may halt it, or panics.
     pub fn start_with(&self, halt: Option<Halt>) -> Supervisor {
         Self::retry_while_in_use(|| self.try_start(halt.clone()))
     }
@@ -166,6 +171,7 @@ impl Machine {
         }
     }
 
+    /// Starts a supervisor with a hook that may halt it.
     pub fn try_start(&self, halt: Option<Halt>) -> cleat_core::error::Result<Supervisor> {
         let runtime = runtime();
         let node = runtime.block_on(Node::start(&self.config, self.parts(halt)))?;
@@ -264,10 +270,12 @@ impl Supervisor {
         self.runtime.as_ref().unwrap()
     }
 
+    /// Runs a future on the supervisor's runtime and returns its result.
     pub fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime().block_on(future)
     }
 
+    /// Starts a task on the supervisor's runtime.
     pub fn spawn<T: Send + 'static>(
         &self,
         future: impl Future<Output = T> + Send + 'static,
@@ -275,35 +283,43 @@ impl Supervisor {
         self.runtime().spawn(future)
     }
 
+    /// Returns the TCP address of the metrics endpoint, if it has one.
     pub fn metrics_address(&self) -> Option<std::net::SocketAddr> {
         self.node.as_ref().and_then(Node::metrics_address)
     }
 
+    /// Returns a client of the control API.
     pub fn client(&self) -> NodeClient<Channel> {
         NodeClient::new(self.channel.clone())
     }
 
+    /// Maps the volume `uri` as `name`, with default options.
     pub fn map(&self, name: &str, uri: &str) -> Result<Mapping, Status> {
         self.map_with(request(name, uri))
     }
 
+    /// Maps a volume.
     pub fn map_with(&self, request: MapRequest) -> Result<Mapping, Status> {
         self.block_on(self.client().map(request)).map(tonic::Response::into_inner)
     }
 
+    /// Unmaps a volume. Returns whether it was mapped.
     pub fn unmap(&self, target: &str) -> Result<bool, Status> {
         let request = UnmapRequest { target: target.into(), ..Default::default() };
         Ok(self.block_on(self.client().unmap(request))?.into_inner().was_mapped)
     }
 
+    /// Unmaps a volume by force.
     pub fn force(&self, target: &str) -> Result<UnmapResponse, Status> {
         self.block_on(self.client().unmap(forced(target))).map(tonic::Response::into_inner)
     }
 
+    /// Returns all mappings.
     pub fn list(&self) -> Vec<Mapping> {
         self.block_on(self.client().list(ListRequest {})).unwrap().into_inner().mappings
     }
 
+    /// Returns a mapping with its holders.
     pub fn get(&self, target: &str) -> Result<Mapping, Status> {
         let request = GetRequest { target: target.into(), with_holders: true };
         self.block_on(self.client().get(request)).map(tonic::Response::into_inner)
@@ -323,6 +339,7 @@ impl Supervisor {
         self.block_on(stats.message()).unwrap().unwrap().volumes.pop().unwrap()
     }
 
+    /// Waits until a mapping has the state `state`, for at most [`LIMIT`], and returns it.
     pub fn wait_for(&self, target: &str, state: MappingState) -> Mapping {
         let until = Instant::now() + LIMIT;
         loop {
@@ -355,6 +372,7 @@ pub fn wait_halted<T>(
     }
 }
 
+/// Returns a request to map the volume `uri` as `name`, with default options.
 pub fn request(name: &str, uri: &str) -> MapRequest {
     MapRequest {
         uri: uri.into(),
@@ -388,12 +406,14 @@ pub fn index_of(mapping: &Mapping) -> u32 {
     mapping.device.strip_prefix("/dev/nbd").unwrap().parse().unwrap()
 }
 
+/// Checks that a call failed with `code` and a message that contains `part`.
 pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, part: &str) {
     let status = result.unwrap_err();
     assert_eq!(status.code(), code, "{status}");
     assert!(status.message().contains(part), "{:?} does not contain {part:?}", status.message());
 }
 
+/// Returns the repair hint of an error, or an empty string.
 pub fn repair(status: &Status) -> &str {
     status.metadata().get("cleat-repair").map_or("", |value| value.to_str().unwrap())
 }

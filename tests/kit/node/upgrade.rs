@@ -9,11 +9,13 @@ use super::Supervisor;
 use crate::wait::wait_until;
 
 impl Supervisor {
+    /// Upgrades all workers and returns the events. Panics on an error.
     pub fn upgrade(&self, force: bool) -> Vec<UpgradeEvent> {
         self.upgrade_with(UpgradeRequest { force, workers_only: true, targets: Vec::new() })
             .unwrap()
     }
 
+    /// Sends an upgrade request and returns all events.
     pub fn upgrade_with(&self, request: UpgradeRequest) -> Result<Vec<UpgradeEvent>, Status> {
         let mut client = self.client();
         self.block_on(async move {

@@ -1,4 +1,4 @@
-//! A daemon that answers from a script, in this process, on a real unix socket.
+//! A scripted daemon in this process, on a real unix socket.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -10,17 +10,17 @@ use tempfile::TempDir;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::{Code, Request, Response, Status};
 
-/// The repair that goes with every refusal.
+/// The repair hint of every error.
 pub(crate) const REPAIR: &str = "umount /mnt";
 
-/// What the daemon answers.
+/// The answers of the daemon.
 #[derive(Default)]
 pub(crate) struct Script {
     pub mappings: Vec<v1::Mapping>,
     pub refuse: Option<(Code, &'static str)>,
 }
 
-/// What it was asked.
+/// A request that the daemon received.
 #[derive(Debug)]
 pub(crate) enum Seen {
     Map(v1::MapRequest),
@@ -41,15 +41,15 @@ impl Daemon {
         let directory = TempDir::new().expect("a directory");
         let socket = directory.path().join("cleat.sock");
         let listener = UnixListener::bind(&socket).expect("a socket");
-        listener.set_nonblocking(true).expect("a socket of ours");
-        let (tell, seen) = mpsc::channel();
-        std::thread::spawn(move || serve(listener, Fake { script, tell }));
+        listener.set_nonblocking(true).expect("the socket is non-blocking");
+        let (sender, seen) = mpsc::channel();
+        std::thread::spawn(move || serve(listener, Fake { script, sender }));
         Self { directory, socket, seen }
     }
 
-    /// The oldest call that was not looked at yet.
+    /// Returns the oldest request that was not returned yet. Waits for one.
     pub(crate) fn seen(&self) -> Seen {
-        self.seen.recv().expect("the daemon was asked")
+        self.seen.recv().expect("the daemon received a request")
     }
 }
 
@@ -60,11 +60,11 @@ fn serve(listener: UnixListener, fake: Fake) {
         tonic::transport::Server::builder()
             .serve_with_incoming(NodeServer::new(fake), UnixListenerStream::new(listener))
             .await
-            .expect("it serves until the process ends");
+            .expect("the server runs until the process exits");
     });
 }
 
-/// A mapping as the daemon shows it.
+/// Returns a mapping as the daemon reports it.
 pub(crate) fn mapping(name: &str, index: u32) -> v1::Mapping {
     v1::Mapping {
         name: name.into(),
@@ -90,7 +90,7 @@ fn mount() -> v1::Holder {
 
 struct Fake {
     script: Script,
-    tell: mpsc::Sender<Seen>,
+    sender: mpsc::Sender<Seen>,
 }
 
 impl Fake {
@@ -102,8 +102,8 @@ impl Fake {
     }
 
     fn note(&self, seen: Seen) {
-        // A test that does not look has ended already.
-        let _ = self.tell.send(seen);
+        // Sending fails only if the test has ended.
+        let _ = self.sender.send(seen);
     }
 }
 
@@ -156,7 +156,7 @@ impl Node for Fake {
     }
 
     async fn watch(&self, _: Request<v1::WatchRequest>) -> Answer<Self::WatchStream> {
-        Err(Status::unimplemented("no command watches"))
+        Err(Status::unimplemented("no command uses Watch"))
     }
 
     async fn resize(&self, request: Request<v1::ResizeRequest>) -> Answer<v1::Mapping> {
@@ -167,7 +167,7 @@ impl Node for Fake {
         Ok(Response::new(v1::Mapping { size_bytes, ..mapping("data", 0) }))
     }
 
-    /// Counts 50 reads of 4 KiB and 100 us between two readings, as fast as they are taken.
+    /// Sends readings as fast as the client receives them, with 50 reads of 4 KiB and 100 us between two.
     async fn stats(&self, request: Request<v1::StatsRequest>) -> Answer<Self::StatsStream> {
         let interval_ms = u64::from(request.into_inner().interval_ms);
         let (send, receive) = tokio::sync::mpsc::channel(1);
@@ -219,7 +219,7 @@ impl Node for Fake {
         Ok(Response::new(health))
     }
 
-    /// The daemon is of an old build; of its workers one can be handed over.
+    /// The daemon has an old build. One of its workers can be handed over.
     async fn upgrade(
         &self,
         request: Request<v1::UpgradeRequest>,
@@ -245,7 +245,7 @@ impl Node for Fake {
             ],
         };
         for event in events {
-            sender.send(Ok(event)).await.expect("the receiver is here");
+            sender.send(Ok(event)).await.expect("the receiver exists");
         }
         Ok(Response::new(ReceiverStream::new(receiver)))
     }

@@ -1,5 +1,5 @@
-//! The binary as a user meets it: messages, exit codes and formats, against no daemon, a wrong one,
-//! and one that is scripted.
+//! The command line: messages, exit codes and output formats, without a daemon, with a wrong server, and
+//! with a scripted daemon.
 
 mod daemon;
 mod node;
@@ -57,11 +57,11 @@ fn each_wrong_input_has_a_message_of_its_own() {
     }
     messages.sort();
     messages.dedup();
-    assert_eq!(messages.len(), cases.len(), "two inputs get the same message");
+    assert_eq!(messages.len(), cases.len(), "two inputs have the same message");
 }
 
 #[test]
-fn without_a_daemon_the_message_says_how_to_start_one() {
+fn without_a_daemon_the_error_names_the_command_that_starts_it() {
     let directory = TempDir::new().expect("a directory");
     let missing = cleat("ls", &directory.path().join("cleat.sock"));
     assert_eq!(missing.code, 9, "{}", missing.stderr);
@@ -77,7 +77,7 @@ fn without_a_daemon_the_message_says_how_to_start_one() {
 }
 
 #[test]
-fn what_is_no_daemon_is_told_apart() {
+fn a_path_that_is_not_the_daemons_socket_is_reported() {
     let directory = TempDir::new().expect("a directory");
     let file = directory.path().join("file");
     fs::write(&file, "").expect("a file");
@@ -89,15 +89,15 @@ fn what_is_no_daemon_is_told_apart() {
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(run.stderr.contains("107 bytes"), "{}", run.stderr);
 
-    // Somebody who speaks something else.
+    // A server with another protocol.
     let path = directory.path().join("other.sock");
     let listener = UnixListener::bind(&path).expect("a socket");
     let other = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("the client");
-        stream.write_all(b"220 mail.example ESMTP\r\n").expect("the client listens");
+        stream.write_all(b"220 mail.example ESMTP\r\n").expect("the client reads");
     });
     let run = cleat("ls", &path);
-    other.join().expect("the other side is well");
+    other.join().expect("the server thread succeeds");
     assert_eq!(run.code, 9, "{}", run.stderr);
     assert!(run.stderr.contains("\n  repair: "), "{}", run.stderr);
 }
@@ -114,22 +114,23 @@ fn serve_never_takes_the_daemons_socket() {
         .spawn()
         .expect("the binary runs");
     let mut uri = String::new();
-    let stdout = server.stdout.take().expect("it is piped");
+    let stdout = server.stdout.take().expect("standard output is piped");
     std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut uri).expect("a line");
     let taken = socket.exists();
-    server.kill().expect("it still serves");
-    server.wait().expect("it ends");
+    server.kill().expect("the server runs");
+    server.wait().expect("the server exits");
     assert!(uri.starts_with("nbd://127.0.0.1:") && !taken, "{uri}");
 }
 
 #[test]
-fn without_permission_the_message_says_so() {
+fn missing_permission_on_the_socket_is_reported() {
     let daemon = Daemon::start(Script::default());
     let directory = daemon.directory.path();
     fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).expect("chmod");
     let mut command = if nix::unistd::geteuid().is_root() {
         fs::set_permissions(&daemon.socket, fs::Permissions::from_mode(0o600)).expect("chmod");
-        // As another user than the socket's owner, who may not be able to reach the build directory.
+        // Run as another user than the socket's owner. Copy the binary, because that user may not have
+        // access to the build directory.
         let copy = directory.join("cleat");
         fs::copy(env!("CARGO_BIN_EXE_cleat"), &copy).expect("a copy of the binary");
         let mut command = Command::new(copy);
@@ -147,7 +148,7 @@ fn without_permission_the_message_says_so() {
 }
 
 #[test]
-fn errors_are_json_where_results_are() {
+fn with_json_output_errors_are_json_too() {
     for line in ["ls -o json", "frob -o json", "map floppy:a --output=json"] {
         let run = cleat(line, Path::new(NOWHERE));
         let error = &json(&run.stderr)["error"];
@@ -159,7 +160,7 @@ fn errors_are_json_where_results_are() {
 }
 
 #[test]
-fn map_prints_the_device_alone() {
+fn map_prints_only_the_device() {
     let daemon = Daemon::start(Script::default());
     let line = "map mem:1G --name data --connections 4 --block-size 4K --read-only --timeout 7s \
                 --dead-connection-timeout 1500ms";
@@ -189,12 +190,12 @@ fn a_mapping_in_json_has_the_documented_fields() {
     assert_eq!(mapping["message"], Value::Null);
     let manual = cleat("man", &daemon.socket).stdout.replace('\\', "");
     for field in fields {
-        assert!(manual.contains(field), "the manual leaves {field} out");
+        assert!(manual.contains(field), "the manual does not describe {field}");
     }
 }
 
 #[test]
-fn mappings_are_listed_by_name_and_nothing_steers_the_terminal() {
+fn mappings_are_listed_by_name_without_control_characters() {
     let mut orphan = mapping("zulu", 3);
     orphan.set_state(MappingState::Orphan);
     orphan.uri = "file:/evil\x1b[2J".into();
@@ -214,7 +215,7 @@ fn mappings_are_listed_by_name_and_nothing_steers_the_terminal() {
 }
 
 #[test]
-fn a_busy_device_keeps_its_holders_and_its_exit_code() {
+fn unmap_of_a_busy_device_prints_the_holders_and_exits_with_5() {
     let busy = "data (/dev/nbd0) is in use: mounted at /mnt (ext4)";
     let script = Script { refuse: Some((Code::FailedPrecondition, busy)), ..Script::default() };
     let daemon = Daemon::start(script);
@@ -224,7 +225,7 @@ fn a_busy_device_keeps_its_holders_and_its_exit_code() {
 }
 
 #[test]
-fn each_answer_of_the_daemon_has_its_exit_code() {
+fn each_status_of_the_daemon_has_its_exit_code() {
     let codes = [
         (Code::Internal, 1),
         (Code::InvalidArgument, 2),
@@ -249,10 +250,10 @@ fn each_answer_of_the_daemon_has_its_exit_code() {
 }
 
 #[test]
-fn unmap_sends_its_deadline_and_names_who_is_left() {
+fn unmap_sends_its_deadline_and_prints_the_remaining_holders() {
     let daemon = Daemon::start(Script::default());
     let run = cleat("unmap data --force", &daemon.socket);
-    // Done, but not all is well.
+    // The mapping is removed, but a holder remains.
     assert_eq!(run.code, 22);
     assert_eq!(
         run.stderr,
@@ -285,7 +286,7 @@ fn unmap_sends_its_deadline_and_names_who_is_left() {
 }
 
 #[test]
-fn an_upgrade_goes_on_with_the_daemon_that_comes_back() {
+fn an_upgrade_continues_with_the_restarted_daemon() {
     let daemon = Daemon::start(Script::default());
     let run = cleat("upgrade", &daemon.socket);
     assert_eq!(run.code, 9, "{}", run.stderr);
@@ -318,7 +319,7 @@ fn resize_sends_the_size_in_bytes() {
 }
 
 #[test]
-fn set_sends_what_is_to_change_and_nothing_else() {
+fn set_sends_only_the_given_options() {
     let daemon = Daemon::start(Script::default());
     let run = cleat("set data --on-outage queue:90s --bps 50M", &daemon.socket);
     assert_eq!((run.code, run.stdout.as_str()), (0, ""), "{}", run.stderr);
@@ -335,7 +336,7 @@ fn set_sends_what_is_to_change_and_nothing_else() {
 }
 
 #[test]
-fn an_outage_is_told_wherever_the_mapping_is_shown() {
+fn ls_and_status_show_an_outage() {
     let outage = cleat_api::v1::Outage {
         since_unix_ms: 1000,
         reason: "no route".into(),
@@ -368,12 +369,12 @@ fn status_shows_the_daemon_or_a_mapping_with_its_holders() {
     assert!(health.stdout.contains("repair: make install\n"), "{}", health.stdout);
     let mapping = cleat("status data", &daemon.socket);
     assert!(mapping.stdout.contains("mounted at /mnt (ext4)"), "{}", mapping.stdout);
-    let missing = cleat("status nobody", &daemon.socket);
+    let missing = cleat("status missing", &daemon.socket);
     assert_eq!(missing.code, 3, "{}", missing.stderr);
 }
 
 #[test]
-fn statistics_are_rates_one_reading_a_line() {
+fn stats_prints_rates_one_line_per_reading() {
     let daemon = Daemon::start(Script::default());
     let run = cleat("stats --interval 100ms --count 2 -o json", &daemon.socket);
     assert_eq!(run.code, 0, "{}", run.stderr);
@@ -393,7 +394,7 @@ fn statistics_are_rates_one_reading_a_line() {
 }
 
 #[test]
-fn a_reader_that_went_away_is_no_error() {
+fn a_closed_standard_output_is_no_error() {
     let daemon = Daemon::start(Script::default());
     let mut child = command("stats --interval 100ms", &daemon.socket)
         .stdout(Stdio::piped())
@@ -401,12 +402,12 @@ fn a_reader_that_went_away_is_no_error() {
         .spawn()
         .expect("the binary runs");
     drop(child.stdout.take());
-    let run = Run::from(child.wait_with_output().expect("it ends by itself"));
+    let run = Run::from(child.wait_with_output().expect("cleat exits by itself"));
     assert_eq!((run.code, run.stderr.as_str()), (0, ""));
 }
 
 #[test]
-fn completions_and_manual_are_made_for_every_command() {
+fn completions_and_manual_pages_exist_for_every_command() {
     let nowhere = Path::new(NOWHERE);
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let run = cleat(&format!("completions {shell}"), nowhere);
@@ -418,7 +419,7 @@ fn completions_and_manual_are_made_for_every_command() {
     let run = cleat(&format!("man --directory {}", pages.display()), nowhere);
     assert_eq!(run.code, 0, "{}", run.stderr);
     let mut written = 0;
-    for page in fs::read_dir(&pages).expect("the directory was made") {
+    for page in fs::read_dir(&pages).expect("the directory was created") {
         let path = page.expect("an entry").path();
         let page = fs::read_to_string(&path).expect("a page");
         for section in ["NAME", "SYNOPSIS", "EXAMPLES", "\"EXIT STATUS\"", "FILES", "ENVIRONMENT"] {
@@ -438,7 +439,7 @@ fn doctor_needs_no_daemon_and_its_exit_code_is_its_worst_finding() {
         "ok" => 0,
         "warning" => 20,
         "error" => 21,
-        other => panic!("{other} is no verdict"),
+        other => panic!("unknown verdict {other}"),
     };
     assert_eq!(run.code, expected, "{}", run.stderr);
     let checks = findings["checks"].as_array().expect("an array");
@@ -455,7 +456,7 @@ fn doctor_needs_no_daemon_and_its_exit_code_is_its_worst_finding() {
 }
 
 #[test]
-fn the_version_tells_the_build() {
+fn the_version_names_the_build() {
     let run = cleat("--version", Path::new(NOWHERE));
     assert!(run.stdout.starts_with(concat!("cleat ", env!("CARGO_PKG_VERSION"), " (")));
     assert!(run.stdout.contains("rustc") && run.stdout.contains("features: "), "{}", run.stdout);
@@ -470,7 +471,7 @@ struct Run {
 impl From<Output> for Run {
     fn from(output: Output) -> Self {
         Self {
-            code: output.status.code().expect("no signal ended it"),
+            code: output.status.code().expect("an exit code"),
             stdout: String::from_utf8(output.stdout).expect("UTF-8"),
             stderr: String::from_utf8(output.stderr).expect("UTF-8"),
         }
@@ -488,5 +489,5 @@ fn command(line: &str, socket: &Path) -> Command {
 }
 
 fn json(text: &str) -> Value {
-    serde_json::from_str(text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("invalid JSON ({error}): {text}"))
 }

@@ -1,4 +1,4 @@
-//! The daemon as a process: its signals, its socket.
+//! The daemon process: its signals and its socket.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -32,26 +32,26 @@ fn start(root: &Path) -> Child {
         .stdin(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .expect("it starts")
+        .expect("the daemon starts")
 }
 
 fn signal(daemon: &Child, which: Signal) {
     let pid = i32::try_from(daemon.id()).expect("a pid");
-    kill(Pid::from_raw(pid), which).expect("it lives");
+    kill(Pid::from_raw(pid), which).expect("the daemon runs");
 }
 
 #[test]
-fn sighup_is_survived_and_sigterm_ends_in_order() {
+fn the_daemon_ignores_sighup_and_sigterm_removes_the_socket() {
     let root = tempfile::tempdir().expect("a directory");
     let socket = root.path().join("run/cleat.sock");
     let mut daemon = start(root.path());
     let until = Instant::now() + Duration::from_secs(20);
     while !socket.exists() {
         assert!(Instant::now() < until, "no socket");
-        assert!(daemon.try_wait().expect("a child").is_none(), "it has ended");
+        assert!(daemon.try_wait().expect("a child").is_none(), "the daemon has exited");
         std::thread::sleep(Duration::from_millis(10));
     }
-    let kind = fs::metadata(&socket).expect("it is there");
+    let kind = fs::metadata(&socket).expect("the socket exists");
     assert!(kind.file_type().is_socket());
     assert_eq!(kind.permissions().mode() & 0o777, 0o600);
     for _ in 0..3 {
@@ -59,20 +59,21 @@ fn sighup_is_survived_and_sigterm_ends_in_order() {
         assert_eq!(cleat("ls", &socket).code, 0);
     }
     signal(&daemon, Signal::SIGTERM);
-    assert!(daemon.wait().expect("it ends").success());
+    assert!(daemon.wait().expect("the daemon exits").success());
     assert!(!socket.exists());
 }
 
 #[test]
-fn a_socket_that_somebody_serves_is_left_to_him() {
+fn a_socket_that_another_daemon_serves_is_not_replaced() {
     let root = tempfile::tempdir().expect("a directory");
     let path = root.path().join("busy.sock");
-    // A listener that accepts nobody, with a full queue: connecting fails, but not by a refusal.
+    // A listener with a full queue that accepts no connection: connecting fails, but not with
+    // ECONNREFUSED.
     let listener = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)
         .expect("a socket");
     let address = UnixAddr::new(&path).expect("a short path");
     bind(listener.as_raw_fd(), &address).expect("a free path");
-    listen(&listener, Backlog::new(0).expect("a length")).expect("it listens");
+    listen(&listener, Backlog::new(0).expect("a length")).expect("the socket listens");
     let _queued = UnixStream::connect(&path).expect("room for one");
     let (run, state) = (root.path().join("run"), root.path().join("state"));
     let line = format!("node --runtime-dir {} --state-dir {}", run.display(), state.display());

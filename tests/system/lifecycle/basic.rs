@@ -1,4 +1,4 @@
-//! What happens every day: map, list, get, watch, unmap, and what is refused.
+//! Common operations: map, list, get, watch and unmap, and the requests that are refused.
 
 use cleat_api::v1::{
     HealthRequest, MapOptions, MapRequest, MappingState, ResizeRequest, StatsRequest, UnmapRequest,
@@ -29,7 +29,7 @@ fn a_volume_is_mapped_listed_and_unmapped() {
         assert_eq!(supervisor.get(target).unwrap(), mapping, "{target}");
     }
     assert_eq!(supervisor.list(), std::slice::from_ref(&mapping));
-    // The same again is the same.
+    // The same request again returns the same mapping.
     assert_eq!(supervisor.map("a", &uri).unwrap(), mapping);
 
     assert!(supervisor.unmap(&mapping.device).unwrap());
@@ -40,7 +40,7 @@ fn a_volume_is_mapped_listed_and_unmapped() {
 }
 
 #[test]
-fn other_properties_under_the_same_name_are_refused() {
+fn a_second_map_with_the_same_name_and_other_properties_is_refused() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let (a, b) = (machine.volume("a"), machine.volume("b"));
@@ -54,7 +54,7 @@ fn other_properties_under_the_same_name_are_refused() {
 }
 
 #[test]
-fn nonsense_is_refused_and_leaves_nothing() {
+fn invalid_requests_are_refused_and_leave_no_state() {
     let machine = Machine::new();
     let supervisor = machine.start();
     for (name, uri, code, part) in [
@@ -75,7 +75,7 @@ fn nonsense_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn a_missing_module_is_said_with_its_repair() {
+fn a_missing_module_is_reported_with_a_repair() {
     let machine = Machine::new();
     let supervisor = machine.start();
     machine.kernel.set_module(false);
@@ -86,7 +86,7 @@ fn a_missing_module_is_said_with_its_repair() {
 }
 
 #[test]
-fn a_device_in_use_is_not_unmapped_and_its_holder_named() {
+fn a_device_in_use_is_not_unmapped_and_its_holders_are_named() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -118,7 +118,7 @@ fn a_device_in_use_is_not_unmapped_and_its_holder_named() {
 }
 
 #[test]
-fn udev_that_looks_at_a_device_is_waited_for() {
+fn an_unmap_waits_for_udev_probes() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -127,18 +127,18 @@ fn udev_that_looks_at_a_device_is_waited_for() {
         .kernel
         .set_holders(index, vec![Holder::Process { pid: 99, command: "(udev-worker)".into() }]);
     let kernel = machine.kernel.clone();
-    let leaves = std::thread::spawn(move || {
+    let closing = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(300));
         kernel.set_holders(index, Vec::new());
     });
     assert!(supervisor.unmap("a").unwrap());
-    leaves.join().unwrap();
+    closing.join().unwrap();
     machine.assert_clean();
 }
 
-/// Between the look for holders and the disconnect as well.
+/// A probe may open the device between the check for holders and the disconnect.
 #[test]
-fn udev_that_begins_to_look_during_the_flush_is_waited_for() {
+fn an_unmap_waits_for_udev_probes_that_start_during_the_flush() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -146,7 +146,7 @@ fn udev_that_begins_to_look_during_the_flush_is_waited_for() {
     let pause = std::time::Duration::from_millis(300);
     machine.kernel.inject(Call::Flush, Fault::Slow(2 * pause));
     let kernel = machine.kernel.clone();
-    let looks = std::thread::spawn(move || {
+    let probing = std::thread::spawn(move || {
         std::thread::sleep(pause);
         let udev = Holder::Process { pid: 99, command: "(udev-worker)".into() };
         kernel.set_holders(index, vec![udev]);
@@ -154,12 +154,12 @@ fn udev_that_begins_to_look_during_the_flush_is_waited_for() {
         kernel.set_holders(index, Vec::new());
     });
     assert!(supervisor.unmap("a").unwrap());
-    looks.join().unwrap();
+    probing.join().unwrap();
     machine.assert_clean();
 }
 
 #[test]
-fn changes_are_watched_and_counters_counted() {
+fn watch_reports_changes_and_stats_counts_requests() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mut events =
@@ -218,7 +218,7 @@ fn a_volume_grows_and_does_not_shrink() {
     let device = &machine.kernel.devices().unwrap()[index_of(&mapping) as usize];
     assert_eq!(device.size, 2 * SIZE);
     assert_code(resize(SIZE), Code::InvalidArgument, "shrink");
-    // Grown at the backend, taken over by 0.
+    // The backend has grown; a size of 0 takes its size over.
     let file = std::fs::File::options().write(true).open(machine.path("a")).unwrap();
     file.set_len(3 * SIZE).unwrap();
     assert_eq!(resize(0).unwrap().into_inner().size_bytes, 3 * SIZE);
@@ -228,7 +228,7 @@ fn a_volume_grows_and_does_not_shrink() {
 }
 
 #[test]
-fn a_hundred_in_parallel_end_clean() {
+fn a_hundred_volumes_are_mapped_and_unmapped_in_parallel() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uris: Vec<String> = (0..100).map(|n| machine.volume(&format!("v{n}"))).collect();
@@ -265,7 +265,7 @@ fn a_hundred_in_parallel_end_clean() {
 }
 
 #[test]
-fn a_busy_volume_is_refused_at_once() {
+fn a_call_for_a_mapping_with_an_operation_in_progress_is_refused_at_once() {
     let machine = Machine::new();
     let supervisor = machine.start();
     machine.kernel.inject(Call::WaitReady, Fault::Hang);
@@ -290,18 +290,18 @@ fn a_busy_volume_is_refused_at_once() {
 }
 
 #[test]
-fn who_asks_is_answered_in_time_whatever_is_still_being_undone() {
+fn a_map_call_times_out_before_its_rollback_has_ended() {
     let machine = Machine::new();
     let supervisor = machine.start();
     machine.kernel.inject(Call::WaitReady, Fault::Hang);
-    let undoing = std::time::Duration::from_secs(6);
-    machine.kernel.inject(Call::Disconnect, Fault::Slow(undoing));
+    let rollback = std::time::Duration::from_secs(6);
+    machine.kernel.inject(Call::Disconnect, Fault::Slow(rollback));
     let asked = Stopwatch::start();
     let slow = MapRequest { timeout_ms: 500, ..request("a", &machine.volume("a")) };
     let mut client = supervisor.client();
     let result = supervisor.block_on(client.map(slow));
-    assert!(asked.elapsed() < undoing, "{:?}", asked.elapsed());
+    assert!(asked.elapsed() < rollback, "{:?}", asked.elapsed());
     assert_code(result, Code::DeadlineExceeded, "behind the scenes");
-    wait_until("it is undone", || supervisor.list().is_empty());
+    wait_until("the rollback has ended", || supervisor.list().is_empty());
     machine.assert_clean();
 }

@@ -1,4 +1,4 @@
-//! The supervisor crashes, at every point of every operation, and the next one makes it good.
+//! Crashes of the supervisor at every point of every operation, and recovery by the next supervisor.
 
 use cleat_api::v1::{HealthRequest, MappingState, UnmapRequest};
 use cleat_kernel::Kernel;
@@ -14,7 +14,7 @@ fn workers_outlive_the_supervisor_and_are_adopted() {
     let memory = supervisor.map("memory", "mem:1M").unwrap();
     machine.kernel.write(index_of(&memory), 0, &[5; 512]).unwrap();
     supervisor.crash();
-    // I/O goes on without a supervisor.
+    // I/O continues without a supervisor.
     machine.kernel.write(index_of(&file), 0, &[6; 512]).unwrap();
 
     let supervisor = machine.start();
@@ -30,14 +30,14 @@ fn workers_outlive_the_supervisor_and_are_adopted() {
 }
 
 #[test]
-fn a_worker_that_died_meanwhile_is_replaced() {
+fn a_worker_that_died_while_the_supervisor_was_down_is_replaced() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.write(index_of(&mapping), 0, &[9; 512]).unwrap();
     supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("the worker ends", || !is_alive(mapping.worker_pid));
+    wait_until("the worker has exited", || !is_alive(mapping.worker_pid));
     let supervisor = machine.start();
     let now = supervisor.wait_for("a", MappingState::Mapped);
     assert_eq!((now.device, now.generation), (mapping.device.clone(), mapping.generation + 1));
@@ -61,7 +61,7 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
         supervisor.crash();
         let supervisor = machine.start();
         let listed = supervisor.list();
-        // Established, it stays; before, it is undone. Nothing in between.
+        // An established mapping remains, and an incomplete one is rolled back.
         match listed.as_slice() {
             [] => machine.assert_clean(),
             [mapping] => {
@@ -70,7 +70,7 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
             }
             several => panic!("{several:?}"),
         }
-        // And the same call again works.
+        // The same call succeeds again.
         let mapping = supervisor.map("a", &uri).unwrap();
         assert_eq!(mapping.size_bytes, SIZE);
         supervisor.unmap("a").unwrap();
@@ -84,7 +84,7 @@ fn a_crash_at_any_point_of_a_map_leaves_nothing_or_a_mapping() {
 }
 
 #[test]
-fn a_crash_at_any_point_of_an_unmap_is_finished_or_undone() {
+fn an_unmap_is_completed_or_rolled_back_after_a_crash_at_any_point() {
     let mut points = 0;
     loop {
         let machine = Machine::new();
@@ -119,7 +119,7 @@ fn a_crash_at_any_point_of_an_unmap_is_finished_or_undone() {
 }
 
 #[test]
-fn a_crash_at_any_point_of_a_recovery_is_recovered_from() {
+fn a_recovery_is_completed_after_a_crash_at_any_point() {
     let mut points = 0;
     loop {
         let machine = Machine::new();
@@ -129,7 +129,7 @@ fn a_crash_at_any_point_of_a_recovery_is_recovered_from() {
         machine.kernel.write(index, 0, &[3; 4096]).unwrap();
         supervisor.crash();
         kill(mapping.worker_pid, Signal::SIGKILL);
-        wait_until("the worker ends", || !is_alive(mapping.worker_pid));
+        wait_until("the worker has exited", || !is_alive(mapping.worker_pid));
         let point = machine.crash_while_starting(points);
         println!("crash at point {points}: {point:?}");
         assert!(machine.workers().len() <= 1, "a second worker was started");
@@ -149,13 +149,13 @@ fn a_crash_at_any_point_of_a_recovery_is_recovered_from() {
 }
 
 #[test]
-fn what_was_mapped_before_a_reboot_is_withdrawn() {
+fn mappings_of_an_earlier_boot_are_removed() {
     let mut machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("the worker ends", || !is_alive(mapping.worker_pid));
+    wait_until("the worker has exited", || !is_alive(mapping.worker_pid));
     machine.kernel.vanish(index_of(&mapping));
     machine.boot_id = "the next boot".to_owned();
     let supervisor = machine.start();
@@ -174,20 +174,20 @@ fn a_device_without_a_record_is_removed_or_reported() {
     let live = supervisor.map("live", &machine.volume("b")).unwrap();
     supervisor.crash();
     kill(dead.worker_pid, Signal::SIGKILL);
-    wait_until("the worker ends", || !is_alive(dead.worker_pid));
+    wait_until("the worker has exited", || !is_alive(dead.worker_pid));
     for entry in std::fs::read_dir(machine.config.state_dir.join("mappings")).unwrap() {
         std::fs::remove_file(entry.unwrap().path()).unwrap();
     }
-    machine.kernel.add_foreign(77, SIZE, Some("somebody else"));
+    machine.kernel.add_foreign(77, SIZE, Some("another driver"));
     machine.kernel.add_foreign(78, SIZE, Some("cleat.0123456789abcdef.elsewhere"));
     let supervisor = machine.start();
     let listed = supervisor.list();
     let names: Vec<_> = listed.iter().map(|mapping| mapping.name.as_str()).collect();
     assert_eq!(names, ["live", "elsewhere"]);
     assert!(listed.iter().all(|mapping| mapping.state() == MappingState::Orphan));
-    // The live one can be removed by its device; its worker ends by itself.
+    // The device with a live worker can be unmapped; its worker exits by itself.
     assert!(supervisor.unmap(&live.device).unwrap());
-    wait_until("its worker ends", || !is_alive(live.worker_pid));
+    wait_until("its worker has exited", || !is_alive(live.worker_pid));
     assert!(supervisor.unmap("/dev/nbd78").unwrap());
     assert!(!supervisor.unmap("/dev/nbd77").unwrap());
     let devices = machine.kernel.devices().unwrap();
@@ -195,7 +195,7 @@ fn a_device_without_a_record_is_removed_or_reported() {
 }
 
 #[test]
-fn a_corrupt_record_is_put_aside_and_the_rest_works() {
+fn a_corrupt_record_is_set_aside_and_the_others_are_used() {
     let machine = Machine::new();
     let supervisor = machine.start();
     supervisor.map("a", &machine.volume("a")).unwrap();
@@ -211,19 +211,19 @@ fn a_corrupt_record_is_put_aside_and_the_rest_works() {
 }
 
 #[test]
-fn one_supervisor_at_a_time() {
+fn a_second_supervisor_is_refused() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let error = machine.try_start(None).err().unwrap();
     assert_eq!(error.kind(), cleat_core::error::ErrorKind::InUse);
-    // It has not touched what the first one uses.
+    // The second supervisor has not used the kernel.
     assert_eq!(machine.asked_for.load(std::sync::atomic::Ordering::Relaxed), 1);
     supervisor.crash();
     machine.start().shut_down();
 }
 
 #[test]
-fn everything_is_unmapped_at_the_end_when_so_configured() {
+fn unmap_on_shutdown_unmaps_all_volumes_at_shutdown() {
     let mut machine = Machine::new();
     machine.config.unmap_on_shutdown = true;
     let supervisor = machine.start();

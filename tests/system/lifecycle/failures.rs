@@ -1,4 +1,4 @@
-//! Workers that die or hang, and a kernel that misbehaves.
+//! Workers that die or hang, and faults of the kernel.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use test_kit::node::{Machine, assert_code, index_of, is_alive, kill, wait_until}
 use test_kit::stopwatch::Stopwatch;
 
 #[test]
-fn a_killed_worker_is_replaced_and_nothing_is_lost() {
+fn a_killed_worker_is_replaced_without_data_loss() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -22,7 +22,7 @@ fn a_killed_worker_is_replaced_and_nothing_is_lost() {
     for round in 1..4_u8 {
         machine.kernel.write(index, 0, &[round; 4096]).unwrap();
         kill(worker, Signal::SIGKILL);
-        wait_until("a new worker works", || {
+        wait_until("a new worker serves", || {
             let now = supervisor.get("a").unwrap();
             now.state() == MappingState::Mapped && now.worker_pid != worker
         });
@@ -38,7 +38,7 @@ fn a_killed_worker_is_replaced_and_nothing_is_lost() {
 }
 
 #[test]
-fn memory_that_died_is_failed_and_not_replaced_by_zeroes() {
+fn a_memory_volume_fails_after_its_worker_died_and_is_not_replaced() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("m", "mem:1M").unwrap();
@@ -52,7 +52,7 @@ fn memory_that_died_is_failed_and_not_replaced_by_zeroes() {
 }
 
 #[test]
-fn a_worker_that_hangs_is_never_doubled() {
+fn a_hung_worker_gets_no_successor() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -63,11 +63,11 @@ fn a_worker_that_hangs_is_never_doubled() {
     let pid = mapping.worker_pid.to_string();
     assert!(failed.message.contains(&pid) && failed.message.contains("kill -9"), "{failed:?}");
     assert_eq!(failed.generation, mapping.generation);
-    // Continued, it is adopted; killed, it is replaced.
+    // The worker is adopted after SIGCONT, and replaced after SIGKILL.
     kill(mapping.worker_pid, Signal::SIGCONT);
     supervisor.wait_for("a", MappingState::Mapped);
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("a new worker works", || {
+    wait_until("a new worker serves", || {
         let now = supervisor.get("a").unwrap();
         now.state() == MappingState::Mapped && now.worker_pid != mapping.worker_pid
     });
@@ -76,7 +76,7 @@ fn a_worker_that_hangs_is_never_doubled() {
 }
 
 #[test]
-fn a_volume_that_does_not_come_back_fails_in_the_end() {
+fn a_recovery_reports_its_cause_and_continues_when_the_volume_is_back() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -88,7 +88,7 @@ fn a_volume_that_does_not_come_back_fails_in_the_end() {
     wait_until("the cause is shown", || {
         supervisor.get("a").unwrap().message.contains(&*here.to_string_lossy())
     });
-    // It comes back, and so does the mapping.
+    // The volume is available again, and the mapping recovers.
     std::fs::rename(&away, &here).unwrap();
     let now = supervisor.wait_for("a", MappingState::Mapped);
     assert_eq!(now.message, "");
@@ -97,7 +97,7 @@ fn a_volume_that_does_not_come_back_fails_in_the_end() {
 }
 
 #[test]
-fn a_device_that_somebody_disconnects_is_reported() {
+fn a_device_that_another_process_disconnects_is_reported() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -112,14 +112,14 @@ fn a_device_that_somebody_disconnects_is_reported() {
 }
 
 #[test]
-fn sockets_that_the_kernel_drops_are_noticed() {
+fn sockets_that_the_kernel_drops_are_replaced() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.inject(Call::Reconfigure, Fault::DropSockets);
     machine.kernel.inject(Call::Reconfigure, Fault::Fail(ErrorKind::Internal));
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("a new worker works", || {
+    wait_until("a new worker serves", || {
         let now = supervisor.get("a").unwrap();
         now.state() == MappingState::Mapped && now.worker_pid != mapping.worker_pid
     });
@@ -129,7 +129,7 @@ fn sockets_that_the_kernel_drops_are_noticed() {
 }
 
 #[test]
-fn a_lost_event_only_costs_time() {
+fn a_lost_kernel_event_is_noticed_by_polling() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -141,7 +141,7 @@ fn a_lost_event_only_costs_time() {
 }
 
 #[test]
-fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
+fn a_map_leaves_no_state_when_a_kernel_call_fails() {
     for call in [Call::Connect, Call::WaitReady, Call::Devices] {
         for fault in [Fault::Fail(ErrorKind::Internal), Fault::Fail(ErrorKind::PermissionDenied)] {
             let machine = Machine::new();
@@ -149,7 +149,7 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
             machine.kernel.inject(call, fault);
             let result = supervisor.map("a", &machine.volume("a"));
             if call == Call::Devices {
-                // The sweep may have met the fault instead.
+                // The fault may have hit the periodic sweep instead.
                 let _ = result.map(|_| supervisor.unmap("a").unwrap());
             } else {
                 assert!(result.is_err(), "{call:?} {fault:?}");
@@ -165,7 +165,7 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
         let mut request = test_kit::node::request("a", &machine.volume("a"));
         request.timeout_ms = 1000;
         match supervisor.map_with(request) {
-            // A device that vanished is made again.
+            // A device that vanished is connected again.
             Ok(_) => assert!(supervisor.unmap("a").unwrap(), "{fault:?}"),
             Err(status) => assert!(!status.message().is_empty(), "{fault:?}"),
         }
@@ -175,18 +175,18 @@ fn every_kernel_call_of_a_map_may_fail_and_nothing_is_left() {
 }
 
 #[test]
-fn an_unmap_that_fails_half_way_is_finished_later() {
+fn an_unmap_that_fails_is_completed_later() {
     let machine = Machine::new();
     let supervisor = machine.start();
     supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.inject(Call::Disconnect, Fault::Fail(ErrorKind::Internal));
     assert_code(supervisor.unmap("a"), Code::Internal, "");
-    wait_until("it is gone", || supervisor.list().is_empty());
+    wait_until("the mapping is removed", || supervisor.list().is_empty());
     machine.assert_clean();
 }
 
 #[test]
-fn a_flush_that_fails_keeps_the_mapping() {
+fn an_unmap_is_refused_when_the_flush_fails() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -198,12 +198,12 @@ fn a_flush_that_fails_keeps_the_mapping() {
 }
 
 #[test]
-fn a_holder_that_comes_after_the_flush_is_respected() {
+fn an_unmap_is_refused_when_the_device_has_a_holder_after_the_flush() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
-    // The flush hangs until its end; meanwhile somebody opens the device.
+    // Another process opens the device during the flush.
     let holder = vec![Holder::Process { pid: 1, command: "dd".into() }];
     machine.kernel.set_holders(index, holder);
     let asked = Stopwatch::start();
@@ -216,27 +216,29 @@ fn a_holder_that_comes_after_the_flush_is_respected() {
     machine.assert_clean();
 }
 
-/// A disk that hangs costs the call its time limit, not more, and what it was about goes on.
+/// If the journal's disk hangs, the call times out and the mapping works on.
 #[test]
-fn a_journal_whose_disk_hangs_is_not_waited_for_for_ever() {
+fn a_call_times_out_while_the_disk_of_the_journal_hangs() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    // Opening it to write waits until somebody reads.
+    // Opening a FIFO for writing blocks until another process opens it for reading.
     let record = machine.config.state_dir.join("mappings").join(&mapping.mapping_id);
     let pipe = record.with_extension("tmp");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     assert_code(supervisor.unmap("a"), Code::DeadlineExceeded, "journal");
     machine.kernel.write(index_of(&mapping), 0, &[1; 512]).unwrap();
     assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
-    // As where the write that was left behind comes true: another supervisor would take it down.
+    // Simulate that the abandoned write completes: a new supervisor would unmap the volume.
     let record = record.with_extension("json");
     let kept = std::fs::read_to_string(&record).unwrap();
     std::fs::write(&record, kept.replace("\"mapped\"", "\"unmapped\"")).unwrap();
     assert_ne!(std::fs::read_to_string(&record).unwrap(), kept);
-    // It ends, and fails: a pipe cannot be synced.
+    // The abandoned write ends with an error, because a pipe cannot be synced.
     std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
-    wait_until("the journal is right", || std::fs::read_to_string(&record).unwrap() == kept);
-    wait_until("it can be unmapped", || supervisor.unmap("a").is_ok());
+    wait_until("the journal has the current record", || {
+        std::fs::read_to_string(&record).unwrap() == kept
+    });
+    wait_until("the volume can be unmapped", || supervisor.unmap("a").is_ok());
     machine.assert_clean();
 }

@@ -1,4 +1,4 @@
-//! Unmapped by force: whatever hangs, whoever holds it, and whatever else is under way.
+//! Forced unmaps: with hung workers, kernels and backends, with holders, and during other operations.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use test_kit::node::{
 };
 use test_kit::stopwatch::Stopwatch;
 
-/// The promise, with no deadline given.
+/// The documented time limit of a forced unmap without a deadline.
 const LIMIT: Duration = Duration::from_secs(5);
 
 fn process(command: &str) -> Holder {
@@ -37,7 +37,7 @@ fn note<'a>(response: &'a UnmapResponse, step: &str) -> &'a str {
     &found.unwrap_or_else(|| panic!("no step {step}: {response:?}")).note
 }
 
-/// By force, within the limit.
+/// Unmaps `target` by force and checks that the call returns within [`LIMIT`].
 fn force(supervisor: &Supervisor, target: &str) -> UnmapResponse {
     let begun = Stopwatch::start();
     let response = supervisor.force(target).unwrap();
@@ -46,15 +46,15 @@ fn force(supervisor: &Supervisor, target: &str) -> UnmapResponse {
     response
 }
 
-/// The name and the volume are free: the same map works, and I/O with it.
-fn works_again(machine: &Machine, supervisor: &Supervisor, uri: &str) {
+/// Checks that the name and the volume are free: the same map call succeeds, and a write, too.
+fn assert_mappable(machine: &Machine, supervisor: &Supervisor, uri: &str) {
     let mapping = supervisor.map("a", uri).unwrap();
     machine.kernel.write(index_of(&mapping), 0, &[9; 512]).unwrap();
     supervisor.unmap("a").unwrap();
 }
 
 #[test]
-fn an_idle_mapping_goes_step_by_step() {
+fn a_forced_unmap_of_an_idle_mapping_reports_all_steps() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
@@ -74,19 +74,19 @@ fn an_idle_mapping_goes_step_by_step() {
     assert_eq!((response.device_left.as_str(), response.unproven.as_str()), ("", ""));
     assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
     machine.assert_clean();
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
     assert!(!supervisor.force("a").unwrap().was_mapped);
     machine.assert_clean();
 }
 
-/// Where its record is written before it takes the old one's place.
+/// Returns the path of the temporary file of the mapping's record, before it is renamed.
 fn draft_of(machine: &Machine, mapping: &Mapping) -> PathBuf {
     let records = machine.config.state_dir.join("mappings");
     records.join(&mapping.mapping_id).with_extension("tmp")
 }
 
 #[test]
-fn a_full_disk_under_the_journal_is_told_and_keeps_nobody() {
+fn a_full_disk_of_the_journal_is_reported_and_does_not_block_a_forced_unmap() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
@@ -96,28 +96,28 @@ fn a_full_disk_under_the_journal_is_told_and_keeps_nobody() {
     let note = note(&response, "record");
     assert!(note.contains("cannot record") && note.contains("does not go on"), "{response:?}");
     machine.assert_clean();
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
 }
 
 #[test]
-fn a_journal_whose_disk_hangs_keeps_no_device() {
+fn a_hung_disk_of_the_journal_does_not_block_the_disconnect() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let draft = draft_of(&machine, &mapping);
     nix::unistd::mkfifo(&draft, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    // That it is over cannot be recorded: so the call fails, with all else done.
+    // The end cannot be recorded, so the call fails, but all other steps are done.
     let failed = supervisor.force("a").unwrap_err();
     assert_eq!(failed.code(), Code::DeadlineExceeded, "{failed:?}");
     assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
     assert!(machine.workers().is_empty());
     std::fs::File::options().read(true).write(true).open(&draft).unwrap();
-    wait_until("the rest follows", || supervisor.get("a").is_err());
+    wait_until("the record is removed", || supervisor.get("a").is_err());
     machine.assert_clean();
 }
 
 #[test]
-fn who_holds_the_device_keeps_its_number_and_nothing_else() {
+fn a_held_device_stays_and_the_name_and_the_volume_are_free() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
@@ -133,10 +133,10 @@ fn who_holds_the_device_keeps_its_number_and_nothing_else() {
     assert_eq!(response.unmounted.len(), 2, "{response:?}");
     assert_eq!(response.remaining_holders.len(), 1, "{response:?}");
     assert_eq!(response.device_left, mapping.device);
-    wait_until("the worker ends", || !is_alive(mapping.worker_pid));
+    wait_until("the worker has exited", || !is_alive(mapping.worker_pid));
     assert!(machine.kernel.write(index, 0, &[1; 512]).is_err());
 
-    // Mapped again at once; the other one is listed with its holder.
+    // The volume can be mapped again at once; the old device is listed with its holder.
     let again = supervisor.map("a", &uri).unwrap();
     assert_ne!(again.device, mapping.device);
     assert_eq!(supervisor.get("a").unwrap().device, again.device);
@@ -144,7 +144,7 @@ fn who_holds_the_device_keeps_its_number_and_nothing_else() {
     let left = listed.iter().find(|m| m.state() == MappingState::Orphan).unwrap();
     assert_eq!((&left.device, left.holders.len()), (&mapping.device, 1));
     assert!(left.message.contains("force"), "{}", left.message);
-    // By force once more: that takes nothing from its holder, and nothing from the new one.
+    // A second forced unmap of the old device changes neither it nor the new mapping.
     assert_eq!(force(&supervisor, &mapping.device).device_left, mapping.device);
     machine.kernel.write(index_of(&again), 0, &[2; 512]).unwrap();
     machine.kernel.set_holders(index, Vec::new());
@@ -154,7 +154,7 @@ fn who_holds_the_device_keeps_its_number_and_nothing_else() {
 }
 
 #[test]
-fn a_device_that_stays_is_told_even_where_the_kernel_cannot_be_asked_again() {
+fn a_remaining_device_is_reported_when_the_kernel_cannot_list_devices() {
     let machine = Machine::new();
     let kernel = machine.kernel.clone();
     let supervisor = machine.start_with(Some(Arc::new(move |point: &str| {
@@ -170,7 +170,7 @@ fn a_device_that_stays_is_told_even_where_the_kernel_cannot_be_asked_again() {
 }
 
 #[test]
-fn mounts_are_taken_away_as_far_as_allowed() {
+fn mounts_are_removed_as_the_option_allows() {
     for (unmount, gone) in [(Unmount::Own, 1), (Unmount::None, 0), (Unmount::All, 2)] {
         let machine = Machine::new();
         let supervisor = machine.start();
@@ -187,7 +187,7 @@ fn mounts_are_taken_away_as_far_as_allowed() {
 }
 
 #[test]
-fn what_hangs_at_the_backend_fails_and_never_reaches_it() {
+fn requests_that_hang_fail_and_do_not_reach_the_backend() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("fault:{}", machine.volume("a"));
@@ -204,7 +204,7 @@ fn what_hangs_at_the_backend_fails_and_never_reaches_it() {
     assert_eq!(response.unproven, "");
     machine.assert_clean();
     assert_eq!(std::fs::read(machine.path("a")).unwrap()[..512], [1; 512]);
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
     machine.assert_clean();
 }
 
@@ -217,11 +217,11 @@ fn a_stopped_worker_is_killed() {
         let mapping = supervisor.map("a", &uri).unwrap();
         let index = index_of(&mapping);
         kill(mapping.worker_pid, Signal::SIGSTOP);
-        // More than the socket takes: a goodbye behind it would wait for ever.
+        // The write exceeds the socket buffer: a disconnect request behind it would block for ever.
         let kernel = machine.kernel.clone();
         let hanging = std::thread::spawn(move || kernel.write(index, 0, &vec![2; 1 << 19]));
         if !known {
-            // For one who has never spoken with it.
+            // A new supervisor has no channel to the stopped worker.
             supervisor.crash();
             supervisor = machine.start();
         }
@@ -230,12 +230,12 @@ fn a_stopped_worker_is_killed() {
         assert!(hanging.join().unwrap().is_err());
         machine.assert_clean();
     }
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
     machine.assert_clean();
 }
 
 #[test]
-fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
+fn a_hung_kernel_call_is_reported_and_the_unmap_completes_later() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
@@ -251,13 +251,13 @@ fn a_stuck_kernel_is_told_and_the_rest_follows_by_itself() {
     let message = status.message();
     assert!(message.contains("done: record, fail I/O, unmount;"), "{message}");
     assert!(message.contains("not done: disconnect"), "{message}");
-    wait_until("it is gone", || supervisor.list().is_empty());
+    wait_until("the mapping is removed", || supervisor.list().is_empty());
     machine.assert_clean();
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
 }
 
 #[test]
-fn what_is_cut_off_in_the_middle_of_a_step_is_told_and_never_taken_back() {
+fn a_deadline_within_a_step_is_reported_and_the_unmap_completes_later() {
     let asked_for = UnmapRequest { timeout_ms: 1000, ..forced("a") };
     for (call, done, missing) in [
         (Call::Unmount, "done: record, fail I/O;", "not done: unmount"),
@@ -268,21 +268,21 @@ fn what_is_cut_off_in_the_middle_of_a_step_is_told_and_never_taken_back() {
         let uri = machine.volume("a");
         let mapping = supervisor.map("a", &uri).unwrap();
         machine.kernel.set_holders(index_of(&mapping), vec![mount("/mnt", None)]);
-        // Beyond every deadline of the step: what it is in is not left in order.
+        // The call takes longer than the deadline of the step.
         machine.kernel.inject(call, Fault::Slow(Duration::from_secs(3)));
         let asked = asked_for.clone();
         let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
         assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
         let message = status.message();
         assert!(message.contains(done) && message.contains(missing), "{message}");
-        wait_until("it is gone", || supervisor.list().is_empty());
+        wait_until("the mapping is removed", || supervisor.list().is_empty());
         machine.assert_clean();
-        works_again(&machine, &supervisor, &uri);
+        assert_mappable(&machine, &supervisor, &uri);
     }
 }
 
 #[test]
-fn a_second_call_finishes_what_the_first_one_could_not() {
+fn a_second_forced_unmap_completes_the_first_one() {
     let machine = Machine::new();
     let supervisor = machine.start();
     supervisor.map("a", &machine.volume("a")).unwrap();
@@ -292,13 +292,13 @@ fn a_second_call_finishes_what_the_first_one_could_not() {
     let asked = UnmapRequest { timeout_ms: 500, ..forced("a") };
     let first = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
     assert_eq!(first.code(), Code::DeadlineExceeded, "{first}");
-    // Or finds it done: the supervisor goes on by itself.
+    // The supervisor may have completed it already.
     supervisor.force("a").unwrap();
     machine.assert_clean();
 }
 
 #[test]
-fn two_at_once_both_succeed() {
+fn two_concurrent_forced_unmaps_succeed() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -313,11 +313,11 @@ fn two_at_once_both_succeed() {
 }
 
 #[test]
-fn another_call_for_the_mapping_gives_way() {
+fn a_forced_unmap_aborts_other_calls_for_the_mapping() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("fault:{}", machine.volume("a"));
-    // One that flushes to a backend that hangs.
+    // An unmap that flushes to a hung backend.
     supervisor.map("a", &uri).unwrap();
     supervisor.set_fault("hang=true");
     let mut client = supervisor.client();
@@ -328,26 +328,28 @@ fn another_call_for_the_mapping_gives_way() {
     force(&supervisor, "a");
     assert_code(supervisor.block_on(unmap).unwrap(), Code::Aborted, "gave way");
     machine.assert_clean();
-    // One that is still being mapped.
+    // A map call in progress.
     machine.kernel.inject(Call::WaitReady, Fault::Hang);
     let mut client = supervisor.client();
     let asked = MapRequest { timeout_ms: 3000, ..request("a", &uri) };
     let map = supervisor.spawn(async move { client.map(asked).await });
-    wait_until("it is connected", || machine.kernel.devices().unwrap().iter().any(|d| d.connected));
+    wait_until("the device is connected", || {
+        machine.kernel.devices().unwrap().iter().any(|d| d.connected)
+    });
     force(&supervisor, "a");
     assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "gave way");
     machine.assert_clean();
 }
 
 #[test]
-fn a_device_that_the_kernel_is_still_connecting_does_not_come_after_success() {
+fn no_device_is_connected_after_a_forced_unmap_during_a_connect() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
     machine.kernel.inject(Call::Connect, Fault::Slow(Duration::from_millis(1500)));
     let (mut client, asked) = (supervisor.client(), request("a", &uri));
     let map = supervisor.spawn(async move { client.map(asked).await });
-    wait_until("its worker runs", || machine.workers().len() == 1);
+    wait_until("the worker runs", || machine.workers().len() == 1);
     std::thread::sleep(Duration::from_millis(500));
     let response = force(&supervisor, "a");
     assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "gave way");
@@ -355,11 +357,11 @@ fn a_device_that_the_kernel_is_still_connecting_does_not_come_after_success() {
     machine.assert_clean();
     std::thread::sleep(Duration::from_secs(1));
     assert!(machine.kernel.devices().unwrap().iter().all(|device| !device.connected));
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
 }
 
 #[test]
-fn what_has_failed_or_is_being_repaired_goes_too() {
+fn failed_and_recovering_mappings_are_unmapped_by_force() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let memory = supervisor.map("a", "mem:1M").unwrap();
@@ -376,13 +378,13 @@ fn what_has_failed_or_is_being_repaired_goes_too() {
     std::fs::rename(&here, &away).unwrap();
     kill(mapping.worker_pid, Signal::SIGKILL);
     supervisor.wait_for("a", MappingState::Recovering);
-    // A volume that is gone is out of anybody's reach.
+    // No request can reach a volume that does not exist.
     assert_eq!(force(&supervisor, "a").unproven, "");
     machine.assert_clean();
     std::fs::rename(&away, &here).unwrap();
-    works_again(&machine, &supervisor, &uri);
+    assert_mappable(&machine, &supervisor, &uri);
 
-    // A device that is gone already.
+    // A device that vanished before.
     let mapping = supervisor.map("a", &uri).unwrap();
     machine.kernel.vanish(index_of(&mapping));
     supervisor.wait_for("a", MappingState::Failed);
@@ -391,17 +393,17 @@ fn what_has_failed_or_is_being_repaired_goes_too() {
 }
 
 #[test]
-fn success_is_not_told_before_the_claim_is_free() {
+fn a_forced_unmap_succeeds_only_when_the_claim_is_released() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("the worker ends", || !is_alive(mapping.worker_pid));
-    // As a request would that the kernel still has of it.
+    wait_until("the worker has exited", || !is_alive(mapping.worker_pid));
+    // Hold the claim, as a request of the dead worker in the kernel would.
     let file = std::fs::File::options().write(true).open(machine.path("a")).unwrap();
-    // The dead worker's own claim ends a moment after it.
-    wait_until("the claim is ours", || claim(&file).is_ok());
+    // The kernel releases the dead worker's claim a moment after its exit.
+    wait_until("the test has the claim", || claim(&file).is_ok());
     let supervisor = machine.start();
     let asked = UnmapRequest { timeout_ms: 2500, ..forced("a") };
     let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
@@ -414,7 +416,7 @@ fn success_is_not_told_before_the_claim_is_free() {
 }
 
 #[test]
-fn a_device_without_a_record_goes_with_its_worker() {
+fn a_forced_unmap_of_a_device_without_a_record_stops_its_worker() {
     for stopped in [false, true] {
         let machine = Machine::new();
         let supervisor = machine.start();
@@ -428,7 +430,7 @@ fn a_device_without_a_record_goes_with_its_worker() {
         }
         let supervisor = machine.start();
         let response = force(&supervisor, &mapping.device);
-        // Without its record, nobody knows which volume to look at.
+        // Without a record the volume is unknown, so its claim cannot be checked.
         assert_eq!(response.unproven.is_empty(), !stopped, "{response:?}");
         assert!(!is_alive(mapping.worker_pid));
         machine.assert_clean();
@@ -436,7 +438,7 @@ fn a_device_without_a_record_goes_with_its_worker() {
 }
 
 #[test]
-fn a_crash_at_any_point_is_finished_by_the_next_supervisor() {
+fn a_forced_unmap_is_completed_by_the_next_supervisor_after_a_crash_at_any_point() {
     let mut points = 0;
     loop {
         let machine = Machine::new();
@@ -454,19 +456,19 @@ fn a_crash_at_any_point_is_finished_by_the_next_supervisor() {
         let supervisor = machine.start();
         let begun = point.as_deref() != Some("before RecordUnmapping");
         if begun {
-            // It was recorded, so it is finished, without being asked again.
-            wait_until("it is gone", || supervisor.get("a").is_err());
+            // The unmap was recorded, so the next supervisor completes it without a call.
+            wait_until("the mapping is removed", || supervisor.get("a").is_err());
         } else {
             assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
             force(&supervisor, "a");
         }
-        // Held, it stays as long as it is held.
+        // A held device remains until its holder has closed it.
         let listed = supervisor.list();
         assert_eq!(listed.len(), 1, "{listed:?}");
         assert_eq!(listed[0].state(), MappingState::Orphan);
         machine.kernel.set_holders(index_of(&mapping), Vec::new());
         machine.assert_clean();
-        works_again(&machine, &supervisor, &uri);
+        assert_mappable(&machine, &supervisor, &uri);
         if point.is_none() {
             break;
         }

@@ -1,4 +1,4 @@
-//! The metrics endpoint: scraped as Prometheus does it, and as it must not be.
+//! The metrics endpoint, with the requests of Prometheus and with invalid ones.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -13,7 +13,7 @@ use cleat_node::config::Listen;
 use crate::lifecycle::openmetrics::Metrics;
 use test_kit::node::{Machine, SIZE, index_of, kill, wait_until};
 
-/// An answer: the status line, the other lines of the head, the body.
+/// Sends a request and returns the status line, the headers and the body of the response.
 fn ask(mut stream: impl Read + Write, request: &str) -> (String, String, String) {
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
@@ -24,7 +24,7 @@ fn ask(mut stream: impl Read + Write, request: &str) -> (String, String, String)
 }
 
 fn get(stream: impl Read + Write) -> Metrics {
-    // As Prometheus asks.
+    // The request of Prometheus.
     let request = "GET /metrics HTTP/1.1\r\nHost: cleat\r\nAccept: application/openmetrics-text;\
                    version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1\r\n\r\n";
     let (status, head, body) = ask(stream, request);
@@ -45,7 +45,7 @@ pub(crate) fn scrape(machine: &Machine) -> Metrics {
 }
 
 #[test]
-fn a_volume_is_measured_from_its_map_to_its_unmap() {
+fn a_volume_has_metrics_from_map_to_unmap() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let empty = scrape(&machine);
@@ -56,7 +56,7 @@ fn a_volume_is_measured_from_its_map_to_its_unmap() {
     );
     assert!(empty.labels("cleat_volume_state").is_empty());
 
-    // A path with everything that a label must escape.
+    // A path with all characters that must be escaped in a label.
     let uri = machine.volume("a \"b\" \\c").replace(' ', "%20").replace('"', "%22");
     let mapping = supervisor.map("a", &uri).unwrap();
     let index = index_of(&mapping);
@@ -97,7 +97,7 @@ fn a_volume_is_measured_from_its_map_to_its_unmap() {
 }
 
 #[test]
-fn counters_outlive_workers_and_supervisors() {
+fn counters_survive_workers_and_supervisors() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -113,8 +113,8 @@ fn counters_outlive_workers_and_supervisors() {
     let metrics = scrape(&machine);
     let written =
         metrics.value("cleat_volume_operations_total", &[("volume", "a"), ("op", "write")]);
-    // The simulated kernel repeats nothing by itself: a write that the crash took would show as one
-    // more.
+    // The simulated kernel does not repeat requests by itself, so a write that was in flight at the
+    // crash would be counted twice.
     assert_eq!(written, Some(3.0));
     assert_eq!(metrics.value("cleat_volume_reconnects_total", &[("volume", "a")]), Some(1.0));
     assert_eq!(metrics.value("cleat_volume_worker_starts_total", &[("volume", "a")]), Some(2.0));
@@ -123,7 +123,7 @@ fn counters_outlive_workers_and_supervisors() {
 }
 
 #[test]
-fn a_hang_shows_while_it_lasts() {
+fn a_hung_request_is_shown_while_it_hangs() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("fault:{}?fault.hang=true&fault.ops=write", machine.volume("a"));
@@ -131,7 +131,7 @@ fn a_hang_shows_while_it_lasts() {
     std::thread::scope(|scope| {
         let write = scope.spawn(|| machine.kernel.write(index_of(&mapping), 0, &[1; 512]));
         let now = |name: &str| scrape(&machine).value(name, &[("volume", "a")]).unwrap();
-        wait_until("it is seen", || now("cleat_volume_in_flight_requests") == 1.0);
+        wait_until("the request is in flight", || now("cleat_volume_in_flight_requests") == 1.0);
         let began = Instant::now();
         let before = now("cleat_volume_oldest_request_seconds");
         std::thread::sleep(Duration::from_millis(300));
@@ -139,14 +139,14 @@ fn a_hang_shows_while_it_lasts() {
         assert!(older >= 0.3 && older <= began.elapsed().as_secs_f64(), "{older}");
         supervisor.set_fault("");
         write.join().unwrap().unwrap();
-        wait_until("it is over", || now("cleat_volume_oldest_request_seconds") == 0.0);
+        wait_until("no request is in flight", || now("cleat_volume_oldest_request_seconds") == 0.0);
     });
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
 
 #[test]
-fn errors_and_a_lost_volume_show() {
+fn errors_and_a_fenced_volume_are_shown() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("fault:{}?fault.error=fenced&fault.ops=write", machine.volume("a"));
@@ -163,7 +163,7 @@ fn errors_and_a_lost_volume_show() {
 }
 
 #[test]
-fn only_what_is_there_is_given_to_those_who_may() {
+fn invalid_requests_are_refused_and_the_socket_is_private() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
@@ -181,7 +181,7 @@ fn only_what_is_there_is_given_to_those_who_may() {
     assert!(status("nonsense\r\n\r\n").contains("400"));
     let long = format!("GET /metrics HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n", "x".repeat(100_000));
     let mut stream = socket(&machine);
-    // Refused before all of it is taken: the end may come as a reset.
+    // The request is refused before all of it is read, so the connection may be reset.
     let _ = stream.write_all(long.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -191,14 +191,14 @@ fn only_what_is_there_is_given_to_those_who_may() {
 }
 
 #[test]
-fn those_who_ask_nothing_are_let_go_and_hold_up_nobody_else() {
+fn idle_connections_are_closed_and_do_not_block_requests() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let idle: Vec<UnixStream> = (0..32).map(|_| socket(&machine)).collect();
     let asked = Instant::now();
     scrape(&machine);
     assert!(asked.elapsed() < Duration::from_secs(60), "{:?}", asked.elapsed());
-    // The control API never noticed.
+    // The control API still works.
     supervisor.map("a", "mem:1M").unwrap();
     supervisor.unmap("a").unwrap();
     drop(idle);
@@ -206,7 +206,7 @@ fn those_who_ask_nothing_are_let_go_and_hold_up_nobody_else() {
 }
 
 #[test]
-fn metrics_come_over_tcp_or_not_at_all() {
+fn metrics_can_be_served_over_tcp_or_disabled() {
     let mut machine = Machine::new();
     machine.config.metrics.listen = Listen::Tcp("127.0.0.1:0".parse().unwrap());
     let supervisor = machine.start();

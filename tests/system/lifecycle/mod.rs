@@ -1,6 +1,6 @@
-//! The supervisor from end to end: control API, journal, planner, executor, on the simulated kernel
-//! and real worker processes. Crashes of the supervisor are real, too: its runtime is dropped where
-//! it stands, and a new one begins with what kernel, workers and journal have kept.
+//! End-to-end tests of the supervisor: control API, journal, planner and executor, with the simulated
+//! kernel and real worker processes. A crash of the supervisor drops its runtime at any point; a new
+//! supervisor starts with the state of the kernel, the workers and the journal.
 
 mod basic;
 mod crashes;

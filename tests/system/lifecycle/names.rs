@@ -1,11 +1,11 @@
-//! Mappings whose users gave no name.
+//! Mappings that were requested without a name.
 
 use tonic::Code;
 
 use test_kit::node::{Machine, assert_code, repair};
 
 #[test]
-fn a_volume_has_one_name_whatever_its_options() {
+fn the_derived_name_of_a_volume_does_not_depend_on_its_options() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
@@ -20,29 +20,29 @@ fn a_volume_has_one_name_whatever_its_options() {
         assert_code(refused.clone(), Code::AlreadyExists, has);
         assert_code(refused, Code::AlreadyExists, lacks);
     }
-    // A name of its own makes it no other volume: the claim keeps the second writer out.
+    // Under another name it is still the same volume, and the claim refuses a second writer.
     assert_code(supervisor.map("other", &uri), Code::FailedPrecondition, "");
     assert_eq!(supervisor.list(), std::slice::from_ref(&mapping));
-    // Who means the volume means this mapping; who names options means those.
+    // A URI without options matches any options; a URI with options matches only the same options.
     assert_code(supervisor.get(&format!("{uri}?direct=true")), Code::NotFound, "");
     assert_eq!(supervisor.get(&uri).unwrap(), mapping);
     assert!(supervisor.unmap(&uri).unwrap());
     machine.assert_clean();
 }
 
-/// Earlier builds took the options into the name, and journals have such names.
+/// Earlier builds derived the name from the options, too, and journals have such names.
 #[test]
 fn names_that_an_earlier_build_gave_are_kept() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    // FNV-1a of the whole, as such a build wrote it.
+    // The FNV-1a hash of the whole URI, as such a build wrote it.
     let (uri, name) = ("mem:1M?", "mem-1M-52b4c18b");
     let mapping = supervisor.map(name, uri).unwrap();
     assert_eq!(supervisor.map("", uri).unwrap(), mapping);
     supervisor.crash();
     let supervisor = machine.start();
     assert_eq!(supervisor.map("", uri).unwrap().mapping_id, mapping.mapping_id);
-    // Another name of the user's own is not taken for a derived one.
+    // A name that the user chose is not mistaken for a derived one.
     let own = supervisor.map("own", "mem:2M").unwrap();
     assert_ne!(supervisor.map("", "mem:2M").unwrap().name, own.name);
     for mapping in supervisor.list() {

@@ -1,12 +1,12 @@
-//! A strict reader of the OpenMetrics text format, as far as we use it: whatever it does not expect is
-//! a failure. The rules are those of the specification 1.0, sections "ABNF" and "Metric types".
+//! A strict parser of the part of the OpenMetrics text format that cleat uses. It panics on any other
+//! input. The rules are those of the specification 1.0, sections "ABNF" and "Metric types".
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A sample's labels, in order of their names.
+/// The labels of a sample, ordered by name.
 pub(crate) type Labels = BTreeMap<String, String>;
 
-/// A text that was read.
+/// Parsed metrics.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     samples: BTreeMap<(String, Labels), f64>,
@@ -14,9 +14,9 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Reads `text`.
+    /// Parses `text`, or panics.
     pub(crate) fn read(text: &str) -> Self {
-        let body = text.strip_suffix("# EOF\n").expect("it ends with EOF");
+        let body = text.strip_suffix("# EOF\n").expect("the text ends with EOF");
         let mut metrics = Self::default();
         let mut lines = body.lines().peekable();
         while let Some(line) = lines.next() {
@@ -28,7 +28,7 @@ impl Metrics {
             assert_eq!(again, family);
             assert_name(family);
             let fresh = metrics.families.insert(family.to_owned(), kind.to_owned()).is_none();
-            assert!(fresh, "{family} comes twice");
+            assert!(fresh, "{family} is defined twice");
             while let Some(sample) = lines.next_if(|line| !line.starts_with('#')) {
                 metrics.sample(family, kind, sample);
             }
@@ -37,13 +37,13 @@ impl Metrics {
         metrics
     }
 
-    /// The value of a sample; `labels` must be all that it has.
+    /// Returns the value of the sample that has exactly these labels.
     pub(crate) fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let labels = labels.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
         self.samples.get(&(name.to_owned(), labels)).copied()
     }
 
-    /// The labels of every sample of that name.
+    /// Returns the labels of every sample named `name`.
     pub(crate) fn labels(&self, name: &str) -> Vec<&Labels> {
         self.samples.keys().filter(|(found, _)| found == name).map(|(_, labels)| labels).collect()
     }
@@ -64,7 +64,7 @@ impl Metrics {
             assert!(value >= 0.0 && value.is_finite(), "{line}");
         }
         let key = (name.to_owned(), labels);
-        assert!(self.samples.insert(key, value).is_none(), "twice: {line}");
+        assert!(self.samples.insert(key, value).is_none(), "duplicate sample: {line}");
     }
 
     fn check_histograms(&self) {
@@ -87,7 +87,7 @@ impl Metrics {
     }
 }
 
-/// Name, labels and value of a sample.
+/// Splits a line into the name, the labels and the value of a sample.
 fn split(line: &str) -> (&str, Labels, f64) {
     let end = line.find(['{', ' ']).expect("a name");
     let (name, rest) = line.split_at(end);
@@ -100,7 +100,7 @@ fn split(line: &str) -> (&str, Labels, f64) {
         while !rest.starts_with('}') {
             let (label, value) = rest.split_once("=\"").unwrap_or_else(|| panic!("{line}"));
             assert_name(label);
-            assert!(seen.insert(label), "a label comes twice: {line}");
+            assert!(seen.insert(label), "duplicate label: {line}");
             let (value, behind) = unescape(value);
             labels.insert(label.to_owned(), value);
             rest = behind.strip_prefix(',').unwrap_or(behind);
@@ -112,17 +112,17 @@ fn split(line: &str) -> (&str, Labels, f64) {
     (name, labels, value.parse().unwrap_or_else(|_| panic!("{value:?} in {line}")))
 }
 
-/// A quoted text up to its end, and what is behind the closing quote.
+/// Decodes a quoted text up to its closing quote, and returns it with the rest of the line.
 fn unescape(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut characters = text.char_indices();
     while let Some((at, character)) = characters.next() {
         match character {
             '"' => return (value, &text[at + 1..]),
-            '\\' => value.push(match characters.next().expect("something is escaped").1 {
+            '\\' => value.push(match characters.next().expect("an escaped character").1 {
                 'n' => '\n',
                 same @ ('\\' | '"') => same,
-                other => panic!("\\{other} is no escape"),
+                other => panic!("invalid escape \\{other}"),
             }),
             plain => value.push(plain),
         }

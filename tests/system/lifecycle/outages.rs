@@ -1,5 +1,5 @@
-//! Backends that cannot be reached, and workers that cannot live: the first are waited for, the second
-//! are given up, and both are told.
+//! Backend outages, which the supervisor waits for, and workers that keep crashing, which it gives up.
+//! Both are reported.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ fn faulty(machine: &Machine) -> String {
 }
 
 #[test]
-fn an_outage_is_waited_out_and_told_even_by_the_next_supervisor() {
+fn requests_survive_an_outage_and_a_new_supervisor_reports_it() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &faulty(&machine)).unwrap();
@@ -33,33 +33,35 @@ fn an_outage_is_waited_out_and_told_even_by_the_next_supervisor() {
     supervisor.set_fault("error=retry");
     let kernel = machine.kernel.clone();
     let writer = std::thread::spawn(move || kernel.write(index, 0, &[7; 512]));
-    let told = |supervisor: &Supervisor| {
+    let reported_outage = |supervisor: &Supervisor| {
         let mut outage = None;
-        wait_until("the outage is told", || {
+        wait_until("the outage is reported", || {
             outage = supervisor.get("a").unwrap().outage;
             outage.as_ref().is_some_and(|outage| outage.queued == 1)
         });
         outage.unwrap()
     };
-    let first = told(&supervisor);
+    let first = reported_outage(&supervisor);
     assert_eq!((first.reason.as_str(), first.policy.as_str()), ("injected: error=retry", "queue"));
-    // The device is there, and what is mapped stays mapped.
+    // The device and the mapping remain.
     assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
     assert_eq!(supervisor.map("a", &mapping.uri).unwrap().device, mapping.device);
     supervisor.crash();
     let supervisor = machine.start();
-    assert_eq!(told(&supervisor).since_unix_ms, first.since_unix_ms);
+    assert_eq!(reported_outage(&supervisor).since_unix_ms, first.since_unix_ms);
     assert!(!writer.is_finished());
     supervisor.set_fault("");
     writer.join().unwrap().unwrap();
-    wait_until("the end is told", || supervisor.get("a").unwrap().outage.is_none());
+    wait_until("the end of the outage is reported", || {
+        supervisor.get("a").unwrap().outage.is_none()
+    });
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [7; 512]);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
 
 #[test]
-fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
+fn a_policy_change_applies_at_once_and_survives_worker_and_supervisor() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mut asked = request("a", &faulty(&machine));
@@ -72,14 +74,16 @@ fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
     supervisor.set_fault("error=retry");
     let kernel = machine.kernel.clone();
     let writer = std::thread::spawn(move || kernel.write(index, 0, &[7; 512]));
-    wait_until("it waits", || supervisor.get("a").unwrap().outage.is_some_and(|o| o.queued == 1));
+    wait_until("the write waits", || {
+        supervisor.get("a").unwrap().outage.is_some_and(|o| o.queued == 1)
+    });
     let changed = set(&supervisor, "fail", None).options.unwrap();
     assert_eq!((changed.on_outage.as_str(), changed.iops), ("fail", Some(5000)));
-    assert!(writer.join().unwrap().is_err(), "what waits fails with the new policy");
+    assert!(writer.join().unwrap().is_err(), "the waiting write fails with the new policy");
     assert_code(supervisor.map_with(asked), Code::AlreadyExists, "policy");
 
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("a new worker works", || {
+    wait_until("a new worker serves", || {
         let now = supervisor.get("a").unwrap();
         now.state() == MappingState::Mapped && now.worker_pid != mapping.worker_pid
     });
@@ -88,7 +92,10 @@ fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
     supervisor.set_fault("error=retry");
     let begun = Stopwatch::start();
     assert!(machine.kernel.write(index, 0, &[8; 512]).is_err());
-    assert!(begun.elapsed() < Duration::from_secs(5), "the policy was forgotten");
+    assert!(
+        begun.elapsed() < Duration::from_secs(5),
+        "the new supervisor does not apply the policy"
+    );
     supervisor.set_fault("");
     let nothing = SetOptionsRequest { target: "a".into(), ..Default::default() };
     let refused = supervisor.block_on(supervisor.client().set_options(nothing));
@@ -98,13 +105,13 @@ fn a_policy_is_changed_live_and_outlives_worker_and_supervisor() {
 }
 
 #[test]
-fn a_backend_that_does_not_let_a_worker_in_is_waited_for() {
+fn a_backend_that_refuses_a_new_worker_is_retried() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     machine.kernel.write(index, 0, &[5; 512]).unwrap();
-    // Another file in its place, which somebody else has claimed.
+    // Replace the file by another one that another process has claimed.
     let (here, away) = (machine.path("a"), machine.path("away"));
     std::fs::rename(&here, &away).unwrap();
     machine.volume("a");
@@ -112,11 +119,11 @@ fn a_backend_that_does_not_let_a_worker_in_is_waited_for() {
     claim(&claimed).unwrap();
     kill(mapping.worker_pid, Signal::SIGKILL);
     let mut waiting = Mapping::default();
-    wait_until("the refusal is told", || {
+    wait_until("the refusal is reported", || {
         waiting = supervisor.get("a").unwrap();
         waiting.outage.is_some()
     });
-    wait_until("it says that it waits", || {
+    wait_until("the message says that the mapping waits", || {
         supervisor.get("a").unwrap().message.contains("waits for its backend")
     });
     assert!(waiting.last_worker_end.contains("was killed by SIGKILL"), "{waiting:?}");
@@ -129,13 +136,13 @@ fn a_backend_that_does_not_let_a_worker_in_is_waited_for() {
 }
 
 #[test]
-fn a_worker_that_keeps_crashing_is_given_up_with_an_explanation_and_can_be_tried_again() {
+fn a_worker_that_keeps_crashing_fails_the_mapping_and_map_retries_it() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     machine.kernel.write(index, 0, &[5; 512]).unwrap();
-    // Each in its turn; SIGKILL stands for the system's out-of-memory killer as well.
+    // Use each signal in turn. SIGKILL is also the signal of the out-of-memory killer.
     let ways = [Signal::SIGKILL, Signal::SIGABRT, Signal::SIGILL];
     let mut killed = Vec::new();
     let until = Instant::now() + Duration::from_secs(90);
@@ -159,7 +166,7 @@ fn a_worker_that_keeps_crashing_is_given_up_with_an_explanation_and_can_be_tried
     assert!(failed.last_worker_end.contains(&last), "{last}: {}", failed.last_worker_end);
     let health = supervisor.block_on(supervisor.client().health(HealthRequest {})).unwrap();
     assert!(format!("{health:?}").contains("failed: a"), "{health:?}");
-    // Nobody starts more of them.
+    // No more workers are started.
     std::thread::sleep(Duration::from_millis(300));
     assert!(machine.workers().is_empty());
 

@@ -1,5 +1,5 @@
-//! Another size: grown at the backend and noticed, made smaller on demand, put off while the backend
-//! does not answer.
+//! Resize: a backend that grows by itself, shrinking on request, and a resize that waits while the
+//! backend does not answer.
 
 use cleat_api::v1::upgrade_event::Outcome;
 use cleat_api::v1::{Mapping, MappingState, ResizeRequest, UpgradeRequest};
@@ -24,15 +24,17 @@ fn device_size(machine: &Machine, mapping: &Mapping) -> u64 {
 }
 
 #[test]
-fn growth_at_the_backend_shows_on_the_device_by_itself() {
+fn the_device_follows_a_backend_that_grows() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     set_length(&machine, 2 * SIZE + 100);
-    wait_until("the device grows", || device_size(&machine, &mapping) == 2 * SIZE);
-    wait_until("it is said", || supervisor.get("a").unwrap().size_bytes == 2 * SIZE);
+    wait_until("the device has the new size", || device_size(&machine, &mapping) == 2 * SIZE);
+    wait_until("the mapping reports the new size", || {
+        supervisor.get("a").unwrap().size_bytes == 2 * SIZE
+    });
     machine.kernel.write(index_of(&mapping), 2 * SIZE - 4096, &[9; 4096]).unwrap();
-    // Remembered: a supervisor that comes later, and a worker that does, expect no less.
+    // The size is in the journal: a new supervisor and a new worker expect it.
     supervisor.crash();
     let supervisor = machine.start();
     kill(supervisor.get("a").unwrap().worker_pid, nix::sys::signal::Signal::SIGKILL);
@@ -44,9 +46,9 @@ fn growth_at_the_backend_shows_on_the_device_by_itself() {
 }
 
 /// After a crash the kernel may repeat requests, and a resize would wait for them with its lock held.
-/// After a hand-over there is nothing to repeat.
+/// After a handover there are no requests to repeat.
 #[test]
-fn a_resize_waits_for_repeats_after_a_crash_and_not_after_a_hand_over() {
+fn a_resize_waits_for_repeated_requests_after_a_crash_and_not_after_a_handover() {
     let mut machine = Machine::new();
     machine.config.map.replay_delay = std::time::Duration::from_secs(30);
     let supervisor = machine.start();
@@ -65,7 +67,7 @@ fn a_resize_waits_for_repeats_after_a_crash_and_not_after_a_hand_over() {
 }
 
 #[test]
-fn what_grew_while_nobody_looked_is_caught_up_on() {
+fn a_backend_that_grew_while_the_supervisor_was_down_is_noticed() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -73,14 +75,14 @@ fn what_grew_while_nobody_looked_is_caught_up_on() {
     kill(machine.workers()[0], nix::sys::signal::Signal::SIGKILL);
     set_length(&machine, 3 * SIZE);
     let supervisor = machine.start();
-    wait_until("the device grows", || device_size(&machine, &mapping) == 3 * SIZE);
+    wait_until("the device has the new size", || device_size(&machine, &mapping) == 3 * SIZE);
     supervisor.wait_for("a", MappingState::Mapped);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
 
 #[test]
-fn a_volume_shrunk_at_the_backend_has_failed_until_the_device_is_allowed_to_follow() {
+fn a_mapping_of_a_shrunk_backend_has_failed_until_a_shrink_is_allowed() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -97,7 +99,7 @@ fn a_volume_shrunk_at_the_backend_has_failed_until_the_device_is_allowed_to_foll
 }
 
 #[test]
-fn a_volume_is_made_smaller_when_that_is_asked_for_and_nobody_holds_it() {
+fn a_volume_without_holders_is_shrunk_on_request() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -114,7 +116,7 @@ fn a_volume_is_made_smaller_when_that_is_asked_for_and_nobody_holds_it() {
     assert_eq!((device_size(&machine, &mapping), length()), (SIZE / 2, SIZE / 2));
     supervisor.unmap("a").unwrap();
 
-    // Memory cannot be made smaller: the device is as it was.
+    // A memory volume cannot shrink, and the device is unchanged.
     let mapping = supervisor.map("a", "mem:1M").unwrap();
     assert_code(resize(&supervisor, SIZE / 2, true), Code::Unimplemented, "smaller");
     assert_eq!(device_size(&machine, &mapping), SIZE);
@@ -124,7 +126,7 @@ fn a_volume_is_made_smaller_when_that_is_asked_for_and_nobody_holds_it() {
 }
 
 #[test]
-fn a_resize_waits_for_a_backend_that_hangs_and_holds_nobody_up() {
+fn a_resize_waits_for_a_hung_backend_and_blocks_no_other_call() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("fault:{}", machine.volume("a"));
@@ -137,9 +139,10 @@ fn a_resize_waits_for_a_backend_that_hangs_and_holds_nobody_up() {
         let asked = Stopwatch::start();
         assert_code(resize(&supervisor, 2 * SIZE, false), Code::Unavailable, "does not answer");
         assert!(asked.elapsed() < std::time::Duration::from_secs(20), "{:?}", asked.elapsed());
-        // The volume has grown; its device follows when it can, and meanwhile says why not.
+        // The volume has grown. Its device follows later, and the mapping reports the reason of the
+        // delay.
         assert_eq!(device_size(&machine, &mapping), SIZE);
-        wait_until("it says why", || {
+        wait_until("the mapping reports the reason", || {
             let waiting = supervisor.get("a").unwrap();
             assert_eq!(waiting.state(), MappingState::Mapped);
             waiting.message.contains("does not answer")
@@ -149,8 +152,8 @@ fn a_resize_waits_for_a_backend_that_hangs_and_holds_nobody_up() {
         supervisor.set_fault("");
         write.join().unwrap().unwrap();
     });
-    wait_until("the device grows", || device_size(&machine, &mapping) == 2 * SIZE);
-    wait_until("nothing waits", || supervisor.get("a").unwrap().message.is_empty());
+    wait_until("the device has the new size", || device_size(&machine, &mapping) == 2 * SIZE);
+    wait_until("the message is empty", || supervisor.get("a").unwrap().message.is_empty());
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }

@@ -1,4 +1,4 @@
-//! Planned hand-overs: a new worker succeeds the one that serves, whatever happens on the way.
+//! Planned handovers from the serving worker to a new one, and failures at every step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use test_kit::node::{
     Machine, Supervisor, assert_code, index_of, is_alive, kill, request, wait_halted, wait_until,
 };
 
-/// Reads and writes all the time, each block with a number that must come back, until dropped.
+/// Threads that write numbered blocks and check that they read the same data, until `finish`.
 struct Load {
     end: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -32,7 +32,7 @@ impl Load {
                 let mut round = 0_u64;
                 while !end.load(Ordering::Relaxed) {
                     let began = Instant::now();
-                    // Small ones and ones that go past the receive buffer.
+                    // Small requests, and requests larger than the receive buffer.
                     let length = if round.is_multiple_of(3) { 160 << 10 } else { 4096 };
                     let at = client * (300 << 10) + (round % 8) * 4096;
                     let data = vec![u8::try_from(round % 251).unwrap(); length];
@@ -49,13 +49,13 @@ impl Load {
         Self { threads: threads.collect(), end, done }
     }
 
-    /// Waits until more has been done.
-    fn goes_on(&self) {
+    /// Waits until more rounds are done.
+    fn wait_for_progress(&self) {
         let before = self.done.load(Ordering::Relaxed);
-        wait_until("I/O goes on", || self.done.load(Ordering::Relaxed) > before + 3);
+        wait_until("I/O continues", || self.done.load(Ordering::Relaxed) > before + 3);
     }
 
-    /// The longest round.
+    /// Stops the threads and returns the duration of the longest round.
     fn finish(mut self) -> Duration {
         self.end.store(true, Ordering::Relaxed);
         self.threads.drain(..).map(|thread| thread.join().unwrap()).max().unwrap()
@@ -63,23 +63,23 @@ impl Load {
 }
 
 /// Asserts that the longest round stays below `limit` in one of three runs. On a busy machine any
-/// process may be kept waiting for seconds; what a hand-over costs, it costs in each run.
+/// process may be delayed for seconds, but a slow handover would be slow in each run.
 fn some_run_within(limit: Duration, run: impl Fn() -> Duration) {
     let mut runs = std::iter::repeat_with(run).take(3);
     assert!(runs.any(|longest| longest < limit), "no run stays below {limit:?}");
 }
 
-/// On a busy machine the end of one that was killed may outlast the call.
-fn one_is_left(machine: &Machine, pid: u32) {
-    wait_until("the other worker ends", || machine.workers() == [pid]);
+/// Waits until `pid` is the only worker. On a busy machine a killed worker may exit after the call.
+fn wait_until_only_worker(machine: &Machine, pid: u32) {
+    wait_until("the other worker has exited", || machine.workers() == [pid]);
 }
 
 fn wait_gone(pid: u32) {
-    wait_until("the old worker ends", || !is_alive(pid));
+    wait_until("the old worker has exited", || !is_alive(pid));
 }
 
 #[test]
-fn workers_succeed_each_other_under_load() {
+fn workers_are_handed_over_under_load() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let options = MapOptions { connections: 3, ..MapOptions::default() };
@@ -89,7 +89,7 @@ fn workers_succeed_each_other_under_load() {
     assert!(!first.worker_version.is_empty());
     let load = Load::on(&machine, &mapping);
     for _ in 0..10 {
-        load.goes_on();
+        load.wait_for_progress();
         let event = supervisor.hand_over();
         assert_eq!((event.name.as_str(), &event.to_version), ("a", &first.worker_version));
         let now = supervisor.get("a").unwrap();
@@ -101,23 +101,23 @@ fn workers_succeed_each_other_under_load() {
         println!("paused {} us", event.paused_us);
         mapping = now;
     }
-    load.goes_on();
+    load.wait_for_progress();
     println!("longest round: {:?}", load.finish());
-    // The same sockets all the time: the kernel has seen nothing.
+    // The kernel still uses the same sockets.
     assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 3);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
 
 #[test]
-fn what_is_of_this_build_is_left_alone_unless_forced() {
+fn workers_of_the_current_build_are_upgraded_only_with_force() {
     let machine = Machine::new();
     let supervisor = machine.start();
     supervisor.map("a", &machine.volume("a")).unwrap();
     supervisor.map("b", "mem:1M").unwrap();
     let events = supervisor.upgrade(false);
     assert!(events.iter().all(|event| event.outcome() == Outcome::Current), "{events:?}");
-    // The daemon, too: what runs these tests is on disk.
+    // The daemon is current, too, because its executable is unchanged on disk.
     let all = supervisor.upgrade_with(UpgradeRequest::default()).unwrap();
     assert_eq!(all.iter().map(|event| event.name.as_str()).collect::<Vec<_>>(), ["", "a", "b"]);
     assert!(all.iter().all(|event| event.outcome() == Outcome::Current), "{all:?}");
@@ -129,7 +129,7 @@ fn what_is_of_this_build_is_left_alone_unless_forced() {
 }
 
 #[test]
-fn memory_survives_a_hand_over() {
+fn memory_volumes_survive_a_handover() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("m", "mem:1M").unwrap();
@@ -144,7 +144,7 @@ fn memory_survives_a_hand_over() {
 }
 
 #[test]
-fn counters_go_on_and_a_crash_afterwards_is_repaired() {
+fn counters_continue_after_a_handover_and_a_later_crash_is_recovered() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -157,10 +157,10 @@ fn counters_go_on_and_a_crash_afterwards_is_repaired() {
     machine.kernel.write(index, 0, &[1; 512]).unwrap();
     supervisor.hand_over();
     machine.kernel.write(index, 0, &[2; 512]).unwrap();
-    wait_until("both are counted", || writes(&supervisor) == 2);
+    wait_until("both writes are counted", || writes(&supervisor) == 2);
     let worker = supervisor.get("a").unwrap().worker_pid;
     kill(worker, Signal::SIGKILL);
-    wait_until("a new worker works", || {
+    wait_until("a new worker serves", || {
         let now = supervisor.get("a").unwrap();
         now.state() == MappingState::Mapped && now.worker_pid != worker
     });
@@ -171,7 +171,7 @@ fn counters_go_on_and_a_crash_afterwards_is_repaired() {
 }
 
 #[test]
-fn a_crash_of_the_supervisor_at_any_point_leaves_one_worker_that_serves() {
+fn a_crash_of_the_supervisor_at_any_point_of_a_handover_leaves_one_serving_worker() {
     let mut points = 0;
     loop {
         let machine = Machine::new();
@@ -189,16 +189,16 @@ fn a_crash_of_the_supervisor_at_any_point_leaves_one_worker_that_serves() {
         let point = wait_halted(&halted, &call);
         println!("crash at point {points}: {point:?}");
         supervisor.crash();
-        // Without any supervisor.
-        load.goes_on();
-        // Not every crash costs the next supervisor its worker: exactly one is left.
+        // I/O continues without a supervisor.
+        load.wait_for_progress();
+        // The next supervisor keeps one of the two workers and stops the other.
         let supervisor = machine.start();
         let now = supervisor.wait_for("a", MappingState::Mapped);
-        load.goes_on();
-        wait_until("one worker is left", || machine.workers() == [now.worker_pid]);
+        load.wait_for_progress();
+        wait_until("one worker remains", || machine.workers() == [now.worker_pid]);
         assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 1);
         let longest = load.finish();
-        // Nothing was given up and repaired in its place: that would wait for a new connection.
+        // The mapping was not recovered: that would delay I/O until a new connection.
         assert!(now.message.is_empty(), "{now:?}");
         println!("longest round: {longest:?}");
         let event = supervisor.hand_over();
@@ -213,7 +213,7 @@ fn a_crash_of_the_supervisor_at_any_point_leaves_one_worker_that_serves() {
     assert!(points >= 9, "only {points} points were passed");
 }
 
-/// Has the machine's executable be another program for the workers to come.
+/// Replaces the executable of the machine's future workers by `program`.
 fn replace_executable(machine: &Machine, program: &str) {
     let name = machine.path("cleat");
     std::fs::remove_file(&name).unwrap();
@@ -221,19 +221,19 @@ fn replace_executable(machine: &Machine, program: &str) {
 }
 
 #[test]
-fn a_new_worker_that_does_not_start_leaves_the_old_one_serving() {
-    some_run_within(Duration::from_secs(1), not_started);
+fn the_old_worker_serves_on_when_the_new_one_does_not_start() {
+    some_run_within(Duration::from_secs(1), longest_round_with_failed_start);
 }
 
-fn not_started() -> Duration {
+fn longest_round_with_failed_start() -> Duration {
     let mut machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let load = Load::on(&machine, &mapping);
     supervisor.crash();
-    let patience = std::mem::replace(&mut machine.config.map.timeout, Duration::from_secs(3));
+    let timeout = std::mem::replace(&mut machine.config.map.timeout, Duration::from_secs(3));
     let supervisor = machine.start();
-    // One that ends at once, one that runs and says nothing, none at all.
+    // A program that exits at once, one that runs and sends no message, and a missing one.
     for (program, reason) in
         [("/bin/false", "worker"), ("/usr/bin/yes", "in time"), ("/nowhere", "cannot start")]
     {
@@ -242,13 +242,13 @@ fn not_started() -> Duration {
         assert!(event.message.contains(reason), "{program}: {event:?}");
         let now = supervisor.wait_for("a", MappingState::Mapped);
         assert_eq!(now.worker_pid, mapping.worker_pid);
-        load.goes_on();
+        load.wait_for_progress();
     }
     replace_executable(&machine, env!("CARGO_BIN_EXE_cleat"));
     supervisor.crash();
-    machine.config.map.timeout = patience;
+    machine.config.map.timeout = timeout;
     let supervisor = machine.start();
-    // Failures of hand-overs are none of the mapping's: nothing waits, nothing is given up.
+    // Failed handovers do not count as failures of the mapping, so there is no backoff.
     supervisor.hand_over();
     let longest = load.finish();
     supervisor.unmap("a").unwrap();
@@ -257,7 +257,7 @@ fn not_started() -> Duration {
 }
 
 #[test]
-fn a_volume_that_cannot_be_opened_again_leaves_the_old_worker_serving() {
+fn the_old_worker_serves_on_when_the_new_one_cannot_open_the_volume() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -267,14 +267,15 @@ fn a_volume_that_cannot_be_opened_again_leaves_the_old_worker_serving() {
     assert!(event.message.contains("smaller"), "{event:?}");
     supervisor.wait_for_worker(mapping.worker_pid);
     shrunk.set_len(test_kit::node::SIZE).unwrap();
-    // Renamed, it is still the same open file.
+    // A renamed file is still the same open file.
     std::fs::rename(machine.path("a"), machine.path("b")).unwrap();
     supervisor.hand_over();
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
 
-/// A mapping whose supervisor does `act` once, at `point`, to the machine and the worker that serves.
+/// Maps a volume with a supervisor that calls `act` once, at `point`, with the machine and the pid of the
+/// serving worker.
 fn start_acting(
     point: &'static str,
     act: impl Fn(&Machine, u32) + Send + Sync + 'static,
@@ -294,32 +295,32 @@ fn start_acting(
     (machine, supervisor, mapping)
 }
 
-/// Every worker but one.
+/// Returns the pids of all workers except `serving`.
 fn others(machine: &Machine, serving: u32) -> Vec<u32> {
     machine.workers().into_iter().filter(|pid| *pid != serving).collect()
 }
 
 #[test]
-fn a_new_worker_that_stops_before_it_takes_over_is_given_up() {
+fn a_handover_fails_when_the_new_worker_hangs() {
     for (point, limit) in [("successor ready", 700), ("before the pause", 3000)] {
-        some_run_within(Duration::from_millis(limit), || stopped_at(point));
+        some_run_within(Duration::from_millis(limit), || longest_round_with_hung_successor(point));
     }
 }
 
-fn stopped_at(point: &'static str) -> Duration {
+fn longest_round_with_hung_successor(point: &'static str) -> Duration {
     let (machine, supervisor, mapping) = start_acting(point, |machine, serving| {
         for pid in others(machine, serving) {
             kill(pid, Signal::SIGSTOP);
         }
     });
     let load = Load::on(&machine, &mapping);
-    load.goes_on();
+    load.wait_for_progress();
     let event = supervisor.fail_to_hand_over();
     println!("{point}: {}", event.message);
     let now = supervisor.wait_for("a", MappingState::Mapped);
     assert_eq!(now.worker_pid, mapping.worker_pid);
-    one_is_left(&machine, mapping.worker_pid);
-    load.goes_on();
+    wait_until_only_worker(&machine, mapping.worker_pid);
+    load.wait_for_progress();
     let longest = load.finish();
     supervisor.hand_over();
     supervisor.unmap("a").unwrap();
@@ -328,13 +329,13 @@ fn stopped_at(point: &'static str) -> Duration {
 }
 
 #[test]
-fn a_new_worker_that_dies_before_it_takes_over_is_given_up() {
+fn a_handover_fails_when_the_new_worker_dies() {
     for point in ["successor ready", "before the pause", "at rest"] {
-        some_run_within(Duration::from_secs(1), || dead_at(point));
+        some_run_within(Duration::from_secs(1), || longest_round_with_dead_successor(point));
     }
 }
 
-fn dead_at(point: &'static str) -> Duration {
+fn longest_round_with_dead_successor(point: &'static str) -> Duration {
     let (machine, supervisor, mapping) = start_acting(point, |machine, serving| {
         for pid in others(machine, serving) {
             kill(pid, Signal::SIGKILL);
@@ -344,7 +345,7 @@ fn dead_at(point: &'static str) -> Duration {
     let load = Load::on(&machine, &mapping);
     supervisor.fail_to_hand_over();
     supervisor.wait_for_worker(mapping.worker_pid);
-    load.goes_on();
+    load.wait_for_progress();
     let longest = load.finish();
     supervisor.hand_over();
     supervisor.unmap("a").unwrap();
@@ -353,19 +354,19 @@ fn dead_at(point: &'static str) -> Duration {
 }
 
 #[test]
-fn an_old_worker_that_dies_on_the_way_is_replaced() {
+fn an_old_worker_that_dies_during_a_handover_is_replaced() {
     for point in ["successor recorded", "successor ready", "at rest", "taken over"] {
         let (machine, supervisor, mapping) =
             start_acting(point, |_, serving| kill(serving, Signal::SIGKILL));
         let load = Load::on(&machine, &mapping);
-        load.goes_on();
-        // On a busy machine it may not get there at once.
-        wait_until("it gets there", || {
+        load.wait_for_progress();
+        // On a busy machine the handover may fail before it reaches the point; retry it.
+        wait_until("the handover reaches the point", || {
             let event = supervisor.upgrade(true).pop().unwrap();
             println!("{point}: {:?} {}", event.outcome(), event.message);
             !is_alive(mapping.worker_pid)
         });
-        load.goes_on();
+        load.wait_for_progress();
         let now = supervisor.wait_for("a", MappingState::Mapped);
         assert_eq!(machine.workers(), [now.worker_pid]);
         assert_ne!(now.worker_pid, mapping.worker_pid);
@@ -376,19 +377,19 @@ fn an_old_worker_that_dies_on_the_way_is_replaced() {
 }
 
 #[test]
-fn an_old_worker_that_stops_is_never_doubled() {
+fn a_handover_fails_when_the_old_worker_hangs() {
     let (machine, supervisor, mapping) =
         start_acting("before the pause", |_, serving| kill(serving, Signal::SIGSTOP));
     let load = Load::on(&machine, &mapping);
-    load.goes_on();
+    load.wait_for_progress();
     let event = supervisor.fail_to_hand_over();
     assert!(event.message.contains("in time"), "{event:?}");
     println!("{}", event.message);
-    one_is_left(&machine, mapping.worker_pid);
+    wait_until_only_worker(&machine, mapping.worker_pid);
     kill(mapping.worker_pid, Signal::SIGCONT);
     let now = supervisor.wait_for("a", MappingState::Mapped);
     assert_eq!(now.worker_pid, mapping.worker_pid);
-    load.goes_on();
+    load.wait_for_progress();
     load.finish();
     assert_eq!(machine.kernel.live_connections(index_of(&mapping)), 1);
     supervisor.unmap("a").unwrap();
@@ -396,7 +397,7 @@ fn an_old_worker_that_stops_is_never_doubled() {
 }
 
 #[test]
-fn a_backend_that_hangs_keeps_the_volume_where_it_is() {
+fn a_handover_fails_while_the_backend_hangs() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("fault:{}?fault.hang=true&fault.ops=write", machine.volume("a"));
@@ -408,11 +409,11 @@ fn a_backend_that_hangs_keeps_the_volume_where_it_is() {
     let event = supervisor.fail_to_hand_over();
     assert!(event.message.contains("the backend has not finished"), "{event:?}");
     supervisor.wait_for_worker(mapping.worker_pid);
-    one_is_left(&machine, mapping.worker_pid);
+    wait_until_only_worker(&machine, mapping.worker_pid);
     supervisor.set_fault("");
     write.join().unwrap();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);
-    // What was set meanwhile goes along.
+    // A fault plan that was set at runtime is handed over.
     supervisor.set_fault("error=nospace&ops=write");
     supervisor.hand_over();
     machine.kernel.write(index, 0, &[4; 512]).unwrap_err();
@@ -422,7 +423,7 @@ fn a_backend_that_hangs_keeps_the_volume_where_it_is() {
 }
 
 #[test]
-fn builds_that_speak_in_part_the_same_hand_over_in_both_directions() {
+fn builds_with_a_common_protocol_version_hand_over_in_both_directions() {
     let mut machine = Machine::new();
     machine.variable = Some(("CLEAT_TEST_PROTOCOL", "1-3"));
     let supervisor = machine.start();
@@ -435,7 +436,7 @@ fn builds_that_speak_in_part_the_same_hand_over_in_both_directions() {
         machine.variable = variable;
         let supervisor = machine.start();
         println!("{name}: {:?}", supervisor.hand_over());
-        load.goes_on();
+        load.wait_for_progress();
         supervisor.crash();
     }
     load.finish();
@@ -445,7 +446,7 @@ fn builds_that_speak_in_part_the_same_hand_over_in_both_directions() {
 }
 
 #[test]
-fn builds_that_speak_nothing_in_common_say_so_and_the_old_worker_stays() {
+fn a_handover_between_builds_without_a_common_protocol_version_is_refused() {
     let mut machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
@@ -454,7 +455,7 @@ fn builds_that_speak_nothing_in_common_say_so_and_the_old_worker_stays() {
     let supervisor = machine.start();
     let event = supervisor.fail_to_hand_over();
     for part in ["speaks 7 to 9", "speaks 1", env!("CARGO_PKG_VERSION")] {
-        assert!(event.message.contains(part), "{event:?} does not name {part}");
+        assert!(event.message.contains(part), "{event:?} does not contain {part}");
     }
     assert!(!event.repair.is_empty());
     let now = supervisor.get("a").unwrap();
@@ -465,14 +466,16 @@ fn builds_that_speak_nothing_in_common_say_so_and_the_old_worker_stays() {
 }
 
 #[test]
-fn a_worker_that_does_not_know_how_stays_and_is_named() {
+fn a_worker_without_a_handover_command_stays_and_is_reported() {
     for (unknown, generation) in [("prepare_handover", 1), ("offer_handover", 2)] {
-        some_run_within(Duration::from_secs(1), || without(unknown, generation));
+        some_run_within(Duration::from_secs(1), || {
+            longest_round_with_unknown_command(unknown, generation)
+        });
     }
 }
 
-/// With a worker that does not know the command `unknown`.
-fn without(unknown: &'static str, generation: u64) -> Duration {
+/// Tries a handover to or from a worker that does not support the command `unknown`.
+fn longest_round_with_unknown_command(unknown: &'static str, generation: u64) -> Duration {
     let mut machine = Machine::new();
     machine.variable = Some(("CLEAT_TEST_UNKNOWN", unknown));
     let supervisor = machine.start();
@@ -480,7 +483,7 @@ fn without(unknown: &'static str, generation: u64) -> Duration {
     let load = Load::on(&machine, &mapping);
     let event = supervisor.fail_to_hand_over();
     assert!(event.message.contains(&format!("{unknown:?}")), "{event:?}");
-    load.goes_on();
+    load.wait_for_progress();
     let now = supervisor.get("a").unwrap();
     assert_eq!((now.worker_pid, now.generation), (mapping.worker_pid, generation));
     assert!(now.message.contains("stays until it is unmapped"), "{now:?}");

@@ -1,4 +1,4 @@
-//! What everybody does with images, each compared with what `rbd` sees.
+//! Common operations on images, each compared with the output of `rbd`.
 
 use serde_json::json;
 use test_kit::ceph::{POOL, shared};
@@ -12,7 +12,7 @@ fn info(name: &str) -> serde_json::Value {
 }
 
 #[test]
-fn an_image_is_made_as_it_is_asked_for_and_once() {
+fn an_image_is_created_once_with_the_given_properties() {
     let uri = uri("made");
     let words = ["create", &uri, "1G", "--features", "fast-diff,layering", "--object-size", "1M"];
     let words = [&words[..], &["--stripe-unit", "64K", "--stripe-count", "4"]].concat();
@@ -24,7 +24,7 @@ fn an_image_is_made_as_it_is_asked_for_and_once() {
     let features = json!(["layering", "striping", "exclusive-lock", "object-map", "fast-diff"]);
     assert_eq!(theirs["features"], features);
 
-    assert!(!changed(&words), "it is there");
+    assert!(!changed(&words), "the image exists");
     let again = volume(&["create", &uri, "1G"]);
     assert_eq!((again.code, &*again.stdout), (0, ""));
     assert!(again.stderr.contains("exists already"), "{again:?}");
@@ -50,12 +50,12 @@ fn an_image_is_made_as_it_is_asked_for_and_once() {
     assert_eq!(
         mine.as_object().expect("an object").len(),
         20,
-        "the manual has every field: {mine}"
+        "a new field must be added to the manual: {mine}"
     );
 }
 
 #[test]
-fn data_goes_to_its_own_pool() {
+fn data_is_stored_in_the_data_pool() {
     shared().make_pool("elsewhere");
     let admin = options_of(shared(), "admin");
     let uri = format!("rbd:{POOL}/split?{admin}");
@@ -68,7 +68,7 @@ fn data_goes_to_its_own_pool() {
 }
 
 #[test]
-fn what_is_used_is_what_rbd_counts() {
+fn the_used_bytes_are_those_that_rbd_reports() {
     let uri = uri("used");
     assert!(changed(&["create", &uri, "64M"]));
     let image = format!("{POOL}/used");
@@ -77,13 +77,13 @@ fn what_is_used_is_what_rbd_counts() {
     let theirs = rbd(&["du", &image])["images"][0]["used_size"].clone();
     assert_ne!(theirs, 0);
     assert_eq!(json(&["info", &uri])["used_bytes"], theirs);
-    // Without the feature it is not counted, as that would look at every object.
+    // Without `fast-diff` the used bytes are unknown: to count them would read the state of every object.
     run_rbd(shared(), &["feature", "disable", &image, "fast-diff"]);
     assert_eq!(json(&["info", &uri])["used_bytes"], json!(null));
 }
 
 #[test]
-fn another_size_is_taken_over_while_it_is_mapped() {
+fn a_volume_in_use_can_grow_and_not_shrink() {
     let uri = uri("sized");
     assert!(changed(&["create", &uri, "64M"]));
     let user = User::of(&uri);
@@ -100,7 +100,7 @@ fn another_size_is_taken_over_while_it_is_mapped() {
 }
 
 #[test]
-fn snapshots_come_and_go_while_it_is_mapped() {
+fn snapshots_of_a_volume_in_use_are_created_and_removed() {
     let (whole, monday) = (uri("kept"), uri("kept@monday"));
     assert!(changed(&["create", &whole, "64M"]));
     let user = User::of(&whole);
@@ -132,7 +132,7 @@ fn snapshots_come_and_go_while_it_is_mapped() {
 }
 
 #[test]
-fn a_rollback_brings_the_content_back() {
+fn a_rollback_restores_the_content() {
     let (whole, before) = (uri("content"), uri("content@before"));
     assert!(changed(&["create", &whole, "8M"]));
     let image = format!("{POOL}/content");
@@ -151,11 +151,11 @@ fn a_rollback_brings_the_content_back() {
 }
 
 #[test]
-fn clones_in_both_formats_live_and_become_independent() {
+fn clones_in_both_formats_are_created_and_flattened() {
     let (whole, snapshot) = (uri("parent"), uri("parent@s"));
     assert!(changed(&["create", &whole, "16M"]));
     assert!(changed(&["snapshot", "create", &snapshot]));
-    // The options of the first do for the second.
+    // The clone's URI inherits the options of the parent's URI.
     let (two, one) = (format!("rbd:{POOL}/clone2"), format!("rbd:{POOL}/clone1"));
     assert!(changed(&["clone", &snapshot, &two]));
     assert!(!changed(&["clone", &snapshot, &two]));
@@ -186,19 +186,19 @@ fn clones_in_both_formats_live_and_become_independent() {
     assert!(!changed(&["flatten", &uri("clone1")]));
     assert_eq!(info("clone1")["parent"], json!(null));
     assert!(changed(&["snapshot", "unprotect", &snapshot]));
-    // The other one needs it still, and keeps it in the background.
+    // The other clone still needs the snapshot, so Ceph keeps it in the trash namespace.
     assert!(changed(&["snapshot", "remove", &snapshot]));
     let left = json(&["snapshot", "list", &whole])["snapshots"].clone();
     assert_eq!((&left[0]["name"], &left[0]["kind"]), (&json!("s"), &json!("trash")));
     let user = User::of(&uri("clone2"));
-    assert!(changed(&["flatten", &uri("clone2")]), "while it is mapped");
+    assert!(changed(&["flatten", &uri("clone2")]), "a flatten of a volume in use");
     drop(user);
     assert_eq!(json(&["snapshot", "list", &whole])["snapshots"], json!([]));
     assert_eq!(info("clone2")["parent"], json!(null));
 }
 
 #[test]
-fn a_parent_in_the_trash_is_shown_by_the_name_that_it_had() {
+fn a_parent_in_the_trash_is_shown_with_its_former_name() {
     run_rbd(shared(), &["namespace", "create", &format!("{POOL}/thrift")]);
     let image = |name: &str| format!("rbd:{POOL}/thrift/{name}?{}", options());
     let (whole, snapshot, clone) = (image("thrown"), image("thrown@s"), image("clone"));
@@ -206,9 +206,9 @@ fn a_parent_in_the_trash_is_shown_by_the_name_that_it_had() {
     assert!(changed(&["snapshot", "create", &snapshot]));
     assert!(changed(&["clone", &snapshot, &clone]));
     let id = json(&["info", &whole])["id"].as_str().expect("an id").to_owned();
-    // With its snapshots rbd puts it there, we do not.
+    // Only `rbd` moves an image with snapshots to the trash; cleat does not.
     run_rbd(shared(), &["trash", "mv", &format!("{POOL}/thrift/thrown")]);
-    assert!(changed(&["create", &whole, "16M"]), "another one of that name");
+    assert!(changed(&["create", &whole, "16M"]), "another image with that name");
     let parent = json(&["info", &clone])["parent"].clone();
     assert_eq!(
         (&parent["name"], &parent["image_id"]),
@@ -216,20 +216,20 @@ fn a_parent_in_the_trash_is_shown_by_the_name_that_it_had() {
     );
     assert_eq!(parent["in_trash"], true);
     let shown = format!("{POOL}/thrift/thrown@s (in the trash, {id})");
-    let told = volume(&["info", &clone]);
-    assert!(told.stdout.contains(&format!("{shown}, 8.0 MiB")), "{told:?}");
+    let run = volume(&["info", &clone]);
+    assert!(run.stdout.contains(&format!("{shown}, 8.0 MiB")), "{run:?}");
     let listing = json(&["list", &place("/thrift"), "--long"])["volumes"].clone();
     assert_eq!((&listing[0]["name"], &listing[0]["parent"]), (&json!("clone"), &json!(shown)));
     assert!(changed(&["snapshot", "create", &snapshot]));
     let other = volume(&["clone", &snapshot, &clone]);
     assert!(
         other.error(4).contains("the parent"),
-        "that is not what it was cloned from: {other:?}"
+        "the parent must be reported as different: {other:?}"
     );
 }
 
 #[test]
-fn namespaces_have_images_of_their_own() {
+fn namespaces_separate_images() {
     run_rbd(shared(), &["namespace", "create", &format!("{POOL}/inner")]);
     let inside = format!("rbd:{POOL}/inner/image?{}", options());
     assert!(changed(&["create", &inside, "8M"]));
@@ -240,9 +240,9 @@ fn namespaces_have_images_of_their_own() {
     };
     assert_eq!(names(&place("/inner")), ["image"]);
     assert!(!names(&place("")).contains(&"image".to_owned()));
-    let missing = volume(&["list", &place("/nobody")]);
-    assert!(missing.error(3).contains("no namespace nobody"), "{missing:?}");
-    // A clone of a snapshot there, here.
+    let missing = volume(&["list", &place("/missing")]);
+    assert!(missing.error(3).contains("no namespace missing"), "{missing:?}");
+    // A clone outside the namespace, of a snapshot in it.
     let snapshot = format!("rbd:{POOL}/inner/image@s?{}", options());
     assert!(changed(&["snapshot", "create", &snapshot]));
     assert!(changed(&["clone", &snapshot, &uri("from-inner")]));
@@ -251,7 +251,7 @@ fn namespaces_have_images_of_their_own() {
 }
 
 #[test]
-fn a_list_comes_in_pages_and_with_details() {
+fn a_list_has_pages_and_details() {
     run_rbd(shared(), &["namespace", "create", &format!("{POOL}/paged")]);
     let place = place("/paged");
     let image = |name: &str| format!("rbd:{POOL}/paged/{name}?{}", options());
@@ -273,13 +273,13 @@ fn a_list_comes_in_pages_and_with_details() {
     assert_eq!(d["parent"], format!("{POOL}/paged/b@s"));
     assert_eq!(d["id"], rbd(&["info", &format!("{POOL}/paged/d")])["id"]);
     let plain = json(&["list", &place]);
-    assert_eq!(plain["volumes"][0]["size_bytes"], json!(null), "nobody was asked");
+    assert_eq!(plain["volumes"][0]["size_bytes"], json!(null), "without --long no image is opened");
     assert_eq!(volume(&["list", &place, "-o", "wide"]).stdout.lines().count(), 5);
     drop(user);
 }
 
 #[test]
-fn one_image_that_cannot_be_opened_does_not_keep_the_others() {
+fn an_image_that_cannot_be_opened_does_not_hide_the_others() {
     run_rbd(shared(), &["namespace", "create", &format!("{POOL}/torn")]);
     let place = place("/torn");
     let image = |name: &str| format!("rbd:{POOL}/torn/{name}?{}", options());
@@ -287,7 +287,7 @@ fn one_image_that_cannot_be_opened_does_not_keep_the_others() {
         assert!(changed(&["create", &image(name), "8M"]));
     }
     let rados = |words: &[&str]| {
-        shared().rados(&[&["-p", POOL, "-N", "torn"], words].concat()).expect("it is done");
+        shared().rados(&[&["-p", POOL, "-N", "torn"], words].concat()).expect("the rados command");
     };
     let id = json(&["info", &image("b")])["id"].as_str().expect("an id").to_owned();
     rados(&["rm", &format!("rbd_header.{id}")]);
@@ -304,12 +304,12 @@ fn one_image_that_cannot_be_opened_does_not_keep_the_others() {
     assert_eq!((text.code, text.stdout.lines().count()), (3, 4), "{text:?}");
     assert!(text.stderr.contains("b cannot be asked: its header is missing"), "{text:?}");
     assert!(text.stderr.contains("cleat volume remove --now 'rbd:volumes/torn/b?"), "{text:?}");
-    assert_eq!(volume(&["list", &place]).code, 0, "names alone");
-    // What it says is what helps.
+    assert_eq!(volume(&["list", &place]).code, 0, "a list of names opens no image");
+    // The recommended command repairs it.
     assert!(changed(&["remove", "--now", &image("b")]));
     assert_eq!(json(&["list", &place, "--long"])["volumes"].as_array().map(Vec::len), Some(2));
 
-    // Of another kind: one that this library cannot read.
+    // Another kind of damage: a header that librbd cannot parse.
     let id = json(&["info", &image("c")])["id"].as_str().expect("an id").to_owned();
     rados(&["setomapval", &format!("rbd_header.{id}"), "size", "x"]);
     let run = volume(&["list", &place, "--long", "-o", "json"]);
@@ -320,7 +320,7 @@ fn one_image_that_cannot_be_opened_does_not_keep_the_others() {
 }
 
 #[test]
-fn a_claim_is_shown_and_names_the_node() {
+fn a_claim_is_shown_with_its_node() {
     let uri = uri("claimed");
     assert!(changed(&["create", &uri, "8M"]));
     let user = User::of(&uri);
@@ -348,7 +348,7 @@ fn a_claim_is_shown_and_names_the_node() {
     assert!(listed().contains(&"claimed".to_owned()));
 }
 
-/// As it is told back, with the options in their order.
+/// Returns the canonical URI, with sorted options.
 fn canonical(name: &str) -> String {
     let (conf, keyring) = (shared().conf(), shared().keyring("volumes"));
     format!("rbd:{POOL}/{name}?conf={}&id=volumes&keyring={}", conf.display(), keyring.display())
@@ -362,6 +362,6 @@ fn sum(image: &str) -> String {
         conf.display()
     );
     let output = Command::new("bash").args(["-o", "pipefail", "-c", &script]).output();
-    let output = output.expect("it runs");
+    let output = output.expect("bash starts");
     String::from_utf8(output.stdout).expect("UTF-8")
 }

@@ -1,4 +1,4 @@
-//! Data are not taken from under a claim whose holder is not heard of, and may come back.
+//! Destructive commands on a claimed volume are refused while its holder may still run.
 
 use std::time::{Duration, Instant};
 
@@ -8,31 +8,31 @@ use test_kit::ceph::POOL;
 
 use crate::volumes::fixture::{User, changed, json, listed, rbd, uri, volume};
 
-/// Waits until the OSDs have given up every client of the image.
-fn forgotten(image: &str) {
+/// Waits until every watch of the image has timed out on the OSDs.
+fn wait_for_watches_to_expire(image: &str) {
     let begun = Instant::now();
     while rbd(&["status", &format!("{POOL}/{image}")])["watchers"] != json!([]) {
-        assert!(begun.elapsed() < Duration::from_secs(300), "it is watched");
+        assert!(begun.elapsed() < Duration::from_secs(300), "the image is still watched");
         std::thread::sleep(Duration::from_millis(500));
     }
 }
 
 #[test]
-fn a_claim_without_a_watcher_is_in_the_way_until_it_is_cut_off() {
+fn a_claim_without_a_watcher_refuses_changes_until_take_over() {
     let (frozen_uri, dead_uri) = (uri("frozen"), uri("dead"));
     for image in [&frozen_uri, &dead_uri] {
         assert!(changed(&["create", image, "16M"]));
     }
     let snapshot = uri("frozen@s");
     assert!(changed(&["snapshot", "create", &snapshot]));
-    // One that hangs, as it would behind a broken network, and one that has died.
+    // One client hangs, as behind a broken network, and one has died.
     let (frozen, dead) = (User::of(&frozen_uri), User::of(&dead_uri));
     assert!(frozen.writes());
     frozen.signal(Signal::SIGSTOP);
     dead.die();
-    forgotten("frozen");
-    forgotten("dead");
-    // Its process is gone from this node, which is proof.
+    wait_for_watches_to_expire("frozen");
+    wait_for_watches_to_expire("dead");
+    // The claim's process does not run on this node any more, so no client uses the volume.
     assert!(changed(&["remove", &dead_uri, "--now"]));
 
     let refused: [&[&str]; 4] = [
@@ -42,20 +42,20 @@ fn a_claim_without_a_watcher_is_in_the_way_until_it_is_cut_off() {
         &["remove", &frozen_uri, "--now"],
     ];
     for words in refused {
-        let said = volume(words);
-        let said = said.error(5);
+        let printed = volume(words);
+        let printed = printed.error(5);
         for part in ["is claimed by the node", "the mapping process-", "since 20", "--take-over"] {
-            assert!(said.contains(part), "{words:?}: {part}: {said}");
+            assert!(printed.contains(part), "{words:?}: {part}: {printed}");
         }
     }
-    // What takes nothing away is done all the same, and cuts nobody off.
+    // Read-only commands succeed and do not fence the client.
     assert_eq!(json(&["info", &frozen_uri])["size_bytes"], 16 << 20);
 
     assert!(changed(&["snapshot", "rollback", &snapshot, "--take-over"]));
-    // It comes back, and has lost.
+    // The stopped client resumes, and is fenced.
     frozen.signal(Signal::SIGCONT);
-    assert!(!frozen.writes(), "it writes over what was rolled back");
-    assert!(changed(&["resize", &frozen_uri, "8M", "--shrink"]), "nobody is in the way");
+    assert!(!frozen.writes(), "the fenced client wrote to the rolled-back volume");
+    assert!(changed(&["resize", &frozen_uri, "8M", "--shrink"]), "no client claims the volume");
     drop(frozen);
     assert!(changed(&["snapshot", "remove", &snapshot]));
     assert!(changed(&["remove", &frozen_uri, "--now"]));
@@ -63,16 +63,16 @@ fn a_claim_without_a_watcher_is_in_the_way_until_it_is_cut_off() {
 }
 
 #[test]
-fn who_has_it_open_is_cut_off_by_order_only() {
+fn a_client_is_fenced_only_with_take_over() {
     let image = uri("wanted");
     assert!(changed(&["create", &image, "16M"]));
     let user = User::of(&image);
-    let said = volume(&["remove", &image, "--now"]);
-    assert!(said.error(5).contains("is in use by the node"), "{said:?}");
-    assert!(user.writes(), "a refusal changes nothing");
+    let printed = volume(&["remove", &image, "--now"]);
+    assert!(printed.error(5).contains("is in use by the node"), "{printed:?}");
+    assert!(user.writes(), "a refusal does not fence the client");
     assert!(changed(&["resize", &image, "8M", "--shrink", "--take-over"]));
     assert!(!user.writes());
     drop(user);
     assert!(changed(&["remove", &image, "--now", "--take-over"]));
-    assert!(!changed(&["remove", &image, "--take-over"]), "it is gone");
+    assert!(!changed(&["remove", &image, "--take-over"]), "the volume does not exist any more");
 }

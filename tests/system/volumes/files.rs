@@ -1,4 +1,4 @@
-//! The same commands for files, as far as files can.
+//! `cleat volume` on files, and the commands that files do not support.
 
 use serde_json::json;
 use tempfile::TempDir;
@@ -12,12 +12,12 @@ fn directory() -> (TempDir, impl Fn(&str) -> String) {
 }
 
 #[test]
-fn files_are_made_listed_resized_and_removed() {
+fn files_are_created_listed_resized_and_removed() {
     let (directory, uri) = directory();
     let image = uri("a.img");
     assert!(changed(&["create", &image, "8M"]));
     assert!(!changed(&["create", &image, "8M"]));
-    assert_eq!(directory.path().join("a.img").metadata().expect("it is there").len(), 8 * MIB);
+    assert_eq!(directory.path().join("a.img").metadata().expect("the file exists").len(), 8 * MIB);
     let other = volume(&["create", &image, "16M"]);
     assert!(other.error(4).contains("size of 8M, not 16M"), "{other:?}");
 
@@ -32,10 +32,10 @@ fn files_are_made_listed_resized_and_removed() {
     assert_eq!(listing["next"], "a.img");
     assert_eq!(listing["volumes"][0]["size_bytes"], 8 * MIB);
 
-    // It grows under whoever has it, and is not taken from there.
+    // A file in use can grow, but it cannot be shrunk or removed.
     let user = User::of(&image);
     let lock = json(&["info", &image])["locks"][0]["client"].clone();
-    assert!(lock.as_str().is_some_and(|who| who.contains("cleat")), "{lock}");
+    assert!(lock.as_str().is_some_and(|client| client.contains("cleat")), "{lock}");
     assert!(changed(&["resize", &image, "32M"]));
     assert!(!changed(&["resize", &image, "32M"]));
     for words in [&["resize", &image, "1M", "--shrink"][..], &["remove", &image, "--now"]] {
@@ -51,12 +51,12 @@ fn files_are_made_listed_resized_and_removed() {
     assert!(trash.error(8).contains("--now"), "{trash:?}");
     assert!(changed(&["remove", &image, "--now"]));
     assert!(!changed(&["remove", &image, "--now"]));
-    assert!(!changed(&["remove", &image]), "there is nothing to be kept");
+    assert!(!changed(&["remove", &image]), "the file does not exist any more");
     assert_eq!(volume(&["list", &place]).stdout, "b.img\n");
 }
 
 #[test]
-fn what_files_cannot_do_is_said() {
+fn commands_that_files_do_not_support_are_refused() {
     let (directory, uri) = directory();
     let image = uri("a.img");
     assert!(changed(&["create", &image, "8M"]));

@@ -1,4 +1,4 @@
-//! The binary, and `rbd` beside it, on the cluster that the tests share.
+//! Helpers that run `cleat` and `rbd` on the cluster that the tests share.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -11,10 +11,10 @@ use test_kit::ceph::{Cluster, ID, POOL, shared};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// How long a command may take before something is wrong with the test itself, in seconds.
+/// The time limit of a command, in seconds. No command takes so long unless the test is broken.
 const LIMIT_S: &str = "300";
 
-/// What a command of `cleat` has led to.
+/// The result of a `cleat` command.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) code: i32,
@@ -29,12 +29,12 @@ impl Run {
         Self { code, stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 
-    /// Its result as JSON.
+    /// Parses standard output as JSON.
     pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
-    /// The message of its error, of the exit code `code`, with the repair.
+    /// Checks the exit code, and returns the error message with its repair hint.
     pub(crate) fn error(&self, code: i32) -> &str {
         assert_eq!(self.code, code, "{self:?}");
         assert_eq!(self.stdout, "", "{self:?}");
@@ -43,21 +43,21 @@ impl Run {
     }
 }
 
-/// Runs `cleat volume`; `words` are what a shell would make of it.
+/// Runs `cleat volume` with the arguments `words`.
 pub(crate) fn volume(words: &[&str]) -> Run {
     let mut command = Command::new("timeout");
     command.arg(LIMIT_S).arg(env!("CARGO_BIN_EXE_cleat")).arg("volume").args(words);
-    Run::of(clean(&mut command).output().expect("it runs"))
+    Run::of(clean(&mut command).output().expect("cleat starts"))
 }
 
-/// As [`volume`], which has to succeed; whether it changed anything.
+/// Runs [`volume`], checks that it succeeds, and returns whether it changed anything.
 pub(crate) fn changed(words: &[&str]) -> bool {
     let run = volume(&[words, &["-o", "json"]].concat());
     assert_eq!(run.code, 0, "{words:?}: {run:?}");
     run.json()["changed"].as_bool().unwrap_or_else(|| panic!("{run:?}"))
 }
 
-/// As [`volume`] with `-o json`, which has to succeed.
+/// Runs [`volume`] with `-o json`, checks that it succeeds, and returns the parsed output.
 pub(crate) fn json(words: &[&str]) -> Value {
     let run = volume(&[words, &["-o", "json"]].concat());
     assert_eq!(run.code, 0, "{words:?}: {run:?}");
@@ -65,25 +65,25 @@ pub(crate) fn json(words: &[&str]) -> Value {
     run.json()
 }
 
-/// As [`volume`], and goes on at once.
+/// Starts `cleat volume` and does not wait for it.
 pub(crate) fn spawn(words: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
     let command = clean(command.arg("volume").args(words));
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs")
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("cleat starts")
 }
 
-/// How it ended: by a code, or by a signal.
+/// Returns the exit code or the signal that ended the process.
 pub(crate) fn end(status: ExitStatus) -> (Option<i32>, Option<i32>) {
     (status.code(), status.signal())
 }
 
-/// What `rbd` says, as the administrator.
+/// Runs `rbd` as the administrator and returns its JSON output.
 pub(crate) fn rbd(words: &[&str]) -> Value {
-    let said = run_rbd(shared(), &[words, &["--format", "json"]].concat());
-    serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"))
+    let printed = run_rbd(shared(), &[words, &["--format", "json"]].concat());
+    serde_json::from_str(&printed).unwrap_or_else(|error| panic!("{error}: {printed}"))
 }
 
-/// Has `rbd` do something, as the administrator.
+/// Runs `rbd` as the administrator, checks that it succeeds, and returns its standard output.
 pub(crate) fn run_rbd(cluster: &Cluster, words: &[&str]) -> String {
     let mut command = Command::new("timeout");
     command.args([LIMIT_S, "rbd", "--id", "admin", "--conf"]).arg(cluster.conf()).args(words);
@@ -93,12 +93,12 @@ pub(crate) fn run_rbd(cluster: &Cluster, words: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("UTF-8")
 }
 
-/// The names that `rbd` lists in the tests' pool.
+/// Returns the image names that `rbd` lists in the tests' pool.
 pub(crate) fn listed() -> Vec<String> {
     serde_json::from_value(rbd(&["ls", POOL])).expect("names")
 }
 
-/// What stands behind the `?` for the tests' client.
+/// Returns the URI options of the tests' client.
 pub(crate) fn options() -> String {
     options_of(shared(), ID)
 }
@@ -108,17 +108,17 @@ pub(crate) fn options_of(cluster: &Cluster, id: &str) -> String {
     format!("conf={}&keyring={}&id={id}", conf.display(), keyring.display())
 }
 
-/// An image or a snapshot in the tests' pool, by its name.
+/// Returns the URI of an image or a snapshot in the tests' pool.
 pub(crate) fn uri(name: &str) -> String {
     format!("rbd:{POOL}/{name}?{}", options())
 }
 
-/// The tests' pool, or a namespace in it.
+/// Returns the URI of the tests' pool, or of a namespace in it (`/NAME`).
 pub(crate) fn place(namespace: &str) -> String {
     format!("rbd:{POOL}{namespace}?{}", options())
 }
 
-/// Fills an image of `size` bytes in small objects, so that what is done to all of it takes a while.
+/// Creates and fills an image of `size` with small objects, so that operations on all of it take seconds.
 pub(crate) fn many_objects(name: &str, size: &str) {
     let size_args = ["--object-size", "4K"];
     assert!(changed(&[&["create", &uri(name), size][..], &size_args].concat()));
@@ -127,33 +127,34 @@ pub(crate) fn many_objects(name: &str, size: &str) {
     run_rbd(shared(), &[&bench[..], &["--io-threads", "64", "--io-total", size, &target]].concat());
 }
 
-/// A volume that is open in another process until this is dropped.
+/// A `cleat serve` process that has a volume open until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct User {
     process: Child,
-    /// Where it serves it.
+    /// The NBD URI of the server.
     nbd: String,
     log: NamedTempFile,
 }
 
 impl User {
-    /// Serves `uri`, to clients that may never come.
+    /// Starts a server of `uri`, or panics with its log.
     pub(crate) fn of(uri: &str) -> Self {
-        Self::try_of(uri).unwrap_or_else(|said| panic!("it does not serve {uri}: {said}"))
+        Self::try_of(uri).unwrap_or_else(|log| panic!("the server of {uri} did not start: {log}"))
     }
 
-    /// The same; what it says instead, where it does not.
+    /// Starts a server of `uri`.
     pub(crate) fn try_of(uri: &str) -> Result<Self, String> {
         let log = NamedTempFile::new().expect("a file");
         let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
         let command = clean(command.args(["serve", uri, "--listen", "127.0.0.1:0"]));
-        let stderr = log.reopen().expect("it is there");
-        let mut process = command.stdout(Stdio::piped()).stderr(stderr).spawn().expect("it runs");
-        let stdout = process.stdout.take().expect("it is piped");
+        let stderr = log.reopen().expect("the log file");
+        let mut process =
+            command.stdout(Stdio::piped()).stderr(stderr).spawn().expect("cleat starts");
+        let stdout = process.stdout.take().expect("standard output is piped");
         let mut user = Self { process, nbd: String::new(), log };
         let mut line = String::new();
         std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line)
-            .expect("it can be read");
+            .expect("standard output is readable");
         if !line.starts_with("nbd://") {
             return Err(user.end());
         }
@@ -162,21 +163,22 @@ impl User {
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.process.id().cast_signed()), signal).expect("it is ours");
+        kill(Pid::from_raw(self.process.id().cast_signed()), signal)
+            .expect("the process is a child");
     }
 
-    /// Ends it as a crash does.
+    /// Kills the server with SIGKILL, as a crash does.
     pub(crate) fn die(mut self) {
         self.signal(Signal::SIGKILL);
-        self.process.wait().expect("it is ours");
+        self.process.wait().expect("the process is a child");
     }
 
-    /// Whether it still writes for its clients.
+    /// Returns whether a client's write succeeds.
     pub(crate) fn writes(&self) -> bool {
         self.does("write 0 4k")
     }
 
-    /// Whether it does for a client what `qemu-io` calls so.
+    /// Returns whether the `qemu-io` command `what` succeeds.
     pub(crate) fn does(&self, what: &str) -> bool {
         let mut command = Command::new("timeout");
         let read_only = if what.starts_with("read") { &["-r"][..] } else { &[] };
@@ -185,14 +187,14 @@ impl User {
         command.output().expect("qemu-io runs").status.success()
     }
 
-    /// Ends it in order, so that the image is closed; what it has said on its standard error.
+    /// Stops the server with SIGTERM, so that it closes the image, and returns its standard error output.
     pub(crate) fn end(&mut self) -> String {
         if matches!(self.process.try_wait(), Ok(None)) {
             self.signal(Signal::SIGTERM);
             self.signal(Signal::SIGCONT);
-            self.process.wait().expect("it is ours");
+            self.process.wait().expect("the process is a child");
         }
-        std::fs::read_to_string(self.log.path()).expect("it is there")
+        std::fs::read_to_string(self.log.path()).expect("the log file")
     }
 }
 
@@ -202,7 +204,7 @@ impl Drop for User {
     }
 }
 
-/// Without what the environment could change.
+/// Removes environment variables that change the behaviour of a command.
 pub(crate) fn clean(command: &mut Command) -> &mut Command {
     command.env_remove("CEPH_ARGS").env_remove("CEPH_CONF").env_remove("CLEAT_SOCKET")
 }

@@ -1,4 +1,4 @@
-//! Long operations: their progress, and what signals leave of them.
+//! Long operations: their progress, and their state after an interruption by a signal.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -13,31 +13,32 @@ use crate::volumes::fixture::{
     volume,
 };
 
-/// Waits until a line of its stderr has `text`; what comes later is read there.
+/// Reads the child's stderr until it contains `text`, and returns the reader for the rest.
 fn wait_for(child: &mut Child, text: &str) -> BufReader<std::process::ChildStderr> {
-    let mut stderr = BufReader::new(child.stderr.take().expect("it is piped"));
-    let mut said = String::new();
-    while !said.contains(text) {
-        let begun = said.len();
-        let read = stderr.read_line(&mut said).expect("it can be read");
-        assert!(read > 0, "it ended before {text:?}: {said}");
-        assert!(said.len() > begun);
+    let mut stderr = BufReader::new(child.stderr.take().expect("standard error is piped"));
+    let mut printed = String::new();
+    while !printed.contains(text) {
+        let begun = printed.len();
+        let read = stderr.read_line(&mut printed).expect("standard error is readable");
+        assert!(read > 0, "cleat exited before {text:?}: {printed}");
+        assert!(printed.len() > begun);
     }
     stderr
 }
 
 fn signal(child: &Child, which: Signal) {
-    kill(Pid::from_raw(child.id().cast_signed()), which).expect("it runs");
+    kill(Pid::from_raw(child.id().cast_signed()), which).expect("cleat runs");
 }
 
-/// Runs a command, sends it a signal after its first progress, and gives its code and its last words.
+/// Runs a command, sends it a signal after its first progress line, and returns its exit code and its
+/// later output.
 fn interrupted(words: &[&str], which: Signal) -> (Option<i32>, String) {
     let mut child = spawn(words);
     let mut stderr = wait_for(&mut child, "%\n");
     signal(&child, which);
     let mut rest = String::new();
-    stderr.read_to_string(&mut rest).expect("it can be read");
-    (child.wait().expect("it ends").code(), rest)
+    stderr.read_to_string(&mut rest).expect("standard error is readable");
+    (child.wait().expect("cleat exits").code(), rest)
 }
 
 fn info(name: &str) -> Value {
@@ -45,72 +46,72 @@ fn info(name: &str) -> Value {
 }
 
 #[test]
-fn a_flattening_and_a_removal_are_ended_and_go_on_when_they_are_repeated() {
+fn interrupted_operations_continue_when_they_are_repeated() {
     many_objects("long", "32M");
     assert!(changed(&["snapshot", "create", &uri("long@s")]));
     assert!(changed(&["clone", &uri("long@s"), &uri("long-clone")]));
-    let (code, said) = interrupted(&["flatten", &uri("long-clone")], Signal::SIGINT);
-    assert_eq!(code, Some(6), "{said}");
-    assert!(said.contains("SIGINT: ending"), "{said}");
-    assert!(said.contains("still the clone that it was"), "{said}");
-    assert!(said.contains("repeat the command"), "{said}");
+    let (code, printed) = interrupted(&["flatten", &uri("long-clone")], Signal::SIGINT);
+    assert_eq!(code, Some(6), "{printed}");
+    assert!(printed.contains("SIGINT: ending"), "{printed}");
+    assert!(printed.contains("still the clone that it was"), "{printed}");
+    assert!(printed.contains("repeat the command"), "{printed}");
     assert_eq!(info("long-clone")["parent"]["image"], "long");
-    assert_eq!(json(&["info", &uri("long-clone")])["locks"], json!([]), "it was closed");
+    assert_eq!(json(&["info", &uri("long-clone")])["locks"], json!([]), "the image was closed");
     assert!(changed_with_progress(&["flatten", &uri("long-clone")]));
     assert_eq!(info("long-clone")["parent"], json!(null));
 
-    let (code, said) = interrupted(&["remove", &uri("long-clone"), "--now"], Signal::SIGTERM);
-    assert_eq!(code, Some(6), "{said}");
-    assert!(said.contains("still listed, with a part of its data gone"), "{said}");
+    let (code, printed) = interrupted(&["remove", &uri("long-clone"), "--now"], Signal::SIGTERM);
+    assert_eq!(code, Some(6), "{printed}");
+    assert!(printed.contains("still listed, with a part of its data gone"), "{printed}");
     assert!(listed().contains(&"long-clone".to_owned()));
     assert!(changed_with_progress(&["remove", &uri("long-clone"), "--now"]));
     assert!(!listed().contains(&"long-clone".to_owned()));
     assert!(!changed(&["remove", &uri("long-clone"), "--now"]));
 
-    let (code, said) = interrupted(&["snapshot", "rollback", &uri("long@s")], Signal::SIGINT);
-    assert_eq!(code, Some(6), "{said}");
+    let (code, printed) = interrupted(&["snapshot", "rollback", &uri("long@s")], Signal::SIGINT);
+    assert_eq!(code, Some(6), "{printed}");
     assert!(changed_with_progress(&["snapshot", "rollback", &uri("long@s")]));
     assert!(changed(&["snapshot", "remove", &uri("long@s")]));
 
     run_rbd(shared(), &["trash", "mv", &format!("{POOL}/long")]);
     let trash = json(&["trash", "list", &crate::volumes::fixture::place("")])["trash"].clone();
     let entry = trash.as_array().expect("a list").iter().find(|entry| entry["name"] == "long");
-    let id = entry.expect("it lies there")["id"].as_str().expect("an id").to_owned();
+    let id = entry.expect("the image is in the trash")["id"].as_str().expect("an id").to_owned();
     let purge = ["trash", "purge", &crate::volumes::fixture::place(""), &id];
-    let (code, said) = interrupted(&purge, Signal::SIGINT);
-    assert_eq!(code, Some(6), "{said}");
-    assert!(said.contains(&format!("{id} (long) is still in the trash")), "{said}");
+    let (code, printed) = interrupted(&purge, Signal::SIGINT);
+    assert_eq!(code, Some(6), "{printed}");
+    assert!(printed.contains(&format!("{id} (long) is still in the trash")), "{printed}");
     assert_eq!(volume(&purge).code, 0);
-    assert_eq!(volume(&purge).code, 3, "nothing of it is left");
+    assert_eq!(volume(&purge).code, 3, "the image does not exist any more");
 }
 
-/// Whoever has the volume open does the work, and goes on with it whatever becomes of who asked.
+/// The client that has the volume open executes the operation, and completes it if the command is killed.
 #[test]
-fn a_flattening_under_a_user_is_finished_by_it_or_by_repeating() {
+fn a_flatten_of_a_volume_in_use_completes_there_or_when_it_is_repeated() {
     many_objects("flattened", "32M");
     assert!(changed(&["snapshot", "create", &uri("flattened@s")]));
-    for (name, which) in [("flattened-told", Signal::SIGINT), ("used-killed", Signal::SIGKILL)] {
+    for (name, which) in [("flattened-stopped", Signal::SIGINT), ("used-killed", Signal::SIGKILL)] {
         let clone = uri(name);
         assert!(changed(&["clone", &uri("flattened@s"), &clone]));
         let user = User::of(&clone);
         let mut child = spawn(&["flatten", &clone]);
         let mut stderr = wait_for(&mut child, "%\n");
         signal(&child, which);
-        let mut said = String::new();
-        stderr.read_to_string(&mut said).expect("it can be read");
-        match end(child.wait().expect("it ends")) {
+        let mut printed = String::new();
+        stderr.read_to_string(&mut printed).expect("standard error is readable");
+        match end(child.wait().expect("cleat exits")) {
             (Some(0), None) => {}
-            (Some(6), None) => assert!(said.contains("may still go on"), "{said}"),
-            killed => assert_eq!(killed, (None, Some(which as i32)), "{said}"),
+            (Some(6), None) => assert!(printed.contains("may still go on"), "{printed}"),
+            killed => assert_eq!(killed, (None, Some(which as i32)), "{printed}"),
         }
         assert!(user.writes());
         let again = volume(&["flatten", &clone]);
         assert_eq!(again.code, 0, "{again:?}");
         assert_eq!(info(name)["parent"], json!(null));
-        // Growing is one step, which is done or not.
+        // A resize is one step: it is done completely or not at all.
         let mut child = spawn(&["resize", &clone, "64M"]);
         signal(&child, which);
-        child.wait().expect("it ends");
+        child.wait().expect("cleat exits");
         changed(&["resize", &clone, "64M"]);
         assert_eq!(info(name)["size"], 64 << 20);
         assert!(user.writes());
@@ -118,14 +119,14 @@ fn a_flattening_under_a_user_is_finished_by_it_or_by_repeating() {
 }
 
 #[test]
-fn a_rollback_that_was_killed_is_in_the_way_until_it_is_given_up_or_cut_off() {
+fn a_killed_rollback_holds_the_volume_until_its_watch_expires_or_take_over() {
     many_objects("torn", "32M");
     assert!(changed(&["snapshot", "create", &uri("torn@s")]));
     let rollback = ["snapshot", "rollback", &uri("torn@s")];
     let mut child = spawn(&rollback);
     drop(wait_for(&mut child, "%\n"));
     signal(&child, Signal::SIGKILL);
-    child.wait().expect("it ends");
+    child.wait().expect("cleat exits");
     let refused = volume(&rollback);
     assert!(refused.error(5).contains("about 30 s later"), "{refused:?}");
     assert!(changed(&[&rollback[..], &["--take-over"]].concat()));
@@ -134,38 +135,38 @@ fn a_rollback_that_was_killed_is_in_the_way_until_it_is_given_up_or_cut_off() {
 }
 
 #[test]
-fn the_second_signal_ends_it_at_once() {
-    // It takes the OSD of its own away, so that nothing ends by itself.
+fn a_second_signal_kills_the_command_at_once() {
+    // The OSD of a separate cluster is paused, so that the command does not end by itself.
     let cluster = Cluster::start();
     let image = format!("rbd:{POOL}/stuck?{}", options_of(&cluster, ID));
     assert!(changed(&["create", &image, "64M"]));
     cluster.tell("pause osd");
     let mut child = spawn(&["remove", &image, "--now"]);
-    // It catches signals before it does anything else; this one may still come too early for that.
+    // The command catches signals at its start; wait for that, so that the signal is not too early.
     let begun = std::time::Instant::now();
     let status = format!("/proc/{}/status", child.id());
-    while !catches(&status) {
-        assert!(begun.elapsed().as_secs() < 120, "it does not catch signals");
+    while !catches_signals(&status) {
+        assert!(begun.elapsed().as_secs() < 120, "cleat does not catch signals");
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     signal(&child, Signal::SIGINT);
     drop(wait_for(&mut child, "once more ends it at once"));
     signal(&child, Signal::SIGTERM);
-    let status = child.wait().expect("it ends");
+    let status = child.wait().expect("cleat exits");
     assert_eq!(end(status), (None, Some(Signal::SIGTERM as i32)));
     cluster.tell("resume osd");
 }
 
-/// Whether SIGINT and SIGTERM are blocked, for a thread of their own.
-fn catches(status: &str) -> bool {
-    let text = std::fs::read_to_string(status).expect("it runs");
+/// Returns whether SIGINT and SIGTERM are blocked, as the signal thread needs it.
+fn catches_signals(status: &str) -> bool {
+    let text = std::fs::read_to_string(status).expect("cleat runs");
     let line = text.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a line");
     let blocked = u64::from_str_radix(line.trim(), 16).expect("a mask");
     let mask = 1 << (Signal::SIGINT as u64 - 1) | 1 << (Signal::SIGTERM as u64 - 1);
     blocked & mask == mask
 }
 
-/// Runs a long command to its end, and checks what it tells on the way.
+/// Runs a long command to its end, checks its progress output, and returns whether it changed anything.
 fn changed_with_progress(words: &[&str]) -> bool {
     let run = volume(&[words, &["-o", "json"]].concat());
     assert_eq!(run.code, 0, "{run:?}");
@@ -176,40 +177,40 @@ fn changed_with_progress(words: &[&str]) -> bool {
         assert!(number("done") >= last && number("done") <= number("total"), "{}", run.stderr);
         last = number("done");
     }
-    assert!(last > 0, "it told nothing: {run:?}");
+    assert!(last > 0, "no progress was printed: {run:?}");
     run.json()["changed"].as_bool().expect("a flag")
 }
 
 #[test]
-fn a_server_whose_volume_does_not_open_ends_when_it_is_told_to() {
+fn a_server_that_opens_its_volume_exits_on_a_signal() {
     let cluster = Cluster::start();
     let image = format!("rbd:{POOL}/slow?{}", options_of(&cluster, ID));
     assert!(changed(&["create", &image, "8M"]));
     cluster.tell("pause osd");
     let mut ends = Vec::new();
     for which in [Signal::SIGINT, Signal::SIGTERM] {
-        // Where the test itself was held up, the limit may have come first.
+        // If the test was delayed, the time limit may have expired before the signal.
         let end =
-            (0..3).map(|_| told_while_opening(&image, which)).find(|(code, _)| *code != Some(10));
-        ends.push(end.expect("the signal is heard before the limit"));
+            (0..3).map(|_| signal_while_opening(&image, which)).find(|(code, _)| *code != Some(10));
+        ends.push(end.expect("the signal arrives before the time limit"));
     }
     cluster.tell("resume osd");
-    for (code, said) in ends {
-        assert_eq!(code, Some(6), "{said}");
-        assert!(said.contains("ended by a signal before it was open"), "{said}");
+    for (code, printed) in ends {
+        assert_eq!(code, Some(6), "{printed}");
+        assert!(printed.contains("ended by a signal before it was open"), "{printed}");
     }
-    // What was claimed halfway is in nobody's way.
+    // The incomplete claim does not block the removal.
     assert!(changed(&["remove", &image, "--now"]));
 }
 
-/// How a server ends that is told to as soon as it catches signals.
-fn told_while_opening(uri: &str, which: Signal) -> (Option<i32>, String) {
+/// Starts a server, sends it a signal as soon as it catches signals, and returns its code and its log.
+fn signal_while_opening(uri: &str, which: Signal) -> (Option<i32>, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
     let command = clean(command.args(["serve", uri, "--listen", "127.0.0.1:0"]));
-    let mut server = command.stderr(Stdio::piped()).spawn().expect("it runs");
+    let mut server = command.stderr(Stdio::piped()).spawn().expect("cleat runs");
     let status = format!("/proc/{}/status", server.id());
     let blocks = || {
-        let status = std::fs::read_to_string(&status).expect("it runs");
+        let status = std::fs::read_to_string(&status).expect("cleat runs");
         let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask");
         u64::from_str_radix(mask.trim(), 16).expect("a number") & 1 << (which as i32 - 1) != 0
     };
@@ -217,8 +218,8 @@ fn told_while_opening(uri: &str, which: Signal) -> (Option<i32>, String) {
         std::thread::yield_now();
     }
     signal(&server, which);
-    let mut said = String::new();
-    let stderr = server.stderr.as_mut().expect("it is piped");
-    stderr.read_to_string(&mut said).expect("it can be read");
-    (server.wait().expect("it ends").code(), said)
+    let mut printed = String::new();
+    let stderr = server.stderr.as_mut().expect("standard error is piped");
+    stderr.read_to_string(&mut printed).expect("standard error is readable");
+    (server.wait().expect("cleat exits").code(), printed)
 }

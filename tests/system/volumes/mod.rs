@@ -1,5 +1,4 @@
-//! `cleat volume` as a user meets it: on a real cluster, where `rbd` says what has become of it, and on
-//! files.
+//! `cleat volume` on a real cluster, with results checked by `rbd`, and on files.
 
 mod basic;
 mod claims;

@@ -1,4 +1,4 @@
-//! Wrong input, missing rights, pools and clusters: each is told with its repair, in time.
+//! Wrong input, missing rights, pools and clusters: each is reported with a repair hint, in time.
 
 use std::time::{Duration, Instant};
 
@@ -49,11 +49,11 @@ fn each_wrong_input_has_a_message_of_its_own() {
     }
     messages.sort();
     messages.dedup();
-    assert_eq!(messages.len(), cases.len(), "two inputs get the same message");
+    assert_eq!(messages.len(), cases.len(), "two inputs have the same message");
 }
 
 #[test]
-fn errors_are_json_where_results_are() {
+fn with_json_output_errors_are_json_too() {
     let run = volume(&["info", &uri("missing"), "-o", "json"]);
     assert_eq!((run.code, &*run.stdout), (3, ""));
     let error: serde_json::Value = serde_json::from_str(&run.stderr).expect("JSON");
@@ -62,7 +62,7 @@ fn errors_are_json_where_results_are() {
 }
 
 #[test]
-fn missing_rights_name_the_command_that_gives_them() {
+fn missing_rights_are_reported_with_the_command_that_grants_them() {
     let cluster = shared();
     cluster.ceph(&[
         "auth",
@@ -93,19 +93,19 @@ fn missing_rights_name_the_command_that_gives_them() {
     assert!(changed(&["snapshot", "create", &uri("guarded@s")]));
     let run = volume(writes[5]);
     assert!(run.error(7).contains("ceph auth caps client.reader"), "{run:?}");
-    // What is recommended helps.
-    cluster.grant(&run.stderr).expect("it is a command");
+    // The recommended command grants the missing rights.
+    cluster.grant(&run.stderr).expect("the message recommends a command");
     assert!(changed(writes[5]));
     assert!(changed(&["resize", &reader("guarded"), "16M"]));
 
-    // Somebody without a key here, and somebody whose pool is another one.
+    // A client without a keyring, and a client without rights on the pool.
     let stranger = format!("rbd:{POOL}?conf={}&id=stranger", cluster.conf().display());
     assert!([3, 7].contains(&volume(&["list", &stranger]).code));
     cluster.make_pool("private");
     let run = volume(&["list", &format!("rbd:private?{}", options())]);
     assert!(run.error(7).contains("profile rbd pool=private"), "{run:?}");
-    keys_of_namespaces_and_data_pools_are_given_what_they_need();
-    // Without the profile's right to look for clones everywhere it is not known, and said so.
+    the_recommended_command_covers_namespaces_and_data_pools();
+    // Without the profile's right to search all pools for clones, the clones are reported as unknown.
     let caps = ["mon", "profile rbd", "osd", "allow rwx pool=volumes"];
     let keyring = cluster.keyring("narrow").display().to_string();
     let get = ["auth", "get-or-create", "client.narrow"];
@@ -116,9 +116,9 @@ fn missing_rights_name_the_command_that_gives_them() {
     assert!(volume(&["info", &narrow]).stdout.contains("every pool"));
 }
 
-fn keys_of_namespaces_and_data_pools_are_given_what_they_need() {
+fn the_recommended_command_covers_namespaces_and_data_pools() {
     let cluster = shared();
-    cluster.rbd(&["namespace", "create", &format!("{POOL}/tenant")]).expect("it is new");
+    cluster.rbd(&["namespace", "create", &format!("{POOL}/tenant")]).expect("the namespace is new");
     cluster.make_pool("elsewhere");
     let keyring = cluster.keyring("tenant").display().to_string();
     let caps = ["mon", "profile rbd", "osd", "profile rbd pool=private"];
@@ -131,19 +131,19 @@ fn keys_of_namespaces_and_data_pools_are_given_what_they_need() {
     for part in ["pool=volumes namespace=tenant", "profile rbd pool=elsewhere"] {
         assert!(run.error(7).contains(part), "{part}: {run:?}");
     }
-    cluster.grant(&run.stderr).expect("it is a command");
+    cluster.grant(&run.stderr).expect("the message recommends a command");
     assert!(changed(&create));
     let outside = volume(&["create", &format!("rbd:{POOL}/outside?{options}"), "8M"]);
     assert!(outside.error(7).contains("pool=volumes'"), "{outside:?}");
 }
 
 #[test]
-fn a_key_without_rights_where_the_data_lie_is_told_so() {
+fn missing_rights_on_the_data_pool_are_reported() {
     let cluster = shared();
     cluster.make_pool("apart");
     let admin = |name: &str| format!("rbd:{POOL}/{name}?{}", options_of(cluster, "admin"));
     assert!(changed(&["create", &admin("apart"), "8M", "--data-pool", "apart"]));
-    assert!(User::of(&admin("apart")).writes(), "the administrator may");
+    assert!(User::of(&admin("apart")).writes(), "the administrator has the rights");
     assert!(changed(&["snapshot", "create", &admin("apart@s")]));
     assert!(changed(&["clone", &admin("apart@s"), &admin("from-apart")]));
 
@@ -152,38 +152,40 @@ fn a_key_without_rights_where_the_data_lie_is_told_so() {
     let get = ["auth", "get-or-create", "client.halfway", "mon", "profile rbd", "osd"];
     cluster.ceph(&[&get[..], &[&caps(""), "-o", &keyring]].concat());
     let halfway = |name: &str| format!("rbd:{POOL}/{name}?{}", options_of(cluster, "halfway"));
-    let told = |complaint: &str| {
+    let names_the_pool = |complaint: &str| {
         for part in ["may not use the pool apart", "the data of volumes/apart", "pool=apart'"] {
             assert!(complaint.contains(part), "{part}: {complaint}");
         }
     };
-    told(&User::try_of(&halfway("apart")).expect_err("it may not"));
-    told(&User::try_of(&halfway("apart@s")).expect_err("nor read"));
-    // Of what a clone was made of nobody asks before it is read.
+    names_the_pool(&User::try_of(&halfway("apart")).expect_err("the client has no rights"));
+    names_the_pool(
+        &User::try_of(&halfway("apart@s")).expect_err("the client has no right to read"),
+    );
+    // The parent of a clone is accessed only when data is read.
     let mut clone = User::of(&halfway("from-apart"));
     assert!(!clone.does("read 0 4k") && !clone.does("read 0 4k"));
-    let said = clone.end();
-    assert_eq!(said.matches("what it was cloned from").count(), 1, "{said}");
-    assert!(said.contains("ceph auth caps client.halfway"), "{said}");
+    let printed = clone.end();
+    assert_eq!(printed.matches("what it was cloned from").count(), 1, "{printed}");
+    assert!(printed.contains("ceph auth caps client.halfway"), "{printed}");
 
     let set = ["auth", "caps", "client.halfway", "mon", "profile rbd", "osd"];
     cluster.ceph(&[&set[..], &[&caps(", profile rbd-read-only pool=apart")]].concat());
-    told(&User::try_of(&halfway("apart")).expect_err("it may not write"));
+    names_the_pool(&User::try_of(&halfway("apart")).expect_err("the client has no right to write"));
     assert!(User::of(&halfway("apart@s")).does("read 0 4k"));
-    let message = User::try_of(&halfway("apart")).expect_err("it may not write");
-    cluster.grant(&message).expect("it is a command");
+    let message = User::try_of(&halfway("apart")).expect_err("the client has no right to write");
+    cluster.grant(&message).expect("the message recommends a command");
     assert!(User::of(&halfway("apart")).writes());
 }
 
 #[test]
-fn a_cluster_that_is_away_is_waited_for_with_a_limit() {
+fn commands_time_out_when_the_cluster_does_not_answer() {
     let begun = Instant::now();
-    let nobody = format!("{}&config.mon_host=v2:127.0.0.1:9/0", options());
-    let run = volume(&["list", &format!("rbd:{POOL}?{nobody}")]);
+    let unreachable = format!("{}&config.mon_host=v2:127.0.0.1:9/0", options());
+    let run = volume(&["list", &format!("rbd:{POOL}?{unreachable}")]);
     assert!(run.error(10).contains("monitors can be reached"), "{run:?}");
     let unreached = begun.elapsed();
 
-    // The monitor is there, the OSD says nothing.
+    // The monitor answers, the OSD does not.
     let cluster = Cluster::start();
     let image = format!("rbd:{POOL}/i?{}", options_of(&cluster, ID));
     assert!(changed(&["create", &image, "8M"]));
@@ -194,7 +196,7 @@ fn a_cluster_that_is_away_is_waited_for_with_a_limit() {
     let hung = begun.elapsed();
     cluster.tell("resume osd");
     println!("no monitor: {unreached:?}; an OSD that hangs: {hung:?}");
-    // Far more than the limits, far less than for ever.
+    // The bound is far above the time limits, and shows that the commands end.
     assert!(unreached.max(hung) < Duration::from_secs(200));
     assert_eq!(volume(&["info", &image]).code, 0);
 }

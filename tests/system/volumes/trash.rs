@@ -1,11 +1,11 @@
-//! What is removed, and what comes back.
+//! Removal into the trash, restore and purge.
 
 use serde_json::{Value, json};
 use test_kit::ceph::{POOL, shared};
 
 use crate::volumes::fixture::{User, changed, json, listed, options, rbd, run_rbd, uri, volume};
 
-/// A namespace of its own, whose trash nobody else fills.
+/// A namespace that only one test uses, with a trash of its own.
 struct Space(&'static str);
 
 impl Space {
@@ -22,7 +22,7 @@ impl Space {
         format!("rbd:{POOL}/{}/{name}?{}", self.0, options())
     }
 
-    /// As `rbd` lists it.
+    /// Returns the trash as `rbd` lists it.
     fn trash(&self) -> Vec<Value> {
         let all = rbd(&["trash", "ls", "--all", &format!("{POOL}/{}", self.0)]);
         all.as_array().expect("a list").clone()
@@ -30,7 +30,7 @@ impl Space {
 }
 
 #[test]
-fn what_is_removed_can_be_brought_back() {
+fn a_removed_volume_can_be_restored() {
     let space = Space::new("regret");
     let image = space.image("dear");
     assert!(changed(&["create", &image, "8M"]));
@@ -43,10 +43,10 @@ fn what_is_removed_can_be_brought_back() {
     let theirs = space.trash();
     assert_eq!((theirs.len(), &theirs[0]["id"]), (1, &id));
     assert_eq!(json(&["trash", "list", &space.place()])["trash"], json!([removed["trash"]]));
-    assert!(!changed(&["remove", &image]), "it is gone");
+    assert!(!changed(&["remove", &image]), "the volume is in the trash");
 
     assert!(changed(&["trash", "restore", &image]));
-    assert!(!changed(&["trash", "restore", &image]), "it is back");
+    assert!(!changed(&["trash", "restore", &image]), "the volume is restored");
     assert_eq!(json(&["info", &image])["id"], id);
     assert_eq!(space.trash(), Vec::<Value>::new());
     let never = volume(&["trash", "restore", &space.image("never")]);
@@ -54,7 +54,7 @@ fn what_is_removed_can_be_brought_back() {
 }
 
 #[test]
-fn several_of_one_name_are_told_apart() {
+fn trash_entries_with_the_same_name_are_selected_by_id() {
     let space = Space::new("names");
     let image = space.image("same");
     let mut ids = Vec::new();
@@ -75,7 +75,7 @@ fn several_of_one_name_are_told_apart() {
 }
 
 #[test]
-fn the_trash_is_emptied_of_what_has_been_kept_long_enough() {
+fn a_purge_removes_entries_whose_keep_time_has_passed() {
     let space = Space::new("waste");
     for (name, keep) in [("soon", "0s"), ("late", "1d"), ("never", "1d")] {
         assert!(changed(&["create", &space.image(name), "8M"]));
@@ -95,7 +95,8 @@ fn the_trash_is_emptied_of_what_has_been_kept_long_enough() {
     let unknown = volume(&["trash", "purge", &space.place(), &late]);
     assert!(unknown.error(3).contains(&late), "{unknown:?}");
 
-    // One that has snapshots stays, and does not keep the others. rbd puts it there, we do not.
+    // A volume with snapshots stays, and the others are purged. `rbd` moves such a volume to the
+    // trash; cleat does not.
     assert!(changed(&["create", &space.image("full"), "8M"]));
     assert!(changed(&["snapshot", "create", &space.image("full@s")]));
     run_rbd(shared(), &["trash", "mv", &format!("{POOL}/waste/full")]);
@@ -109,12 +110,12 @@ fn the_trash_is_emptied_of_what_has_been_kept_long_enough() {
     assert_eq!(part["failed"][0]["kind"], "in_use");
     assert!(part["failed"][0]["message"].as_str().expect("text").contains("snapshots"), "{part}");
     assert_eq!(space.trash().len(), 1);
-    let told = volume(&["trash", "purge", &space.place()]);
-    assert!(told.stderr.contains("(full) cannot be deleted: it has snapshots"), "{told:?}");
+    let run = volume(&["trash", "purge", &space.place()]);
+    assert!(run.stderr.contains("(full) cannot be deleted: it has snapshots"), "{run:?}");
 }
 
 #[test]
-fn what_is_claimed_is_not_purged_untold() {
+fn a_claimed_volume_is_purged_only_with_take_over() {
     let space = Space::new("owned");
     let (claimed, free) = (space.image("claimed"), space.image("free"));
     for image in [&claimed, &free] {
@@ -130,7 +131,7 @@ fn what_is_claimed_is_not_purged_untold() {
     run_rbd(shared(), &["image-meta", "set", &image, "cleat.claim", &claim.to_string()]);
     let refused = volume(&["remove", &claimed, "--keep", "0s"]);
     assert!(refused.error(5).contains("claimed by the node node-7"), "{refused:?}");
-    // rbd puts it there, and what lies there already is not taken from under a claim either.
+    // `rbd` moves the claimed volume to the trash. There, too, it is not deleted.
     run_rbd(shared(), &["trash", "mv", &image]);
     assert!(changed(&["remove", &free, "--keep", "0s"]));
     let part = volume(&["trash", "purge", &space.place(), "-o", "json"]);
@@ -139,10 +140,10 @@ fn what_is_claimed_is_not_purged_untold() {
     assert_eq!((&part["removed"][0]["name"], &part["waiting"]), (&json!("free"), &json!([])));
     let [kept] = &part["failed"].as_array().expect("a list")[..] else { panic!("{part}") };
     assert_eq!((&kept["name"], &kept["kind"]), (&json!("claimed"), &json!("in_use")));
-    assert!(kept["repair"].as_str().expect("one").contains("--take-over"), "{kept}");
-    let told = volume(&["trash", "purge", &space.place(), "--force"]);
+    assert!(kept["repair"].as_str().expect("a repair hint").contains("--take-over"), "{kept}");
+    let run = volume(&["trash", "purge", &space.place(), "--force"]);
     for part in ["(claimed) cannot be deleted: ", "claimed by the node node-7", "--take-over"] {
-        assert!(told.stderr.contains(part), "{part}: {told:?}");
+        assert!(run.stderr.contains(part), "{part}: {run:?}");
     }
     assert_eq!(space.trash().len(), 1);
     let purged = json(&["trash", "purge", &space.place(), "--take-over"]);
@@ -151,7 +152,7 @@ fn what_is_claimed_is_not_purged_untold() {
 }
 
 #[test]
-fn what_is_deleted_at_once_is_gone() {
+fn remove_now_deletes_a_volume_without_users_and_snapshots() {
     let image = uri("brief");
     assert!(changed(&["create", &image, "8M"]));
     let user = User::of(&image);
@@ -172,9 +173,11 @@ fn what_is_deleted_at_once_is_gone() {
 }
 
 #[test]
-fn what_was_made_in_part_is_told_and_can_be_removed() {
-    // What a creation leaves that is cut off after its first step.
-    shared().rados(&["-p", POOL, "put", "rbd_id.torn", "/dev/null"]).expect("it is put");
+fn a_partly_created_volume_is_reported_and_can_be_removed() {
+    // The state after a creation that was interrupted after its first step.
+    shared()
+        .rados(&["-p", POOL, "put", "rbd_id.torn", "/dev/null"])
+        .expect("the object is written");
     let torn = volume(&["create", &uri("torn"), "8M"]);
     assert_eq!(torn.code, 4, "{torn:?}");
     assert!(torn.stderr.contains("remove --now"), "{torn:?}");
@@ -184,7 +187,7 @@ fn what_was_made_in_part_is_told_and_can_be_removed() {
 }
 
 #[test]
-fn a_mirrored_image_is_removed_where_it_is_the_primary_one() {
+fn a_mirrored_image_is_removed_only_where_it_is_primary() {
     let mirrored = |name: &str| {
         assert!(changed(&["create", &uri(name), "8M"]));
         run_rbd(shared(), &["mirror", "image", "enable", &format!("{POOL}/{name}"), "snapshot"]);

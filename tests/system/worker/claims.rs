@@ -1,5 +1,4 @@
-//! Who may write to an RBD image: claims of workers that died, were restarted elsewhere, or are told to
-//! take over.
+//! Claims on RBD images, of workers that died, were started on another node, or take over.
 
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant, SystemTime};
@@ -17,17 +16,17 @@ use crate::worker::rbd::{fresh, pool};
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, start_message};
 
-/// Of a worker that is to die when it has the lock and has not written its claim.
+/// The environment of a worker that dies when it has the lock and has not written its claim.
 const DYING: [(&str, &str); 1] = [(DIE_AT, "locked, not claimed")];
 
-/// What the image's metadata say.
+/// Returns the claim in the image's metadata.
 fn claim_of(image: &str) -> serde_json::Value {
     let image = pool().open(image, None, Open::ReadOnly).unwrap();
-    let text = image.metadata_get("cleat.claim").unwrap().expect("it is claimed");
+    let text = image.metadata_get("cleat.claim").unwrap().expect("a claim");
     serde_json::from_str(&text).unwrap()
 }
 
-/// Of a mapping on a node in one of its boots.
+/// Returns the start message of a worker for `mapping` on `node` with the boot id `boot`.
 fn start_as(uri: &str, node: &str, boot: &str, mapping: &str) -> Start {
     Start {
         node: node.to_owned(),
@@ -61,7 +60,7 @@ fn stop(mut worker: Worker) {
 }
 
 #[test]
-fn a_killed_worker_is_succeeded_at_once_and_a_stopped_one_leaves_no_claim() {
+fn a_killed_worker_has_a_successor_at_once_and_a_stopped_one_releases_its_claim() {
     let uri = fresh("succession");
     let start = start_as(&uri, "a", "boot", "m");
     let mut worker = started(&start);
@@ -84,16 +83,16 @@ fn a_killed_worker_is_succeeded_at_once_and_a_stopped_one_leaves_no_claim() {
         assert_ne!(claim["address"], first["address"]);
         assert_eq!(claim["cut"].as_array().unwrap().len(), usize::from(round) - 1);
     }
-    println!("from the proof of the death to the successor's being ready: {times:?}");
+    println!("from the detected death to a ready successor: {times:?}");
     stop(worker);
     assert_eq!(claim_of("succession")["released"], true);
-    // Nobody is in anybody's way now.
+    // The released claim does not block another node.
     stop(started(&start_as(&uri, "b", "other", "x")));
     assert_eq!(claim_of("succession")["generation"], 5);
 }
 
 #[test]
-fn who_has_the_image_is_named_and_told_to_a_stranger_takes_it_for_years() {
+fn another_node_is_refused_with_the_holder_and_with_take_over_fences_it_for_years() {
     let uri = fresh("taken-over");
     let (first, sockets) = serving(&start_as(&uri, "a", "boot-a", "m"));
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
@@ -106,11 +105,11 @@ fn who_has_the_image_is_named_and_told_to_a_stranger_takes_it_for_years() {
         assert!(failure.message.contains(part), "{part}: {failure:?}");
     }
     assert!(failure.repair.unwrap().contains("--take-over"));
-    // Not even one that has a device: that one knows nothing of what the first has written.
+    // A worker that resumes a device is fenced, too: its device has not seen the writes of the first.
     let (resuming, theirs) = fenced(&Start { resumes: true, take_over: true, ..stranger.clone() });
     assert_ne!(nbd::write(&theirs[0], 0, &[7; 4096]), 0);
     stop(resuming);
-    assert_eq!(nbd::write(&sockets[0], 0, &[2; 4096]), 0, "the first is as it was");
+    assert_eq!(nbd::write(&sockets[0], 0, &[2; 4096]), 0, "the first worker still writes");
 
     let (second, taken) = serving(&Start { take_over: true, ..stranger });
     assert_ne!(nbd::write(&sockets[0], 0, &[3; 4096]), 0);
@@ -123,7 +122,7 @@ fn who_has_the_image_is_named_and_told_to_a_stranger_takes_it_for_years() {
     let year: u32 = until.split([' ', '-']).nth(1).unwrap().parse().unwrap();
     assert!(year >= this_year() + 4, "{until}");
 
-    // The loser's end touches nothing.
+    // The exit of the fenced worker does not change the claim.
     let before = claim_of("taken-over");
     stop(first);
     assert_eq!(claim_of("taken-over"), before);
@@ -133,7 +132,7 @@ fn who_has_the_image_is_named_and_told_to_a_stranger_takes_it_for_years() {
 }
 
 #[test]
-fn a_node_that_was_booted_since_has_its_own_claims_back() {
+fn a_rebooted_node_takes_over_its_own_claims() {
     let uri = fresh("rebooted");
     let _before = started(&start_as(&uri, "a", "boot-1", "m"));
     assert_eq!(refused(&start_as(&uri, "b", "boot-1b", "m")).kind, ErrorKind::InUse);
@@ -143,28 +142,28 @@ fn a_node_that_was_booted_since_has_its_own_claims_back() {
 }
 
 #[test]
-fn a_process_of_this_boot_that_is_gone_has_no_claim() {
+fn the_claim_of_a_dead_process_of_this_boot_is_void() {
     let uri = fresh("forsaken");
     let mut first = started(&start_as(&uri, "a", "boot", "m"));
     let other = start_as(&uri, "a", "boot", "x");
-    assert_eq!(refused(&other).kind, ErrorKind::InUse, "it lives");
+    assert_eq!(refused(&other).kind, ErrorKind::InUse, "the first worker runs");
     first.child.kill().unwrap();
     first.child.wait().unwrap();
     stop(started(&other));
 }
 
-/// A device whose worker dies must not go on with a volume that somebody else has written to, even if
-/// that one is gone again.
+/// After its worker died, a device must not use a volume that another client has written to, even if
+/// that client has released its claim again.
 #[test]
-fn a_device_that_missed_something_gets_errors() {
+fn a_device_gets_errors_after_another_client_has_written() {
     let uri = fresh("missed");
     let own = start_as(&uri, "a", "boot-a", "m");
     let (mut worker, sockets) = serving(&own);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
     worker.child.kill().unwrap();
     worker.child.wait().unwrap();
-    let told = Start { take_over: true, ..start_as(&uri, "b", "boot-b", "x") };
-    let (other, theirs) = serving(&told);
+    let take_over = Start { take_over: true, ..start_as(&uri, "b", "boot-b", "x") };
+    let (other, theirs) = serving(&take_over);
     assert_eq!(nbd::write(&theirs[0], 0, &[2; 4096]), 0);
     stop(other);
     let claim = claim_of("missed");
@@ -173,34 +172,34 @@ fn a_device_that_missed_something_gets_errors() {
     assert_ne!(nbd::write(&sockets[0], 0, &[3; 4096]), 0);
     assert_ne!(nbd::simple(&sockets[0], nbd::READ, 0, 4096), 0);
     stop(successor);
-    assert_eq!(claim_of("missed"), claim, "nothing was claimed");
-    // Mapped anew it is a volume like any other.
+    assert_eq!(claim_of("missed"), claim, "the fenced worker does not change the claim");
+    // A new mapping of the volume works.
     let (anew, sockets) = serving(&own);
     assert!(nbd::read(&sockets[0], 0, 4096) == [2; 4096]);
     stop(anew);
 }
 
 #[test]
-fn a_crash_between_any_two_steps_of_a_take_over_is_made_good_by_the_next() {
+fn the_next_worker_completes_an_interrupted_take_over() {
     let uri = fresh("interrupted");
     let own = start_as(&uri, "a", "boot", "m");
     let rival = || pool().open("interrupted", None, Open::Write).unwrap();
     let long = Duration::from_secs(3600);
-    // Blocklisted, and no more.
+    // Only the blocklist entry was made.
     killed(started(&own));
     let image = rival();
     let address = image.lock_owners().unwrap().remove(0);
     image.pool().cluster().blocklist_add(&address, long).unwrap();
     drop(image);
     killed(started(&own));
-    // The lock broken, and no more.
+    // The blocklist entry was made, and the lock was broken.
     let image = rival();
     let address = image.lock_owners().unwrap().remove(0);
     image.pool().cluster().blocklist_add(&address, long).unwrap();
     image.lock_break(&address).unwrap();
     drop(image);
     killed(started(&own));
-    // Acquired, but the claim not written: a client that nobody knows has the lock.
+    // The lock was acquired, but no claim was written: an unknown client has the lock.
     let image = rival();
     let address = image.lock_owners().unwrap().remove(0);
     image.pool().cluster().blocklist_add(&address, long).unwrap();
@@ -208,16 +207,16 @@ fn a_crash_between_any_two_steps_of_a_take_over_is_made_good_by_the_next() {
     image.lock_acquire().unwrap();
     let failure = refused(&own);
     assert!(failure.message.contains("made no claim"), "{failure:?}");
-    let told = started(&Start { take_over: true, ..own.clone() });
+    let successor = started(&Start { take_over: true, ..own.clone() });
     let claim = claim_of("interrupted");
     assert_eq!(claim["cut"].as_array().unwrap().len(), 4, "{claim}");
-    assert!(image.metadata_set("a", "b").is_err(), "it is cut off");
-    stop(told);
+    assert!(image.metadata_set("a", "b").is_err(), "the unknown client is fenced");
+    stop(successor);
 }
 
-/// The OSDs take the dead one for alive, and it has made no claim: it is known by its announcement.
+/// The dead worker still has a watch and no claim. The successor recognizes it by its announcement.
 #[test]
-fn who_died_between_the_lock_and_its_claim_is_succeeded_at_once() {
+fn a_worker_that_died_between_lock_and_claim_has_a_successor_at_once() {
     let uri = fresh("announced");
     let own = start_as(&uri, "a", "boot", "m");
     let owner = || {
@@ -250,14 +249,14 @@ fn who_died_between_the_lock_and_its_claim_is_succeeded_at_once() {
         assert!(listed.contains(&address), "{address} is not on the blocklist: {listed}");
         stop(successor);
     }
-    println!("figures: from a death in between to the successor's being ready: {times:?}");
-    // Two in a row, beside a claim that stands.
+    println!("figures: from a death between lock and claim to a ready successor: {times:?}");
+    // Two such deaths in a row, while a claim exists.
     killed(started(&own));
     let mut dying = Worker::launch_with(&DYING);
     dying.send_start(&Start { resumes: true, ..own.clone() });
     assert!(!dying.exit().success());
     stop(started(&Start { resumes: true, ..own.clone() }));
-    // What cannot be understood is no announcement, and in nobody's way.
+    // An announcement that cannot be parsed is ignored.
     pool()
         .open("announced", None, Open::Write)
         .unwrap()
@@ -267,7 +266,7 @@ fn who_died_between_the_lock_and_its_claim_is_succeeded_at_once() {
 }
 
 #[test]
-fn a_claim_that_is_garbage_is_an_error_and_a_clones_is_none() {
+fn an_unreadable_claim_is_an_error_and_a_clone_does_not_inherit_claims() {
     let uri = fresh("garbled");
     let worker = started(&start_as(&uri, "a", "boot", "m"));
     let parent = pool().open("garbled", None, Open::Write).unwrap();
@@ -286,7 +285,7 @@ fn a_claim_that_is_garbage_is_an_error_and_a_clones_is_none() {
 }
 
 #[test]
-fn with_a_shared_lock_two_write_and_nobody_claims() {
+fn with_a_shared_lock_two_workers_write_without_a_claim() {
     let uri = fresh("shared");
     let shared = format!("{uri}&lock=shared");
     let (one, a) = serving(&start_as(&shared, "a", "boot-a", "m"));
@@ -301,7 +300,7 @@ fn with_a_shared_lock_two_write_and_nobody_claims() {
     assert_eq!(image.metadata_get("cleat.claim").unwrap(), None);
     stop(one);
     stop(two);
-    // An image that cannot be locked is served this way only.
+    // An image without the exclusive-lock feature is served with a shared lock only.
     let plain = NewImage { features: Some(RBD_FEATURE_LAYERING), ..NewImage::default() };
     pool().create("shared-plain", 8 << 20, &plain).unwrap();
     let uri = uri.replace("/shared", "/shared-plain");
@@ -312,7 +311,7 @@ fn with_a_shared_lock_two_write_and_nobody_claims() {
 }
 
 #[test]
-fn a_worker_that_is_idle_notices_that_it_was_cut_off() {
+fn an_idle_worker_notices_that_it_was_fenced() {
     let uri = fresh("idle");
     let (worker, sockets) = serving(&start_as(&uri, "a", "boot", "m"));
     let address = claim_of("idle")["address"].as_str().unwrap().to_owned();
@@ -324,7 +323,7 @@ fn a_worker_that_is_idle_notices_that_it_was_cut_off() {
 }
 
 #[test]
-fn a_planned_hand_over_takes_the_claim_along() {
+fn a_planned_handover_transfers_the_claim() {
     let uri = volume(&fresh("handed-over")).unwrap();
     let claimant = |resumes| Claimant {
         node: "a".to_owned(),
@@ -339,20 +338,20 @@ fn a_planned_hand_over_takes_the_claim_along() {
         uri.open_successor(&options(true), old.handover().unwrap().prepare().unwrap()).unwrap();
     let early = new.handover().unwrap().take_over(&HandoverState::default()).unwrap_err();
     assert_eq!(early.kind(), ErrorKind::InUse, "{}", early.report());
-    let legacy = old.handover().unwrap().release().unwrap();
+    let state = old.handover().unwrap().release().unwrap();
     assert_eq!(claim_of("handed-over")["released"], true);
-    new.handover().unwrap().take_over(&legacy).unwrap();
+    new.handover().unwrap().take_over(&state).unwrap();
     let claim = claim_of("handed-over");
     assert_eq!((&claim["generation"], &claim["released"]), (&2.into(), &false.into()), "{claim}");
-    assert!(claim["cut"].as_array().unwrap().is_empty(), "nobody was cut off: {claim}");
+    assert!(claim["cut"].as_array().unwrap().is_empty(), "no client was fenced: {claim}");
     drop(old);
-    assert_eq!(claim_of("handed-over"), claim, "its end touches nothing");
-    // Between the two somebody else comes and goes: neither goes on.
+    assert_eq!(claim_of("handed-over"), claim, "dropping the old image does not change the claim");
+    // If another client claims and releases the volume in between, both images are fenced.
     let third =
         uri.open_successor(&options(true), new.handover().unwrap().prepare().unwrap()).unwrap();
-    let legacy = new.handover().unwrap().release().unwrap();
+    let state = new.handover().unwrap().release().unwrap();
     stop(started(&start_as(&uri.to_string(), "b", "boot-b", "x")));
-    assert_eq!(third.handover().unwrap().take_over(&legacy).unwrap_err().kind(), ErrorKind::Fenced);
+    assert_eq!(third.handover().unwrap().take_over(&state).unwrap_err().kind(), ErrorKind::Fenced);
     assert_eq!(new.handover().unwrap().resume().unwrap_err().kind(), ErrorKind::Fenced);
     assert!(new.is_fenced() && third.is_fenced());
 }
@@ -363,7 +362,7 @@ fn serving(start: &Start) -> (Worker, Vec<UnixStream>) {
     (worker, sockets)
 }
 
-/// A worker that serves a volume which is lost; it says so without any request.
+/// Starts a worker that reports `Fenced` without any request, and lets it serve.
 fn fenced(start: &Start) -> (Worker, Vec<UnixStream>) {
     let mut worker = started(start);
     assert_eq!(worker.receive(), FromWorker::Fenced);

@@ -1,4 +1,4 @@
-//! `cleat fence` on images that workers have.
+//! `cleat fence` on images that workers have open.
 
 use std::process::{Command, Output};
 
@@ -22,7 +22,7 @@ fn result(arguments: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// The exit code, and what is said.
+/// Checks that the command prints no result, and returns its exit code and its standard error output.
 fn refused(arguments: &[&str]) -> (i32, String) {
     let output = cleat(arguments);
     assert!(output.stdout.is_empty(), "{output:?}");
@@ -36,7 +36,7 @@ fn client(uri: &str, address: &str) -> Value {
     found.unwrap_or_else(|| panic!("{address}: {listed}")).clone()
 }
 
-/// As the administrator, who may do everything.
+/// Returns the URI with the administrator's key.
 fn as_admin(uri: &str) -> String {
     as_client("admin", uri)
 }
@@ -47,11 +47,11 @@ fn as_client(id: &str, uri: &str) -> String {
 }
 
 #[test]
-fn a_client_is_cut_off_by_hand_and_let_in_again_once_it_is_gone() {
+fn a_client_can_be_fenced_by_hand_and_cleared_once_it_is_dead() {
     let uri = fresh("by-hand");
-    let (code, said) = refused(&["add", &uri, "--yes"]);
-    assert!(code == 3 && said.contains("nobody may write"), "{code} {said}");
-    // On this node, as the command has it: its end can be seen from here.
+    let (code, printed) = refused(&["add", &uri, "--yes"]);
+    assert!(code == 3 && printed.contains("nobody may write"), "{code} {printed}");
+    // The claim has this node's boot id, so the command can check whether the process runs.
     let boot_id = cleat_backend::claimant::boot_id().unwrap();
     let start = Start { boot_id, mapping_id: "m".to_owned(), ..start_message(&uri) };
     let mut worker = Worker::launch();
@@ -65,9 +65,12 @@ fn a_client_is_cut_off_by_hand_and_let_in_again_once_it_is_gone() {
     assert_eq!((&held["holds_lock"], &held["watches"]), (&true.into(), &true.into()), "{held}");
     assert_eq!(held["cut_off_until"], Value::Null, "{held}");
 
-    // Not by accident, and nobody else.
-    let (code, said) = refused(&["add", &uri]);
-    assert!(code == 2 && said.contains(&address) && said.contains("--yes"), "{code} {said}");
+    // Without `--yes`, or with the address of another client, no client is fenced.
+    let (code, printed) = refused(&["add", &uri]);
+    assert!(
+        code == 2 && printed.contains(&address) && printed.contains("--yes"),
+        "{code} {printed}"
+    );
     assert_eq!(refused(&["add", &uri, "--address", "1.2.3.4:0/5", "--yes"]).0, 3);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
     assert_eq!(result(&["add", &uri, "--yes"])["cut_off"], Value::from(vec![address.clone()]));
@@ -77,7 +80,7 @@ fn a_client_is_cut_off_by_hand_and_let_in_again_once_it_is_gone() {
     assert_eq!((&taken["claim"], &taken["holds_lock"]), (&"taken".into(), &false.into()));
     assert!(taken["cut_off_until"].as_str().unwrap().starts_with("20"), "{taken}");
 
-    // Everybody may have it now, without being told to.
+    // Now another mapping can claim the volume, without a take-over.
     let other = Start { mapping_id: "x".to_owned(), ..start.clone() };
     let mut next = Worker::launch();
     next.send_start(&other);
@@ -85,38 +88,38 @@ fn a_client_is_cut_off_by_hand_and_let_in_again_once_it_is_gone() {
     let theirs = next.serve(1);
     assert!(nbd::read(&theirs[0], 0, 4096) == [1; 4096]);
 
-    // The loser lives: it is not let in. Nor is one that nothing is known of.
+    // The fence of a running client is not cleared; neither is that of an unknown client.
     let admin = as_admin(&uri);
-    let (code, said) = refused(&["clear", &admin, &address]);
-    assert!(code == 5 && said.contains("not let in again"), "{code} {said}");
-    let (code, said) = refused(&["clear", &admin, "1.2.3.4:0/5"]);
-    assert!(code == 5 && said.contains("whose client"), "{code} {said}");
+    let (code, printed) = refused(&["clear", &admin, &address]);
+    assert!(code == 5 && printed.contains("not let in again"), "{code} {printed}");
+    let (code, printed) = refused(&["clear", &admin, "1.2.3.4:0/5"]);
+    assert!(code == 5 && printed.contains("whose client"), "{code} {printed}");
     let holder = result(&["ls", &uri])["clients"][0]["address"].as_str().unwrap().to_owned();
     assert_eq!(refused(&["clear", &admin, &holder]).0, 5);
     worker.send(&ToWorker::Stop, &[]);
     assert!(worker.exit().success());
-    // Gone; but this key may not.
-    let (code, said) = refused(&["clear", &uri, &address]);
-    assert!(code == 7 && said.contains("blocklistop=rm"), "{code} {said}");
-    // What is recommended helps; for a key that nobody else uses.
+    // The client is dead, but this key has no right to clear its fence.
+    let (code, printed) = refused(&["clear", &uri, &address]);
+    assert!(code == 7 && printed.contains("blocklistop=rm"), "{code} {printed}");
+    // The recommended command grants the right; this key is used by no other test.
     let clerk = as_client("clerk", &uri);
     let caps = ["mon", "profile rbd", "osd", "profile rbd pool=volumes"];
     let keyring = shared().keyring("clerk").display().to_string();
     let get = ["auth", "get-or-create", "client.clerk"];
     shared().ceph(&[&get[..], &caps, &["-o", &keyring]].concat());
-    let (code, said) = refused(&["clear", &clerk, &address]);
-    assert!(code == 7 && said.contains("ceph auth caps client.clerk"), "{code} {said}");
-    // It is JSON.
-    shared().grant(&said.replace("\\\"", "\"")).unwrap();
+    let (code, printed) = refused(&["clear", &clerk, &address]);
+    assert!(code == 7 && printed.contains("ceph auth caps client.clerk"), "{code} {printed}");
+    // The message is in JSON, so quotes are escaped.
+    shared().grant(&printed.replace("\\\"", "\"")).unwrap();
     assert_eq!(result(&["clear", &clerk, &address])["changed"], true);
     assert_eq!(result(&["clear", &admin, &address])["changed"], false);
     assert!(!shared().ceph(&["osd", "blocklist", "ls"]).contains(&address));
 }
 
 #[test]
-fn what_cannot_be_fenced_says_so() {
-    let (code, said) = refused(&["ls", "mem:1G"]);
-    assert!(code == 8 && said.contains("one machine"), "{code} {said}");
+fn fence_refuses_volumes_that_do_not_support_fencing() {
+    let (code, printed) = refused(&["ls", "mem:1G"]);
+    assert!(code == 8 && printed.contains("one machine"), "{code} {printed}");
     let uri = fresh("unfenced");
     assert_eq!(refused(&["ls", &format!("{uri}&lock=shared")]).0, 2);
     assert_eq!(refused(&["ls", &uri.replace("/unfenced", "/missing")]).0, 3);

@@ -1,5 +1,5 @@
-//! Two workers fight for one image while both write. What the image holds decides: from the moment that
-//! the second is ready, nothing of the first lands.
+//! Two workers write to one image, and the second takes it over. The tests check the content of the
+//! image: once the second worker is ready, no write of the first may be executed.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,16 +17,16 @@ use test_kit::worker::{Worker, start_message};
 
 const BLOCK: u64 = 4096;
 
-/// Blocks that each writer goes round.
+/// The number of blocks that each writer writes in turn.
 const BLOCKS: u64 = 64;
 
-/// Writers of a worker, each with its connection and its blocks.
+/// The number of writers per worker; each has its own connection and blocks.
 const WRITERS: u64 = 2;
 
-/// Writes that a loser is seen to try in vain.
+/// The number of refused writes of the fenced worker that a test waits for.
 const TRIED: u64 = 200;
 
-/// Of a block: who wrote it, and which of its writes that was.
+/// The content of a block: the writer (`round`) and the number of its write (`turn`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Stamp {
     round: u64,
@@ -47,24 +47,24 @@ impl Stamp {
     }
 }
 
-/// What a writer has done to one block.
+/// The last write of a writer to one block.
 #[derive(Debug, Clone, Copy, Default)]
 struct Done {
     sent: u64,
     answered: u64,
 }
 
-/// One connection's writer: goes round its blocks, whatever the answers are.
+/// The writer of one connection. It writes its blocks in turn, and ignores errors.
 struct Writer {
     round: u64,
-    /// Every so many blocks it writes one.
+    /// The writer writes every `step`th block.
     step: u64,
     blocks: Mutex<Vec<Done>>,
     written: AtomicU64,
     refused: AtomicU64,
-    /// Written although it was begun after `cut`.
+    /// The number of writes that succeeded although they were started after `taken_over`.
     late: AtomicU64,
-    cut: AtomicBool,
+    taken_over: AtomicBool,
     end: AtomicBool,
 }
 
@@ -77,7 +77,7 @@ impl Writer {
             written: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             late: AtomicU64::new(0),
-            cut: AtomicBool::new(false),
+            taken_over: AtomicBool::new(false),
             end: AtomicBool::new(false),
         }
     }
@@ -89,7 +89,7 @@ impl Writer {
                 return;
             }
             let index = usize::try_from(block).unwrap();
-            let late = self.cut.load(Ordering::SeqCst);
+            let late = self.taken_over.load(Ordering::SeqCst);
             self.blocks.lock().unwrap()[index].sent = turn;
             let data = Stamp { round: self.round, turn }.block();
             if nbd::write(socket, (first + block) * BLOCK, &data) == 0 {
@@ -108,8 +108,8 @@ fn signal(worker: &Worker, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
 }
 
-/// The worker of a mapping that is told to take the image over, on a node of its own.
-fn challenger(uri: &str, round: u64) -> (Worker, Duration) {
+/// Starts a worker that takes the image over, as from another node. Returns how long it took.
+fn start_with_take_over(uri: &str, round: u64) -> (Worker, Duration) {
     let begun = Instant::now();
     let worker = Worker::launch();
     worker.send_start(&Start {
@@ -125,14 +125,14 @@ fn challenger(uri: &str, round: u64) -> (Worker, Duration) {
     }
 }
 
-/// Every block's stamp, as the worker behind `socket` reads it.
+/// Reads the stamps of all blocks through `socket`.
 fn stamps(socket: &UnixStream) -> Vec<Stamp> {
     let bytes = nbd::read(socket, 0, u32::try_from(WRITERS * BLOCKS * BLOCK).unwrap());
     let blocks = bytes.chunks_exact(usize::try_from(BLOCK).unwrap());
     blocks.zip(0..).map(|(block, at)| Stamp::of(block, at)).collect()
 }
 
-/// What was answered is there, what is there was sent, and what was not written is as it was.
+/// Checks that each block has the last completed write or a later sent one, or is unchanged if none was.
 fn assert_written(now: &[Stamp], before: &[Stamp], writers: &[Writer]) {
     let done = writers.iter().flat_map(|writer| {
         let blocks = writer.blocks.lock().unwrap().clone();
@@ -144,98 +144,101 @@ fn assert_written(now: &[Stamp], before: &[Stamp], writers: &[Writer]) {
     }
 }
 
-/// `CLEAT_TEST_FIGHTS=100`: the campaign.
+/// `CLEAT_TEST_FIGHTS` sets the number of rounds (default 6).
 #[test]
-fn nothing_of_the_loser_lands_after_the_cut() {
+fn no_write_of_a_fenced_worker_is_executed_after_a_take_over() {
     let asked = std::env::var("CLEAT_TEST_FIGHTS").ok().and_then(|text| text.parse().ok());
-    let fights: u64 = asked.unwrap_or(6);
+    let rounds: u64 = asked.unwrap_or(6);
     let uri = fresh("fought-over");
-    let (mut holder, _) = challenger(&uri, 0);
+    let (mut holder, _) = start_with_take_over(&uri, 0);
     let mut before = vec![Stamp { round: 0, turn: 0 }; usize::try_from(WRITERS * BLOCKS).unwrap()];
-    let (mut took, mut refused, mut landed) = (Vec::new(), 0, 0);
-    for round in 1..=fights {
-        let (winner, fight) = fight(&uri, &mut holder, round, before);
-        took.push(fight.took);
-        (refused, landed) = (refused + fight.refused, landed + fight.landed);
-        before = fight.after;
-        let loser = std::mem::replace(&mut holder, winner);
-        end(loser);
+    let (mut took, mut refused, mut executed) = (Vec::new(), 0, 0);
+    for round in 1..=rounds {
+        let (successor, outcome) = run_round(&uri, &mut holder, round, before);
+        took.push(outcome.took);
+        (refused, executed) = (refused + outcome.refused, executed + outcome.executed);
+        before = outcome.after;
+        let fenced = std::mem::replace(&mut holder, successor);
+        end(fenced);
     }
     took.sort_unstable();
     println!(
-        "{fights} take-overs, {:?} in the median and {:?} at most from the start of the process; {refused} \
-         writes of losers were refused after the cut, {landed} landed",
+        "{rounds} take-overs, {:?} in the median and {:?} at most from the start of the process; {refused} \
+         writes of fenced workers were refused after the take-over, {executed} were executed",
         took[took.len() / 2],
         took[took.len() - 1],
     );
-    assert_eq!(landed, 0);
+    assert_eq!(executed, 0);
 }
 
-struct Fight {
+struct Round {
     took: Duration,
     refused: u64,
-    landed: u64,
+    executed: u64,
     after: Vec<Stamp>,
 }
 
-/// `holder` writes, is challenged, and writes on; then the winner writes, too.
-fn fight(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Worker, Fight) {
+/// `holder` writes, a new worker takes the image over, and then both write.
+fn run_round(uri: &str, holder: &mut Worker, round: u64, before: Vec<Stamp>) -> (Worker, Round) {
     let old: Vec<Writer> = (0..WRITERS).map(|_| Writer::new(2 * round, 1)).collect();
-    // Every other block, so that the rest shows what the loser does.
+    // The new worker writes every other block; the rest shows writes of the fenced worker.
     let new: Vec<Writer> = (0..WRITERS).map(|_| Writer::new(2 * round + 1, 2)).collect();
     let total = |writers: &[Writer], count: fn(&Writer) -> &AtomicU64| -> u64 {
         writers.iter().map(|writer| count(writer).load(Ordering::SeqCst)).sum()
     };
-    let (their, winner_sockets) = (holder.serve(WRITERS.try_into().unwrap()), OnceLock::new());
-    let (winner, took, reader, cut) = std::thread::scope(|scope| {
-        for ((writer, socket), n) in old.iter().zip(&their).zip(0..) {
+    let (holder_sockets, successor_sockets) =
+        (holder.serve(WRITERS.try_into().unwrap()), OnceLock::new());
+    let (successor, took, reader, content) = std::thread::scope(|scope| {
+        for ((writer, socket), n) in old.iter().zip(&holder_sockets).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
-        wait_until("the holder writes", || total(&old, |w| &w.written) > BLOCKS);
-        // Frozen until after the cut, frozen for the beginning, or not at all.
+        wait_until("the holder has written all blocks", || total(&old, |w| &w.written) > BLOCKS);
+        // The holder is stopped until after the take-over, or during its first part, or not at all.
         if !round.is_multiple_of(3) {
             signal(holder, Signal::SIGSTOP);
         }
-        let (mut winner, took) = std::thread::scope(|inner| {
+        let (mut successor, took) = std::thread::scope(|inner| {
             if round % 3 == 2 {
                 inner.spawn(|| {
                     std::thread::sleep(Duration::from_millis(50 + round * 37 % 300));
                     signal(holder, Signal::SIGCONT);
                 });
             }
-            challenger(uri, round)
+            start_with_take_over(uri, round)
         });
-        old.iter().for_each(|writer| writer.cut.store(true, Ordering::SeqCst));
-        let mut sockets = winner.serve(usize::try_from(WRITERS + 1).unwrap());
+        old.iter().for_each(|writer| writer.taken_over.store(true, Ordering::SeqCst));
+        let mut sockets = successor.serve(usize::try_from(WRITERS + 1).unwrap());
         let reader = sockets.pop().unwrap();
-        let cut = stamps(&reader);
+        let content = stamps(&reader);
         if round % 3 == 1 {
             signal(holder, Signal::SIGCONT);
         }
-        let sockets = winner_sockets.get_or_init(|| sockets);
+        let sockets = successor_sockets.get_or_init(|| sockets);
         for ((writer, socket), n) in new.iter().zip(sockets).zip(0..) {
             scope.spawn(move || writer.run(socket, n * BLOCKS));
         }
-        wait_until("the loser is refused", || total(&old, |w| &w.refused) > TRIED);
-        // Every one of its blocks.
+        wait_until("writes of the fenced worker are refused", || {
+            total(&old, |w| &w.refused) > TRIED
+        });
+        // The new worker has written all of its blocks.
         let round_done = |w: &Writer| w.written.load(Ordering::SeqCst) > BLOCKS;
-        wait_until("the winner writes", || new.iter().all(round_done));
+        wait_until("the new worker has written all blocks", || new.iter().all(round_done));
         old.iter().chain(&new).for_each(|writer| writer.end.store(true, Ordering::SeqCst));
-        (winner, took, reader, cut)
+        (successor, took, reader, content)
     });
     let after = stamps(&reader);
-    assert_written(&cut, &before, &old);
+    assert_written(&content, &before, &old);
     let alien = after.iter().step_by(2).find(|stamp| stamp.round != 2 * round + 1);
-    assert_eq!(alien, None, "a block of the winner's is the loser's: {after:?}");
-    let changed = (1..cut.len()).step_by(2).filter(|n| cut[*n] != after[*n]).count() as u64;
-    let landed = changed + total(&old, |w| &w.late);
+    assert_eq!(alien, None, "a block has a write of the fenced worker: {after:?}");
+    let changed = (1..content.len()).step_by(2).filter(|n| content[*n] != after[*n]).count() as u64;
+    let executed = changed + total(&old, |w| &w.late);
     let refused = total(&old, |w| &w.refused);
-    (winner, Fight { took, refused, landed, after })
+    (successor, Round { took, refused, executed, after })
 }
 
-/// A loser has noticed, and ends without touching anything.
-fn end(mut loser: Worker) {
-    assert_eq!(loser.receive(), FromWorker::Fenced);
-    loser.send(&ToWorker::Stop, &[]);
-    assert!(loser.exit().success(), "{}", loser.log());
+/// Waits until the worker reports that it is fenced, and stops it.
+fn end(mut fenced: Worker) {
+    assert_eq!(fenced.receive(), FromWorker::Fenced);
+    fenced.send(&ToWorker::Stop, &[]);
+    assert!(fenced.exit().success(), "{}", fenced.log());
 }

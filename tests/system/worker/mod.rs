@@ -1,4 +1,4 @@
-//! The real worker process, spoken to as the supervisor and the kernel would.
+//! The real worker process; the test takes the roles of the supervisor and of the kernel.
 
 mod claims;
 mod fences;
@@ -53,7 +53,7 @@ fn a_volume_is_served_on_two_connections_until_the_device_is_disconnected() {
 }
 
 #[test]
-fn commands_are_answered_one_by_one() {
+fn each_command_has_one_answer() {
     let (_directory, uri) = file("a.img", 1 << 20);
     let (mut worker, _) = Worker::ready(&uri);
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
@@ -72,7 +72,7 @@ fn commands_are_answered_one_by_one() {
     let plan = ToWorker::SetFault { plan: "latency=1ms".to_owned() };
     assert_eq!(failure(worker.call(&plan)).0, ErrorKind::Unsupported);
     assert_eq!(failure(worker.call(&ToWorker::Serve)).0, ErrorKind::InvalidArgument);
-    // Nonsense is refused and does no harm.
+    // Invalid messages are refused, and the worker works on.
     worker.send_text(b"{\"command\":\"fly\"}", &[]);
     let (kind, message) = failure(worker.receive());
     assert_eq!(kind, ErrorKind::Unsupported);
@@ -84,7 +84,7 @@ fn commands_are_answered_one_by_one() {
 }
 
 #[test]
-fn stop_finishes_what_runs_and_ends() {
+fn stop_completes_requests_in_flight_and_exits() {
     let (mut worker, sockets) = Worker::serving("mem:1M", 1);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
     worker.send(&ToWorker::Stop, &[]);
@@ -106,7 +106,7 @@ fn a_killed_worker_closes_its_sockets_and_its_file_can_be_served_again() {
 }
 
 #[test]
-fn a_second_worker_for_the_same_file_is_told_who_has_it() {
+fn a_second_worker_for_the_same_file_is_refused_with_the_pid_of_the_first() {
     let (_directory, uri) = file("a.img", 1 << 20);
     let (first, _) = Worker::ready(&uri);
     let mut second = Worker::launch();
@@ -118,7 +118,7 @@ fn a_second_worker_for_the_same_file_is_told_who_has_it() {
 }
 
 #[test]
-fn without_a_supervisor_a_worker_that_serves_lives_and_another_one_ends() {
+fn without_a_supervisor_a_serving_worker_continues_and_an_idle_one_exits() {
     let mut silent = Worker::launch();
     silent.channel = None;
     assert_eq!(silent.exit().code(), Some(1));
@@ -135,14 +135,14 @@ fn without_a_supervisor_a_worker_that_serves_lives_and_another_one_ends() {
     assert_eq!(worker.page.snapshot().connections, 1);
     assert!(nbd::read(&sockets[0], 0, 512) == [9; 512]);
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
-    // And to the end without any supervisor: the device's disconnect ends it.
+    // Without a supervisor, too, the worker exits when the device is disconnected.
     worker.channel = None;
     nbd::disconnect(&sockets[0]);
     assert!(worker.exit().success());
 }
 
 #[test]
-fn the_newest_supervisor_is_in_charge() {
+fn a_worker_obeys_the_supervisor_that_adopted_it_last() {
     let (mut worker, sockets) = Worker::serving("mem:1M", 1);
     let first = worker.channel.take().unwrap();
     let stranger = worker.connect();
@@ -151,7 +151,7 @@ fn the_newest_supervisor_is_in_charge() {
     worker.adopt();
     assert!(receive(&first).is_none(), "the old channel was closed");
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
-    // Many who say nothing do not keep out one who speaks.
+    // Idle connections do not prevent an adoption.
     let _silent: Vec<_> = (0..10).map(|_| worker.connect()).collect();
     worker.adopt();
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
@@ -170,7 +170,7 @@ fn a_dead_connection_is_replaced_and_does_not_end_the_worker() {
 }
 
 #[test]
-fn bad_beginnings_are_refused_with_a_reason() {
+fn invalid_start_messages_are_refused_with_a_reason() {
     let good = serde_json::to_value(ToWorker::Start(Box::new(start_message("mem:1M")))).unwrap();
     let changed = |key: &str, value: serde_json::Value| {
         let mut message = good.clone();
@@ -220,7 +220,7 @@ fn missing_and_wrong_descriptors_are_refused() {
 }
 
 #[test]
-fn a_worker_is_confined_and_deaf_to_signals_of_the_service_manager() {
+fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
     let (_directory, uri) = file("a.img", 1 << 20);
     let (worker, sockets) = Worker::serving(&uri, 1);
     for set in ["CapEff", "CapPrm", "CapInh", "CapAmb"] {
@@ -231,7 +231,7 @@ fn a_worker_is_confined_and_deaf_to_signals_of_the_service_manager() {
         let ours = std::fs::read_link("/proc/self/ns/net").unwrap();
         assert_ne!(std::fs::read_link(worker.proc("ns/net")).unwrap(), ours);
     }
-    // Root in a container may not have it.
+    // Root in a container may not have this capability.
     let resource = caps::Capability::CAP_SYS_RESOURCE;
     if caps::has_cap(None, caps::CapSet::Effective, resource).unwrap() {
         let oom = std::fs::read_to_string(worker.proc("oom_score_adj")).unwrap();
@@ -262,7 +262,7 @@ fn a_worker_is_confined_and_deaf_to_signals_of_the_service_manager() {
 
 #[cfg(feature = "fault")]
 #[test]
-fn a_hanging_volume_is_stopped_all_the_same_and_a_fenced_one_is_told_of() {
+fn a_worker_with_a_hung_volume_stops_and_a_fenced_one_reports_it() {
     let (mut worker, sockets) = Worker::serving("fault:mem:1M?fault.hang=true&fault.ops=write", 1);
     nbd::send(&sockets[0], nbd::WRITE, 5, 0, 512, &[1; 512]);
     assert!(nbd::read(&sockets[0], 0, 512).iter().all(|byte| *byte == 0));
@@ -278,7 +278,7 @@ fn a_hanging_volume_is_stopped_all_the_same_and_a_fenced_one_is_told_of() {
     assert_eq!(worker.receive(), FromWorker::Done);
 }
 
-/// The page stays with the mapping, the fence does not.
+/// The statistics page belongs to the mapping, and survives the worker; the fence does not.
 #[test]
 fn a_successor_of_a_fenced_worker_is_not_fenced() {
     let worker = Worker::launch();
@@ -290,10 +290,10 @@ fn a_successor_of_a_fenced_worker_is_not_fenced() {
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
 }
 
-/// What it has written to. The pages of the program itself are left out: how many of those are there is
-/// the page cache's doing, and of a program without optimisation they are most.
+/// Counts only memory that the worker has written to. The pages of the executable are not counted: the
+/// page cache decides how many of them are resident, and in an unoptimised build they are the majority.
 #[test]
-fn an_idle_worker_is_small() {
+fn an_idle_worker_uses_less_than_4_mib_of_memory() {
     memory::without_huge_pages();
     let (_directory, uri) = file("a.img", 64 << 20);
     let (worker, sockets) = Worker::serving(&uri, 4);
@@ -301,17 +301,17 @@ fn an_idle_worker_is_small() {
         assert_eq!(nbd::write(socket, (n as u64) << 20, &vec![1; 1 << 20]), 0);
         nbd::read(socket, 0, 1 << 20);
     }
-    // Buffers give their pages back a second after the last request.
+    // The buffers are freed a second after the last request.
     std::thread::sleep(Duration::from_millis(2500));
     let own_kib = memory::own_kib(worker.child.id());
     println!("figures: an idle worker, 4 connections: {own_kib} KiB of its own");
     assert!(own_kib < 4 << 10, "{own_kib} KiB");
 }
 
-/// Libraries that are loaded later take these from the program, as librbd is meant to. All of them or none:
-/// what one allocator gave, another must not be asked to free.
+/// Libraries that are loaded later, such as librbd, must use the program's allocator for all of these
+/// functions, because memory of one allocator must not be freed by another.
 #[test]
-fn the_allocator_is_there_for_libraries_too() {
+fn the_executable_exports_its_allocator_to_libraries() {
     let program = env!("CARGO_BIN_EXE_cleat");
     let listed = Command::new("nm").args(["-D", "--defined-only", program]).output();
     let symbols = String::from_utf8(listed.expect("apt install binutils").stdout).unwrap();
@@ -333,7 +333,7 @@ fn the_allocator_is_there_for_libraries_too() {
 }
 
 #[test]
-fn an_outage_is_told_and_waited_out_and_ended_by_another_policy() {
+fn an_outage_is_reported_and_ends_with_the_fault_or_with_another_policy() {
     let (mut worker, sockets) = Worker::serving("fault:mem:1M", 1);
     let fault = |plan: &str| ToWorker::SetFault { plan: plan.to_owned() };
     assert_eq!(worker.call(&fault("error=retry")), FromWorker::Done);
@@ -343,7 +343,7 @@ fn an_outage_is_told_and_waited_out_and_ended_by_another_policy() {
     assert!(now - outage.since_unix_ms < 10_000, "{now} {outage:?}");
     assert_eq!(outage.reason.as_deref(), Some("injected: error=retry"));
     assert_eq!(worker.page.snapshot().queued, 1);
-    // A later supervisor learns of it, too.
+    // A supervisor that adopts the worker later receives it, too.
     worker.adopt();
     assert_eq!(worker.receive(), FromWorker::Outage { outage: Some(outage) });
     assert_eq!(worker.call(&fault("")), FromWorker::Done);
@@ -360,7 +360,7 @@ fn an_outage_is_told_and_waited_out_and_ended_by_another_policy() {
 }
 
 #[test]
-fn a_limited_worker_sleeps_and_keeps_its_limit_from_the_start() {
+fn a_rate_limit_applies_from_the_start_and_uses_no_cpu_time() {
     let worker = Worker::launch();
     let mut start = start_message("mem:1M");
     start.policy.limits.iops = 1;

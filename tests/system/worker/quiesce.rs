@@ -1,4 +1,4 @@
-//! A worker that is asked to keep snapshots of its image waiting until the volume is quiet.
+//! A worker with `quiesce`: snapshots of its image wait until the supervisor has quiesced the volume.
 
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
@@ -11,8 +11,8 @@ use crate::worker::rbd::fresh;
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, failure, start_message};
 
-/// For `rbd`, which librbd lets wait for 50 s.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// The time limit of `rbd`; librbd delays it for up to 50 s.
+const RBD_LIMIT: Duration = Duration::from_secs(120);
 
 fn quiescing(image: &str) -> Worker {
     let uri = fresh(image);
@@ -22,7 +22,7 @@ fn quiescing(image: &str) -> Worker {
     worker
 }
 
-/// `rbd snap create`, on a thread of its own.
+/// Runs `rbd snap create` on a thread of its own.
 fn snap(image: &'static str, snapshot: &'static str) -> Receiver<Result<Vec<u8>, String>> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
@@ -51,7 +51,7 @@ fn a_snapshot_waits_for_the_supervisor_while_the_volume_is_served() {
     let sockets = worker.serve(1);
     let made = snap("quiesced", "one");
     let number = waiting(&worker);
-    // What freezing is: writes through this very worker, and its control thread answers.
+    // Freezing the file system writes through this worker, and its control thread must answer.
     assert_eq!(nbd::write(&sockets[0], 0, &[7; 4096]), 0);
     assert_eq!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
@@ -59,10 +59,10 @@ fn a_snapshot_waits_for_the_supervisor_while_the_volume_is_served() {
     assert_eq!(failure(away).0, ErrorKind::Unavailable);
     let wrong = worker.call(&ToWorker::Quiesced { snapshot: number + 2, errno: 0 });
     assert_eq!(failure(wrong).0, ErrorKind::NotFound);
-    assert!(made.try_recv().is_err() && snapshots("quiesced") == 0, "it did not wait");
+    assert!(made.try_recv().is_err() && snapshots("quiesced") == 0, "the snapshot did not wait");
     assert_eq!(worker.call(&ToWorker::Quiesced { snapshot: number, errno: 0 }), FromWorker::Done);
     assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
-    made.recv_timeout(PATIENCE).unwrap().unwrap();
+    made.recv_timeout(RBD_LIMIT).unwrap().unwrap();
     assert_eq!(snapshots("quiesced"), 1);
 
     let made = snap("quiesced", "two");
@@ -71,50 +71,50 @@ fn a_snapshot_waits_for_the_supervisor_while_the_volume_is_served() {
     let refused = ToWorker::Quiesced { snapshot: again, errno: libc::EBUSY };
     assert_eq!(worker.call(&refused), FromWorker::Done);
     assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
-    let complaint = made.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    let complaint = made.recv_timeout(RBD_LIMIT).unwrap().unwrap_err();
     assert!(complaint.contains("busy"), "{complaint}");
     assert_eq!(snapshots("quiesced"), 1);
 }
 
 #[test]
-fn without_a_supervisor_a_snapshot_fails_and_the_next_one_hears_of_what_waits() {
+fn without_a_supervisor_a_snapshot_fails_and_a_new_supervisor_receives_pending_snapshots() {
     let mut worker = quiescing("deserted");
     let _sockets = worker.serve(1);
     let made = snap("deserted", "one");
     let number = waiting(&worker);
-    // Another supervisor comes before the first one goes.
+    // A second supervisor adopts the worker before the first one disconnects.
     let first = worker.channel.take();
     worker.adopt();
     assert_eq!(waiting(&worker), number);
     drop(first);
     assert_eq!(worker.call(&ToWorker::Quiesced { snapshot: number, errno: 0 }), FromWorker::Done);
-    made.recv_timeout(PATIENCE).unwrap().unwrap();
+    made.recv_timeout(RBD_LIMIT).unwrap().unwrap();
 
     let made = snap("deserted", "two");
     assert_eq!(worker.receive(), FromWorker::SnapshotPending { snapshot: None });
     waiting(&worker);
     drop(worker.channel.take());
-    made.recv_timeout(PATIENCE).unwrap().unwrap_err();
-    snap("deserted", "three").recv_timeout(PATIENCE).unwrap().unwrap_err();
+    made.recv_timeout(RBD_LIMIT).unwrap().unwrap_err();
+    snap("deserted", "three").recv_timeout(RBD_LIMIT).unwrap().unwrap_err();
     assert_eq!(snapshots("deserted"), 1);
     worker.adopt();
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
 }
 
 #[test]
-fn a_worker_that_ends_keeps_no_snapshot_waiting() {
+fn a_stopped_worker_does_not_delay_snapshots() {
     let mut worker = quiescing("ending");
     let made = snap("ending", "one");
     waiting(&worker);
     worker.send(&ToWorker::Stop, &[]);
-    // librbd may try again by itself, when nobody is asked any more.
-    let _ = made.recv_timeout(PATIENCE).unwrap();
+    // librbd may retry by itself; then no client delays the snapshot.
+    let _ = made.recv_timeout(RBD_LIMIT).unwrap();
     assert!(worker.exit().success(), "{}", worker.log());
-    snap("ending", "two").recv_timeout(PATIENCE).unwrap().unwrap();
+    snap("ending", "two").recv_timeout(RBD_LIMIT).unwrap().unwrap();
 }
 
 #[test]
-fn where_nothing_tells_of_snapshots_it_is_refused() {
+fn quiesce_is_refused_for_volumes_without_snapshot_notifications() {
     let (directory, file) = crate::worker::file("plain.img", 1 << 20);
     let snapped = fresh("snapped");
     shared().rbd(&["snap", "create", "--no-progress", &format!("{POOL}/snapped@s")]).unwrap();

@@ -1,4 +1,4 @@
-//! A worker with an RBD image: confined before it opens, since librbd starts threads.
+//! A worker with an RBD image. It is confined before it opens the image, because librbd starts threads.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ pub(super) fn pool() -> std::sync::Arc<Pool> {
     Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
 }
 
-/// The URI of a new image.
+/// Creates an image of 8 MiB and returns its URI.
 pub(super) fn fresh(image: &str) -> String {
     pool().create(image, 8 << 20, &NewImage::default()).unwrap();
     let (conf, keyring) = (shared().conf(), shared().keyring(ID));
@@ -33,7 +33,7 @@ fn an_image_is_served_by_a_confined_process() {
     let (mut worker, ready) = Worker::ready(&uri);
     assert_eq!((ready.size, ready.preferred_block), (8 << 20, 4 << 20));
     assert!(ready.outlives_worker);
-    // Seccomp mode 2: a filter. Every thread of librbd's has it, and no capability.
+    // Seccomp mode 2 is a filter. Every thread of librbd has it, and no capability.
     for task in std::fs::read_dir(worker.proc("task")).unwrap().flatten() {
         let status = std::fs::read_to_string(task.path().join("status")).unwrap();
         let line = |key: &str| status.lines().find_map(|l| l.strip_prefix(key)).unwrap().trim();
@@ -52,18 +52,21 @@ fn an_image_is_served_by_a_confined_process() {
     worker.send(&ToWorker::Stop, &[]);
     assert!(worker.exit().success(), "{}", worker.log());
     let log = worker.log();
-    assert!(log.contains("confinement=[\"single thread\", "), "no thread was there before: {log}");
-    // It let go of the image: the next one has it at once.
+    assert!(
+        log.contains("confinement=[\"single thread\", "),
+        "the worker was confined while it had a single thread: {log}"
+    );
+    // The worker released the image: the next worker can open it at once.
     let (_next, sockets) = Worker::serving(&uri, 1);
     assert!(nbd::read(&sockets[0], 12345 * 512, 1 << 20) == data);
 }
 
-/// The library has bounds of its own on what is under way, 1024 operations, and holds up whoever begins
-/// another: that would be the connection's thread, which then could not answer what needs no cluster.
+/// librbd has a limit of 1024 operations in flight, and blocks the thread that starts another one. If
+/// this were the connection's thread, it could not answer requests that do not need the cluster.
 #[test]
-fn a_connection_answers_with_more_under_way_than_the_library_would_begin() {
+fn a_connection_answers_while_librbd_has_its_maximum_of_operations_in_flight() {
     let cluster = TestCluster::start();
-    // Nothing says which objects there are, so each of a range is asked for: 64 at a time.
+    // Without an object map, librbd sends an operation to each object of a range: 64 per request.
     let features = ["--image-feature", "layering", "--image-feature", "exclusive-lock"];
     let create = [&["create", "volumes/wide", "--size", "32G"], &features[..]].concat();
     cluster.rbd(&create).unwrap();
@@ -77,7 +80,7 @@ fn a_connection_answers_with_more_under_way_than_the_library_would_begin() {
     for number in 0..100 {
         nbd::send(&sockets[0], nbd::TRIM, number, number * u64::from(length), length, &[]);
     }
-    // Beyond the end.
+    // A read beyond the end is refused without the cluster.
     nbd::send(&sockets[0], nbd::READ, 100, 1 << 40, 512, &[]);
     assert_eq!(nbd::reply(&sockets[0]), (100, libc::EINVAL.cast_unsigned()));
     cluster.tell("resume osd");
@@ -87,7 +90,7 @@ fn a_connection_answers_with_more_under_way_than_the_library_would_begin() {
 }
 
 #[test]
-fn a_fenced_worker_says_so_and_answers_with_errors() {
+fn a_fenced_worker_reports_it_and_fails_requests() {
     let uri = fresh("fenced");
     let (worker, sockets) = Worker::serving(&uri, 1);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
@@ -95,17 +98,17 @@ fn a_fenced_worker_says_so_and_answers_with_errors() {
     let image = pool.open("fenced", None, Open::Write).unwrap();
     let owner = image.lock_owners().unwrap().remove(0);
     pool.cluster().blocklist_add(&owner, Duration::from_secs(3600)).unwrap();
-    // An OSD that has not heard of it yet still takes writes.
+    // An OSD that does not have the blocklist entry yet still executes writes.
     let limit = Instant::now() + Duration::from_secs(20);
     while nbd::write(&sockets[0], 0, &[2; 4096]) == 0 {
-        assert!(Instant::now() < limit, "never fenced");
+        assert!(Instant::now() < limit, "the worker was not fenced");
     }
     assert_eq!(worker.receive(), FromWorker::Fenced);
     assert_ne!(nbd::simple(&sockets[0], nbd::FLUSH, 0, 0), 0);
 }
 
 #[test]
-fn a_second_worker_is_told_who_has_the_image() {
+fn a_second_worker_for_the_same_image_is_refused_with_the_address_of_the_first() {
     let uri = fresh("rivals");
     let (_first, _) = Worker::ready(&uri);
     let mut second = Worker::launch();

@@ -1,4 +1,4 @@
-//! Images change underneath: other sizes, snapshots and clones, and gone.
+//! Images that other clients change while they are mapped: resize, snapshots, clones, removal, rename.
 
 use cleat_api::v1::MappingState;
 use cleat_kernel::Kernel;
@@ -11,7 +11,7 @@ use super::{MIB, Scene, spec};
 use test_kit::node::{assert_code, index_of, kill, wait_until};
 
 #[test]
-fn another_size_shows_on_the_device_or_is_told() {
+fn the_device_follows_a_larger_image_and_a_smaller_one_is_reported() {
     let scene = Scene::on(shared());
     scene.image("sized");
     let mapping = scene.map("sized");
@@ -25,11 +25,11 @@ fn another_size_shows_on_the_device_or_is_told() {
     };
     for larger in [2 * SIZE, 3 * SIZE + 512] {
         resize(larger);
-        wait_until("the device grows", || size() == larger);
+        wait_until("the device has the new size", || size() == larger);
         load.wait_for_more();
         kernel.write(index, larger - 512, &[9; 512]).unwrap();
     }
-    // Cut off behind what the load writes: what is left serves, what is gone fails.
+    // Shrink the image behind the range of the load: the rest is served, and the removed range fails.
     resize(2 * SIZE);
     let failed = scene.supervisor.wait_for("sized", MappingState::Failed);
     assert!(failed.message.contains("smaller") || failed.message.contains("shrunk"), "{failed:?}");
@@ -38,7 +38,7 @@ fn another_size_shows_on_the_device_or_is_told() {
     assert!(kernel.read(index, 2 * SIZE - 512, 1024).is_err());
     resize(4 * SIZE);
     scene.supervisor.wait_for("sized", MappingState::Mapped);
-    wait_until("the device grows", || size() == 4 * SIZE);
+    wait_until("the device has the new size", || size() == 4 * SIZE);
     assert_eq!(kernel.read(index, 3 * SIZE, 512).unwrap(), [0; 512]);
     let written = load.finish();
     scene.supervisor.unmap("sized").unwrap();
@@ -67,15 +67,15 @@ fn snapshots_and_clones_under_load_are_consistent() {
         load.wait_for_more();
         let frozen = scene.content(&at);
         assert_within(held(&frozen), done, begun);
-        assert!(scene.content("cloned") == frozen, "the clone is another");
-        // Both as volumes, beside the one that they are of.
+        assert!(scene.content("cloned") == frozen, "the clone differs from the snapshot");
+        // Map the snapshot and the clone beside the image.
         let snapshot = scene.supervisor.map("then", &scene.uri(&at)).unwrap();
         assert!(snapshot.read_only, "{snapshot:?}");
         let clone = scene.supervisor.map("cloned", &scene.uri("cloned")).unwrap();
         let (kernel, length) = (&scene.machine.kernel, u32::try_from(MIB).unwrap());
         for mapping in [&snapshot, &clone] {
             let first = kernel.read(index_of(mapping), 0, length).unwrap();
-            assert!(first == frozen[..first.len()], "{} reads otherwise", mapping.name);
+            assert!(first == frozen[..first.len()], "{} has other content", mapping.name);
         }
         kernel.write(index_of(&clone), 0, &[9; 512]).unwrap();
         rbd(&["flatten", "--no-progress", &spec("cloned")]);
@@ -97,26 +97,26 @@ fn snapshots_and_clones_under_load_are_consistent() {
 }
 
 #[test]
-fn an_image_that_is_removed_underneath_is_told() {
+fn the_removal_of_a_mapped_image_is_reported() {
     let scene = Scene::on(shared());
     scene.image("removed");
     let mapping = scene.map("removed");
     let index = index_of(&mapping);
     scene.machine.kernel.write(index, 0, &[1; 512]).unwrap();
-    // While somebody has it open, Ceph does not remove it.
+    // Ceph does not remove an image that a client has open.
     let refused = shared().rbd(&["rm", "--no-progress", &spec("removed")]).unwrap_err();
     assert!(refused.contains("still has watchers"), "{refused}");
-    // When it has died, and nobody is there that would start it again.
+    // Kill the worker while no supervisor runs that would start a new one.
     let owner = scene.owner("removed");
     let Scene { supervisor, machine, .. } = scene;
     supervisor.crash();
     kill(mapping.worker_pid, Signal::SIGKILL);
     shared().ceph(&["osd", "blocklist", "add", &owner]);
-    wait_until("it is removed", || {
+    wait_until("the image is removed", || {
         shared().rbd(&["rm", "--no-progress", &spec("removed")]).is_ok()
     });
     let supervisor = machine.start();
-    wait_until("it is missed", || {
+    wait_until("the mapping reports the missing image", || {
         let mapping = supervisor.get("removed").unwrap();
         mapping.message.contains("cannot open the RBD image volumes/removed")
             && mapping.message.contains("No such file")
@@ -126,9 +126,9 @@ fn an_image_that_is_removed_underneath_is_told() {
     machine.assert_clean();
 }
 
-/// What Ceph itself refuses to do while the image is watched.
+/// Removes the header object directly; `rbd` refuses to remove an image with watchers.
 #[test]
-fn an_image_whose_header_is_destroyed_underneath_ends_in_errors_and_can_be_unmapped() {
+fn a_mapping_whose_image_header_is_removed_fails_and_can_be_unmapped() {
     let scene = Scene::on(shared());
     scene.image("destroyed");
     let mapping = scene.map("destroyed");
@@ -140,14 +140,14 @@ fn an_image_whose_header_is_destroyed_underneath_ends_in_errors_and_can_be_unmap
     shared().rados(&["--pool", POOL, "rm", &header]).unwrap();
     let failed = scene.supervisor.wait_for("destroyed", MappingState::Failed);
     assert!(failed.message.contains("or has removed it"), "{failed:?}");
-    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
-    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
+    assert!(load.stop().iter().all(Result::is_err), "a write succeeded");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "a read succeeded");
     scene.supervisor.unmap("destroyed").unwrap();
     scene.machine.assert_clean();
 }
 
 #[test]
-fn an_image_that_is_renamed_underneath_is_served_and_missed_by_the_next_worker() {
+fn a_renamed_image_is_served_until_its_worker_is_replaced() {
     let scene = Scene::on(shared());
     scene.image("renamed");
     let mapping = scene.map("renamed");
@@ -162,12 +162,12 @@ fn an_image_that_is_renamed_underneath_is_served_and_missed_by_the_next_worker()
     assert!(refused.contains("busy"), "{refused}");
     load.wait_for_more();
     kill(mapping.worker_pid, Signal::SIGKILL);
-    wait_until("it is missed", || {
+    wait_until("the mapping reports the missing image", || {
         let mapping = scene.supervisor.get("renamed").unwrap();
         mapping.message.contains("cannot open the RBD image volumes/renamed")
     });
     rename("another", "renamed");
-    wait_until("it is found again", || {
+    wait_until("the mapping has recovered", || {
         let mapping = scene.supervisor.get("renamed").unwrap();
         mapping.state() == MappingState::Mapped
             || scene.supervisor.map_with(scene.request("renamed")).is_ok()

@@ -1,4 +1,4 @@
-//! Clients that are cut off, and clients that crash.
+//! Clients that are fenced, and clients that crash.
 
 use std::process::Command;
 
@@ -12,7 +12,7 @@ use crate::lifecycle::metrics::scrape;
 use test_kit::node::{LIMIT, Supervisor, index_of, kill, wait_until};
 
 #[test]
-fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
+fn a_blocklisted_client_stays_fenced_until_it_is_mapped_again() {
     let scene = Scene::on(shared());
     scene.image("banned");
     let mapping = scene.map("banned");
@@ -22,16 +22,20 @@ fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
     shared().ceph(&["osd", "blocklist", "add", &owner]);
     assert_fenced(&scene.supervisor, "blocklisted");
     let (done, begun) = (load.done(), load.begun());
-    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
-    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads");
+    assert!(load.stop().iter().all(Result::is_err), "a write succeeded");
+    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "a read succeeded");
     let content = scene.content("banned");
     assert_within(held(&content), done, begun);
-    // No reason to go on: being let in again, another process, another supervisor.
+    // The mapping stays fenced without the blocklist entry, without its worker, and with a new
+    // supervisor.
     shared().ceph(&["osd", "blocklist", "rm", &owner]);
-    assert_fenced(&scene.supervisor, "let in again");
-    assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(), "it reads again");
+    assert_fenced(&scene.supervisor, "removed from the blocklist");
+    assert!(
+        scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err(),
+        "a read succeeded after the removal from the blocklist"
+    );
     kill(scene.supervisor.get("banned").unwrap().worker_pid, Signal::SIGKILL);
-    wait_until("the worker has ended", || scene.supervisor.get("banned").unwrap().worker_pid == 0);
+    wait_until("the worker has exited", || scene.supervisor.get("banned").unwrap().worker_pid == 0);
     assert_fenced(&scene.supervisor, "its worker has died");
     let Scene { supervisor, machine, .. } = scene;
     supervisor.crash();
@@ -39,7 +43,7 @@ fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
     assert_fenced(&supervisor, "its supervisor has died");
     assert_eq!(supervisor.get("banned").unwrap().worker_pid, 0);
 
-    // Another machine has it meanwhile: what is left here goes without asking the volume.
+    // Another machine has mapped the image; the forced unmap here does not access the volume.
     let other = Scene::on(shared());
     let mapping = other.map("banned");
     let load = Load::after(&other.machine.kernel, index_of(&mapping), held(&content));
@@ -51,7 +55,7 @@ fn a_blocklisted_client_is_fenced_until_it_is_mapped_anew() {
     let written = load.finish();
     other.supervisor.unmap("banned").unwrap();
     other.machine.assert_clean();
-    // Mapped anew, it works again.
+    // A new mapping of the image works.
     supervisor.map("banned", &other.uri("banned")).unwrap();
     supervisor.unmap("banned").unwrap();
     assert_eq!(held(&other.content("banned")), written);
@@ -63,50 +67,54 @@ fn assert_fenced(supervisor: &Supervisor, when: &str) {
     assert!(fenced.message.contains("somebody else owns the volume"), "{when}: {fenced:?}");
 }
 
-/// Each way to learn of it, and its end.
+/// Watch, metrics, the command line and health report the fence until the volume is mapped again.
 #[test]
-fn a_fenced_mapping_is_told_everywhere_until_it_is_mapped_anew() {
+fn a_fenced_mapping_is_reported_everywhere_until_it_is_mapped_again() {
     let scene = Scene::on(shared());
     let supervisor = &scene.supervisor;
-    let metric = || scrape(&scene.machine).value("cleat_volume_fenced", &[("volume", "told")]);
-    scene.image("told");
-    let mapping = scene.map("told");
+    let metric = || scrape(&scene.machine).value("cleat_volume_fenced", &[("volume", "noticed")]);
+    scene.image("noticed");
+    let mapping = scene.map("noticed");
     assert_eq!((mapping.fenced, metric()), (false, Some(0.0)));
     let mut events =
         supervisor.block_on(supervisor.client().watch(WatchRequest {})).unwrap().into_inner();
-    shared().ceph(&["osd", "blocklist", "add", &scene.owner("told")]);
-    // An idle client does not notice; a worker looks for itself, without a request.
-    let told = loop {
+    shared().ceph(&["osd", "blocklist", "add", &scene.owner("noticed")]);
+    // librbd does not report a fence to an idle client; the worker checks for it periodically.
+    let fenced = loop {
         let event = supervisor
             .block_on(async { tokio::time::timeout(LIMIT, events.message()).await })
-            .expect("it is told in time");
+            .expect("an event in time");
         let mapping = event.unwrap().unwrap().mapping.unwrap();
         if mapping.fenced {
             break mapping;
         }
     };
-    assert_eq!(told.state(), MappingState::Failed);
+    assert_eq!(fenced.state(), MappingState::Failed);
     assert_eq!(metric(), Some(1.0));
-    let (code, json) = scene.cleat(&["status", "told", "-o", "json"]);
+    let (code, json) = scene.cleat(&["status", "noticed", "-o", "json"]);
     assert_eq!((code, &json["fenced"], &json["state"]), (0, &true.into(), &"failed".into()));
-    let (code, error) = scene.cleat(&["map", &scene.uri("told"), "--name", "told", "-o", "json"]);
+    let (code, error) =
+        scene.cleat(&["map", &scene.uri("noticed"), "--name", "noticed", "-o", "json"]);
     assert_eq!((code, &error["error"]["kind"]), (12, &"fenced".into()), "{error}");
     let (_, health) = scene.cleat(&["status", "-o", "json"]);
-    assert!(health["checks"].to_string().contains("1 of 1 have failed: told"), "{health}");
+    assert!(health["checks"].to_string().contains("1 of 1 have failed: noticed"), "{health}");
 
-    assert!(supervisor.unmap("told").unwrap());
+    assert!(supervisor.unmap("noticed").unwrap());
     assert_eq!(metric(), None);
-    let anew = scene.map("told");
-    assert_eq!((anew.fenced, anew.state(), metric()), (false, MappingState::Mapped, Some(0.0)));
-    let load = scene.load(&anew);
+    let remapped = scene.map("noticed");
+    assert_eq!(
+        (remapped.fenced, remapped.state(), metric()),
+        (false, MappingState::Mapped, Some(0.0))
+    );
+    let load = scene.load(&remapped);
     load.wait_for_more();
     load.finish();
-    supervisor.unmap("told").unwrap();
+    supervisor.unmap("noticed").unwrap();
     scene.machine.assert_clean();
 }
 
 impl Scene<'_> {
-    /// Runs the command line; its exit code, and the JSON that it gives.
+    /// Runs `cleat` and returns its exit code and its JSON output.
     fn cleat(&self, arguments: &[&str]) -> (i32, serde_json::Value) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cleat"));
         let output = command.arg("--socket").arg(self.machine.config.socket()).args(arguments);
@@ -117,7 +125,7 @@ impl Scene<'_> {
 }
 
 #[test]
-fn a_crash_in_a_librarys_thread_costs_one_volume_a_pause() {
+fn a_crash_of_a_worker_interrupts_only_its_own_volume() {
     let scene = Scene::on(shared());
     let [(victim, first), (other, second)] = ["victim", "other"].map(|name| {
         scene.image(name);

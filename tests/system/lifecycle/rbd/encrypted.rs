@@ -1,6 +1,6 @@
-//! Encrypted images: unlocked by confined workers, through crashes and hand-overs, and resized; what
-//! does not unlock is told. Figures say how long things take here; the key of the first test is made as
-//! `rbd` makes it, to take two seconds of an idle processor's time.
+//! Encrypted images: unlocked by confined workers, also after crashes and handovers, and resized; images
+//! that cannot be unlocked are reported. The tests print how long the steps take. The key of the first
+//! test has the parameters that `rbd` uses: unlocking takes two seconds of CPU time.
 
 use std::ops::ControlFlow;
 use std::os::unix::fs::PermissionsExt;
@@ -55,12 +55,12 @@ impl Scene<'_> {
     }
 }
 
-fn quietly(_done: u64, _total: u64) -> ControlFlow<()> {
+fn ignore_progress(_done: u64, _total: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
 #[test]
-fn an_encrypted_image_outlives_its_workers_and_grows() {
+fn an_encrypted_image_survives_its_workers_and_is_resized() {
     let scene = Scene::on(shared());
     let file = scene.passphrase("key", "a passphrase");
     let uri = volume(&scene.encrypted("secret", "luks2", &file)).unwrap();
@@ -68,8 +68,8 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
     let create = || place.connect().unwrap().create(&name, SIZE, &Layout::default());
     let begun = Instant::now();
     assert!(create().unwrap());
-    println!("figures: made and formatted after {:.1?}", begun.elapsed());
-    assert!(!create().unwrap(), "made twice");
+    println!("figures: created and formatted after {:.1?}", begun.elapsed());
+    assert!(!create().unwrap(), "created twice");
 
     let mapping = scene.map_encrypted("secret", &file);
     assert_eq!(mapping.size_bytes, SIZE);
@@ -79,11 +79,11 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
         .arg(format!("/proc/{}/cmdline", mapping.worker_pid))
         .output()
         .unwrap();
-    assert_eq!(everywhere.stdout, b"", "the passphrase is where it should not be");
+    assert_eq!(everywhere.stdout, b"", "the passphrase is in a file or a command line");
     let load = scene.load(&mapping);
     load.wait_until_all_is_written();
 
-    // The new worker has its key before the old one lets go.
+    // The new worker has the key before the old one stops serving.
     let upgrade =
         UpgradeRequest { force: true, workers_only: true, targets: vec!["secret".to_owned()] };
     let begun = Instant::now();
@@ -103,27 +103,33 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
     assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     assert_eq!(scene.resize("secret", SIZE, true).unwrap().size_bytes, SIZE);
     load.wait_for_more();
-    // By somebody else who has the passphrase.
+    // Resize by another client that has the passphrase.
     let larger = SIZE + 4096;
-    assert!(place.connect().unwrap().resize(&name, larger, false, &mut quietly).unwrap());
-    wait_until("the device grows", || size() == larger);
+    assert!(place.connect().unwrap().resize(&name, larger, false, &mut ignore_progress).unwrap());
+    wait_until("the device has the new size", || size() == larger);
 
     let before = scene.supervisor.get("secret").unwrap().worker_pid;
-    let (begun, mut told) = (Instant::now(), String::new());
+    let (begun, mut reported) = (Instant::now(), String::new());
     kill(before, Signal::SIGKILL);
     while {
         let now = scene.supervisor.get("secret").unwrap();
         assert_ne!(now.state(), MappingState::Failed, "{now:?}");
         if now.message.contains("unlocks") {
-            told.clone_from(&now.message);
+            reported.clone_from(&now.message);
         }
         now.state() != MappingState::Mapped || [0, before].contains(&now.worker_pid)
     } {
-        assert!(begun.elapsed() < REGISTRY.max_extra_open_time() * 2, "nobody serves it any more");
+        assert!(
+            begun.elapsed() < REGISTRY.max_extra_open_time() * 2,
+            "no worker serves the volume in time"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
-    assert!(!told.is_empty(), "nothing said why it took so long");
-    println!("figures: a killed worker is replaced after {:.1?}; told: {told}", begun.elapsed());
+    assert!(!reported.is_empty(), "no message reported that the image is being unlocked");
+    println!(
+        "figures: a killed worker is replaced after {:.1?}; message: {reported}",
+        begun.elapsed()
+    );
     load.wait_for_more();
     let written = load.finish();
     assert_eq!(held(&scene.plain(&mapping)), written);
@@ -132,7 +138,7 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
     let cipher = scene.content("secret");
     assert!(cipher.starts_with(b"LUKS\xba\xbe\0\x02") && cipher.len() as u64 > SIZE + 4096);
     let (zero, text) = (vec![0; 4096], load::block(1, written[1]));
-    assert!(cipher.chunks(4096).all(|block| block != text), "plain text is in the image");
+    assert!(cipher.chunks(4096).all(|block| block != text), "the image contains plain text");
     assert!(cipher.chunks(4096).skip(4096).any(|block| block != zero));
 
     let mapping = scene.map_encrypted("secret", &file);
@@ -142,7 +148,7 @@ fn an_encrypted_image_outlives_its_workers_and_grows() {
 }
 
 #[test]
-fn what_does_not_unlock_an_image_is_told_and_leaves_nothing() {
+fn a_failed_unlock_reports_its_cause_and_leaves_no_state() {
     let scene = Scene::on(shared());
     let right = scene.passphrase("right", "a passphrase");
     let uri: VolumeUri = volume(&scene.encrypted("locked", "luks2", &right)).unwrap();
@@ -184,12 +190,12 @@ fn what_does_not_unlock_an_image_is_told_and_leaves_nothing() {
         assert!(!format!("{status:?}").contains("no passphrase"), "{status:?}");
         scene.machine.assert_clean();
     }
-    // A newline that is no part of it is left out, as Ceph 16's own tools do.
+    // A trailing newline is not part of the passphrase, as in the tools of Ceph 16.
     let file = scene.passphrase("line", "a passphrase\n");
     let mapping = scene.supervisor.map("x", &scene.encrypted("locked", "luks", &file)).unwrap();
     assert_eq!(mapping.size_bytes, 8 * MIB);
     scene.supervisor.unmap("x").unwrap();
-    // What holds data is not formatted.
+    // An image with data is not formatted.
     scene
         .cluster
         .rbd(&["bench", "--io-type", "write", "--io-total", "4096", &spec("open")])

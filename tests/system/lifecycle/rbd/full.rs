@@ -1,5 +1,5 @@
-//! The cluster has no room: what needs some waits or fails, as the mapping's owner wants; everything
-//! else goes on.
+//! A full cluster: requests that need new space wait or fail, depending on the policy; all others
+//! succeed.
 
 use std::io;
 use std::thread::{self, JoinHandle};
@@ -13,14 +13,14 @@ use super::load::{Load, SIZE, held};
 use super::{MIB, Scene, spec};
 use test_kit::node::{index_of, wait_until};
 
-/// A mapped image's device, with space that no load writes to.
+/// The device of a mapped image that is larger than the range of the load.
 struct Device {
     kernel: SimKernel,
     index: DeviceIndex,
 }
 
 impl Device {
-    /// Writes to where nothing is yet, which may take its time.
+    /// Starts a write to a range without data, on a thread, because it may block.
     fn begin(&self, place: u64) -> JoinHandle<io::Result<()>> {
         let (kernel, index) = (self.kernel.clone(), self.index);
         thread::spawn(move || kernel.write(index, place, &[5; 4096]))
@@ -31,7 +31,7 @@ impl Device {
     }
 }
 
-/// A load that has written all of its part once.
+/// Maps an image and starts a load that has written its whole range once.
 fn loaded(cluster: &Cluster) -> (Scene<'_>, Device, Load) {
     let scene = Scene::on(cluster);
     scene.image("a");
@@ -44,7 +44,7 @@ fn loaded(cluster: &Cluster) -> (Scene<'_>, Device, Load) {
 }
 
 impl Scene<'_> {
-    /// Has the OSD take itself for full, or not any more; returns when the pool shows it.
+    /// Sets or resets the full state of the OSD, and waits until the pool shows it.
     fn set_full(&self, full: bool) {
         let ratio = if full { "0.001" } else { "0.95" };
         for limit in ["nearfull", "backfillfull", "full"] {
@@ -53,14 +53,14 @@ impl Scene<'_> {
         self.wait_for_flag("full", full);
     }
 
-    /// Allows the pool so much; returns when it shows whether it has more than that.
+    /// Sets a quota of the pool, and waits until the pool shows whether it is exceeded.
     fn set_quota(&self, of: &str, limit: &str) {
         self.cluster.ceph(&["osd", "pool", "set-quota", POOL, of, limit]);
         self.wait_for_flag("full_quota", limit != "0");
     }
 
     fn wait_for_flag(&self, flag: &str, set: bool) {
-        wait_until("the pool shows it", || {
+        wait_until("the pool shows the flag", || {
             let pools = self.cluster.ceph(&["osd", "pool", "ls", "detail", "--format", "json"]);
             let pools: serde_json::Value = serde_json::from_str(&pools).unwrap();
             let mut flags = pools[0]["flags_names"].as_str().unwrap().split(',');
@@ -82,30 +82,30 @@ impl Scene<'_> {
 }
 
 #[test]
-fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
+fn writes_to_a_full_cluster_wait_or_fail_depending_on_the_policy() {
     let cluster = Cluster::start();
     let (scene, device, load) = loaded(&cluster);
     let waits = || scene.outage().is_some_and(|outage| outage.queued > 0);
     scene.set_full(true);
-    // What has its room keeps it.
+    // Writes to existing objects succeed.
     load.wait_for_more();
     let written = load.finish();
     assert_eq!(scene.outage(), None);
 
-    // Another object needs some.
+    // A new object needs space.
     let writer = device.begin(SIZE);
-    wait_until("it waits, and that is told", waits);
+    wait_until("the write waits, and the outage is reported", waits);
     let reason = scene.outage().unwrap().reason;
     assert!(reason.contains("no room for volumes/a"), "{reason}");
     assert_eq!(device.read(SIZE), [0; 4096]);
     assert!(!writer.is_finished());
     scene.set_full(false);
     writer.join().unwrap().unwrap();
-    wait_until("its end is told", || scene.outage().is_none());
+    wait_until("the end of the outage is reported", || scene.outage().is_none());
 
     scene.set_full(true);
     let writer = device.begin(SIZE + 4 * MIB);
-    wait_until("it waits", waits);
+    wait_until("the write waits", waits);
     scene.on_outage("fail");
     // NBD_ENOSPC.
     for failed in [writer, device.begin(SIZE + 8 * MIB)] {
@@ -115,7 +115,7 @@ fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
     assert_eq!(device.read(SIZE), [5; 4096]);
     scene.set_full(false);
     device.kernel.write(device.index, SIZE + 8 * MIB, &[6; 4096]).unwrap();
-    wait_until("its end is told", || scene.outage().is_none());
+    wait_until("the end of the outage is reported", || scene.outage().is_none());
     scene.supervisor.unmap("a").unwrap();
     let content = scene.content("a");
     let (first, rest) = content.split_at(usize::try_from(SIZE).unwrap());
@@ -128,7 +128,7 @@ fn a_full_cluster_is_waited_for_or_fails_writes_as_told() {
 }
 
 #[test]
-fn a_quota_is_waited_for_or_fails_writes_as_told() {
+fn writes_beyond_a_quota_wait_or_fail_depending_on_the_policy() {
     let cluster = Cluster::start();
     cluster.tell("start mgr");
     let (scene, device, load) = loaded(&cluster);
@@ -137,13 +137,13 @@ fn a_quota_is_waited_for_or_fails_writes_as_told() {
     for of in ["max_bytes", "max_objects"] {
         scene.set_quota(of, "1");
         load.wait_for_more();
-        assert_eq!(scene.outage(), None, "what has its room keeps it");
-        // The OSD may hear of it later than we do.
+        assert_eq!(scene.outage(), None, "writes to existing objects succeed");
+        // The OSD may receive the new map later than this client.
         let (place, writer) = places
             .by_ref()
             .map(|place| (place, device.begin(place)))
             .find(|(_, writer)| {
-                wait_until("it is written or waits", || writer.is_finished() || waits());
+                wait_until("the write succeeds or waits", || writer.is_finished() || waits());
                 !writer.is_finished()
             })
             .unwrap();
@@ -155,19 +155,19 @@ fn a_quota_is_waited_for_or_fails_writes_as_told() {
         assert!(!writer.is_finished());
         scene.set_quota(of, "0");
         writer.join().unwrap().unwrap();
-        wait_until("its end is told", || scene.outage().is_none());
+        wait_until("the end of the outage is reported", || scene.outage().is_none());
         assert_eq!(device.read(place), [5; 4096]);
     }
     scene.set_quota("max_bytes", "1");
     scene.on_outage("fail");
-    // NBD_ENOSPC: there is no word for a quota.
+    // NBD has no error for an exceeded quota; it is NBD_ENOSPC, too.
     let error =
         places.find_map(|place| device.begin(place).join().unwrap().err()).unwrap().to_string();
     assert!(error.contains("NBD error 28"), "{error}");
     load.wait_for_more();
     load.finish();
     scene.supervisor.unmap("a").unwrap();
-    // Neither a claim nor a volume's end needs room.
+    // Neither a claim nor an unmap needs space.
     scene.map("a");
     scene.supervisor.unmap("a").unwrap();
     scene.set_quota("max_bytes", "0");

@@ -1,4 +1,4 @@
-//! Images of every kind, those too that krbd does not map: each under load, while its worker dies.
+//! Images of every kind, also those that krbd does not support: each under load, while its worker dies.
 
 use nix::sys::signal::Signal;
 use test_kit::ceph::{Cluster, POOL};
@@ -7,7 +7,7 @@ use super::load::{SIZE, held};
 use super::{Scene, spec};
 use test_kit::node::{kill, wait_until};
 
-/// A name, and what `rbd create` is told beside the size.
+/// The name of an image, and the options of `rbd create` besides the size.
 const KINDS: [(&str, &[&str]); 6] = [
     ("tenant/namespaced", &[]),
     ("split", &["--data-pool", "elsewhere"]),
@@ -29,7 +29,7 @@ fn images_of_every_kind_are_mapped_and_survive_their_worker() {
     };
     rbd(&["namespace", "create", &format!("{POOL}/tenant")]);
     rbd(&["mirror", "pool", "enable", POOL, "image"]);
-    // Nobody has to be there.
+    // The peer cluster does not have to exist.
     rbd(&["mirror", "pool", "peer", "add", POOL, "client.remote@elsewhere"]);
     let scene = Scene::on(&cluster);
     for (image, how) in KINDS {

@@ -1,5 +1,5 @@
-//! Writers whose every block says when it was written: what an image holds tells up to which of its
-//! writes it holds them, and that none is lost, torn, or out of order.
+//! Writers whose blocks contain the number of the write. The content of an image shows the last write of
+//! each writer that it has, and whether a write is lost, torn, or out of order.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,26 +13,26 @@ use test_kit::node::wait_until;
 
 pub(super) const WRITERS: usize = 4;
 
-/// Of the images that are written.
+/// The size of the images that are written.
 pub(super) const SIZE: u64 = 32 * MIB;
 
 const LENGTH: u32 = 4096;
 const BLOCK: usize = LENGTH as usize;
 
-/// Blocks of a writer, which it writes in turn; they lie in all objects of the image.
+/// The number of blocks of a writer, which it writes in turn. They are spread over all objects.
 const SLOTS: u64 = 64;
 
-/// Writes that say that the load goes on.
+/// The number of writes per writer that [`Load::wait_for_more`] waits for.
 const MORE: u64 = 20;
 
-/// Each writer writes one block at a time, and now and then reads one back.
+/// A running load. Each writer writes one block at a time, and reads every eighth back.
 pub(super) struct Load {
     stop: Arc<AtomicBool>,
     progress: Arc<Vec<Progress>>,
     writers: Vec<JoinHandle<std::io::Result<()>>>,
 }
 
-/// The numbers of the last write that was begun, and of the last that was answered.
+/// The numbers of the last write that was started, and of the last that completed.
 #[derive(Default)]
 struct Progress {
     begun: AtomicU64,
@@ -44,7 +44,7 @@ impl Load {
         Self::after(kernel, device, [0; WRITERS])
     }
 
-    /// Goes on from what an image holds already.
+    /// Starts a load that continues the numbers in the image's content.
     pub(super) fn after(kernel: &SimKernel, device: DeviceIndex, held: [u64; WRITERS]) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let of = |held| Progress { begun: AtomicU64::new(held), done: AtomicU64::new(held) };
@@ -57,7 +57,7 @@ impl Load {
         Self { stop, progress, writers }
     }
 
-    /// Of each writer, the number of its last write that was answered.
+    /// Returns the number of each writer's last completed write.
     pub(super) fn done(&self) -> [u64; WRITERS] {
         std::array::from_fn(|writer| self.progress[writer].done.load(Ordering::SeqCst))
     }
@@ -66,21 +66,23 @@ impl Load {
         std::array::from_fn(|writer| self.progress[writer].begun.load(Ordering::SeqCst))
     }
 
-    /// Waits until every writer has had some more writes answered.
+    /// Waits until every writer has completed some more writes.
     pub(super) fn wait_for_more(&self) {
         let before = self.done();
-        wait_until("the load goes on", || {
+        wait_until("the load continues", || {
             assert!(!self.writers.iter().any(JoinHandle::is_finished), "a writer has ended");
             self.done().iter().zip(before).all(|(now, before)| *now >= before + MORE)
         });
     }
 
-    /// Waits until there is no block that has never been written.
+    /// Waits until every block has been written once.
     pub(super) fn wait_until_all_is_written(&self) {
-        wait_until("all is written", || self.done().iter().all(|done| *done >= SLOTS));
+        wait_until("every block has been written", || {
+            self.done().iter().all(|done| *done >= SLOTS)
+        });
     }
 
-    /// Ends it without an error; returns the number of each writer's last write.
+    /// Stops the load, checks that no writer failed, and returns the number of each writer's last write.
     pub(super) fn finish(self) -> [u64; WRITERS] {
         let done = Arc::clone(&self.progress);
         for ended in self.stop() {
@@ -89,7 +91,7 @@ impl Load {
         std::array::from_fn(|writer| done[writer].done.load(Ordering::SeqCst))
     }
 
-    /// Ends it; how each writer fared.
+    /// Stops the load and returns each writer's result.
     pub(super) fn stop(self) -> Vec<std::io::Result<()>> {
         self.stop.store(true, Ordering::SeqCst);
         self.writers.into_iter().map(|writer| writer.join().unwrap()).collect()
@@ -122,8 +124,8 @@ fn write(
     Ok(())
 }
 
-/// Up to which of its writes an image holds those of each writer. Panics where it holds others, or
-/// not all that came before.
+/// Returns the number of each writer's last write in `content`. Panics if an earlier write is missing
+/// or a block has other content.
 pub(super) fn held(content: &[u8]) -> [u64; WRITERS] {
     assert_eq!(content.len() as u64, SIZE);
     std::array::from_fn(|writer| {
@@ -149,7 +151,7 @@ pub(super) fn held(content: &[u8]) -> [u64; WRITERS] {
     })
 }
 
-/// Whether each of `held` lies between `done` and `begun`.
+/// Checks that each number of `held` lies between `done` and `begun`.
 #[track_caller]
 pub(super) fn assert_within(held: [u64; WRITERS], done: [u64; WRITERS], begun: [u64; WRITERS]) {
     let fits = |writer: usize| (done[writer]..=begun[writer]).contains(&held[writer]);

@@ -1,5 +1,5 @@
-//! Volumes in a real cluster, to which things happen: its OSD and its monitor die and come back, it
-//! is full, a client is cut off, images change underneath.
+//! Mapped RBD images in a real cluster with faults: the OSD and the monitor die and restart, the cluster
+//! is full, a client is fenced, images are changed by other clients.
 
 mod changes;
 mod clients;
@@ -20,7 +20,7 @@ use test_kit::node::{Machine, Supervisor, index_of, request};
 
 const MIB: u64 = 1 << 20;
 
-/// A machine with a supervisor, and a cluster.
+/// A simulated machine with a supervisor, and a cluster.
 struct Scene<'a> {
     supervisor: Supervisor,
     machine: Machine,
@@ -34,7 +34,7 @@ impl<'a> Scene<'a> {
         Self { supervisor, machine, cluster }
     }
 
-    /// Makes an image.
+    /// Creates an image of [`load::SIZE`] bytes.
     fn image(&self, image: &str) {
         let size = format!("{}B", load::SIZE);
         self.cluster.rbd(&["create", &spec(image), "--size", &size]).unwrap();
@@ -46,7 +46,7 @@ impl<'a> Scene<'a> {
         format!("rbd:{POOL}/{image}?conf={conf}&keyring={keyring}&id={ID}")
     }
 
-    /// Maps an image under its own name.
+    /// Maps an image under the image's name.
     fn map(&self, image: &str) -> Mapping {
         self.supervisor.map_with(self.request(image)).unwrap()
     }
@@ -59,7 +59,7 @@ impl<'a> Scene<'a> {
         let mut request = request(name, &self.uri(image));
         let options = request.options.as_mut().unwrap();
         options.connections = u32::try_from(load::WRITERS).unwrap();
-        // Nothing may fail before the OSDs have given up whoever was killed.
+        // No request may fail before the OSDs have removed the watch of a killed client.
         options.dead_connection_timeout_s = 600;
         request
     }
@@ -68,12 +68,12 @@ impl<'a> Scene<'a> {
         Load::start(&self.machine.kernel, index_of(mapping))
     }
 
-    /// The whole content of an image or of a snapshot of it, as another client reads it.
+    /// Reads the whole content of an image or a snapshot with `rbd export`.
     fn content(&self, image: &str) -> Vec<u8> {
         self.cluster.rbd(&["export", "--no-progress", &spec(image), "-"]).unwrap()
     }
 
-    /// The address of the client that holds an image's lock.
+    /// Returns the address of the client that holds an image's lock.
     fn owner(&self, image: &str) -> String {
         let listed = self.cluster.rbd(&["lock", "ls", &spec(image), "--format", "json"]).unwrap();
         let locks: serde_json::Value = serde_json::from_slice(&listed).unwrap();

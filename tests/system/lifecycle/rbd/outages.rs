@@ -1,4 +1,4 @@
-//! The OSD or the monitor is away: I/O waits and goes on, and nobody waits for what is not needed.
+//! Outages of the OSD or the monitor: I/O waits and continues, and calls end in time.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,12 @@ use super::Scene;
 use super::load::{Load, assert_within, held};
 use test_kit::node::{assert_code, index_of, kill, wait_until};
 
-/// After which the OSDs take a client for dead (`osd_client_watch_timeout`), and some more.
+/// A little more than `osd_client_watch_timeout`, after which the OSDs remove a dead client's watch.
 const WATCH_TIMEOUT: Duration = Duration::from_secs(35);
 
-/// Waits until no write is answered any more.
+/// Waits until no write completes any more.
 fn wait_for_standstill(load: &Load) {
-    wait_until("writes wait", || {
+    wait_until("no write completes", || {
         let before = load.done();
         std::thread::sleep(Duration::from_millis(500));
         load.done() == before
@@ -23,7 +23,7 @@ fn wait_for_standstill(load: &Load) {
 }
 
 #[test]
-fn killed_daemons_cost_time_and_nothing_else() {
+fn outages_of_the_osd_and_the_monitor_lose_no_write() {
     let cluster = Cluster::start_on_disk();
     let scene = Scene::on(&cluster);
     scene.image("a");
@@ -36,15 +36,15 @@ fn killed_daemons_cost_time_and_nothing_else() {
         std::thread::sleep(away);
         cluster.tell("start osd");
         load.wait_for_more();
-        // The claim outlived it.
+        // The claim survived the outage.
         assert_eq!(scene.supervisor.get("a").unwrap().generation, mapping.generation);
     }
-    // Without its monitor the cluster serves who is connected.
+    // Without the monitor, the cluster serves connected clients.
     cluster.tell("kill mon");
     load.wait_for_more();
     cluster.tell("start mon");
     load.wait_for_more();
-    // A worker dies while there is nobody that could serve its successor.
+    // A worker dies while the OSD cannot serve its successor.
     cluster.tell("kill osd");
     wait_for_standstill(&load);
     let begun = Instant::now();
@@ -61,30 +61,30 @@ fn killed_daemons_cost_time_and_nothing_else() {
 }
 
 #[test]
-fn a_forced_unmap_in_an_outage_ends_in_time_and_for_good() {
+fn a_forced_unmap_in_an_outage_ends_in_time_and_no_late_write_is_executed() {
     let cluster = Cluster::start();
     let scene = Scene::on(&cluster);
     scene.image("a");
     let mapping = scene.map("a");
     let load = scene.load(&mapping);
     load.wait_for_more();
-    // Its sockets are open, and take what is sent.
+    // The sockets of the paused OSD are open and accept data.
     cluster.tell("pause osd");
     wait_for_standstill(&load);
     let begun = Instant::now();
-    // That nothing is under way any more cannot be known while the OSD says nothing.
+    // While the OSD does not answer, cleat cannot check that no request is in flight.
     assert_code(scene.supervisor.force("a"), Code::DeadlineExceeded, "not done: prove silence");
     println!("figures: by force, with the OSD stopped: {:?}", begun.elapsed());
     let (done, last) = (load.done(), load.begun());
-    assert!(load.stop().iter().all(Result::is_err), "a write that waited has failed");
+    assert!(load.stop().iter().all(Result::is_err), "a waiting write succeeded");
     assert!(scene.machine.kernel.read(index_of(&mapping), 0, 512).is_err());
 
     cluster.tell("resume osd");
-    wait_until("it is gone", || scene.supervisor.list().is_empty());
+    wait_until("the mapping is removed", || scene.supervisor.list().is_empty());
     scene.machine.assert_clean();
     let content = scene.content("a");
     assert_within(held(&content), done, last);
-    // Nothing of it lands later, among the writes of those who come next.
+    // No write of the old mapping is executed later, among writes of the new one.
     let mapping = scene.map("a");
     let load = Load::after(&scene.machine.kernel, index_of(&mapping), held(&content));
     load.wait_for_more();

@@ -1,5 +1,5 @@
-//! Snapshots of images that are mapped with `quiesce`: what is mounted is frozen for their moment, and
-//! thawed whatever happens.
+//! Snapshots of images that are mapped with `quiesce`: mounted file systems are frozen during a snapshot,
+//! and thawed after it, also after failures.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -20,13 +20,13 @@ use tonic::Code;
 use super::{Scene, spec};
 use test_kit::node::{Machine, assert_code, index_of, kill, request, wait_until};
 
-/// For `rbd snap create`, which librbd lets wait for 50 s.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// The time limit of `rbd snap create`; librbd delays it for up to 50 s.
+const RBD_LIMIT: Duration = Duration::from_secs(120);
 
 type Made = Receiver<Result<Vec<u8>, String>>;
 
 impl Scene<'_> {
-    /// Maps an image, with a file system on its device.
+    /// Maps an image with `quiesce`, and mounts two file systems on its device.
     fn quiesced(&self, image: &str) -> Mapping {
         let mapping = self.supervisor.map_with(self.quiescing(image)).unwrap();
         self.mount(&mapping);
@@ -52,13 +52,13 @@ impl Scene<'_> {
     }
 
     fn wait_until_thawed(&self) {
-        wait_until("all is thawed", || self.frozen() == 0);
-        wait_until("it is recorded", || {
+        wait_until("all file systems are thawed", || self.frozen() == 0);
+        wait_until("the thaw is recorded", || {
             self.supervisor.list().iter().all(|mapping| mapping.quiet.is_none())
         });
     }
 
-    /// `rbd snap create`, on a thread of its own.
+    /// Runs `rbd snap create` on a thread of its own.
     fn snap(cluster: &'static Cluster, at: &str, how: &[&str]) -> Made {
         let (sender, receiver) = channel();
         let command = ["snap", "create", "--no-progress", &spec(at)].map(str::to_owned);
@@ -81,7 +81,7 @@ impl Scene<'_> {
     }
 }
 
-/// A scene with another configuration, and `at` called at every point that the executor passes.
+/// Creates a scene with a changed configuration. The executor calls `at` at every point that it passes.
 fn scene(
     cluster: &'static Cluster,
     change: impl FnOnce(&Machine, &mut Config),
@@ -96,34 +96,34 @@ fn scene(
     Scene { supervisor, machine, cluster }
 }
 
-/// A cluster of its own, which lasts as long as the process.
+/// Starts a separate cluster that runs until the process exits.
 fn own_cluster() -> &'static Cluster {
     Box::leak(Box::new(Cluster::start()))
 }
 
 #[test]
-fn what_is_mounted_is_frozen_while_a_snapshot_is_made() {
+fn mounted_file_systems_are_frozen_during_a_snapshot() {
     let (sender, frozen_at) = channel();
     let sender = Mutex::new(sender);
     let kernel: Arc<Mutex<Option<cleat_kernel::sim::SimKernel>>> = Arc::default();
     let seen = Arc::clone(&kernel);
-    let look = move |point: &str| {
+    let record = move |point: &str| {
         if let Some(kernel) = &*seen.lock().unwrap() {
             let _ = sender.lock().unwrap().send((point.to_owned(), kernel.frozen().len()));
         }
         false
     };
-    let scene = scene(shared(), |_, _| (), look);
+    let scene = scene(shared(), |_, _| (), record);
     scene.image("frozen");
     let mapping = scene.quiesced("frozen");
     assert!(mapping.options.as_ref().unwrap().quiesce);
     *kernel.lock().unwrap() = Some(scene.machine.kernel.clone());
     let index = index_of(&mapping);
     scene.machine.kernel.write(index, 0, &[7; 4096]).unwrap();
-    // What somebody else has frozen is his to thaw.
+    // A file system that another process has frozen is not thawed.
     scene.machine.kernel.freeze_by_other(index, "/mnt/two");
     for (nth, at) in ["frozen@one", "frozen@two"].iter().enumerate() {
-        Scene::snap(shared(), at, &[]).recv_timeout(PATIENCE).unwrap().unwrap();
+        Scene::snap(shared(), at, &[]).recv_timeout(RBD_LIMIT).unwrap().unwrap();
         assert_eq!(scene.snapshots("frozen"), nth + 1);
         scene.wait_until_thawed();
     }
@@ -137,9 +137,9 @@ fn what_is_mounted_is_frozen_while_a_snapshot_is_made() {
     assert_eq!(at("thawed"), [0, 0]);
     let mapping = scene.supervisor.get("frozen").unwrap();
     assert_eq!(mapping.message, "", "{mapping:?}");
-    // Who skips it waits for nobody.
+    // With `--skip-quiesce` the snapshot does not wait.
     let skipped = Scene::snap(shared(), "frozen@three", &["--skip-quiesce"]);
-    skipped.recv_timeout(PATIENCE).unwrap().unwrap();
+    skipped.recv_timeout(RBD_LIMIT).unwrap().unwrap();
     assert_eq!(frozen_at.try_iter().filter(|(point, _)| point.starts_with("quiet")).count(), 0);
     scene.release(index);
     scene.supervisor.unmap("frozen").unwrap();
@@ -147,7 +147,7 @@ fn what_is_mounted_is_frozen_while_a_snapshot_is_made() {
 }
 
 #[test]
-fn a_supervisor_that_dies_at_any_point_leaves_it_to_the_next_one_to_thaw() {
+fn the_next_supervisor_thaws_after_a_crash_at_any_point() {
     for point in ["quiet recorded", "frozen", "quiet, not answered"] {
         let (sender, halted) = channel();
         let sender = Mutex::new(sender);
@@ -157,25 +157,27 @@ fn a_supervisor_that_dies_at_any_point_leaves_it_to_the_next_one_to_thaw() {
         scene.image(&image);
         let mapping = scene.quiesced(&image);
         let made = Scene::snap(shared(), &format!("{image}@s"), &[]);
-        halted.recv_timeout(PATIENCE).unwrap();
+        halted.recv_timeout(RBD_LIMIT).unwrap();
         let frozen = if point == "quiet recorded" { 0 } else { 2 };
         assert_eq!(scene.frozen(), frozen, "{point}");
         let Scene { supervisor, machine, cluster } = scene;
         supervisor.crash();
-        // Nobody is there that could make it quiet, or say that it is.
-        made.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        // No supervisor runs that could quiesce the volume or report it, so the snapshot fails.
+        made.recv_timeout(RBD_LIMIT).unwrap().unwrap_err();
         assert_eq!(machine.kernel.frozen().len(), frozen, "{point}");
         let supervisor = machine.start();
         let scene = Scene { supervisor, machine, cluster };
         scene.wait_until_thawed();
-        let told = scene.supervisor.get(&image).unwrap();
-        assert!(told.message.contains("may not be consistent"), "{told:?}");
-        assert_eq!(told.worker_pid, mapping.worker_pid);
-        // It is as before, and the next one tells nothing more.
+        let mapping_now = scene.supervisor.get(&image).unwrap();
+        assert!(mapping_now.message.contains("may not be consistent"), "{mapping_now:?}");
+        assert_eq!(mapping_now.worker_pid, mapping.worker_pid);
+        // The next snapshot succeeds and clears the message.
         let again = Scene::snap(shared(), &format!("{image}@again"), &[]);
-        again.recv_timeout(PATIENCE).unwrap().unwrap();
+        again.recv_timeout(RBD_LIMIT).unwrap().unwrap();
         scene.wait_until_thawed();
-        wait_until("nothing is told", || scene.supervisor.get(&image).unwrap().message.is_empty());
+        wait_until("the message is empty", || {
+            scene.supervisor.get(&image).unwrap().message.is_empty()
+        });
         scene.release(index_of(&mapping));
         scene.supervisor.unmap(&image).unwrap();
         scene.machine.assert_clean();
@@ -186,14 +188,14 @@ fn a_supervisor_that_dies_at_any_point_leaves_it_to_the_next_one_to_thaw() {
 fn a_worker_that_dies_while_its_device_is_frozen_is_replaced_and_the_device_thawed() {
     let victim = Arc::new(Mutex::new(0));
     let struck = Arc::clone(&victim);
-    let strike = move |point: &str| {
+    let kill_worker = move |point: &str| {
         let pid = *struck.lock().unwrap();
         if point == "quiet, not answered" && pid != 0 {
             kill(pid, Signal::SIGKILL);
         }
         false
     };
-    let scene = scene(shared(), |_, _| (), strike);
+    let scene = scene(shared(), |_, _| (), kill_worker);
     scene.image("widowed");
     let mapping = scene.quiesced("widowed");
     *victim.lock().unwrap() = mapping.worker_pid;
@@ -203,8 +205,8 @@ fn a_worker_that_dies_while_its_device_is_frozen_is_replaced_and_the_device_thaw
         now != 0 && now != mapping.worker_pid
     });
     scene.wait_until_thawed();
-    // Made by the next owner of the lock, or not.
-    let _ = made.recv_timeout(PATIENCE).unwrap();
+    // The snapshot may be created by the next lock owner, or fail.
+    let _ = made.recv_timeout(RBD_LIMIT).unwrap();
     scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
     scene.wait_until_thawed();
     scene.release(index_of(&mapping));
@@ -212,7 +214,7 @@ fn a_worker_that_dies_while_its_device_is_frozen_is_replaced_and_the_device_thaw
     scene.machine.assert_clean();
 }
 
-/// What a snapshot needs of the OSD comes only after the device is quiet.
+/// Starts a snapshot that blocks after the volume was quiesced, because the OSD is paused then.
 fn stuck(change: impl FnOnce(&Machine, &mut Config)) -> (Scene<'static>, Mapping, Made) {
     let cluster = own_cluster();
     let armed = AtomicBool::new(true);
@@ -226,21 +228,21 @@ fn stuck(change: impl FnOnce(&Machine, &mut Config)) -> (Scene<'static>, Mapping
     scene.image("stuck");
     let mapping = scene.quiesced("stuck");
     let made = Scene::snap(cluster, "stuck@s", &[]);
-    wait_until("it is quiet", || scene.supervisor.get("stuck").unwrap().quiet.is_some());
-    wait_until("it is frozen", || scene.frozen() == 2);
+    wait_until("the volume is quiesced", || scene.supervisor.get("stuck").unwrap().quiet.is_some());
+    wait_until("the file systems are frozen", || scene.frozen() == 2);
     (scene, mapping, made)
 }
 
 #[test]
-fn what_takes_too_long_is_thawed_and_told() {
+fn a_snapshot_that_exceeds_the_deadline_is_thawed_and_reported() {
     let limit = Duration::from_secs(3);
     let (scene, mapping, made) = stuck(|_, config| config.map.quiesce_deadline = limit);
     scene.wait_until_thawed();
-    let told = scene.supervisor.get("stuck").unwrap();
-    assert!(told.message.contains("may not be consistent"), "{told:?}");
-    assert!(made.try_recv().is_err(), "it was stuck no more");
+    let mapping_now = scene.supervisor.get("stuck").unwrap();
+    assert!(mapping_now.message.contains("may not be consistent"), "{mapping_now:?}");
+    assert!(made.try_recv().is_err(), "the snapshot is still blocked");
     scene.cluster.tell("resume osd");
-    let _ = made.recv_timeout(PATIENCE).unwrap();
+    let _ = made.recv_timeout(RBD_LIMIT).unwrap();
     scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
     scene.wait_until_thawed();
     scene.release(index_of(&mapping));
@@ -249,7 +251,7 @@ fn what_takes_too_long_is_thawed_and_told() {
 }
 
 #[test]
-fn what_is_quiet_is_neither_upgraded_nor_unmapped_and_thawed_before_force() {
+fn a_quiesced_volume_is_not_upgraded_or_unmapped_and_thawed_before_a_forced_unmap() {
     let (scene, mapping, _made) = stuck(|_, config| {
         config.map.quiesce_deadline = Duration::from_secs(300);
     });
@@ -260,19 +262,19 @@ fn what_is_quiet_is_neither_upgraded_nor_unmapped_and_thawed_before_force() {
     assert_eq!(event.outcome(), Outcome::Failed, "{event:?}");
     assert!(event.message.contains("a snapshot of stuck is being made"), "{event:?}");
     assert_code(scene.supervisor.unmap("stuck"), Code::FailedPrecondition, "/mnt/one");
-    assert_eq!(scene.frozen(), 2, "its snapshot needs that still");
-    // The simulated kernel lets nothing be unmounted that is frozen. The OSD says nothing, so that
-    // the silence of the volume is proved only later.
+    assert_eq!(scene.frozen(), 2, "the file systems stay frozen for the snapshot");
+    // The simulated kernel refuses to unmount a frozen file system. The OSD does not answer, so the
+    // end of all requests is confirmed only later.
     let _ = scene.supervisor.force("stuck");
     assert_eq!(scene.frozen(), 0);
     assert!(!scene.machine.kernel.is_disconnected(index_of(&mapping)));
     scene.cluster.tell("resume osd");
-    wait_until("the rest is done by itself", || scene.supervisor.list().is_empty());
+    wait_until("the unmap completes by itself", || scene.supervisor.list().is_empty());
     scene.machine.assert_clean();
 }
 
 #[test]
-fn a_supervisor_that_is_told_to_end_thaws_first() {
+fn a_supervisor_thaws_before_it_shuts_down() {
     let (scene, mapping, _made) = stuck(|_, config| {
         config.map.quiesce_deadline = Duration::from_secs(300);
     });
@@ -288,23 +290,23 @@ fn a_supervisor_that_is_told_to_end_thaws_first() {
     scene.machine.assert_clean();
 }
 
-/// A hook that notes what it is told and does `more`.
+/// Writes a hook that logs its arguments and runs `more`.
 fn hook(machine: &Machine, more: &str) -> PathBuf {
     let path = machine.path("hook");
-    let log = machine.path("told");
+    let log = machine.path("calls");
     let text = format!("#!/bin/sh\necho \"$@\" >>{}\n{more}\n", log.display());
     std::fs::write(&path, text).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
     path
 }
 
-fn told(scene: &Scene<'_>) -> Vec<String> {
-    let log = std::fs::read_to_string(scene.machine.path("told")).unwrap_or_default();
+fn hook_calls(scene: &Scene<'_>) -> Vec<String> {
+    let log = std::fs::read_to_string(scene.machine.path("calls")).unwrap_or_default();
     log.lines().map(str::to_owned).collect()
 }
 
 #[test]
-fn a_hook_is_run_in_place_of_freezing_and_its_failure_is_the_snapshots() {
+fn a_hook_runs_instead_of_freezing_and_its_failure_fails_the_snapshot() {
     let change = |machine: &Machine, config: &mut Config| {
         let script = "test ! -e \"${0%/*}/fail\" || { echo no; exit 3; }
             test ! -e \"${0%/*}/hang\" || test \"$2\" = unquiesce || sleep 600";
@@ -317,12 +319,12 @@ fn a_hook_is_run_in_place_of_freezing_and_its_failure_is_the_snapshots() {
     let device = mapping.device.clone();
     let expect = |verbs: &[&str]| {
         let all: Vec<String> = verbs.iter().map(|verb| format!("{device} {verb}")).collect();
-        wait_until("the hook is told", || told(&scene).len() >= all.len());
+        wait_until("the hook is called", || hook_calls(&scene).len() >= all.len());
         scene.wait_until_thawed();
-        assert_eq!(told(&scene), all);
+        assert_eq!(hook_calls(&scene), all);
     };
     let snap = |at: &str, how: &[&str]| {
-        Scene::snap(shared(), &format!("hooked@{at}"), how).recv_timeout(PATIENCE).unwrap()
+        Scene::snap(shared(), &format!("hooked@{at}"), how).recv_timeout(RBD_LIMIT).unwrap()
     };
     snap("one", &[]).unwrap();
     expect(&["quiesce", "unquiesce"]);
@@ -340,7 +342,7 @@ fn a_hook_is_run_in_place_of_freezing_and_its_failure_is_the_snapshots() {
     assert!(!complaint.is_empty() && scene.snapshots("hooked") == 1, "{complaint}");
     let mapping = scene.supervisor.get("hooked").unwrap();
     assert!(mapping.message.contains("exit status: 3"), "{mapping:?}");
-    wait_until("it is thawed", || told(&scene).len() == 6);
+    wait_until("the hook is called for the thaw", || hook_calls(&scene).len() == 6);
     snap("four", &["--ignore-quiesce-error"]).unwrap();
     assert_eq!(scene.snapshots("hooked"), 2);
     std::fs::remove_file(scene.machine.path("fail")).unwrap();
@@ -351,7 +353,7 @@ fn a_hook_is_run_in_place_of_freezing_and_its_failure_is_the_snapshots() {
 }
 
 #[test]
-fn where_nothing_can_be_made_quiet_it_is_refused() {
+fn quiesce_is_refused_for_volumes_that_cannot_be_quiesced() {
     let scene = Scene::on(shared());
     scene.image("refused");
     let with = |uri: &str, read_only| {
@@ -364,7 +366,7 @@ fn where_nothing_can_be_made_quiet_it_is_refused() {
     shared().rbd(&["snap", "create", "--no-progress", &spec("refused@s")]).unwrap();
     assert_code(with(&scene.uri("refused@s"), false), Code::InvalidArgument, "read-only");
     scene.machine.assert_clean();
-    // And it is a part of what is mapped.
+    // `quiesce` is a property of the mapping.
     with(&rbd, false).unwrap();
     assert_code(scene.supervisor.map("x", &rbd), Code::AlreadyExists, "quiesce=true");
     scene.supervisor.unmap("x").unwrap();

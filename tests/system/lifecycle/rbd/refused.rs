@@ -1,4 +1,4 @@
-//! What cannot be mapped: told why and what to do, within a bound, and nothing is left of it.
+//! Images that cannot be mapped: the call fails in time with its cause and a repair, and leaves no state.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ impl Scene<'_> {
 }
 
 #[test]
-fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
+fn a_failed_map_reports_its_cause_and_leaves_no_state() {
     let cluster = Cluster::start();
     let scene = Scene::on(&cluster);
     scene.image("a");

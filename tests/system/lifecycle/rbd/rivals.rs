@@ -1,4 +1,4 @@
-//! Two machines want one image.
+//! Two machines that map the same image.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use super::Scene;
 use super::load::{Load, held};
 use test_kit::node::{Machine, index_of, kill, repair, wait_until};
 
-/// A machine of its own name and boot.
+/// Starts a machine with its own node name and boot id.
 fn node(name: &str) -> Scene<'static> {
     let mut machine = Machine::new();
     machine.config.node_name = name.to_owned();
@@ -20,7 +20,7 @@ fn node(name: &str) -> Scene<'static> {
 }
 
 #[test]
-fn a_machine_takes_over_from_another_only_when_it_is_told_to() {
+fn a_machine_takes_over_an_image_only_with_take_over() {
     let (first, second) = (node("web1"), node("web2"));
     first.image("wanted");
     let lost = first.map("wanted");
@@ -35,16 +35,17 @@ fn a_machine_takes_over_from_another_only_when_it_is_told_to() {
     second.machine.assert_clean();
     load.wait_for_more();
 
-    let told = MapRequest { take_over: true, ..second.request("wanted") };
-    let mapping = second.supervisor.map_with(told).unwrap();
+    let request = MapRequest { take_over: true, ..second.request("wanted") };
+    let mapping = second.supervisor.map_with(request).unwrap();
     let fenced = first.supervisor.wait_for("wanted", MappingState::Failed);
     assert!(fenced.message.contains("somebody else owns the volume"), "{fenced:?}");
-    assert!(load.stop().iter().all(Result::is_err), "a writer goes on");
+    assert!(load.stop().iter().all(Result::is_err), "a write succeeded");
     let content = held(&first.content("wanted"));
     let load = Load::after(&second.machine.kernel, index_of(&mapping), content);
     load.wait_for_more();
 
-    // What was said then holds for its successors, and the loser's end changes nothing.
+    // The claim passes to successors of the worker, and the unmap of the fenced mapping does not
+    // change it.
     kill(mapping.worker_pid, Signal::SIGKILL);
     let begun = Instant::now();
     wait_until("another worker serves", || {
@@ -60,7 +61,7 @@ fn a_machine_takes_over_from_another_only_when_it_is_told_to() {
     second.supervisor.unmap("wanted").unwrap();
     second.machine.assert_clean();
     assert_eq!(held(&second.content("wanted")), written);
-    // Nobody has it now: the first may, without being told.
+    // The image is free now, and the first machine maps it without a take-over.
     first.map("wanted");
     first.supervisor.unmap("wanted").unwrap();
 }
