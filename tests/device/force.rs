@@ -129,7 +129,7 @@ fn opener(device: &str) {
     assert_eq!(orphan["device"], device, "{orphan}");
     assert!(is_among(&orphan["holders"], opener.id()), "{orphan}");
 
-    // Another device has the name and the volume now.
+    // Another device gets the name and the volume.
     let image = "fault:file:/tmp/forced.img";
     let other = cleat_ok(&["map", image, "--name", "forced"]);
     assert_ne!(other, device);
@@ -139,7 +139,7 @@ fn opener(device: &str) {
     assert_eq!(shell(&format!("readlink -f {link}")), other);
     opener.kill().expect("killing the opener");
     opener.wait().expect("waiting for the opener");
-    wait_until("the orphan goes by itself", || orphans().is_empty());
+    wait_until("the orphan disappears", || orphans().is_empty());
     shell("udevadm settle");
     assert_eq!(shell(&format!("readlink -f {link}")), other);
     shell(&format!("dd if=/dev/zero of={other} bs=64k count=4 oflag=direct status=none"));

@@ -92,7 +92,7 @@ pub(crate) async fn beat(pulse: Arc<Pulse>, world: World) {
             quiet = 0;
             pulse.rest.store(true, Ordering::Relaxed);
             let next = world.next_due().unwrap_or(Duration::from_secs(3600));
-            // Something of the supervisor's may come first.
+            // An event of the supervisor may come first.
             let _ = tokio::time::timeout(next, pulse.idle.notified()).await;
         }
         quiet = if world.turn() { 0 } else { quiet + 1 };

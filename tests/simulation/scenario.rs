@@ -111,9 +111,9 @@ impl Life {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
     Crash,
-    /// At the nth point that the executor passes.
+    /// The supervisor crashes at the nth point that the executor passes.
     AtPoint(u64),
-    /// At the nth call that may block: before it, or after its effect.
+    /// The supervisor crashes at the nth call that may block: before it, or after its effect.
     AtCall(u64, bool),
     Shutdown,
 }
