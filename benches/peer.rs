@@ -1,4 +1,4 @@
-//! `cargo bench --bench peer`: `cleat serve` against nbdkit's memory plugin, in turns.
+//! `cargo bench --bench peer`: compares `cleat serve` with nbdkit's memory plugin, in alternating rounds.
 
 #![allow(
     clippy::cast_possible_truncation,

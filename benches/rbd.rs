@@ -1,15 +1,15 @@
-//! `cargo bench --bench rbd`: `cleat serve` with an RBD image against raw librbd (fio's rbd engine)
-//! and qemu-nbd over librbd, on one cluster, in turns.
+//! `cargo bench --bench rbd`: compares `cleat serve` on an RBD image with raw librbd (fio's rbd engine) and
+//! with qemu-nbd on librbd, on one cluster, in alternating rounds.
 //!
-//! Every contestant has an image of its own of the same shape, filled, and the same ceph.conf. qemu-nbd
-//! comes with `--cache=none`, which answers a write when it is replicated, as the others do, and as it
-//! is started without options: with librbd's cache, which writes through until the first flush. NBD
-//! servers are asked by a client that batches (`common`) over a unix socket; with `FIO=1` by fio's nbd
-//! engine, as which the kernel costs less. `ROUNDS`, `SECONDS` and `ONLY` (a part of a row's name) say
-//! how much is measured. The CPU of raw librbd includes that of starting fio.
+//! Each contestant has its own image of the same layout, filled with data, and the same ceph.conf. qemu-nbd
+//! is measured with `--cache=none`, where it answers a write after replication like the others, and without
+//! options, where librbd's cache writes through until the first flush. The client of the NBD servers
+//! batches requests (`common`) over a unix socket; with `FIO=1` it is fio's nbd engine, which uses more CPU
+//! time than the kernel's client. `ROUNDS`, `SECONDS` and `ONLY` (a part of a row's name) select what is
+//! measured. The CPU time of raw librbd includes the start of fio.
 //!
-//! `WITH='rbd_non_blocking_aio=true,debug_rbd=20/20'` adds cleat with these options of Ceph; `BINARY`,
-//! with `WITH` or without, is what that one runs instead of this build.
+//! `WITH='rbd_non_blocking_aio=true,debug_rbd=20/20'` adds another cleat with these options of Ceph.
+//! `BINARY`, with or without `WITH`, is the executable of that cleat instead of this build.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -32,7 +32,7 @@ use test_kit::ceph::{Cluster, ID, POOL};
 
 const SIZE: u64 = 512 << 20;
 
-/// What all of them have: a write that is answered is replicated.
+/// The options of all contestants: a write is answered after its replication.
 const OPTIONS: &str = "[client]\nrbd_cache = false\n";
 
 struct Row {
@@ -67,10 +67,10 @@ fn main() {
         "", "per s", "cleat is", "server", "client", "OSD", "all"
     );
     for Row { name, load, depth } in ROWS.iter().filter(|row| row.name.contains(&only)) {
-        // Rates, and microseconds of CPU of the server, the client and the OSD.
+        // The rate, and the CPU time of the server, the client and the OSD in microseconds.
         let mut figures = vec![[const { Vec::new() }; 4]; contestants.len()];
         for round in 0..rounds {
-            // Whoever comes first comes last in the next one.
+            // The first contestant of a round is the last one in the next round.
             for turn in 0..contestants.len() {
                 let index = (round + turn) % contestants.len();
                 let now = contestants[index].measure(*load, *depth, time, osd);
@@ -80,7 +80,7 @@ fn main() {
         println!("{name}");
         let ours = figures[0][0].clone();
         for (contestant, figures) in contestants.iter().zip(&mut figures) {
-            // Of one round each: what else the machine does changes from round to round.
+            // Ratios within one round, because other load on the machine changes between rounds.
             let mut ratios: Vec<f64> =
                 ours.iter().zip(&figures[0]).map(|(ours, theirs)| ours / theirs).collect();
             let (ratio, [rate, server, client, osd]) =
@@ -97,7 +97,7 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// The cluster, and the configuration that everybody reads.
+/// The cluster, and the configuration of all contestants.
 struct Setup {
     cluster: Cluster,
     dir: tempfile::TempDir,
@@ -133,7 +133,7 @@ impl Setup {
         self.dir.path().join("ceph.conf")
     }
 
-    /// This build of cleat, which all are compared with, comes first.
+    /// Starts the contestants. This build of cleat, the reference of the comparison, is the first.
     fn contestants(&self) -> Vec<Contestant> {
         let ours = env!("CARGO_BIN_EXE_cleat");
         let mut all = vec![self.cleat("cleat", ours, "")];
@@ -174,7 +174,7 @@ impl Setup {
         self.image("raw");
         let uri = format!("--ioengine=rbd --rbdname=raw --pool={POOL} --clientname={ID}");
         let fio = Fio::new(&uri, Some(self.conf()));
-        // Filled by another one.
+        // Another client fills the image.
         let image = self.pool.open("raw", None, librbd::Open::Write).unwrap();
         let (sender, completed) = std::sync::mpsc::channel();
         let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
@@ -185,7 +185,7 @@ impl Setup {
         Contestant { name: "raw librbd".to_owned(), kind: Kind::Process(fio) }
     }
 
-    /// Makes an image for a contestant; returns its name and where it can be served.
+    /// Makes an image for a contestant. Returns its name and the path of a socket for its server.
     fn image(&self, contestant: &str) -> (String, PathBuf) {
         let name = contestant.replace(", ", "-");
         self.pool.create(&name, SIZE, &NewImage::default()).unwrap();
@@ -200,10 +200,10 @@ struct Contestant {
 }
 
 enum Kind {
-    /// A server, and a client of it.
+    /// A server and its client.
     Server(Server, Client),
     ServerFio(Server, Fio),
-    /// It asks itself.
+    /// A process that is server and client in one.
     Process(Fio),
 }
 
@@ -223,8 +223,8 @@ impl Contestant {
         Self { name: name.to_owned(), kind }
     }
 
-    /// Operations a second; and microseconds of CPU per operation: of what serves them, of the client,
-    /// where that is another process, and of the OSD.
+    /// Measures operations per second, and the CPU time per operation in microseconds: that of the server,
+    /// that of the client if it is another process, and that of the OSD.
     fn measure(&mut self, load: Load, depth: usize, time: Duration, osd: u32) -> [f64; 4] {
         let before = (own_cpu_seconds(), cpu_seconds(osd));
         let (rate, operations, server_s) = self.run(load, depth, time);
@@ -239,7 +239,7 @@ impl Contestant {
         matches!(self.kind, Kind::Process(_))
     }
 
-    /// Operations a second, how many there were, and seconds of CPU of what serves them.
+    /// Runs the load. Returns operations per second, their number, and the server's CPU time in seconds.
     fn run(&mut self, load: Load, depth: usize, time: Duration) -> (f64, f64, f64) {
         match &mut self.kind {
             Kind::Process(fio) => {
@@ -261,11 +261,11 @@ impl Contestant {
     }
 }
 
-/// CPU time of this process and all that it has waited for.
+/// The CPU time in seconds of this process and of all children that it has waited for.
 fn own_cpu_seconds() -> f64 {
     [UsageWho::RUSAGE_SELF, UsageWho::RUSAGE_CHILDREN]
         .iter()
-        .map(|who| getrusage(*who).unwrap())
+        .map(|usage| getrusage(*usage).unwrap())
         .flat_map(|usage| [usage.user_time(), usage.system_time()])
         .map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6)
         .sum()
@@ -281,7 +281,7 @@ impl Fio {
         Self { arguments: arguments.split(' ').map(str::to_owned).collect(), conf }
     }
 
-    /// Operations a second, and how many there were.
+    /// Runs fio. Returns operations per second, and their number.
     fn run(&self, load: Load, depth: usize, time: Duration) -> (f64, f64) {
         let mode = match (load.sequential, load.write) {
             (false, false) => "randread",

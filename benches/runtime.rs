@@ -1,6 +1,6 @@
-//! `cargo bench --bench runtime`: what raw io_uring is worth against tokio-uring. Two servers of the
-//! same shape (one receive, parse all, copy the answers into one buffer, one send), which differ in
-//! nothing but what drives the ring; and beside them the whole data path, which does all the rest.
+//! `cargo bench --bench runtime`: compares raw io_uring with tokio-uring. Two servers with the same
+//! structure (one receive, parse all requests, copy the replies into one buffer, one send) differ only in
+//! the library that drives the ring. The third server is the complete data path of `cleat serve`.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -55,7 +55,8 @@ fn main() {
     compare(&servers, &[1, 32, 128]);
 }
 
-/// Takes what arrived and gives the answers to `put`; returns how much was taken.
+/// Executes all complete requests in `input` and passes the replies to `put`. Returns the number of bytes
+/// that were consumed.
 fn answer(memory: &mut [u8], input: &[u8], mut put: impl FnMut(&[u8])) -> usize {
     let mut pos = 0;
     while let Some(header) = input[pos..].first_chunk::<REQUEST_LEN>() {
@@ -79,7 +80,7 @@ fn answer(memory: &mut [u8], input: &[u8], mut put: impl FnMut(&[u8])) -> usize 
     pos
 }
 
-/// The greeting, EXPORT_NAME and its answer, over plain blocking calls.
+/// Accepts a client and completes the handshake (greeting, EXPORT_NAME and its reply) with blocking calls.
 fn accept(socket: &Path) -> OwnedFd {
     use std::io::{Read, Write};
     let (mut stream, _) = UnixListener::bind(socket).unwrap().accept().unwrap();

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Shows what cleat does: a volume becomes a block device with a file system and a real file tree on
-# it, goes away, comes back, and every byte is there.
+# Shows what cleat does: it maps a volume to a block device, puts a file system with a real file tree on
+# it, unmaps it, maps it again, and compares every byte.
 #
 #   scripts/demo.sh PATH/TO/cleat
 #
-# Runs on this machine where it can (root, and the nbd module); else in a virtual machine. Cleans up
-# after itself, however it ends.
-# What is shown is what one would type, unexpanded.
+# Runs on this machine if possible (as root, with the nbd module), otherwise in a virtual machine. Cleans
+# up in any case.
+# The printed commands are those that a user would type, without expansion.
 # shellcheck disable=SC2016
 set -euo pipefail
 
@@ -17,24 +17,24 @@ fail() {
     exit 1
 }
 
-# --- What is shown -----------------------------------------------------------------------------
+# --- The demonstration -----------------------------------------------------------------------------
 
 step() { # TITLE
     printf '\n== %s\n' "$1"
 }
 
-show() { # COMMAND...: prints it as one would type it, and runs it
+show() { # COMMAND...: prints the command as a user would type it, and runs it
     printf '$ %s\n' "$*"
     "$@"
 }
 
-checksums() { # DIRECTORY: one line for the whole tree: names and contents
+checksums() { # DIRECTORY: prints one checksum of all names and contents of the tree
     (cd "$1" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
 }
 
 run_here() { # TREE
     local tree=$1
-    # Not local: the trap needs them when this function has returned.
+    # Not local: the trap uses them after this function has returned.
     work='' node_pid='' device='' mounted=''
     work=$(mktemp -d /tmp/cleat-demo.XXXXXX)
     export CLEAT_SOCKET=$work/cleat.sock
@@ -72,7 +72,7 @@ run_here() { # TREE
         waited_ms=$((waited_ms + 100))
     done
 
-    step "Make a file a block device"
+    step "Map a file to a block device"
     local uri="file:$work/volume.img?create=96M"
     printf '$ device=$(cleat map "%s" --name demo)\n' "$uri"
     device=$(cleat map "$uri" --name demo)
@@ -90,7 +90,7 @@ run_here() { # TREE
     [ "$before" = "$(checksums "$tree")" ] || fail "the copy differs from the original"
     show cleat ls
 
-    step "While it is mounted, it stays"
+    step "A mounted device is not unmapped"
     printf '$ cleat unmap demo\n'
     if cleat unmap demo; then fail "a mounted device was unmapped"; fi
 
@@ -109,20 +109,20 @@ run_here() { # TREE
     local after
     after=$(checksums "$work/mnt/tree")
     printf 'sha256 of all: %s\n' "$after"
-    [ "$before" = "$after" ] || fail "what came back is not what was written"
+    [ "$before" = "$after" ] || fail "the file tree has changed"
     show cleat stats demo --total
     show umount "$work/mnt"
     mounted=
     show cleat unmap demo
 
-    printf '\nEvery byte came back.\n'
+    printf '\nEvery byte is there.\n'
 }
 
 # --- Where it runs -----------------------------------------------------------------------------
 
 can_run_here() {
     [ "$(id -u)" = 0 ] || return 1
-    # With a tmpfs over /dev or without a running udev no symlink would appear.
+    # Without a running udev, or with a tmpfs over /dev, no symlink would appear.
     [ -S /run/udev/control ] && command -v mkfs.ext4 >/dev/null || return 1
     [ -d /sys/module/nbd ] || modprobe nbd 2>/dev/null
 }
@@ -131,7 +131,7 @@ run_in_vm() { # BINARY
     local payload started_s=$SECONDS
     "$project/scripts/install-deps.sh" vm
     payload=$(mktemp -d)
-    # shellcheck disable=SC2064 # the directory of now
+    # shellcheck disable=SC2064 # expand the name now
     trap "rm -rf '$payload'" EXIT
     mkdir "$payload/tree"
     cp "$1" "$payload/cleat"
@@ -142,8 +142,8 @@ run_in_vm() { # BINARY
     echo "(in the virtual machine; $((SECONDS - started_s)) s with its start)"
 }
 
-# The project's own sources, and the toolchain's documentation or, where it is not installed, the
-# crates it is built from; bounded, so that it fits the volume.
+# Copies the project's own sources and, if it is installed, a part of the toolchain's documentation that
+# fits the volume.
 fill_tree() { # DIRECTORY
     (cd "$project" && cp -a src tests scripts proto Cargo.toml Cargo.lock "$1")
     local docs
@@ -168,7 +168,7 @@ fi
 rules=$project/systemd/60-cleat.rules
 binary=$(realpath "$1")
 if can_run_here; then
-    echo "demo: on this machine: it has nbd, and this is root"
+    echo "demo: on this machine: it has the nbd module, and the user is root"
     tree=$(mktemp -d)
     fill_tree "$tree"
     PATH=$(dirname "$binary"):$PATH
@@ -177,5 +177,5 @@ if can_run_here; then
     rm -rf "$tree"
     exit "$status"
 fi
-echo "demo: in a virtual machine: this machine has no nbd module, or this is not root"
+echo "demo: in a virtual machine: this machine has no nbd module, or the user is not root"
 run_in_vm "$binary"

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Installs what building and testing cleat needs on Debian 12, and nothing that is
-# there already.
+# Installs the packages that building and testing cleat needs on Debian 12. Installed
+# packages are not changed.
 #
 #   scripts/install-deps.sh [--dry-run] GROUP...
 #
 #   build  compiler, linker, headers
 #   test   NBD peers and tools of the native tests
-#   vm     what builds and boots the virtual machine of tests/vm
+#   vm     tools that build and boot the virtual machine of tests/vm
 #
-# Needs root, or sudo. A run that finds all installed changes nothing.
+# Needs root, or sudo. Changes nothing when all packages are installed.
 
 set -euo pipefail
 
-# One package a line: group, name, what it is for.
+# One package per line: group, name, purpose.
 table() {
     cat <<'TABLE'
 build gcc                     links Rust programs
@@ -20,16 +20,16 @@ build libc6-dev               headers of the C library
 build make                    runs the Makefile
 build pkg-config              finds libraries
 build libudev-dev             headers of libudev
-test  ceph-common             ceph, rbd: a test cluster is made with them
+test  ceph-common             ceph, rbd: set up the test cluster
 test  ceph-mgr                the test cluster's statistics, for quotas
 test  ceph-mon                the test cluster's monitor
 test  ceph-osd                the test cluster's storage, in memory
 test  e2fsprogs               file systems on test devices
 test  fio                     load generator
 test  libnbd-bin              nbdinfo, nbdcopy, nbdsh: a peer
-test  librados2               what the rbd backend loads
-test  librbd-dev              headers that the declarations are compared to
-test  librbd1                 what the rbd backend loads
+test  librados2               loaded by the rbd backend
+test  librbd-dev              headers, to compare the declarations with
+test  librbd1                 loaded by the rbd backend
 test  mandoc                  checks the manual pages
 test  nbd-client              a peer, and the oldest client of the kernel driver
 test  nbdkit                  a peer
@@ -72,7 +72,7 @@ apt_get() {
     privileged env DEBIAN_FRONTEND=noninteractive apt-get -q -q -o Dpkg::Use-Pty=0 "$@"
 }
 
-install() { # OPTIONS AND PACKAGES: dpkg's chatter is of no interest, its errors are
+install() { # OPTIONS AND PACKAGES: shows only errors of dpkg
     local output=/dev/null
     [ -z "$dry_run" ] || output=/dev/stdout
     apt_get -y $dry_run --no-install-recommends install "$@" >"$output"
@@ -91,8 +91,8 @@ TEXT
     return 1
 }
 
-# QEMU's packages must be of one version. Where one of them came from backports, the
-# stock version of another does not go with it, and must come from there too.
+# All packages of QEMU must have the same version. If one is installed from backports, the
+# others must come from there too.
 from_backports() {
     local package
     for package in qemu-utils qemu-system-x86 qemu-system-common qemu-block-extra; do
@@ -101,8 +101,8 @@ from_backports() {
     return 1
 }
 
-# Sets backports_options: apt options under which the backports suite is known. Where
-# it is not yet, a copy of apt's sources has it, for this run only.
+# Sets backports_options: options with which apt knows the backports suite. If apt's
+# sources do not contain it, a copy of them does, for this run only.
 backports_options=()
 temporary=
 trap '[ -z "$temporary" ] || rm -rf "$temporary"' EXIT
@@ -148,7 +148,7 @@ present=$(awk '{ print $2 }' <<<"$wanted" |
 stock=() qemu=()
 while read -r group package reason; do
     grep -qx "$package" <<<"$present" && continue
-    case " ${stock[*]} ${qemu[*]} " in *" $package "*) continue ;; esac # of two groups
+    case " ${stock[*]} ${qemu[*]} " in *" $package "*) continue ;; esac # it is in two groups
     say "$group needs $package: $reason"
     case $package in
         qemu-*) qemu+=("$package") ;;

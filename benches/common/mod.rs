@@ -1,6 +1,6 @@
-//! A load generator that batches: one thread, one connection, blocking socket calls, and as many
-//! requests in one send as replies came in one receive. fio's nbd engine ends at about 160 thousand
-//! requests a second, far below what is measured here.
+//! A load generator that batches requests: one thread, one connection, blocking socket calls, and as many
+//! requests in one send as replies arrived in one receive. fio's nbd engine reaches at most about 160
+//! thousand requests per second, far less than the servers here.
 
 #![allow(dead_code, reason = "each benchmark uses a part of it")]
 
@@ -13,13 +13,13 @@ use test_kit::nbd::wire::{
     READ, REPLY_LEN, REQUEST_LEN, Request, WRITE, handshake, parse_reply, read_reply,
 };
 
-/// What is asked for, again and again.
+/// The requests of a load.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub write: bool,
-    /// One block after the other, instead of any.
+    /// Blocks in ascending order instead of random ones.
     pub sequential: bool,
-    /// Bytes of each request.
+    /// The length of each request, in bytes.
     pub block: usize,
 }
 
@@ -38,7 +38,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects, once the server listens, and ends the handshake with EXPORT_NAME.
+    /// Waits until the server listens, connects, and completes the handshake with EXPORT_NAME.
     pub fn connect(socket: &Path) -> Self {
         let deadline = Instant::now() + Duration::from_secs(10);
         let mut stream = loop {
@@ -53,7 +53,7 @@ impl Client {
         Self { stream, input, output, payload, random: 0x9e37_79b9_7f4a_7c15, next, size }
     }
 
-    /// Fills the volume, so that no server answers from a hole.
+    /// Fills the volume with data, so that no server answers from a hole.
     pub fn fill(&mut self) {
         let payload = vec![FILL; 1 << 20];
         for offset in (0..self.size).step_by(payload.len()) {
@@ -65,10 +65,10 @@ impl Client {
         }
     }
 
-    /// Keeps `depth` requests under way for `time`; returns how many ended in a second.
+    /// Keeps `depth` requests in flight for `time`. Returns the number of completed requests per second.
     pub fn run(&mut self, load: Load, depth: usize, time: Duration) -> f64 {
         let reply_len = REPLY_LEN + if load.write { 0 } else { load.block };
-        // Of long replies one at a time, so that none has to be moved.
+        // Long replies are received one at a time, so that none has to be moved.
         let room = if reply_len > LONG { reply_len } else { LONG };
         self.input.resize(room.max(self.input.len()), 0);
         self.payload.resize(load.block, FILL);
@@ -125,28 +125,28 @@ impl Client {
     }
 }
 
-/// What volumes are filled with.
+/// The byte with which volumes are filled.
 const FILL: u8 = 0x5a;
 
-/// From where on payloads are not gathered.
+/// The length from which on payloads are not batched, in bytes.
 const LONG: usize = 256 << 10;
 
-/// CPU time that a process has used, in seconds.
+/// The CPU time that a process has used, in seconds.
 pub fn cpu_seconds(pid: u32) -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
     let ticks: f64 = fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap();
-    // USER_HZ is 100 on every Linux that this runs on.
+    // USER_HZ is 100 on all supported platforms.
     ticks / 100.0
 }
 
-/// The middle one.
+/// Sorts `values` and returns their median.
 pub fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
-/// A server process, killed when dropped.
+/// A server process, which is killed when the value is dropped.
 pub struct Server(pub std::process::Child);
 
 impl Drop for Server {
@@ -156,8 +156,8 @@ impl Drop for Server {
     }
 }
 
-/// Measures the servers in turns, round by round, and prints medians: reads a second, and CPU time
-/// of the server per read. The first server's figures are also given as multiples of each other's.
+/// Measures the servers in alternating rounds and prints medians: reads per second, and the server's CPU
+/// time per read. Also prints the ratio of the first server's rate to that of each server.
 pub fn compare(servers: &[(&str, &Server, &Path)], depths: &[usize]) {
     let rounds: usize = std::env::var("ROUNDS").map_or(5, |rounds| rounds.parse().unwrap());
     let time = Duration::from_millis(700);

@@ -89,7 +89,7 @@ pub struct ManualClock {
 /// The wall time at which a manual clock starts: 2030-01-01T00:00:00Z.
 const MANUAL_EPOCH: Duration = Duration::from_secs(1_893_456_000);
 
-/// Not 0, which several counters use for "never".
+/// The monotonic time at which a manual clock starts. It is not 0, which several counters use for "never".
 const MANUAL_START: Duration = Duration::from_secs(1);
 
 impl ManualClock {

@@ -35,7 +35,7 @@ impl Policy {
     }
 }
 
-/// What happens to a request that the backend cannot serve at the moment.
+/// The outage policy: what happens to a request that the backend cannot serve at the moment.
 ///
 /// Its text form is: `queue`, `queue:30s` or `fail`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

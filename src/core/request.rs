@@ -83,7 +83,7 @@ pub enum IoError {
     #[error("the backend cannot be reached just now")]
     Retry,
     /// another client owns the volume; no write succeeds until the volume is opened again
-    #[error("fenced: somebody else owns the volume")]
+    #[error("fenced: another client owns the volume")]
     Fenced,
     /// the backend has no room
     #[error("no space left in the backend")]

@@ -1,6 +1,6 @@
-//! Crash campaigns: processes are killed again and again under load, on the raw device and under
-//! ext4. No request may fail, no write may be lost, and each stall is measured. `CLEAT_REPEAT` is the
-//! number of kills (default 3).
+//! Crash campaigns: the tests kill processes repeatedly under load, on the raw device and under ext4. No
+//! request may fail and no write may be lost; each stall is measured. `CLEAT_REPEAT` is the number of
+//! kills (default 3).
 
 pub(crate) mod load;
 
@@ -35,7 +35,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials
 }
 
-/// What the load runs on.
+/// The target of the load: the device itself or a file system on it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Ground {
     Raw,
@@ -51,18 +51,18 @@ impl Ground {
     }
 }
 
-/// The promise for a crashed worker.
+/// The documented limit for a stall after a crash of a worker.
 const STALL_LIMIT: Duration = Duration::from_secs(3);
-/// Between a repair and the next kill: longer than a worker must serve before its death counts as the
-/// first one again, since what dies more often is a crash loop, whose repairs wait on purpose.
+/// The pause between a repair and the next kill. It is longer than a worker must serve for the daemon to
+/// reset its failure count: more frequent crashes are a crash loop, whose repairs back off.
 const SOUND: Duration = Duration::from_secs(6);
-/// For the load, which is ended when the campaign is over.
+/// The run time of the load; the campaign stops it earlier.
 pub(crate) const WHOLE: Duration = Duration::from_secs(3600);
-/// For what the load has begun, on a busy machine.
+/// The time in which the load has to finish its last requests, on a busy machine.
 const LAST_REQUESTS: Duration = Duration::from_secs(120);
-/// Between kills of supervisors.
+/// The period of the kills of supervisors.
 const PERIOD: Duration = Duration::from_secs(4);
-/// A request that needed the supervisor would wait for at least so long.
+/// How long the supervisor is absent. A request that needed it would wait for at least this time.
 const SUPERVISOR_AWAY: Duration = Duration::from_secs(1);
 
 fn kills() -> u32 {
@@ -88,7 +88,7 @@ impl Scene {
         let (target, probed, offset) = match ground {
             Ground::Raw => (device.clone(), device.clone(), 160 << 20),
             Ground::Ext4 => {
-                // Allocated and written beforehand, so that the device is measured.
+                // The files are allocated and written beforehand, so that only the device is measured.
                 shell(&format!(
                     "mkfs.ext4 -q {device}; mkdir -p /mnt/campaign; mount {device} /mnt/campaign
                      dd if=/dev/zero of=/mnt/campaign/data bs=1M count=96 conv=fsync status=none
@@ -102,8 +102,8 @@ impl Scene {
         Self { node, image, ground, device, fio, prober }
     }
 
-    /// Ends the load, checks that nothing went wrong, and takes all down.
-    fn strike(self) -> (Report, Vec<load::Probe>) {
+    /// Ends the load, checks that there was no error, and unmaps the device.
+    fn finish(self) -> (Report, Vec<load::Probe>) {
         let probes = self.prober.finish();
         let report = self.fio.finish(LAST_REQUESTS);
         if self.ground == Ground::Ext4 {
@@ -114,7 +114,7 @@ impl Scene {
         let complaints = shell(&format!(
             "dmesg | grep -E 'I/O error|EXT4-fs (error|warning)|Remounting|Aborting' | grep {name} || true"
         ));
-        assert_eq!(complaints, "", "the kernel complains");
+        assert_eq!(complaints, "", "the kernel logged errors");
         cleat_ok(&["unmap", "campaign"]);
         drop((self.node, self.image));
         (report, probes)
@@ -135,7 +135,7 @@ fn workers(ground: Ground, rounds: u32, kill: impl Fn(u32, u32)) {
         wait_for_another_worker(&before);
     }
     std::thread::sleep(SOUND);
-    let (report, probes) = scene.strike();
+    let (report, probes) = scene.finish();
     let stalls: Vec<Duration> =
         kills.iter().map(|killed| longest(&probes, *killed, *killed + SOUND)).collect();
     let until = kills.first().copied().unwrap_or(began);
@@ -153,7 +153,7 @@ fn workers(ground: Ground, rounds: u32, kill: impl Fn(u32, u32)) {
 }
 
 fn wait_for_another_worker(before: &serde_json::Value) {
-    let deadline = Instant::now() + crate::fixture::PATIENCE;
+    let deadline = Instant::now() + crate::fixture::TIMEOUT;
     loop {
         let now = status("campaign");
         if now["state"] == "mapped" && now["worker_pid"] != *before && now["worker_pid"] != 0 {
@@ -164,23 +164,24 @@ fn wait_for_another_worker(before: &serde_json::Value) {
     }
 }
 
-/// Has the kernel's OOM killer choose it.
+/// Makes the kernel's OOM killer kill the process.
 fn oom_kill(pid: u32) {
     shell(&format!("echo 1000 > /proc/{pid}/oom_score_adj; echo f > /proc/sysrq-trigger"));
     let died = shell("sleep 1; dmesg | grep -c 'Out of memory: Killed process' || true");
-    assert_ne!(died, "0", "the OOM killer killed nobody");
+    assert_ne!(died, "0", "the OOM killer killed no process");
 }
 
-/// By turns: nothing happens, a stranger of the same weight is killed and started again, and the
-/// supervisor is. The first two tell the machine's noise.
+/// Repeats three periods: an undisturbed one, one in which an unrelated process of the same size (the
+/// stranger) is killed and restarted, and one in which the supervisor is. The first two measure the noise
+/// of the machine.
 fn supervisors(ground: Ground) {
     let rounds = kills();
     let mut scene = Scene::set(ground);
     let worker = status("campaign")["worker_pid"].clone();
-    let (mut quiet, mut strange, mut ours, mut away) = (vec![], vec![], vec![], vec![]);
+    let (mut undisturbed, mut strange, mut ours, mut away) = (vec![], vec![], vec![], vec![]);
     let mut stranger = start_stranger();
     for _ in 0..rounds {
-        quiet.push(period(|| ()));
+        undisturbed.push(period(|| ()));
         strange.push(period(|| {
             stranger.kill().expect("killing the stranger");
             stranger.wait().expect("waiting for the stranger");
@@ -200,14 +201,14 @@ fn supervisors(ground: Ground) {
     stranger.wait().expect("waiting for the stranger");
     wait_for_state("campaign", "mapped");
     assert_eq!(status("campaign")["worker_pid"], worker, "the worker was replaced");
-    let (report, probes) = scene.strike();
+    let (report, probes) = scene.finish();
     println!(
         "figures: {rounds} supervisors killed on {}: 0 errors, {} MiB read and {} MiB written verified;\n  \
          undisturbed:       {}\n  a stranger killed: {}\n  supervisor killed: {}",
         ground.name(),
         report.read_mib,
         report.written_mib,
-        distribution(&probes, &quiet),
+        distribution(&probes, &undisturbed),
         distribution(&probes, &strange),
         distribution(&probes, &ours),
     );
@@ -219,7 +220,7 @@ fn supervisors(ground: Ground) {
     assert!(ours < theirs + SUPERVISOR_AWAY, "a request waited for the supervisor: {ours:?}");
 }
 
-/// One period, in which something happens first.
+/// Runs one period that begins with `event`. Returns its start and end.
 fn period(event: impl FnOnce()) -> (Instant, Instant) {
     let from = Instant::now();
     event();
@@ -227,7 +228,7 @@ fn period(event: impl FnOnce()) -> (Instant, Instant) {
     (from, Instant::now())
 }
 
-/// Our own program in a role that has nothing to do with the mapping.
+/// Starts a process of the same program that has nothing to do with the mapping.
 fn start_stranger() -> std::process::Child {
     Command::new("./cleat")
         .args(["serve", "mem:16M", "--socket", "/tmp/stranger.sock"])

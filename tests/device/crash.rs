@@ -1,4 +1,4 @@
-//! Processes die: one volume's worker costs that volume a pause, and nothing else anything.
+//! Crashes of workers: the volume of a crashed worker pauses, and other volumes are not affected.
 
 use libtest_mimic::Trial;
 
@@ -7,9 +7,9 @@ use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("crash_of_a_worker_costs_no_other_volume", neighbours),
+        trial("crash_of_a_worker_affects_no_other_volume", neighbours),
         trial("crash_of_a_worker_is_repaired_under_a_filesystem", repaired),
-        trial("crash_of_a_memory_worker_is_reported_not_papered_over", memory_is_lost),
+        trial("crash_of_a_memory_worker_is_reported_as_data_loss", memory_is_lost),
     ]
 }
 

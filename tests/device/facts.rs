@@ -1,6 +1,7 @@
-//! What the kernel's nbd driver does, settled by experiment: no daemon, hand-made commands, and
-//! peers that answer, hold or die on purpose. `docs/kernel-facts.md` has the table of the results;
-//! it names these tests. Times are asserted in wide bands only: the order of things is the fact.
+//! Experiments on the behaviour of the kernel's nbd driver. They run without the daemon: the tests encode
+//! commands themselves, and their peers answer, hold or drop requests. The table of the results in
+//! `docs/kernel-facts.md` cites the names of these tests. Times are asserted only with wide margins; the
+//! order of events is what the tests check.
 
 mod commands;
 mod netlink;
@@ -19,7 +20,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         .into_iter()
         .map(|(name, body)| {
             trial(format!("fact_{name}"), move || {
-                let _quiet = peer::Quiet::new();
+                let _paused = peer::PausedUdev::new();
                 body();
             })
         })

@@ -1,4 +1,5 @@
-//! Filesystems on mapped volumes: make, fill, check, unmap, map again, compare.
+//! File systems on mapped volumes: each test makes one, fills it, checks it, unmaps the volume, maps it
+//! again, and compares the content.
 
 use libtest_mimic::Trial;
 

@@ -1,22 +1,21 @@
-//! A daemon of our own for each test, and what a user does with it.
+//! A daemon for each test, and the actions of a user.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long anything may take before a test gives up; tcg is slow.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout of each wait of a test. It is long because emulation (tcg) is slow.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often a situation is tried; more than once is a campaign, on a machine that has nothing else
-/// to do.
+/// The number of repetitions of each situation. A campaign sets it, on a machine without other load.
 pub(crate) fn repeat() -> Option<u32> {
     let given = std::env::var("CLEAT_REPEAT").ok();
     given.map(|text| text.parse().expect("CLEAT_REPEAT is a number"))
 }
 
-/// A promise about time. A campaign holds us to it; elsewhere the machine may be busy otherwise, and
-/// only what is out of all proportion fails.
+/// Checks a documented time limit. A campaign checks the limit itself; otherwise the machine may have
+/// other load, and the check allows 8 times the limit.
 #[track_caller]
 pub(crate) fn promised(took: Duration, limit: Duration, what: &str) {
     let limit = if repeat().is_some() { limit } else { 8 * limit };
@@ -26,18 +25,18 @@ pub(crate) fn promised(took: Duration, limit: Duration, what: &str) {
 const LOG: &str = "/out/node.log";
 const SOCKET: &str = "/run/cleat/cleat.sock";
 
-/// A running `cleat node`. Dropped, it is killed with its workers, and the devices are taken down.
+/// A running `cleat node`. Dropping it kills the daemon and its workers, and disconnects the devices.
 pub(crate) struct Node {
     child: Child,
 }
 
 impl Node {
-    /// Starts a daemon with nothing mapped.
+    /// Starts a daemon without mappings.
     pub(crate) fn start() -> Self {
         Self::start_as(cleat_command(&["node"]))
     }
 
-    /// The same, of a command that becomes the daemon.
+    /// As [`Node::start`], with a command that becomes the daemon.
     pub(crate) fn start_as(command: Command) -> Self {
         install_rules();
         clean_up();
@@ -49,22 +48,22 @@ impl Node {
         self.restart_as(cleat_command(&["node"]));
     }
 
-    /// The same, of a command that becomes the daemon, once the one before has ended.
+    /// As [`Node::restart`], with a command that becomes the daemon. Waits until the last daemon has ended.
     pub(crate) fn restart_as(&mut self, command: Command) {
         self.child.wait().expect("waiting for the daemon");
         self.child = spawn(command);
     }
 
-    /// As `kill -9` does.
+    /// Kills the daemon with SIGKILL.
     pub(crate) fn kill(&mut self) {
         self.child.kill().expect("killing the daemon");
         self.child.wait().expect("waiting for the daemon");
     }
 
-    /// As `systemctl stop` does.
+    /// Stops the daemon with SIGTERM, as `systemctl stop` does.
     pub(crate) fn terminate(&mut self) {
         signal("TERM", self.child.id());
-        let done = Instant::now() + PATIENCE;
+        let done = Instant::now() + TIMEOUT;
         while self.child.try_wait().expect("waiting for the daemon").is_none() {
             assert!(Instant::now() < done, "the daemon ignores SIGTERM; see {LOG}");
             std::thread::sleep(Duration::from_millis(20));
@@ -78,7 +77,7 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // Gone already, where the test killed it.
+        // It has ended already if the test killed it.
         let _ = self.child.kill();
         let _ = self.child.wait();
         clean_up();
@@ -93,8 +92,8 @@ fn spawn(mut command: Command) -> Child {
         .stderr(log)
         .spawn()
         .expect("cleat node starts");
-    let done = Instant::now() + PATIENCE;
-    // A connection first: asking by the command line costs the machine a process.
+    let done = Instant::now() + TIMEOUT;
+    // Try to connect first: it is cheaper than a process of the command line.
     while UnixStream::connect(SOCKET).is_err() || !cleat(&["ls"]).status.success() {
         assert!(Instant::now() < done, "the daemon does not answer; see {LOG}");
         std::thread::sleep(Duration::from_millis(50));
@@ -102,7 +101,7 @@ fn spawn(mut command: Command) -> Child {
     child
 }
 
-/// Ends every worker, disconnects every device, and forgets every record.
+/// Kills all workers, disconnects all devices, and deletes all records.
 fn clean_up() {
     for line in shell("pgrep -f '[c]leat worker' || true").lines() {
         signal("KILL", line.parse().expect("pgrep prints numbers"));
@@ -125,7 +124,7 @@ fn install_rules() {
     }
 }
 
-/// Sends a signal; that the process is gone already is no error.
+/// Sends a signal. It is no error when the process has ended already.
 pub(crate) fn signal(name: &str, pid: u32) {
     shell(&format!("kill -{name} {pid} || true"));
 }
@@ -136,12 +135,12 @@ pub(crate) fn cleat_command(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs the command line.
+/// Runs `cleat` with these arguments.
 pub(crate) fn cleat(arguments: &[&str]) -> Output {
     cleat_command(arguments).output().expect("cleat runs")
 }
 
-/// Runs the command line, which must succeed; returns its trimmed stdout.
+/// Runs `cleat` with these arguments, which must succeed. Returns its trimmed stdout.
 pub(crate) fn cleat_ok(arguments: &[&str]) -> String {
     let output = cleat(arguments);
     assert!(
@@ -153,7 +152,7 @@ pub(crate) fn cleat_ok(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("output is UTF-8").trim_end().to_owned()
 }
 
-/// What `cleat status NAME -o json` says.
+/// The output of `cleat status NAME -o json`.
 pub(crate) fn status(target: &str) -> serde_json::Value {
     let text = cleat_ok(&["status", target, "-o", "json"]);
     let value: serde_json::Value = serde_json::from_str(&text).expect("status prints JSON");
@@ -165,7 +164,7 @@ pub(crate) fn status(target: &str) -> serde_json::Value {
 
 /// Waits until `status` shows `state`.
 pub(crate) fn wait_for_state(target: &str, state: &str) {
-    let done = Instant::now() + PATIENCE;
+    let done = Instant::now() + TIMEOUT;
     loop {
         let status = status(target);
         if status["state"] == state {
@@ -176,7 +175,7 @@ pub(crate) fn wait_for_state(target: &str, state: &str) {
     }
 }
 
-/// Runs a shell script, which must succeed; returns its trimmed stdout.
+/// Runs a shell script, which must succeed. Returns its trimmed stdout.
 pub(crate) fn shell(script: &str) -> String {
     let output = Command::new("bash").args(["-euo", "pipefail", "-c", script]).output();
     let output = output.expect("bash runs");
@@ -190,7 +189,7 @@ pub(crate) fn shell(script: &str) -> String {
     String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
 }
 
-/// Whether this kernel is of that series or a later one.
+/// Whether this kernel is of the series `major.minor` or a later one.
 pub(crate) fn kernel_is_at_least(major: u32, minor: u32) -> bool {
     let release = shell("uname -r");
     let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
@@ -207,7 +206,7 @@ impl Block {
     }
 }
 
-/// A sparse file, removed when dropped.
+/// A sparse file, which is removed when the value is dropped.
 pub(crate) struct Image(PathBuf);
 
 impl Image {
@@ -215,7 +214,7 @@ impl Image {
         Self::below("/tmp", name, size)
     }
 
-    /// On a disk: tmpfs knows no direct access before Linux 6.6.
+    /// Makes the file on a disk: tmpfs does not support direct I/O before Linux 6.6.
     pub(crate) fn on_disk(name: &str, size: &str) -> Self {
         Self::below("/var/tmp", name, size)
     }
@@ -237,12 +236,12 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // Left behind only where a worker was.
+        // An error leaves only a temporary file behind.
         let _ = std::fs::remove_file(&self.0);
     }
 }
 
-/// A loop device on a sparse file, detached when dropped.
+/// A loop device on a sparse file, which is detached when the value is dropped.
 pub(crate) struct Loop {
     device: String,
     _image: Image,

@@ -1,5 +1,6 @@
-//! Unmapped by force, whatever hangs and whoever holds the device: within 5 s, with the right report,
-//! nobody left in D state, and the volume mapped again at once. `CLEAT_REPEAT` says how often each.
+//! Forced unmaps while a component hangs or a process holds the device. Each must end within 5 s with the
+//! right report, leave no task in D state, and permit that the volume is mapped again at once.
+//! `CLEAT_REPEAT` is the number of repetitions of each situation.
 
 use std::collections::HashSet;
 use std::process::{Child, Command, Stdio};
@@ -9,19 +10,19 @@ use libtest_mimic::Trial;
 use serde_json::Value;
 
 use crate::fixture::{
-    Image, Node, PATIENCE, cleat, cleat_ok, promised, repeat, shell, signal, status,
+    Image, Node, TIMEOUT, cleat, cleat_ok, promised, repeat, shell, signal, status,
 };
 use crate::trial;
 use test_kit::stopwatch::Stopwatch;
 use test_kit::wait::wait_until;
 
-/// The promise. What the machine itself stands still does not count.
+/// The documented limit of a forced unmap. Time in which the whole machine is paused does not count.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// Done, but somebody still holds the device.
+/// The exit status of an unmap that succeeded although the device still has holders.
 const LEFT_BEHIND: i32 = 22;
 
-/// A situation: sets itself up on the device of the mapping, calls [`force`], and cleans up.
+/// A situation: sets it up on the device of the mapping, calls [`force`], and cleans up.
 type Situation = fn(&str);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -45,18 +46,20 @@ pub(crate) fn trials() -> Vec<Trial> {
     ];
     let mut trials: Vec<Trial> = situations
         .into_iter()
-        .map(|(name, situation)| trial(format!("force_{name}"), move || again(situation)))
+        .map(|(name, situation)| {
+            trial(format!("force_{name}"), move || repeat_situation(situation))
+        })
         .collect();
-    trials.push(trial("force_mounts_are_left_alone_where_told", left_alone));
-    trials.push(trial("force_when_another_unmap_hangs", unmap_hangs));
-    trials.push(trial("force_survives_its_supervisor", killed_half_way));
-    trials.push(trial("force_says_so_when_a_worker_cannot_die", unkillable_worker));
-    trials.push(trial("force_says_so_when_the_driver_is_stuck", stuck_driver));
+    trials.push(trial("force_leaves_mounts_alone_with_unmount_none", mounts_left_alone));
+    trials.push(trial("force_aborts_an_unmap_that_hangs", unmap_hangs));
+    trials.push(trial("force_is_completed_after_a_crash_of_the_supervisor", killed_half_way));
+    trials.push(trial("force_reports_a_worker_that_cannot_be_killed", unkillable_worker));
+    trials.push(trial("force_reports_a_stuck_driver", stuck_driver));
     trials
 }
 
-/// Runs a situation on a fresh mapping, and the volume again after it.
-fn again(situation: Situation) {
+/// Runs a situation on a new mapping, and checks afterwards that the volume can be mapped again.
+fn repeat_situation(situation: Situation) {
     let mut node = Node::start();
     for round in 0..repeat().unwrap_or(1) {
         let image = Image::new("forced", "320M");
@@ -107,9 +110,9 @@ fn blocked_in_fsync(device: &str) {
         let state = shell(&format!("cat /proc/{}/stat || true", writer.id()));
         state.contains(" D ")
     });
-    // It goes as soon as its fsync has failed; it may still be seen holding the device.
+    // The process ends as soon as its fsync has failed; it may still be reported as a holder.
     let report = force_any();
-    assert!(!ended(&mut writer), "an fsync of what is lost succeeded: {report}");
+    assert!(!ended(&mut writer), "an fsync of lost data succeeded: {report}");
     wait_until("the device is free", || orphans().is_empty());
 }
 
@@ -126,17 +129,17 @@ fn opener(device: &str) {
     assert_eq!(orphan["device"], device, "{orphan}");
     assert!(is_among(&orphan["holders"], opener.id()), "{orphan}");
 
-    // Its name and its volume are another device's now.
+    // Another device gets the name and the volume.
     let image = "fault:file:/tmp/forced.img";
     let other = cleat_ok(&["map", image, "--name", "forced"]);
     assert_ne!(other, device);
     assert_eq!(shell(&format!("readlink -f {link}")), other);
-    // What udev is told of the old one changes nothing.
+    // An event of the old device changes nothing.
     shell(&format!("echo change > /sys/block/{}/uevent; udevadm settle", &device[5..]));
     assert_eq!(shell(&format!("readlink -f {link}")), other);
     opener.kill().expect("killing the opener");
     opener.wait().expect("waiting for the opener");
-    wait_until("the orphan goes by itself", || orphans().is_empty());
+    wait_until("the orphan disappears", || orphans().is_empty());
     shell("udevadm settle");
     assert_eq!(shell(&format!("readlink -f {link}")), other);
     shell(&format!("dd if=/dev/zero of={other} bs=64k count=4 oflag=direct status=none"));
@@ -166,7 +169,7 @@ fn device_mapper(device: &str) {
     let report = force(LEFT_BEHIND, &[]);
     ended(&mut writer);
     assert!(report["remaining_holders"][0]["name"].to_string().contains("dm-"), "{report}");
-    // What is mounted on the mapped device is not ours to unmount.
+    // The daemon must not unmount file systems on the device-mapper device.
     shell("findmnt /mnt/forced; umount /mnt/forced; dmsetup remove --retry forced");
     wait_until("the device is free", || orphans().is_empty());
 }
@@ -184,8 +187,8 @@ fn loop_device(device: &str) {
     wait_until("the device is free", || orphans().is_empty());
 }
 
-/// One namespace with a copy of our mount, one with a mount that nobody else has, under a mount of
-/// somebody else, and all of them with dirty pages.
+/// Two other mount namespaces: one has a copy of our mount, the other has its own mount of the device below
+/// a tmpfs. All mounts of the device have dirty pages.
 pub(crate) fn namespaces(device: &str) {
     mount(device, "ext4");
     let mut copy = spawn("exec unshare --mount --propagation private sleep 1000");
@@ -213,14 +216,14 @@ pub(crate) fn namespaces(device: &str) {
     let paths = report["unmounted"].to_string();
     assert!(paths.contains("\"/mnt/forced\"") && paths.contains("\"/srv/inner\""), "{report}");
     assert!(!mounted(copy.id(), "/mnt/forced") && !mounted(own.id(), "/srv/inner"));
-    assert!(mounted(own.id(), "/srv"), "somebody else's mount was taken away");
+    assert!(mounted(own.id(), "/srv"), "a mount of another file system was detached");
     for child in [&mut copy, &mut own] {
         child.kill().expect("killing the process");
         child.wait().expect("waiting for the process");
     }
 }
 
-fn left_alone() {
+fn mounts_left_alone() {
     let _node = Node::start();
     let device = cleat_ok(&["map", "mem:64M", "--name", "forced"]);
     mount(&device, "ext4");
@@ -245,8 +248,8 @@ fn unmap_hangs() {
     hang();
     let mut unmap = spawn("exec ./cleat unmap forced");
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(cleat(&["unmap", "forced"]).status.code(), Some(6), "no other call was under way");
-    // The flush of the other call has the device open, until it fails.
+    assert_eq!(cleat(&["unmap", "forced"]).status.code(), Some(6), "no other call was in progress");
+    // The flush of the other call holds the device open until it fails.
     force(0, &[]);
     assert_eq!(unmap.wait().expect("waiting for the unmap").code(), Some(6));
     works_again(&uri);
@@ -260,7 +263,7 @@ fn killed_half_way() {
         mount(&device, "ext4");
         stop_worker();
         let mut writer = dirty();
-        // The worker is given a second to answer.
+        // The daemon waits one second for an answer of the worker.
         let mut call = spawn("exec ./cleat unmap forced --force");
         std::thread::sleep(Duration::from_millis(400));
         node.kill();
@@ -272,13 +275,13 @@ fn killed_half_way() {
         assert_eq!(second.status.code(), Some(0), "{second:?}");
         shell("! findmnt /mnt/forced");
         ended(&mut writer);
-        nobody_waits();
+        no_task_is_blocked();
         works_again(&image.uri());
     }
 }
 
-/// What the volume lies on does not let go of the worker, not even of a killed one: nobody is told
-/// that nothing reaches it any more before that is so.
+/// The file system below the volume is frozen, so that even a killed worker does not end. The daemon must
+/// not report that no request reaches the volume any more before the worker has ended.
 fn unkillable_worker() {
     let _node = Node::start();
     shell(
@@ -296,13 +299,13 @@ fn unkillable_worker() {
     assert_eq!(code, Some(10), "{message}");
     assert!(message.contains("not done: end the worker"), "{message}");
     assert!(gone && failed, "the device is left: {message}");
-    wait_until("the rest is done by itself", nothing_is_mapped);
+    wait_until("the daemon completes the unmap", nothing_is_mapped);
     works_again(uri);
-    nobody_waits();
+    no_task_is_blocked();
     shell("umount /mnt/below; rm /tmp/below.img");
 }
 
-/// Somebody else's command keeps the driver's lock, because its server is stopped.
+/// The command of another NBD client holds the driver's lock, because its server is stopped.
 fn stuck_driver() {
     let _node = Node::start();
     let image = Image::new("forced", "64M");
@@ -312,8 +315,8 @@ fn stuck_driver() {
         "rm -f {socket}; nbdkit -U {socket} -P /tmp/other.pid memory 64M
          nbd-client -unix {socket} {other} >&2"
     ));
-    // Whoever looks at a new device for partitions has to be done with it: a look that is never
-    // answered would keep the writer from opening it.
+    // The kernel must have read the partition table of the new device: an unanswered read would block the
+    // open of the writer.
     shell(&format!(
         "dd if={other} of=/dev/null bs=4k count=1 iflag=direct; udevadm settle
          kill -STOP $(cat /tmp/other.pid)"
@@ -330,23 +333,23 @@ fn stuck_driver() {
     ended(&mut writer);
     assert_eq!(code, Some(10), "{message}");
     assert!(message.contains("not done: disconnect"), "{message}");
-    wait_until("the rest is done by itself", nothing_is_mapped);
+    wait_until("the daemon completes the unmap", nothing_is_mapped);
     works_again(&image.uri());
     shell("kill $(cat /tmp/other.pid) || true");
-    nobody_waits();
+    no_task_is_blocked();
 }
 
-/// Processes that have been sending to a device's socket for as long as that, whenever looked at.
+/// The processes that were sending to a device's socket in every sample during `time`.
 fn sending_for(time: Duration) -> HashSet<String> {
-    let looks = 10;
-    let look = || -> HashSet<String> {
-        std::thread::sleep(time / looks);
+    let samples = 10;
+    let sample = || -> HashSet<String> {
+        std::thread::sleep(time / samples);
         shell("grep -ls sock_xmit /proc/[0-9]*/stack || true").lines().map(str::to_owned).collect()
     };
-    (1..looks).fold(look(), |still, _| &still & &look())
+    (1..samples).fold(sample(), |still, _| &still & &sample())
 }
 
-/// By force, and in vain by `deadline`: the exit status, and what was said.
+/// Unmaps by force, which must fail by `deadline`. Returns the exit status and stderr.
 pub(crate) fn refused(deadline: &str) -> (Option<i32>, String) {
     let begun = Stopwatch::start();
     let output = cleat(&["unmap", "forced", "--force", "--deadline", deadline]);
@@ -360,7 +363,7 @@ pub(crate) fn nothing_is_mapped() -> bool {
     cleat_ok(&["ls", "-o", "json"]).contains("\"mappings\": []")
 }
 
-/// By force, within the limit and with that exit status; returns the report.
+/// Unmaps by force, within the limit and with the exit status `code`. Returns the report.
 fn force(code: i32, options: &[&str]) -> Value {
     let (report, found) = forced(options);
     assert_eq!(found, Some(code), "{report}");
@@ -388,12 +391,12 @@ fn forced(options: &[&str]) -> (Value, Option<i32>) {
     assert_eq!(report["was_mapped"], true, "{report}");
     assert_eq!(report["unproven"], Value::Null, "{report}");
     let alive = std::path::Path::new(&format!("/proc/{worker}")).exists();
-    assert!(!alive, "the worker {worker} lives on: {report}");
-    nobody_waits();
+    assert!(!alive, "the worker {worker} still runs: {report}");
+    no_task_is_blocked();
     (report, output.status.code())
 }
 
-/// The steps with their times, for the reader.
+/// The steps of the unmap with their times, for the reader.
 fn brief(report: &Value) -> String {
     let steps = report["steps"].as_array().cloned().unwrap_or_default();
     let steps: Vec<String> = steps
@@ -403,8 +406,8 @@ fn brief(report: &Value) -> String {
     steps.join(", ")
 }
 
-/// No task is left in D state: what waited for the device has got its error.
-pub(crate) fn nobody_waits() {
+/// Checks that no task is left in D state: every request that waited for the device has failed.
+pub(crate) fn no_task_is_blocked() {
     let waiting = || shell("ps -eLo state,pid,wchan:32,args | grep '^D' || true");
     let done = Instant::now() + Duration::from_secs(10);
     while !waiting().is_empty() {
@@ -424,21 +427,21 @@ fn works_again(uri: &str) {
 pub(crate) fn mount(device: &str, filesystem: &str) {
     let make = if filesystem == "ext4" { "mkfs.ext4 -q -F" } else { "mkfs.xfs -q -f" };
     shell(&format!("{make} {device}; mkdir -p /mnt/forced; mount {device} /mnt/forced"));
-    // What is written over later needs nothing of the device before that.
+    // The file exists and is synced, so that a later overwrite does not need the device.
     shell("dd if=/dev/urandom of=/mnt/forced/file bs=1M count=4 status=none; sync -f /mnt/forced");
 }
 
-/// Makes dirty pages of a file that is there, and perhaps waits for the device then.
+/// Dirties pages of the existing file. The writer may then block on the device.
 fn dirty() -> Child {
     let mut writer = spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=1M count=4 conv=notrunc");
-    let patience = Instant::now() + Duration::from_millis(500);
-    while writer.try_wait().expect("waiting for dd").is_none() && Instant::now() < patience {
+    let deadline = Instant::now() + Duration::from_millis(500);
+    while writer.try_wait().expect("waiting for dd").is_none() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
     writer
 }
 
-/// From now on, the backend answers nothing.
+/// Makes the backend hang: it answers no request from now on.
 fn hang() {
     cleat_ok(&["fault", "forced", "hang=true"]);
 }
@@ -448,7 +451,7 @@ fn stop_worker() {
     signal("STOP", u32::try_from(pid).expect("a pid"));
 }
 
-/// A process that writes to the device, which does not answer.
+/// Starts a process that blocks in a write to the hung device.
 fn writing(device: &str) -> Child {
     let child = spawn(&format!("exec dd if=/dev/zero of={device} bs=64k count=8 oflag=direct"));
     wait_until("dd waits", || {
@@ -463,9 +466,9 @@ pub(crate) fn spawn(script: &str) -> Child {
     command.stderr(Stdio::null()).spawn().expect("bash starts")
 }
 
-/// Waits for its end; says whether it succeeded.
+/// Waits until the process ends. Returns whether it succeeded.
 pub(crate) fn ended(child: &mut Child) -> bool {
-    let done = Instant::now() + PATIENCE;
+    let done = Instant::now() + TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().expect("waiting for a process") {
             return status.success();
@@ -479,12 +482,12 @@ fn is_open(pid: u32, path: &str) -> bool {
     shell(&format!("readlink /proc/{pid}/fd/* || true")).lines().any(|line| line == path)
 }
 
-/// Whether a process is one of the holders; a udev worker that looks at the device may be another.
+/// Whether the process is one of the holders. A udev worker that probes the device may be another.
 fn is_among(holders: &Value, pid: u32) -> bool {
     holders.as_array().is_some_and(|list| list.iter().any(|holder| holder["pid"] == pid))
 }
 
-/// Devices that are listed without a record.
+/// The devices that are listed without a record.
 fn orphans() -> Vec<Value> {
     let listed: Value = serde_json::from_str(&cleat_ok(&["ls", "-o", "json"])).expect("JSON");
     let all = listed["mappings"].as_array().expect("a list").clone();

@@ -13,14 +13,14 @@ use std::sync::Mutex;
 
 use libtest_mimic::{Arguments, Trial};
 
-/// Set in the guest: the file that names the tests to run, one a line.
+/// Set in the guest: the file with the names of the tests to run, one per line.
 pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
 
-/// How many machines divide the tests that need no systemd. One more than [`SLOTS`], since the tests
-/// differ in length: the machine that is done first gets what is left.
+/// The number of machines for the tests that need no systemd. It is one more than [`SLOTS`], because the
+/// tests differ in length: the slot that is free first takes the remaining machine.
 const FAST_MACHINES: usize = 3;
 
-/// How many machines run at the same time.
+/// The number of machines that run at the same time.
 const SLOTS: usize = 2;
 
 /// Exit status of this program when a virtual machine could not be run.
@@ -83,7 +83,7 @@ fn machines(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> Vec<Mac
         .map(|shard| Machine {
             name: format!("vm{}", shard + 1),
             init: "fast",
-            // Neighbours in the list are alike, in length too, so each machine gets one of them.
+            // Adjacent tests in the list are similar, also in length, so they go to different machines.
             trials: fast.iter().skip(shard).step_by(shards).cloned().collect(),
         })
         .collect();
@@ -123,14 +123,14 @@ fn install(program: &Path, target: &Path) {
     assert!(status.expect("strip, of binutils").success(), "strip {}", program.display());
 }
 
-/// Boots a machine, runs its tests and shows their output as it comes, each line after the machine's
+/// Boots a machine, runs its tests and prints their output as it arrives, each line after the machine's
 /// name. Returns the exit status, and the line with the results.
 fn boot(payload: &Path, machine: &Machine) -> (i32, String) {
     let mut child = match command(payload, machine).spawn() {
         Ok(child) => child,
         Err(error) => {
             println!(
-                "tests/vm/run: {error}; its parts are installed by scripts/install-deps.sh vm"
+                "tests/vm/run: {error}; run scripts/install-deps.sh vm to install its dependencies"
             );
             return (EXIT_HARNESS, String::new());
         }
@@ -166,7 +166,7 @@ fn command(payload: &Path, machine: &Machine) -> Command {
     vm
 }
 
-/// Prints each line of `output` after `name`. Returns the line in which libtest sums up.
+/// Prints each line of `output` after `name`. Returns libtest's summary line.
 fn show(name: &str, output: impl Read) -> String {
     let mut results = String::new();
     for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
@@ -179,8 +179,8 @@ fn show(name: &str, output: impl Read) -> String {
     results
 }
 
-/// The time limit of a machine: generous, since the speed of an emulated processor varies, and longer
-/// with what was asked for.
+/// The time limit of a machine in seconds. It is generous because the speed of an emulated processor
+/// varies, and longer for requested extra work.
 fn timeout_s() -> String {
     let number = |name| -> u64 {
         std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or_default()

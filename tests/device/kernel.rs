@@ -1,4 +1,4 @@
-//! The suite of the kernel trait on the real kernel, and what only a real kernel shows.
+//! The test suite of the kernel trait on the real kernel, and tests that need a real kernel.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -25,7 +25,7 @@ fn real_kernel() {
     std::fs::create_dir_all(left_behind.parent().unwrap()).unwrap();
     std::fs::write(&left_behind, "CLEAT_NAME=left-behind\n").unwrap();
     let kernel = RealKernel::new(Path::new(RUN_DIRECTORY));
-    assert!(!left_behind.exists(), "names of a supervisor that died are cleared");
+    assert!(!left_behind.exists(), "names that a dead supervisor left are removed");
     suite(&kernel);
     real_io(&kernel);
     real_holders(&kernel);
@@ -34,7 +34,8 @@ fn real_kernel() {
     nothing_is_left(&kernel);
 }
 
-/// Whoever opens a device that is gone, as udev does for a look, makes the driver call it connected.
+/// Checks that no device stays connected. Retries, because the driver reports a disconnected device as
+/// connected while udev opens it.
 fn nothing_is_left(kernel: &RealKernel) {
     let deadline = soon();
     loop {
@@ -48,7 +49,7 @@ fn nothing_is_left(kernel: &RealKernel) {
     }
 }
 
-/// What was written is there, before and after a crash of the server.
+/// Checks that written data is stored, before and after a crash of the server.
 fn real_io(kernel: &RealKernel) {
     let mapped = connect(kernel, "io", 1);
     let node = mapped.ready().node;
@@ -67,7 +68,8 @@ fn real_io(kernel: &RealKernel) {
     mapped.disconnect();
 }
 
-/// Whoever holds a device is named, keeps it, and lets it go.
+/// Checks that a holder of a device is reported, blocks a disconnect, and no longer does so once it has
+/// closed the device.
 fn real_holders(kernel: &RealKernel) {
     let mapped = connect(kernel, "held", 1);
     let node = mapped.ready().node;
@@ -85,7 +87,8 @@ fn real_holders(kernel: &RealKernel) {
     mapped.disconnect();
 }
 
-/// A filesystem, in two mount namespaces, on a partition with a name of its own; a loop device.
+/// Checks the holders on a partition with its own link: a file system in two mount namespaces, a loop
+/// device, and swap.
 fn real_layers(kernel: &RealKernel) {
     let mapped = connect(kernel, "layers", 1);
     let paths = mapped.ready();
@@ -118,7 +121,7 @@ fn real_layers(kernel: &RealKernel) {
             if *path == place && filesystem == "ext4" && namespace_pid.is_none() == own)
     };
     named(&|holder| at(holder, true));
-    // Its copy of the mount is told only once ours is gone: as long as both are there, one is enough.
+    // The copy of the mount is reported only once ours is gone: while both exist, one is reported.
     let mut other = Command::new("unshare").args(["--mount", "sleep", "1000"]).spawn().unwrap();
     let shared = std::fs::read_link("/proc/self/ns/mnt").unwrap();
     let theirs = format!("/proc/{}/ns/mnt", other.id());
@@ -142,7 +145,7 @@ fn real_layers(kernel: &RealKernel) {
     mapped.disconnect();
 }
 
-/// How long a map and an unmap take on the kernel's side: told, not judged.
+/// Prints how long a map and an unmap take in the kernel, without an assertion.
 fn real_latency(kernel: &RealKernel) {
     let mut steps = [const { Vec::new() }; 3];
     for round in 0..20 {

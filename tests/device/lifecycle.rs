@@ -1,4 +1,4 @@
-//! Mapping and unmapping: what the user sees, refusals, many at once, restarts, leftovers.
+//! Map and unmap: output, refusals, many volumes in parallel, restarts, and leftovers.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("a_hundred_volumes_mapped_and_unmapped_in_parallel", parallel),
         trial("a_restarted_supervisor_still_has_its_mappings", restart),
         trial("leftovers_are_reconciled_and_reported", leftovers),
-        trial("a_missing_module_is_named_with_its_repair", missing_module),
+        trial("a_missing_module_is_reported_with_a_repair_hint", missing_module),
         trial("resize_grows_the_device_online", resize),
         trial("figures_map_latency_and_memory", figures),
     ]
@@ -172,7 +172,7 @@ fn resize() {
     shell(&format!("e2fsck -fn {}", image.path()));
 }
 
-/// Figures for the reader, not assertions: times under tcg say nothing by themselves.
+/// Prints figures without assertions: times under emulation (tcg) have no meaning by themselves.
 fn figures() {
     let node = Node::start();
     let mut times_ms = Vec::new();

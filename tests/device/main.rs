@@ -1,9 +1,10 @@
 //! Device tests: `cleat` with a real kernel's nbd driver, filesystems and fio on top.
 //!
-//! Outside the VM this program boots it (`tests/vm/run`) with the binary, the udev rules and
-//! itself as payload, and passes on the VM's output and exit status. Inside
+//! Outside the VM this program boots it (`tests/vm/run`) with the binary, the udev rules and itself as
+//! payload, and returns the VM's output and exit status. Inside
 //! (`CLEAT_TEST_REAL_KERNEL` set) it runs the tests, one after the other: they share one kernel.
-//! Arguments are libtest's, so `cargo test --test device -- crash` runs what has "crash" in its name.
+//! Arguments are libtest's, so `cargo test --test device -- crash` runs the tests with "crash" in
+//! their name.
 
 #![allow(
     clippy::print_stdout,
@@ -34,7 +35,7 @@ mod verify;
 
 use libtest_mimic::{Arguments, Trial};
 
-/// Set inside the VM, or by whoever has a kernel with nbd and wants the tests to use it.
+/// Set inside the VM, or by a user who wants the tests to use the nbd driver of the running kernel.
 const REAL_KERNEL: &str = "CLEAT_TEST_REAL_KERNEL";
 
 fn main() {
@@ -43,7 +44,7 @@ fn main() {
     if !is_guest && !arguments.list {
         std::process::exit(host::run(&arguments, &trials(), &trials_with_systemd()));
     }
-    // The tests of a machine share one kernel, and each has the daemon to itself.
+    // The tests of a machine share one kernel, and each needs the only daemon.
     arguments.test_threads = Some(1);
     let mut all: Vec<Trial> = trials().into_iter().chain(trials_with_systemd()).collect();
     if is_guest && let Some(list) = std::env::var_os(host::TRIALS) {

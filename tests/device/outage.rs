@@ -1,18 +1,18 @@
-//! A backend that is away under fio and filesystems, and limits as fio sees them.
+//! Outages of a backend under fio and file systems, rate limits under fio, and crash loops.
 
 use std::time::{Duration, Instant};
 
 use libtest_mimic::Trial;
 
-use crate::fixture::{Image, Node, PATIENCE, cleat, cleat_ok, promised, shell, signal, status};
+use crate::fixture::{Image, Node, TIMEOUT, cleat, cleat_ok, promised, shell, signal, status};
 use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("outage_under_a_filesystem_is_waited_out", waited_out),
-        trial("outage_with_another_policy_fails_io", fails),
+        trial("outage_under_a_filesystem_delays_io_without_errors", waited_out),
+        trial("outage_with_policy_queue_2s_or_fail_fails_io", fails),
         trial("limits_hold_and_change_under_fio", limits),
-        trial("crash_loop_fails_io_in_the_end_and_can_be_repaired", crash_loop),
+        trial("crash_loop_fails_io_after_the_timeout_and_can_be_repaired", crash_loop),
     ]
 }
 
@@ -74,14 +74,14 @@ fn fails() {
     let lasted = begun.elapsed();
     assert!(message.contains("Input/output error"), "{message}");
     assert!(lasted >= Duration::from_secs(2), "{lasted:?}");
-    promised(lasted, Duration::from_secs(4), "a patience of 2 s");
+    promised(lasted, Duration::from_secs(4), "the failure of a write under queue:2s");
     println!("figures: queue:2s failed after {} ms", lasted.as_millis());
     cleat_ok(&["fault", "fails", ""]);
     until("the outage is over", || status("fails")["outage"].is_null());
     shell(&write);
     cleat_ok(&["set", "fails", "--on-outage", "fail"]);
     cleat_ok(&["fault", "fails", "error=retry"]);
-    // The quickest of three, as the machine may be slow: whoever waits at all waits longer.
+    // Take the quickest of three, as the machine may be slow. A request that waits would take longer.
     let quickest = (0..3).map(|_| {
         let begun = Instant::now();
         shell(&failing);
@@ -90,7 +90,7 @@ fn fails() {
     let quickest = quickest.min().unwrap_or_default();
     assert!(quickest < Duration::from_millis(1900), "{quickest:?}");
     println!("figures: fail failed after {} ms", quickest.as_millis());
-    // And one that waits is released by the change.
+    // A change of the policy fails a request that already waits.
     cleat_ok(&["set", "fails", "--on-outage", "queue"]);
     let waiting = std::thread::spawn({
         let failing = failing.clone();
@@ -117,8 +117,8 @@ fn limits() {
     };
     // Terse version 3: 47 is the bandwidth of writes in KiB/s, 48 their number per second.
     let iops = rate("4k", 8, 48);
-    // What is under way when fio ends counts, and so does a tenth of a second's burst. Less may be the
-    // machine's doing.
+    // Requests in flight when fio ends count, and so does the burst of a tenth of a second. A slow machine
+    // may do fewer.
     assert!((50.0..=230.0).contains(&iops), "{iops} requests/s at a limit of 200");
     let shown = status("limited");
     assert_eq!((&shown["iops"], &shown["bytes_per_s"]), (&200.into(), &0.into()), "{shown}");
@@ -132,8 +132,8 @@ fn limits() {
     cleat_ok(&["unmap", "limited"]);
 }
 
-/// A worker that dies again and again: what was under way fails after the configured time, not before,
-/// and once the cause is gone the same device works again.
+/// A worker that dies repeatedly: requests in flight fail after the configured time, not before, and once
+/// the cause is gone the same device works again.
 fn crash_loop() {
     let _node = Node::start();
     let image = Image::new("loop", "32M");
@@ -143,7 +143,7 @@ fn crash_loop() {
     let write = format!("dd if=/dev/zero of={device} bs=4k count=1 oflag=direct status=none");
     shell(&write);
     let killer = std::thread::spawn(|| {
-        let end = Instant::now() + 3 * PATIENCE;
+        let end = Instant::now() + 3 * TIMEOUT;
         let mut last = 0;
         while Instant::now() < end {
             let now = status("loop");
@@ -160,7 +160,7 @@ fn crash_loop() {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        panic!("it is never given up");
+        panic!("the daemon never gives the mapping up");
     });
     let begun = Instant::now();
     let failing = format!("if {write} 2>/tmp/loop.log; then exit 1; fi; cat /tmp/loop.log");
@@ -196,7 +196,7 @@ fn crash_loop() {
 
 #[track_caller]
 fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !done() {
         assert!(Instant::now() < end, "waited for too long: {what}");
         std::thread::sleep(Duration::from_millis(100));

@@ -1,6 +1,6 @@
-//! The same situations for cleat and for nbd-client with nbdkit, in the same virtual machine: their
-//! servers are killed under load, and devices that hang are detached by force. What cleat promises
-//! is asserted; what the others do is only told. rbd-nbd needs a Ceph cluster and is not measured.
+//! The same failures with cleat and with nbd-client and nbdkit, in the same virtual machine: the tests kill
+//! the servers under load, and detach hung devices by force. Cleat's behaviour is asserted; that of the
+//! other products is only printed. rbd-nbd needs a Ceph cluster and is not measured.
 
 mod peer;
 
@@ -20,7 +20,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         let mut case = |what: &str, run: Case| {
             let words = format!("peers {} {what}", setup.title());
             let name = words.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
-            // Minutes each, most of them the others': `make comparison` runs them.
+            // Each takes minutes, mostly with the other products: `make comparison` runs them.
             let trial = trial(name, move || judge(setup, &run(setup)));
             trials.push(trial.with_ignored_flag(true));
         };
@@ -34,22 +34,22 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 const KILLS: u32 = 3;
-/// Between kills: a worker that dies more often is a crash loop, whose repairs wait on purpose.
+/// The pause between kills. More frequent crashes of a worker are a crash loop, whose repairs back off.
 const PERIOD: Duration = Duration::from_secs(9);
-/// How long a forced detach may take before it counts as hanging.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The time after which a forced detach counts as hung.
+const TIMEOUT: Duration = Duration::from_secs(30);
 const MOUNT: &str = "/mnt/peers";
 
-/// Prints what was seen, and fails where cleat's promise is broken.
+/// Prints the result, and fails when cleat does not meet its documented behaviour.
 fn judge(setup: Setup, row: &Row) {
     println!("figures: {}", row.text);
-    assert!(row.good || setup != Setup::Cleat, "cleat breaks its promise");
+    assert!(row.good || setup != Setup::Cleat, "cleat does not meet its documented behaviour");
 }
 
-/// Tries one situation.
+/// A test of one situation.
 type Case = Box<dyn FnOnce(Setup) -> Row + Send>;
 
-/// What one peer did in one situation.
+/// The result of one product in one situation.
 struct Row {
     good: bool,
     text: String,
@@ -80,7 +80,7 @@ fn crash(setup: Setup) -> Row {
         shell("dmesg | grep -cE 'I/O error|EXT4-fs error|Aborting journal|Remounting' || true");
     let stall = kills.iter().map(|at| longest(&probes, *at, *at + PERIOD)).max();
     let stall = stall.unwrap_or_default();
-    let told = match (&fio, probe_failure) {
+    let outcome = match (&fio, probe_failure) {
         (Ok(report), None) => {
             format!(
                 "works on, {} MiB written verified, longest stall {stall:.1?}",
@@ -90,14 +90,14 @@ fn crash(setup: Setup) -> Row {
         (Err(why), _) => format!("load fails: {why}"),
         (Ok(_), Some(why)) => format!("load fails: {why}"),
     };
-    let good = fio.is_ok() && told.starts_with("works") && errors == "0";
-    let succeeds = |script: &str| run(script, PATIENCE) == End::Success;
+    let good = fio.is_ok() && outcome.starts_with("works") && errors == "0";
+    let succeeds = |script: &str| run(script, TIMEOUT) == End::Success;
     let check = succeeds(&format!("umount {MOUNT}")) && succeeds(&format!("e2fsck -fn {node}"));
     drop(up);
     let check = if check { "file system clean" } else { "file system not clean" };
     Row {
         good: good && check == "file system clean",
-        text: format!("{told}; {errors} error messages of the kernel; {check}"),
+        text: format!("{outcome}; {errors} error messages of the kernel; {check}"),
     }
 }
 
@@ -123,7 +123,7 @@ impl Situation {
     fn title(self) -> &'static str {
         match self {
             Self::ServerStopped => "server stopped, idle",
-            Self::ReadUnderWay => "server stopped, a read under way",
+            Self::ReadUnderWay => "server stopped, a read in flight",
             Self::DirtyPages => "server stopped, dirty pages under ext4",
             Self::BlockedFsync => "server stopped, a process in fsync",
             Self::OpenForever => "server works, an opener never closes",
@@ -134,7 +134,7 @@ impl Situation {
         matches!(self, Self::DirtyPages | Self::BlockedFsync)
     }
 
-    /// Brings it about. Returns the process that is stuck or holds the device.
+    /// Causes the trouble. Returns the process that blocks on the device or holds it.
     fn cause(self, up: &Up) -> Option<Child> {
         let node = &up.device;
         if self.is_mounted() {
@@ -145,7 +145,7 @@ impl Situation {
         }
         shell("udevadm settle --timeout=30 || true");
         if matches!(self, Self::DirtyPages) {
-            // In the cache only; the kernel writes it back seconds later.
+            // The data is only in the cache; the kernel writes it back seconds later.
             shell(&format!("head -c 24M /dev/zero | tr '\\0' x > {MOUNT}/dirty"));
         }
         if !matches!(self, Self::OpenForever) {
@@ -174,7 +174,7 @@ fn detach(setup: Setup, situation: Situation) -> Row {
     let up = peer.up();
     let stuck = situation.cause(&up);
     let started = Instant::now();
-    let end = run(&up.detach_script(situation.is_mounted().then_some(MOUNT)), PATIENCE);
+    let end = run(&up.detach_script(situation.is_mounted().then_some(MOUNT)), TIMEOUT);
     let returned = end != End::Never;
     let took = started.elapsed();
     std::thread::sleep(Duration::from_secs(2));
@@ -200,7 +200,7 @@ fn detach(setup: Setup, situation: Situation) -> Row {
         match end {
             End::Success => format!("returns after {took:.1?}"),
             End::Failure => format!("FAILS after {took:.1?}"),
-            End::Never => format!("HANGS for {PATIENCE:?}"),
+            End::Never => format!("HANGS for {TIMEOUT:?}"),
         },
         if configured { "still configured" } else { "free" },
         if works { "works" } else { "DOES NOT WORK" },
@@ -214,7 +214,7 @@ fn detach(setup: Setup, situation: Situation) -> Row {
 enum End {
     Success,
     Failure,
-    /// Not in time.
+    /// The script did not end in time.
     Never,
 }
 
@@ -224,7 +224,7 @@ fn run(script: &str, limit: Duration) -> End {
     command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let (sender, ended) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        // Nobody waits for one that is too late.
+        // The receiver is gone if the script ended too late.
         let _ = sender.send(command.status().is_ok_and(|status| status.success()));
     });
     match ended.recv_timeout(limit) {
@@ -237,7 +237,7 @@ fn run(script: &str, limit: Duration) -> End {
 /// Tasks in uninterruptible sleep, threads of the kernel included.
 fn blocked_tasks() -> u32 {
     let list = || shell("ps -eLo state,comm | grep -c '^D' || true").parse().expect("a number");
-    // One that is blocked is so twice.
+    // A blocked task appears in both lists.
     let (first, second): (u32, u32) = (list(), {
         std::thread::sleep(Duration::from_millis(300));
         list()

@@ -1,5 +1,5 @@
-//! The daemon in a pod: with a control group, a cgroup namespace, a mount namespace and a root of its
-//! own, which all end with it. What ends a pod is what a container runtime writes to `cgroup.kill`.
+//! The daemon in a pod: the pod has its own control group, cgroup namespace, mount namespace and root
+//! directory. The tests end a pod through `cgroup.kill`, as a container runtime does.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,29 +9,30 @@ use libtest_mimic::Trial;
 
 use crate::campaign::WHOLE;
 use crate::campaign::load::{Fio, Prober, longest};
-use crate::fixture::{Image, Node, PATIENCE, cleat_ok, shell, status, wait_for_state};
+use crate::fixture::{Image, Node, TIMEOUT, cleat_ok, shell, status, wait_for_state};
 use crate::trial;
 
-/// Where workers are to be.
+/// The control group for workers.
 const WORKERS: &str = "/sys/fs/cgroup/cleat-workers";
 
-/// Beyond what fio works on.
+/// The offset of the prober's region, beyond the region of fio.
 const PROBED: u64 = 110 << 20;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("pod_is_replaced_under_load", replaced),
-        trial("pod_without_a_group_for_workers_is_a_crash", crashed),
+        trial("pod_without_a_worker_group_ends_with_its_workers", crashed),
     ]
 }
 
-/// One of several that follow each other.
+/// One of several pods that replace each other.
 struct Pod {
     number: u32,
 }
 
 impl Pod {
-    /// Its image: a copy of the binary, which counts as another build, and its configuration.
+    /// Makes the image of the pod: a copy of the binary, which counts as another build, and the
+    /// configuration.
     fn new(number: u32, configuration: &str) -> Self {
         let pod = Self { number };
         let (root, group) = (pod.root(), pod.group());
@@ -51,7 +52,7 @@ impl Pod {
         format!("/sys/fs/cgroup/pod-{}", self.number)
     }
 
-    /// What becomes its daemon. The directories stand for hostPath volumes.
+    /// The command that becomes the daemon of the pod. The bind mounts stand for hostPath volumes.
     fn daemon(&self) -> Command {
         let (root, group) = (self.root(), self.group());
         let enter = format!(
@@ -69,23 +70,23 @@ impl Pod {
         command
     }
 
-    /// Ends everything in its group, and waits for that.
+    /// Kills all processes in the pod's group, and waits until they have ended.
     fn end(&self) {
         let group = self.group();
         shell(&format!("echo 1 > {group}/cgroup.kill"));
-        let done = Instant::now() + PATIENCE;
+        let done = Instant::now() + TIMEOUT;
         while !shell(&format!("cat {group}/cgroup.procs")).is_empty() {
             assert!(Instant::now() < done, "something in {group} does not end");
             std::thread::sleep(Duration::from_millis(20));
         }
-        // As a runtime does: the image is gone, whoever still runs from it.
+        // A runtime removes the image, even if a process still runs from it.
         shell(&format!("rm -rf --one-file-system {}", self.root()));
     }
 }
 
 impl Drop for Pod {
     fn drop(&mut self) {
-        // Ended already, unless the test failed.
+        // It has ended already, unless the test failed.
         let (root, group) = (self.root(), self.group());
         shell(&format!(
             "echo 1 > {group}/cgroup.kill; sleep 0.1; rmdir {group} || true; rm -rf --one-file-system {root}"
@@ -105,14 +106,14 @@ fn group_of(pid: u64) -> String {
     shell(&format!("sed -n 's,^0::,/sys/fs/cgroup,p' /proc/{pid}/cgroup"))
 }
 
-/// How much a device has done.
+/// The number of reads and writes that the device has completed.
 fn requests(device: &str) -> u64 {
     let name = device.trim_start_matches("/dev/");
     let done = shell(&format!("awk '{{ print $1 + $5 }}' /sys/block/{name}/stat"));
     done.parse().expect("a number")
 }
 
-/// The kernel's complaints about I/O.
+/// The kernel's log messages about failed I/O.
 fn complaints() -> String {
     shell("dmesg | grep -E 'I/O error|Buffer I/O|nbd.*(timed out|Dead)' || true")
 }
@@ -120,7 +121,7 @@ fn complaints() -> String {
 fn replaced() {
     let before = complaints();
     let grouped = format!("cgroup = \\\"{WORKERS}\\\"\\n");
-    // The second and the third are other builds; the third upgrades by itself.
+    // The second and the third pod are other builds; the third upgrades workers at its start.
     let (first, second) = (Pod::new(1, &grouped), Pod::new(2, &grouped));
     let third = Pod::new(3, &format!("{grouped}upgrade_at_start = true\\n"));
     let mut node = Node::start_as(first.daemon());
@@ -147,7 +148,7 @@ fn replaced() {
     assert!(lives(successor), "the successor has ended with the pod");
 
     node.restart_as(third.daemon());
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while worker() == successor {
         assert!(Instant::now() < until, "nothing was upgraded: {}", status("pod"));
         std::thread::sleep(Duration::from_millis(100));
@@ -174,7 +175,7 @@ fn crashed() {
     let device = cleat_ok(&["map", &image.uri(), "--name", "pod"]);
     let health = cleat_ok(&["status", "-o", "json"]);
     assert!(health.contains("not a group of cgroup v2"), "{health}");
-    // Below the pod's group they would end with it, too.
+    // Workers in a group below the pod's would end with the pod as well.
     let group = first.group();
     let doctor = shell(&format!(
         "printf '[workers]\\ncgroup = \"{group}/workers\"' > /tmp/pod.toml
@@ -185,7 +186,7 @@ fn crashed() {
     let served_by = worker();
     assert_eq!(group_of(served_by), group);
     first.end();
-    assert!(!lives(served_by), "the worker lives on");
+    assert!(!lives(served_by), "the worker still runs");
     node.restart_as(second.daemon());
     wait_for_state("pod", "mapped");
     assert_ne!(worker(), served_by);

@@ -1,5 +1,5 @@
-//! Snapshots of images with file systems on their devices: frozen for the moment, so that they need no
-//! repair; and thawed, whoever dies meanwhile.
+//! Snapshots of images with mounted file systems: the daemon freezes the file systems, so that the
+//! snapshots need no repair, and thaws them even if a process dies meanwhile.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -17,26 +17,26 @@ use crate::trial;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("rbd_quiesce_makes_snapshots_that_need_no_repair", clean),
-        trial("rbd_quiesce_what_is_frozen_is_thawed_by_the_next_supervisor", supervisor_dies),
-        trial("rbd_quiesce_what_is_frozen_is_thawed_by_the_next_worker", worker_dies),
-        trial("rbd_quiesce_lasts_no_longer_than_it_may", too_long),
-        trial("rbd_quiesce_ends_before_force_unmounts", forced),
+        trial("rbd_quiesce_is_ended_by_the_next_supervisor", supervisor_dies),
+        trial("rbd_quiesce_is_ended_after_a_crash_of_the_worker", worker_dies),
+        trial("rbd_quiesce_ends_at_its_deadline", too_long),
+        trial("rbd_quiesce_ends_before_a_forced_unmap", forced),
         trial("rbd_quiesce_hook_freezes_in_place_of_the_daemon", hooked),
     ]
 }
 
-/// Of a writer's file; it says in each line which one it is.
+/// The number of lines in a file of the writer. Each line contains the number of the file.
 const LINES: u32 = 2000;
 
-/// A file system on a device, with somebody who makes file after file, each under its name only once
-/// it is whole, and never syncs.
+/// A file system on a device with a writer, which makes one file after the other and never syncs. A file
+/// gets its name only once it is complete.
 struct Busy {
     device: String,
     writer: Child,
 }
 
 impl Busy {
-    /// In a mount namespace of its own, where it is the only one to have it mounted.
+    /// Mounts the device only in a new mount namespace, and starts the writer there.
     fn elsewhere(device: &str, kind: &str) -> Self {
         make(device, kind);
         Self::write(device, &format!("mkdir -p /mnt/busy; mount {device} /mnt/busy"))
@@ -56,7 +56,7 @@ impl Busy {
         Self { device: device.to_owned(), writer: command.spawn().expect("unshare runs") }
     }
 
-    /// Waits until so many more files have been made.
+    /// Waits until the writer has made several more files.
     fn goes_on(&self) {
         let place = format!("/proc/{}/root/mnt/busy", self.writer.id());
         let newest = || {
@@ -64,7 +64,7 @@ impl Busy {
             names.lines().filter_map(|name| name.parse::<u32>().ok()).max().unwrap_or(0)
         };
         let before = newest();
-        wait_until("the writer goes on", || newest() >= before + 5);
+        wait_until("the writer continues", || newest() >= before + 5);
     }
 }
 
@@ -72,7 +72,7 @@ impl Drop for Busy {
     fn drop(&mut self) {
         let _ = self.writer.kill();
         let _ = self.writer.wait();
-        // Its namespace goes with it, and the mount with that.
+        // The namespace ends with the process, and the mount with the namespace.
         let device = self.device.clone();
         wait_until("it is mounted no more", || {
             shell(&format!("fuser {device} >/dev/null 2>&1 && echo held || true")).is_empty()
@@ -95,8 +95,8 @@ fn snap(at: &str) {
     cluster().rbd(&["snap", "create", "--no-progress", &format!("{POOL}/{at}")]).expect(at);
 }
 
-/// Maps a snapshot beside its image.
-fn look_at(name: &str, snapshot: &str) -> String {
+/// Maps a snapshot in addition to its image.
+fn map_snapshot(name: &str, snapshot: &str) -> String {
     let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
     let (conf, keyring) = (conf.display(), keyring.display());
     let uri = format!("rbd:{POOL}/{name}@{snapshot}?conf={conf}&keyring={keyring}&id={ID}");
@@ -107,7 +107,7 @@ fn needs_recovery(device: &str) -> bool {
     shell(&format!("dumpe2fs -h {device} 2>/dev/null")).contains("needs_recovery")
 }
 
-/// Whole files and one that is being made.
+/// Checks that all files are complete, except the one that was being written.
 fn assert_whole(device: &str, options: &str) {
     shell(&format!(
         "mkdir -p /mnt/then; mount -o {options} {device} /mnt/then; cd /mnt/then
@@ -122,13 +122,13 @@ fn assert_whole(device: &str, options: &str) {
 fn clean() {
     let node = Node::start();
     shell("dmesg -C");
-    // What it is like without.
+    // Without a quiesce the snapshot needs recovery.
     let device = map("dirty", "128M", false);
     let busy = Busy::elsewhere(&device, "ext4");
     busy.goes_on();
     snap("dirty@s");
-    let then = look_at("dirty", "s");
-    assert!(needs_recovery(&then), "there is nothing to be seen");
+    let then = map_snapshot("dirty", "s");
+    assert!(needs_recovery(&then), "a snapshot without a quiesce needs no recovery either");
     cleat_ok(&["unmap", "then"]);
     drop(busy);
     cleat_ok(&["unmap", "dirty"]);
@@ -141,13 +141,13 @@ fn clean() {
             let before = std::time::Instant::now();
             snap(&format!("{kind}@{snapshot}"));
             println!("figures: a snapshot of a busy {kind}: {:.1?}", before.elapsed());
-            let then = look_at(kind, snapshot);
+            let then = map_snapshot(kind, snapshot);
             if kind == "ext4" {
-                assert!(!needs_recovery(&then), "its journal is to be replayed");
+                assert!(!needs_recovery(&then), "the snapshot needs a journal replay");
                 shell(&format!("e2fsck -fn {then}"));
             }
-            // XFS marks its log as dirty when it is frozen, for the sake of orphans (xfs_super.c), and
-            // keeps its counters there: of it the files are looked at alone, without the log.
+            // A freeze leaves the log of XFS dirty, because of orphaned inodes (xfs_super.c), and XFS
+            // keeps its counters there. So only its files are checked, without the log.
             assert_whole(&then, options);
             cleat_ok(&["unmap", "then"]);
         }
@@ -162,7 +162,8 @@ fn clean() {
     drop(node);
 }
 
-/// Keeps every snapshot of an image waiting, as a second client of it that says nothing.
+/// A second client of an image that does not acknowledge quiesce requests, so that every snapshot of the
+/// image waits.
 struct Brake(QuiesceWatch);
 
 impl Brake {
@@ -184,11 +185,11 @@ impl Brake {
 }
 
 /// Whether a process has ended.
-fn over(child: &mut Child) -> bool {
+fn has_ended(child: &mut Child) -> bool {
     child.try_wait().expect("waiting for a process").is_some()
 }
 
-/// A mounted image of which a snapshot is being made, frozen, with somebody who waits to write.
+/// A mounted, frozen image of which a snapshot is being made, with a writer that waits.
 struct Frozen {
     brake: Brake,
     snap: Child,
@@ -208,7 +209,7 @@ impl Frozen {
             "exec rbd --id admin --conf {} snap create --no-progress {POOL}/{name}@s",
             conf.display()
         ));
-        wait_until("it is quiet", || !status(name)["quiet"].is_null());
+        wait_until("the device is quiesced", || !status(name)["quiet"].is_null());
         let writer = spawn(&format!("sleep 1; exec touch {place}/written"));
         wait_until("a writer waits", || {
             shell(&format!("cat /proc/{}/stat || true", writer.id())).contains(" D ")
@@ -217,16 +218,16 @@ impl Frozen {
     }
 
     fn wait_until_thawed(&mut self) {
-        wait_until("the writer goes on", || over(&mut self.writer));
+        wait_until("the writer continues", || has_ended(&mut self.writer));
         let name = self.place.trim_start_matches("/mnt/").to_owned();
-        wait_until("nothing is quiet", || status(&name)["quiet"].is_null());
+        wait_until("the quiesce has ended", || status(&name)["quiet"].is_null());
     }
 
     fn finish(mut self) {
         self.brake.release();
-        wait_until("the snapshot ends", || over(&mut self.snap));
+        wait_until("the snapshot ends", || has_ended(&mut self.snap));
         let name = self.place.trim_start_matches("/mnt/").to_owned();
-        wait_until("nothing is quiet", || status(&name)["quiet"].is_null());
+        wait_until("the quiesce has ended", || status(&name)["quiet"].is_null());
         shell(&format!("touch {0}/after; umount {0}", self.place));
         cleat_ok(&["unmap", &name]);
     }
@@ -240,12 +241,12 @@ fn configured(text: &str) -> Command {
 fn supervisor_dies() {
     let mut node = Node::start_as(configured("[map]\nquiesce_deadline = \"5m\"\n"));
     let mut frozen = Frozen::new("orphaned");
-    // Held open by the daemon: it cannot be unmounted, which would leave it frozen out of reach.
+    // The daemon holds the file system open, so that it cannot be unmounted while it is frozen.
     assert!(!Command::new("umount").arg(&frozen.place).status().expect("umount runs").success());
     let refused = cleat(&["upgrade", "orphaned", "--workers-only", "--force"]);
     assert!(!refused.status.success(), "{refused:?}");
     node.kill();
-    assert!(!over(&mut frozen.writer), "thawed by nobody");
+    assert!(!has_ended(&mut frozen.writer), "thawed without a supervisor");
     node.restart();
     frozen.wait_until_thawed();
     let message = status("orphaned")["message"].to_string();
@@ -271,7 +272,7 @@ fn too_long() {
     let _node = Node::start_as(configured("[map]\nquiesce_deadline = \"15s\"\n"));
     let mut frozen = Frozen::new("lasting");
     frozen.wait_until_thawed();
-    assert!(!over(&mut frozen.snap), "it was over already");
+    assert!(!has_ended(&mut frozen.snap), "the snapshot had ended already");
     let message = status("lasting")["message"].to_string();
     assert!(message.contains("longer than map.quiesce_deadline"), "{message}");
     frozen.finish();
@@ -282,34 +283,34 @@ fn forced() {
     let mut frozen = Frozen::new("ended");
     let refused = cleat(&["unmap", "ended"]);
     assert!(!refused.status.success(), "{refused:?}");
-    assert!(!over(&mut frozen.writer), "thawed for nothing");
+    assert!(!has_ended(&mut frozen.writer), "a refused unmap ended the quiesce");
     cleat_ok(&["unmap", "ended", "--force", "--deadline", "40s"]);
-    wait_until("the writer is let go", || over(&mut frozen.writer));
+    wait_until("the writer ends", || has_ended(&mut frozen.writer));
     shell("! findmnt /mnt/ended");
     frozen.brake.release();
-    wait_until("the snapshot ends", || over(&mut frozen.snap));
+    wait_until("the snapshot ends", || has_ended(&mut frozen.snap));
 }
 
-/// As rbd-nbd's own hook does it.
+/// The hook works as that of rbd-nbd.
 fn hooked() {
     let hook = "#!/bin/sh
         test \"$2\" = quiesce && how=--freeze || how=--unfreeze
-        echo \"$1 $2\" >>/tmp/quiesce.told
+        echo \"$1 $2\" >>/tmp/quiesce.calls
         for place in $(findmnt -n -o TARGET \"$1\"); do fsfreeze $how \"$place\"; done
         ";
     std::fs::write("/tmp/quiesce.hook", hook).expect("the hook is written");
     let path = Path::new("/tmp/quiesce.hook");
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
-    shell("rm -f /tmp/quiesce.told");
+    shell("rm -f /tmp/quiesce.calls");
     let _node = Node::start_as(configured("[map]\nquiesce_hook = \"/tmp/quiesce.hook\"\n"));
     let device = map("hooked", "96M", true);
     make(&device, "ext4");
     shell(&format!("mkdir -p /mnt/hooked; mount {device} /mnt/hooked; touch /mnt/hooked/a"));
     snap("hooked@s");
-    wait_until("it is over", || status("hooked")["quiet"].is_null());
-    let told = shell("cat /tmp/quiesce.told");
-    assert_eq!(told, format!("{device} quiesce\n{device} unquiesce"));
-    let then = look_at("hooked", "s");
+    wait_until("the quiesce has ended", || status("hooked")["quiet"].is_null());
+    let calls = shell("cat /tmp/quiesce.calls");
+    assert_eq!(calls, format!("{device} quiesce\n{device} unquiesce"));
+    let then = map_snapshot("hooked", "s");
     assert!(!needs_recovery(&then));
     cleat_ok(&["unmap", "then"]);
     shell("touch /mnt/hooked/b; umount /mnt/hooked");

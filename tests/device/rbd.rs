@@ -1,5 +1,5 @@
-//! Devices over RBD, on a cluster in the same machine: under fio, under ext4 while everything dies
-//! in turn, and taken away while the cluster says nothing.
+//! Devices on RBD images, with a cluster in the same machine: under fio, under ext4 while each component
+//! crashes or restarts in turn, and unmapped by force while the OSD is stopped.
 
 mod encrypted;
 
@@ -12,27 +12,27 @@ use test_kit::ceph::{Cluster, ID, POOL};
 use test_kit::wait::wait_at_most;
 
 use crate::fixture::{Node, cleat_ok, shell, signal, status};
-use crate::force::{self, ended, nobody_waits, nothing_is_mapped, refused, spawn};
+use crate::force::{self, ended, no_task_is_blocked, nothing_is_mapped, refused, spawn};
 use crate::resize::{Load, no_io_errors, size_of};
 use crate::{trial, verify};
 
 /// The script that makes the cluster, in the payload.
 pub(crate) const CLUSTER: &str = "ceph-cluster";
 
-/// For a worker that succeeds a dead one, whose client the OSDs may take for alive for 30 s; and for
-/// everything else of a cluster under emulation.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// The timeout of each wait. It covers a worker that replaces a dead one, whose client the OSDs may consider
+/// alive for 30 s, and a cluster under emulation.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("rbd_fio_verify_zeroes_and_discards", verified),
-        trial("rbd_ext4_survives_what_dies_under_it", survives),
+        trial("rbd_ext4_survives_crashes_upgrades_and_an_osd_restart", survives),
         trial("rbd_encrypted_ext4_survives_and_grows", encrypted::survives),
         trial("rbd_force_unmap_with_the_osd_stopped", forced),
     ]
 }
 
-/// Up for as long as this program: it takes a minute to start.
+/// The cluster, which takes a minute to start and runs until this program ends.
 pub(crate) fn cluster() -> &'static Cluster {
     static CLUSTER_HERE: OnceLock<Cluster> = OnceLock::new();
     CLUSTER_HERE.get_or_init(|| {
@@ -43,7 +43,7 @@ pub(crate) fn cluster() -> &'static Cluster {
     })
 }
 
-/// Makes an image, which goes with the cluster; its URI.
+/// Makes an image, which exists until the cluster ends. Returns its URI.
 pub(crate) fn image(name: &str, size: &str) -> String {
     rbd(&["create", &format!("{POOL}/{name}"), "--size", size]);
     image_uri(name)
@@ -61,7 +61,7 @@ pub(crate) fn rbd(arguments: &[&str]) {
 /// Waits as long as a cluster on an emulated processor may take.
 #[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl FnMut() -> bool) {
-    wait_at_most(PATIENCE, what, condition);
+    wait_at_most(TIMEOUT, what, condition);
 }
 
 fn verified() {
@@ -89,7 +89,7 @@ fn survives() {
     let load = Load::start("--directory=/mnt/alive --ioengine=libaio --iodepth=8 --size=8M");
     goes_on("alive", 50);
 
-    // None: there is no worker just now.
+    // `None` while there is no worker.
     let worker = || status("alive")["worker_pid"].as_u64().filter(|pid| *pid != 0);
     let (killed, begun) = (worker().expect("a worker"), Instant::now());
     signal("KILL", u32::try_from(killed).expect("a pid"));
@@ -126,7 +126,7 @@ fn survives() {
     cleat_ok(&["unmap", "alive"]);
 }
 
-/// Waits until the mapping has been written to so often again.
+/// Waits until the mapping has served `writes` more writes.
 pub(crate) fn goes_on(name: &str, writes: u64) {
     let written = || count(name, "write");
     let mut before = None;
@@ -135,10 +135,10 @@ pub(crate) fn goes_on(name: &str, writes: u64) {
         before.is_some()
     });
     let enough = before.unwrap_or_default() + writes;
-    wait_until("the load goes on", || written().is_some_and(|count| count >= enough));
+    wait_until("the load continues", || written().is_some_and(|count| count >= enough));
 }
 
-/// How many requests of a kind there have been; none while a worker is being replaced.
+/// The number of requests of one operation so far; `None` while a worker is being replaced.
 fn count(name: &str, op: &str) -> Option<u64> {
     let text = cleat_ok(&["stats", name, "--total", "-o", "json"]);
     let stats: serde_json::Value = serde_json::from_str(&text).expect("JSON");
@@ -151,24 +151,27 @@ fn forced() {
     let device = cleat_ok(&["map", &uri, "--name", "forced"]);
     force::mount(&device, "ext4");
     cluster().tell("pause osd");
-    // Past the page cache, so that the OSD has it.
+    // Direct I/O, so that the write reaches the OSD.
     let mut writer =
         spawn("exec dd if=/dev/zero of=/mnt/forced/file bs=64k count=8 oflag=direct conv=notrunc");
     wait_until("it waits for the OSD", || {
         shell(&format!("cat /proc/{}/stat || true", writer.id())).contains(" D ")
     });
     let (code, message) = refused("4s");
-    assert!(!ended(&mut writer), "a write that nobody took succeeded");
-    // All is done here; but what the OSD has of ours already it may write yet.
+    assert!(!ended(&mut writer), "a write that no server stored succeeded");
+    // This node has completed the unmap, but the OSD may still execute a write that it has received.
     assert_eq!(code, Some(10), "{message}");
     assert!(message.contains("not done: prove silence"), "{message}");
-    assert!(!Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists(), "it is left");
+    assert!(
+        !Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists(),
+        "the device is still connected"
+    );
     shell("! findmnt /mnt/forced");
-    nobody_waits();
+    no_task_is_blocked();
     cluster().tell("resume osd");
-    wait_until("the rest is done by itself", nothing_is_mapped);
+    wait_until("the daemon completes the unmap", nothing_is_mapped);
     let device = cleat_ok(&["map", &uri, "--name", "forced"]);
-    // Journal replayed, the file system is sound, and what was synchronised is there.
+    // After a replay of the journal the file system is consistent and contains the synced data.
     shell(&format!(
         "e2fsck -fy {device} || test $? = 1; mount {device} /mnt/forced
          test $(stat -c %s /mnt/forced/file) = 4194304; umount /mnt/forced"

@@ -1,4 +1,4 @@
-//! Read-only mappings: nothing gets through, at any layer.
+//! Read-only mappings: each layer refuses writes.
 
 use libtest_mimic::Trial;
 
@@ -44,12 +44,12 @@ fn refuses() {
          ! touch /mnt/ro/x 2>/dev/null; ! mount -o remount,rw /mnt/ro 2>/dev/null
          umount /mnt/ro"
     ));
-    // Turning the kernel's flag off by hand opens nothing.
+    // Writes fail even if the kernel's flag is cleared by hand.
     shell(&format!(
         "blockdev --setrw {device}
          ! dd if=/dev/zero of={device} bs=4k count=1 oflag=direct conv=notrunc status=none 2>/dev/null"
     ));
-    // The worker has no descriptor that it could write to the volume with.
+    // The worker has no writable descriptor of the volume.
     let worker = shown["worker_pid"].as_u64().expect("a worker");
     let writable = shell(&format!(
         "for fd in /proc/{worker}/fd/*; do

@@ -1,11 +1,11 @@
-//! Other sizes, while everything runs; and a backend that hangs meanwhile.
+//! Resizes under load, and with a backend that hangs.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use libtest_mimic::Trial;
 
-use crate::fixture::{Image, Node, PATIENCE, cleat, cleat_ok, shell, status};
+use crate::fixture::{Image, Node, TIMEOUT, cleat, cleat_ok, shell, status};
 use crate::trial;
 use test_kit::stopwatch::Stopwatch;
 
@@ -15,13 +15,13 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("resize_of_a_volume_with_tight_limits", with_limits),
         trial("resize_of_ext4_under_load", || grows_online("ext4", ["64M", "128M", "192M"])),
         trial("resize_of_xfs_under_load", || grows_online("xfs", ["320M", "512M", "640M"])),
-        trial("resize_follows_growth_at_the_backend", follows),
-        trial("resize_with_shrink_only_when_nobody_holds_the_device", shrinks),
-        trial("resize_with_a_hung_backend_holds_nobody_up", hung),
+        trial("resize_follows_the_size_of_the_backend", follows),
+        trial("resize_with_shrink_is_refused_while_the_device_is_held", shrinks),
+        trial("resize_with_a_hung_backend_blocks_no_other_mapping", hung),
     ]
 }
 
-/// fio in the background, which reads back and compares what it writes.
+/// fio in the background, which verifies its writes.
 pub(crate) struct Load(Child);
 
 impl Load {
@@ -35,7 +35,7 @@ impl Load {
         Self(child.expect("fio starts"))
     }
 
-    /// Ends it; it must have found nothing wrong.
+    /// Ends fio. Panics when it found an error.
     pub(crate) fn stop(mut self) {
         assert!(self.0.try_wait().expect("fio").is_none(), "{}", shell("cat /tmp/load.log"));
         crate::fixture::signal("INT", self.0.id());
@@ -79,8 +79,8 @@ fn twenty_times() {
     cleat_ok(&["unmap", "grow"]);
 }
 
-/// The kernel waits for what the limits hold back, with a lock that all devices share: they are lifted
-/// for the moment.
+/// The kernel waits for requests that the rate limits delay, and holds a lock that all devices share. So
+/// the daemon suspends the limits during a resize.
 fn with_limits() {
     let _node = Node::start();
     let image = Image::new("slow", "64M");
@@ -130,7 +130,7 @@ fn grows_online(filesystem: &str, sizes: [&str; 3]) {
         };
         assert!(room() > before + (32 << 20), "{before} became {}", room());
     }
-    // What was added can be used.
+    // The added space can be used.
     shell("fallocate -l 100M /mnt/grow/more; rm /mnt/grow/more");
     load.stop();
     shell("umount /mnt/grow");
@@ -148,10 +148,13 @@ fn follows() {
     shell(&format!("truncate -s 128M {}", image.path()));
     let began = Instant::now();
     while size_of(&device) != 128 << 20 {
-        assert!(began.elapsed() < PATIENCE, "the device stays at {}", size_of(&device));
+        assert!(began.elapsed() < TIMEOUT, "the device stays at {}", size_of(&device));
         std::thread::sleep(Duration::from_millis(50));
     }
-    println!("figures: growth at the backend shows after {} ms", began.elapsed().as_millis());
+    println!(
+        "figures: the device follows a larger backend after {} ms",
+        began.elapsed().as_millis()
+    );
     shell(&format!("resize2fs {device} 2>&1; fallocate -l 80M /mnt/grow/more; umount /mnt/grow"));
     assert_eq!(status("follows")["size_bytes"], 128 << 20);
     cleat_ok(&["unmap", "follows"]);
@@ -202,7 +205,7 @@ impl HungWrite {
             stats["volumes"][0]["in_flight"].as_u64().expect("a number")
         };
         while in_flight() == 0 {
-            assert!(began.elapsed() < PATIENCE, "the write does not arrive");
+            assert!(began.elapsed() < TIMEOUT, "the write does not arrive");
             std::thread::sleep(Duration::from_millis(50));
         }
         Self { name, writer: Some(writer) }
@@ -234,7 +237,8 @@ fn hung() {
     assert_eq!(refused.status.code(), Some(9), "{refused:?}");
     let message = String::from_utf8_lossy(&refused.stderr);
     assert!(message.contains("the backend does not answer"), "{message}");
-    // Growth is noticed as well, and put off again and again: all that holds nobody up.
+    // The daemon also detects the new size by itself and defers the resize repeatedly. Other mappings are
+    // not delayed.
     for round in 0..4 {
         let other = format!("other{round}");
         let began = Instant::now();
@@ -250,7 +254,7 @@ fn hung() {
     hung.release();
     let began = Instant::now();
     while size_of(&device) != 128 << 20 {
-        assert!(began.elapsed() < PATIENCE, "the device does not grow");
+        assert!(began.elapsed() < TIMEOUT, "the device does not grow");
         std::thread::sleep(Duration::from_millis(100));
     }
     cleat_ok(&["resize", "hung", "192M"]);

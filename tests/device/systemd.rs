@@ -1,4 +1,4 @@
-//! The unit under a real systemd: start, map, restart, stop; devices stay.
+//! The unit under systemd: start, map, restart, reload and stop, with devices that stay.
 
 use libtest_mimic::Trial;
 
@@ -9,7 +9,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("systemd_unit_starts_works_and_keeps_devices", unit)]
 }
 
-/// Puts the unit where a package does, and starts it.
+/// Installs the unit as a package does, and starts it.
 pub(crate) fn install() {
     shell(
         "install -D cleat /usr/bin/cleat
@@ -24,7 +24,7 @@ pub(crate) fn install() {
 
 fn unit() {
     install();
-    // The unit lets it listen on a port.
+    // The unit permits the daemon to listen on a port.
     assert!(shell("cleat metrics 127.0.0.1:9599 | grep cleat_build_info").contains("version="));
     let device = cleat_ok(&["map", "mem:64M", "--name", "unit"]);
     shell(&format!(
@@ -39,7 +39,7 @@ fn unit() {
     shell("umount /mnt/unit");
     cleat_ok(&["unmap", "unit"]);
     by_force();
-    // With fields of their own.
+    // Log entries have their own fields in the journal.
     let entries = "journalctl -t cleat -o json MAPPING=unit";
     assert!(shell(&format!("{entries} | grep -c '\"MESSAGE\":\"mapped\"'")) == "1");
     assert!(
@@ -55,7 +55,7 @@ fn by_force() {
     force::namespaces(&device);
 }
 
-/// Another executable takes the place of the one that runs; nothing ends.
+/// Replaces the running executable by another one with a reload. No process of the daemon ends.
 fn reload() {
     let pid = || shell("systemctl show cleat -p MainPID --value");
     let (before, worker) = (pid(), status("unit")["worker_pid"].clone());
@@ -68,7 +68,7 @@ fn reload() {
     shell(
         "echo 3 > /proc/sys/vm/drop_caches; grep -q here /mnt/unit/file; echo more >> /mnt/unit/file; sync -f /mnt/unit",
     );
-    // Nothing to do, and no harm.
+    // A second reload has nothing to do.
     shell("systemctl reload-or-restart cleat");
     assert_eq!(pid(), before);
 }

@@ -1,5 +1,5 @@
-//! RBD images under the unit: a client as its administrator sets it up, with the cluster found by
-//! name and the key where Ceph looks for it.
+//! RBD images under the systemd unit, on a client in its usual setup: host names in ceph.conf, and the key
+//! in Ceph's default place.
 
 use libtest_mimic::Trial;
 use test_kit::ceph::{ID, POOL};
@@ -28,7 +28,7 @@ fn unit() {
         key.display(),
     ));
     systemd::install();
-    // Exit statuses 20 and 21 are findings.
+    // The exit statuses 20 and 21 mean that there are findings.
     let findings = String::from_utf8(cleat(&["doctor"]).stdout).expect("UTF-8");
     assert!(findings.contains("can be loaded"), "{findings}");
     rbd(&["create", &format!("{POOL}/{NAME}"), "--size", "96M"]);
@@ -44,7 +44,7 @@ fn uri() -> String {
     format!("rbd:{POOL}/{NAME}?id={ID}")
 }
 
-/// What systemctl can do to the unit, with a file system on the device.
+/// Runs the commands of systemctl on the unit, with a file system on the device under load.
 fn under_load(device: &str) {
     shell(&format!(
         "dmesg -C; mkfs.ext4 -q {device}; mkdir -p /mnt/{NAME}; mount {device} /mnt/{NAME}"
@@ -69,7 +69,7 @@ fn under_load(device: &str) {
 
     shell("systemctl stop cleat");
     let written = written_to(device);
-    wait_until("I/O goes on without a supervisor", || written_to(device) > written + 50);
+    wait_until("I/O continues without a supervisor", || written_to(device) > written + 50);
     shell("systemctl start cleat");
     wait_for_state(NAME, "mapped");
     goes_on(NAME, 50);
@@ -78,13 +78,14 @@ fn under_load(device: &str) {
     no_io_errors(device);
 }
 
-/// Writes that the kernel has seen end.
+/// The number of writes that the kernel has completed.
 fn written_to(device: &str) -> u64 {
     let stat = shell(&format!("awk '{{ print $5 }}' /sys/block/{}/stat", &device[5..]));
     stat.parse().expect("a number")
 }
 
-/// The client is cut off by hand: what its administrator is told, and how it ends.
+/// Fences the client by hand. Checks the reports to the administrator, and that the volume can be mapped
+/// again.
 fn fenced(device: &str) {
     let metric = |value: u32| {
         let seen = shell("./cleat metrics 127.0.0.1:9599 | grep ^cleat_volume_fenced");
@@ -96,7 +97,7 @@ fn fenced(device: &str) {
         serde_json::from_slice(&locks.expect("it is listed")).expect("JSON");
     let owner = locks[0]["address"].as_str().expect("a lock");
     cluster().ceph(&["osd", "blocklist", "add", owner]);
-    wait_until("it is noticed without a request", || status(NAME)["fenced"] == true);
+    wait_until("the fence is detected without a request", || status(NAME)["fenced"] == true);
     assert_eq!(status(NAME)["state"], "failed");
     metric(1);
     shell(&format!("! dd if=/dev/zero of={device} bs=4k count=1 oflag=direct 2> /dev/null"));

@@ -1,5 +1,5 @@
-//! Planned upgrades under load: workers hand their devices over, the daemon goes on as another build,
-//! and whatever uses the devices notices at most a pause.
+//! Planned upgrades under load: workers hand their devices over, the daemon restarts as another build, and
+//! users of the devices notice at most a short pause.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::campaign::load::{Fio, Prober, REGION, longest};
 use crate::fixture::{Image, Node, cleat, cleat_ok, promised, shell, status};
 use crate::trial;
 
-/// What a hand-over may add to the longest request, beside what the machine does by itself.
+/// The time by which a handover may prolong the longest request, compared with the noise of the machine.
 const STALL_LIMIT: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -18,7 +18,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("upgrade_of_workers_under_fio_on_the_device", || under_fio(false)),
         trial("upgrade_of_workers_under_fio_on_ext4", || under_fio(true)),
         trial("upgrade_of_the_daemon_and_back", daemon),
-        trial("upgrade_keeps_what_is_in_memory", memory),
+        trial("upgrade_keeps_the_content_of_memory_volumes", memory),
         trial("upgrade_of_several_connections", connections),
     ]
 }
@@ -34,8 +34,7 @@ fn worker(name: &str) -> u64 {
     status(name)["worker_pid"].as_u64().expect("a worker")
 }
 
-/// Ten upgrades, and beside each, for the noise, the start and end of a worker that has nothing to do
-/// with the device.
+/// Ten upgrades, and before each, to measure the noise, the start and end of an unrelated worker.
 fn under_fio(ext4: bool) {
     let _node = Node::start();
     shell("dmesg --clear");
@@ -93,7 +92,7 @@ fn under_fio(ext4: bool) {
     cleat_ok(&["unmap", "up"]);
 }
 
-/// Puts another file of the same program in its place, as a package manager does.
+/// Replaces the executable by another file of the same program, as a package manager does.
 fn replace_binary() {
     shell("cp cleat cleat.next; mv cleat.next cleat");
 }
@@ -105,7 +104,7 @@ fn daemon() {
     shell(&format!("mkfs.ext4 -q {device}; mkdir -p /mnt/up; mount {device} /mnt/up"));
     let executable = || std::fs::read_link(format!("/proc/{}/exe", node.pid())).expect("its name");
     let began = executable();
-    // There and back.
+    // Upgrade twice: to another file, and from it to the next.
     for round in 0..2 {
         replace_binary();
         assert!(executable().to_string_lossy().ends_with("(deleted)"));
@@ -114,12 +113,12 @@ fn daemon() {
         let upgraded = upgrade(&[]);
         assert_eq!(upgraded["daemon"]["outcome"], "restarted", "{upgraded}");
         assert_eq!(upgraded["volumes"][0]["outcome"], "handed_over", "{upgraded}");
-        // The same process, another executable.
+        // The process is the same, and the executable is the new one.
         assert_eq!(executable(), began);
         assert_ne!(worker("up"), before);
         assert_eq!(upgrade(&[])["volumes"][0]["outcome"], "current");
     }
-    // What does not run takes nobody's place.
+    // An executable that does not run replaces nothing.
     shell(
         "printf '#!/bin/sh\\nexit 1\\n' > cleat.next; chmod +x cleat.next; cp cleat cleat.good; mv cleat.next cleat",
     );

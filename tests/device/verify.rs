@@ -1,4 +1,5 @@
-//! fio's verification over /dev/nbdX. `CLEAT_VERIFY_SECONDS` makes each run longer (default 15).
+//! fio with verification on mapped devices. `CLEAT_VERIFY_SECONDS` is the run time of each test (default
+//! 15).
 
 use libtest_mimic::Trial;
 
@@ -31,8 +32,8 @@ fn verify(uri: &str, connections: u32) {
         cleat_ok(&["map", uri, "--name", "verify", "--connections", &connections.to_string()]);
     let seconds: u64 = std::env::var("CLEAT_VERIFY_SECONDS")
         .map_or(15, |text| text.parse().expect("CLEAT_VERIFY_SECONDS is a number"));
-    // Random writes with trims among them and an fsync now and then, each block read back and
-    // compared, again and again over the same range.
+    // Random reads and writes with occasional fsyncs. fio reads each block back and compares it, repeatedly
+    // over the same range.
     let report = shell(&format!(
         "fio --name=verify --filename={device} --direct=1 --ioengine=libaio --iodepth=16 --rw=randrw \
            --bsrange=4k-64k --bs_unaligned=0 --size=160M --verify=crc32c --verify_backlog=256 \
@@ -71,7 +72,7 @@ pub(crate) fn zeroes_on(uri: &str) {
              blkdiscard --offset 8M --length 4M {device}
              dd if={device} bs=1M skip=8 count=4 iflag=direct status=none | cmp -n 4194304 - /dev/zero
              if dd if={device} bs=1M skip=6 count=1 iflag=direct status=none | cmp -s -n 1048576 - /dev/zero
-             then echo what was between is gone; exit 1; fi"
+             then echo the data between is lost; exit 1; fi"
         ));
     cleat_ok(&["unmap", "zeroes"]);
 }

@@ -1,6 +1,6 @@
-//! What must hold: after calls that succeeded or failed, and at the end, when all is calm: every
-//! mapping works, or is gone without a trace, or is reported with a reason that is true; and every
-//! one can be taken down.
+//! The invariants: after calls that succeeded or failed, and at the end, when no failure is active any
+//! more. Each mapping works, or has been removed completely, or is reported with a true reason; and each
+//! mapping can be unmapped.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,16 +19,16 @@ use crate::lives::Calm;
 use crate::scenario::{Lasting, Volume};
 use crate::world::{World, cleat_devices};
 
-/// For an unmap, where nothing is wrong any more.
+/// The time limit of an unmap when no failure is active.
 const UNMAP_LIMIT: Duration = Duration::from_secs(60);
 
-/// For requests, where nothing is wrong any more; what several connections repeat takes longest.
+/// The time limit of a request when no failure is active; retries over several connections take longest.
 const IO_LIMIT: Duration = Duration::from_secs(90);
 
-/// For a worker without supervisor and device to end by itself.
+/// The time in which a worker without supervisor and device ends by itself.
 const ORPHAN_LIMIT: Duration = Duration::from_secs(700);
 
-/// Makes everything right again, but for what is to stay wrong.
+/// Ends all failures except the lasting one.
 pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasting>) {
     tracing::debug!(?lasting, "CALM");
     let kernel = world.kernel();
@@ -38,7 +38,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     for device in kernel.show() {
         kernel.set_holders(device.index, Vec::new());
     }
-    // Where a full disk was, there is room again.
+    // The disk that was full has space again.
     for entry in std::fs::read_dir(world.records()).into_iter().flatten().flatten() {
         if entry.path().extension().is_some_and(|extension| extension == "tmp") {
             let _ = std::fs::remove_file(entry.path());
@@ -77,7 +77,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     }
 }
 
-/// Ids and names in the journal.
+/// The ids and names in the journal.
 pub(crate) fn records(world: &World) -> Vec<(String, String)> {
     let Ok(entries) = std::fs::read_dir(world.records()) else { return Vec::new() };
     let mut found: Vec<(String, String)> = entries
@@ -94,7 +94,7 @@ pub(crate) fn records(world: &World) -> Vec<(String, String)> {
     found
 }
 
-/// `map` has said that it is done.
+/// Checks the result of a `map` that succeeded.
 pub(crate) fn after_map(world: &World, view: &View) {
     let id = &view.record.mapping_id;
     if !world.state().touched.contains(id) && !records(world).iter().any(|(known, _)| known == id) {
@@ -116,7 +116,7 @@ pub(crate) fn processes(world: &World, id: &str) -> BTreeSet<u64> {
     own.map(|worker| worker.id.started_ticks).collect()
 }
 
-/// A hand-over has reached its end: those that there were are gone.
+/// Checks that the processes from before a completed handover have ended.
 pub(crate) fn after_upgrade(world: &World, name: &str, before: &BTreeSet<u64>) {
     let state = world.state();
     let left = |w: &&crate::workers::Worker| before.contains(&w.id.started_ticks);
@@ -134,12 +134,12 @@ fn sockets(world: &World) -> Vec<String> {
     entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }
 
-/// Whose one is.
+/// The id of the mapping of a control socket.
 fn mapping_of(socket: &str) -> &str {
     socket.split('.').next().unwrap_or(socket)
 }
 
-/// Devices and workers that are there for a name.
+/// The ids of the devices and workers that exist for a name.
 pub(crate) fn traces(world: &World, name: &str) -> BTreeSet<String> {
     let devices = world.devices_of(name);
     let of_devices =
@@ -150,7 +150,7 @@ pub(crate) fn traces(world: &World, name: &str) -> BTreeSet<String> {
     of_devices.chain(of_workers).collect()
 }
 
-/// `map` has failed and said of nothing that it stays.
+/// Checks that a `map` that failed has left nothing behind.
 pub(crate) fn after_failed_map(
     world: &World,
     executor: &Executor,
@@ -159,7 +159,7 @@ pub(crate) fn after_failed_map(
     error: &Error,
 ) {
     if executor.register().get(name).is_some() {
-        // Somebody else's call for the same name.
+        // Another call has mapped the same name.
         return;
     }
     let left: Vec<String> = traces(world, name).difference(before).cloned().collect();
@@ -168,7 +168,7 @@ pub(crate) fn after_failed_map(
     }
 }
 
-/// `unmap` has said that nothing is left.
+/// Checks that an `unmap` that succeeded has left nothing behind.
 pub(crate) fn after_unmap(world: &World, id: &str) {
     if cleat_devices(world.kernel()).iter().any(|d| is_of(d, id)) {
         world.violation(format!("{id} was unmapped and has a device"));
@@ -192,7 +192,7 @@ fn nothing_but_a_device(world: &World, id: &str) {
     nothing_is_frozen(world, Some(id), "unmapped");
 }
 
-/// A forced unmap has said that nothing reaches the backend any more. A device that is held stays.
+/// Checks the state after a forced unmap that succeeded. A device that is held may stay.
 pub(crate) fn after_force(world: &World, id: &str) {
     let held = |device: &Device| world.kernel().is_disconnected(device.index);
     let all = cleat_devices(world.kernel());
@@ -207,7 +207,7 @@ fn is_of(device: &Device, id: &str) -> bool {
     device.identity().is_some_and(|identity| identity.mapping_id() == id)
 }
 
-/// All is calm, and there was time enough.
+/// Checks the final state, after a long time without failures.
 pub(crate) async fn at_the_end(
     world: &World,
     volumes: &[Volume],
@@ -229,7 +229,7 @@ pub(crate) async fn at_the_end(
             State::Failed(failure) => holds(world, &view, failure, gone == Some(name)),
             State::Recovering => is_open_elsewhere_or(world, &view, gone == Some(name)),
             State::Held(_) if held == Some(name) => Ok(()),
-            // What the device holds cannot be written back; only force takes it down, and it says so.
+            // The dirty data of the device cannot be written; the message says that only force removes it.
             State::Unmapping if stopped == Some(name) && view.message.contains("flush") => Ok(()),
             State::Held(_) | State::Mapping | State::Unmapping | State::Unmapped => {
                 Err("is not at rest".to_owned())
@@ -250,7 +250,7 @@ pub(crate) async fn at_the_end(
     calm_down(world, volumes, None);
     take_everything_down(world, executor).await;
     if !world.state().workers.is_empty() {
-        // Of mappings whose records were lost.
+        // They are workers of mappings whose records were lost.
         sleep(ORPHAN_LIMIT).await;
     }
     for volume in volumes {
@@ -261,7 +261,7 @@ pub(crate) async fn at_the_end(
     nothing_is_left(world, executor);
 }
 
-/// A mapping that calls itself mapped does what devices are for.
+/// Checks that a mapping in state mapped serves I/O.
 async fn works(world: &World, view: &View) -> Result<(), String> {
     let id = &view.record.mapping_id;
     let all = cleat_devices(world.kernel());
@@ -343,7 +343,7 @@ fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<()
     if is_true { Ok(()) } else { Err("reports what is not true".to_owned()) }
 }
 
-/// A mapping that is still being repaired has a reason for that.
+/// Checks that a mapping that is still being repaired has a reason for it.
 fn is_open_elsewhere_or(world: &World, view: &View, otherwise: bool) -> Result<(), String> {
     let state = world.state();
     let claims = state.disks.get(&view.record.uri).map(|disk| &disk.claims);
@@ -356,7 +356,7 @@ fn is_open_elsewhere_or(world: &World, view: &View, otherwise: bool) -> Result<(
     }
 }
 
-/// What volumes hold is what was written.
+/// Checks that volumes contain the written data.
 fn compare(world: &World) {
     let mut state = world.state();
     let crate::world::State { disks, model, .. } = &mut *state;
@@ -365,7 +365,7 @@ fn compare(world: &World) {
     results.into_iter().filter_map(Result::err).for_each(|error| world.violation(error));
 }
 
-/// What is counted as reconnected was: the kernel has taken a connection for each.
+/// Checks the number of reconnects: the kernel must have accepted a connection for each.
 fn reconnects_are_true(world: &World, executor: &Executor) {
     for volume in executor.register().all() {
         let counted = volume.statistics().map_or(0, |page| page.reconnects());
@@ -377,8 +377,8 @@ fn reconnects_are_true(world: &World, executor: &Executor) {
     }
 }
 
-/// Nothing is left frozen for a snapshot, where it can be thawed: of `id`, or of any mapping. Whose
-/// record was lost, nobody knows what it has frozen.
+/// Checks that no file system of `id`, or of any mapping, is still frozen for a snapshot if it can be
+/// thawed. Mappings whose records were lost do not count: their frozen file systems are unknown.
 fn nothing_is_frozen(world: &World, id: Option<&str>, when: &str) {
     for (index, identity, path) in world.kernel().frozen() {
         let owner = identity.mapping_id();
@@ -389,7 +389,7 @@ fn nothing_is_frozen(world: &World, id: Option<&str>, when: &str) {
     }
 }
 
-/// Every device, record and process belongs to a mapping that is listed, or is reported.
+/// Checks that every device, record and process belongs to a listed mapping or is reported.
 async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     let known = executor.register().ids();
     let orphans = match executor.orphans(Instant::now() + UNMAP_LIMIT).await {
@@ -412,7 +412,7 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     let unknown = || -> Vec<u32> {
         let state = world.state();
         let is_known = |id: &str| known.contains(id) || reported.contains(id);
-        // One whose record was lost ends by itself, unless it is stopped.
+        // A worker whose record was lost ends by itself, unless it is stopped.
         let stray = state
             .workers
             .values()
@@ -428,11 +428,11 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     }
 }
 
-/// From whatever state it is in, and with whatever is wrong, force leads to nothing in time.
+/// Checks that a forced unmap removes each mapping in time, in any state and with any failure.
 async fn force_everything_down(world: &World, executor: &Arc<Executor>) {
     for volume in executor.register().all() {
         let (name, id) = (volume.name.clone(), volume.mapping_id.clone());
-        // What cannot be killed in time, or belongs to another mapping, is not waited for.
+        // The unmap may fail if a worker cannot be killed in time or another mapping has the volume open.
         let excused = {
             let state = world.state();
             let lingers = |w: &crate::workers::Worker| !w.quirks.linger.is_zero();
@@ -449,7 +449,7 @@ async fn force_everything_down(world: &World, executor: &Arc<Executor>) {
     }
 }
 
-/// From whatever state it is in, an unmap leads to nothing.
+/// Checks that an unmap removes each mapping in any state.
 async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
     let mut elsewhere = Vec::new();
     for volume in executor.register().all() {
@@ -463,7 +463,7 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
         }
         match last {
             Ok(_) => after_unmap(world, &volume.mapping_id),
-            // Its silence is proved by opening the volume, which an orphan may have open.
+            // The unmap has to open the volume to prove that no writer is left; an orphan may have it open.
             Err(_) if has_orphan(world, &volume.view().record.uri, executor) => {
                 elsewhere.push(volume);
             }
@@ -484,8 +484,8 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
             worker.map(|worker| (worker.id.pid, worker.fenced))
         };
         if world.kernel().live_connections(device.index) == 0 || worker.is_some_and(|w| w.1) {
-            // What its page cache holds can go nowhere: only force takes it down. Which process its
-            // worker is, nothing in this world tells a supervisor.
+            // Its dirty data cannot be written, so only force removes it. A supervisor cannot find the
+            // worker of such a device in this simulation.
             worker.into_iter().for_each(|(pid, _)| world.state().end(pid));
             if !crate::lives::force(world.clone(), Arc::clone(executor), path.clone()).await {
                 world.violation(format!("the orphan {path} cannot be unmapped by force"));
@@ -508,7 +508,7 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
     }
 }
 
-/// Whether a volume is open in a worker that no mapping knows of.
+/// Whether a worker of no listed mapping has the volume open.
 fn has_orphan(world: &World, uri: &str, executor: &Executor) -> bool {
     let known = executor.register().ids();
     let state = world.state();
@@ -516,7 +516,7 @@ fn has_orphan(world: &World, uri: &str, executor: &Executor) -> bool {
     claims.unwrap_or_default().iter().any(|claim| !known.contains(&claim.mapping_id))
 }
 
-/// What was taken down can be mapped again.
+/// Checks that an unmapped volume can be mapped again.
 async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
     let spec = crate::lives::spec_of(volume);
     match executor.map(&spec, Instant::now() + UNMAP_LIMIT).await {
@@ -535,7 +535,7 @@ async fn map_again(world: &World, volume: &Volume, executor: &Arc<Executor>) {
     }
 }
 
-/// No device, record, socket or process.
+/// Checks that no device, record, socket or process is left.
 fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     nothing_is_frozen(world, None, "when all is gone");
     let devices = cleat_devices(world.kernel());
@@ -543,7 +543,7 @@ fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     let records = records(world);
     let left = executor.register().all().len();
     let mut sockets = sockets(world);
-    // Of a mapping whose record was lost: until the next start.
+    // The sockets of a mapping whose record was lost stay until the next start.
     sockets.retain(|socket| !world.state().touched.contains(mapping_of(socket)));
     if !(devices.is_empty() && workers.is_empty() && records.is_empty() && left == 0) {
         world.violation(format!(

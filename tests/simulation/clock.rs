@@ -1,9 +1,9 @@
-//! Virtual time, and one thread for everything: the supervisor's runtime, whose clock moves only
-//! when nothing is left to do, and the world, which gets its turn before that.
+//! Virtual time on one thread. The supervisor's runtime moves its clock only when nothing is left to do;
+//! before that, the world takes its turns.
 //!
-//! The runtime asks before it parks. As long as the world still moves, it is kept from parking: it
-//! only looks at its descriptors and goes on. Two rounds without any movement, and it may park; with
-//! a paused clock that is a jump to the next timer.
+//! The runtime calls a hook before it parks. While the world still changes, the hook prevents that: the
+//! runtime only polls its descriptors and continues. After two rounds without a change it may park, which
+//! with a paused clock is a jump to the next timer.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 
 use crate::world::World;
 
-/// Rounds of a life after which something must be wrong.
+/// The maximum number of rounds in a life. More rounds are a failure.
 const MAX_ROUNDS: u32 = 300_000;
 
 thread_local! {
@@ -24,7 +24,7 @@ thread_local! {
     static BASE: Cell<Option<(Instant, Option<tokio::time::Instant>)>> = const { Cell::new(None) };
 }
 
-/// What time it is in this thread's world. It goes on from life to life.
+/// The current time in this thread's world. It continues from life to life.
 pub(crate) fn now() -> Instant {
     match BASE.get() {
         None => Instant::now(),
@@ -33,31 +33,31 @@ pub(crate) fn now() -> Instant {
     }
 }
 
-/// Begins a world.
+/// Resets the time for a new world.
 pub(crate) fn reset() {
     let now = Instant::now();
     BEGAN.set(Some(now));
     BASE.set(Some((now, None)));
 }
 
-/// How old this thread's world is.
+/// The age of this thread's world.
 pub(crate) fn elapsed() -> Duration {
     BEGAN.get().map_or(Duration::ZERO, |began| now().saturating_duration_since(began))
 }
 
-/// Lets time pass between two lives.
+/// Advances the time between two lives.
 pub(crate) fn pass(time: Duration) {
     BASE.set(Some((now() + time, None)));
 }
 
-/// Asked by the runtime before it parks.
+/// Connects the runtime's park hook with the world.
 #[derive(Default)]
 pub(crate) struct Pulse {
     idle: Notify,
     rest: AtomicBool,
 }
 
-/// A runtime for one life of a supervisor.
+/// Makes a runtime for one life of a supervisor.
 pub(crate) fn runtime(pulse: &Arc<Pulse>) -> Runtime {
     let pulse = Arc::clone(pulse);
     Builder::new_current_thread()
@@ -72,17 +72,17 @@ pub(crate) fn runtime(pulse: &Arc<Pulse>) -> Runtime {
         .expect("a test process has descriptors left")
 }
 
-/// Begins a life: its runtime's clock is the world's from here on.
+/// Begins a life: from now on the runtime's clock is the world's clock.
 pub(crate) fn begin() {
     BASE.set(Some((now(), Some(tokio::time::Instant::now()))));
 }
 
-/// Ends a life. To be called while its runtime runs.
+/// Ends a life. Must be called while its runtime is running.
 pub(crate) fn end() {
     BASE.set(Some((now(), None)));
 }
 
-/// Gives the world its turns, for as long as a life lasts.
+/// Runs the turns of the world until the life ends.
 pub(crate) async fn beat(pulse: Arc<Pulse>, world: World) {
     let mut quiet = 0;
     for _ in 0..MAX_ROUNDS {
@@ -92,7 +92,7 @@ pub(crate) async fn beat(pulse: Arc<Pulse>, world: World) {
             quiet = 0;
             pulse.rest.store(true, Ordering::Relaxed);
             let next = world.next_due().unwrap_or(Duration::from_secs(3600));
-            // Something of the supervisor's may come first.
+            // An event of the supervisor may come first.
             let _ = tokio::time::timeout(next, pulse.idle.notified()).await;
         }
         quiet = if world.turn() { 0 } else { quiet + 1 };

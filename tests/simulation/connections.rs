@@ -1,5 +1,5 @@
-//! A worker's side of a connection to the kernel: requests in, replies out, and what happens to them
-//! at the backend in between.
+//! A worker's end of a connection to the kernel: it receives requests, executes them at the backend, and
+//! sends replies.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -18,26 +18,26 @@ use crate::world::Surroundings;
 
 /// One connection.
 pub(crate) struct Connection {
-    /// `None`: its process has ended.
+    /// `None` once the process has ended.
     socket: Option<UnixStream>,
     inbox: Vec<u8>,
-    /// At the backend, in order.
+    /// The requests at the backend, in order.
     running: VecDeque<Running>,
-    /// Nothing more will come.
+    /// Whether the stream has ended.
     at_end: bool,
-    /// Answers everything with an error.
+    /// Whether every request is answered with an error.
     fails: bool,
-    /// The kernel has disconnected.
+    /// Whether the kernel has sent a disconnect.
     pub(crate) said_goodbye: bool,
     /// Counts the connection as long as it lives.
     recorder: Option<Recorder>,
-    /// Reads nothing: somebody else may.
+    /// Whether the connection is paused: another worker may read from it.
     resting: bool,
-    /// Of its socket: the same in every process that has it.
+    /// The inode of the socket, which is the same in every process that has it.
     inode: u64,
 }
 
-/// The process that a connection is in.
+/// The process that has a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Side {
     pub(crate) pid: u32,
@@ -47,11 +47,11 @@ pub(crate) struct Side {
     pub(crate) alive: bool,
 }
 
-/// The most that a receive has got when it is cancelled, in bytes: more than a request's header.
+/// The maximum number of bytes that a cancelled receive has read: more than the header of a request.
 const CANCELLED_BYTES: usize = 40;
 
 struct Running {
-    /// Nobody waits for it any more.
+    /// The request has been answered with an error while it was at the backend.
     is_answered: bool,
     due: Instant,
     header: RequestHeader,
@@ -75,23 +75,24 @@ impl Connection {
         }
     }
 
-    /// One that another process has brought to rest, with what that one had received.
+    /// Makes a connection that another process has paused, with the bytes that it had received.
     pub(crate) fn taken(socket: OwnedFd, unread: Vec<u8>, recorder: Option<Recorder>) -> Self {
         Self { inbox: unread, ..Self::new(socket, recorder) }
     }
 
-    /// Reads no more, until `go_on`.
+    /// Pauses the connection: it reads nothing until `go_on`.
     pub(crate) fn rest(&mut self, around: &mut Surroundings<'_>, pid: u32) {
         self.resting = true;
         around.reads_no_more(self.inode, pid);
     }
 
-    /// Whether nothing runs at the backend.
+    /// Whether no request is at the backend.
     pub(crate) fn is_idle(&self) -> bool {
         self.running.is_empty()
     }
 
-    /// What another process needs to go on with it; `None` when it is over.
+    /// The socket and the unread bytes, for the process that takes over; `None` when the connection has
+    /// ended.
     pub(crate) fn offered(&mut self) -> Option<(OwnedFd, Vec<u8>)> {
         let socket = self.socket.as_mut().filter(|_| !self.at_end)?;
         let mut bytes = [0; CANCELLED_BYTES];
@@ -104,28 +105,28 @@ impl Connection {
         Some((socket.as_fd().try_clone_to_owned().ok()?, self.inbox.clone()))
     }
 
-    /// Reads again.
+    /// Resumes the connection.
     pub(crate) fn go_on(&mut self) {
         self.resting = false;
     }
 
-    /// Somebody else has it now.
+    /// Leaves the connection to the process that has taken it over.
     pub(crate) fn leave(&mut self) {
         self.recorder.iter_mut().for_each(Recorder::leave);
     }
 
-    /// It is over.
+    /// Records that the connection has ended.
     pub(crate) fn ended(&self, around: &mut Surroundings<'_>, pid: u32) {
         around.reads_no_more(self.inode, pid);
     }
 
-    /// Whether nothing runs and nothing will.
+    /// Whether the stream has ended and no request is at the backend.
     pub(crate) fn has_ended(&self) -> bool {
         self.at_end && self.running.is_empty()
     }
 
-    /// Answers everything with an error from now on, or no longer. Says how many requests are at the
-    /// backend all the same.
+    /// Starts or stops answering every request with an error. Returns the number of requests that are still at
+    /// the backend.
     pub(crate) fn fail_all(&mut self, fail: bool) -> u32 {
         self.fails = fail;
         let waiting = self.running.iter_mut().filter(|running| fail && !running.is_answered);
@@ -150,7 +151,7 @@ impl Connection {
         self.running.clear();
     }
 
-    /// What it reads from, while something may come.
+    /// The socket, while the connection reads from it.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().filter(|_| !self.at_end && !self.resting).map(AsFd::as_fd)
     }
@@ -159,8 +160,8 @@ impl Connection {
         self.running.front().map(|running| running.due)
     }
 
-    /// Does what there is to do. One whose process is dying takes nothing more and answers nothing,
-    /// but what the backend has goes on.
+    /// Does all work that is due. The connection of a dying process neither reads nor answers, but its
+    /// requests at the backend are still executed.
     pub(crate) fn turn(
         &mut self,
         around: &mut Surroundings<'_>,
@@ -181,7 +182,7 @@ impl Connection {
             }
         }
         if moved && let Some(recorder) = &self.recorder {
-            // When it came does not matter here: long ago, or not at all.
+            // The exact time does not matter here: there is an old request or none.
             recorder.set_oldest(u64::from(!self.running.is_empty()));
         }
         moved
@@ -198,7 +199,7 @@ impl Connection {
         match socket.read(&mut bytes) {
             Ok(0) => self.at_end = true,
             Ok(received) => self.inbox.extend_from_slice(&bytes[..received]),
-            // What was received before a rest is still to be understood.
+            // Bytes that were received before a pause may still have to be parsed.
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => moved = false,
             Err(_) => self.at_end = true,
         }
@@ -231,12 +232,12 @@ impl Connection {
 }
 
 impl Surroundings<'_> {
-    /// Whether the backend answers nothing.
+    /// Whether the backend answers no request.
     fn is_hung(&self, disk: &str) -> bool {
         self.disks.get(disk).is_some_and(|disk| disk.hung)
     }
 
-    /// A request at the backend.
+    /// Executes a request at the backend.
     fn execute(
         &mut self,
         name: &str,

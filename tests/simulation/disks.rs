@@ -1,4 +1,5 @@
-//! What volumes hold, who has them open, and what their users may expect to read.
+//! The content of volumes, the workers that have them open, and the data that their users may expect to
+//! read.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +10,22 @@ use crate::world::Claim;
 /// The unit of simulated I/O, in bytes.
 pub(crate) const SECTOR: u64 = 512;
 
-/// Sectors that are used; every volume is larger.
+/// The number of sectors that are used. Every volume is larger.
 pub(crate) const SECTORS: u64 = 8;
 
 /// A volume at its backend.
 #[derive(Debug, Default)]
 pub(crate) struct Disk {
     pub(crate) size: u64,
-    /// By number; one never written is 0.
+    /// The stamp of each sector by its number; a sector that was never written has stamp 0.
     pub(crate) sectors: BTreeMap<u64, u64>,
-    /// Who has it open.
+    /// The workers that have it open.
     pub(crate) claims: Vec<Claim>,
-    /// Of those that have written, the last that opened it.
+    /// The latest open among those that have written.
     last_writer: u64,
-    /// Not to be found just now.
+    /// Whether the volume cannot be found at the moment.
     pub(crate) gone: bool,
-    /// Answers nothing just now.
+    /// Whether the volume answers no request at the moment.
     pub(crate) hung: bool,
 }
 
@@ -33,8 +34,8 @@ impl Disk {
         Self { size, ..Self::default() }
     }
 
-    /// A write that reaches the backend. `epoch` counts opens: nothing of an earlier one may come
-    /// after something of a later one.
+    /// Executes a write at the backend. `epoch` counts opens: a write of an earlier open must not follow one
+    /// of a later open.
     pub(crate) fn write(&mut self, sector: u64, stamp: u64, epoch: u64) -> Result<(), String> {
         self.sectors.insert(sector, stamp);
         if epoch < self.last_writer {
@@ -48,21 +49,21 @@ impl Disk {
     }
 }
 
-/// What a volume's users know: every write carries a number of its own.
+/// What the users of volumes know about their content. Each write has a unique stamp.
 #[derive(Debug, Default)]
 pub(crate) struct Model {
     volumes: BTreeMap<String, BTreeMap<u64, Sector>>,
     running: BTreeMap<Ticket, Running>,
     stamps: u64,
-    /// Requests that have succeeded.
+    /// The number of requests that have succeeded.
     pub(crate) done: u64,
 }
 
 #[derive(Debug, Default)]
 struct Sector {
-    /// The last write that was answered.
+    /// The last write that succeeded.
     acknowledged: u64,
-    /// Writes since then whose end is not known: each may have been carried out or not.
+    /// Later writes with an unknown result: each may or may not have been executed.
     doubtful: Vec<u64>,
     busy: bool,
 }
@@ -82,7 +83,7 @@ enum Asked {
 }
 
 impl Model {
-    /// A number for a write to a sector; `None` while another request for it is under way.
+    /// Returns a stamp for a write to a sector; `None` while another request for the sector is in flight.
     pub(crate) fn next_stamp(&mut self, key: &str, sector: u64) -> Option<u64> {
         if self.sector(key, sector).busy {
             return None;
@@ -91,13 +92,13 @@ impl Model {
         Some(self.stamps)
     }
 
-    /// Whether it is another mapping's request that is under way.
+    /// Whether the request in flight for the sector is one of another mapping.
     pub(crate) fn is_busy_elsewhere(&self, key: &str, sector: u64, mapping_id: &str) -> bool {
         let same = |running: &&Running| running.key == key && running.sector == sector;
         self.running.values().find(same).is_some_and(|running| running.mapping_id != mapping_id)
     }
 
-    /// A mapping's request is under way: a write with its number, or a read.
+    /// Records that a request of a mapping has started: a write with its stamp, or a read.
     pub(crate) fn begin(
         &mut self,
         ticket: Ticket,
@@ -112,7 +113,7 @@ impl Model {
         self.running.insert(ticket, Running { key, sector, mapping_id, asked });
     }
 
-    /// A request has ended. The error says what its user could not have expected.
+    /// Records that a request has ended. The error describes data that its user could not have expected.
     pub(crate) fn ended(&mut self, ticket: Ticket, read: Option<&[u8]>) -> Result<(), String> {
         let Some(Running { key, sector: number, asked, .. }) = self.running.remove(&ticket) else {
             return Ok(());
@@ -133,12 +134,12 @@ impl Model {
         result.map_err(|error| format!("sector {number} of {key}: {error}"))
     }
 
-    /// Whether a request is still under way.
+    /// Whether a request is still in flight.
     pub(crate) fn is_running(&self, ticket: Ticket) -> bool {
         self.running.contains_key(&ticket)
     }
 
-    /// Compares a disk with what its users know.
+    /// Compares the content of a disk with what its users know.
     pub(crate) fn compare(&mut self, key: &str, disk: &Disk) -> Result<(), String> {
         let Some(sectors) = self.volumes.get_mut(key) else { return Ok(()) };
         for (number, sector) in sectors {
@@ -164,7 +165,7 @@ impl Sector {
                 self.acknowledged, self.doubtful
             ));
         }
-        // It was carried out; nothing older may come back.
+        // The write was executed; no older data may reappear.
         self.doubtful.retain(|stamp| *stamp > found);
         self.acknowledged = found;
         Ok(())

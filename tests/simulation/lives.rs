@@ -1,5 +1,5 @@
-//! Carries a scenario out: supervisors live and end, things happen, calls are made and held to what
-//! they promise.
+//! Runs a scenario: starts and ends supervisors, makes events happen, makes calls, and checks their
+//! results.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -26,13 +26,13 @@ use crate::disks::Disk;
 use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, Volume};
 use crate::world::{SimLauncher, World};
 
-/// A life that lasts longer is stuck.
+/// The maximum duration of a life. A longer one counts as hung.
 const LIFE_LIMIT: Duration = Duration::from_secs(3600);
 
-/// For everything that is wrong to be put right, once nothing new happens.
+/// The time for repairs after the last event.
 const CALM: Duration = Duration::from_secs(100);
 
-/// Runs a scenario. What went wrong, if anything did.
+/// Runs a scenario and returns the violations.
 pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
     let world = World::new(seed, scenario.faults_per_mille);
     for volume in scenario.volumes.iter().filter(|volume| volume.uri.starts_with("file:")) {
@@ -65,14 +65,14 @@ pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
     world.violations()
 }
 
-/// How it all ends.
+/// How a scenario ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Calm {
     pub(crate) lasting: Option<Lasting>,
     pub(crate) by_force: bool,
 }
 
-/// One life of a supervisor. `to_the_end`: all becomes calm then, and is looked at.
+/// Runs one life of a supervisor. With `to_the_end` the failures end in it, and the final state is checked.
 fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end: Option<Calm>) {
     let world = &player.world;
     world.state().blind = life.blind;
@@ -97,7 +97,7 @@ fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end:
         }
         clock::end();
     });
-    // In the middle of everything.
+    // This cancels all tasks at their current point, as a crash does.
     drop(runtime);
     simulation::install(None);
     world.bury_supervisor();
@@ -160,8 +160,8 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
     }
 }
 
-/// What passes around every call that may block: now and then some time, as much as a script wants
-/// before one of them, and the crash that it wants.
+/// Makes the gate around every call that may block: it sometimes adds a delay, and the delay and the crash
+/// of the script.
 fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::Gate {
     let (calls, alike) = (AtomicU64::new(0), AtomicU64::new(0));
     let dice = std::sync::Mutex::new(dice);
@@ -197,7 +197,7 @@ fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::
     })
 }
 
-/// Does what a script says.
+/// Executes the events of a script.
 struct Player<'a> {
     world: World,
     volumes: &'a [Volume],
@@ -258,7 +258,7 @@ impl Player<'_> {
         }
     }
 
-    /// What needs no supervisor.
+    /// Executes an event that needs no supervisor.
     fn happen_between(&self, op: &Op) {
         let (world, kernel) = (&self.world, self.world.kernel());
         let seen = |at: &usize| world.devices_of(self.name(*at)).into_iter().next();
@@ -303,7 +303,7 @@ impl Player<'_> {
             Op::Hung(at, hung) => self.with_disk(uri(at), |disk| disk.hung = *hung),
             Op::Size(at, size) => self.with_disk(uri(at), |disk| disk.size = *size),
             Op::JournalFull(at) => self.with_record(*at, |path| {
-                // Every write to it fails as on a full disk.
+                // Every write to the record fails as on a full disk.
                 let _ = std::os::unix::fs::symlink("/dev/full", path.with_extension("tmp"));
             }),
             Op::Corrupt(at) => self.with_record(*at, |path| {
@@ -360,7 +360,7 @@ impl Player<'_> {
         }
     }
 
-    /// Everything of the kernel's goes, and what lies under /run.
+    /// Removes the state of the kernel, all workers, and the files under /run.
     fn reboot(&self) {
         let pids: Vec<u32> = self.world.state().workers.keys().copied().collect();
         for pid in pids {
@@ -374,7 +374,7 @@ impl Player<'_> {
         let _ = std::fs::remove_dir_all(self.world.config().runtime_dir);
     }
 
-    /// Time without a supervisor: the rest of the world goes on.
+    /// Advances the time without a supervisor, while the rest of the world continues.
     fn pass(&self, time: Duration) {
         let until = clock::now() + time;
         loop {
@@ -430,7 +430,7 @@ async fn unmap(world: World, executor: Arc<Executor>, target: String) {
     }
 }
 
-/// A forced unmap with its usual deadline. Says whether it reached its end.
+/// Unmaps by force with the usual deadline. Returns whether the unmap was completed.
 pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String) -> bool {
     let deadline = Instant::now() + Duration::from_secs(5);
     let volume = executor.register().get(&target);
@@ -445,7 +445,7 @@ pub(crate) async fn force(world: World, executor: Arc<Executor>, target: String)
     forced
 }
 
-/// Has a new worker succeed the one that serves, of another build, or of the same by force.
+/// Upgrades a mapping to a worker of another build, or by force of the same build.
 async fn upgrade(world: World, executor: Arc<Executor>, name: &'static str, force: bool) {
     const LIMIT: Duration = Duration::from_secs(30);
     world.state().upgrading = Some(name);
@@ -484,7 +484,7 @@ async fn resize(world: World, executor: Arc<Executor>, name: &'static str, wante
     }
 }
 
-/// No call may take much longer than it was given.
+/// Checks that a call did not exceed its deadline by more than `slack`.
 fn late(world: &World, what: &str, deadline: Instant, slack: Duration) {
     if Instant::now() > deadline + slack {
         let by = Instant::now() - deadline;

@@ -1,9 +1,9 @@
-//! Seeded runs of the whole control side: the supervisor as it is, on a simulated kernel, simulated
-//! workers, volumes, users and mishaps, in virtual time and on one thread. From whatever state it
-//! gets into, it must come to mapped and working, or to unmapped and reported.
+//! Seeded runs of the whole control side: the real supervisor with a simulated kernel and simulated
+//! workers, volumes, users and failures, in virtual time and on one thread. From any state, each mapping
+//! must become mapped and working, or unmapped and reported.
 //!
-//! A seed that fails prints its scenario and what happened. `CLEAT_SIM_SEED=n` runs one again, with
-//! all its events; `CLEAT_SIM_SEEDS=from..to` runs others than the ones that every run takes.
+//! A seed that fails prints its scenario and its events. `CLEAT_SIM_SEED=n` repeats one seed and prints all
+//! events; `CLEAT_SIM_SEEDS=from..to` runs other seeds than the default ones.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
@@ -30,13 +30,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Runs of a full test.
+/// The seeds of a full test.
 const SEEDS: Range<u64> = 0..10_000;
 
-/// Seeds that have found something: what it was, is in the history of this line.
+/// Seeds that have found a defect; the history of this line names the defects.
 const REGRESSIONS: &[u64] = &[2790, 3624, 9283];
 
-/// Failures that are shown; the rest is counted.
+/// The number of failures that are printed in full. Of the others only one line is printed.
 const SHOWN: usize = 3;
 
 #[test]
@@ -98,8 +98,8 @@ fn what_once_failed_does_not_fail_again() {
     }
 }
 
-/// The same seed is the same run: what a failure prints can be run again.
-/// Before the others run: who records what happens, records it for all threads.
+/// Checks that the same seed gives the same run, so that a failure can be repeated. Must run before the
+/// threads start: the recording covers all threads.
 fn a_seed_replays() {
     for seed in 0..20 {
         let (first, again) = (trace::record(|| run(seed)).1, trace::record(|| run(seed)).1);
@@ -108,14 +108,14 @@ fn a_seed_replays() {
     }
 }
 
-/// Looks after the real time that seeds take, as nothing of theirs runs on it.
+/// Limits the real time of each seed, because the seeds themselves run in virtual time.
 #[derive(Default)]
 struct Watchdog {
     running: Mutex<BTreeMap<u64, Instant>>,
     threads: AtomicUsize,
 }
 
-/// Many times what a seed takes on a busy machine.
+/// The limit of real time: many times the time of a seed on a busy machine.
 const SEED_LIMIT: Duration = Duration::from_secs(60);
 
 impl Watchdog {
@@ -127,7 +127,7 @@ impl Watchdog {
         self.running.lock().unwrap().remove(&seed);
     }
 
-    /// Until all are done. A seed that hangs cannot be taken back: it is named, and that is the end.
+    /// Watches until all seeds are done. A seed that hangs cannot be cancelled: prints its number and exits.
     fn watch(&self) {
         while self.threads.load(Ordering::Relaxed) > 0 {
             std::thread::sleep(Duration::from_millis(100));
@@ -157,7 +157,7 @@ impl Drop for Working<'_> {
     }
 }
 
-/// What went wrong under a seed.
+/// Runs a seed and returns its failures.
 fn run(seed: u64) -> Vec<String> {
     let scenario = scenario::of(seed);
     catch_unwind(AssertUnwindSafe(|| lives::run(seed, &scenario))).unwrap_or_else(|panic| {

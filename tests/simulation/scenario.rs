@@ -1,4 +1,5 @@
-//! What a seed stands for: lives of supervisors, what users and fate do in each, and how it ends.
+//! The scenario of a seed: lives of supervisors, the actions of users and the failures in each, and the
+//! end.
 
 use std::time::Duration;
 
@@ -10,18 +11,18 @@ use cleat_node::executor::NewSize;
 
 use crate::workers::{Open, Quirks};
 
-/// All of it.
+/// The scenario of one seed.
 #[derive(Debug)]
 pub(crate) struct Scenario {
     pub(crate) volumes: Vec<Volume>,
-    /// Kernel calls in a thousand that misbehave, until all is calm.
+    /// How many of 1000 kernel calls fail, until the failures end.
     pub(crate) faults_per_mille: u32,
     pub(crate) lives: Vec<Life>,
-    /// What stays wrong to the end.
+    /// The failure that lasts to the end.
     pub(crate) lasting: Option<Lasting>,
-    /// Whether the last supervisor lives to the end, or a fresh one follows.
+    /// Whether a new supervisor follows the last one, or the last one lives to the end.
     pub(crate) fresh: bool,
-    /// Whether everything is taken down by force in the end, with what is wrong still wrong.
+    /// Whether all mappings are unmapped by force at the end, with the lasting failure still active.
     pub(crate) by_force: bool,
 }
 
@@ -32,26 +33,26 @@ pub(crate) struct Volume {
     pub(crate) uri: String,
     pub(crate) connections: u32,
     pub(crate) read_only: bool,
-    /// Made quiet for snapshots.
+    /// Whether the device is quiesced for snapshots.
     pub(crate) quiesce: bool,
 }
 
-/// From a supervisor's start to the next one's.
+/// The time from the start of a supervisor to the start of the next one.
 #[derive(Debug)]
 pub(crate) struct Life {
-    /// Each after a pause.
+    /// The steps, each after a pause.
     pub(crate) steps: Vec<(Duration, Op)>,
     pub(crate) end: End,
-    /// While there is no supervisor.
+    /// What happens while there is no supervisor.
     pub(crate) between: Vec<Op>,
-    /// It cannot see its workers' processes.
+    /// Whether the supervisor cannot see its workers' processes.
     pub(crate) blind: bool,
-    /// What happens when the executor first passes a point of a hand-over; for a stop, for how long.
+    /// What happens when the executor first passes a point of a handover, and the duration of a stop.
     pub(crate) strike: Option<(&'static str, Blow, Option<Duration>)>,
     pub(crate) slow: Option<Slow>,
 }
 
-/// The nth call of its kind is begun only after so long: whoever waits for it gives it up.
+/// Delays the start of the nth call of its kind, until its caller has given up.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slow {
     pub(crate) what: &'static str,
@@ -59,7 +60,7 @@ pub(crate) struct Slow {
     pub(crate) time: Duration,
 }
 
-/// Kinds of calls that are slow now and then: the kernel's, by what they are for, and all others.
+/// The kinds of calls that are sometimes slow: kernel calls by their purpose, and all other calls.
 const SLOW: [&str; 8] = [
     "connect a device",
     "connect a device",
@@ -71,10 +72,10 @@ const SLOW: [&str; 8] = [
     "a call that blocks",
 ];
 
-/// What strikes a hand-over.
+/// The failure that occurs during a handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Blow {
-    /// The supervisor.
+    /// The supervisor crashes.
     Crash,
     KillOld,
     KillNew,
@@ -84,7 +85,7 @@ pub(crate) enum Blow {
     StopBoth,
 }
 
-/// The points of a hand-over, and of its end.
+/// The points of a handover and of its end.
 const POINTS: [&str; 10] = [
     "successor launched",
     "successor recorded",
@@ -99,25 +100,25 @@ const POINTS: [&str; 10] = [
 ];
 
 impl Life {
-    /// One in which nothing happens.
+    /// A life without steps.
     pub(crate) fn quiet() -> Self {
         let (steps, between) = (Vec::new(), Vec::new());
         Self { steps, end: End::Crash, between, blind: false, strike: None, slow: None }
     }
 }
 
-/// How a life ends; the steps' end is its end in any case.
+/// How a life ends. It ends with the last step at the latest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
     Crash,
-    /// At the nth point that the executor passes.
+    /// The supervisor crashes at the nth point that the executor passes.
     AtPoint(u64),
-    /// At the nth call that may block: before it, or after its effect.
+    /// The supervisor crashes at the nth call that may block: before it, or after its effect.
     AtCall(u64, bool),
     Shutdown,
 }
 
-/// Something that stays as it is.
+/// A failure that lasts to the end. Volumes are given by their index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lasting {
     Stopped(usize),
@@ -125,7 +126,7 @@ pub(crate) enum Lasting {
     Held(usize),
 }
 
-/// Something that happens. Volumes are meant by their place.
+/// An event. Volumes are given by their index.
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
     Map(usize, u64),
@@ -133,7 +134,7 @@ pub(crate) enum Op {
     Resize(usize, NewSize),
     SetPolicy(usize, policy::Change),
     Force(usize),
-    /// To a newer build, or by force to the same.
+    /// An upgrade to a newer build, or by force to the same one.
     Upgrade(usize, bool),
     Write(usize, u64),
     Read(usize, u64),
@@ -146,12 +147,12 @@ pub(crate) enum Op {
     Next(Quirks),
     Inject(Call, Fault),
     Vanish(usize),
-    /// The device vanishes, and somebody else's takes its number.
+    /// The device vanishes, and a foreign device takes its number.
     Usurp(usize),
     KillLinks(usize),
     /// A file system is mounted from its device.
     Mount(usize),
-    /// Of its volume; once it is quiet, it takes so long.
+    /// A snapshot of the volume, which takes this long once the device is quiesced.
     Snapshot(usize, Duration),
     LoseEvents(bool),
     Hold(usize),
@@ -162,14 +163,14 @@ pub(crate) enum Op {
     Hung(usize, bool),
     Size(usize, u64),
     JournalFull(usize),
-    /// Between lives only.
+    /// This and the following events happen only between lives.
     Corrupt(usize),
     Forget(usize),
     Reboot,
     Pass(Duration),
 }
 
-/// What a user calls a mapping.
+/// How a user names a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum By {
     Name,
@@ -177,16 +178,16 @@ pub(crate) enum By {
     Device,
 }
 
-/// What a seed stands for.
+/// Returns the scenario of a seed.
 pub(crate) fn of(seed: u64) -> Scenario {
     let mut scenario = Dice::new(seed).scenario();
-    // By dice of their own, so that seeds mean what they meant before.
+    // These use separate dice, so that the scenarios of existing seeds do not change.
     Dice::new(!seed).enrich(&mut scenario);
     Dice::new(!seed ^ 0x517e).snap(&mut scenario);
     scenario
 }
 
-/// The one source of chance.
+/// The only source of random choices.
 pub(crate) struct Dice(Random);
 
 impl Dice {
@@ -228,7 +229,7 @@ impl Dice {
         let name = ["a", "b", "c"][at];
         let uri = match self.below(8) {
             0 | 1 => "mem:64K".to_owned(),
-            // Now and then two names want the same volume.
+            // Sometimes two mappings use the same volume.
             2 => "file:/a".to_owned(),
             _ => format!("file:/{name}"),
         };
@@ -245,7 +246,7 @@ impl Dice {
             })
             .collect();
         if first {
-            // Nothing much happens to what is not mapped.
+            // Map all volumes first, because most events need a mapping.
             steps.splice(0..0, (0..volumes).map(|at| (Duration::ZERO, Op::Map(at, 30))));
         }
         let end = match self.below(8) {
@@ -258,7 +259,7 @@ impl Dice {
         let blind = self.one_in(16);
         let strike = self.one_in(3).then(|| self.strike());
         if strike.is_some() {
-            // After what there is first of all, so that there is something to hand over.
+            // After the first steps, so that there is a device to hand over.
             let at = self.below(steps.len() as u64 + 1).max(volumes as u64);
             let upgrade = self.upgrade(volumes);
             let at = usize::try_from(at).unwrap_or(0).min(steps.len());
@@ -283,7 +284,7 @@ impl Dice {
         }
     }
 
-    /// Has snapshots made of some volumes, with file systems on their devices.
+    /// Adds snapshots of some volumes, with file systems on their devices.
     fn snap(&mut self, scenario: &mut Scenario) {
         let count = scenario.volumes.len();
         for (at, volume) in scenario.volumes.iter_mut().enumerate() {
@@ -314,7 +315,7 @@ impl Dice {
         match self.below(6) {
             0 => Op::Inject(self.pick(&[Call::Freeze, Call::Thaw]), self.pick(&faults)),
             1 => Op::Mount(at),
-            // The last one longer than anybody waits: it is for the deadline to end that.
+            // The last one exceeds every wait: the quiesce deadline has to end it.
             _ => Op::Snapshot(at, self.millis(&[1, 300, 5000, 600_000])),
         }
     }

@@ -1,14 +1,14 @@
-//! Snapshots of a volume as its simulated worker sees them: one waits for the device to be quiet, is
-//! made, and is over.
+//! Snapshots of a volume, as its simulated worker observes them: a snapshot waits until the device is
+//! quiesced, is made, and ends.
 
 use std::time::{Duration, Instant};
 
 use cleat_worker::protocol::FromWorker;
 
-/// As librbd: then it is given up.
+/// The time after which a snapshot without an answer fails, as in librbd.
 const PATIENCE: Duration = Duration::from_secs(50);
 
-/// One at a time.
+/// The snapshots of one volume; at most one is in progress.
 #[derive(Debug, Default)]
 pub(crate) struct Snapshots {
     number: u64,
@@ -20,14 +20,14 @@ pub(crate) struct Snapshots {
 enum Phase {
     #[default]
     None,
-    /// For the device to be quiet, until then; once it is, making it takes so long.
+    /// Waits until this time for the quiesce; making the snapshot then takes this long.
     Waits(Instant, Duration),
-    /// Until then.
+    /// Is being made until this time.
     Made(Instant),
 }
 
 impl Snapshots {
-    /// Somebody makes one, unless another is being made.
+    /// A client makes a snapshot, unless one is in progress.
     pub(crate) fn begin(&mut self, now: Instant, time: Duration) {
         if self.phase == Phase::None {
             self.number += 1;
@@ -46,7 +46,8 @@ impl Snapshots {
         }
     }
 
-    /// What there is to tell. Where it is not `wanted`, or nobody is there, it is not waited for.
+    /// Returns a change that the worker has to report. A snapshot does not wait if the quiesce is not `wanted`
+    /// or there is no supervisor.
     pub(crate) fn look(
         &mut self,
         now: Instant,
@@ -70,7 +71,7 @@ impl Snapshots {
         waits.then_some(FromWorker::SnapshotPending { snapshot: self.told })
     }
 
-    /// Whether it waited for that.
+    /// Handles the answer of the supervisor. Returns whether the snapshot waited for it.
     pub(crate) fn answer(&mut self, number: u64, errno: i32, now: Instant) -> bool {
         let Phase::Waits(_, time) = self.phase else { return false };
         if number != self.number {

@@ -1,5 +1,5 @@
-//! The simulated worker's part in a planned hand-over, on the real statistics page: who reads the
-//! connections is decided there.
+//! The simulated worker's part in a planned handover. It uses the real statistics page, which determines
+//! the worker that reads the connections.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -13,15 +13,15 @@ use crate::connections::Connection;
 use crate::workers::{Turn, Worker, refusal};
 use crate::world::Surroundings;
 
-/// As the worker's own: for so long it waits for a word when its connections rest.
+/// How long a worker with paused connections waits for a message, as the real worker does.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How far it is with handing over to the worker of a generation.
+/// The progress of a handover to the worker of a generation.
 #[derive(Debug)]
 pub(crate) enum Pause {
-    /// What runs at the backend is waited for until then.
+    /// Waits until this time for the requests at the backend.
     Coming(u64, Instant),
-    /// Offered until then.
+    /// The offer is valid until this time.
     Offered(u64, Instant),
 }
 
@@ -34,12 +34,12 @@ impl Pause {
 }
 
 impl Worker {
-    /// Whether its control thread waits for its connections.
+    /// Whether the control thread waits until the connections are idle.
     pub(crate) fn is_coming_to_rest(&self) -> bool {
         matches!(self.pause, Some(Pause::Coming(..)))
     }
 
-    /// Begins to bring its connections to rest; the answer comes later.
+    /// Begins to pause the connections. The answer is sent later.
     pub(crate) fn hand_over(
         &mut self,
         generation: u64,
@@ -60,7 +60,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Goes on with a hand-over that has begun.
+    /// Continues a handover that has begun.
     pub(crate) fn mind_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
         match self.pause {
             None => Turn::Quiet,
@@ -102,7 +102,7 @@ impl Worker {
         if alive { Turn::Moved } else { Turn::Ends }
     }
 
-    /// Goes on where nobody has taken the connections, and else ends.
+    /// Serves again if no worker has taken the connections over; otherwise ends the worker.
     pub(crate) fn end_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
         let Some(Pause::Offered(generation, _)) = self.pause else { return Turn::Quiet };
         if self.page.as_ref().is_some_and(|page| page.withdraw_handover(generation)) {
@@ -119,7 +119,7 @@ impl Worker {
         self.serve(around, true);
     }
 
-    /// Takes over what the predecessor has offered.
+    /// Takes the connections over that the predecessor has offered.
     pub(crate) fn take_over(
         &mut self,
         unread: &[u32],

@@ -1,4 +1,4 @@
-//! What happened in a run, line by line with the world's time: the supervisor's own log among it.
+//! The events of a run, including the supervisor's log, one per line with the world's time.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,7 @@ use tracing_subscriber::fmt::time::FormatTime;
 
 use crate::clock;
 
-/// Runs something, and says what it gave and what happened.
+/// Runs `run`, and returns its result and the recorded events.
 pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, String) {
     let lines = Lines::default();
     let subscriber = tracing_subscriber::fmt()
@@ -23,7 +23,7 @@ pub(crate) fn record<T>(run: impl FnOnce() -> T) -> (T, String) {
     (result, neutral(&String::from_utf8_lossy(&bytes)))
 }
 
-/// Without what differs from run to run: the directory's name, and moments of the real clock.
+/// Removes text that differs from run to run: the name of the directory, and real times.
 fn neutral(text: &str) -> String {
     let is_moment = |word: &str| word.len() >= 20 && word.starts_with("20") && word.contains('Z');
     let lines = text.lines().map(|line| {

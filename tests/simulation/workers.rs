@@ -1,5 +1,5 @@
-//! Worker processes without processes: each does, when it gets its turn, what `cleat worker` would,
-//! on the real channel, control socket and connections; and what a script has it do wrong.
+//! Simulated worker processes. In its turn, each does what `cleat worker` would do, on the real channel,
+//! control socket and connections; and it fails as its script demands.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -23,36 +23,36 @@ use crate::snapshots::Snapshots;
 use crate::succession::Pause;
 use crate::world::Surroundings;
 
-/// What a worker does wrong.
+/// The failures of a worker.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Quirks {
     /// The process cannot be started at all.
     pub(crate) not_launched: bool,
-    /// Ends before it reads anything.
+    /// The process ends before it reads anything.
     pub(crate) dies_at_start: bool,
-    /// How opening the volume goes.
+    /// The result of opening the volume.
     pub(crate) open: Open,
-    /// Dies in the place of its nth answer; before or after it has done what was asked.
+    /// Dies instead of its nth answer, before or after it has executed the command.
     pub(crate) dies_at_answer: Option<(u32, bool)>,
-    /// Says nothing more from its nth answer on, and serves.
+    /// Sends no answer from the nth one on, but serves.
     pub(crate) mute_at_answer: Option<u32>,
-    /// Its nth answer is none.
+    /// Its nth answer is not a valid message.
     pub(crate) nonsense_at_answer: Option<u32>,
-    /// Closes its channel in the place of its nth answer, and serves.
+    /// Closes its channel instead of its nth answer, but serves.
     pub(crate) hangs_up_at_answer: Option<u32>,
-    /// Added to the size that it tells.
+    /// Added to the size that it reports.
     pub(crate) size_lie: i64,
-    /// Does not end by itself: it hangs where it closes its volume.
+    /// Does not end by itself: it hangs while it closes its volume.
     pub(crate) never_ends: bool,
-    /// How long SIGKILL takes: it waits in the kernel.
+    /// How long it takes to die after SIGKILL, because it waits in the kernel.
     pub(crate) linger: Duration,
-    /// From a request to its effect and answer.
+    /// The time from a request to its effect and answer.
     pub(crate) latency: Duration,
-    /// Takes over from its predecessor, finds that it cannot serve, and gives back.
+    /// Accepts a handover, finds that it cannot serve, and returns the connections.
     pub(crate) declines: bool,
 }
 
-/// How opening a volume goes.
+/// The result of opening a volume.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Open {
     #[default]
@@ -65,24 +65,24 @@ pub(crate) enum Open {
 /// A simulated worker process.
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
-    /// Written to when it ends: what a pidfd tells.
+    /// Written to when the worker ends; it stands for a pidfd.
     pub(crate) exit: EventFd,
     pub(crate) quirks: Quirks,
-    /// By SIGSTOP.
+    /// Whether it is stopped (SIGSTOP).
     pub(crate) stopped: bool,
-    /// It has been stopped at some time.
+    /// Whether it was stopped at some time.
     pub(crate) was_stopped: bool,
-    /// SIGKILL takes effect then.
+    /// When a SIGKILL takes effect.
     pub(crate) dying: Option<Instant>,
     pub(crate) start: Option<Start>,
     pub(crate) fenced: bool,
-    /// About the size of its volume.
+    /// Whether it has reported a wrong size of its volume.
     pub(crate) has_lied: bool,
-    /// Counts the opens of all volumes: which one this is.
+    /// The number of its open among the opens of all volumes.
     pub(crate) epoch: u64,
-    /// Its name in the disks.
+    /// The name of its volume among the disks.
     pub(crate) disk: String,
-    /// Of its volume, as last looked at.
+    /// The last known size of its volume.
     size: u64,
     pub(crate) connections: Vec<Connection>,
     pub(crate) page: Option<Page>,
@@ -93,9 +93,9 @@ pub(crate) struct Worker {
     answers: u32,
     mute: bool,
     pub(crate) served: bool,
-    /// Its connections rest, or are to.
+    /// The handover in progress, if any.
     pub(crate) pause: Option<Pause>,
-    /// Which build it is.
+    /// The build of the worker.
     pub(crate) binary: String,
     fails_io: bool,
     disconnecting: bool,
@@ -105,7 +105,7 @@ pub(crate) struct Worker {
     alone_since: Option<Instant>,
 }
 
-/// How a turn went.
+/// The result of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
     Quiet,
@@ -113,10 +113,10 @@ pub(crate) enum Turn {
     Ends,
 }
 
-/// As the worker's own: without supervisor and connections it waits so long.
+/// How long a worker without supervisor and connections waits, as the real worker does.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
 
-/// The longest message that a supervisor of these tests sends.
+/// The maximum length of a supervisor's message in these tests.
 const MESSAGE_BYTES: usize = 4096;
 
 enum Message {
@@ -163,27 +163,27 @@ impl Worker {
         }
     }
 
-    /// The mapping that it was started for, once it knows.
+    /// The mapping of the worker, once it has received its start message.
     pub(crate) fn mapping_id(&self) -> Option<&str> {
         self.start.as_ref().map(|start| start.mapping_id.as_str())
     }
 
-    /// Whether it answers a supervisor that asks in order.
+    /// Whether it answers the commands of a supervisor.
     pub(crate) fn is_sane(&self) -> bool {
         !self.stopped && !self.mute && self.dying.is_none() && self.opens_at.is_none()
     }
 
-    /// Makes a script's faults end.
+    /// Ends the failures of the script.
     pub(crate) fn calm_down(&mut self, now: Instant) {
         let linger = self.quirks.linger;
         self.quirks = Quirks { linger, ..Quirks::default() };
         self.stopped = false;
-        // Whatever it waits for when it opens, comes now.
+        // An open that waits completes now.
         self.opens_at = self.opens_at.map(|at| at.min(now));
         self.mute = false;
     }
 
-    /// When it would do something by itself.
+    /// The time of its next action without a message.
     pub(crate) fn next_due(&self, hung: bool) -> Option<Instant> {
         let orphan = self.alone_since.map(|since| since + ORPHAN_PATIENCE);
         let running = self.connections.iter().filter(|_| !hung).filter_map(Connection::next_due);
@@ -199,13 +199,13 @@ impl Worker {
         !self.stopped && self.dying.is_none()
     }
 
-    /// Whether requests are read and answered.
+    /// Whether it reads and answers requests.
     pub(crate) fn serves(&self) -> bool {
         let open = |connection: &Connection| connection.descriptor().is_some();
         self.is_sane() && self.connections.iter().any(open)
     }
 
-    /// Closes everything, as its end does. What its page counts nobody takes back.
+    /// Closes all descriptors, as the end of a process does. The counts in its statistics page remain.
     pub(crate) fn close(&mut self) {
         self.cut_channel();
         self.listener = None;
@@ -213,7 +213,7 @@ impl Worker {
         self.connections.iter_mut().for_each(Connection::close);
     }
 
-    /// Everything that it reads from.
+    /// All descriptors that it reads from.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let busy = self.opens_at.is_some() || self.is_coming_to_rest();
         let hears = !self.mute && !busy && self.dying.is_none();
@@ -222,12 +222,12 @@ impl Worker {
         own.chain(self.connections.iter().filter_map(Connection::descriptor))
     }
 
-    /// Lets go of the channel, as a broken one.
+    /// Closes the channel, as if it were broken.
     pub(crate) fn cut_channel(&mut self) {
         self.channel = None;
     }
 
-    /// Does what there is to do now.
+    /// Does all work that is due.
     pub(crate) fn turn(&mut self, around: &mut Surroundings<'_>) -> Turn {
         if self.dying.is_some_and(|at| at <= around.now) {
             return Turn::Ends;
@@ -236,7 +236,7 @@ impl Worker {
             return Turn::Quiet;
         }
         if self.dying.is_some() {
-            // Its threads are gone but for what they wait for in the kernel.
+            // Its threads have ended, except for requests for which they wait in the kernel.
             return if self.serve(around, false) { Turn::Moved } else { Turn::Quiet };
         }
         if self.quirks.dies_at_start {
@@ -280,7 +280,7 @@ impl Worker {
         if moved { Turn::Moved } else { Turn::Quiet }
     }
 
-    /// Everything that its connections can do. Says whether they did.
+    /// Runs a turn of each connection. Returns whether anything changed.
     pub(crate) fn serve(&mut self, around: &mut Surroundings<'_>, alive: bool) -> bool {
         let mut moved = false;
         let (pid, epoch, fenced) = (self.id.pid, self.epoch, self.fenced);
@@ -299,7 +299,7 @@ impl Worker {
         moved
     }
 
-    /// Reads what supervisors say.
+    /// Reads messages of supervisors.
     fn listen(&mut self, around: &mut Surroundings<'_>) -> Turn {
         let [channel, listener] = self.ready();
         let mut turn = Turn::Quiet;
@@ -314,7 +314,7 @@ impl Worker {
         strangers.retain_mut(|stranger| match receive(stranger) {
             Message::Nothing => true,
             message => {
-                // A new supervisor knows nothing of what the one before was about to do.
+                // A new supervisor does not know about a handover that the last one had begun.
                 if self.end_pause(around) == Turn::Ends {
                     turn = Turn::Ends;
                     return false;
@@ -330,7 +330,7 @@ impl Worker {
             return turn;
         }
         if listener && let Some(listener) = &self.listener {
-            // The type is for stream sockets, but accept4(2) is the same for every connected kind.
+            // The type is for stream sockets, but accept4(2) is the same for all connected types.
             if let Ok((socket, _)) = listener.accept() {
                 turn = Turn::Moved;
                 let socket = OwnedFd::from(socket);
@@ -341,7 +341,7 @@ impl Worker {
         turn
     }
 
-    /// Whether the channel and the listener have something.
+    /// Whether the channel and the listener are readable.
     fn ready(&self) -> [bool; 2] {
         let look = |socket: Option<BorrowedFd<'_>>| {
             socket.is_some_and(|socket| {
@@ -416,7 +416,7 @@ impl Worker {
         }
     }
 
-    /// Whether it lives on.
+    /// Opens the volume and answers. Returns whether the worker continues.
     fn open(&mut self, around: &mut Surroundings<'_>) -> bool {
         let opened = match self.quirks.open {
             Open::Fails(kind) => Err((kind, "the script has it fail".to_owned())),
@@ -489,14 +489,14 @@ impl Worker {
             }
             ToWorker::OfferHandover { generation, limit_ms } => {
                 match self.hand_over(generation, limit_ms, around) {
-                    // At once, where nothing runs.
+                    // The answer follows at once if no request is in flight.
                     Ok(()) if self.mind_pause(around) == Turn::Ends => return Turn::Ends,
                     Ok(()) => return Turn::Moved,
                     Err(refusal) => refusal,
                 }
             }
             ToWorker::TakeOver { unread, .. } => self.take_over(&unread, descriptors, around),
-            // With every command a pause has ended.
+            // Every command has already ended the pause.
             ToWorker::CancelHandover => FromWorker::Done,
             other => refusal(ErrorKind::Unsupported, format!("{other:?}")),
         };
@@ -555,7 +555,7 @@ impl Worker {
         }
     }
 
-    /// What happened at the backend by itself.
+    /// Reports changes at the backend.
     fn tell_news(&mut self, around: &Surroundings<'_>) {
         let wanted = self.start.as_ref().is_some_and(|start| start.quiesce);
         let news = self.snapshots.look(around.now, wanted, self.channel.is_some());
@@ -578,7 +578,7 @@ impl Worker {
         FromWorker::Outage { outage: self.told_outage.then_some(outage) }
     }
 
-    /// Looks at the size of its volume.
+    /// Reads the size of its volume.
     fn look(&mut self, around: &Surroundings<'_>) -> FromWorker {
         self.size = around.disks.get(&self.disk).map_or(0, |disk| disk.size);
         FromWorker::Size { size: self.size.saturating_add_signed(self.quirks.size_lie) }
@@ -600,7 +600,7 @@ impl Worker {
         self.quirks.dies_at_answer == Some((self.answers, false))
     }
 
-    /// Answers as its script wants it. Whether it lives on.
+    /// Answers as its script demands. Returns whether the worker continues.
     pub(crate) fn answer(&mut self, message: &FromWorker) -> bool {
         self.answer_with(message, &[])
     }
@@ -641,7 +641,7 @@ impl Worker {
     }
 }
 
-/// What stands for a volume that is open.
+/// Returns a descriptor that stands for an open volume.
 fn open_volume() -> OwnedFd {
     std::fs::File::open("/dev/null").expect("it is there").into()
 }

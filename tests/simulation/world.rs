@@ -1,5 +1,5 @@
-//! Everything around a supervisor, which outlives it: the kernel, worker processes, volumes, and what
-//! their users know. Nothing here has a thread; [`World::turn`] moves it on.
+//! The environment of supervisors, which outlives them: the kernel, worker processes, volumes, and the
+//! knowledge of their users. It has no threads; [`World::turn`] advances it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -32,7 +32,7 @@ struct Shared {
     kernel: SimKernel,
     directory: tempfile::TempDir,
     state: Mutex<State>,
-    /// Something may have changed since the last turn.
+    /// Whether something may have changed since the last turn.
     touched: AtomicBool,
     crash: Notify,
     crashed: AtomicBool,
@@ -43,25 +43,25 @@ pub(crate) struct State {
     pub(crate) workers: BTreeMap<u32, Worker>,
     pub(crate) disks: BTreeMap<String, Disk>,
     pub(crate) model: Model,
-    /// Of the workers that are launched next.
+    /// The quirks of the next workers.
     pub(crate) quirks: VecDeque<Quirks>,
-    /// The supervisor lives in another pid namespace than its workers.
+    /// Whether the supervisor is in another pid namespace than its workers.
     pub(crate) blind: bool,
-    /// Mappings that force was used on: cut off before it was recorded, it leaves no device.
+    /// Mappings with a forced unmap. One that was interrupted before it was recorded leaves no device.
     pub(crate) forced: BTreeSet<String>,
-    /// Mappings that a supervisor has called gone.
+    /// Mappings that a supervisor has reported as unmapped.
     pub(crate) gone: BTreeSet<String>,
-    /// Ended and not reaped: children of the supervisor that lives.
+    /// Children of the current supervisor that have ended and are not reaped.
     zombies: Vec<(WorkerId, OwnedFd)>,
-    /// What dead workers had counted: nobody takes it back from the page.
+    /// Dead workers. Their counts remain in the statistics page.
     graveyard: Vec<Worker>,
     violations: Vec<String>,
     generations: BTreeMap<String, u64>,
-    /// Which process reads a socket, by its inode.
+    /// The process that reads each socket, by the socket's inode.
     readers: BTreeMap<u64, u32>,
-    /// Of the workers that are launched now.
+    /// The build of workers that are launched from now on.
     pub(crate) build: u32,
-    /// The mapping whose worker is being succeeded.
+    /// The mapping whose worker is being upgraded.
     pub(crate) upgrading: Option<&'static str>,
     epochs: u64,
     launches: u64,
@@ -70,7 +70,7 @@ pub(crate) struct State {
     pub(crate) touched: BTreeSet<String>,
 }
 
-/// What a worker sees of the world in its turn.
+/// The parts of the world that a worker uses in its turn.
 pub(crate) struct Surroundings<'a> {
     pub(crate) now: Instant,
     pub(crate) disks: &'a mut BTreeMap<String, Disk>,
@@ -84,10 +84,10 @@ pub(crate) struct Surroundings<'a> {
 }
 
 impl World {
-    /// A world for one seed.
+    /// Makes a world for one seed.
     pub(crate) fn new(seed: u64, faults_per_mille: u32) -> Self {
         clock::reset();
-        // In memory where there is room: a journal that syncs needs no disk here.
+        // In memory if possible, because the journal syncs often.
         let memory = std::path::Path::new("/dev/shm");
         let directory = match memory.is_dir() {
             true => tempfile::tempdir_in(memory),
@@ -130,7 +130,7 @@ impl World {
         self.0.directory.path().join("state/mappings")
     }
 
-    /// What there is. Whoever changes something has everything get its turn.
+    /// Locks the state for a change. The next turn then covers the whole world.
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
         self.0.touched.store(true, Ordering::Relaxed);
         self.look()
@@ -140,7 +140,7 @@ impl World {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Something happened that must not.
+    /// Records a violation of an invariant.
     pub(crate) fn violation(&self, what: String) {
         tracing::error!("VIOLATION: {what}");
         self.state().violations.push(what);
@@ -150,7 +150,7 @@ impl World {
         self.state().violations.clone()
     }
 
-    /// A device was connected: there is a record by which it can be found again, and taken down.
+    /// Called when a device is connected: a record must exist, so that a supervisor can find and remove it.
     fn connected(&self, identity: &Identity) {
         let id = identity.mapping_id();
         let recorded = self.records().join(format!("{id}.json")).exists();
@@ -159,7 +159,7 @@ impl World {
         }
     }
 
-    /// File systems were frozen: there is a record by which the next supervisor thaws them.
+    /// Called when file systems are frozen: a record must exist, so that the next supervisor can thaw them.
     fn froze(&self, identity: &Identity) {
         let id = identity.mapping_id();
         let text = std::fs::read(self.records().join(format!("{id}.json"))).unwrap_or_default();
@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    /// Ends the supervisor here and now.
+    /// Ends the supervisor at once.
     pub(crate) fn crash(&self) {
         self.0.crashed.store(true, Ordering::Relaxed);
         self.0.crash.notify_one();
@@ -183,7 +183,7 @@ impl World {
         self.0.crash.notified().await;
     }
 
-    /// A supervisor has ended: whoever it was the parent of, init reaps.
+    /// Cleans up after a supervisor: init reaps its children.
     pub(crate) fn bury_supervisor(&self) {
         let mut state = self.state();
         state.zombies.clear();
@@ -192,7 +192,7 @@ impl World {
         self.0.crashed.store(false, Ordering::Relaxed);
     }
 
-    /// When something happens by itself, from now.
+    /// The time until the next event of a worker.
     pub(crate) fn next_due(&self) -> Option<Duration> {
         let state = self.look();
         let hung = |worker: &Worker| state.disks.get(&worker.disk).is_some_and(|disk| disk.hung);
@@ -200,7 +200,7 @@ impl World {
         due.map(|due| due.saturating_duration_since(clock::now()))
     }
 
-    /// Moves everything on as far as it goes now. Says whether anything moved.
+    /// Advances the kernel and all workers at the current time. Returns whether anything changed.
     pub(crate) fn turn(&self) -> bool {
         if !self.0.touched.swap(false, Ordering::Relaxed) && self.is_quiet() {
             return false;
@@ -228,7 +228,7 @@ impl World {
         moved
     }
 
-    /// Whether nobody would do anything.
+    /// Whether a turn would change nothing.
     fn is_quiet(&self) -> bool {
         if self.kernel().has_requests() || self.next_due().is_some_and(|due| due.is_zero()) {
             return false;
@@ -242,7 +242,7 @@ impl World {
         set.is_empty() || poll(&mut set, PollTimeout::ZERO).is_ok_and(|ready| ready == 0)
     }
 
-    /// Gives the far ends of the kernel's connections a turn, and nothing else.
+    /// Runs a turn only of the workers' ends of the kernel's connections.
     fn serve(&self) -> bool {
         let mut state = self.look();
         let pids: Vec<u32> = state.workers.keys().copied().collect();
@@ -256,7 +256,7 @@ impl World {
         moved
     }
 
-    /// SIGKILL.
+    /// Kills a worker (SIGKILL).
     pub(crate) fn kill(&self, pid: u32) {
         let mut state = self.state();
         let Some(worker) = state.workers.get_mut(&pid) else { return };
@@ -270,14 +270,14 @@ impl World {
         self.kernel().check_connections();
     }
 
-    /// The process that serves the mapping of that name, or was started to.
+    /// The latest worker of the mapping with this name.
     pub(crate) fn worker_of(&self, name: &str) -> Option<u32> {
         let state = self.state();
         let serves = |worker: &&Worker| worker.start.as_ref().is_some_and(|s| s.name == name);
         state.workers.values().rfind(serves).map(|worker| worker.id.pid)
     }
 
-    /// Does something to the workers of a hand-over that is under way.
+    /// Applies a failure to the workers of the handover in progress.
     pub(crate) fn strike(&self, blow: Blow) {
         let (old, new) = self.pair();
         tracing::debug!(?blow, ?old, ?new, "STRIKE");
@@ -300,17 +300,17 @@ impl World {
         }
     }
 
-    /// Whether a hand-over has been asked for and has not ended.
+    /// Whether an upgrade is in progress.
     pub(crate) fn is_upgrading(&self) -> bool {
         self.look().upgrading.is_some()
     }
 
-    /// SIGCONT for those that `strike` has stopped.
+    /// Continues all stopped workers (SIGCONT).
     pub(crate) fn go_on(&self) {
         self.state().workers.values_mut().for_each(|worker| worker.stopped = false);
     }
 
-    /// The worker that is to be succeeded, and the one that was launched last.
+    /// The worker that is being replaced, and the one that was launched last.
     fn pair(&self) -> (Option<u32>, Option<u32>) {
         let state = self.state();
         let age = |worker: &&Worker| worker.id.started_ticks;
@@ -320,13 +320,13 @@ impl World {
         (old, new.filter(|_| new != old))
     }
 
-    /// Connected devices of the mapping of that name.
+    /// The connected devices of the mapping with this name.
     pub(crate) fn devices_of(&self, name: &str) -> Vec<Device> {
         let all = cleat_devices(self.kernel());
         all.into_iter().filter(|d| d.identity().is_some_and(|id| id.name() == name)).collect()
     }
 
-    /// A device writes, or reads, a sector.
+    /// Submits a write or a read of a sector on a device.
     pub(crate) fn submit(&self, device: &Device, sector: u64, writes: bool) -> Option<u64> {
         let identity = device.identity()?;
         let mut state = self.state();
@@ -348,7 +348,7 @@ impl World {
         Some(ticket)
     }
 
-    /// Whether a sector has a request of another mapping, which need not end.
+    /// Whether another mapping has a request for this sector, which need not end.
     pub(crate) fn is_busy_elsewhere(&self, id: &str, sector: u64) -> bool {
         let state = self.state();
         let key = state.key_of(id).unwrap_or_default();
@@ -356,14 +356,14 @@ impl World {
     }
 }
 
-/// Connected devices that carry an identity of ours.
+/// The connected devices with an identity of cleat.
 pub(crate) fn cleat_devices(kernel: &SimKernel) -> Vec<Device> {
     let all = kernel.show();
     all.into_iter().filter(|device| device.connected && device.identity().is_some()).collect()
 }
 
 impl State {
-    /// Has a worker do something.
+    /// Calls `action` on a worker with its surroundings.
     fn with<T>(
         &mut self,
         pid: u32,
@@ -389,25 +389,25 @@ impl State {
         u32::try_from(pid).is_ok_and(|pid| self.workers.contains_key(&pid))
     }
 
-    /// Whether a worker of a mapping has told a wrong size.
+    /// Whether a worker of a mapping has reported a wrong size.
     pub(crate) fn has_liar(&self, mapping_id: &str) -> bool {
         let known = self.workers.values().chain(&self.graveyard);
         known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
     }
 
-    /// Whether a worker of a mapping has ever lost its volume to somebody else.
+    /// Whether a worker of a mapping was ever fenced.
     pub(crate) fn was_fenced(&self, mapping_id: &str) -> bool {
         let known = self.workers.values().chain(&self.graveyard);
         known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.fenced)
     }
 
-    /// Of the supervisors, in their order.
+    /// Returns a seed for the next supervisor.
     pub(crate) fn next_life(&mut self) -> u64 {
         self.lives += 1;
         self.lives << 32
     }
 
-    /// Ends a process: everything that it had is closed.
+    /// Ends a process and closes its descriptors.
     pub(crate) fn end(&mut self, pid: u32) {
         let Some(mut worker) = self.workers.remove(&pid) else { return };
         tracing::debug!(pid, mapping = worker.mapping_id(), "WORLD a worker ends");
@@ -426,7 +426,7 @@ impl State {
         self.graveyard.push(worker);
     }
 
-    /// The name under which users know a mapping's volume: memory is another one with each mapping.
+    /// The name of a mapping's volume for its users. Each mapping of a memory volume has a new volume.
     pub(crate) fn key_of(&self, mapping_id: &str) -> Option<String> {
         self.generations.contains_key(mapping_id).then_some(())?;
         let known = self.workers.values().chain(&self.graveyard);
@@ -435,7 +435,7 @@ impl State {
     }
 }
 
-/// Where a worker's volume is.
+/// The name of a worker's volume among the disks.
 fn disk_name(start: &Start) -> String {
     match start.uri.starts_with("mem:") {
         true => format!("{}@{}", start.uri, start.mapping_id),
@@ -443,7 +443,7 @@ fn disk_name(start: &Start) -> String {
     }
 }
 
-/// Who has a volume open.
+/// A worker that has a volume open.
 #[derive(Debug, Clone)]
 pub(crate) struct Claim {
     pub(crate) pid: u32,
@@ -457,7 +457,7 @@ impl Surroundings<'_> {
         self.violations.push(what);
     }
 
-    /// A worker has been told what to serve.
+    /// Checks the start message of a worker.
     pub(crate) fn started(&mut self, worker: &Worker, start: &Start) {
         let id = &start.mapping_id;
         tracing::debug!(pid = worker.id.pid, id, generation = start.generation, "WORLD started");
@@ -468,7 +468,7 @@ impl Surroundings<'_> {
         if self.gone.contains(id) {
             self.violation(format!("{id}: a worker was started for what is gone"));
         }
-        // A stopped one reads late what was right when it was sent.
+        // A stopped worker reads the message late; it was right when it was sent.
         let record = self.record(id);
         let recorded = record["worker"]["pid"] == worker.id.pid
             && record["worker"]["started_ticks"] == worker.id.started_ticks
@@ -478,10 +478,10 @@ impl Surroundings<'_> {
         }
     }
 
-    /// A supervisor ends a worker. Of one that serves, only when the mapping is to go.
+    /// Checks that a supervisor ends a serving worker only when the mapping is being removed.
     pub(crate) fn told_to_end(&mut self, worker: &Worker) {
         let Some(id) = worker.mapping_id().filter(|_| worker.serves()) else { return };
-        // A stopped one goes on later than whoever gave it up could know.
+        // A stopped worker may continue after the supervisor has given it up.
         let excused = worker.was_stopped || self.touched.contains(id);
         if self.record(id)["intent"] == "mapped" && !excused {
             let pid = worker.id.pid;
@@ -494,7 +494,8 @@ impl Surroundings<'_> {
         serde_json::from_slice(&record).unwrap_or_default()
     }
 
-    /// A process reads a socket, and nobody else does until it says so, or ends.
+    /// Records that a process reads a socket. No other process may read it until `reads_no_more`, or until the
+    /// process has ended.
     pub(crate) fn reads(&mut self, inode: u64, pid: u32) {
         let reader = *self.readers.entry(inode).or_insert(pid);
         if reader != pid {
@@ -524,7 +525,7 @@ impl Surroundings<'_> {
         let Some(disk) = disk else {
             return Err((ErrorKind::NotFound, format!("{name} does not exist")));
         };
-        // A successor opens what its predecessor has open, through the same description.
+        // A successor shares the open volume of its predecessor.
         let shared = |other: &Claim| start.successor && other.mapping_id == claim.mapping_id;
         let clashes = |other: &&Claim| !(other.read_only && claim.read_only || shared(other));
         let clash = disk.claims.iter().find(clashes).cloned();
@@ -553,7 +554,7 @@ impl Launcher for SimLauncher {
             return Err(Error::new(ErrorKind::NoSpace, "no process can be started"));
         }
         state.launches += 1;
-        // Numbers come back soon, as those of a busy node do.
+        // Pids are reused soon, as on a busy node.
         let mut numbers = (0..8).map(|n| 100 + (n + state.launches * 3) % 8);
         let free = numbers.find(|pid| !state.has_process(*pid)).unwrap_or(200 + state.launches);
         let pid = u32::try_from(free).unwrap_or(0);

@@ -1,6 +1,5 @@
-//! What comes from outside: licences, sources, versions. Does for this project what cargo-deny
-//! would, without minutes of compiling it; known vulnerabilities are not among it, they need a
-//! database from the network.
+//! The rules for dependencies: licences, sources and versions. They replace cargo-deny, which takes minutes
+//! to compile. Known vulnerabilities are not checked, because that needs a database from the network.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +10,7 @@ use serde_json::Value;
 use crate::none;
 use crate::source::root;
 
-/// Licences that go with Apache-2.0 in a binary.
+/// The licences that are compatible with Apache-2.0 in a binary.
 const LICENCES: [&str; 12] = [
     "0BSD",
     "Apache-2.0",
@@ -27,11 +26,11 @@ const LICENCES: [&str; 12] = [
     "Zlib",
 ];
 
-/// The only place that crates come from.
+/// The only permitted source of crates.
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 #[test]
-fn every_dependency_has_a_licence_that_goes_with_ours() {
+fn every_dependency_has_a_compatible_licence() {
     let wrong = packages().into_iter().filter_map(|package| {
         let licence = package["license"].as_str().unwrap_or("none");
         (!allowed(licence)).then(|| format!("{} is under {licence}", package["name"]))
@@ -52,7 +51,7 @@ fn every_dependency_comes_from_the_registry() {
     none(&wrong.collect::<Vec<_>>());
 }
 
-/// Two versions of one crate cost build time and size, and their types do not fit together.
+/// Two versions of one crate increase build time and size, and their types are incompatible.
 #[test]
 fn no_dependency_comes_in_two_versions_that_we_could_align() {
     let mut versions: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -67,9 +66,9 @@ fn no_dependency_comes_in_two_versions_that_we_could_align() {
     assert!(doubled <= 8, "{doubled} crates come in several versions: {versions:?}");
 }
 
-/// What is called through C stays small enough to be read.
+/// The crates below `ffi/` must stay small enough for a review.
 #[test]
-fn the_crates_around_c_depend_on_next_to_nothing() {
+fn the_crates_below_ffi_have_only_permitted_dependencies() {
     let allowed = [("librbd", &["libc", "librbd-sys", "stable_deref_trait", "thiserror"][..])];
     let allowed = allowed.into_iter().chain([("librbd-sys", &["libc", "thiserror"][..])]);
     let allowed: BTreeMap<_, _> = allowed.collect();
@@ -97,7 +96,7 @@ fn the_crates_around_c_depend_on_next_to_nothing() {
 }
 
 #[test]
-fn licence_expressions_are_understood() {
+fn licence_expressions_are_evaluated() {
     for fine in ["MIT", "MIT OR Apache-2.0", "MIT/Apache-2.0", "(MIT OR GPL-3.0) AND Unicode-3.0"] {
         assert!(allowed(fine), "{fine}");
     }
@@ -139,8 +138,8 @@ fn alternatives(expression: &str, separator: &str) -> Vec<String> {
     parts
 }
 
-/// Everything that is built into or for the binary on Linux, except this crate: what only tests and
-/// benchmarks use is not shipped.
+/// The packages that the binary on Linux needs, build dependencies included. Packages that only tests and
+/// benchmarks use are not shipped, so they do not count.
 fn packages() -> Vec<Value> {
     let metadata = metadata();
     let nodes = metadata["resolve"]["nodes"].as_array().expect("nodes");
@@ -165,7 +164,7 @@ fn packages() -> Vec<Value> {
         .collect()
 }
 
-/// What the project's own crates name in their manifests.
+/// The dependencies in the manifests of the project's own crates.
 fn direct_dependencies() -> Vec<String> {
     let metadata = metadata();
     let packages = metadata["packages"].as_array().expect("packages").iter();
@@ -176,7 +175,7 @@ fn direct_dependencies() -> Vec<String> {
         .collect()
 }
 
-/// A test that no suite names would never run in CI.
+/// A test program that no suite names would never run in CI.
 #[test]
 fn every_test_program_is_in_a_suite() {
     let makefile = std::fs::read_to_string(root().join("Makefile")).expect("the Makefile");

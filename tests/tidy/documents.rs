@@ -1,4 +1,5 @@
-//! What is written for people: the commands exist, the unit is one that systemd takes.
+//! The rules for documents: commands, paths, links and tests that they name exist. And for the systemd
+//! unit: systemd accepts it.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -36,7 +37,7 @@ fn the_two_commands_are_in_the_readme() {
 }
 
 #[test]
-fn links_between_documents_lead_somewhere() {
+fn links_between_documents_have_existing_targets() {
     let mut wrong = Vec::new();
     for file in files().iter().filter(|file| file.path.ends_with(".md")) {
         for target in links(file) {
@@ -51,7 +52,7 @@ fn links_between_documents_lead_somewhere() {
 }
 
 #[test]
-fn links_to_sections_lead_somewhere() {
+fn links_to_sections_have_existing_targets() {
     let mut wrong = Vec::new();
     for file in files().iter().filter(|file| file.path.ends_with(".md")) {
         for (target, section) in section_links(file) {
@@ -96,17 +97,17 @@ fn the_kernel_facts_name_all_their_tests_and_no_others() {
 }
 
 #[test]
-fn systemd_takes_the_unit() {
+fn systemd_accepts_the_unit() {
     let directory = tempfile::TempDir::new().expect("a directory");
     let unit = directory.path().join("cleat.service");
-    // The program need not be installed for this.
+    // The check needs an existing program, and cleat need not be installed.
     let text = read("systemd/cleat.service").replace("/usr/local/bin/cleat", "/bin/true");
     fs::write(&unit, text).expect("the copy is written");
     let output = Command::new("systemd-analyze")
         .args(["verify", "--man=no"])
         .arg(&unit)
         .output()
-        .expect("systemd-analyze is there (apt install systemd)");
+        .expect("systemd-analyze is installed (apt install systemd)");
     let complaints = String::from_utf8_lossy(&output.stderr);
     let ours: Vec<String> =
         complaints.lines().filter(|line| line.contains("cleat")).map(str::to_owned).collect();
@@ -138,7 +139,7 @@ fn commands(text: &str) -> Vec<(&str, &str)> {
             continue;
         }
         if in_block || line.starts_with("    ") {
-            // Lines of a session begin with a prompt; the rest is output.
+            // Commands in a block begin with a prompt; other lines are output.
             let command = line.trim_start().strip_prefix("$ ").unwrap_or_default();
             found.extend(first_words(command));
         } else {
@@ -215,7 +216,10 @@ fn subcommands() -> Vec<String> {
     let transitions = script.lines().filter_map(|line| line.trim().strip_prefix("cleat,"));
     let found: Vec<String> =
         transitions.filter_map(|rest| rest.strip_suffix(')')).map(str::to_owned).collect();
-    assert!(found.iter().any(|name| name == "map"), "the script looks different: {found:?}");
+    assert!(
+        found.iter().any(|name| name == "map"),
+        "the format of the script has changed: {found:?}"
+    );
     found
 }
 

@@ -1,5 +1,5 @@
-//! The project's rules as failing tests: who may know whom, where `unsafe` may be, how long a file
-//! may be, what a dependency may bring along. There is no list of exemptions.
+//! The project's rules as tests: which crate may depend on which, where `unsafe` is allowed, how long a
+//! file may be, and which dependencies are permitted. There is no list of exemptions.
 
 mod dependencies;
 mod documents;
@@ -9,15 +9,15 @@ mod source;
 
 use source::{File, files, strip, words};
 
-/// Longest file, in lines.
+/// The maximum length of a file, in lines.
 const MAX_LINES: usize = 800;
 
-/// The median file is at most this long, in lines.
+/// The maximum length of the median file, in lines.
 const MAX_MEDIAN_LINES: usize = 250;
 
-/// Calls into C go through `ffi/librbd`, which only the backend for RBD uses.
+/// All calls into librbd go through `ffi/librbd`, which only the RBD backend may use.
 #[test]
-fn librbd_is_for_its_backend() {
+fn only_the_rbd_backend_uses_librbd() {
     let allowed = ["src/rbd/"];
     let mut wrong = Vec::new();
     for file in sources() {
@@ -55,7 +55,7 @@ fn only_the_composition_names_concrete_backends() {
 }
 
 #[test]
-fn unsafe_stays_in_its_room() {
+fn unsafe_is_only_in_sys_and_ffi() {
     let inside = |file: &&File| file.path.starts_with("src/sys/") || file.path.starts_with("ffi/");
     let mut wrong = Vec::new();
     for file in rust().iter().filter(|file| !inside(file)) {
@@ -66,7 +66,7 @@ fn unsafe_stays_in_its_room() {
     }
     none(&wrong);
     let blocks = rust().into_iter().filter(|file| inside(&file)).flat_map(|file| {
-        // A type that is a pointer to an unsafe function says what its callers owe, elsewhere.
+        // The type of a pointer to an unsafe function needs no comment; its calls do.
         let code = strip(&file.text);
         let types = code.matches("unsafe extern").count();
         let unsafe_words = words(&code).filter(|word| *word == "unsafe").count() - types;
@@ -77,7 +77,7 @@ fn unsafe_stays_in_its_room() {
 }
 
 #[test]
-fn files_stay_short() {
+fn files_do_not_exceed_their_length_limits() {
     let mut lengths: Vec<(usize, String)> =
         rust().into_iter().map(|file| (file.text.lines().count(), file.path)).collect();
     lengths.sort();
@@ -88,7 +88,7 @@ fn files_stay_short() {
 }
 
 #[test]
-fn every_room_says_what_it_is_for() {
+fn every_crate_and_file_begins_with_documentation() {
     let mut wrong = Vec::new();
     for file in sources().iter().filter(|file| file.path.ends_with("/lib.rs")) {
         let lines = file.text.lines().take_while(|line| line.starts_with("//!")).count();
@@ -98,14 +98,18 @@ fn every_room_says_what_it_is_for() {
     }
     none(&wrong);
     let silent = rust().into_iter().filter(|file| !file.text.starts_with("//!"));
-    none(&silent.map(|file| format!("{}: does not say what it is", file.path)).collect::<Vec<_>>());
+    none(
+        &silent
+            .map(|file| format!("{}: does not begin with documentation", file.path))
+            .collect::<Vec<_>>(),
+    );
 }
 
 #[test]
-fn nothing_is_left_for_later() {
+fn there_is_no_unfinished_work() {
     let markers = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X:")];
     let code = ["todo!", "unimplemented!", "dbg!", "allow(clippy::too_many_lines)"];
-    // Every test runs in a plain run.
+    // No test may be skipped in a normal run.
     let skipped = concat!("#[ig", "nore");
     let mut wrong = Vec::new();
     for file in files() {
@@ -124,7 +128,7 @@ fn nothing_is_left_for_later() {
 }
 
 #[test]
-fn no_machine_is_named() {
+fn no_file_contains_a_path_of_a_build_machine() {
     let places = [concat!("/wo", "rk/"), concat!("/tmp/", "wt")];
     let mut wrong = Vec::new();
     for file in files() {
@@ -147,9 +151,9 @@ fn only_the_command_line_prints() {
     none(&wrong);
 }
 
-/// That the rules can fail: the tools they rest on see what they must.
+/// Tests the helpers of the rules: a rule whose helper finds nothing could never fail.
 #[test]
-fn the_rules_see_through_comments_and_strings() {
+fn comments_and_strings_are_removed_and_crate_names_found() {
     let source = "a /* unsafe */ // unsafe\n\"unsafe \\\" unsafe\" r#\"unsafe\"# 'x' &'a b '\\'' c";
     assert_eq!(words(&strip(source)).collect::<Vec<_>>(), ["a", "a", "b", "c"]);
     assert_eq!(strip(source).matches('\n').count(), 1);
@@ -168,7 +172,7 @@ fn rust() -> Vec<File> {
 }
 
 fn sources() -> Vec<File> {
-    // A build script speaks to cargo, and is not part of any program.
+    // A build script is not part of any program, and prints instructions for cargo.
     let is_source =
         |file: &File| file.path.starts_with("src/") && !file.path.ends_with("/build.rs");
     rust().into_iter().filter(is_source).collect()

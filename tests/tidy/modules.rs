@@ -9,12 +9,12 @@ type Module = Vec<String>;
 
 /// A crate's modules that have a file of their own.
 pub(crate) struct Crate {
-    /// Module and, without comments, strings and tests, what its file says.
+    /// Each module with the code of its file, without comments, strings and tests.
     modules: BTreeMap<Module, String>,
 }
 
 impl Crate {
-    /// The folder that the crate's root file is in, for a manifest of a crate: `src/core/` for
+    /// The folder of the root file of the crate with this manifest: `src/core/` for
     /// `src/core/Cargo.toml`, `src/` for `Cargo.toml`.
     pub(crate) fn root_of(manifest: &str, files: &[File]) -> Option<String> {
         let folder = manifest.strip_suffix("Cargo.toml")?;
@@ -23,8 +23,8 @@ impl Crate {
             .find(|root| files.iter().any(|file| file.path == format!("{root}lib.rs")))
     }
 
-    /// Reads the crate whose root file lies in `root`. A folder below it that has a root file of its
-    /// own is another crate.
+    /// Reads the crate whose root file is in the folder `root`. A folder below it with a root file is
+    /// another crate.
     pub(crate) fn read(root: &str, files: &[File]) -> Self {
         let inner: Vec<&str> = files
             .iter()
@@ -45,7 +45,8 @@ impl Crate {
         Self { modules: files.iter().filter(own).map(|file| (module(file), file.code())).collect() }
     }
 
-    /// Each group of modules that reach each other by imports, a parent and its child aside.
+    /// The groups of modules that import each other in a circle. Imports between a module and the modules
+    /// above or below it do not count.
     pub(crate) fn circles(&self) -> Vec<Vec<String>> {
         let reached: BTreeMap<&Module, BTreeSet<&Module>> =
             self.modules.keys().map(|module| (module, self.reached_from(module))).collect();
@@ -71,7 +72,7 @@ impl Crate {
         reached
     }
 
-    /// The modules that `module` names, neither above nor below it.
+    /// The modules that `module` names, without those above and below it.
     fn imports(&self, module: &Module) -> Vec<&Module> {
         let code = &self.modules[module];
         let mut named = Vec::new();
@@ -85,7 +86,7 @@ impl Crate {
         named
     }
 
-    /// The module that an item's path leads to; through re-exports of the modules on the way.
+    /// The module of the item at `path`, with re-exports followed.
     fn target(&self, path: &[String]) -> Option<&Module> {
         let depth = (0..=path.len()).rev().find(|n| self.modules.contains_key(&path[..*n]))?;
         let (module, text) = self.modules.get_key_value(&path[..depth])?;
@@ -96,7 +97,7 @@ impl Crate {
     }
 }
 
-/// The full path of `item` where `code` has it from another module with `pub use`.
+/// The full path of `item` if `code` re-exports it from another module with `pub use`.
 fn reexported_from(code: &str, item: &str, module: &Module) -> Option<Vec<String>> {
     code.match_indices("pub").filter_map(|(at, _)| statement(&code[at..])).find_map(|tree| {
         let paths = flatten(tree, &[]);
@@ -108,7 +109,7 @@ fn reexported_from(code: &str, item: &str, module: &Module) -> Option<Vec<String
     })
 }
 
-/// What stands between `pub use` (or `pub(super) use`) and its semicolon.
+/// The text between `pub use` (or `pub(super) use`) and its semicolon.
 fn statement(rest: &str) -> Option<&str> {
     let rest = rest.strip_prefix("pub")?.trim_start();
     let rest = match rest.strip_prefix('(') {
@@ -164,7 +165,7 @@ fn flatten(tree: &str, prefix: &[String]) -> Vec<Vec<String>> {
     parts(group).into_iter().flat_map(|part| flatten(part.trim(), &prefix)).collect()
 }
 
-/// What the commas outside of braces keep apart.
+/// Splits `group` at the commas outside braces.
 fn parts(group: &str) -> Vec<&str> {
     let mut depth = 0_usize;
     let split = group.split(|c: char| {
@@ -178,7 +179,7 @@ fn parts(group: &str) -> Vec<&str> {
     split.filter(|part| !part.trim().is_empty()).collect()
 }
 
-/// `path` from the crate's root; `None` where it begins with neither `crate` nor `super` nor `self`.
+/// Makes `path` relative to the crate's root. `None` when it begins with none of `crate`, `super`, `self`.
 fn absolute(path: &[String], module: &Module) -> Option<Vec<String>> {
     let above = path.iter().take_while(|part| *part == "super").count();
     let base = match path.first().map(String::as_str)? {

@@ -26,11 +26,11 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("fuzz", &["core", "kernel", "nbd"]),
 ];
 
-/// What a worker never links: it has no async runtime, no control API and no Kubernetes client.
+/// Packages that a worker must not link: it has no async runtime, no control API and no Kubernetes client.
 const NOT_IN_A_WORKER: &[&str] = &["tokio", "tonic", "prost", "hyper", "kube", "clap", "udev"];
 
 #[test]
-fn crates_depend_on_each_other_as_the_architecture_says() {
+fn crates_have_only_the_permitted_dependencies_on_each_other() {
     let metadata = metadata();
     let mut wrong = Vec::new();
     let mut seen = 0;
@@ -38,7 +38,7 @@ fn crates_depend_on_each_other_as_the_architecture_says() {
         let Some(room) = text(package, "name").strip_prefix("cleat-") else { continue };
         seen += 1;
         let Some((_, allowed)) = ROOMS.iter().find(|(name, _)| *name == room) else {
-            wrong.push(format!("{room} has no place in ROOMS"));
+            wrong.push(format!("{room} is missing in ROOMS"));
             continue;
         };
         for used in package["dependencies"].as_array().expect("dependencies") {
@@ -57,7 +57,7 @@ fn crates_depend_on_each_other_as_the_architecture_says() {
 fn a_worker_links_no_runtime_and_no_control_api() {
     let metadata = metadata();
     let linked = linked_by("cleat-worker", &metadata);
-    assert!(linked.contains("io-uring"), "the graph is read wrongly: {linked:?}");
+    assert!(linked.contains("io-uring"), "the dependency graph is incomplete: {linked:?}");
     let wrong = NOT_IN_A_WORKER.iter().filter(|name| linked.contains(**name));
     none(&wrong.map(|name| format!("cleat-worker links {name}")).collect::<Vec<_>>());
 }
@@ -74,8 +74,8 @@ fn no_files_of_a_crate_import_each_other_in_a_circle() {
     none(&wrong);
 }
 
-/// The names of all packages that `package` is linked with, itself included; not what only its tests
-/// or build scripts use.
+/// The names of all packages that `package` links, itself included, without those that only its tests or
+/// build scripts use.
 fn linked_by(package: &str, metadata: &Value) -> BTreeSet<String> {
     let names: BTreeMap<&str, &str> = array(metadata, "packages")
         .map(|package| (text(package, "id"), text(package, "name")))

@@ -10,13 +10,13 @@ pub(crate) fn root() -> &'static Path {
 
 /// One file of the project.
 pub(crate) struct File {
-    /// From the root, with `/`.
+    /// The path relative to the root, with `/`.
     pub(crate) path: String,
     pub(crate) text: String,
 }
 
 impl File {
-    /// Rust without comments, strings and the tests at the end.
+    /// The Rust code without comments, strings and the tests at the end.
     pub(crate) fn code(&self) -> String {
         let code = strip(&self.text);
         match code.find("#[cfg(test)]\nmod tests {") {
@@ -30,11 +30,14 @@ impl File {
     }
 }
 
-/// Every text file of the project, as it would be committed.
+/// All text files of the project.
 pub(crate) fn files() -> Vec<File> {
     let mut files = Vec::new();
     collect(root(), &mut files);
-    assert!(files.iter().any(|file| file.path == "src/core/lib.rs"), "the walk misses the sources");
+    assert!(
+        files.iter().any(|file| file.path == "src/core/lib.rs"),
+        "the sources are missing in the list"
+    );
     files.sort_by(|a, b| a.path.cmp(&b.path));
     files
 }
@@ -55,8 +58,8 @@ fn collect(directory: &Path, files: &mut Vec<File>) {
     }
 }
 
-/// Rust without comments and without what is inside strings and character literals. Line breaks
-/// stay, so that line numbers do.
+/// Removes comments, strings and character literals from Rust code. Line breaks stay, and with them the
+/// line numbers.
 pub(crate) fn strip(source: &str) -> String {
     let bytes = source.as_bytes();
     let mut code = String::with_capacity(source.len());
@@ -91,16 +94,16 @@ pub(crate) fn strip(source: &str) -> String {
     code
 }
 
-/// How many hashes a raw string that begins here has.
+/// The number of hashes of the raw string that begins here; `None` if no raw string begins here.
 fn raw_string(rest: &str, before: Option<char>) -> Option<usize> {
     let after = rest.strip_prefix('r')?;
     let hashes = after.bytes().take_while(|byte| *byte == b'#').count();
-    // `br"…"` begins one, an identifier that ends in r does not.
+    // `br"…"` begins a raw string; an identifier that ends in r does not.
     let apart = before.is_none_or(|c| c == 'b' || !(c.is_alphanumeric() || c == '_'));
     (apart && after[hashes..].starts_with('"')).then_some(hashes)
 }
 
-/// The length of the literal that begins here, with both quotes.
+/// The length of the literal that begins here, both quotes included.
 fn quoted(rest: &str, quote: u8) -> usize {
     let bytes = rest.as_bytes();
     let mut at = 1;
@@ -110,7 +113,7 @@ fn quoted(rest: &str, quote: u8) -> usize {
     (at + 1).min(bytes.len())
 }
 
-/// Tells `'a'` and `'\n'` from the lifetime `'a`.
+/// Whether a character literal such as `'a'` or `'\n'` begins here, and not a lifetime such as `'a`.
 fn is_char_literal(rest: &str) -> bool {
     let mut characters = rest.chars();
     if characters.next() != Some('\'') {

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Builds what tests/vm/run boots, under target/vm (or $CLEAT_VM_DIR), and prints the
-# directory that holds it:
+# Builds the image that tests/vm/run boots, under target/vm (or $CLEAT_VM_DIR), and prints
+# its directory:
 #
 #   vmlinuz  initrd.img  root.ext4  release
 #
 # KERNEL=6.12 (default) or 6.1 selects Debian's cloud kernel of that series.
 #
-# Three stages, each kept under a hash of what goes into it, so that a second run
-# does nothing and a change to the guest's scripts costs under a second:
+# There are three stages. Each result is cached under a hash of its inputs, so that a second
+# run does nothing and a change of the guest's scripts takes less than a second:
 #
 #   base-HASH      the Debian root file system as a tar       (mmdebstrap)
 #   image-HASH     kernel, and base plus modules as an image  (mke2fs -d)
 #   boot-HASH      the initramfs with the guest's scripts, and links to the image
 #
-# REFRESH=1 builds all of it anew, with the packages that Debian has today.
-# Runs as root or, more slowly, as a user (fakeroot, user namespaces).
+# REFRESH=1 rebuilds all stages, with the current packages of Debian.
+# Runs as root or, more slowly, as another user (fakeroot, user namespaces).
 
 set -euo pipefail
 
@@ -25,7 +25,7 @@ suite=bookworm
 
 keep_days=3
 
-# Drivers of the initramfs: what it takes to see the root disk and the host's ports.
+# The drivers in the initramfs: those for the root disk and the ports to the host.
 initramfs_modules=(virtio_pci virtio_blk virtio_console)
 
 say() { echo "build-image: $*" >&2; }
@@ -44,14 +44,14 @@ as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; else fakeroot -- "$@"; fi
 }
 
-# The stages leave a complete directory or none: build in $1.tmp, then rename.
+# A stage leaves a complete directory or none: it builds in $1.tmp and renames that.
 stage() { # DIRECTORY FUNCTION
     [ -d "$1" ] && return
     local temporary=$1.tmp.$$ start=$SECONDS
     mkdir "$temporary"
     # shellcheck disable=SC2064 # expand now: the name changes with each stage
     trap "rm -rf '$temporary'" EXIT
-    "$2" "$temporary" >&2 # standard output is for the result alone
+    "$2" "$temporary" >&2 # standard output is only for the result
     mv "$temporary" "$1"
     say "made ${1##*/} in $((SECONDS - start)) s"
 }
@@ -62,7 +62,7 @@ build_base() { # DIRECTORY
     for exclude in doc info locale man lintian bug bash-completion zoneinfo perl/5.36.0/unicore; do
         options+=("--dpkgopt=path-exclude=/usr/share/$exclude/*")
     done
-    # Names of PCI and USB vendors; udev rules for block devices do not use them.
+    # The names of PCI and USB vendors, which udev rules for block devices do not use.
     options+=("--dpkgopt=path-exclude=/usr/lib/udev/hwdb.d/*")
     # shellcheck disable=SC2016 # "$1" is for mmdebstrap's shell
     mmdebstrap --quiet --variant=essential --include="$(packages)" "${options[@]}" \
@@ -71,7 +71,7 @@ build_base() { # DIRECTORY
         "$suite" "$1/root.tar"
 }
 
-newest_kernel() { # the package of the series with the highest version
+newest_kernel() { # prints the package of the series with the highest version
     apt-cache search --names-only "^linux-image-${series//./\\.}\\.[0-9].*-cloud-amd64-unsigned\$" |
         cut -d ' ' -f 1 | sort -V | tail -n 1
 }
@@ -80,7 +80,7 @@ build_image() { # DIRECTORY
     local package unpacked=$1/unpacked release modules
     package=$(newest_kernel)
     [ -n "$package" ] || die "apt knows no cloud kernel $series: run 'apt-get update'," \
-        "and see that the $suite-security suite is among apt's sources"
+        "and check that apt's sources contain the $suite-security suite"
     say "kernel: $package"
     (cd "$1" && apt-get -qq -o APT::Sandbox::User=root download "$package")
     dpkg-deb -x "$1/$package"_*.deb "$unpacked"
@@ -89,9 +89,9 @@ build_image() { # DIRECTORY
     release=$(ls "$unpacked/lib/modules")
     echo "$release" >"$1/release"
     modules=$unpacked/lib/modules/$release
-    # Drivers of hardware that the VM never has are three quarters of the size.
+    # Three quarters of the size are drivers for hardware that the VM does not have.
     rm -rf "$modules"/kernel/drivers/{infiniband,iommu,gpu,input,media,net/ethernet,nvme,platform,scsi/[a-l]*,usb,vdpa,video}
-    # Decompressed here, once, and not at every modprobe under emulation.
+    # Decompress once here, and not at each modprobe under emulation.
     find "$modules" -name '*.ko.xz' -exec xz -d {} +
     depmod -b "$unpacked" "$release"
     mv "$unpacked/boot/vmlinuz-$release" "$1/vmlinuz"
@@ -104,7 +104,7 @@ build_image() { # DIRECTORY
         mkdir "$1/root"
         tar -xpf "$2" -C "$1/root" --exclude="./dev/*"
         cp -a "$1/modules/lib/modules" "$1/root/usr/lib/"
-        # Room for what a test installs; the file is sparse.
+        # Free space for files of the tests; the image is sparse.
         size=$(($(du -sm "$1/root" | cut -f 1) + 512))
         mke2fs -q -t ext4 -O ^has_journal -E root_owner=0:0 -m 0 -L cleat-root \
             -d "$1/root" "$1/root.ext4" "${size}M"
@@ -156,9 +156,9 @@ if [ ! -d "$boot" ]; then
     stage "$boot" build_boot
 fi
 
-# Worktrees with other versions of these files may share the cache, and a VM may just
-# be starting from any of it: so only what nobody has used for days goes. What is
-# half built goes at once: the lock says that its builder is dead.
+# Worktrees with other versions of these files may share the cache, and a VM may be about to
+# start from any image, so only images without use for days are removed. Incomplete stages
+# are removed at once: this script holds the lock, so their builder is dead.
 for used in "$base" "$image" "$boot"; do
     [ ! -d "$used" ] || touch "$used"
 done

@@ -1,4 +1,4 @@
-//! One io_uring per thread, owning every buffer that is in flight on it.
+//! An io_uring for one thread. It owns every buffer that is in flight on it.
 //!
 //! Input: an operation with the buffer that it needs. Output: a [`Completion`] with the same buffer. In
 //! between only the ring owns the buffer. Dropping the ring cancels the operations in flight and waits for

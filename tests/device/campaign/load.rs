@@ -1,5 +1,5 @@
-//! What runs on a device while processes are killed: fio, which verifies what it wrote, and a prober,
-//! which writes and reads one block at a time and tells how long each took.
+//! The load on a device while processes are killed: fio, which verifies its writes, and a prober, which
+//! writes and reads one block at a time and measures each request.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -10,31 +10,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::fixture::{Block, PATIENCE};
+use crate::fixture::{Block, TIMEOUT};
 
-/// fio on a file or device: random reads and writes past the cache, with checksums.
+/// fio on a file or device: random direct reads and writes, with checksums.
 pub(crate) struct Fio {
     child: Child,
     report: PathBuf,
-    /// It was told to end.
-    told: bool,
+    /// Whether the test has asked fio to end.
+    stopped: bool,
 }
 
-/// What fio says in the end.
+/// The results of fio.
 #[derive(Debug)]
 pub(crate) struct Report {
-    /// The longest that a read or write took, from its submission.
+    /// The longest time from the submission of a read or write to its completion.
     pub(crate) longest: Duration,
     pub(crate) read_mib: u64,
     pub(crate) written_mib: u64,
 }
 
 impl Fio {
-    /// Works on the first `size` bytes of `target` (fio's notation), for so long or until it is told to
-    /// [finish](Self::finish).
+    /// Starts fio on the first `size` bytes of `target` (in fio's notation), for `runtime` or until
+    /// [`Fio::finish`].
     pub(crate) fn start(target: &str, size: &str, runtime: Duration) -> Self {
         let report = PathBuf::from("/out/campaign-fio.json");
-        // The report of another run must not be taken for this one's.
+        // The report of an earlier run must not be read as that of this one.
         let _ = std::fs::remove_file(&report);
         let child = Command::new("fio")
             .args(["--name=campaign", "--direct=1", "--ioengine=libaio", "--iodepth=8"])
@@ -47,22 +47,22 @@ impl Fio {
             .stdin(Stdio::null())
             .spawn()
             .expect("fio starts");
-        Self { child, report, told: false }
+        Self { child, report, stopped: false }
     }
 
-    /// Whether it still works.
+    /// Whether fio is still running.
     pub(crate) fn runs(&mut self) -> bool {
         self.child.try_wait().expect("waiting for fio").is_none()
     }
 
-    /// Ends it, as the end of its time does; it must be a good one.
+    /// Ends fio as the end of its run time does. Panics when fio reports an error.
     pub(crate) fn finish(mut self, limit: Duration) -> Report {
-        self.told = true;
+        self.stopped = true;
         crate::fixture::signal("INT", self.child.id());
         self.outcome(limit).expect("fio succeeds")
     }
 
-    /// Waits for its end, and says what it did or why it failed.
+    /// Waits until fio ends. Returns its results, or why it failed.
     pub(crate) fn outcome(mut self, limit: Duration) -> Result<Report, String> {
         let deadline = Instant::now() + limit;
         while self.runs() {
@@ -78,8 +78,8 @@ impl Fio {
         let job = &json["jobs"][0];
         let number = |value: &serde_json::Value| value.as_u64().expect("a number of fio's");
         match number(&job["error"]) {
-            // What fio exits with after a signal.
-            0 if status.success() || self.told && status.code() == Some(128) => {}
+            // fio exits with 128 after a signal.
+            0 if status.success() || self.stopped && status.code() == Some(128) => {}
             errno => {
                 let errno = i32::try_from(errno).expect("an error number");
                 return Err(std::io::Error::from_raw_os_error(errno).to_string());
@@ -96,26 +96,26 @@ impl Fio {
 
 impl Drop for Fio {
     fn drop(&mut self) {
-        // Ended already, unless the test failed.
+        // It has ended already, unless the test failed.
         let _ = self.child.kill();
     }
 }
 
-/// One block's write or read.
+/// The write or read of one block.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Probe {
     pub(crate) at: Instant,
     pub(crate) took: Duration,
 }
 
-/// Writes a block, reads it back and compares it, every millisecond or as soon as it can, round and
-/// round over a region of its own. In the end all of them must hold what was written last.
+/// Writes a block, reads it and compares it, every millisecond or as soon as possible, in turn over all
+/// blocks of its region. At the end each block must contain its last write.
 pub(crate) struct Prober {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<(Vec<Probe>, Option<String>)>,
 }
 
-/// Blocks of a prober's region.
+/// The number of blocks in a prober's region.
 const BLOCKS: usize = 256;
 /// The size of a prober's region, in bytes.
 pub(crate) const REGION: usize = BLOCKS * 4096;
@@ -133,17 +133,17 @@ impl Prober {
         Self { stop, thread }
     }
 
-    /// Ends it and returns every probe. Panics where one failed or read something else.
+    /// Ends the prober and returns all probes. Panics when a probe failed or read other data.
     pub(crate) fn finish(self) -> Vec<Probe> {
         let (probes, failure) = self.outcome();
         assert_eq!(failure, None, "a probe failed");
         probes
     }
 
-    /// Ends it and returns every probe, and what was wrong with the last one.
+    /// Ends the prober and returns all probes, and the error of the last one if it failed.
     pub(crate) fn outcome(self) -> (Vec<Probe>, Option<String>) {
         self.stop.store(true, Ordering::Relaxed);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !self.thread.is_finished() {
             if Instant::now() >= deadline {
                 return (Vec::new(), Some("it hangs".to_owned()));
@@ -206,7 +206,7 @@ fn timed(
     result
 }
 
-/// The longest probe that was under way between two instants.
+/// The longest duration of the probes that were in flight between two instants.
 pub(crate) fn longest(probes: &[Probe], from: Instant, until: Instant) -> Duration {
     let within = |probe: &&Probe| probe.at < until && probe.at + probe.took > from;
     probes.iter().filter(within).map(|probe| probe.took).max().unwrap_or_default()

@@ -1,5 +1,5 @@
-//! Commands that do not return, what they block, and what lets them go; what stays when a device is
-//! disconnected.
+//! Commands that block: what they block in turn, and what ends them. And the state that a device keeps
+//! after it is disconnected.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,14 @@ use nix::errno::Errno;
 
 use super::netlink::{self, Family};
 use super::peer::{Device, FUA_TRIM_AND_ZEROES, Io, Make, OURS, Peer, SIZE};
-use crate::fixture::{PATIENCE, kernel_is_at_least, shell};
+use crate::fixture::{TIMEOUT, kernel_is_at_least, shell};
 use test_kit::nbd::wire::{TRIM, WRITE_ZEROES};
 use test_kit::stopwatch::Stopwatch;
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![
         ("a_stuck_disconnect_blocks_every_command_until_the_peer_dies", stuck_disconnect),
-        ("disconnect_fails_what_is_under_way", disconnect_fails_requests),
+        ("disconnect_fails_requests_in_flight", disconnect_fails_requests),
         ("resize_with_a_request_that_is_never_answered", resize_under_load),
         ("an_opener_keeps_a_disconnected_device_configured", opener),
         ("a_reused_device_keeps_the_io_timeout_of_its_last_owner", reused),
@@ -25,8 +25,8 @@ pub(super) fn facts() -> Vec<(&'static str, fn())> {
 const MOMENT: Duration = Duration::from_millis(300);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// A peer that does not read, and writes until the socket takes no more: the next command that sends
-/// something waits for it, under the lock of all generic netlink.
+/// The peer does not read, and writes fill the socket. The next command that sends to the peer blocks, and
+/// holds the lock of all generic netlink commands.
 fn stuck_disconnect() {
     let bystander = Device::connect(Make::default());
     let mut device = Device::connect(Make::default());
@@ -48,7 +48,7 @@ fn stuck_disconnect() {
     let other_family = Io::start(|| shell("ip tcp_metrics show >/dev/null 2>&1 || true"));
     std::thread::sleep(2 * SECOND);
     println!(
-        "figures: behind a stuck DISCONNECT: another device's command hangs: {}, the look for the family: {}, another family's command: {}",
+        "figures: behind a stuck DISCONNECT: another device's command hangs: {}, the lookup of the family: {}, another family's command: {}",
         reconfigure.hangs_for(MOMENT),
         lookup.hangs_for(MOMENT),
         other_family.hangs_for(MOMENT)
@@ -57,20 +57,20 @@ fn stuck_disconnect() {
     let start = Stopwatch::start();
     assert!(device.attribute("pid").is_some() && bystander.attribute("size").is_some());
     assert!(start.elapsed() < SECOND, "sysfs can be read meanwhile");
-    bystander.read(OURS).finish(PATIENCE).0.expect("I/O of other devices goes on");
+    bystander.read(OURS).finish(TIMEOUT).0.expect("I/O of other devices continues");
     assert!(disconnect.hangs_for(5 * SECOND), "no timer ends it");
 
     let released = Instant::now();
     deaf.die();
-    disconnect.finish(PATIENCE).0.expect("the peer's death lets it go");
-    assert_eq!(reconfigure.finish(PATIENCE).0, Ok(()), "and all that waited");
+    disconnect.finish(TIMEOUT).0.expect("the peer's death ends it");
+    assert_eq!(reconfigure.finish(TIMEOUT).0, Ok(()), "and every waiting command");
     println!("figures: {:.1?} after the peer's death both commands were done", released.elapsed());
     for write in writes {
-        write.finish(PATIENCE).0.expect_err("what was under way has failed");
+        write.finish(TIMEOUT).0.expect_err("requests in flight have failed");
     }
 }
 
-/// Requests that a live, silent peer holds fail by DISCONNECT at once, not by a timer.
+/// Requests that a live peer does not answer fail at the DISCONNECT, not by a timer.
 fn disconnect_fails_requests() {
     let device = Device::connect(Make::default());
     device.peers[0].hold();
@@ -81,7 +81,7 @@ fn disconnect_fails_requests() {
         let (result, _) = read.finish(5 * SECOND);
         assert_eq!(result.expect_err("disconnected").raw_os_error(), Some(libc::EIO));
     }
-    // Those of a dead socket, too.
+    // The same applies to the requests of a dead socket.
     let device = Device::connect(Make::default());
     device.peers[0].hold();
     let lost = device.read(OURS);
@@ -95,7 +95,7 @@ fn disconnect_fails_requests() {
     waiting.finish(5 * SECOND).0.expect_err("disconnected");
 }
 
-/// Whether a new size waits for requests under way, and with it every other command.
+/// Tests whether a resize waits for requests in flight and blocks all other commands meanwhile.
 fn resize_under_load() {
     let device = Device::connect(Make::default());
     device.peers[0].hold();
@@ -108,24 +108,24 @@ fn resize_under_load() {
     let waits = resize.hangs_for(3 * SECOND);
     // From 6.11 on the size is set with the queue frozen (the block layer's atomic limits).
     let expected = kernel_is_at_least(6, 11);
-    println!("figures: a resize with a request under way waits: {waits}");
-    assert_eq!(waits, expected, "as this kernel was seen to do");
+    println!("figures: a resize with a request in flight waits: {waits}");
+    assert_eq!(waits, expected, "as observed on this kernel");
     if waits {
         let lookup = Io::start(|| Family::find().map(drop));
         let other = Io::start(|| netlink::disconnect(9999));
         let read = device.read(OURS + 8192);
         assert!(read.hangs_for(SECOND), "new requests wait behind it");
         assert!(other.hangs_for(SECOND), "commands for other devices, too");
-        println!("figures: the look for the family waits: {}", lookup.hangs_for(MOMENT));
+        println!("figures: the lookup of the family waits: {}", lookup.hangs_for(MOMENT));
         device.peers[0].release();
-        resize.finish(PATIENCE).0.expect("once the request is answered");
-        assert_eq!(other.finish(PATIENCE).0, Err(Errno::EINVAL), "no such device");
-        read.finish(PATIENCE).0.expect("and goes on");
+        resize.finish(TIMEOUT).0.expect("once the request is answered");
+        assert_eq!(other.finish(TIMEOUT).0, Err(Errno::EINVAL), "no such device");
+        read.finish(TIMEOUT).0.expect("new requests continue");
     } else {
         resize_sectors(&device);
         device.peers[0].release();
     }
-    held.finish(PATIENCE).0.expect("the held request is answered");
+    held.finish(TIMEOUT).0.expect("the held request is answered");
     resize_sectors(&device);
 }
 
@@ -140,17 +140,17 @@ fn opener() {
     assert!(device.attribute("pid").is_some(), "the opener keeps it");
     device.read(OURS).finish(SECOND).0.expect_err("its requests fail at once");
     let other = Device::connect(Make::default());
-    assert_ne!(other.index, device.index, "and it is not given to somebody else");
+    assert_ne!(other.index, device.index, "CONNECT does not choose the device meanwhile");
     drop(other);
     device.close();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while device.attribute("pid").is_some() {
         assert!(Instant::now() < deadline, "free once the last opener has closed it");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// CONNECT without TIMEOUT leaves the queue's timer as it was; with TIMEOUT=0 it is 30 s again.
+/// CONNECT without TIMEOUT keeps the queue's timer; with TIMEOUT=0 it resets the timer to 30 s.
 fn reused() {
     let first = Device::connect(Make { io_timeout_ms: Some(700), ..Make::default() });
     let index = first.index;
@@ -164,8 +164,8 @@ fn reused() {
     assert_eq!(third.attribute("queue/io_timeout").as_deref(), Some("30000"));
 }
 
-/// What an owner does not offer, although its predecessor did: TRIM and FUA are gone, WRITE_ZEROES stays,
-/// where the driver knows it, and whoever refuses it makes the request fail.
+/// The next owner of a device offers fewer features than the last one. TRIM and FUA are cleared.
+/// WRITE_ZEROES stays, if the driver supports it, and an owner that refuses it makes the request fail.
 fn features_kept() {
     let limits = |device: &Device| {
         let value = |name: &str| device.attribute(name).expect(name).parse::<u64>().expect(name);

@@ -1,6 +1,6 @@
-//! The driver's commands, encoded by hand (include/uapi/linux/nbd-netlink.h, genetlink.h): each
-//! with just the attributes that a fact is about, and its error number as it came. Independent of
-//! the crate's own netlink on purpose.
+//! The driver's commands, encoded by hand (include/uapi/linux/nbd-netlink.h, genetlink.h). Each command
+//! has only the attributes that a test needs, and returns the kernel's error number. The module is
+//! deliberately independent of the netlink code of cleat.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -36,22 +36,22 @@ const BACKEND_IDENTIFIER: u16 = 10;
 const NESTED: u16 = 1 << 15;
 const ERROR: u16 = 2;
 const REQUEST_AND_ACK: u16 = 1 | 4;
-/// nlmsghdr, and with genlmsghdr.
+/// The size of nlmsghdr, and of nlmsghdr with genlmsghdr.
 const HEADER: usize = 16;
 const HEADERS: usize = 20;
 
-/// What CONNECT is told.
+/// The attributes of a CONNECT command.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setup<'a> {
     pub(crate) size: u64,
     pub(crate) flags: u64,
     pub(crate) identifier: &'a str,
-    /// `None`: the attribute is left out.
+    /// `None` omits the attribute.
     pub(crate) timeout_s: Option<u64>,
     pub(crate) dead_timeout_s: u64,
 }
 
-/// CONNECT; the kernel chooses the device.
+/// Sends CONNECT. The kernel chooses the device; returns its number.
 pub(crate) fn connect(setup: Setup<'_>, sockets: &[OwnedFd]) -> Result<u32, Errno> {
     let mut attributes = number(SIZE_BYTES, setup.size);
     attributes.extend(number(BLOCK_SIZE_BYTES, 4096));
@@ -64,7 +64,7 @@ pub(crate) fn connect(setup: Setup<'_>, sockets: &[OwnedFd]) -> Result<u32, Errn
     find(&reply, INDEX).map(read_u32).ok_or(Errno::EPROTO)
 }
 
-/// RECONFIGURE with new sockets, a new size, or both.
+/// Sends RECONFIGURE with new sockets, a new size, or both.
 pub(crate) fn reconfigure(
     index: u32,
     identifier: Option<&str>,
@@ -80,12 +80,12 @@ pub(crate) fn reconfigure(
     Family::find()?.call(RECONFIGURE, &attributes).map(drop)
 }
 
-/// DISCONNECT, by the number alone.
+/// Sends DISCONNECT for the device with this number.
 pub(crate) fn disconnect(index: u32) -> Result<(), Errno> {
     Family::find()?.call(DISCONNECT, &attribute(INDEX, &index.to_ne_bytes())).map(drop)
 }
 
-/// The driver's family, as the calling thread's network namespace sees it.
+/// The driver's generic netlink family, as visible in the calling thread's network namespace.
 pub(crate) struct Family {
     socket: OwnedFd,
     id: u16,
@@ -94,7 +94,7 @@ pub(crate) struct Family {
 }
 
 impl Family {
-    /// Asks for the family.
+    /// Looks up the family.
     pub(crate) fn find() -> Result<Self, Errno> {
         let socket = open(0)?;
         let reply = exchange(&socket, CONTROLLER, GET_FAMILY, &text(FAMILY_NAME, "nbd"))?;
@@ -112,7 +112,7 @@ impl Family {
     }
 }
 
-/// A listener for LINK_DEAD.
+/// A subscription to LINK_DEAD events.
 pub(crate) struct Links(OwnedFd);
 
 impl Links {
@@ -122,7 +122,7 @@ impl Links {
         open(1 << (group - 1)).map(Self)
     }
 
-    /// The device of the next event; `None` when none comes within `limit`.
+    /// Waits for the next event and returns its device; `None` when no event arrives within `limit`.
     pub(crate) fn next(&self, limit: Duration) -> Option<u32> {
         let limit = TimeVal::new(limit.as_secs().try_into().expect("seconds"), 1);
         setsockopt(&self.0, sockopt::ReceiveTimeout, &limit).expect("a time limit");
@@ -140,7 +140,7 @@ fn open(groups: u32) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Sends a command and takes the attributes of its reply, up to the acknowledgement.
+/// Sends a command, waits for its acknowledgement, and returns the attributes of the reply.
 fn exchange(
     socket: &OwnedFd,
     family: u16,

@@ -1,5 +1,5 @@
-//! The far end of a kernel socket, as a test wants it: it answers, holds what it gets, or dies. And
-//! a device that is made of such ends.
+//! The peer of a kernel socket, as a test needs it: it answers requests, holds them, or closes the
+//! socket. And a device that is connected to such peers.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -16,17 +16,17 @@ use test_kit::nbd::server::hangs_up;
 use test_kit::nbd::wire::{DISCONNECT, READ, REPLY_LEN, REQUEST_LEN, Request, WRITE, encode_reply};
 
 use super::netlink::{self, Setup};
-use crate::fixture::{Block, PATIENCE, shell};
+use crate::fixture::{Block, TIMEOUT, shell};
 
 /// HAS_FLAGS, SEND_FLUSH, CAN_MULTI_CONN.
 pub(crate) const FLAGS: u64 = 1 | 1 << 2 | 1 << 8;
 pub(crate) const SIZE: u64 = 64 << 20;
-/// What tests read and write lies from here on; below, the kernel looks for partitions.
+/// The offset from which on tests read and write. Below it, the kernel reads the partition table.
 pub(crate) const OURS: u64 = 1 << 20;
 /// Flags (SEND_FUA, SEND_TRIM, SEND_WRITE_ZEROES) that tests add.
 pub(crate) const FUA_TRIM_AND_ZEROES: u64 = 1 << 3 | 1 << 5 | 1 << 6;
 
-/// The far end of one socket. Dropped, it is closed.
+/// The peer of one kernel socket. Dropping it closes the socket.
 pub(crate) struct Peer {
     stream: UnixStream,
     shared: Arc<Shared>,
@@ -42,88 +42,88 @@ struct Shared {
 struct State {
     holds: bool,
     held: Vec<Request>,
-    /// Offsets of the requests from `OURS` on.
+    /// The offsets of the requests at `OURS` and above.
     seen: Vec<u64>,
-    /// Commands of these requests.
+    /// The commands of these requests.
     commands: Vec<u16>,
-    /// Command that is answered with EINVAL.
+    /// The command that is answered with EINVAL.
     refused: Option<u16>,
     disconnected: bool,
 }
 
 impl Peer {
-    /// A peer that answers, and the kernel's end.
+    /// Makes a peer that answers. Also returns the kernel's end of the socket.
     pub(crate) fn new() -> (Self, OwnedFd) {
         let (peer, theirs) = Self::deaf();
         let (shared, stream) = (Arc::clone(&peer.shared), peer.copy());
         std::thread::spawn(move || {
-            // Ends with its socket.
+            // It ends when its socket is closed.
             let _ = serve(&shared, stream);
         });
         (peer, theirs)
     }
 
-    /// A peer that reads nothing.
+    /// Makes a peer that reads nothing. Also returns the kernel's end of the socket.
     pub(crate) fn deaf() -> (Self, OwnedFd) {
         let (stream, theirs) = UnixStream::pair().expect("a pair of sockets");
         (Self { stream, shared: Arc::default() }, theirs.into())
     }
 
-    /// From now on requests are kept and not answered.
+    /// Holds requests from now on: they are received and not answered.
     pub(crate) fn hold(&self) {
         self.shared.state.lock().expect("the peer's state").holds = true;
     }
 
-    /// Answers what was held, and what comes.
+    /// Answers the held requests, and all later ones.
     pub(crate) fn release(&self) {
         let mut state = self.shared.state.lock().expect("the peer's state");
         state.holds = false;
         for request in std::mem::take(&mut state.held) {
-            // The kernel may have hung up meanwhile.
+            // The kernel may have closed the socket meanwhile.
             let _ = answer(&self.stream, request, 0);
         }
     }
 
-    /// Offsets of the tests' requests so far, in the order of their arrival.
+    /// The offsets of the test's requests so far, in the order of their arrival.
     pub(crate) fn seen(&self) -> Vec<u64> {
         self.shared.state.lock().expect("the peer's state").seen.clone()
     }
 
-    /// Commands of the tests' requests so far.
+    /// The commands of the test's requests so far.
     pub(crate) fn commands(&self) -> Vec<u16> {
         self.shared.state.lock().expect("the peer's state").commands.clone()
     }
 
-    /// From now on one command is answered with an error.
+    /// Answers `command` with an error from now on.
     pub(crate) fn refuse(&self, command: u16) {
         self.shared.state.lock().expect("the peer's state").refused = Some(command);
     }
 
-    /// Whether NBD_CMD_DISC came.
+    /// Whether the peer has received NBD_CMD_DISC.
     pub(crate) fn disconnected(&self) -> bool {
         self.shared.state.lock().expect("the peer's state").disconnected
     }
 
-    /// Waits until that many of the tests' requests have come.
+    /// Waits until `count` of the test's requests have arrived.
     pub(crate) fn wait_seen(&self, count: usize) {
         let state = self.shared.state.lock().expect("the peer's state");
         let more = |state: &mut State| state.seen.len() < count;
-        let waited = self.shared.changed.wait_timeout_while(state, PATIENCE, more);
+        let waited = self.shared.changed.wait_timeout_while(state, TIMEOUT, more);
         let (state, late) = waited.expect("the peer's state");
-        assert!(!late.timed_out(), "{} of {count} requests came", state.seen.len());
+        assert!(!late.timed_out(), "{} of {count} requests arrived", state.seen.len());
     }
 
-    /// A second descriptor of the same socket.
+    /// Returns a second descriptor of the same socket.
     pub(crate) fn copy(&self) -> UnixStream {
         self.stream.try_clone().expect("a second descriptor")
     }
 
-    /// Dies: every copy is shut.
+    /// Shuts the socket down, on all its descriptors.
     pub(crate) fn die(&self) {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Whether the kernel's end is closed within `limit`.
+    /// Whether the kernel closes its end within `limit`.
     pub(crate) fn hangs_up(&self, limit: Duration) -> bool {
         hangs_up(&self.stream, limit)
     }
@@ -168,14 +168,14 @@ fn answer(mut stream: &UnixStream, request: Request, errno: i32) -> io::Result<(
     stream.write_all(&reply)
 }
 
-/// How a device is set up; the rest is as for every other.
+/// The properties in which the devices of the tests differ.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Make {
     pub(crate) connections: usize,
     pub(crate) timeout_s: Option<u64>,
     pub(crate) dead_timeout_s: u64,
     pub(crate) io_timeout_ms: Option<u32>,
-    /// Beyond [`FLAGS`].
+    /// Transmission flags in addition to [`FLAGS`].
     pub(crate) more_flags: u64,
 }
 
@@ -191,7 +191,7 @@ impl Default for Make {
     }
 }
 
-/// A connected device and its peers. Dropped, it is taken down, whatever state it is in.
+/// A connected device and its peers. Dropping it disconnects the device in any state.
 pub(crate) struct Device {
     pub(crate) index: u32,
     pub(crate) identifier: String,
@@ -205,7 +205,7 @@ impl Device {
         Self::connect_to(make, peers, ends)
     }
 
-    /// With peers of the test's own making.
+    /// Connects a device to peers that the test has made.
     pub(crate) fn connect_to(make: Make, peers: Vec<Peer>, ends: Vec<OwnedFd>) -> Self {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
@@ -227,7 +227,7 @@ impl Device {
         device
     }
 
-    /// Another opener.
+    /// Opens the device once more.
     pub(crate) fn open(&self) -> File {
         let mut options = File::options();
         options.read(true).write(true).custom_flags(libc::O_DIRECT);
@@ -255,7 +255,7 @@ impl Device {
         Io::start(move || file.write_all_at(&Block::new().0, offset))
     }
 
-    /// Gives the device a new peer, and returns it.
+    /// Gives the device the socket of a new peer, and returns the peer.
     pub(crate) fn reconfigure(&self) -> Peer {
         let (peer, end) = Peer::new();
         self.reconfigure_with(vec![end]).expect("RECONFIGURE");
@@ -266,9 +266,10 @@ impl Device {
         netlink::reconfigure(self.index, Some(&self.identifier), &ends, None)
     }
 
-    /// Gives the device a new peer once it takes one; returns it, and how many were dropped before.
+    /// Repeats [`Device::reconfigure`] until the device accepts a socket. Returns its peer, and the number of
+    /// sockets that the device dropped before.
     pub(crate) fn replace(&self) -> (Peer, u32) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         for dropped in 0.. {
             let peer = self.reconfigure();
             if !peer.hangs_up(Duration::ZERO) {
@@ -279,7 +280,7 @@ impl Device {
         unreachable!("the range has no end");
     }
 
-    /// Closes the test's own opener.
+    /// Closes the test's own descriptor of the device.
     pub(crate) fn close(&mut self) {
         self.file = None;
     }
@@ -290,7 +291,7 @@ impl Drop for Device {
         self.peers.clear();
         let _ = netlink::disconnect(self.index);
         self.file = None;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let pid = format!("/sys/block/nbd{}/pid", self.index);
         while Path::new(&pid).exists() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(20));
@@ -298,13 +299,13 @@ impl Drop for Device {
     }
 }
 
-/// The queue's timer, for requests that are started from now on.
+/// Sets the queue's timer, for requests that start from now on.
 pub(crate) fn set_io_timeout(index: u32, ms: u32) {
     let path = format!("/sys/block/nbd{index}/queue/io_timeout");
     std::fs::write(path, ms.to_string()).expect("io_timeout is written");
 }
 
-/// Something on a thread of its own that may take long.
+/// A call on its own thread, because it may block.
 pub(crate) struct Io<T = io::Result<()>> {
     started: Instant,
     result: mpsc::Receiver<(T, Instant)>,
@@ -315,20 +316,21 @@ impl<T: Send + 'static> Io<T> {
         let (sender, result) = mpsc::channel();
         let started = Instant::now();
         std::thread::spawn(move || {
-            // Nobody may wait for it any more.
+            // The test may have dropped the receiver.
             let _ = sender.send((call(), Instant::now()));
         });
         Self { started, result }
     }
 
-    /// Its result, and how long it took. Panics when it takes longer than `limit`.
+    /// Waits for the call. Returns its result and how long it took. Panics when it does not end within
+    /// `limit`.
     pub(crate) fn finish(self, limit: Duration) -> (T, Duration) {
         let ended = self.result.recv_timeout(limit);
         let (result, at) = ended.unwrap_or_else(|_| panic!("not done in {limit:?}"));
         (result, at - self.started)
     }
 
-    /// Whether it does not end within `limit`.
+    /// Whether the call does not end within `limit`.
     pub(crate) fn hangs_for(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         while Instant::now() < deadline {
@@ -342,17 +344,18 @@ impl<T: Send + 'static> Io<T> {
     }
 }
 
-/// Keeps udev from looking at devices while requests are counted and held.
-pub(crate) struct Quiet;
+/// Pauses udev, which would otherwise open devices while a test counts and holds requests. Dropping it
+/// resumes udev.
+pub(crate) struct PausedUdev;
 
-impl Quiet {
+impl PausedUdev {
     pub(crate) fn new() -> Self {
         shell("udevadm settle --timeout=30; udevadm control --stop-exec-queue");
         Self
     }
 }
 
-impl Drop for Quiet {
+impl Drop for PausedUdev {
     fn drop(&mut self) {
         shell("udevadm control --start-exec-queue; udevadm settle --timeout=30 || true");
     }

@@ -1,4 +1,4 @@
-//! What RECONFIGURE replaces, and how a dead or dropped socket shows.
+//! Which sockets RECONFIGURE replaces, and how the kernel reports a dead or dropped socket.
 
 use std::time::Duration;
 
@@ -7,16 +7,16 @@ use nix::sched::{CloneFlags, unshare};
 
 use super::netlink::{self, Family, Links};
 use super::peer::{Device, Io, Make, OURS, Peer};
-use crate::fixture::{PATIENCE, kernel_is_at_least};
+use crate::fixture::{TIMEOUT, kernel_is_at_least};
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![
         ("reconfigure_replaces_dead_sockets_and_drops_others_silently", replaces_the_dead),
         ("reconfigure_right_after_a_death_may_come_too_early", too_early),
         ("reconfigure_is_refused_for_another_identifier_and_after_disconnect", refused),
-        ("a_dead_socket_is_told_by_multicast_only", told),
+        ("a_dead_socket_is_reported_only_by_multicast", reported),
         ("another_network_namespace_gets_no_events", namespace),
-        ("a_copy_of_the_workers_end_hides_its_death", hidden),
+        ("a_duplicate_of_the_workers_socket_hides_its_death", hidden),
     ]
 }
 
@@ -24,7 +24,7 @@ const MOMENT: Duration = Duration::from_millis(300);
 const SECOND: Duration = Duration::from_secs(1);
 
 fn works(device: &Device) {
-    device.read(OURS).finish(PATIENCE).0.expect("the device works");
+    device.read(OURS).finish(TIMEOUT).0.expect("the device works");
 }
 
 fn replaces_the_dead() {
@@ -40,17 +40,17 @@ fn replaces_the_dead() {
     let (peers, ends): (Vec<_>, Vec<_>) = (0..3).map(|_| Peer::new()).unzip();
     four.reconfigure_with(ends).expect("more sockets than dead ones are no error");
     let dropped: Vec<bool> = peers.iter().map(|peer| peer.hangs_up(SECOND)).collect();
-    assert_eq!(dropped, [false, true, true], "one for one, in their order");
+    assert_eq!(dropped, [false, true, true], "one socket for each dead one, in order");
     works(&four);
     for dead in [0, 1, 3] {
         four.peers[dead].die();
     }
     std::thread::sleep(MOMENT);
     works(&four);
-    assert!(!peers[0].seen().is_empty(), "what was taken carries the load alone");
+    assert!(!peers[0].seen().is_empty(), "the accepted socket serves all requests");
 }
 
-/// The death of a socket is noticed by the kernel's receiving thread: it takes a moment.
+/// The kernel's receiving thread detects the death of a socket a moment later.
 fn too_early() {
     let mut dropped = 0;
     for _ in 0..20 {
@@ -60,7 +60,7 @@ fn too_early() {
         dropped += early;
         works(&device);
     }
-    println!("figures: 20 deaths, each replaced at once: {dropped} sockets came too early");
+    println!("figures: 20 deaths, each replaced at once: {dropped} sockets were sent too early");
 }
 
 fn refused() {
@@ -86,29 +86,29 @@ fn refused() {
     device.close();
 }
 
-fn told() {
+fn reported() {
     let links = Links::join(Family::find().expect("the family").group).expect("the group");
     let device = Device::connect(Make::default());
     device.peers[0].die();
-    assert_eq!(links.next(PATIENCE), Some(device.index), "LINK_DEAD");
+    assert_eq!(links.next(TIMEOUT), Some(device.index), "LINK_DEAD");
     assert!(device.attribute("pid").is_some(), "sysfs shows it as configured all the same");
     assert_eq!(device.attribute("backend"), Some(device.identifier.clone()));
-    assert_eq!(links.next(SECOND), None, "once a death");
+    assert_eq!(links.next(SECOND), None, "one event per death");
     let (_replacement, _) = device.replace();
     works(&device);
-    // Several that die: one event each.
+    // Several dead sockets cause one event each.
     let four = Device::connect(Make { connections: 4, ..Make::default() });
     four.peers[1].die();
     four.peers[3].die();
-    assert_eq!([links.next(PATIENCE), links.next(PATIENCE)], [Some(four.index); 2]);
+    assert_eq!([links.next(TIMEOUT), links.next(TIMEOUT)], [Some(four.index); 2]);
     assert_eq!(links.next(SECOND), None);
-    // DISCONNECT is told by nothing, and the peers see it end in order.
+    // DISCONNECT causes no event; the peers receive NBD_CMD_DISC.
     netlink::disconnect(four.index).expect("DISCONNECT");
     assert_eq!(links.next(SECOND), None);
     assert!(four.peers[0].disconnected() && four.peers[2].disconnected());
 }
 
-/// As in a pod without hostNetwork: nothing is told there, and 6.1 takes no commands from there.
+/// As in a pod without hostNetwork: no event arrives there, and 6.1 accepts no commands from there.
 fn namespace() {
     let group = Family::find().expect("the family").group;
     let here = Links::join(group).expect("the group");
@@ -120,18 +120,18 @@ fn namespace() {
         unshare(CloneFlags::CLONE_NEWNET).expect("a network namespace of its own");
         let links = Links::join(group).expect("the group can be joined");
         ready.send(()).expect("the test waits");
-        let heard = links.next(3 * SECOND);
-        gone.recv().expect("the test goes on");
+        let event = links.next(3 * SECOND);
+        gone.recv().expect("the test continues");
         let (peer, end) = Peer::new();
         let commanded = netlink::reconfigure(index, Some(&identifier), &[end], None);
-        (heard, commanded, peer)
+        (event, commanded, peer)
     });
-    started.recv_timeout(PATIENCE).expect("the thread has its namespace");
+    started.recv_timeout(TIMEOUT).expect("the thread has its namespace");
     device.peers[0].die();
-    assert_eq!(here.next(PATIENCE), Some(device.index));
+    assert_eq!(here.next(TIMEOUT), Some(device.index));
     go.send(()).expect("the thread waits");
-    let (heard, commanded, _replacement) = elsewhere.finish(PATIENCE).0;
-    assert_eq!(heard, None, "the event does not arrive there");
+    let (event, commanded, _replacement) = elsewhere.finish(TIMEOUT).0;
+    assert_eq!(event, None, "the event does not arrive there");
     if kernel_is_at_least(6, 12) {
         commanded.expect("RECONFIGURE");
         works(&device);
@@ -140,23 +140,23 @@ fn namespace() {
     }
 }
 
-/// What would happen with the sockets of workers in a service manager's descriptor store.
+/// This would happen if a service manager's descriptor store held the sockets of workers.
 fn hidden() {
     let links = Links::join(Family::find().expect("the family").group).expect("the group");
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
     let mut device = Device::connect(Make::default());
-    // The first peer answers the first opener; it makes room for one that never reads.
+    // The first peer answers the requests of the first open; a peer that never reads replaces it.
     device.peers.remove(0);
-    assert_eq!(links.next(PATIENCE), Some(device.index));
+    assert_eq!(links.next(TIMEOUT), Some(device.index));
     device.reconfigure_with(vec![theirs.into()]).expect("RECONFIGURE");
     let copy = ours.try_clone().expect("a second descriptor");
     drop(ours);
     let read = device.read(OURS);
     assert_eq!(links.next(2 * SECOND), None, "the kernel sees a live connection");
-    assert!(device.reconfigure().hangs_up(SECOND), "and takes no other");
-    assert!(read.hangs_for(MOMENT), "while requests go nowhere");
+    assert!(device.reconfigure().hangs_up(SECOND), "and accepts no other socket");
+    assert!(read.hangs_for(MOMENT), "while no request is answered");
     drop(copy);
-    assert_eq!(links.next(PATIENCE), Some(device.index), "the last copy was what counted");
+    assert_eq!(links.next(TIMEOUT), Some(device.index), "the last copy was what counted");
     let (_replacement, _) = device.replace();
     works(&device);
 }

@@ -1,14 +1,14 @@
-//! When requests are sent again, wait, or fail.
+//! When the kernel sends requests again, lets them wait, or fails them.
 
 use std::time::{Duration, Instant};
 
 use super::peer::{Device, Io, Make, OURS};
-use crate::fixture::{PATIENCE, kernel_is_at_least};
+use crate::fixture::{TIMEOUT, kernel_is_at_least};
 
 pub(super) fn facts() -> Vec<(&'static str, fn())> {
     vec![
         ("lost_requests_are_sent_again_by_the_timer_of_their_start", lost_requests),
-        ("a_request_timeout_gives_a_slow_live_socket_up", request_timeout),
+        ("a_request_timeout_drops_a_slow_live_socket", request_timeout),
         ("new_requests_wait_for_a_connection_lost_ones_for_a_replacement", dead_timeout),
         ("without_a_dead_timeout_new_requests_fail_at_once", no_dead_timeout),
         ("several_connections_send_slow_requests_twice", several_connections),
@@ -18,7 +18,7 @@ pub(super) fn facts() -> Vec<(&'static str, fn())> {
 const MOMENT: Duration = Duration::from_millis(300);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Four reads that the peer has and does not answer.
+/// Starts four reads that the peer receives and does not answer.
 fn four_held(device: &Device) -> Vec<Io> {
     device.peers[0].hold();
     let reads: Vec<Io> = (0..4).map(|n| device.read(OURS + n * 8192)).collect();
@@ -27,28 +27,28 @@ fn four_held(device: &Device) -> Vec<Io> {
 }
 
 /// Loses a peer with four requests, replaces it after `pause`, and returns how long after the loss
-/// the last of them was answered. `late_ms`: an io_timeout set when the requests are under way.
+/// the last of them was answered. `late_ms`: an io_timeout that is set while the requests are in flight.
 fn replay_after(io_timeout_ms: Option<u32>, late_ms: Option<u32>, pause: Duration) -> Duration {
     let device = Device::connect(Make { io_timeout_ms, ..Make::default() });
     let reads = four_held(&device);
     let index = device.index;
     let late = late_ms.map(|ms| Io::start(move || super::peer::set_io_timeout(index, ms)));
     if let Some(late) = &late {
-        assert_eq!(late.hangs_for(MOMENT), attributes_freeze(), "as this kernel was seen to do");
+        assert_eq!(late.hangs_for(MOMENT), attributes_freeze(), "as observed on this kernel");
     }
     let lost = Instant::now();
     device.peers[0].die();
     assert!(reads.iter().all(|read| read.hangs_for(pause / 4)), "ended without a socket");
     let (replacement, _) = device.replace();
     for read in reads {
-        read.finish(PATIENCE).0.expect("a lost request is answered in the end");
+        read.finish(TIMEOUT).0.expect("a lost request is answered in the end");
     }
     let took = lost.elapsed();
     assert_eq!(replacement.seen().len(), 4, "each is sent once more: {:?}", replacement.seen());
     took
 }
 
-/// From 6.12 on a write to an attribute of the queue waits for all that is under way (6.1 does not).
+/// From 6.12 on a write to an attribute of the queue waits for all requests in flight (not in 6.1).
 fn attributes_freeze() -> bool {
     kernel_is_at_least(6, 12)
 }
@@ -65,7 +65,7 @@ fn lost_requests() {
         (what, Io::start(move || replay_after(before, late, pause)))
     });
     let times = runs.map(|(what, run)| {
-        let took = run.finish(2 * PATIENCE).0;
+        let took = run.finish(2 * TIMEOUT).0;
         println!("figures: lost requests were answered after {took:.1?}: {what}");
         took.as_secs_f64()
     });
@@ -75,45 +75,46 @@ fn lost_requests() {
     assert!(times[4] > 15.0, "a request keeps the timer it was started with: {times:?}");
 }
 
-/// One connection with TIMEOUT: whoever is slow loses its socket, and its requests go to the next.
+/// One connection with TIMEOUT: the kernel drops the socket of a slow peer, and sends its requests to the
+/// next socket.
 fn request_timeout() {
     let device = Device::connect(Make { timeout_s: Some(2), ..Make::default() });
     let reads = four_held(&device);
     assert!(!device.peers[0].hangs_up(SECOND), "before its time");
-    assert!(device.peers[0].hangs_up(PATIENCE), "the kernel waits for a slow peer");
+    assert!(device.peers[0].hangs_up(TIMEOUT), "the kernel keeps the socket of a slow peer");
     assert!(reads.iter().all(|read| read.hangs_for(MOMENT)), "they wait for a socket");
     let (replacement, _) = device.replace();
     for read in reads {
-        read.finish(PATIENCE).0.expect("sent again");
+        read.finish(TIMEOUT).0.expect("sent again");
     }
     assert_eq!(replacement.seen().len(), 4);
 }
 
 /// With every connection dead, a new request waits for DEAD_CONN_TIMEOUT, then it and all later ones
-/// fail; lost requests wait for ever. A new socket makes all good again.
+/// fail; lost requests wait without a limit. With a new socket all requests succeed again.
 fn dead_timeout() {
     for connections in [1, 3] {
         let make =
             Make { connections, dead_timeout_s: 3, io_timeout_ms: Some(1000), ..Make::default() };
         let device = Device::connect(make);
-        // Of several connections a lost request is sent again by the timer, and counts as new then.
+        // With several connections the timer sends a lost request again, which then counts as new.
         let lost = if connections == 1 { four_held(&device) } else { Vec::new() };
         device.peers.iter().for_each(super::peer::Peer::die);
         std::thread::sleep(MOMENT);
-        let (result, took) = device.read(OURS).finish(PATIENCE);
+        let (result, took) = device.read(OURS).finish(TIMEOUT);
         println!(
             "figures: {connections} dead connections, DEAD_CONN_TIMEOUT 3 s: a new read waits {took:.1?}"
         );
         assert_eq!(result.expect_err("there is no connection").raw_os_error(), Some(libc::EIO));
         assert!((2.5..15.0).contains(&took.as_secs_f64()), "{took:?}");
-        let (result, took) = device.read(OURS).finish(PATIENCE);
+        let (result, took) = device.read(OURS).finish(TIMEOUT);
         result.expect_err("there is no connection");
         assert!(took < 2 * SECOND, "after the time, new requests fail at once: {took:?}");
-        assert!(lost.iter().all(|read| read.hangs_for(SECOND)), "lost requests fail by no timer");
+        assert!(lost.iter().all(|read| read.hangs_for(SECOND)), "no timer fails lost requests");
         let (replacement, _) = device.replace();
-        device.read(OURS + 65536).finish(PATIENCE).0.expect("a new socket makes it work again");
+        device.read(OURS + 65536).finish(TIMEOUT).0.expect("a new socket makes it work again");
         for read in lost {
-            read.finish(PATIENCE).0.expect("lost requests are sent again even then");
+            read.finish(TIMEOUT).0.expect("lost requests are sent again even then");
         }
         drop(replacement);
     }
@@ -124,12 +125,12 @@ fn no_dead_timeout() {
     let lost = four_held(&device);
     device.peers[0].die();
     std::thread::sleep(MOMENT);
-    let (result, took) = device.read(OURS).finish(PATIENCE);
+    let (result, took) = device.read(OURS).finish(TIMEOUT);
     result.expect_err("there is no connection");
     assert!(took < SECOND, "{took:?}");
     assert!(lost.iter().all(|read| read.hangs_for(MOMENT)), "lost requests stay");
     let _replacement = device.replace();
-    device.read(OURS).finish(PATIENCE).0.expect("a new socket makes it work again");
+    device.read(OURS).finish(TIMEOUT).0.expect("a new socket makes it work again");
 }
 
 /// Several connections, TIMEOUT=0: a request older than the timer kills its live socket, and is sent
@@ -149,7 +150,7 @@ fn several_connections() {
             let after = twice().then(|| started.elapsed());
             let dead = device.peers.iter().filter(|peer| peer.hangs_up(Duration::ZERO)).count();
             device.peers.iter().for_each(super::peer::Peer::release);
-            read.finish(PATIENCE).0.expect("the backend is slow, not dead");
+            read.finish(TIMEOUT).0.expect("the backend is slow, not dead");
             (after, dead)
         }
     };
@@ -161,11 +162,11 @@ fn several_connections() {
     ]
     .map(|(what, run)| (what, Io::start(run)));
     let results = runs.map(|(what, run)| {
-        let (after, dead) = run.finish(3 * PATIENCE).0;
+        let (after, dead) = run.finish(3 * TIMEOUT).0;
         println!("figures: a read that is not answered, {what}: sent twice after {after:.1?}, {dead} sockets given up");
         (after.map(|after| after.as_secs()), dead)
     });
-    assert_eq!(results[0], (None, 0), "one connection is patient");
+    assert_eq!(results[0], (None, 0), "one connection waits");
     assert!(matches!(results[1], (Some(15..), 1..)), "{results:?}");
     assert!(matches!(results[2], (Some(..15), 1..)), "{results:?}");
     assert!(matches!(results[3], (Some(2..15), 1..)), "{results:?}");

@@ -1,4 +1,5 @@
-//! One way to get a block device from a server process, with what a user does to it.
+//! The compared products: each provides a block device through a server process. And the actions of a user
+//! on such a device.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -6,9 +7,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{End, run};
-use crate::fixture::{Image, Node, PATIENCE, cleat_ok, shell, signal, status};
+use crate::fixture::{Image, Node, TIMEOUT, cleat_ok, shell, signal, status};
 
-/// The peers.
+/// The compared products and their options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Setup {
     Cleat,
@@ -32,7 +33,7 @@ impl Setup {
         }
     }
 
-    /// Whether its forced detach is a case of its own.
+    /// Whether the forced detach of this setup is tested.
     pub(crate) fn detaches(self) -> bool {
         matches!(self, Self::Cleat | Self::Plain | Self::PersistByIoctl)
     }
@@ -62,7 +63,7 @@ impl Peer {
         Self { setup, _node: node }
     }
 
-    /// Makes a device.
+    /// Makes a device with its server.
     pub(crate) fn up(&self) -> Up {
         self.make(NAME)
     }
@@ -74,7 +75,7 @@ impl Peer {
             return Up { setup: self.setup, name: name.to_owned(), image, device, server: None };
         }
         let server = Server::start(name, image.path());
-        // Devices that are stuck are never used again.
+        // Each device is used only once, because it may be stuck.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let device = format!("/dev/nbd{}", 2 + NEXT.fetch_add(1, Ordering::Relaxed));
         shell(&format!(
@@ -83,7 +84,7 @@ impl Peer {
         ));
         let up =
             Up { setup: self.setup, name: name.to_owned(), image, device, server: Some(server) };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !up.is_configured() {
             assert!(Instant::now() < deadline, "nbd-client does not connect {}", up.device);
             std::thread::sleep(Duration::from_millis(20));
@@ -91,7 +92,7 @@ impl Peer {
         up
     }
 
-    /// Whether another device can be made, written and read now.
+    /// Whether the product can make, write and read another device now.
     pub(crate) fn another_works(&self) -> bool {
         let image = format!("/tmp/{OTHER}.img");
         let (make, device, end) = if self.setup == Setup::Cleat {
@@ -119,7 +120,7 @@ impl Peer {
     }
 }
 
-/// A device and its server. Dropped, all is taken down, whatever state it is in.
+/// A device and its server. Dropping it removes both in any state.
 pub(crate) struct Up {
     setup: Setup,
     name: String,
@@ -137,7 +138,7 @@ impl Up {
         }
     }
 
-    /// As a crash does; who looks after it starts it again.
+    /// Kills the server, which its supervisor then restarts.
     pub(crate) fn kill_server(&self) {
         signal("KILL", self.server());
     }
@@ -150,7 +151,7 @@ impl Up {
         }
     }
 
-    /// What a user types to be rid of it. nbd-client knows nothing of mounts.
+    /// The commands with which a user removes the device. nbd-client does not handle mounts.
     pub(crate) fn detach_script(&self, mounted: Option<&str>) -> String {
         if self.setup == Setup::Cleat {
             return format!("./cleat unmap {} --force --deadline 5s || test $? = 22", self.name);
@@ -164,7 +165,7 @@ impl Up {
         Path::new(&format!("/sys/block/{name}/pid")).exists()
     }
 
-    /// Of what the server has stored.
+    /// The checksum of the data that the server has stored.
     pub(crate) fn checksum(&self) -> String {
         shell(&format!("sha256sum {}", self.image.path()))
     }
@@ -174,18 +175,18 @@ impl Drop for Up {
     fn drop(&mut self) {
         let device = &self.device;
         self.wake_server();
-        // The last resort of every user: no server, no mounts, no device.
+        // The last resort of a user: unmount, disconnect, and kill the client.
         if self.server.take().is_some() {
             let script = format!(
                 "umount -l {device}; timeout 20 nbd-client -d {device}; pkill -x nbd-client"
             );
-            let _ = run(&script, PATIENCE);
+            let _ = run(&script, TIMEOUT);
         }
     }
 }
 
 fn worker(name: &str) -> Option<u32> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let pid = status(name)["worker_pid"].as_u64().filter(|pid| *pid > 0);
         if pid.is_some() || Instant::now() > deadline {
@@ -195,7 +196,7 @@ fn worker(name: &str) -> Option<u32> {
     }
 }
 
-/// nbdkit with its file plugin, and a loop that starts it again whenever it ends, at once.
+/// nbdkit with its file plugin, and a loop that restarts it at once whenever it ends.
 struct Server {
     looping: Child,
     name: String,
@@ -215,7 +216,7 @@ impl Server {
             .stderr(Stdio::null());
         let looping = command.spawn().expect("bash starts");
         let server = Self { looping, name: name.to_owned() };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !Path::new(&format!("/tmp/{name}.pid")).exists() {
             assert!(Instant::now() < deadline, "nbdkit does not start");
             std::thread::sleep(Duration::from_millis(20));

@@ -1,5 +1,5 @@
-//! A device over an encrypted image: zeroed, trimmed in vain; its worker killed, succeeded, and the image
-//! grown, under ext4.
+//! A device on an encrypted image: zeroes and trims, a killed worker, an upgrade, and a resize, under
+//! ext4.
 
 use std::time::Instant;
 
@@ -42,7 +42,7 @@ pub(super) fn survives() {
     assert_ne!(worker(), before);
     goes_on("secret", 50);
 
-    // The kernel may still repeat what the killed one left, and until then there is no resize.
+    // The kernel may still have to repeat requests of the killed worker; until then a resize fails.
     wait_until("it can be resized", || {
         let _ = cleat(&["resize", "secret", "160M"]);
         size_of(&device) == 160 << 20
@@ -58,7 +58,7 @@ pub(super) fn survives() {
     no_io_errors(&device);
     cleat_ok(&["unmap", "secret"]);
 
-    // What the cluster has is cipher text: a header, and no file system behind it.
+    // The cluster stores cipher text: a header, and no readable file system behind it.
     let raw = cluster().rbd(&["export", "--no-progress", &format!("{POOL}/secret"), "-"]);
     let raw = raw.expect("rbd succeeds");
     assert_eq!((raw.len(), &raw[..8]), ((160 + 16) << 20, &b"LUKS\xba\xbe\0\x02"[..]));
@@ -69,7 +69,8 @@ pub(super) fn survives() {
     cleat_ok(&["unmap", "secret"]);
 }
 
-/// Zeroes between what was written, in objects and across them; nothing is trimmed, and the kernel knows.
+/// Zeroes a range of written data, within objects and across them. Trims are not supported, and the kernel
+/// knows that.
 fn zeroed(device: &str) {
     shell("(yes 'a known line' || true) | head -c 16M > /root/known");
     shell(&format!("dd if=/root/known of={device} bs=1M oflag=direct status=none"));
@@ -80,5 +81,5 @@ fn zeroed(device: &str) {
     }
     let refused = shell(&format!("blkdiscard -l 1M {device} 2>&1 || true"));
     assert!(refused.contains("not supported"), "{refused}");
-    assert_eq!(count("secret", "trim"), Some(0), "what is not offered is not asked for");
+    assert_eq!(count("secret", "trim"), Some(0), "the kernel sends no trim that is not offered");
 }
