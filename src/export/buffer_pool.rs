@@ -1,4 +1,7 @@
-//! Buffers for payloads, kept for the next request, under one bound for used and kept together.
+//! Buffers for payloads, kept for the next request.
+//!
+//! Invariant: used and kept buffers together take at most `budget` bytes, or one used buffer is alone. An
+//! idle connection keeps at most [`IDLE_KEEP`] bytes.
 
 use cleat_sys::buffer::{Buffer, HEADROOM};
 
@@ -10,7 +13,10 @@ const CLASSES: usize = 14;
 /// The longest payload that the pool has buffers for, in bytes.
 pub(super) const LARGEST: usize = SMALLEST << (CLASSES - 1);
 
-/// The pool of one connection.
+/// Bytes that an idle connection keeps.
+const IDLE_KEEP: usize = 256 << 10;
+
+/// The pool of one connection. See the file's comment.
 #[derive(Debug)]
 pub(super) struct BufferPool {
     free: [Vec<Buffer>; CLASSES],
@@ -18,13 +24,15 @@ pub(super) struct BufferPool {
     used: usize,
     kept: usize,
     taken_count: u64,
+    /// `taken_count` when the idle timer was set; `None` while it is not set.
+    watched: Option<u64>,
 }
 
 impl BufferPool {
     /// A pool whose buffers, used and kept, take at most `budget` bytes; but one is always given,
     /// so that a request of any size can be served alone.
     pub(super) fn new(budget: usize) -> Self {
-        Self { free: Default::default(), budget, used: 0, kept: 0, taken_count: 0 }
+        Self { free: Default::default(), budget, used: 0, kept: 0, taken_count: 0, watched: None }
     }
 
     /// A buffer with a payload of `len` bytes, at most [`LARGEST`], of any content; `None` while
@@ -69,18 +77,31 @@ impl BufferPool {
         }
     }
 
-    /// Bytes that are kept for later.
-    pub(super) fn kept(&self) -> usize {
-        self.kept
+    /// Takes several buffers back.
+    pub(super) fn give_all(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
+        buffers.into_iter().for_each(|buffer| self.give(buffer));
     }
 
-    /// How often a buffer was taken; tells whether the pool was in use since the last look.
-    pub(super) fn taken_count(&self) -> u64 {
-        self.taken_count
+    /// Whether more than [`IDLE_KEEP`] bytes are kept and no timer is set: the caller should set one, and
+    /// call [`BufferPool::watch_idle`], then [`BufferPool::trim_if_idle`] when it expires.
+    pub(super) fn wants_idle_timer(&self) -> bool {
+        self.watched.is_none() && self.kept > IDLE_KEEP
+    }
+
+    /// Takes note that the idle timer is set.
+    pub(super) fn watch_idle(&mut self) {
+        self.watched = Some(self.taken_count);
+    }
+
+    /// Frees buffers if none was taken since the timer was set.
+    pub(super) fn trim_if_idle(&mut self) {
+        if self.watched.take() == Some(self.taken_count) {
+            self.trim(IDLE_KEEP);
+        }
     }
 
     /// Frees what is kept beyond `bytes`, the largest buffers first.
-    pub(super) fn trim(&mut self, bytes: usize) {
+    fn trim(&mut self, bytes: usize) {
         for class in (0..CLASSES).rev() {
             while self.kept > bytes
                 && let Some(buffer) = self.free[class].pop()
@@ -121,7 +142,7 @@ mod tests {
         assert_eq!((buffer.len(), buffer.capacity()), (5000, 8192));
         let address = buffer.payload_ptr();
         pool.give(buffer);
-        assert_eq!(pool.kept(), 8192 + HEADROOM);
+        assert_eq!(pool.kept, 8192 + HEADROOM);
         assert_eq!(pool.take(6000).unwrap().payload_ptr(), address);
     }
 
@@ -131,12 +152,30 @@ mod tests {
         let mut used: Vec<_> = std::iter::from_fn(|| pool.take(4096)).collect();
         assert_eq!(used.len(), 10);
         used.drain(..).for_each(|buffer| pool.give(buffer));
-        assert_eq!(pool.kept(), 10 * (4096 + HEADROOM));
+        assert_eq!(pool.kept, 10 * (4096 + HEADROOM));
         let large = pool.take(32768).unwrap();
         assert!(pool.used + pool.kept <= pool.budget, "kept buffers made room");
         pool.give(large);
         pool.trim(0);
         assert_eq!((pool.used, pool.kept), (0, 0));
+    }
+
+    #[test]
+    fn an_idle_pool_is_trimmed_and_a_busy_one_is_not() {
+        let mut pool = BufferPool::new(4 << 20);
+        let buffers: Vec<_> = (0..2).map(|_| pool.take(1 << 20).unwrap()).collect();
+        assert!(!pool.wants_idle_timer());
+        pool.give_all(buffers);
+        assert!(pool.wants_idle_timer());
+        pool.watch_idle();
+        assert!(!pool.wants_idle_timer());
+        let buffer = pool.take(1 << 20);
+        pool.give_all(buffer);
+        pool.trim_if_idle();
+        assert!(pool.kept > IDLE_KEEP && pool.wants_idle_timer());
+        pool.watch_idle();
+        pool.trim_if_idle();
+        assert!(pool.kept <= IDLE_KEEP);
     }
 
     #[test]
@@ -148,7 +187,7 @@ mod tests {
         let alone = pool.take(LARGEST).unwrap();
         assert!(pool.take(1).is_none());
         pool.give(alone);
-        assert_eq!(pool.kept(), 0, "too large to be kept");
+        assert_eq!(pool.kept, 0, "too large to be kept");
         assert!(pool.take(1).is_some());
     }
 }

@@ -1,325 +1,201 @@
-//! The loop of one connection: reap completions, parse what arrived, start it, reply, one enter.
+//! One connection: a socket, a thread, a ring, and the loop that joins them with the volume.
 //!
-//! Bounds: `depth` requests are running or waiting to be answered; their payloads fit the budget of
-//! the pool. At either bound the loop stops reading until something has ended. It cannot stall for
-//! good: whatever holds a place or a buffer is with the backend or being sent, and a request that is
-//! alone is always admitted.
+//! A turn of the loop: take completions, parse what has arrived, start the requests, queue the replies, and
+//! enter the kernel once, for everything that is to be sent, received and read or written.
+//!
+//! Bounds: at most `depth` requests are in flight or wait for their reply to leave, and their payloads fit
+//! the budget of the pool. At either bound the loop stops reading until something has ended. It cannot stall
+//! for good: whatever holds a place or a buffer is at the backend or being sent, and a request that is alone
+//! is always admitted.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
-
 use super::End;
 use super::block_status::BlockStatus;
-use super::buffer_pool::{BufferPool, LARGEST};
 use super::control::{Control, Desired};
-use super::in_flight::{InFlight, Running};
+use super::limits::Limits;
+use super::link::{Link, RECEIVE, SEND, TRIM, WAKE};
+use super::negotiation::negotiate;
+use super::paused::PausedConnection;
 use super::policy::ActivePolicy;
 use super::receive_buffer::{ReceiveBuffer, Write};
-use super::retry::Retries;
-use super::sending::Sending;
-use super::server::Limits;
-use cleat_backend::{Completions, Image, ImageQueue, Outcome, RequestId, Started, channel};
+use super::receiving::Receiving;
+use super::requests::{Backend, Requests};
+use super::statistics::Statistics;
+use super::throttle::{Admission, Throttle};
+use cleat_backend::{Image, channel};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{Flags, IoError, Op, Request};
-use cleat_nbd::handshake::Agreed;
-use cleat_nbd::structured;
-use cleat_nbd::transmission::{Event, MAX_PAYLOAD, Transmission};
-use cleat_nbd::wire::simple_reply;
+use cleat_nbd::handshake::Export;
+use cleat_nbd::transmission::{Event, Transmission};
 use cleat_statistics::Recorder;
-use cleat_sys::buffer::Buffer;
-use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
+use cleat_sys::ring::Completion;
 
-pub(super) const RECEIVE: Token = Token(1);
-pub(super) const SEND: Token = Token(2);
-const WAKE: Token = Token(3);
-const TRIM: Token = Token(4);
-pub(super) const DEADLINE: Token = Token(5);
-pub(super) const CANCEL: Token = Token(6);
-
-/// Ring entries beyond the backend's: one for each of these.
-const OWN_ENTRIES: u32 = 8;
-
-/// Bytes of replies that a socket is asked to take before a send has to wait for the peer.
-const SEND_BUFFER_LEN: usize = 1 << 20;
-
-/// Payload memory that an idle connection keeps, in bytes, and how long it takes to be idle.
-const IDLE_KEEP: usize = 256 << 10;
+/// How long no buffer must have been taken before unused ones are freed.
 const IDLE_AFTER: Duration = Duration::from_secs(1);
 
-/// One connection, made and run on its own thread.
+/// One connection, made and run on its own thread. Each part owns its state and names its invariant.
 pub(super) struct Connection {
-    pub(super) queue: Box<dyn ImageQueue>,
-    pub(super) ring: Ring,
-    pub(super) socket: FileSlot,
-    wake: FileSlot,
-    pub(super) file: Arc<OwnedFd>,
-    pub(super) control: Arc<Control>,
+    // Before the ring: a backend's queue must go first, and the ring frees what it still has.
+    requests: Requests,
+    link: Link,
+    receiving: Receiving,
+    block_status: BlockStatus,
+    throttle: Throttle,
+    image: Arc<dyn Image>,
+    control: Arc<Control>,
+    policy: Arc<ActivePolicy>,
+    /// Set when nothing more is read.
+    ending: Option<End>,
+}
+
+/// What a connection is made of, beside its socket.
+pub(super) struct Parts {
     pub(super) image: Arc<dyn Image>,
+    pub(super) control: Arc<Control>,
     pub(super) policy: Arc<ActivePolicy>,
-    pub(super) parser: Transmission,
-    pub(super) agreed: Agreed,
-    pub(super) block_status: BlockStatus,
-    pub(super) receive_buffer: ReceiveBuffer,
-    pub(super) sending: Sending,
-    pub(super) pool: BufferPool,
-    pub(super) in_flight: InFlight,
-    pub(super) retries: Retries,
-    depth: usize,
-    /// A request that waits for a buffer, or for the limits.
-    pub(super) held: Option<(u64, Request)>,
-    /// Since when the limits hold requests back, and when they may let the next one pass.
-    limited_since_ns: Option<u64>,
-    limited_until_ns: u64,
-    /// Everything that arrived is understood: more has to come.
-    hungry: bool,
-    /// Set when nothing more will be read.
-    pub(super) ending: Option<End>,
-    /// The receive under way has been cancelled and has not ended yet.
-    pub(super) cancelling: bool,
-    pub(super) fail_io: bool,
-    /// Running requests that are answered already.
-    pub(super) answered: usize,
-    wake_armed: bool,
-    completions: Completions,
-    /// The pool's count of takes when the idle timer was set.
-    trim_armed: Option<u64>,
-    woken: Vec<(RequestId, Outcome)>,
     pub(super) recorder: Recorder,
-    ended: Vec<Ended>,
-    in_flight_shown: usize,
-    oldest_shown_ns: u64,
-    /// The beginning of the connection's clock on the clock that the statistics share.
-    clock_began_ns: u64,
-    pub(super) now_ns: u64,
-}
-
-/// A request that ended and is not counted yet.
-struct Ended {
-    op: Op,
-    length: u64,
-    started_ns: u64,
-    result: std::result::Result<(), IoError>,
-}
-
-/// Lets a batch of replies leave in one send where it can. The system clamps it (net.core.wmem_max)
-/// unless the process has CAP_NET_ADMIN, and short sends are continued in any case.
-fn widen_send_buffer(socket: &OwnedFd) {
-    let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER_LEN)
-        .or_else(|_| setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_LEN));
-}
-
-/// io_uring waits for data itself, but not where the file says that nobody may wait: the loop would
-/// spin (io_uring/io_uring.c, REQ_F_NOWAIT).
-fn allow_waiting(socket: &OwnedFd) -> io::Result<()> {
-    let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL)?);
-    fcntl(socket, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK))?;
-    Ok(())
+    pub(super) limits: Limits,
 }
 
 impl Connection {
-    /// Sets up the calling thread for the connection on `file`, a connected stream socket, from which
+    /// Sets up the calling thread for the connection on `socket`, a connected stream socket, from which
     /// `unread` has been received already.
-    pub(super) fn new(
-        file: OwnedFd,
-        unread: &[u8],
-        image: Arc<dyn Image>,
-        control: Arc<Control>,
-        policy: Arc<ActivePolicy>,
-        recorder: Recorder,
-        limits: Limits,
-    ) -> Result<Self> {
-        let failed = |error| {
-            Error::from_io("cannot set up io_uring for a connection", error).with_repair(
-                "allow io_uring: sysctl kernel.io_uring_disabled=0, and no seccomp profile that \
-                 forbids it",
-            )
-        };
-        let receive_buffer = ReceiveBuffer::with_unread(unread).ok_or_else(|| {
+    ///
+    /// # Errors
+    /// `Unsupported` and others where io_uring cannot be used; `InvalidArgument` for more unread bytes than
+    /// a connection can hold; the backend's error when it cannot serve another thread.
+    pub(super) fn new(socket: OwnedFd, unread: &[u8], parts: Parts) -> Result<Self> {
+        let Parts { image, control, policy, recorder, limits } = parts;
+        let buffer = ReceiveBuffer::with_unread(unread).ok_or_else(|| {
             let message = format!("{} bytes that are not read yet: too many", unread.len());
             Error::new(ErrorKind::InvalidArgument, message)
         })?;
-        allow_waiting(&file).map_err(failed)?;
-        widen_send_buffer(&file);
-        let mut ring = Ring::new(limits.depth * 2 + OWN_ENTRIES).map_err(failed)?;
-        let socket = ring.register(file.as_fd()).map_err(failed)?;
-        let wake = ring.register(control.waker().descriptor()).map_err(failed)?;
-        let file = Arc::new(file);
+        let mut link = Link::new(socket, control.waker(), limits.depth).map_err(no_ring)?;
         let depth = limits.depth as usize;
-        let control_waker = control.waker().clone();
-        let (completer, completions) = channel(control_waker.clone(), depth);
-        let queue = image.queue(&mut ring, &completer)?;
-        let clock_began_ns = cleat_statistics::now_ns().saturating_sub(policy.elapsed_ns());
+        let (completer, completions) = channel(control.waker().clone(), depth);
+        let queue = image.queue(link.ring(), &completer)?;
+        let statistics = Statistics::new(recorder, Arc::clone(policy.clock()), depth);
+        let backend = Backend { image: Arc::clone(&image), queue, completions };
+        let requests = Requests::new(
+            backend,
+            Arc::clone(&policy),
+            statistics,
+            limits.depth,
+            limits.buffer_bytes,
+        );
+        let parser = Transmission::new(image.features(), image.block_sizes());
         Ok(Self {
-            queue,
-            ring,
-            socket,
-            wake,
-            file,
-            control,
-            parser: Transmission::new(image.features(), image.block_sizes()),
-            agreed: Agreed::default(),
-            block_status: BlockStatus::new(Arc::clone(&image), control_waker),
+            requests,
+            link,
+            receiving: Receiving::new(buffer, parser),
+            block_status: BlockStatus::new(
+                Arc::clone(&image),
+                control.waker().clone(),
+                Arc::clone(policy.clock()),
+            ),
+            throttle: Throttle::default(),
             image,
+            control,
             policy,
-            receive_buffer,
-            sending: Sending::new(depth),
-            pool: BufferPool::new(limits.buffer_bytes),
-            in_flight: InFlight::new(limits.depth),
-            retries: Retries::new(depth),
-            depth,
-            held: None,
-            limited_since_ns: None,
-            limited_until_ns: 0,
-            hungry: false,
             ending: None,
-            cancelling: false,
-            fail_io: false,
-            answered: 0,
-            wake_armed: false,
-            completions,
-            trim_armed: None,
-            woken: Vec::with_capacity(depth),
-            recorder,
-            ended: Vec::with_capacity(depth * 2),
-            in_flight_shown: 0,
-            oldest_shown_ns: 0,
-            clock_began_ns,
-            now_ns: 0,
         })
     }
 
-    /// Serves until the end.
+    /// Negotiates with an NBD client; afterwards the connection is in transmission.
+    ///
+    /// # Errors
+    /// How the connection has ended instead.
+    pub(super) fn negotiate(&mut self, export: Export) -> std::result::Result<(), End> {
+        let buffer = self.receiving.buffer();
+        let agreed = negotiate(&mut self.link, buffer, &self.control, export)?;
+        self.receiving.agree(agreed);
+        self.requests.sending().set_structured(agreed.structured);
+        Ok(())
+    }
+
+    /// Serves requests until the connection ends.
     pub(super) fn transmit(&mut self) -> End {
-        // What the handshake left over may hold requests already.
+        self.requests.set_now(self.policy.now_ns());
+        // Bytes that came with the negotiation or from another process may hold requests already.
         self.parse();
         loop {
-            self.tend_outage();
+            self.retry();
+            self.requests.show();
             if let Some(end) = self.finished() {
                 return end;
             }
-            if let Err(error) = self.turn() {
+            if let Err(error) = self.enter() {
                 return End::Ring(error);
             }
+            self.reap();
             self.parse();
-            self.record();
         }
     }
 
-    /// One enter: hands over what is to be sent and received, waits, and takes what has ended.
-    pub(super) fn turn(&mut self) -> io::Result<()> {
-        let sending = self.sending.flush(&mut self.ring, self.socket, SEND);
-        if self.hungry && self.ending.is_none() {
-            self.receive_buffer.receive(&mut self.ring, self.socket, RECEIVE);
+    /// Enters the kernel with everything that is to be sent and received, and waits for completions.
+    fn enter(&mut self) -> io::Result<()> {
+        let sending = self.requests.flush(&mut self.link);
+        let receiving = self.receiving.is_starved() && self.ending.is_none();
+        if receiving {
+            self.receiving.receive(&mut self.link);
         } else if self.is_pausing() {
-            self.stop_receiving();
+            self.receiving.cancel(&mut self.link);
         }
-        if !self.wake_armed {
-            self.wake_armed = self.ring.poll_readable(self.wake, WAKE);
+        self.link.poll_wakeups();
+        if self.requests.pool().wants_idle_timer() && self.link.ring().timeout(IDLE_AFTER, TRIM) {
+            self.requests.pool().watch_idle();
         }
-        if self.trim_armed.is_none() && self.pool.kept() > IDLE_KEEP {
-            let armed = self.ring.timeout(IDLE_AFTER, TRIM);
-            self.trim_armed = armed.then(|| self.pool.taken_count());
-        }
-        if sending && self.hungry && self.ending.is_none() {
-            // A send mostly ends within the enter, and a receive for which bytes are there. The first
-            // alone is no reason to go round; and to wait for a second one with a time limit costs
-            // more than a second enter, since the limit is a timer that must be set.
-            self.ring.submit()?;
-            if self.reap() || self.sending.has_rest() || self.ending.is_some() {
+        if sending && receiving {
+            // A send mostly ends within the enter, and so does a receive for which bytes are there. The end
+            // of the send alone is no reason for a turn; and to wait for a second completion with a time
+            // limit costs more than a second enter, since the limit is a timer that must be set.
+            self.link.ring().submit()?;
+            if self.reap() || self.requests.sending().has_rest() || self.ending.is_some() {
                 return Ok(());
             }
         }
-        match self.due_ns() {
-            Some(due_ns) => {
-                let left_ns = due_ns.saturating_sub(self.elapsed_ns());
-                self.ring.submit_and_wait_for(Duration::from_nanos(left_ns))?;
-            }
-            None => self.ring.submit_and_wait()?,
-        }
-        self.reap();
-        Ok(())
+        let limit = self
+            .due_ns()
+            .map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(self.policy.now_ns())));
+        self.link.submit_and_wait(limit)
     }
 
     /// Takes what has completed. Returns whether there was more than the end of a send.
     fn reap(&mut self) -> bool {
-        self.now_ns = self.elapsed_ns();
+        self.requests.set_now(self.policy.now_ns());
         let mut more = false;
-        while let Some(completion) = self.ring.next() {
+        while let Some(completion) = self.link.next() {
             more |= completion.token != SEND;
             self.complete(completion);
         }
         more
     }
 
-    /// When there is something to do though nothing completes: what waits for the backend or for the
-    /// limits.
-    fn due_ns(&self) -> Option<u64> {
-        let retry_ns = self.retries.due_ns(self.policy.patience_ns());
-        let limited = self.limited_since_ns.is_some() && self.held.is_some();
-        if !limited || self.ending.is_some() {
-            return retry_ns;
-        }
-        Some(retry_ns.map_or(self.limited_until_ns, |at_ns| at_ns.min(self.limited_until_ns)))
-    }
-
-    fn finished(&mut self) -> Option<End> {
-        match self.control.desired() {
-            Desired::Abort => return Some(End::Aborted),
-            Desired::Leave if self.is_at_rest() => return Some(End::HandedOver),
-            Desired::Pause if self.is_at_rest() => self.moor(),
-            Desired::Run => self.recorder.begin(),
-            _ => {}
-        }
-        let quiet = self.in_flight.len() == self.answered
-            && self.block_status.unanswered() == 0
-            && self.sending.is_idle();
-        self.ending.take_if(|_| quiet)
-    }
-
     fn complete(&mut self, completion: Completion) {
         if completion.token.is_backend() {
-            if let Some((id, outcome)) = self.queue.on_ring(completion, &mut self.ring) {
-                self.finish(id, outcome);
-            }
-            return;
+            return self.requests.on_ring(completion, self.link.ring());
         }
         match completion.token {
             RECEIVE => self.received(completion),
             SEND => self.sent(completion),
-            WAKE => {
-                self.wake_armed = false;
-                self.woken();
-            }
-            TRIM => self.trim_if_idle(),
-            DEADLINE if completion.result == -libc::ETIME => {
-                self.ending.get_or_insert(End::HandshakeTimeout);
-            }
+            WAKE => self.woken(),
+            TRIM => self.requests.pool().trim_if_idle(),
             _ => {}
         }
     }
 
-    /// Frees buffers when none was taken since the timer was set; else it will be set again.
-    fn trim_if_idle(&mut self) {
-        if self.trim_armed.take() == Some(self.pool.taken_count()) {
-            self.pool.trim(IDLE_KEEP);
-        }
-    }
-
     fn received(&mut self, completion: Completion) {
-        self.cancelling = false;
         let buffer = completion.buffer.expect("a receive has a buffer");
         let bytes = usize::try_from(completion.result).unwrap_or(0);
-        let (payload, write) = self.receive_buffer.received(buffer, bytes);
-        self.parser.payload_taken(payload as u64);
+        let write = self.receiving.received(buffer, bytes);
         match completion.result {
             0 => self.end_reading(End::Closed),
             1.. => {}
-            // Nothing arrived, nothing is lost: the next turn tries again.
+            // Nothing arrived and nothing is lost: the next turn receives again.
             error if [-libc::EINTR, -libc::EAGAIN, -libc::ECANCELED].contains(&error) => {}
             error => self.end_reading(End::Socket(io::Error::from_raw_os_error(-error))),
         }
@@ -329,351 +205,237 @@ impl Connection {
     }
 
     fn sent(&mut self, completion: Completion) {
-        let send_list = completion.send_list.expect("a send has its pieces");
+        let list = completion.send_list.expect("a send has its list");
         let result = completion.result;
-        let retry = result == -libc::EINTR || result == -libc::EAGAIN;
-        if result < 0 && !retry {
+        let again = result == -libc::EINTR || result == -libc::EAGAIN;
+        if result < 0 && !again {
             self.end_reading(End::Socket(io::Error::from_raw_os_error(-result)));
-            self.sending.break_off(&mut self.pool);
+            self.requests.break_off();
         }
-        let bytes = usize::try_from(result).unwrap_or(0);
-        self.sending.sent(send_list, bytes, &mut self.pool);
-    }
-
-    pub(super) fn end_reading(&mut self, end: End) {
-        self.ending.get_or_insert(end);
-        if self.peer_has_left() {
-            // Meanwhile it may have asked elsewhere, see `retry`.
-            self.abandon();
-        }
-        if let Some(buffer) = self.receive_buffer.abandon_write() {
-            self.pool.give(buffer);
-        }
+        self.requests.sent(list, usize::try_from(result).unwrap_or(0));
     }
 
     fn woken(&mut self) {
         self.control.waker().take();
-        self.take_ended();
-        self.tell_statuses();
+        self.requests.take_completions(self.link.ring());
+        for answer in self.block_status.take() {
+            self.requests.reply_to_block_status(&answer);
+        }
         // The limits may have changed.
-        self.limited_until_ns = 0;
+        self.throttle.ask_again();
         if self.control.desired() == Desired::Stop {
-            self.ending.get_or_insert(End::Stopped);
+            self.end(End::Stopped);
         }
     }
 
-    /// Takes what the backend's threads have finished.
-    pub(super) fn take_ended(&mut self) {
-        let mut ended = std::mem::take(&mut self.woken);
-        self.completions.accept();
-        while let Some((id, outcome)) = self.completions.next() {
-            self.queue.on_completion(id, outcome, &mut self.ring, &mut ended);
-        }
-        self.finish_all(ended);
-    }
-
-    /// Has the backend begin nothing more for the requests that run.
-    fn abandon(&mut self) {
-        let mut ended = std::mem::take(&mut self.woken);
-        self.queue.abandon(&mut ended);
-        self.finish_all(ended);
-    }
-
-    fn finish_all(&mut self, mut ended: Vec<(RequestId, Outcome)>) {
-        for (id, outcome) in ended.drain(..) {
-            self.finish(id, outcome);
-        }
-        self.woken = ended;
-    }
-
-    /// From now on every request fails. Those that the backend still has are answered now, and their
-    /// ends are awaited in silence.
-    fn set_fail_io(&mut self, fail_io: bool) {
-        if fail_io == self.fail_io {
-            return;
-        }
-        if fail_io {
-            self.fail_waiting();
-            for running in self.in_flight.iter_mut().filter(|running| !running.answered) {
-                running.answered = true;
-                self.answered += 1;
-                let Running { cookie, request: Request { op, length, .. }, started_ns, .. } =
-                    *running;
-                push_end(&mut self.sending, self.agreed, cookie, Some(op), Err(IoError::Broken));
-                self.ended.push(Ended { op, length, started_ns, result: Err(IoError::Broken) });
-            }
-        }
-        self.fail_io = fail_io;
-        if fail_io {
-            self.abandon();
-        }
-        self.control.tell_failing(fail_io.then(|| self.in_flight.len()));
-    }
-
-    /// Understands and starts what has arrived, as far as the bounds allow.
+    /// Parses and starts what has arrived, as far as the bounds allow.
     fn parse(&mut self) {
-        self.hungry = false;
-        // Not only when woken: what was sent after the level was set is judged by it.
-        self.set_fail_io(self.control.fail_io());
+        self.receiving.set_starved(false);
+        // Not only after a wake-up: a request that was sent after the change must be judged by it.
+        self.follow_fail_io();
         let size = self.image.size();
         let pausing = self.is_pausing();
-        while self.ending.is_none() && !self.receive_buffer.is_receiving() {
-            if self.receive_buffer.in_write() {
-                let (bytes, write) = self.receive_buffer.fill_write();
-                self.parser.payload_taken(bytes as u64);
-                let Some(write) = write else {
-                    self.hungry = true;
-                    return;
+        while self.ending.is_none() && !self.receiving.is_receiving() {
+            if self.receiving.in_write() {
+                let Some(write) = self.receiving.fill_write() else {
+                    return self.receiving.set_starved(true);
                 };
                 self.start_write(write);
                 continue;
             }
-            if pausing && self.held.is_none() {
-                self.skip_arrived();
-                self.hungry = !self.at_boundary();
-                return;
+            if pausing && self.receiving.held().is_none() {
+                self.receiving.skip_arrived();
+                let starved = !self.receiving.at_boundary();
+                return self.receiving.set_starved(starved);
             }
             if !self.admits() {
                 return;
             }
-            let event = match self.held.take() {
-                Some((cookie, request)) if request.op == Op::Write => {
-                    Event::Write { cookie, request }
-                }
-                Some((cookie, request)) => Event::Request { cookie, request },
-                None => {
-                    let (bytes, event) = self.parser.next(self.receive_buffer.unread(), size);
-                    self.receive_buffer.eat(bytes);
-                    event
-                }
-            };
-            match event {
-                Event::Request { cookie, request } | Event::Write { cookie, request } => {
-                    self.begin(cookie, request);
-                }
-                Event::Starved => {
-                    self.hungry = true;
-                    return;
-                }
-                Event::Status { cookie, offset, length, one } => {
-                    self.ask_status(cookie, offset, length, one);
-                }
-                Event::Refused { cookie, op, error } => {
-                    let flags = Flags::default();
-                    let request = op.map(|op| Request { op, flags, offset: 0, length: 0 });
-                    self.answer(cookie, request, self.now_ns, Err(error), None);
-                }
-                Event::Disconnect => self.ending = Some(End::Disconnected),
-                Event::Violation(violation) => self.ending = Some(End::Violation(violation)),
+            match self.receiving.next(size) {
+                Event::Starved => return self.receiving.set_starved(true),
+                event => self.handle(event),
             }
         }
     }
 
-    /// Whether the bounds allow for another request.
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Starved => {}
+            Event::Request { cookie, request } | Event::Write { cookie, request } => {
+                self.begin(cookie, request);
+            }
+            Event::Status { cookie, .. } if self.requests.fails_io() => {
+                self.requests.refuse(cookie, None, IoError::Broken, None);
+            }
+            Event::Status { cookie, offset, length, one } => {
+                self.block_status.ask(cookie, offset, length, one);
+            }
+            Event::Refused { cookie, op, error } => {
+                let flags = Flags::default();
+                let request = op.map(|op| Request { op, flags, offset: 0, length: 0 });
+                self.requests.refuse(cookie, request, error, None);
+            }
+            Event::Disconnect => self.end(End::Disconnected),
+            Event::Violation(violation) => self.end(End::Violation(violation)),
+        }
+    }
+
+    /// Whether the bounds allow another request.
     fn admits(&self) -> bool {
-        let unanswered = self.in_flight.len() - self.answered + self.block_status.unanswered();
-        unanswered + self.sending.queued() < self.depth
+        self.requests.has_room(self.block_status.unanswered())
             && self.block_status.has_room()
-            && (self.fail_io
-                || self.in_flight.has_room()
-                    && self.limited_until_ns <= self.now_ns
-                    && !self.held_without_buffer())
+            && (self.requests.fails_io()
+                || !self.throttle.holds(self.requests.now_ns())
+                    && self.receiving.held().is_none_or(|held| self.requests.has_buffer(held)))
     }
 
-    fn held_without_buffer(&self) -> bool {
-        self.held.is_some_and(|(_, request)| !self.pool.has_room(payload_len(&request)))
-    }
-
+    /// Starts a request whose header has been parsed, or collects its payload first, or holds it back.
     fn begin(&mut self, cookie: u64, request: Request) {
-        if self.fail_io {
-            // Without a buffer: what hangs at the backend may have them all.
-            self.parser.skip_payload();
-            return self.answer(cookie, Some(request), self.now_ns, Err(IoError::Broken), None);
+        if self.requests.fails_io() {
+            // Without a buffer: requests that hang at the backend may have them all.
+            self.receiving.skip_payload();
+            return self.requests.refuse(cookie, Some(request), IoError::Broken, None);
         }
-        let has_payload = matches!(request.op, Op::Read | Op::Write);
-        let room = !has_payload || self.pool.has_room(payload_len(&request));
-        // The limits last: whom they let pass is charged.
-        if !room || !self.is_within_limits(&request) {
-            self.held = Some((cookie, request));
-            return;
+        // The limits last, because a request that they let pass is charged to them.
+        if !self.requests.has_buffer(&request) || !self.is_within_limits(&request) {
+            return self.receiving.hold(cookie, request);
         }
-        if !has_payload {
-            return self.start(cookie, request, None);
-        }
-        match self.pool.take(payload_len(&request)) {
+        match self.requests.take_buffer(&request) {
             Some(buffer) if request.op == Op::Write => {
-                self.receive_buffer.begin_write(cookie, request, buffer);
+                self.receiving.begin_write(cookie, request, buffer);
             }
-            buffer => self.start(cookie, request, buffer),
+            buffer => self.requests.start(cookie, request, buffer, self.link.ring()),
         }
-    }
-
-    /// Whether the limits let a request pass now; if not, the loop asks again when they may.
-    fn is_within_limits(&mut self, request: &Request) -> bool {
-        // One that was read already is not what a hand-over should have to wait for.
-        if !self.is_pausing()
-            && let Err(wait_ns) = self.policy.limiter.admit(request, self.now_ns)
-        {
-            self.limited_since_ns.get_or_insert(self.now_ns);
-            self.limited_until_ns = self.now_ns.saturating_add(wait_ns);
-            return false;
-        }
-        let Some(since_ns) = self.limited_since_ns.take() else { return true };
-        self.recorder.limited(self.now_ns.saturating_sub(since_ns));
-        let left = self.peer_has_left();
-        if left {
-            self.end_reading(End::Closed);
-        }
-        !left
     }
 
     fn start_write(&mut self, write: Write) {
-        self.start(write.cookie, write.request, Some(write.buffer));
+        let Write { cookie, request, buffer } = write;
+        self.requests.start(cookie, request, Some(buffer), self.link.ring());
     }
 
-    fn start(&mut self, cookie: u64, request: Request, buffer: Option<Buffer>) {
-        let started_ns = self.now_ns;
-        // Room was there when the request was admitted; a write's payload may have taken long.
-        if self.fail_io || !self.in_flight.has_room() {
-            let failed = Err(IoError::Broken);
-            return self.answer(cookie, Some(request), started_ns, failed, buffer);
-        }
-        let running = Running { cookie, request, started_ns, answered: false, retried: false };
-        let id = self.in_flight.insert(running);
-        self.start_at_backend(id, request, buffer);
-    }
-
-    /// Hands a request to the backend, for the first time or again.
-    pub(super) fn start_at_backend(
-        &mut self,
-        id: RequestId,
-        request: Request,
-        buffer: Option<Buffer>,
-    ) {
-        match self.queue.start(id, request, buffer, &mut self.ring) {
-            Started::Done(outcome) => self.finish(id, outcome),
-            Started::Pending => {}
-        }
-    }
-
-    pub(super) fn finish(&mut self, id: RequestId, outcome: Outcome) {
-        let Some(Outcome { result, buffer }) = self.settle(id, outcome) else { return };
-        let running = self.in_flight.remove(id);
-        let Running { cookie, request, started_ns, answered, .. } = running;
-        if answered {
-            self.answered -= 1;
-            if self.fail_io {
-                self.control.tell_failing(Some(self.in_flight.len()));
-            }
-            buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
-        } else {
-            self.answer(cookie, Some(request), started_ns, result, buffer);
-        }
-    }
-
-    pub(super) fn answer(
-        &mut self,
-        cookie: u64,
-        request: Option<Request>,
-        started_ns: u64,
-        result: std::result::Result<(), IoError>,
-        buffer: Option<Buffer>,
-    ) {
-        self.reply(cookie, request, result, buffer);
-        let Some(Request { op, length, .. }) = request else { return };
-        if self.ended.len() == self.ended.capacity() {
-            self.record();
-        }
-        self.ended.push(Ended { op, length, started_ns, result });
-    }
-
-    pub(super) fn reply(
-        &mut self,
-        cookie: u64,
-        request: Option<Request>,
-        result: std::result::Result<(), IoError>,
-        buffer: Option<Buffer>,
-    ) {
-        match (buffer, request) {
-            (Some(mut buffer), Some(Request { op: Op::Read, offset, length, .. }))
-                if result.is_ok() =>
-            {
-                assert_eq!(buffer.len() as u64, length, "a read is answered in full");
-                if self.agreed.structured {
-                    let length =
-                        u32::try_from(buffer.len()).expect("no payload is above MAX_PAYLOAD");
-                    buffer.set_header(&structured::read_header(cookie, offset, length));
-                } else {
-                    buffer.set_header(&simple_reply(cookie, Ok(())));
+    /// Whether the limits let a request pass now. If not, the loop asks again when they may.
+    fn is_within_limits(&mut self, request: &Request) -> bool {
+        let now_ns = self.requests.now_ns();
+        // A handover must not wait for the limits to let a request pass that has been read already.
+        let admission = match self.is_pausing() {
+            true => self.throttle.pass(now_ns),
+            false => self.throttle.admit(self.policy.limiter(), request, now_ns),
+        };
+        match admission {
+            Admission::Pass => true,
+            Admission::Hold => false,
+            Admission::PassAfter { held_ns } => {
+                self.requests.statistics().limited(held_ns);
+                // While the request was held back, the peer may have sent it again over another connection.
+                let left = self.link.peer_has_left();
+                if left {
+                    self.end_reading(End::Closed);
                 }
-                self.sending.push_buffer(buffer, &mut self.pool);
-            }
-            (buffer, request) => {
-                let op = request.map(|request| request.op);
-                push_end(&mut self.sending, self.agreed, cookie, op, result);
-                buffer.into_iter().for_each(|buffer| self.pool.give(buffer));
+                !left
             }
         }
     }
 
-    /// Counts what ended since the last time; one look at the clock for all of it.
-    fn record(&mut self) {
-        if self.in_flight.len() != self.in_flight_shown {
-            self.in_flight_shown = self.in_flight.len();
-            self.recorder.set_in_flight(self.in_flight_shown as u64);
-        }
-        let oldest_ns =
-            self.in_flight.oldest().map_or(0, |ns| self.clock_began_ns.saturating_add(ns));
-        if oldest_ns != self.oldest_shown_ns {
-            self.oldest_shown_ns = oldest_ns;
-            self.recorder.set_oldest(oldest_ns);
-        }
-        if self.ended.is_empty() {
+    /// Starts waiting requests again, or fails them, if it is time.
+    fn retry(&mut self) {
+        if !self.requests.in_outage() || !self.requests.begin_retry(self.policy.now_ns()) {
             return;
         }
-        let now_ns = self.elapsed_ns();
-        for Ended { op, length, started_ns, result } in self.ended.drain(..) {
-            self.recorder.ended(op, length, now_ns.saturating_sub(started_ns), result);
+        if self.requests.has_waiting() && self.link.peer_has_left() {
+            self.end_reading(End::Closed);
+            return self.requests.fail_waiting();
+        }
+        let may_probe = !self.is_pausing();
+        self.requests.retry(may_probe, self.link.ring());
+    }
+
+    /// Returns when there is something to do though nothing completes: for requests that wait for the
+    /// backend or for the limits.
+    fn due_ns(&self) -> Option<u64> {
+        let retry_ns = self.requests.retry_due_ns();
+        let held = self.receiving.held().is_some() && self.ending.is_none();
+        let limits_ns = self.throttle.due_ns().filter(|_| held);
+        [retry_ns, limits_ns].into_iter().flatten().min()
+    }
+
+    /// Follows the level of `fail_io` that the server has set, and reports what is left at the backend.
+    fn follow_fail_io(&mut self) {
+        let fail_io = self.control.fail_io();
+        if fail_io || self.requests.fails_io() {
+            self.requests.set_fail_io(fail_io);
+            self.control.report_failing(fail_io.then(|| self.requests.in_flight()));
         }
     }
 
-    pub(super) fn elapsed_ns(&self) -> u64 {
-        self.policy.elapsed_ns()
-    }
-}
-
-/// A reply without payload.
-fn push_end(
-    sending: &mut Sending,
-    agreed: Agreed,
-    cookie: u64,
-    op: Option<Op>,
-    result: std::result::Result<(), IoError>,
-) {
-    match result {
-        Err(error) if agreed.structured && op == Some(Op::Read) => {
-            sending.push(&structured::error(cookie, error));
+    /// Follows the state that the server wants. Returns the end once nothing is left to do.
+    fn finished(&mut self) -> Option<End> {
+        match self.control.desired() {
+            Desired::Abort => return Some(End::Aborted),
+            Desired::Leave if self.is_paused() => return Some(End::HandedOver),
+            Desired::Pause if self.is_paused() => self.publish_pause(),
+            Desired::Run => self.requests.statistics().begin(),
+            _ => {}
         }
-        _ => sending.push(&simple_reply(cookie, result)),
+        let idle = self.requests.is_idle() && self.block_status.unanswered() == 0;
+        self.ending.take_if(|_| idle)
+    }
+
+    /// Whether no new request is to be parsed.
+    fn is_pausing(&self) -> bool {
+        matches!(self.control.desired(), Desired::Pause | Desired::Leave)
+    }
+
+    /// Whether the stream stands between two requests, nothing runs, every reply has left, and nothing is
+    /// being received.
+    fn is_paused(&self) -> bool {
+        self.receiving.at_boundary()
+            && !self.receiving.is_receiving()
+            && self.requests.in_flight() == 0
+            && self.requests.is_idle()
+            && self.ending.is_none()
+    }
+
+    fn publish_pause(&self) {
+        let paused = || {
+            let socket = self.link.file().try_clone()?;
+            Ok(PausedConnection { socket, unread: self.receiving.unread().to_vec() })
+        };
+        self.control.pause_slot().publish(|| self.is_pausing(), paused);
+    }
+
+    /// Ends the connection after what runs, unless it is ending already.
+    fn end(&mut self, end: End) {
+        self.ending.get_or_insert(end);
+        self.requests.close();
+    }
+
+    /// Ends the connection because no more can be received, or sent.
+    fn end_reading(&mut self, end: End) {
+        self.end(end);
+        if self.link.peer_has_left() {
+            // The peer may have sent its requests again over another connection; see `retry`.
+            self.requests.abandon();
+        }
+        let buffer = self.receiving.abandon_write();
+        self.requests.pool().give_all(buffer);
     }
 }
 
-/// Closes the connection for both sides at once, after a panic, too: the ring waits for what the
-/// backend still has, and the peer must not wait with it. One that was given away goes on elsewhere.
+/// Closes the connection in both directions at once, also after a panic: the ring waits for what the backend
+/// still has, and the peer must not wait with it. A socket that was handed over stays open.
 impl Drop for Connection {
     fn drop(&mut self) {
-        if self.control.is_given() {
-            self.recorder.leave();
+        if self.control.is_handed_over() {
+            self.requests.statistics().leave();
         } else {
-            // ENOTCONN when the peer was faster.
-            let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
+            self.link.shut_down();
         }
-        self.control.berth.end();
+        self.control.pause_slot().end();
     }
 }
 
-const _: () = assert!(MAX_PAYLOAD as usize <= LARGEST);
-
-fn payload_len(request: &Request) -> usize {
-    usize::try_from(request.length).expect("the parser passes no payload above MAX_PAYLOAD")
+fn no_ring(error: io::Error) -> Error {
+    Error::from_io("cannot set up io_uring for a connection", error).with_repair(
+        "allow io_uring: sysctl kernel.io_uring_disabled=0, and no seccomp profile that forbids it",
+    )
 }

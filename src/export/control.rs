@@ -1,37 +1,37 @@
-//! What the rest of the process can tell a connection thread while it serves.
+//! Control messages to one connection's thread, from the rest of the process.
 //!
-//! Levels, not messages: the thread looks at them when it is woken, so nothing queues up and nothing
-//! is lost.
+//! Invariant: they are levels, not a queue: the thread reads them when it is woken, so nothing piles up and
+//! nothing is lost. A level only rises, but for a pause, which can be taken back.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
-use super::handover::Berth;
+use super::paused::PauseSlot;
 use cleat_backend::Waker;
 
-/// What the connection is meant to do.
+/// What the connection should do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Desired {
-    /// Serve.
+    /// Serve requests.
     Run,
-    /// Take no more requests, answer the running ones, and rest; see `handover`. The only level that
-    /// is taken back.
+    /// Parse no more requests, answer the running ones, and stay paused; see `handover`. The only level
+    /// that can be taken back.
     Pause,
-    /// End at rest: the socket is somebody else's from now on.
+    /// End once paused, and leave the socket open: another process has it from now on.
     Leave,
-    /// Take no more requests, answer the running ones, close.
+    /// Parse no more requests, answer the running ones, and close.
     Stop,
     /// Close now; running requests are dropped or cancelled.
     Abort,
 }
 
-/// One connection's levels, shared with its thread.
+/// The levels of one connection, shared with its thread. See the file's comment.
 #[derive(Debug)]
 pub(super) struct Control {
     desired: AtomicU8,
     fail_io: AtomicBool,
-    /// The socket has been given away: nobody here shuts it down.
-    given: AtomicBool,
-    pub(super) berth: Berth,
+    /// The socket belongs to another process: this one must not shut it down.
+    handed_over: AtomicBool,
+    pause_slot: PauseSlot,
     /// [`NOT_FAILING`], or how many requests, all answered, the backend still has.
     failing: AtomicU32,
     waker: Waker,
@@ -40,41 +40,41 @@ pub(super) struct Control {
 const NOT_FAILING: u32 = u32::MAX;
 
 impl Control {
-    /// All quiet: `desired`, fail nothing.
+    /// Makes the levels of a connection that should do `desired` and fails no I/O.
     ///
     /// # Errors
-    /// When the process has no descriptor left.
+    /// `EMFILE` or `ENFILE` when no descriptor is left.
     pub(super) fn new(desired: Desired) -> std::io::Result<Self> {
         Ok(Self {
             desired: AtomicU8::new(desired as u8),
             fail_io: AtomicBool::new(false),
-            given: AtomicBool::new(false),
-            berth: Berth::default(),
+            handed_over: AtomicBool::new(false),
+            pause_slot: PauseSlot::default(),
             failing: AtomicU32::new(NOT_FAILING),
             waker: Waker::new()?,
         })
     }
 
-    /// Asks for `desired`; what was asked for before and goes further stays.
+    /// Raises the level to `desired`; a higher one stays.
     pub(super) fn ask(&self, desired: Desired) {
         if desired == Desired::Leave {
-            self.given.store(true, Ordering::Release);
+            self.handed_over.store(true, Ordering::Release);
         }
         self.desired.fetch_max(desired as u8, Ordering::Release);
         self.waker.wake();
     }
 
-    /// Takes [`Desired::Pause`] back.
+    /// Takes [`Desired::Pause`] back. A higher level stays.
     pub(super) fn resume(&self) {
         let (pause, run) = (Desired::Pause as u8, Desired::Run as u8);
-        // Fails where something else has been asked for meanwhile, which stands.
-        self.berth.clear(|| {
+        self.pause_slot.clear(|| {
+            // It fails where a higher level was asked for.
             let _ = self.desired.compare_exchange(pause, run, Ordering::AcqRel, Ordering::Relaxed);
         });
         self.waker.wake();
     }
 
-    /// What was asked for.
+    /// Returns the level.
     pub(super) fn desired(&self) -> Desired {
         match self.desired.load(Ordering::Acquire) {
             0 => Desired::Run,
@@ -85,35 +85,40 @@ impl Control {
         }
     }
 
-    /// Whether the socket is somebody else's.
-    pub(super) fn is_given(&self) -> bool {
-        self.given.load(Ordering::Acquire)
+    /// Whether the socket belongs to another process.
+    pub(super) fn is_handed_over(&self) -> bool {
+        self.handed_over.load(Ordering::Acquire)
     }
 
-    /// With `true`, every request, running ones included, is answered with an I/O error from now on.
+    /// Where the thread publishes that it is paused.
+    pub(super) fn pause_slot(&self) -> &PauseSlot {
+        &self.pause_slot
+    }
+
+    /// With `true`, every request, running ones included, fails from now on.
     pub(super) fn set_fail_io(&self, fail: bool) {
         self.fail_io.store(fail, Ordering::Release);
         self.waker.wake();
     }
 
-    /// Whether every request is to fail.
+    /// Whether every request should fail.
     pub(super) fn fail_io(&self) -> bool {
         self.fail_io.load(Ordering::Acquire)
     }
 
-    /// Says, on the connection's thread, that all it had is answered and that it starts nothing more;
-    /// `at_backend` requests have not ended there. `None`: it serves.
-    pub(super) fn tell_failing(&self, at_backend: Option<usize>) {
+    /// Called on the connection's thread: all requests that it had are answered, it starts nothing more,
+    /// and the backend still has `at_backend` of them. `None`: it serves requests.
+    pub(super) fn report_failing(&self, at_backend: Option<usize>) {
         let count = at_backend.map(|count| u32::try_from(count).unwrap_or(NOT_FAILING - 1));
         self.failing.store(count.unwrap_or(NOT_FAILING), Ordering::Release);
     }
 
-    /// What [`Control::tell_failing`] said last.
+    /// Returns what was last given to [`Control::report_failing`].
     pub(super) fn failing(&self) -> Option<u32> {
         Some(self.failing.load(Ordering::Acquire)).filter(|count| *count != NOT_FAILING)
     }
 
-    /// Wakes the thread; the backend's waker as well.
+    /// Wakes the thread, also for completions of the backend.
     pub(super) fn waker(&self) -> &Waker {
         &self.waker
     }

@@ -1,28 +1,33 @@
-//! The requests of one connection that are running at the backend.
+//! The table of a connection's requests that are in flight: started at the backend, or waiting there to be
+//! started again.
+//!
+//! Invariant: a request has a place from its start to its end; its place is its [`RequestId`]. `answered`
+//! counts the places whose client has its reply already. The places are linked in the order in which the
+//! requests were received, so that the oldest is known at once.
 
 use cleat_backend::RequestId;
 use cleat_core::request::Request;
 
-/// What has to be remembered of a running request.
+/// What the connection remembers of a request in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Running {
-    /// Of the client; goes back with the reply.
+    /// The client's number for the request, for the reply.
     pub(super) cookie: u64,
-    /// What was asked for.
     pub(super) request: Request,
-    /// When it was received, on the connection's clock, in nanoseconds.
+    /// When it was received, in nanoseconds on the connections' clock.
     pub(super) started_ns: u64,
-    /// The client has had its reply (an error) before the backend was done.
+    /// The client has a reply already, an error, or there is no client: the end is not answered.
     pub(super) answered: bool,
     /// It has waited for a backend that could not be reached.
     pub(super) retried: bool,
 }
 
-/// A fixed number of places, and the order in which those that are taken were.
+/// See the file's comment.
 #[derive(Debug)]
 pub(super) struct InFlight {
     places: Vec<Option<Running>>,
     free: Vec<RequestId>,
+    answered: usize,
     /// A ring of neighbours by age; the last one stands between the youngest and the oldest.
     ages: Vec<Neighbours>,
 }
@@ -34,38 +39,50 @@ struct Neighbours {
 }
 
 impl InFlight {
-    /// Room for `depth` requests.
+    /// Makes a table for at most `depth` requests.
     pub(super) fn new(depth: u32) -> Self {
         Self {
             places: vec![None; depth as usize],
             free: (0..depth).rev().collect(),
+            answered: 0,
             ages: vec![Neighbours { older: depth, younger: depth }; depth as usize + 1],
         }
     }
 
-    /// When the oldest running request was received.
+    /// The number of places.
+    pub(super) fn depth(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Returns when the oldest request was received.
     pub(super) fn oldest(&self) -> Option<u64> {
         let ends = self.ages[self.places.len()];
         // Without requests, the ends are their own neighbours, which is no place.
         self.places.get(ends.younger as usize)?.map(|running| running.started_ns)
     }
 
-    /// Requests that are running.
+    /// The number of requests in flight.
     pub(super) fn len(&self) -> usize {
         self.places.len() - self.free.len()
     }
 
-    /// Whether another one fits.
+    /// The number of requests in flight whose client waits for a reply.
+    pub(super) fn unanswered(&self) -> usize {
+        self.len() - self.answered
+    }
+
+    /// Whether there is a free place.
     pub(super) fn has_room(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Notes a request that is about to start.
+    /// Gives a request that is about to start a place.
     ///
     /// # Panics
-    /// Without room.
+    /// Without a free place.
     pub(super) fn insert(&mut self, running: Running) -> RequestId {
         let id = self.free.pop().expect("the caller has checked for room");
+        self.answered += usize::from(running.answered);
         self.places[id as usize] = Some(running);
         let ends = self.ages.len() - 1;
         let youngest = self.ages[ends].older;
@@ -76,12 +93,13 @@ impl InFlight {
         id
     }
 
-    /// Takes a request out that has ended.
+    /// Frees the place of a request that has ended.
     ///
     /// # Panics
-    /// When no such request is running: a backend ended one twice.
+    /// When no request has this number: a backend ended one twice.
     pub(super) fn remove(&mut self, id: RequestId) -> Running {
         let running = self.places[id as usize].take().expect("each request ends once");
+        self.answered -= usize::from(running.answered);
         self.free.push(id);
         let Neighbours { older, younger } = self.ages[id as usize];
         self.ages[older as usize].younger = younger;
@@ -89,17 +107,21 @@ impl InFlight {
         running
     }
 
-    /// A request that is running.
+    /// Returns a request in flight. The caller does not change `answered`.
     ///
     /// # Panics
-    /// When no such request is running: a backend ended one twice.
+    /// When no request has this number: a backend ended one twice.
     pub(super) fn get_mut(&mut self, id: RequestId) -> &mut Running {
         self.places[id as usize].as_mut().expect("each request ends once")
     }
 
-    /// Every request that is running.
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Running> {
-        self.places.iter_mut().flatten()
+    /// Calls `answer` with every request whose client waits for a reply, which then counts as answered.
+    pub(super) fn answer_all(&mut self, mut answer: impl FnMut(&Running)) {
+        for running in self.places.iter_mut().flatten().filter(|running| !running.answered) {
+            answer(running);
+            running.answered = true;
+            self.answered += 1;
+        }
     }
 }
 
@@ -129,7 +151,10 @@ mod tests {
         assert!(!in_flight.has_room());
         assert_ne!(first, second);
         assert_eq!(in_flight.remove(first).cookie, 7);
-        assert_eq!((in_flight.len(), in_flight.iter_mut().count()), (1, 1));
+        assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 1));
+        in_flight.answer_all(|running| assert_eq!(running.cookie, 8));
+        in_flight.answer_all(|_| panic!("each is answered once"));
+        assert_eq!((in_flight.len(), in_flight.unanswered()), (1, 0));
         assert_eq!(in_flight.insert(READ), first);
     }
 

@@ -9,21 +9,27 @@
 //! buffer without bound; one connection's end, error or panic that takes another one along. No
 //! async runtime, no control, no kernel interface is named in here.
 
+mod block_status;
+mod buffer_pool;
 mod connection;
 mod control;
 pub mod handover;
-mod limiter;
-mod negotiation;
-mod receive_buffer;
-pub mod serve;
-
-mod block_status;
-mod buffer_pool;
 mod in_flight;
+mod limiter;
+mod limits;
+mod link;
+mod negotiation;
+mod paused;
 mod policy;
+mod receive_buffer;
+mod receiving;
+mod requests;
 mod retry;
 mod sending;
+pub mod serve;
 pub mod server;
+mod statistics;
+mod throttle;
 
 /// How a connection ended.
 #[derive(Debug, thiserror::Error)]

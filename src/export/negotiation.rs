@@ -1,76 +1,138 @@
-//! The handshake of a client, driven over its connection's ring before the loop begins.
+//! The negotiation with an NBD client, over the connection's ring, before its first request.
 
+use std::io;
 use std::time::Duration;
 
 use super::End;
-use super::connection::{CANCEL, Connection, DEADLINE, RECEIVE};
-use super::control::Desired;
-use cleat_nbd::handshake::{Export, Handshake, Step};
+use super::control::{Control, Desired};
+use super::link::{CANCEL, DEADLINE, Link, RECEIVE, SEND, WAKE};
+use super::receive_buffer::ReceiveBuffer;
+use cleat_nbd::handshake::{Agreed, Export, Handshake, Step};
+use cleat_sys::buffer::Buffer;
+use cleat_sys::ring::Completion;
+use cleat_sys::send_list::SendList;
 
-/// How long a client may take for its handshake.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(30);
+/// How long a client may take for the negotiation. Without a limit, a silent client would keep its place
+/// for ever.
+const NEGOTIATION_LIMIT: Duration = Duration::from_secs(30);
 
-impl Connection {
-    /// Negotiates; afterwards the connection is in transmission.
-    ///
-    /// # Errors
-    /// How the connection ended instead.
-    pub(super) fn negotiate(&mut self, export: Export) -> Result<(), End> {
-        let mut out = Vec::new();
-        let mut handshake = Handshake::new(export, &mut out);
-        // Without it, a client that says nothing would keep its place for ever.
-        assert!(self.ring.timeout(HANDSHAKE_LIMIT, DEADLINE), "a new connection's ring has room");
-        loop {
-            let (eaten, step) = handshake.advance(self.receive_buffer.unread(), &mut out);
-            self.receive_buffer.eat(eaten);
-            let sent = self.send_all(&mut out);
-            match step {
-                // Whoever says goodbye need not wait for the answer.
-                Step::End(refusal) => return Err(End::Refused(refusal)),
-                Step::Continue => {
-                    sent?;
-                    if eaten == 0 {
-                        self.receive_more()?;
-                    }
+/// Negotiates with the client. Returns what was agreed; the connection is then in transmission, and bytes
+/// after the negotiation are in `received`.
+///
+/// # Errors
+/// How the connection has ended instead.
+pub(super) fn negotiate(
+    link: &mut Link,
+    received: &mut ReceiveBuffer,
+    control: &Control,
+    export: Export,
+) -> Result<Agreed, End> {
+    let mut out = Vec::new();
+    let mut handshake = Handshake::new(export, &mut out);
+    assert!(link.ring().timeout(NEGOTIATION_LIMIT, DEADLINE), "a new connection's ring has room");
+    let mut negotiation = Negotiation { link, received, control, sending: None };
+    loop {
+        let (eaten, step) = handshake.advance(negotiation.received.unread(), &mut out);
+        negotiation.received.eat(eaten);
+        let sent = negotiation.send(&mut out);
+        match step {
+            // A client that aborts need not wait for the last reply.
+            Step::End(refusal) => return Err(End::Refused(refusal)),
+            Step::Continue => {
+                sent?;
+                if eaten == 0 {
+                    negotiation.receive()?;
                 }
-                Step::Transmission => {
-                    sent?;
-                    let _ = self.ring.cancel(DEADLINE, CANCEL);
-                    self.agreed = handshake.agreed();
-                    self.parser.agree(self.agreed);
-                    return Ok(());
-                }
+            }
+            Step::Transmission => {
+                sent?;
+                let _ = negotiation.link.ring().cancel(DEADLINE, CANCEL);
+                return Ok(handshake.agreed());
             }
         }
     }
+}
 
-    fn send_all(&mut self, out: &mut Vec<u8>) -> Result<(), End> {
+struct Negotiation<'a> {
+    link: &'a mut Link,
+    received: &'a mut ReceiveBuffer,
+    control: &'a Control,
+    /// The bytes that are left of a send which has ended; `None` while it is in flight, or without one.
+    sending: Option<Box<SendList>>,
+}
+
+impl Negotiation<'_> {
+    /// Sends all of `out`, and empties it.
+    fn send(&mut self, out: &mut Vec<u8>) -> Result<(), End> {
         if out.is_empty() {
             return Ok(());
         }
-        let mut buffer = self.pool.take(out.len()).ok_or(End::Aborted)?;
+        let mut buffer = Buffer::zeroed(out.len());
         buffer.payload_mut().copy_from_slice(out);
         out.clear();
-        self.sending.push_buffer(buffer, &mut self.pool);
-        while !self.sending.is_idle() {
-            self.step()?;
+        let mut list = Box::new(SendList::new(1));
+        list.push_buffer(buffer);
+        while list.unsent() > 0 {
+            let (ring, socket) = self.link.ring_and_socket();
+            if ring.send(socket, list, SEND).is_err() {
+                return Err(End::Ring(io::Error::from_raw_os_error(libc::EBUSY)));
+            }
+            list = loop {
+                self.turn()?;
+                if let Some(list) = self.sending.take() {
+                    break list;
+                }
+            };
         }
         Ok(())
     }
 
-    fn receive_more(&mut self) -> Result<(), End> {
-        self.receive_buffer.receive(&mut self.ring, self.socket, RECEIVE);
-        while self.receive_buffer.is_receiving() {
-            self.step()?;
+    /// Receives more bytes.
+    fn receive(&mut self) -> Result<(), End> {
+        let (ring, socket) = self.link.ring_and_socket();
+        self.received.receive(ring, socket, RECEIVE);
+        while self.received.is_receiving() {
+            self.turn()?;
         }
         Ok(())
     }
 
-    fn step(&mut self) -> Result<(), End> {
-        self.turn().map_err(End::Ring)?;
-        if self.control.desired() == Desired::Abort {
-            return Err(End::Aborted);
+    /// Waits for completions and takes them.
+    fn turn(&mut self) -> Result<(), End> {
+        self.link.poll_wakeups();
+        self.link.submit_and_wait(None).map_err(End::Ring)?;
+        while let Some(completion) = self.link.next() {
+            self.complete(completion)?;
         }
-        self.ending.take().map_or(Ok(()), Err)
+        match self.control.desired() {
+            Desired::Abort => Err(End::Aborted),
+            Desired::Stop => Err(End::Stopped),
+            _ => Ok(()),
+        }
+    }
+
+    fn complete(&mut self, completion: Completion) -> Result<(), End> {
+        let Completion { token, result, buffer, send_list } = completion;
+        let bytes = usize::try_from(result).unwrap_or(0);
+        match (token, buffer, send_list) {
+            (RECEIVE, Some(buffer), _) => {
+                let _ = self.received.received(buffer, bytes);
+                if result == 0 {
+                    return Err(End::Closed);
+                }
+            }
+            (SEND, _, Some(mut list)) => {
+                list.advance(bytes);
+                self.sending = Some(list);
+            }
+            (WAKE, ..) => self.control.waker().take(),
+            (DEADLINE, ..) if result == -libc::ETIME => return Err(End::HandshakeTimeout),
+            _ => {}
+        }
+        let is_socket = token == RECEIVE || token == SEND;
+        if is_socket && result < 0 && ![-libc::EINTR, -libc::EAGAIN].contains(&result) {
+            return Err(End::Socket(io::Error::from_raw_os_error(-result)));
+        }
+        Ok(())
     }
 }

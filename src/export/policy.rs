@@ -1,63 +1,75 @@
-//! What the connections of a volume share beside the volume: its owner's policy, which may change at
-//! any time, the limiter, and a clock.
+//! The policy in force for a volume, and the clock that its connections share.
+//!
+//! Invariant: the policy may change at any time; a connection reads it when it decides, never earlier. All
+//! times of the connections are nanoseconds on this clock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::limiter::Limiter;
 use cleat_backend::Waker;
+use cleat_core::clock::Clock;
 use cleat_core::policy::Policy;
 
 /// See the file's comment.
 #[derive(Debug)]
 pub(super) struct ActivePolicy {
-    pub(super) limiter: Limiter,
-    /// Of every time in nanoseconds.
-    epoch: Instant,
-    /// Zero: no waiting; `u64::MAX`: no end of it.
-    patience_ns: AtomicU64,
-    /// Whoever wants to know when an outage begins and ends.
+    limiter: Limiter,
+    clock: Arc<dyn Clock>,
+    /// 0: requests fail at once; `u64::MAX`: they wait for ever.
+    outage_limit_ns: AtomicU64,
+    /// Woken when an outage begins or ends.
     watcher: Mutex<Option<Waker>>,
 }
 
 impl ActivePolicy {
-    pub(super) fn new(policy: Policy) -> Self {
+    /// Puts `policy` into force.
+    pub(super) fn new(policy: Policy, clock: Arc<dyn Clock>) -> Self {
         let active = Self {
             limiter: Limiter::default(),
-            epoch: Instant::now(),
-            patience_ns: AtomicU64::new(0),
+            clock,
+            outage_limit_ns: AtomicU64::new(0),
             watcher: Mutex::default(),
         };
         active.set(policy);
         active
     }
 
-    /// Changes the policy; the connections must be woken to look at it.
+    /// Changes the policy. The caller wakes the connections afterwards.
     pub(super) fn set(&self, policy: Policy) {
-        let patience_ns = |limit: Duration| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
-        let patience_ns = policy.outage.max_queue_time().map_or(u64::MAX, patience_ns);
-        self.patience_ns.store(patience_ns, Ordering::Release);
+        let limit_ns = |limit: Duration| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let limit_ns = policy.outage.max_queue_time().map_or(u64::MAX, limit_ns);
+        self.outage_limit_ns.store(limit_ns, Ordering::Release);
         self.limiter.set(policy.limits);
     }
 
-    /// The time, in nanoseconds of the volume's connections.
-    pub(super) fn elapsed_ns(&self) -> u64 {
-        // 64 bits of nanoseconds last for 584 years.
-        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    /// The rate limits of all connections together.
+    pub(super) fn limiter(&self) -> &Limiter {
+        &self.limiter
     }
 
-    /// How long an outage may last before requests fail, in nanoseconds.
-    pub(super) fn patience_ns(&self) -> u64 {
-        self.patience_ns.load(Ordering::Acquire)
+    /// The clock.
+    pub(super) fn clock(&self) -> &Arc<dyn Clock> {
+        &self.clock
     }
 
-    /// Has `waker` woken whenever an outage begins or ends on some connection.
+    /// The time, in nanoseconds of CLOCK_MONOTONIC.
+    pub(super) fn now_ns(&self) -> u64 {
+        self.clock.monotonic_ns()
+    }
+
+    /// How long an outage may last before requests fail, in nanoseconds; `u64::MAX`: for ever.
+    pub(super) fn outage_limit_ns(&self) -> u64 {
+        self.outage_limit_ns.load(Ordering::Acquire)
+    }
+
+    /// Wakes `waker` from now on whenever an outage begins or ends on a connection.
     pub(super) fn set_watcher(&self, waker: Waker) {
         *self.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
     }
 
-    /// Tells the watcher. Once an outage, not once a request.
+    /// Wakes the watcher: an outage has begun or ended. Called once per outage, not per request.
     pub(super) fn outage_changed(&self) {
         if let Some(waker) = &*self.watcher.lock().unwrap_or_else(PoisonError::into_inner) {
             waker.wake();

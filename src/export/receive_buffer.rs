@@ -1,5 +1,7 @@
-//! The receiving half of a connection: the bytes that arrived and are not understood yet, and the
-//! write whose payload is arriving.
+//! The bytes that have arrived and are not parsed yet, and the write whose payload is arriving.
+//!
+//! Invariant: at most one receive is in flight, either into the buffer or straight into the payload of a
+//! large write. While it is, its target belongs to the ring.
 
 use cleat_core::request::Request;
 use cleat_sys::buffer::Buffer;

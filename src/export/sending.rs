@@ -1,11 +1,17 @@
-//! The sending half of a connection: replies gather while one send is under way, then leave
-//! together. One send at a time, so a short one is simply continued.
+//! The sending half of a connection: replies gather while one send is in flight, then leave together.
+//!
+//! Invariants: one send at a time, so a short one is continued before anything else is sent. Every reply
+//! after the negotiation is made here, in the form that the negotiation has agreed.
 
+use cleat_core::request::{IoError, Op, Request};
+use cleat_core::volume::Extent;
+use cleat_nbd::structured;
+use cleat_nbd::wire::simple_reply;
 use cleat_sys::buffer::Buffer;
-use cleat_sys::ring::{FileSlot, Ring, Token};
 use cleat_sys::send_list::SendList;
 
 use super::buffer_pool::BufferPool;
+use super::link::{Link, SEND};
 
 /// See the file's comment.
 #[derive(Debug)]
@@ -15,55 +21,124 @@ pub(super) struct Sending {
     spare: Option<Box<SendList>>,
     /// A list whose send ended short.
     rest: Option<Box<SendList>>,
+    /// Replies in `filling`.
     queued: usize,
+    /// The peer is gone: nothing is sent any more.
     broken: bool,
+    /// Replies to reads are structured; the protocol allows all others to be simple in either case.
+    structured: bool,
 }
 
 impl Sending {
-    /// Room for `depth` replies to gather, and as many under way.
+    /// Makes room for `depth` replies that gather, and as many in flight.
     pub(super) fn new(depth: usize) -> Self {
         let list = || Box::new(SendList::new(depth));
-        Self { filling: list(), spare: Some(list()), rest: None, queued: 0, broken: false }
+        Self {
+            filling: list(),
+            spare: Some(list()),
+            rest: None,
+            queued: 0,
+            broken: false,
+            structured: false,
+        }
     }
 
-    /// Replies that wait for the next send.
+    /// Sets the form of replies to reads.
+    pub(super) fn set_structured(&mut self, structured: bool) {
+        self.structured = structured;
+    }
+
+    /// Queues the reply to a request; `request` is `None` for an unknown command. The buffer of a
+    /// successful read leaves with it; any other buffer goes back to `pool`.
+    pub(super) fn reply(
+        &mut self,
+        cookie: u64,
+        request: Option<&Request>,
+        result: Result<(), IoError>,
+        buffer: Option<Buffer>,
+        pool: &mut BufferPool,
+    ) {
+        let is_read = request.is_some_and(|request| request.op == Op::Read);
+        match (buffer, request, result) {
+            (Some(buffer), Some(request), Ok(())) if is_read => {
+                self.reply_to_read(cookie, request, buffer, pool);
+            }
+            (buffer, _, Err(error)) if is_read && self.structured => {
+                self.push(&structured::error(cookie, error));
+                pool.give_all(buffer);
+            }
+            (buffer, _, result) => {
+                self.push(&simple_reply(cookie, result));
+                pool.give_all(buffer);
+            }
+        }
+    }
+
+    fn reply_to_read(
+        &mut self,
+        cookie: u64,
+        request: &Request,
+        mut buffer: Buffer,
+        pool: &mut BufferPool,
+    ) {
+        assert_eq!(buffer.len() as u64, request.length, "a read is answered in full");
+        if self.structured {
+            let length = u32::try_from(buffer.len()).expect("no payload is above MAX_PAYLOAD");
+            buffer.set_header(&structured::read_header(cookie, request.offset, length));
+        } else {
+            buffer.set_header(&simple_reply(cookie, Ok(())));
+        }
+        self.push_buffer(buffer, pool);
+    }
+
+    /// Queues the reply to BLOCK_STATUS. Without memory for all extents, it has the first one only; the
+    /// client then asks for the rest.
+    pub(super) fn reply_to_block_status(
+        &mut self,
+        cookie: u64,
+        extents: Result<&[Extent], IoError>,
+        pool: &mut BufferPool,
+    ) {
+        let extents = match extents {
+            Ok(extents) if !extents.is_empty() => extents,
+            other => {
+                let error = other.err().unwrap_or(IoError::Broken);
+                return self.push(&simple_reply(cookie, Err(error)));
+            }
+        };
+        match pool.take(structured::status_len(extents.len())) {
+            Some(mut buffer) => {
+                structured::put_status(buffer.payload_mut(), cookie, extents);
+                self.push_buffer(buffer, pool);
+            }
+            None => {
+                let mut bytes = [0; structured::STATUS_HEADER_LEN + structured::EXTENT_LEN];
+                structured::put_status(&mut bytes, cookie, &extents[..1]);
+                self.push(&bytes);
+            }
+        }
+    }
+
+    /// The number of replies that wait for the next send.
     pub(super) fn queued(&self) -> usize {
         self.queued
     }
 
-    /// Whether everything has left.
+    /// Whether every reply has left.
     pub(super) fn is_idle(&self) -> bool {
         self.queued == 0 && self.spare.is_some()
     }
 
-    /// Whether a send ended short and has to go on.
+    /// Whether a send has ended short and has to be continued.
     pub(super) fn has_rest(&self) -> bool {
         self.rest.is_some()
     }
 
-    /// Queues a reply without payload.
-    pub(super) fn push(&mut self, header: &[u8]) {
-        if !self.broken {
-            self.filling.push_small(header);
-            self.queued += 1;
-        }
-    }
-
-    /// Queues a reply with its header in `buffer`.
-    pub(super) fn push_buffer(&mut self, buffer: Buffer, pool: &mut BufferPool) {
-        if self.broken {
-            pool.give(buffer);
-        } else {
-            self.filling.push_buffer(buffer);
-            self.queued += 1;
-        }
-    }
-
-    /// Lets the ring send what is queued, unless it is at it. Returns whether a send began.
-    pub(super) fn flush(&mut self, ring: &mut Ring, socket: FileSlot, token: Token) -> bool {
+    /// Starts a send of what is queued, unless one is in flight. Returns whether it has started one.
+    pub(super) fn flush(&mut self, link: &mut Link) -> bool {
+        let (ring, socket) = link.ring_and_socket();
         if let Some(rest) = self.rest.take() {
-            let pushed = ring.send(socket, rest, token);
-            self.rest = pushed.err();
+            self.rest = ring.send(socket, rest, SEND).err();
             return self.rest.is_none();
         }
         if self.queued == 0 {
@@ -71,7 +146,7 @@ impl Sending {
         }
         let Some(spare) = self.spare.take() else { return false };
         let full = std::mem::replace(&mut self.filling, spare);
-        match ring.send(socket, full, token) {
+        match ring.send(socket, full, SEND) {
             Ok(()) => self.queued = 0,
             Err(full) => self.spare = Some(std::mem::replace(&mut self.filling, full)),
         }
@@ -79,29 +154,42 @@ impl Sending {
     }
 
     /// Takes the end of a send: `bytes` have left.
-    pub(super) fn sent(
-        &mut self,
-        mut send_list: Box<SendList>,
-        bytes: usize,
-        pool: &mut BufferPool,
-    ) {
-        send_list.advance(bytes);
-        if send_list.unsent() > 0 && !self.broken {
-            self.rest = Some(send_list);
+    pub(super) fn sent(&mut self, mut list: Box<SendList>, bytes: usize, pool: &mut BufferPool) {
+        list.advance(bytes);
+        if list.unsent() > 0 && !self.broken {
+            self.rest = Some(list);
         } else {
-            send_list.take_buffers().for_each(|buffer| pool.give(buffer));
-            self.spare = Some(send_list);
+            pool.give_all(list.take_buffers());
+            self.spare = Some(list);
         }
     }
 
-    /// Throws away what is queued, and all that will be: the peer is gone.
+    /// Drops what is queued, and every later reply: the peer is gone.
     pub(super) fn break_off(&mut self, pool: &mut BufferPool) {
         self.broken = true;
         self.queued = 0;
-        self.filling.take_buffers().for_each(|buffer| pool.give(buffer));
+        pool.give_all(self.filling.take_buffers());
         if let Some(mut rest) = self.rest.take() {
-            rest.take_buffers().for_each(|buffer| pool.give(buffer));
+            pool.give_all(rest.take_buffers());
             self.spare = Some(rest);
+        }
+    }
+
+    /// Queues a reply without payload.
+    fn push(&mut self, header: &[u8]) {
+        if !self.broken {
+            self.filling.push_small(header);
+            self.queued += 1;
+        }
+    }
+
+    /// Queues a reply with its header in `buffer`.
+    fn push_buffer(&mut self, buffer: Buffer, pool: &mut BufferPool) {
+        if self.broken {
+            pool.give(buffer);
+        } else {
+            self.filling.push_buffer(buffer);
+            self.queued += 1;
         }
     }
 }

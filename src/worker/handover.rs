@@ -13,7 +13,7 @@ use super::protocol::{FromWorker, MAX_DESCRIPTORS};
 use super::session::{Answer, Next, Session};
 use cleat_backend::{Handover, HandoverState};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_export::handover::Rest;
+use cleat_export::handover::PausedConnection;
 use cleat_sys::shared::SharedMemory;
 
 /// How long connections rest at most while nobody says how it goes on.
@@ -79,7 +79,7 @@ impl Session {
                 .with_repair("hand the volume over when its backend is there again"));
         }
         let limit = Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into());
-        let rests = self.server.hand_over(limit)?;
+        let rests = self.server.pause(limit)?;
         let packed = pack(rests).and_then(|(unread, descriptors)| {
             Ok((
                 FromWorker::HandoverOffered { unread, state: self.handover()?.release()? },
@@ -108,7 +108,7 @@ impl Session {
         }
         let rests = unpack(unread, descriptors)?;
         let added: Result<Vec<_>> =
-            rests.into_iter().map(|rest| self.server.add_at_rest(rest)).collect();
+            rests.into_iter().map(|rest| self.server.add_paused(rest)).collect();
         let taken = added.and_then(|ids| self.take(state).map(|()| ids));
         match taken {
             Ok(ids) => {
@@ -169,7 +169,7 @@ impl Session {
 }
 
 /// Connections at rest as a message carries them.
-fn pack(rests: Vec<Rest>) -> Result<(Vec<u32>, Vec<OwnedFd>)> {
+fn pack(rests: Vec<PausedConnection>) -> Result<(Vec<u32>, Vec<OwnedFd>)> {
     let failed = |e| Error::from_io("no memory for what the connections have received", e);
     let total: u64 = rests.iter().map(|rest| rest.unread.len() as u64).sum();
     let mut descriptors = Vec::with_capacity(rests.len() + 1);
@@ -193,7 +193,7 @@ fn pack(rests: Vec<Rest>) -> Result<(Vec<u32>, Vec<OwnedFd>)> {
 }
 
 /// The other way; everything is checked.
-fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Result<Vec<Rest>> {
+fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Result<Vec<PausedConnection>> {
     let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message.to_owned());
     let total: u64 = unread.iter().map(|length| u64::from(*length)).sum();
     let mut descriptors = descriptors.into_iter();
@@ -223,7 +223,7 @@ fn unpack(unread: &[u32], descriptors: Vec<OwnedFd>) -> Result<Vec<Rest>> {
             bytes.read_at(at, &mut unread);
         }
         at += u64::from(*length);
-        Rest { socket, unread }
+        PausedConnection { socket, unread }
     });
     Ok(rests.collect())
 }

@@ -115,7 +115,7 @@ fn a_connection_is_paused_between_two_completions_and_resumed() {
     let mut client = Client::connect(&fixture.server);
     for cookie in 0..200 {
         client.send(wire::READ, cookie, 0, BLOCK);
-        let rests = fixture.server.hand_over(Duration::from_secs(20)).unwrap();
+        let rests = fixture.server.pause(Duration::from_secs(20)).unwrap();
         assert!(rests.len() == 1);
         fixture.server.resume();
         client.expect(cookie, Ok(()));

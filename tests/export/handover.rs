@@ -11,7 +11,7 @@ use cleat::backends::volume;
 use cleat_backend::{Image, OpenOptions};
 use cleat_core::error::{Error, ErrorKind};
 use cleat_export::End;
-use cleat_export::handover::Rest;
+use cleat_export::handover::PausedConnection;
 use cleat_export::server::{Event, ExportName, Limits, Server};
 use cleat_statistics::Page;
 use crossbeam_channel::Receiver;
@@ -52,8 +52,8 @@ impl Relay {
 
     /// Quiesces the connections. If `handed_over` is set, the next server takes them over; otherwise
     /// the same server resumes them.
-    fn change(&mut self, handed_over: bool) -> Vec<Rest> {
-        let rests = self.serving.0.hand_over(LIMIT).unwrap();
+    fn change(&mut self, handed_over: bool) -> Vec<PausedConnection> {
+        let rests = self.serving.0.pause(LIMIT).unwrap();
         if !handed_over {
             self.serving.0.resume();
             return rests;
@@ -61,9 +61,10 @@ impl Relay {
         let file = self.page.file().unwrap();
         let page = Page::from_fd(file).unwrap();
         let next = server(&self.image, &page);
-        for Rest { socket, unread } in &rests {
-            let rest = Rest { socket: socket.try_clone().unwrap(), unread: unread.clone() };
-            next.0.add_at_rest(rest).unwrap();
+        for PausedConnection { socket, unread } in &rests {
+            let rest =
+                PausedConnection { socket: socket.try_clone().unwrap(), unread: unread.clone() };
+            next.0.add_paused(rest).unwrap();
         }
         page.take_over();
         next.0.resume();
@@ -243,7 +244,7 @@ fn unparsed_bytes_are_handed_over() {
 fn attempt_until_refused(relay: &Relay, limit: Duration, may_come: impl Fn() -> bool) -> Error {
     let until = Instant::now() + LIMIT;
     while may_come() && Instant::now() < until {
-        match relay.serving.0.hand_over(limit) {
+        match relay.serving.0.pause(limit) {
             Ok(_) => relay.serving.0.resume(),
             Err(error) => return error,
         }
@@ -290,7 +291,7 @@ fn a_connection_that_was_handed_over_is_not_shut_down() {
     let mut relay = Relay::new();
     let client = relay.connect();
     drop(relay.change(true));
-    let rests = relay.serving.0.hand_over(LIMIT).unwrap();
+    let rests = relay.serving.0.pause(LIMIT).unwrap();
     relay.serving.0.leave().unwrap();
     drop(relay);
     client.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
@@ -305,7 +306,7 @@ fn a_connection_that_was_handed_over_is_not_shut_down() {
 fn more_unread_bytes_than_a_connection_holds_are_refused() {
     let relay = Relay::new();
     let (_ours, theirs) = UnixStream::pair().unwrap();
-    let rest = Rest { socket: theirs.into(), unread: vec![0; 1 << 20] };
-    let error = relay.serving.0.add_at_rest(rest).unwrap_err();
+    let rest = PausedConnection { socket: theirs.into(), unread: vec![0; 1 << 20] };
+    let error = relay.serving.0.add_paused(rest).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }

@@ -79,7 +79,7 @@ fn a_paused_connection_does_not_probe_its_backend() {
     fixture.flaky.down.store(true, Ordering::SeqCst);
     client.write(1, 0, &[1; 512]);
     client.expect(1, Err(IoError::Broken));
-    fixture.server.hand_over(Duration::from_secs(5)).unwrap();
+    fixture.server.pause(Duration::from_secs(5)).unwrap();
     let attempts = fixture.flaky.attempts.load(Ordering::SeqCst);
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(fixture.flaky.attempts.load(Ordering::SeqCst), attempts);

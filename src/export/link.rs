@@ -1,0 +1,133 @@
+//! A connection's socket on its ring, and the eventfd that wakes the connection's thread.
+//!
+//! Invariant: at most one receive, one send and one poll of the eventfd are in flight. The socket is not
+//! shut down by this type alone, because it may have gone to another process.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{Shutdown, setsockopt, shutdown, sockopt};
+
+use cleat_backend::Waker;
+use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
+
+/// A receive from the socket.
+pub(super) const RECEIVE: Token = Token(1);
+/// A send to the socket.
+pub(super) const SEND: Token = Token(2);
+/// The poll of the eventfd.
+pub(super) const WAKE: Token = Token(3);
+/// The timer after which unused buffers are freed.
+pub(super) const TRIM: Token = Token(4);
+/// The timer that ends a negotiation which takes too long.
+pub(super) const DEADLINE: Token = Token(5);
+/// A cancellation.
+pub(super) const CANCEL: Token = Token(6);
+
+/// Ring entries for the connection itself: one for each token above, and two to spare.
+const OWN_ENTRIES: u32 = 8;
+
+/// The size of the socket's send buffer that is asked for, in bytes: a batch of replies should leave in
+/// one send.
+const SEND_BUFFER_LEN: usize = 1 << 20;
+
+/// See the file's comment.
+pub(super) struct Link {
+    ring: Ring,
+    socket: FileSlot,
+    wake: FileSlot,
+    wake_armed: bool,
+    file: Arc<OwnedFd>,
+}
+
+impl Link {
+    /// Sets up a ring on the calling thread for the connected stream socket `file`, with two entries for
+    /// each of `depth` requests.
+    ///
+    /// # Errors
+    /// The error of io_uring_setup(2), for example `EPERM` where it is forbidden.
+    pub(super) fn new(file: OwnedFd, waker: &Waker, depth: u32) -> io::Result<Self> {
+        allow_waiting(&file)?;
+        widen_send_buffer(&file);
+        let mut ring = Ring::new(depth * 2 + OWN_ENTRIES)?;
+        let socket = ring.register(file.as_fd())?;
+        let wake = ring.register(waker.descriptor())?;
+        Ok(Self { ring, socket, wake, wake_armed: false, file: Arc::new(file) })
+    }
+
+    /// The ring, for backends and timers.
+    pub(super) fn ring(&mut self) -> &mut Ring {
+        &mut self.ring
+    }
+
+    /// The ring and the socket's slot in it.
+    pub(super) fn ring_and_socket(&mut self) -> (&mut Ring, FileSlot) {
+        (&mut self.ring, self.socket)
+    }
+
+    /// The socket.
+    pub(super) fn file(&self) -> &Arc<OwnedFd> {
+        &self.file
+    }
+
+    /// Polls the eventfd, unless a poll is in flight.
+    pub(super) fn poll_wakeups(&mut self) {
+        if !self.wake_armed {
+            self.wake_armed = self.ring.poll_readable(self.wake, WAKE);
+        }
+    }
+
+    /// Submits what is queued, and waits until something has completed; with `limit`, not for longer.
+    ///
+    /// # Errors
+    /// The error of io_uring_enter(2).
+    pub(super) fn submit_and_wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        match limit {
+            Some(limit) => self.ring.submit_and_wait_for(limit),
+            None => self.ring.submit_and_wait(),
+        }
+    }
+
+    /// Returns the next completion, if there is one. Never blocks.
+    pub(super) fn next(&mut self) -> Option<Completion> {
+        let completion = self.ring.next()?;
+        if completion.token == WAKE {
+            self.wake_armed = false;
+        }
+        Some(completion)
+    }
+
+    /// Returns whether the peer has closed the connection in both directions, as the kernel's driver does
+    /// with its socketpairs, whatever of it is still to be read.
+    pub(super) fn peer_has_left(&self) -> bool {
+        let left = PollFlags::POLLHUP | PollFlags::POLLERR;
+        let mut set = [PollFd::new(self.file.as_fd(), PollFlags::empty())];
+        poll(&mut set, PollTimeout::ZERO).is_ok()
+            && set[0].revents().is_some_and(|seen| seen.intersects(left))
+    }
+
+    /// Closes the connection in both directions, for every process that has the socket.
+    pub(super) fn shut_down(&self) {
+        // ENOTCONN when the peer has closed it already.
+        let _ = shutdown(self.file.as_raw_fd(), Shutdown::Both);
+    }
+}
+
+/// The system limits the size (net.core.wmem_max) unless the process has CAP_NET_ADMIN. Short sends are
+/// continued in any case, so a failure does not matter.
+fn widen_send_buffer(socket: &OwnedFd) {
+    let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER_LEN)
+        .or_else(|_| setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_LEN));
+}
+
+/// io_uring waits for data by itself, but not on a non-blocking file: the loop would spin
+/// (io_uring/io_uring.c, REQ_F_NOWAIT).
+fn allow_waiting(socket: &OwnedFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL)?);
+    fcntl(socket, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK))?;
+    Ok(())
+}

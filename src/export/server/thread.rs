@@ -1,0 +1,112 @@
+//! One connection's thread, from its start to the event that reports its end.
+
+use std::any::Any;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use crossbeam_channel::Sender;
+
+use super::{ConnectionId, Event, ExportName, Kind};
+use crate::End;
+use crate::connection::{Connection, Parts};
+use cleat_backend::Image;
+use cleat_core::error::Result;
+use cleat_nbd::handshake::Export;
+use cleat_nbd::transmission::MAX_PAYLOAD;
+use cleat_nbd::wire::transmission_flags;
+
+/// What a connection's thread is given.
+pub(super) struct Task {
+    pub(super) id: ConnectionId,
+    pub(super) kind: Kind,
+    pub(super) socket: OwnedFd,
+    pub(super) unread: Vec<u8>,
+    pub(super) export: ExportName,
+    pub(super) parts: Parts,
+    pub(super) events: Sender<Event>,
+}
+
+impl Task {
+    /// Runs the connection. Sends to `ready` whether it could be set up, and an event when it has ended.
+    pub(super) fn run(self, ready: &Sender<Result<()>>) {
+        let (id, events) = (self.id, self.events.clone());
+        let end = match catch_unwind(AssertUnwindSafe(|| self.serve(ready))) {
+            Ok(Some(end)) => end,
+            // The caller that added the connection got the error.
+            Ok(None) => return,
+            Err(panic) => End::Panicked(panic_message(panic.as_ref())),
+        };
+        // It fails when the receiver is dropped: then the owner does not want the events.
+        let _ = events.send(Event::ConnectionEnded { id, end });
+    }
+
+    fn serve(self, ready: &Sender<Result<()>>) -> Option<End> {
+        let Self { kind, socket, unread, export, parts, .. } = self;
+        let export = match kind {
+            Kind::Kernel => None,
+            Kind::Client => Some(describe(export, parts.image.as_ref())),
+        };
+        let mut connection = match Connection::new(socket, &unread, parts) {
+            Ok(connection) => connection,
+            Err(error) => {
+                let _ = ready.send(Err(error));
+                return None;
+            }
+        };
+        let _ = ready.send(Ok(()));
+        let negotiated = export.map_or(Ok(()), |export| connection.negotiate(export));
+        Some(match negotiated {
+            Ok(()) => connection.transmit(),
+            Err(end) => end,
+        })
+    }
+}
+
+/// Returns what the negotiation tells a client about the volume.
+fn describe(name: ExportName, image: &dyn Image) -> Export {
+    let ExportName { name, description } = name;
+    let mut blocks = image.block_sizes();
+    blocks.maximum = blocks.maximum.min(MAX_PAYLOAD);
+    let transmission_flags = transmission_flags(image.features());
+    Export { name, description, size: image.size(), blocks, transmission_flags }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "?".to_owned())
+}
+
+/// The number of running threads, and a way to wait for their end.
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    count: Mutex<usize>,
+    fell: Condvar,
+}
+
+impl Live {
+    /// Waits until no thread runs, at most for `limit`. Returns how many still run.
+    pub(super) fn wait_for_none(&self, limit: Duration) -> usize {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.fell.wait_timeout_while(count, limit, |count| *count > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// Counts as one thread of [`Live`] until it is dropped.
+pub(super) struct Alive(Arc<Live>);
+
+impl Alive {
+    pub(super) fn new(live: &Arc<Live>) -> Self {
+        *live.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Self(Arc::clone(live))
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.fell.notify_all();
+    }
+}
