@@ -59,6 +59,33 @@ fn ignore_progress(_done: u64, _total: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
+/// Kills the worker of the mapping `secret`, and waits until another worker serves it. The mapping must
+/// report meanwhile that the image is being unlocked.
+fn kill_and_wait_for_successor(scene: &Scene) {
+    let before = scene.supervisor.get("secret").unwrap().worker_pid;
+    let (begun, mut reported) = (Instant::now(), String::new());
+    kill(before, Signal::SIGKILL);
+    while {
+        let now = scene.supervisor.get("secret").unwrap();
+        assert_ne!(now.state(), MappingState::Failed, "{now:?}");
+        if now.message.contains("unlocks") {
+            reported.clone_from(&now.message);
+        }
+        now.state() != MappingState::Mapped || [0, before].contains(&now.worker_pid)
+    } {
+        assert!(
+            begun.elapsed() < REGISTRY.max_extra_open_time() * 2,
+            "no worker serves the volume in time"
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(!reported.is_empty(), "no message reported that the image is being unlocked");
+    println!(
+        "figures: a killed worker is replaced after {:.1?}; message: {reported}",
+        begun.elapsed()
+    );
+}
+
 #[test]
 fn an_encrypted_image_survives_its_workers_and_is_resized() {
     let scene = Scene::on(shared());
@@ -108,28 +135,7 @@ fn an_encrypted_image_survives_its_workers_and_is_resized() {
     assert!(place.connect().unwrap().resize(&name, larger, false, &mut ignore_progress).unwrap());
     wait_until("the device has the new size", || size() == larger);
 
-    let before = scene.supervisor.get("secret").unwrap().worker_pid;
-    let (begun, mut reported) = (Instant::now(), String::new());
-    kill(before, Signal::SIGKILL);
-    while {
-        let now = scene.supervisor.get("secret").unwrap();
-        assert_ne!(now.state(), MappingState::Failed, "{now:?}");
-        if now.message.contains("unlocks") {
-            reported.clone_from(&now.message);
-        }
-        now.state() != MappingState::Mapped || [0, before].contains(&now.worker_pid)
-    } {
-        assert!(
-            begun.elapsed() < REGISTRY.max_extra_open_time() * 2,
-            "no worker serves the volume in time"
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert!(!reported.is_empty(), "no message reported that the image is being unlocked");
-    println!(
-        "figures: a killed worker is replaced after {:.1?}; message: {reported}",
-        begun.elapsed()
-    );
+    kill_and_wait_for_successor(&scene);
     load.wait_for_more();
     let written = load.finish();
     assert_eq!(held(&scene.plain(&mapping)), written);
