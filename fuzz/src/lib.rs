@@ -9,11 +9,15 @@
 //! The same functions run under libFuzzer (`fuzz_targets/`, nightly) and in `tests/fuzz.rs`
 //! (stable). `cleat_fuzz` is for tests only; nothing depends on it.
 
+mod claim_record;
 mod handshake;
+mod journal_record;
 mod kernel_files;
 mod pieces;
 mod structured_replies;
 mod transmission;
+mod volume_uri;
+mod worker_messages;
 
 use peak_alloc::PeakAlloc;
 
@@ -37,6 +41,10 @@ pub const TARGETS: &[Target] = &[
     ("transmission", transmission::check),
     ("structured_replies", structured_replies::check),
     ("kernel_files", kernel_files::check),
+    ("volume_uri", volume_uri::check),
+    ("journal_record", journal_record::check),
+    ("worker_messages", worker_messages::check),
+    ("claim_record", claim_record::check),
 ];
 
 /// Runs the target `name` on `data`, and checks the memory that it took. Other threads must not

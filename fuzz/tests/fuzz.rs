@@ -38,7 +38,16 @@ macro_rules! smoke {
     };
 }
 
-smoke!(handshake, transmission, structured_replies, kernel_files);
+smoke!(
+    handshake,
+    transmission,
+    structured_replies,
+    kernel_files,
+    volume_uri,
+    journal_record,
+    worker_messages,
+    claim_record
+);
 
 fn smoke(target: &str) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);

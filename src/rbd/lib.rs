@@ -36,3 +36,15 @@ mod store;
 mod timeouts;
 
 pub use registration::BACKEND;
+
+/// For the fuzz target: parses the claim of the image with the id `image`, and prints it as it is written
+/// to the image. `None` for the claim of another image.
+///
+/// # Errors
+/// When `text` is not a claim.
+#[cfg(feature = "fuzz")]
+pub fn reprint_claim(text: &str, image: &str) -> cleat_core::error::Result<Option<String>> {
+    claim::record::Claim::read(Some(text), image, "pool/image")?
+        .map(|claim| claim.text())
+        .transpose()
+}

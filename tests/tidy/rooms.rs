@@ -23,7 +23,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("worker", &["backend", "core", "export", "nbd", "statistics", "sys", "telemetry"]),
     ("kernel", &["core", "sys"]),
     ("node", &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker"]),
-    ("fuzz", &["core", "kernel", "nbd"]),
+    ("fuzz", &["backend", "core", "kernel", "nbd", "node", "rbd", "worker"]),
 ];
 
 /// Packages that a worker must not link: it has no async runtime, no control API and no Kubernetes client.

@@ -234,25 +234,36 @@ fn read_record(path: &Path) -> Result<Record, String> {
     if text.len() as u64 > MAX_RECORD {
         return Err(format!("longer than {MAX_RECORD} bytes"));
     }
+    let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+    parse_record(&text, stem)
+}
+
+/// Parses and checks the record of the mapping `mapping_id`, or returns the reason why it is not one.
+fn parse_record(text: &str, mapping_id: &str) -> Result<Record, String> {
     #[derive(serde::Deserialize)]
     struct Versioned {
         version: u32,
     }
     // The version first: a record of a later version may be another thing altogether.
-    let version: Versioned = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+    let version: Versioned = serde_json::from_str(text).map_err(|error| error.to_string())?;
     if version.version != Record::VERSION {
         return Err(format!("has version {}, this is {}", version.version, Record::VERSION));
     }
-    let value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+    let value = serde_json::from_str(text).map_err(|error| error.to_string())?;
     let record = read(value).map_err(|error| error.to_string())?;
-    let stem = path.file_stem().and_then(|stem| stem.to_str());
-    if stem != Some(record.mapping_id.as_str()) || !is_mapping_id(&record.mapping_id) {
+    if mapping_id != record.mapping_id || !is_mapping_id(mapping_id) {
         return Err("carries another mapping's id".to_owned());
     }
     if !crate::api::validate::is_name(&record.name) || record.options.connections == 0 {
         return Err("carries an impossible name or option".to_owned());
     }
     Ok(record)
+}
+
+/// For the fuzz target: parses the record of the mapping `mapping_id`, and prints it as the journal does.
+#[cfg(feature = "fuzz")]
+pub fn reprint_record(text: &str, mapping_id: &str) -> Result<Vec<u8>, String> {
+    written(&parse_record(text, mapping_id)?).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
