@@ -15,7 +15,7 @@ use super::progress::Tracker;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::Store;
 use cleat_backend::uri::StoreUri;
-use cleat_core::error::Result;
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_node::config::Config;
 
 pub(super) const EXAMPLES: &str = "\
@@ -106,6 +106,17 @@ impl Rivals {
     fn store(&self, place: &StoreUri) -> Result<Box<dyn Store>> {
         place.connect_as(&Claimant::alone(&Config::load(None)?.node_name, self.take_over)?)
     }
+}
+
+/// Returns what only some stores can do.
+///
+/// # Errors
+/// `Unsupported` where this one cannot.
+fn capability<T>(found: Option<T>, place: &StoreUri, what: &str) -> Result<T> {
+    found.ok_or_else(|| {
+        let message = format!("{} volumes have no {what}", place.spec().scheme());
+        Error::new(ErrorKind::Unsupported, message)
+    })
 }
 
 /// Tells of a change; `unchanged` is what there is to say when nothing had to be done.

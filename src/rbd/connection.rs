@@ -5,15 +5,13 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
+use crate::cache;
 use crate::claim::{CUT_OFF_OPTION, CUT_OFF_S};
 use crate::errors::problem;
 use crate::spec::RbdSpec;
 
 /// How long a monitor may take to answer, at the start and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Options of Ceph that go before the configuration file, and behind those of the volume.
-const DEFAULTS: [(&str, &str); 1] = [("rbd_cache", "false")];
 
 /// As these, for an image that is served: the connection's own thread hands requests to the messenger,
 /// where the library would wake a thread of its own for each. It must not wait, as the library does at
@@ -48,30 +46,31 @@ pub(crate) fn open_library(spec: &RbdSpec, read_only: bool) -> Result<Arc<librbd
 
 /// Returns how librbd connects to the cluster of `spec`.
 pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
-    let defaults = DEFAULTS.iter().filter(|(key, _)| !spec.config.contains_key(*key));
-    let defaults = defaults.map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
-    let own = spec.config.iter().map(|(key, value)| (key.clone(), value.clone()));
     librbd::Config {
         conf: spec.conf.clone(),
         id: spec.id.clone(),
         keyring: spec.keyring.clone(),
-        defaults: Vec::new(),
-        overrides: defaults.chain(own).collect(),
+        defaults: owned(&cache::OFF).collect(),
+        overrides: spec.config.clone().into_iter().collect(),
         monitor_timeout: MONITOR_TIMEOUT,
     }
 }
 
 /// What holds for an image that is served, where the library knows it.
 fn defaults(spec: &RbdSpec) -> Vec<(String, String)> {
-    let mut defaults = Vec::new();
+    let mut defaults: Vec<_> = owned(&cache::OFF).collect();
     if !spec.shared {
         defaults.push((CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string()));
     }
     // Together, or not at all.
     if !INLINE.iter().any(|(key, _)| spec.config.contains_key(*key)) {
-        defaults.extend(INLINE.map(|(key, value)| (key.to_owned(), value.to_owned())));
+        defaults.extend(owned(&INLINE));
     }
     defaults
+}
+
+fn owned(options: &[(&str, &str)]) -> impl Iterator<Item = (String, String)> {
+    options.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
 }
 
 #[cfg(test)]
@@ -91,15 +90,16 @@ mod tests {
             RbdSpec::parse(location, Options::parse(options).unwrap()).unwrap()
         };
         let plain = config(&spec("p/i"));
-        assert_eq!(plain.overrides, list(&[("rbd_cache", "false")]));
-        let own = config(&spec("p/i?config.rbd_cache=true&id=x"));
-        assert_eq!(own.overrides, list(&[("rbd_cache", "true")]));
+        assert_eq!((plain.defaults, plain.overrides), (list(&cache::OFF), Vec::new()));
+        let own = config(&spec("p/i?config.rbd_op_threads=2&id=x"));
+        assert_eq!(own.overrides, list(&[("rbd_op_threads", "2")]));
         assert_eq!(own.id.as_deref(), Some("x"));
         assert_eq!(spec("p/n/i@s").image_name(), "p/n/i@s");
         // Without a bound of the library's a thread of ours may begin requests, with one it may not.
         let inline = defaults(&spec("p/i?lock=shared"));
-        assert_eq!(inline, list(&INLINE));
-        assert!(defaults(&spec("p/i?lock=shared&config.objecter_inflight_ops=9")).is_empty());
-        assert!(defaults(&spec("p/i")).ends_with(&inline));
+        assert_eq!(inline, [list(&cache::OFF), list(&INLINE)].concat());
+        let bounded = defaults(&spec("p/i?lock=shared&config.objecter_inflight_ops=9"));
+        assert_eq!(bounded, list(&cache::OFF));
+        assert!(defaults(&spec("p/i")).ends_with(&list(&INLINE)));
     }
 }

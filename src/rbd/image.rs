@@ -28,7 +28,7 @@ use crate::queue::RbdQueue;
 use crate::quiesce::Snapshots;
 use crate::shared::Shared;
 use crate::spec::RbdSpec;
-use crate::{extents, mirror, timeouts};
+use crate::{cache, extents, mirror, timeouts};
 
 /// How long opening may take in all, less than a supervisor waits for it. OSDs that do not answer have
 /// no limit of their own.
@@ -140,7 +140,9 @@ impl RbdImage {
             let error = invalid(format!("{name} is empty"));
             return Err(error.with_repair(format!("give it a size: rbd resize --size 10G {name}")));
         }
-        let durable_writes = durable_writes(&image.config().map_err(failed)?);
+        if !read_only {
+            cache::check_off(&image.config().map_err(failed)?, &name)?;
+        }
         let data_pool = if image.features().map_err(failed)? & librbd::RBD_FEATURE_DATA_POOL == 0 {
             spec.pool.clone()
         } else {
@@ -156,7 +158,6 @@ impl RbdImage {
             rights: Rights::of(spec, &data_pool),
             room: Room::of(data_pool),
             read_only,
-            durable_writes,
             piece: if encrypted {
                 ENCRYPTED_PIECE
             } else {
@@ -331,9 +332,9 @@ impl Image for RbdImage {
         Some(CHECK_INTERVAL)
     }
 
-    /// What ends is over, by the OSDs' own word. A cache has answered already.
+    /// A request that fails for lack of space has no effect later: the OSDs have answered it.
     fn retries_no_space(&self) -> bool {
-        self.shared.durable_writes
+        true
     }
 
     fn failure_reason(&self) -> Option<String> {
@@ -519,19 +520,6 @@ fn whole_blocks(size: u64, encrypted: bool) -> u64 {
     if encrypted { size - size % u64::from(ENCRYPTED_BLOCK) } else { size }
 }
 
-/// Whether a write is on the OSDs when it is answered, by librbd's options as they hold for the
-/// image: its own and its pool's go before ours. What is not known is taken for a cache.
-fn durable_writes(config: &[(String, String)]) -> bool {
-    let value = |name: &str| {
-        config.iter().find(|(key, _)| key == name).map_or("", |(_, value)| value.as_str())
-    };
-    let written_back = value("rbd_cache") != "false"
-        && value("rbd_cache_policy") != "writethrough"
-        && value("rbd_cache_max_dirty") != "0";
-    let persistent = !["", "disabled"].contains(&value("rbd_persistent_cache_mode"));
-    !written_back && !persistent
-}
-
 /// Keeps the size up to date. The library's callback may not ask, so a thread does.
 fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Changes> {
     // One that waits tells of all changes so far.
@@ -566,28 +554,6 @@ fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Chang
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn options(list: &[(&str, &str)]) -> Vec<(String, String)> {
-        list.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
-    }
-
-    #[test]
-    fn only_a_cache_that_holds_nothing_back_makes_writes_durable() {
-        let off = ("rbd_cache", "false");
-        let on = ("rbd_cache", "true");
-        for (list, durable) in [
-            (&[off][..], true),
-            (&[off, ("rbd_persistent_cache_mode", "disabled")], true),
-            (&[off, ("rbd_persistent_cache_mode", "ssd")], false),
-            (&[on, ("rbd_cache_policy", "writethrough")], true),
-            (&[on, ("rbd_cache_max_dirty", "0")], true),
-            (&[on, ("rbd_cache_policy", "writearound"), ("rbd_cache_max_dirty", "1")], false),
-            (&[on], false),
-            (&[], false),
-        ] {
-            assert_eq!(durable_writes(&options(list)), durable, "{list:?}");
-        }
-    }
 
     #[test]
     fn block_sizes_follow_the_objects() {

@@ -4,8 +4,8 @@
 //! - A writable image is claimed by its exclusive lock, which is kept until the image is closed
 //!   (`claim`). A client that takes the image over has the cluster blocklist this one first: every
 //!   request then fails with ESHUTDOWN, which is `Fenced`, for good.
-//! - librbd's cache is off, unless an option says otherwise: a write that is answered is replicated,
-//!   so FUA costs nothing. Under a cache that holds writes back, FUA is a write and a flush.
+//! - librbd's cache is off, or writes through (`cache`): a write that is answered is replicated, so FUA
+//!   costs nothing.
 //! - Requests wait inside the library while the cluster is away, as long as it takes: its own time
 //!   limit (`rados_osd_op_timeout`) would report writes as failed that land later. For the same
 //!   reason a write that ran into it is `Broken` and never `Retry`.
@@ -17,6 +17,7 @@
 //!   encrypted image either writes encrypted zeroes, a few pieces at a time.
 //! - Closing waits for what is in flight, on a thread that is abandoned when the cluster is away.
 
+mod cache;
 mod claim;
 mod connection;
 mod encryption;

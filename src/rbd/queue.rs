@@ -38,8 +38,6 @@ struct Task {
     progress: u64,
     /// Bytes that the running operation is for.
     attempted: u64,
-    /// The running operation makes durable what was done.
-    flushing: bool,
     /// No other operation begins.
     abandoned: bool,
 }
@@ -48,7 +46,7 @@ struct Task {
 #[derive(Debug, Clone, Copy)]
 struct Step {
     id: RequestId,
-    /// The request's operation; the step may be the flush after a write.
+    /// The request's operation.
     op: Op,
     /// Bytes that a read must return.
     length: u64,
@@ -132,16 +130,12 @@ impl RbdQueue {
 
     /// Returns what follows an operation that has succeeded.
     fn advance(&self, task: &mut Task) -> Next {
-        if task.flushing || !task.request.op.modifies() {
+        if !task.request.op.modifies() {
             return Ok(None);
         }
         task.progress += task.attempted;
         if task.progress < task.request.length {
             return self.operation(task);
-        }
-        if self.ends_with_flush(task) {
-            task.flushing = true;
-            return Ok(Some(Io::Flush));
         }
         Ok(None)
     }
@@ -163,11 +157,6 @@ impl RbdQueue {
                 Some(Outcome { result: Err(error), buffer })
             }
         }
-    }
-
-    /// Whether what is done has to be made durable before the request ends.
-    fn ends_with_flush(&self, task: &Task) -> bool {
-        task.request.flags.fua && !self.shared.durable_writes
     }
 
     fn task(&self, id: RequestId) -> Option<Task> {
@@ -216,8 +205,7 @@ impl ImageQueue for RbdQueue {
         buffer: Option<Buffer>,
         _ring: &mut Ring,
     ) -> Started {
-        let mut task =
-            Task { request, progress: 0, attempted: 0, flushing: false, abandoned: false };
+        let mut task = Task { request, progress: 0, attempted: 0, abandoned: false };
         let next = self.operation(&mut task);
         let index = id as usize;
         if self.tasks.len() <= index {
@@ -257,7 +245,7 @@ impl ImageQueue for RbdQueue {
         done: &mut Vec<(RequestId, Outcome)>,
     ) {
         let Some(mut task) = self.task(id) else { return };
-        let zeroes = self.encrypts_zeroes(&task.request) && !task.flushing;
+        let zeroes = self.encrypts_zeroes(&task.request);
         let next = self.next(&mut task, outcome.result);
         self.tasks[id as usize] = Some(task);
         if let Some(outcome) = self.proceed(id, next, outcome.buffer) {

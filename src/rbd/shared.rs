@@ -21,8 +21,6 @@ pub(crate) struct Shared {
     pub(crate) room: Room,
     /// For a mapping that may write, being refused as a reader means that the lock is lost.
     pub(crate) read_only: bool,
-    /// A write that is answered survives everything.
-    pub(crate) durable_writes: bool,
     /// Bytes of a piece of a long range.
     pub(crate) piece: u64,
 }

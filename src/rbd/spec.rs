@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 
+use crate::cache::check_option;
 pub(crate) use encryption::{Encryption, Luks};
 
 /// An RBD image, and how its cluster is reached. Never a secret itself: only where one is read.
@@ -280,6 +281,7 @@ fn config(options: Options) -> Result<BTreeMap<String, String>> {
             )
             .with_repair("put the key into a file and name that: keyring=/etc/ceph/…"));
         }
+        check_option(&key, &value)?;
         if config.insert(key.clone(), value).is_some() {
             return Err(invalid(format!("the option {CONFIG}{key} is given twice")));
         }

@@ -28,8 +28,8 @@ use crate::timeouts::{Course, PATIENCE, answer, followed, within};
 use crate::{encryption, errors};
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
-    Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot, Source, Store,
-    Trashed,
+    CloneStore, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot,
+    SnapshotStore, Source, Store, TrashStore, Trashed,
 };
 use cleat_backend::uri::{Size, StoreUri, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -130,7 +130,21 @@ impl Store for RbdStore {
         self.call(name, snapshot, Target::info)
     }
 
-    fn clone_snapshot(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
+    fn snapshots(&self) -> Option<&dyn SnapshotStore> {
+        Some(self)
+    }
+
+    fn clones(&self) -> Option<&dyn CloneStore> {
+        Some(self)
+    }
+
+    fn trash(&self) -> Option<&dyn TrashStore> {
+        Some(self)
+    }
+}
+
+impl CloneStore for RbdStore {
+    fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
         let place: &dyn Any = source.store;
         let Some(place) = place.downcast_ref::<RbdStoreSpec>() else {
             return Err(invalid("an RBD image is cloned from another one's snapshot only"));
@@ -143,46 +157,50 @@ impl Store for RbdStore {
     fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool> {
         self.follow(name, None, progress, Target::flatten)
     }
+}
 
-    fn snapshots(&self, name: &str) -> Result<Vec<Snapshot>> {
+impl SnapshotStore for RbdStore {
+    fn list(&self, name: &str) -> Result<Vec<Snapshot>> {
         self.call(name, None, |target| target.snapshots_of(&*target.open(Open::ReadOnly)?))
     }
 
-    fn snapshot_create(&self, name: &str, snapshot: &str) -> Result<bool> {
+    fn create(&self, name: &str, snapshot: &str) -> Result<bool> {
         let target = self.target(name, Some(snapshot))?;
         within(QUIESCE_PATIENCE, &answer(&target.name), move || target.snapshot_create())
     }
 
-    fn snapshot_remove(&self, name: &str, snapshot: &str) -> Result<bool> {
+    fn remove(&self, name: &str, snapshot: &str) -> Result<bool> {
         self.call(name, Some(snapshot), Target::snapshot_remove)
     }
 
-    fn snapshot_protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool> {
+    fn protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool> {
         self.call(name, Some(snapshot), move |target| target.snapshot_protect(protect))
     }
 
-    fn snapshot_rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()> {
+    fn rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()> {
         self.follow(name, Some(snapshot), progress, Target::snapshot_rollback)
     }
+}
 
-    fn trash(&self) -> Result<Vec<Trashed>> {
+impl TrashStore for RbdStore {
+    fn entries(&self) -> Result<Vec<Trashed>> {
         let this = self.clone();
         within(PATIENCE, &answer(self.spec.pool()), move || this.trashed())
     }
 
-    fn trash_restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
+    fn restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
         let name = self.target(name, None)?.spec.image;
         let new_name = self.target(new_name.unwrap_or(&name), None)?;
         let (this, id) = (self.clone(), id.map(str::to_owned));
         within(PATIENCE, &answer(self.spec.pool()), move || {
-            this.restore(&name, id.as_deref(), &new_name)
+            this.restore_entry(&name, id.as_deref(), &new_name)
         })
     }
 
-    fn trash_purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
+    fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
         let (this, ids) = (self.clone(), ids.to_vec());
         let what = format!("the trash of {}", self.place());
-        followed(&what, progress, move |course| this.purge(&ids, force, course))
+        followed(&what, progress, move |course| this.purge_entries(&ids, force, course))
     }
 }
 

@@ -100,8 +100,6 @@ suite! {
     rbd_plain: Place::rbd(22, "");
     // Long ranges cover many objects.
     rbd_small_objects: Place::rbd(14, "");
-    // librbd holds writes back until a flush.
-    rbd_cached: Place::rbd(22, "config.rbd_cache=true&config.rbd_cache_policy=writeback");
 }
 
 #[cfg(feature = "fault")]

@@ -9,7 +9,8 @@
 //!   their progress, which may take as long as they get on. These can be told to end: what that
 //!   leaves stands in the error, and another call goes on from there. What hit its limit may still
 //!   take effect later.
-//! - What a backend cannot do is `Unsupported`, with the reason.
+//! - What only some backends can do is a capability of the store: [`SnapshotStore`], [`CloneStore`],
+//!   [`TrashStore`].
 
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -55,97 +56,93 @@ pub trait Store: Send + Sync {
     /// `NotFound`; what the backend gives.
     fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info>;
 
-    /// Makes the volume `name` as a clone of a snapshot, in whose pool it need not be.
-    ///
-    /// # Errors
-    /// `AlreadyExists` where it is no clone of that; what the backend gives.
-    fn clone_snapshot(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
-        let _ = (source, name, layout);
-        Err(unsupported("clones"))
+    /// Returns the capability to take snapshots.
+    fn snapshots(&self) -> Option<&dyn SnapshotStore> {
+        None
     }
 
-    /// Makes a clone independent of its parent.
-    ///
-    /// # Errors
-    /// What the backend gives.
-    fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool> {
-        let _ = (name, progress);
-        Err(unsupported("clones"))
+    /// Returns the capability to make writable volumes from snapshots.
+    fn clones(&self) -> Option<&dyn CloneStore> {
+        None
     }
 
-    /// A volume's snapshots, oldest first.
-    ///
-    /// # Errors
-    /// What the backend gives.
-    fn snapshots(&self, name: &str) -> Result<Vec<Snapshot>> {
-        let _ = name;
-        Err(unsupported("snapshots"))
+    /// Returns the capability to keep removed volumes for a while.
+    fn trash(&self) -> Option<&dyn TrashStore> {
+        None
     }
+}
 
-    /// Takes a snapshot. Whoever has the volume open goes on.
+/// Takes, lists and removes snapshots of volumes. Results of type `bool` say whether anything had to be
+/// changed.
+pub trait SnapshotStore {
+    /// Returns the snapshots of the volume `name`, oldest first.
     ///
     /// # Errors
-    /// What the backend gives.
-    fn snapshot_create(&self, name: &str, snapshot: &str) -> Result<bool> {
-        let _ = (name, snapshot);
-        Err(unsupported("snapshots"))
-    }
+    /// The backend's error.
+    fn list(&self, name: &str) -> Result<Vec<Snapshot>>;
+
+    /// Takes a snapshot. Clients that have the volume open continue.
+    ///
+    /// # Errors
+    /// The backend's error.
+    fn create(&self, name: &str, snapshot: &str) -> Result<bool>;
 
     /// Removes a snapshot.
     ///
     /// # Errors
-    /// `InUse` for a protected one, and for one that clones need; what the backend gives.
-    fn snapshot_remove(&self, name: &str, snapshot: &str) -> Result<bool> {
-        let _ = (name, snapshot);
-        Err(unsupported("snapshots"))
-    }
+    /// `InUse` for a protected snapshot, and for one that clones need; the backend's error.
+    fn remove(&self, name: &str, snapshot: &str) -> Result<bool>;
 
-    /// Protects a snapshot from being removed, or lets go of it.
+    /// Protects a snapshot from removal, or ends the protection.
     ///
     /// # Errors
-    /// `InUse` when it is to be let go of and has clones; what the backend gives.
-    fn snapshot_protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool> {
-        let _ = (name, snapshot, protect);
-        Err(unsupported("snapshots"))
-    }
+    /// `InUse` when the protection is to end and clones need it; the backend's error.
+    fn protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool>;
 
-    /// Makes the volume what it was. What was written since is gone.
+    /// Restores the content that the volume had at the snapshot. What was written since is lost.
     ///
     /// # Errors
-    /// `InUse` while somebody has the volume open; what the backend gives.
-    fn snapshot_rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()> {
-        let _ = (name, snapshot, progress);
-        Err(unsupported("snapshots"))
-    }
+    /// `InUse` while a client has the volume open; the backend's error.
+    fn rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()>;
+}
 
-    /// What lies in the trash, the oldest first.
+/// Makes writable volumes from snapshots. Results of type `bool` say whether anything had to be changed.
+pub trait CloneStore {
+    /// Makes the volume `name` as a clone of a snapshot, which may be in another store of the backend.
     ///
     /// # Errors
-    /// What the backend gives.
-    fn trash(&self) -> Result<Vec<Trashed>> {
-        Err(unsupported("trash"))
-    }
+    /// `AlreadyExists` where `name` is not a clone of that snapshot; the backend's error.
+    fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool>;
 
-    /// Takes a volume back out of the trash, under the name `new_name` where that is given. Its `id`
-    /// tells apart what had the same name.
+    /// Makes a clone independent of its parent.
+    ///
+    /// # Errors
+    /// The backend's error.
+    fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool>;
+}
+
+/// Keeps removed volumes for a while. Results of type `bool` say whether anything had to be changed.
+pub trait TrashStore {
+    /// Returns the volumes in the trash, oldest first.
+    ///
+    /// # Errors
+    /// The backend's error.
+    fn entries(&self) -> Result<Vec<Trashed>>;
+
+    /// Moves a volume back out of the trash, under the name `new_name` where that is given. `id`
+    /// selects one of several volumes that had the same name.
     ///
     /// # Errors
     /// `NotFound`; `InvalidArgument` where several had the name; `AlreadyExists` where it is taken.
-    fn trash_restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
-        let _ = (name, id, new_name);
-        Err(unsupported("trash"))
-    }
+    fn restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool>;
 
-    /// Removes for good what lies in the trash: these `ids`, or all; before its time only with `force`.
-    /// One that cannot be removed, as it is in use perhaps, does not keep the others.
+    /// Deletes volumes in the trash for good: these `ids`, or all; before their time only with `force`.
+    /// A volume that cannot be deleted, for example because it is in use, does not stop the others.
     ///
     /// # Errors
-    /// `NotFound` for an id that is not there; `Aborted` when it was told to end; what the backend
-    /// gives.
-    fn trash_purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
-        let _ = (ids, force, progress);
-        Err(unsupported("trash"))
-    }
+    /// `NotFound` for an id that does not exist; `Aborted` when `progress` asked for the end; the
+    /// backend's error.
+    fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
 }
 
 /// How a new volume lies in its storage; what is left out, the storage decides.
@@ -347,8 +344,4 @@ pub struct Purged {
     pub failed: Vec<(Trashed, Error)>,
     /// What is to be kept longer.
     pub waiting: Vec<Trashed>,
-}
-
-fn unsupported(what: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("these volumes have no {what}"))
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{Rivals, Tracker, short, tell, time};
+use super::{Rivals, Tracker, capability, short, tell, time};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
 use cleat_backend::store::{Layout, Removal, Removed, Source};
@@ -235,15 +235,17 @@ pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
     let store = to.with_access_of(&from)?.connect()?;
     let layout = Layout { clone_format: Some(args.clone_format), ..args.layout.into() };
     let source = Source { store: from.spec(), name: &source, snapshot: &snapshot };
-    let changed = store.clone_snapshot(&source, &name, &layout)?;
+    let changed =
+        capability(store.clones(), &to, "clones")?.create_clone(&source, &name, &layout)?;
     tell(globals, &args.uri, changed, "is that clone already")
 }
 
 pub(super) fn flatten(globals: &Globals, args: &Flatten) -> Result<()> {
     let (store, name) = whole(&args.uri)?;
     let tracker = Tracker::begin(globals, "flatten", &args.uri)?;
-    let store = store.connect()?;
-    let changed = tracker.run(|progress| store.flatten(&name, progress))?;
+    let connected = store.connect()?;
+    let clones = capability(connected.clones(), &store, "clones")?;
+    let changed = tracker.run(|progress| clones.flatten(&name, progress))?;
     tell(globals, &args.uri, changed, "has no parent")
 }
 

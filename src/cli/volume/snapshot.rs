@@ -3,11 +3,11 @@
 use serde::Serialize;
 
 use super::change::whole;
-use super::{Rivals, Tracker, tell, time};
+use super::{Rivals, Tracker, capability, tell, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, size};
-use cleat_backend::store;
-use cleat_backend::uri::VolumeUri;
+use cleat_backend::store::{self, SnapshotStore, Store};
+use cleat_backend::uri::{StoreUri, VolumeUri};
 use cleat_core::error::Result;
 
 const EXAMPLES: &str = "\
@@ -146,13 +146,15 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
     match args.command {
         Command::Create(Create { uri }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
-            let changed = store.connect()?.snapshot_create(&name, &snapshot)?;
+            let connected = store.connect()?;
+            let changed = snapshots(&*connected, &store)?.create(&name, &snapshot)?;
             tell(globals, &uri, changed, "exists already")
         }
         Command::List(List { uri }) => list(globals, &uri),
         Command::Remove(Remove { uri }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
-            let changed = store.connect()?.snapshot_remove(&name, &snapshot)?;
+            let connected = store.connect()?;
+            let changed = snapshots(&*connected, &store)?.remove(&name, &snapshot)?;
             tell(globals, &uri, changed, "was not there")
         }
         Command::Protect(Protect { uri }) => protect(globals, &uri, true),
@@ -160,16 +162,22 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
         Command::Rollback(Rollback { uri, rivals }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
             let tracker = Tracker::begin(globals, "rollback", &uri)?;
-            let store = rivals.store(&store)?;
-            tracker.run(|progress| store.snapshot_rollback(&name, &snapshot, progress))?;
+            let connected = rivals.store(&store)?;
+            let snapshots = snapshots(&*connected, &store)?;
+            tracker.run(|progress| snapshots.rollback(&name, &snapshot, progress))?;
             tell(globals, &uri, true, "")
         }
     }
 }
 
+fn snapshots<'a>(store: &'a dyn Store, place: &StoreUri) -> Result<&'a dyn SnapshotStore> {
+    capability(store.snapshots(), place, "snapshots")
+}
+
 fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
     let (store, name) = whole(uri)?;
-    let snapshots = store.connect()?.snapshots(&name)?;
+    let connected = store.connect()?;
+    let snapshots = snapshots(&*connected, &store)?.list(&name)?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { snapshots });
     }
@@ -190,6 +198,7 @@ fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
 
 fn protect(globals: &Globals, uri: &VolumeUri, protect: bool) -> Result<()> {
     let (store, name, snapshot) = uri.snapshot_location()?;
-    let changed = store.connect()?.snapshot_protect(&name, &snapshot, protect)?;
+    let connected = store.connect()?;
+    let changed = snapshots(&*connected, &store)?.protect(&name, &snapshot, protect)?;
     tell(globals, uri, changed, if protect { "is protected already" } else { "is not protected" })
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::change::whole;
-use super::{Rivals, Tracker, short, tell, time};
+use super::{Rivals, Tracker, capability, short, tell, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit};
 use cleat_backend::store::{Failure, Purged, Trashed};
@@ -127,8 +127,9 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
         Command::Restore(restore) => {
             let Restore { uri, id, name: new_name } = *restore;
             let (store, name) = whole(&uri)?;
-            let store = store.connect()?;
-            let changed = store.trash_restore(&name, id.as_deref(), new_name.as_deref())?;
+            let connected = store.connect()?;
+            let trash = capability(connected.trash(), &store, "trash")?;
+            let changed = trash.restore(&name, id.as_deref(), new_name.as_deref())?;
             tell(globals, &uri, changed, "is not in the trash, but where it was").map(|()| exit::OK)
         }
         Command::Purge(args) => purge(globals, &args),
@@ -136,7 +137,8 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
 }
 
 fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
-    let trash = place.connect()?.trash()?;
+    let store = place.connect()?;
+    let trash = capability(store.trash(), place, "trash")?.entries()?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { trash });
     }
@@ -151,7 +153,8 @@ fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
 fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
     let tracker = Tracker::begin(globals, "purge", &args.place)?;
     let store = args.rivals.store(&args.place)?;
-    let purged = tracker.run(|progress| store.trash_purge(&args.ids, args.force, progress))?;
+    let trash = capability(store.trash(), &args.place, "trash")?;
+    let purged = tracker.run(|progress| trash.purge(&args.ids, args.force, progress))?;
     let code = purged.failed.first().map_or(exit::OK, |(_, error)| exit::code(error.kind()));
     if globals.output == Some(Format::Json) {
         output::json(&Outcome::from(purged))?;

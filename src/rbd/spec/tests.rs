@@ -49,8 +49,8 @@ fn canonical_forms_and_names() {
         ("rbd:p/i?trim=true", "rbd:p/i", "rbd-p-i"),
         ("rbd:p/i?trim=false", "rbd:p/i?trim=false", "rbd-p-i"),
         (
-            "rbd:p/i?config.rbd-cache=true&config.a=%26",
-            "rbd:p/i?config.a=%26&config.rbd_cache=true",
+            "rbd:p/i?config.rbd-cache=false&config.a=%26",
+            "rbd:p/i?config.a=%26&config.rbd_cache=false",
             "rbd-p-i",
         ),
     ] {
@@ -87,6 +87,8 @@ fn errors_name_the_cause_and_the_choice() {
         ("rbd:p/i?encryption=luks2&passphrase_file=k", "absolute path", "passphrase_file=/"),
         ("rbd:p/i?trim=perhaps", "trim", ""),
         ("rbd:p/i?config.A=1", "no option of Ceph", ""),
+        ("rbd:p/i?config.rbd-cache=true", "config.rbd_cache=true would", "leave"),
+        ("rbd:p/i?config.rbd_cache_policy=writeback", "hold acknowledged writes", "leave"),
         ("rbd:p/i?config.a-b=1&config.a_b=2", "twice", ""),
         ("rbd:p/i?direct=true", "\"direct\"", "config.OPTION"),
     ] {
@@ -117,7 +119,7 @@ proptest! {
             encryption: None,
             trim: true,
             shared: false,
-            config: BTreeMap::from([("rbd_cache".to_owned(), "a&b=c%".to_owned())]),
+            config: BTreeMap::from([("rbd_op_threads".to_owned(), "a&b=c%".to_owned())]),
         };
         let uri = VolumeUri::new(std::sync::Arc::new(original.clone()));
         prop_assert_eq!(&spec(&uri.to_string()), &original);

@@ -47,7 +47,12 @@ impl RbdStore {
     }
 
     /// Takes the image that was called `name` out of the trash, as `target`.
-    pub(super) fn restore(&self, name: &str, id: Option<&str>, target: &Target) -> Result<bool> {
+    pub(super) fn restore_entry(
+        &self,
+        name: &str,
+        id: Option<&str>,
+        target: &Target,
+    ) -> Result<bool> {
         let mut found = self.trashed()?;
         found.retain(|entry| entry.name == name && id.is_none_or(|id| entry.id == id));
         let [entry] = &found[..] else {
@@ -96,7 +101,12 @@ impl RbdStore {
             .with_repair(format!("see what there is: cleat volume trash list '{}'", self.uri())))
     }
 
-    pub(crate) fn purge(&self, ids: &[String], force: bool, course: &Course) -> Result<Purged> {
+    pub(crate) fn purge_entries(
+        &self,
+        ids: &[String],
+        force: bool,
+        course: &Course,
+    ) -> Result<Purged> {
         let mut wanted = self.trashed()?;
         if let Some(id) = ids.iter().find(|id| wanted.iter().all(|entry| entry.id != **id)) {
             let message =
