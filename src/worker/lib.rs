@@ -12,7 +12,6 @@
 pub mod channel;
 #[cfg(test)]
 mod fake_image;
-mod handover;
 mod outage_monitor;
 pub mod process;
 pub mod protocol;

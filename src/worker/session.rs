@@ -4,6 +4,8 @@
 //! supervisor vanished before anything was served. It outlives its supervisor otherwise; only when
 //! nobody speaks to it and no connection is left either, it waits for [`ORPHAN_PATIENCE`] and ends.
 
+mod handover;
+
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +17,6 @@ use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::Channel;
-use super::handover::Offer;
 use super::outage_monitor::OutageMonitor;
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
 use super::quiesce::SnapshotQuiesce;
@@ -28,6 +29,7 @@ use cleat_export::End;
 use cleat_export::server::{ConnectionId, Event, ExportName, Limits, Server};
 use cleat_nbd::wire::transmission_flags;
 use cleat_statistics::Page;
+use handover::Offer;
 
 /// How long a worker without supervisor and without connections waits for either.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(600);
@@ -46,21 +48,21 @@ const MAX_STRANGERS: usize = 4;
 
 /// A worker at work.
 pub(super) struct Session {
-    pub(super) start: Start,
-    pub(super) image: Arc<dyn Image>,
-    pub(super) page: Page,
+    start: Start,
+    image: Arc<dyn Image>,
+    page: Page,
     resizer: Resizer,
     listener: UnixListener,
-    pub(super) server: Server,
+    server: Server,
     events: Receiver<Event>,
     /// Woken with every event.
     waker: Waker,
     channel: Option<Channel>,
     strangers: Vec<Channel>,
-    pub(super) live: HashSet<ConnectionId>,
-    pub(super) served: bool,
+    live: HashSet<ConnectionId>,
+    served: bool,
     /// The connections rest, offered to a successor.
-    pub(super) offer: Option<Offer>,
+    offer: Option<Offer>,
     /// See `version::binary_id`; looked at before the confinement.
     binary: String,
     /// The kernel has said goodbye on some connection.
@@ -69,20 +71,20 @@ pub(super) struct Session {
     /// Requests that were fenced before this worker: the page keeps what its predecessors counted.
     fenced_before: u64,
     outage: OutageMonitor,
-    pub(super) quiesce: SnapshotQuiesce,
+    quiesce: SnapshotQuiesce,
     /// Since when there is neither a supervisor nor a connection.
     alone_since: Option<Instant>,
 }
 
 /// What the loop does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+enum Next {
     Continue,
     Exit,
 }
 
 /// What a command leads to, with descriptors.
-pub(super) type Answer = (FromWorker, Vec<OwnedFd>);
+type Answer = (FromWorker, Vec<OwnedFd>);
 
 /// What became readable.
 #[derive(Debug, Default)]

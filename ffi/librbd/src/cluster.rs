@@ -1,6 +1,6 @@
 //! A connection to a cluster: one RADOS client.
 
-use std::ffi::{CString, c_char};
+use std::ffi::c_char;
 use std::path::{Path, PathBuf};
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
@@ -9,7 +9,6 @@ use std::time::Duration;
 use librbd_sys::{Api, api, rados_t};
 
 use crate::error::{Error, Result, check};
-use crate::pool::Pool;
 use crate::text::{c_string, growing, owned, until_zero};
 
 /// Where a cluster is, and who we are there. Secrets are read by the library, from files.
@@ -33,7 +32,7 @@ pub struct Config {
 #[derive(Debug)]
 pub struct Cluster {
     pub(crate) api: &'static Api,
-    handle: rados_t,
+    pub(crate) handle: rados_t,
 }
 
 // SAFETY: a rados_t may be used from any thread, by several at once (librados.h: "All functions are
@@ -268,32 +267,6 @@ impl Cluster {
             },
         )?;
         Ok(until_zero(&name))
-    }
-
-    /// A pool, or one of its namespaces. What needs more room than there is ends with ENOSPC or, by a
-    /// quota, EDQUOT; without asking for that, every write waits in the library as long as the pool is
-    /// full, even one that frees room (as it does before Ceph 16).
-    ///
-    /// # Errors
-    /// ENOENT when there is no such pool.
-    pub fn pool(self: &Arc<Self>, name: &str, namespace: Option<&str>) -> Result<Arc<Pool>> {
-        let pool = c_string(name, "a pool's name")?;
-        let space: Option<CString> = namespace.map(|n| c_string(n, "a namespace")).transpose()?;
-        let mut io = null_mut();
-        // SAFETY: the handle is connected, the names are C strings; `io` takes what is made.
-        let created =
-            unsafe { (self.api.rados.rados_ioctx_create)(self.handle, pool.as_ptr(), &raw mut io) };
-        check(created, || format!("use the pool {name}"))?;
-        if let Some(space) = &space {
-            // SAFETY: `io` was just made and is nobody else's yet.
-            unsafe { (self.api.rados.rados_ioctx_set_namespace)(io, space.as_ptr()) };
-        }
-        if let Some(set_full_try) = self.api.rados.rados_set_pool_full_try {
-            // SAFETY: as above.
-            unsafe { set_full_try(io) };
-        }
-        // SAFETY: `io` is open, in this cluster, and handed over.
-        Ok(Arc::new(unsafe { Pool::from_raw(Arc::clone(self), io) }))
     }
 }
 

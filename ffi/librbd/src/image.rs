@@ -62,6 +62,29 @@ pub struct Stat {
 /// Most options that are listed.
 const MAX_OPTIONS: i32 = 4096;
 
+impl Pool {
+    /// Opens an image, or a snapshot of it, which can only be read.
+    ///
+    /// # Errors
+    /// ENOENT, or what the library gives.
+    pub fn open(
+        self: &Arc<Self>,
+        name: &str,
+        snapshot: Option<&str>,
+        how: Open,
+    ) -> Result<Arc<Image>> {
+        Image::open(self, Which::Named(name), snapshot, how).map(Arc::new)
+    }
+
+    /// Opens an image by its id: also one that lies in the trash.
+    ///
+    /// # Errors
+    /// ENOENT, or what the library gives.
+    pub fn open_by_id(self: &Arc<Self>, id: &str, how: Open) -> Result<Arc<Image>> {
+        Image::open(self, Which::WithId(id), None, how).map(Arc::new)
+    }
+}
+
 impl Image {
     pub(crate) fn open(
         pool: &Arc<Pool>,

@@ -1,5 +1,6 @@
 //! A pool, or a namespace in one: where images are made, found and removed.
 
+use std::ffi::CString;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
@@ -11,7 +12,6 @@ use librbd_sys::{
 
 use crate::cluster::Cluster;
 use crate::error::{Result, check};
-use crate::image::{Image, Open, Which};
 use crate::list::listed;
 use crate::progress::{Progress, with_progress};
 use crate::text::{c_string, owned};
@@ -63,6 +63,34 @@ pub struct Trashed {
     pub kept_until: i64,
 }
 
+impl Cluster {
+    /// Opens a pool, or one of its namespaces. A write that exceeds the space of the pool fails with
+    /// ENOSPC, or with EDQUOT for a quota. Without this setting every write blocks in the library while the
+    /// pool is full, even one that frees space (as before Ceph 16).
+    ///
+    /// # Errors
+    /// ENOENT when there is no such pool.
+    pub fn pool(self: &Arc<Self>, name: &str, namespace: Option<&str>) -> Result<Arc<Pool>> {
+        let pool = c_string(name, "a pool's name")?;
+        let space: Option<CString> = namespace.map(|n| c_string(n, "a namespace")).transpose()?;
+        let mut io = null_mut();
+        // SAFETY: the handle is connected, the names are C strings; `io` takes what is made.
+        let created =
+            unsafe { (self.api.rados.rados_ioctx_create)(self.handle, pool.as_ptr(), &raw mut io) };
+        check(created, || format!("use the pool {name}"))?;
+        if let Some(space) = &space {
+            // SAFETY: `io` was just made and is nobody else's yet.
+            unsafe { (self.api.rados.rados_ioctx_set_namespace)(io, space.as_ptr()) };
+        }
+        if let Some(set_full_try) = self.api.rados.rados_set_pool_full_try {
+            // SAFETY: as above.
+            unsafe { set_full_try(io) };
+        }
+        // SAFETY: `io` is open, in this cluster, and handed over.
+        Ok(Arc::new(unsafe { Pool::from_raw(Arc::clone(self), io) }))
+    }
+}
+
 impl Pool {
     /// # Safety
     /// `io` is open, belongs to `cluster`, and is handed over.
@@ -73,27 +101,6 @@ impl Pool {
     /// The client.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
-    }
-
-    /// Opens an image, or a snapshot of it, which can only be read.
-    ///
-    /// # Errors
-    /// ENOENT, or what the library gives.
-    pub fn open(
-        self: &Arc<Self>,
-        name: &str,
-        snapshot: Option<&str>,
-        how: Open,
-    ) -> Result<Arc<Image>> {
-        Image::open(self, Which::Named(name), snapshot, how).map(Arc::new)
-    }
-
-    /// Opens an image by its id: also one that lies in the trash.
-    ///
-    /// # Errors
-    /// ENOENT, or what the library gives.
-    pub fn open_by_id(self: &Arc<Self>, id: &str, how: Open) -> Result<Arc<Image>> {
-        Image::open(self, Which::WithId(id), None, how).map(Arc::new)
     }
 
     /// All images.

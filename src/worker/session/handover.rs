@@ -9,8 +9,8 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use super::protocol::{FromWorker, MAX_DESCRIPTORS};
-use super::session::{Answer, Next, Session};
+use super::{Answer, Next, Session};
+use crate::protocol::{FromWorker, MAX_DESCRIPTORS};
 use cleat_backend::{Handover, HandoverState};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_export::handover::PausedConnection;
