@@ -82,10 +82,10 @@ ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under v
 	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))
 
 device: deps-test ## /dev/nbdX in virtual machines
-	$(CARGO_TEST) --test device
+	$(CARGO_TEST) --profile vm --test device
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
-	$(CARGO_TEST) --test device -- --ignored peers_
+	$(CARGO_TEST) --profile vm --test device -- --ignored peers_
 
 # What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for an
 # image, repetitions of each situation in virtual machines, seconds of fio's verification there, and
@@ -101,7 +101,7 @@ soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBU
 		soak-device soak-simulation soak-fights soak-fuzz
 
 soak-device:
-	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device
+	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --profile vm --test device
 
 soak-simulation:
 	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --test simulation
