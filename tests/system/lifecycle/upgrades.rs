@@ -407,7 +407,7 @@ fn a_handover_fails_while_the_backend_hangs() {
     let write = std::thread::spawn(move || kernel.write(index, 0, &[3; 512]).unwrap());
     wait_until("the write hangs", || supervisor.stats().in_flight == 1);
     let event = supervisor.fail_to_hand_over();
-    assert!(event.message.contains("the backend has not finished"), "{event:?}");
+    assert!(event.message.contains("its requests did not end in time"), "{event:?}");
     supervisor.wait_for_worker(mapping.worker_pid);
     wait_until_only_worker(&machine, mapping.worker_pid);
     supervisor.set_fault("");

@@ -84,11 +84,11 @@ fn the_used_bytes_are_those_that_rbd_reports() {
 
 #[test]
 fn a_volume_in_use_can_grow_and_not_shrink() {
-    let uri = uri("sized");
+    let uri = uri("volume-resized");
     assert!(changed(&["create", &uri, "64M"]));
     let user = User::of(&uri);
     assert!(changed(&["resize", &uri, "128M"]));
-    assert_eq!(info("sized")["size"], 128 * MIB);
+    assert_eq!(info("volume-resized")["size"], 128 * MIB);
     assert!(!changed(&["resize", &uri, "128M"]));
     let smaller = volume(&["resize", &uri, "32M"]);
     assert!(smaller.error(2).contains("--shrink"), "{smaller:?}");
@@ -96,7 +96,7 @@ fn a_volume_in_use_can_grow_and_not_shrink() {
     assert!(held.error(5).contains("is in use by "), "{held:?}");
     drop(user);
     assert!(changed(&["resize", &uri, "32M", "--shrink"]));
-    assert_eq!(info("sized")["size"], 32 * MIB);
+    assert_eq!(info("volume-resized")["size"], 32 * MIB);
 }
 
 #[test]

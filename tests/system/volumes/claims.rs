@@ -19,18 +19,18 @@ fn wait_for_watches_to_expire(image: &str) {
 
 #[test]
 fn a_claim_without_a_watcher_refuses_changes_until_take_over() {
-    let (frozen_uri, dead_uri) = (uri("frozen"), uri("dead"));
+    let (frozen_uri, dead_uri) = (uri("claim-frozen"), uri("dead"));
     for image in [&frozen_uri, &dead_uri] {
         assert!(changed(&["create", image, "16M"]));
     }
-    let snapshot = uri("frozen@s");
+    let snapshot = uri("claim-frozen@s");
     assert!(changed(&["snapshot", "create", &snapshot]));
     // One client hangs, as behind a broken network, and one has died.
     let (frozen, dead) = (User::of(&frozen_uri), User::of(&dead_uri));
     assert!(frozen.writes());
     frozen.signal(Signal::SIGSTOP);
     dead.die();
-    wait_for_watches_to_expire("frozen");
+    wait_for_watches_to_expire("claim-frozen");
     wait_for_watches_to_expire("dead");
     // The claim's process does not run on this node any more, so no client uses the volume.
     assert!(changed(&["remove", &dead_uri, "--now"]));
@@ -59,12 +59,12 @@ fn a_claim_without_a_watcher_refuses_changes_until_take_over() {
     drop(frozen);
     assert!(changed(&["snapshot", "remove", &snapshot]));
     assert!(changed(&["remove", &frozen_uri, "--now"]));
-    assert!(["frozen", "dead"].iter().all(|name| !listed().contains(&(*name).to_owned())));
+    assert!(["claim-frozen", "dead"].iter().all(|name| !listed().contains(&(*name).to_owned())));
 }
 
 #[test]
 fn a_client_is_fenced_only_with_take_over() {
-    let image = uri("wanted");
+    let image = uri("claim-wanted");
     assert!(changed(&["create", &image, "16M"]));
     let user = User::of(&image);
     let printed = volume(&["remove", &image, "--now"]);

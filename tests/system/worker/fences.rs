@@ -119,7 +119,7 @@ fn a_client_can_be_fenced_by_hand_and_cleared_once_it_is_dead() {
 #[test]
 fn fence_refuses_volumes_that_do_not_support_fencing() {
     let (code, printed) = refused(&["ls", "mem:1G"]);
-    assert!(code == 8 && printed.contains("one machine"), "{code} {printed}");
+    assert!(code == 8 && printed.contains("do not support fencing"), "{code} {printed}");
     let uri = fresh("unfenced");
     assert_eq!(refused(&["ls", &format!("{uri}&lock=shared")]).0, 2);
     assert_eq!(refused(&["ls", &uri.replace("/unfenced", "/missing")]).0, 3);

@@ -116,9 +116,11 @@ fn a_stopped_worker_does_not_delay_snapshots() {
 #[test]
 fn quiesce_is_refused_for_volumes_without_snapshot_notifications() {
     let (directory, file) = crate::worker::file("plain.img", 1 << 20);
-    let snapped = fresh("snapped");
-    shared().rbd(&["snap", "create", "--no-progress", &format!("{POOL}/snapped@s")]).unwrap();
-    let snapshot = snapped.replace("/snapped?", "/snapped@s?");
+    let snapped = fresh("worker-snapped");
+    shared()
+        .rbd(&["snap", "create", "--no-progress", &format!("{POOL}/worker-snapped@s")])
+        .unwrap();
+    let snapshot = snapped.replace("/worker-snapped?", "/worker-snapped@s?");
     for (uri, kind) in [(&file, ErrorKind::Unsupported), (&snapshot, ErrorKind::InvalidArgument)] {
         let mut worker = Worker::launch();
         worker.send_start(&Start { quiesce: true, ..start_message(uri) });
