@@ -17,7 +17,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 
 use crate::waker::Waker;
 use crate::{Outcome, RequestId};
@@ -55,8 +55,11 @@ impl Completer {
     /// Reports that an operation of the request `id` has ended. The request ends with `outcome` unless
     /// its queue starts another operation for it. Never blocks.
     pub fn complete(&self, id: RequestId, outcome: Outcome) {
-        // It fails only when the connection is gone; by the invariant there is room.
-        let _ = self.sender.try_send((id, outcome));
+        // `Disconnected` means that the connection has ended: nothing waits for the request.
+        if let Err(TrySendError::Full(_)) = self.sender.try_send((id, outcome)) {
+            tracing::error!(id, "internal: a completion was lost; its request will not end");
+            debug_assert!(false, "the queue has a place for each request");
+        }
         self.signal.raise();
     }
 
