@@ -96,12 +96,12 @@ impl Slow {
     pub(super) fn release(&self, requests: usize) {
         let mut state = self.state.lock().unwrap();
         state.released += requests;
-        state.settle();
+        state.finish_held();
     }
 }
 
 impl SlowState {
-    fn settle(&mut self) {
+    fn finish_held(&mut self) {
         while self.released > 0
             && let Some((id, buffer)) = self.waiting.pop_front()
         {
@@ -145,7 +145,7 @@ impl ImageQueue for SlowQueue {
     ) -> Started {
         let mut state = self.0.state.lock().unwrap();
         state.waiting.push_back((id, buffer));
-        state.settle();
+        state.finish_held();
         self.0.changed.notify_all();
         Started::Pending
     }

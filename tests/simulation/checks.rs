@@ -29,7 +29,7 @@ const IO_LIMIT: Duration = Duration::from_secs(90);
 const ORPHAN_LIMIT: Duration = Duration::from_secs(700);
 
 /// Ends all failures except the lasting one.
-pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasting>) {
+pub(crate) fn end_faults(world: &World, volumes: &[Volume], lasting: Option<Lasting>) {
     tracing::debug!(?lasting, "CALM");
     let kernel = world.kernel();
     kernel.clear_faults();
@@ -48,7 +48,7 @@ pub(crate) fn calm_down(world: &World, volumes: &[Volume], lasting: Option<Lasti
     state.quirks.clear();
     state.upgrading = None;
     for worker in state.workers.values_mut() {
-        worker.calm_down(clock::now());
+        worker.end_faults(clock::now());
     }
     for disk in state.disks.values_mut() {
         (disk.gone, disk.hung) = (false, false);
@@ -247,7 +247,7 @@ pub(crate) async fn at_the_end(
     if by_force {
         force_everything_down(world, executor).await;
     }
-    calm_down(world, volumes, None);
+    end_faults(world, volumes, None);
     take_everything_down(world, executor).await;
     if !world.state().workers.is_empty() {
         // They are workers of mappings whose records were lost.
@@ -274,7 +274,7 @@ async fn works(world: &World, view: &View) -> Result<(), String> {
     if links != view.record.options.connections as usize {
         return Err(format!("has {links} connections"));
     }
-    let serves = |w: &crate::workers::Worker| w.is_sane() && w.mapping_id() == Some(id);
+    let serves = |w: &crate::workers::Worker| w.answers_commands() && w.mapping_id() == Some(id);
     if !world.state().workers.get(&view.worker_pid).is_some_and(serves) {
         return Err(format!("has no worker {}", view.worker_pid));
     }
@@ -325,7 +325,7 @@ fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<()
     } else if message.contains("somebody else owns") {
         state.was_fenced(id)
     } else if message.contains("is alive but") {
-        workers.iter().any(|worker| !worker.is_sane())
+        workers.iter().any(|worker| !worker.answers_commands())
             || record.worker.is_none_or(|id| {
                 state.workers.get(&id.pid).is_some_and(|worker| worker.id == id && worker.stopped)
             })
@@ -401,12 +401,12 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     for device in cleat_devices(world.kernel()) {
         let id = device.identity().map(|id| id.mapping_id().to_owned()).unwrap_or_default();
         if !known.contains(&id) && !reported.contains(&id) {
-            world.violation(format!("nobody knows of {device:?}"));
+            world.violation(format!("no record names {device:?}"));
         }
     }
     for (id, name) in records(world) {
         if !known.contains(&id) && !executor.findings().iter().any(|f| f.contains(&id)) {
-            world.violation(format!("nobody knows of the record {id} of {name}"));
+            world.violation(format!("no user knows the record {id} of {name}"));
         }
     }
     let unknown = || -> Vec<u32> {
@@ -424,7 +424,7 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
     }
     let unknown = unknown();
     if !unknown.is_empty() {
-        world.violation(format!("nobody knows of the workers {unknown:?}"));
+        world.violation(format!("no record names the workers {unknown:?}"));
     }
 }
 

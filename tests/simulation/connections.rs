@@ -80,7 +80,7 @@ impl Connection {
         Self { inbox: unread, ..Self::new(socket, recorder) }
     }
 
-    /// Pauses the connection: it reads nothing until `go_on`.
+    /// Pauses the connection: it reads nothing until `continue_workers`.
     pub(crate) fn rest(&mut self, around: &mut Surroundings<'_>, pid: u32) {
         self.resting = true;
         around.reads_no_more(self.inode, pid);
@@ -106,7 +106,7 @@ impl Connection {
     }
 
     /// Resumes the connection.
-    pub(crate) fn go_on(&mut self) {
+    pub(crate) fn continue_workers(&mut self) {
         self.resting = false;
     }
 

@@ -77,7 +77,7 @@ fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end:
     let world = &player.world;
     world.state().blind = life.blind;
     if life.steps.is_empty() {
-        checks::calm_down(world, player.volumes, to_the_end.and_then(|end| end.lasting));
+        checks::end_faults(world, player.volumes, to_the_end.and_then(|end| end.lasting));
     }
     let calm = to_the_end.is_some();
     let (end, slow) = if calm { (End::Crash, None) } else { (life.end, life.slow) };
@@ -100,13 +100,13 @@ fn lead(player: &Player<'_>, life: &Life, (boot, dice): (u64, Dice), to_the_end:
     // This cancels all tasks at their current point, as a crash does.
     drop(runtime);
     simulation::install(None);
-    world.bury_supervisor();
+    world.clean_up_after_supervisor();
 }
 
 async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end: Option<Calm>) {
     let world = &player.world;
     let passed = AtomicU64::new(0);
-    let (strike, struck) = (life.strike, AtomicBool::new(false));
+    let (handover_fault, struck) = (life.handover_fault, AtomicBool::new(false));
     let halting = world.clone();
     let halt: Halt = Arc::new(move |point: &str| {
         let here = end == End::AtPoint(passed.fetch_add(1, Ordering::Relaxed));
@@ -114,17 +114,17 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
             tracing::debug!(point, "HALT");
             halting.crash();
         }
-        if let Some((at, blow, for_a_while)) = strike
+        if let Some((at, fault, for_a_while)) = handover_fault
             && at == point
             && halting.is_upgrading()
             && !struck.swap(true, Ordering::Relaxed)
         {
-            halting.strike(blow);
+            halting.inject_handover_fault(fault);
             let world = halting.clone();
             for_a_while.map(|time| {
                 tokio::spawn(async move {
                     sleep(time).await;
-                    world.go_on();
+                    world.continue_workers();
                 })
             });
         }
@@ -150,7 +150,7 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
     }
     if let Some(calm) = to_the_end {
         if !life.steps.is_empty() {
-            checks::calm_down(world, player.volumes, calm.lasting);
+            checks::end_faults(world, player.volumes, calm.lasting);
         }
         world.state().blind = false;
         sleep(CALM).await;

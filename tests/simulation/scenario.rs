@@ -9,7 +9,7 @@ use cleat_core::random::Random;
 use cleat_kernel::sim::{Call, Fault};
 use cleat_node::executor::NewSize;
 
-use crate::workers::{Open, Quirks};
+use crate::quirks::{Open, Quirks};
 
 /// The scenario of one seed.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ pub(crate) struct Life {
     /// Whether the supervisor cannot see its workers' processes.
     pub(crate) blind: bool,
     /// What happens when the executor first passes a point of a handover, and the duration of a stop.
-    pub(crate) strike: Option<(&'static str, Blow, Option<Duration>)>,
+    pub(crate) handover_fault: Option<(&'static str, HandoverFault, Option<Duration>)>,
     pub(crate) slow: Option<Slow>,
 }
 
@@ -74,7 +74,7 @@ const SLOW: [&str; 8] = [
 
 /// The failure that occurs during a handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Blow {
+pub(crate) enum HandoverFault {
     /// The supervisor crashes.
     Crash,
     KillOld,
@@ -103,7 +103,7 @@ impl Life {
     /// A life without steps.
     pub(crate) fn quiet() -> Self {
         let (steps, between) = (Vec::new(), Vec::new());
-        Self { steps, end: End::Crash, between, blind: false, strike: None, slow: None }
+        Self { steps, end: End::Crash, between, blind: false, handover_fault: None, slow: None }
     }
 }
 
@@ -257,15 +257,15 @@ impl Dice {
         };
         let between = (0..self.below(4)).map(|_| self.between(volumes)).collect();
         let blind = self.one_in(16);
-        let strike = self.one_in(3).then(|| self.strike());
-        if strike.is_some() {
+        let handover_fault = self.one_in(3).then(|| self.handover_fault());
+        if handover_fault.is_some() {
             // After the first steps, so that there is a device to hand over.
             let at = self.below(steps.len() as u64 + 1).max(volumes as u64);
             let upgrade = self.upgrade(volumes);
             let at = usize::try_from(at).unwrap_or(0).min(steps.len());
             steps.insert(at, (self.millis(&[200, 4000, 4000]), upgrade));
         }
-        Life { steps, end, between, blind, strike, slow: None }
+        Life { steps, end, between, blind, handover_fault, slow: None }
     }
 
     fn enrich(&mut self, scenario: &mut Scenario) {
@@ -325,13 +325,13 @@ impl Dice {
         Op::Upgrade(at, !self.one_in(4))
     }
 
-    fn strike(&mut self) -> (&'static str, Blow, Option<Duration>) {
-        use Blow::{Crash, KillBoth, KillNew, KillOld, StopBoth, StopNew, StopOld};
+    fn handover_fault(&mut self) -> (&'static str, HandoverFault, Option<Duration>) {
+        use HandoverFault::{Crash, KillBoth, KillNew, KillOld, StopBoth, StopNew, StopOld};
         let blows =
             [Crash, Crash, Crash, KillOld, KillNew, KillBoth, StopOld, StopOld, StopNew, StopBoth];
-        let (point, blow) = (self.pick(&POINTS), self.pick(&blows));
-        let stops = matches!(blow, StopOld | StopNew | StopBoth) && !self.one_in(3);
-        (point, blow, stops.then(|| self.millis(&[300, 900, 1500, 5000])))
+        let (point, fault) = (self.pick(&POINTS), self.pick(&blows));
+        let stops = matches!(fault, StopOld | StopNew | StopBoth) && !self.one_in(3);
+        (point, fault, stops.then(|| self.millis(&[300, 900, 1500, 5000])))
     }
 
     fn op(&mut self, volumes: usize) -> Op {
@@ -375,8 +375,8 @@ impl Dice {
     }
 
     fn policy(&mut self) -> policy::Change {
-        let patience = OnOutage::QueueFor(Duration::from_secs(30));
-        let outage = Some(self.pick(&[OnOutage::Queue, patience, OnOutage::Fail]));
+        let limited = OnOutage::QueueFor(Duration::from_secs(30));
+        let outage = Some(self.pick(&[OnOutage::Queue, limited, OnOutage::Fail]));
         policy::Change { outage, iops: Some(self.below(1000)), bytes_per_s: None }
     }
 

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use cleat_worker::protocol::FromWorker;
 
 /// The time after which a snapshot without an answer fails, as in librbd.
-const PATIENCE: Duration = Duration::from_secs(50);
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(50);
 
 /// The snapshots of one volume; at most one is in progress.
 #[derive(Debug, Default)]
 pub(crate) struct Snapshots {
     number: u64,
     phase: Phase,
-    told: Option<u64>,
+    reported: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -31,7 +31,7 @@ impl Snapshots {
     pub(crate) fn begin(&mut self, now: Instant, time: Duration) {
         if self.phase == Phase::None {
             self.number += 1;
-            self.phase = Phase::Waits(now + PATIENCE, time);
+            self.phase = Phase::Waits(now + PAUSE_TIMEOUT, time);
         }
     }
 
@@ -59,16 +59,16 @@ impl Snapshots {
             self.phase = Phase::None;
         }
         let waiting = Some(self.number).filter(|_| self.is_wanted());
-        if self.told == waiting {
+        if self.reported == waiting {
             return None;
         }
-        self.told = waiting;
+        self.reported = waiting;
         Some(FromWorker::SnapshotPending { snapshot: waiting })
     }
 
     pub(crate) fn start_over(&self) -> Option<FromWorker> {
-        let waits = matches!(self.phase, Phase::Waits(..)) && self.told.is_some();
-        waits.then_some(FromWorker::SnapshotPending { snapshot: self.told })
+        let waits = matches!(self.phase, Phase::Waits(..)) && self.reported.is_some();
+        waits.then_some(FromWorker::SnapshotPending { snapshot: self.reported })
     }
 
     /// Handles the answer of the supervisor. Returns whether the snapshot waited for it.

@@ -2,27 +2,31 @@
 //! knowledge of their users. It has no threads; [`World::turn`] advances it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::sim::{Io, Script, SimKernel};
 use cleat_kernel::{Device, Identity};
 use cleat_node::config::Config;
 use cleat_node::planner::WorkerId;
-use cleat_node::workers::{Handle, Launcher, Process};
 use cleat_worker::protocol::Start;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::Notify;
+
+mod launcher;
+mod surroundings;
+
+pub(crate) use launcher::SimLauncher;
+pub(crate) use surroundings::{Claim, Surroundings};
 
 use crate::clock;
 use crate::disks::{Disk, Model, SECTOR};
-use crate::scenario::Blow;
-use crate::workers::{Quirks, Turn, Worker};
+use crate::quirks::Quirks;
+use crate::scenario::HandoverFault;
+use crate::workers::{Turn, Worker};
 
 /// A handle on a world.
 #[derive(Clone)]
@@ -54,7 +58,7 @@ pub(crate) struct State {
     /// Children of the current supervisor that have ended and are not reaped.
     zombies: Vec<(WorkerId, OwnedFd)>,
     /// Dead workers. Their counts remain in the statistics page.
-    graveyard: Vec<Worker>,
+    ended_workers: Vec<Worker>,
     violations: Vec<String>,
     generations: BTreeMap<String, u64>,
     /// The process that reads each socket, by the socket's inode.
@@ -68,19 +72,6 @@ pub(crate) struct State {
     lives: u64,
     /// Mappings whose records a script has damaged.
     pub(crate) touched: BTreeSet<String>,
-}
-
-/// The parts of the world that a worker uses in its turn.
-pub(crate) struct Surroundings<'a> {
-    pub(crate) now: Instant,
-    pub(crate) disks: &'a mut BTreeMap<String, Disk>,
-    violations: &'a mut Vec<String>,
-    generations: &'a mut BTreeMap<String, u64>,
-    readers: &'a mut BTreeMap<u64, u32>,
-    gone: &'a BTreeSet<String>,
-    touched: &'a BTreeSet<String>,
-    epochs: &'a mut u64,
-    records: PathBuf,
 }
 
 impl World {
@@ -184,7 +175,7 @@ impl World {
     }
 
     /// Cleans up after a supervisor: init reaps its children.
-    pub(crate) fn bury_supervisor(&self) {
+    pub(crate) fn clean_up_after_supervisor(&self) {
         let mut state = self.state();
         state.zombies.clear();
         state.upgrading = None;
@@ -278,22 +269,22 @@ impl World {
     }
 
     /// Applies a failure to the workers of the handover in progress.
-    pub(crate) fn strike(&self, blow: Blow) {
+    pub(crate) fn inject_handover_fault(&self, fault: HandoverFault) {
         let (old, new) = self.pair();
-        tracing::debug!(?blow, ?old, ?new, "STRIKE");
+        tracing::debug!(?fault, ?old, ?new, "HANDOVER FAULT");
         let stop = |pid: Option<u32>| {
             let mut state = self.state();
             let worker = pid.and_then(|pid| state.workers.get_mut(&pid));
             worker.into_iter().for_each(|w| (w.stopped, w.was_stopped) = (true, true));
         };
-        match blow {
-            Blow::Crash => self.crash(),
-            Blow::KillOld => old.into_iter().for_each(|pid| self.kill(pid)),
-            Blow::KillNew => new.into_iter().for_each(|pid| self.kill(pid)),
-            Blow::KillBoth => old.into_iter().chain(new).for_each(|pid| self.kill(pid)),
-            Blow::StopOld => stop(old),
-            Blow::StopNew => stop(new),
-            Blow::StopBoth => {
+        match fault {
+            HandoverFault::Crash => self.crash(),
+            HandoverFault::KillOld => old.into_iter().for_each(|pid| self.kill(pid)),
+            HandoverFault::KillNew => new.into_iter().for_each(|pid| self.kill(pid)),
+            HandoverFault::KillBoth => old.into_iter().chain(new).for_each(|pid| self.kill(pid)),
+            HandoverFault::StopOld => stop(old),
+            HandoverFault::StopNew => stop(new),
+            HandoverFault::StopBoth => {
                 stop(old);
                 stop(new);
             }
@@ -306,7 +297,7 @@ impl World {
     }
 
     /// Continues all stopped workers (SIGCONT).
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn continue_workers(&self) {
         self.state().workers.values_mut().for_each(|worker| worker.stopped = false);
     }
 
@@ -391,13 +382,13 @@ impl State {
 
     /// Whether a worker of a mapping has reported a wrong size.
     pub(crate) fn has_liar(&self, mapping_id: &str) -> bool {
-        let known = self.workers.values().chain(&self.graveyard);
+        let known = self.workers.values().chain(&self.ended_workers);
         known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.has_lied)
     }
 
     /// Whether a worker of a mapping was ever fenced.
     pub(crate) fn was_fenced(&self, mapping_id: &str) -> bool {
-        let known = self.workers.values().chain(&self.graveyard);
+        let known = self.workers.values().chain(&self.ended_workers);
         known.filter(|worker| worker.mapping_id() == Some(mapping_id)).any(|w| w.fenced)
     }
 
@@ -423,13 +414,13 @@ impl State {
         let _ = worker.exit.write(1);
         let exit = worker.exit.as_fd().try_clone_to_owned().expect("a descriptor is left");
         self.zombies.push((worker.id, exit));
-        self.graveyard.push(worker);
+        self.ended_workers.push(worker);
     }
 
     /// The name of a mapping's volume for its users. Each mapping of a memory volume has a new volume.
     pub(crate) fn key_of(&self, mapping_id: &str) -> Option<String> {
         self.generations.contains_key(mapping_id).then_some(())?;
-        let known = self.workers.values().chain(&self.graveyard);
+        let known = self.workers.values().chain(&self.ended_workers);
         let mut of_mapping = known.filter(|worker| worker.mapping_id() == Some(mapping_id));
         of_mapping.find_map(|worker| Some(disk_name(worker.start.as_ref()?)))
     }
@@ -440,174 +431,5 @@ fn disk_name(start: &Start) -> String {
     match start.uri.starts_with("mem:") {
         true => format!("{}@{}", start.uri, start.mapping_id),
         false => start.uri.clone(),
-    }
-}
-
-/// A worker that has a volume open.
-#[derive(Debug, Clone)]
-pub(crate) struct Claim {
-    pub(crate) pid: u32,
-    read_only: bool,
-    pub(crate) mapping_id: String,
-}
-
-impl Surroundings<'_> {
-    pub(crate) fn violation(&mut self, what: String) {
-        tracing::error!("VIOLATION: {what}");
-        self.violations.push(what);
-    }
-
-    /// Checks the start message of a worker.
-    pub(crate) fn started(&mut self, worker: &Worker, start: &Start) {
-        let id = &start.mapping_id;
-        tracing::debug!(pid = worker.id.pid, id, generation = start.generation, "WORLD started");
-        let before = self.generations.insert(id.clone(), start.generation).unwrap_or(0);
-        if start.generation <= before {
-            self.violation(format!("{id}: generation {} after {before}", start.generation));
-        }
-        if self.gone.contains(id) {
-            self.violation(format!("{id}: a worker was started for what is gone"));
-        }
-        // A stopped worker reads the message late; it was right when it was sent.
-        let record = self.record(id);
-        let recorded = record["worker"]["pid"] == worker.id.pid
-            && record["worker"]["started_ticks"] == worker.id.started_ticks
-            && record["generation"] == start.generation;
-        if !recorded && !worker.was_stopped && !self.touched.contains(id) {
-            self.violation(format!("{id}: a worker was told to start before it was recorded"));
-        }
-    }
-
-    /// Checks that a supervisor ends a serving worker only when the mapping is being removed.
-    pub(crate) fn told_to_end(&mut self, worker: &Worker) {
-        let Some(id) = worker.mapping_id().filter(|_| worker.serves()) else { return };
-        // A stopped worker may continue after the supervisor has given it up.
-        let excused = worker.was_stopped || self.touched.contains(id);
-        if self.record(id)["intent"] == "mapped" && !excused {
-            let pid = worker.id.pid;
-            self.violation(format!("{id}: worker {pid} serves what is mapped, and was ended"));
-        }
-    }
-
-    fn record(&self, id: &str) -> serde_json::Value {
-        let record = std::fs::read(self.records.join(format!("{id}.json"))).unwrap_or_default();
-        serde_json::from_slice(&record).unwrap_or_default()
-    }
-
-    /// Records that a process reads a socket. No other process may read it until `reads_no_more`, or until the
-    /// process has ended.
-    pub(crate) fn reads(&mut self, inode: u64, pid: u32) {
-        let reader = *self.readers.entry(inode).or_insert(pid);
-        if reader != pid {
-            self.violation(format!("workers {reader} and {pid} read the same connection"));
-        }
-    }
-
-    pub(crate) fn reads_no_more(&mut self, inode: u64, pid: u32) {
-        if self.readers.get(&inode) == Some(&pid) {
-            self.readers.remove(&inode);
-        }
-    }
-
-    /// Opens the volume of a worker.
-    pub(crate) fn open(&mut self, worker: &mut Worker) -> Result<(), (ErrorKind, String)> {
-        let Some(start) = &worker.start else { return Err((ErrorKind::Internal, "?".into())) };
-        let name = disk_name(start);
-        if name.starts_with("mem:") && !start.successor {
-            self.disks.insert(name.clone(), Disk::new(1 << 16));
-        }
-        let claim = Claim {
-            pid: worker.id.pid,
-            read_only: start.read_only,
-            mapping_id: start.mapping_id.clone(),
-        };
-        let disk = self.disks.get_mut(&name).filter(|disk| !disk.gone);
-        let Some(disk) = disk else {
-            return Err((ErrorKind::NotFound, format!("{name} does not exist")));
-        };
-        // A successor shares the open volume of its predecessor.
-        let shared = |other: &Claim| start.successor && other.mapping_id == claim.mapping_id;
-        let clashes = |other: &&Claim| !(other.read_only && claim.read_only || shared(other));
-        let clash = disk.claims.iter().find(clashes).cloned();
-        if let Some(other) = clash {
-            if other.mapping_id == claim.mapping_id {
-                let (one, two) = (other.pid, claim.pid);
-                self.violation(format!("worker {two} was started while {one} could still write"));
-            }
-            return Err((ErrorKind::InUse, format!("{name} is open elsewhere")));
-        }
-        disk.claims.push(claim);
-        *self.epochs += 1;
-        (worker.epoch, worker.disk) = (*self.epochs, name);
-        Ok(())
-    }
-}
-
-/// Starts simulated workers.
-pub(crate) struct SimLauncher(pub(crate) World);
-
-impl Launcher for SimLauncher {
-    fn launch(&self, channel: OwnedFd) -> Result<Process> {
-        let mut state = self.0.state();
-        let quirks = state.quirks.pop_front().unwrap_or_default();
-        if quirks.not_launched {
-            return Err(Error::new(ErrorKind::NoSpace, "no process can be started"));
-        }
-        state.launches += 1;
-        // Pids are reused soon, as on a busy node.
-        let mut numbers = (0..8).map(|n| 100 + (n + state.launches * 3) % 8);
-        let free = numbers.find(|pid| !state.has_process(*pid)).unwrap_or(200 + state.launches);
-        let pid = u32::try_from(free).unwrap_or(0);
-        let id = WorkerId { pid, started_ticks: state.launches };
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        let exit = EventFd::from_flags(flags).expect("a descriptor is left");
-        let process = self.process(id, exit.as_fd());
-        tracing::debug!(pid, ticks = id.started_ticks, ?quirks, "WORLD launched");
-        let mut worker = Worker::new(id, exit, channel, quirks);
-        worker.binary = format!("build {}", state.build);
-        state.workers.insert(pid, worker);
-        Ok(process)
-    }
-
-    fn binary(&self) -> String {
-        format!("build {}", self.0.state().build)
-    }
-
-    fn find(&self, id: WorkerId) -> Result<Option<Process>> {
-        let state = self.0.state();
-        if state.blind {
-            return Ok(None);
-        }
-        let alive = state.workers.get(&id.pid).filter(|worker| worker.id == id);
-        let exit = alive.map(|worker| worker.exit.as_fd());
-        let zombie = || state.zombies.iter().find(|(dead, _)| *dead == id).map(|z| z.1.as_fd());
-        Ok(exit.or_else(zombie).map(|exit| self.process(id, exit)))
-    }
-}
-
-impl SimLauncher {
-    fn process(&self, id: WorkerId, exit: BorrowedFd<'_>) -> Process {
-        let exit = exit.try_clone_to_owned().expect("a descriptor is left");
-        Process { id, exit, handle: Box::new(SimHandle(self.0.clone(), id)) }
-    }
-}
-
-struct SimHandle(World, WorkerId);
-
-impl Handle for SimHandle {
-    fn kill(&self) -> std::io::Result<()> {
-        let (pid, records) = (self.1.pid, self.0.records());
-        let mut state = self.0.state();
-        if state.workers.get(&pid).is_some_and(|worker| worker.id == self.1) {
-            state.with(pid, records, |worker, around| around.told_to_end(worker));
-            drop(state);
-            self.0.kill(pid);
-        }
-        Ok(())
-    }
-
-    fn reap(&self) -> Option<String> {
-        self.0.state().zombies.retain(|(id, _)| *id != self.1);
-        None
     }
 }

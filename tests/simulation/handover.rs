@@ -14,13 +14,13 @@ use crate::workers::{Turn, Worker, refusal};
 use crate::world::Surroundings;
 
 /// How long a worker with paused connections waits for a message, as the real worker does.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The progress of a handover to the worker of a generation.
 #[derive(Debug)]
 pub(crate) enum Pause {
     /// Waits until this time for the requests at the backend.
-    Coming(u64, Instant),
+    Draining(u64, Instant),
     /// The offer is valid until this time.
     Offered(u64, Instant),
 }
@@ -28,15 +28,15 @@ pub(crate) enum Pause {
 impl Pause {
     pub(crate) fn until(&self) -> Instant {
         match self {
-            Self::Coming(_, until) | Self::Offered(_, until) => *until,
+            Self::Draining(_, until) | Self::Offered(_, until) => *until,
         }
     }
 }
 
 impl Worker {
     /// Whether the control thread waits until the connections are idle.
-    pub(crate) fn is_coming_to_rest(&self) -> bool {
-        matches!(self.pause, Some(Pause::Coming(..)))
+    pub(crate) fn is_draining(&self) -> bool {
+        matches!(self.pause, Some(Pause::Draining(..)))
     }
 
     /// Begins to pause the connections. The answer is sent later.
@@ -56,17 +56,19 @@ impl Worker {
         let pid = self.id.pid;
         self.connections.iter_mut().for_each(|connection| connection.rest(around, pid));
         let until = around.now + Duration::from_millis(limit_ms.into());
-        self.pause = Some(Pause::Coming(generation, until));
+        self.pause = Some(Pause::Draining(generation, until));
         Ok(())
     }
 
     /// Continues a handover that has begun.
-    pub(crate) fn mind_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
+    pub(crate) fn check_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
         match self.pause {
             None => Turn::Quiet,
             Some(Pause::Offered(_, until)) if until > around.now => Turn::Quiet,
             Some(Pause::Offered(..)) => self.end_pause(around),
-            Some(Pause::Coming(generation, until)) => self.come_to_rest(generation, until, around),
+            Some(Pause::Draining(generation, until)) => {
+                self.come_to_rest(generation, until, around)
+            }
         }
     }
 
@@ -90,12 +92,12 @@ impl Worker {
             (Some(offered), Some(page)) if !offered.is_empty() => {
                 let (unread, descriptors) = pack(offered);
                 page.offer_handover(generation);
-                self.pause = Some(Pause::Offered(generation, around.now + PATIENCE));
+                self.pause = Some(Pause::Offered(generation, around.now + PAUSE_TIMEOUT));
                 let state = HandoverState::default();
                 self.answer_with(&FromWorker::HandoverOffered { unread, state }, &descriptors)
             }
             _ => {
-                self.go_on(around);
+                self.continue_workers(around);
                 self.answer(&if idle { over() } else { late() })
             }
         };
@@ -106,16 +108,16 @@ impl Worker {
     pub(crate) fn end_pause(&mut self, around: &mut Surroundings<'_>) -> Turn {
         let Some(Pause::Offered(generation, _)) = self.pause else { return Turn::Quiet };
         if self.page.as_ref().is_some_and(|page| page.withdraw_handover(generation)) {
-            self.go_on(around);
+            self.continue_workers(around);
             return Turn::Moved;
         }
         self.connections.iter_mut().for_each(Connection::leave);
         Turn::Ends
     }
 
-    fn go_on(&mut self, around: &mut Surroundings<'_>) {
+    fn continue_workers(&mut self, around: &mut Surroundings<'_>) {
         self.pause = None;
-        self.connections.iter_mut().for_each(Connection::go_on);
+        self.connections.iter_mut().for_each(Connection::continue_workers);
         self.serve(around, true);
     }
 
@@ -128,7 +130,7 @@ impl Worker {
     ) -> FromWorker {
         let start = self.start.as_ref().filter(|start| start.successor && !self.served);
         let (Some(start), Some(page)) = (start, &self.page) else {
-            return refusal(ErrorKind::InvalidArgument, "it succeeds nobody".into());
+            return refusal(ErrorKind::InvalidArgument, "the worker is not a successor".into());
         };
         let Some(rests) = unpack(unread, descriptors) else {
             around.violation("a hand-over has lost something on its way".into());
