@@ -1,5 +1,7 @@
 //! `cleat fence`: who may write to a volume, as its storage has it, and who may not any more.
 
+use std::time::{Duration, Instant};
+
 use serde::Serialize;
 
 use super::Globals;
@@ -8,8 +10,12 @@ use super::volume::time;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::fence::{Client, Standing};
 use cleat_backend::uri::VolumeUri;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_node::config::Config;
+
+/// How long one call to the storage may take.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -143,7 +149,7 @@ pub(super) fn run(globals: &Globals, args: Fence) -> Result<()> {
 }
 
 fn ls(globals: &Globals, args: &Ls) -> Result<()> {
-    let clients = args.uri.fence()?.clients()?;
+    let clients = args.uri.fence()?.clients(deadline())?;
     if globals.output == Some(Format::Json) {
         return output::json(&Listing { volume: args.uri.to_string(), clients });
     }
@@ -190,17 +196,18 @@ fn word(standing: Standing) -> &'static str {
 }
 
 fn add(globals: &Globals, args: &Add) -> Result<()> {
-    let agree = |consequences: &[String]| {
-        if args.yes {
-            return Ok(());
-        }
+    let fence = args.uri.fence()?;
+    let targets = fence.targets(args.address.as_deref(), deadline())?;
+    if !args.yes {
+        let consequences: Vec<&str> = targets.iter().map(|target| &*target.consequence).collect();
         let message = format!("nothing was done; with --yes, {}", consequences.join("; "));
-        Err(Error::new(ErrorKind::InvalidArgument, message)
-            .with_repair("repeat it with --yes if that is what you want"))
-    };
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("repeat it with --yes if that is what you want"));
+    }
     // Told, since that is what the command is for; and it has a mapping id of its own.
     let claimant = Claimant { take_over: true, ..here()? };
-    let cut_off = args.uri.fence()?.add(args.address.as_deref(), &claimant, &agree)?;
+    fence.fence(&targets, &claimant, deadline())?;
+    let cut_off: Vec<String> = targets.into_iter().map(|target| target.client.address).collect();
     if globals.output == Some(Format::Json) {
         return output::json(&Cut { volume: args.uri.to_string(), cut_off });
     }
@@ -208,7 +215,7 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
 }
 
 fn clear(globals: &Globals, args: Clear) -> Result<()> {
-    let changed = args.uri.fence()?.clear(&args.address, &here()?)?;
+    let changed = args.uri.fence()?.unfence(&args.address, &here()?, deadline())?;
     if globals.output == Some(Format::Json) {
         let volume = args.uri.to_string();
         return output::json(&Cleared { volume, address: args.address, changed });
@@ -217,6 +224,11 @@ fn clear(globals: &Globals, args: Clear) -> Result<()> {
         output::note(&format!("{} is not cut off", args.address));
     }
     Ok(())
+}
+
+/// The deadline of a call to the storage that begins now.
+fn deadline() -> Instant {
+    SystemClock.now() + CALL_TIMEOUT
 }
 
 fn here() -> Result<Claimant> {

@@ -7,6 +7,8 @@
 //! around that here: an entry that stays does no harm, since a new client has a new address; and one
 //! that goes too early lets an old write land.
 
+use std::time::Instant;
+
 use librbd::{Cluster, Image, Open};
 use serde::Deserialize;
 
@@ -17,10 +19,11 @@ use crate::claim::{self, Contest};
 use crate::connection::{config, load_library};
 use crate::errors::{self, problem};
 use crate::spec::RbdSpec;
-use crate::timeouts::{PATIENCE, answer, within};
+use crate::timeouts::{answer, within};
 use cleat_backend::claimant::Claimant;
-use cleat_backend::fence::{Client, Fence, Standing};
+use cleat_backend::fence::{Client, Fence, Standing, Target};
 use cleat_backend::uri::invalid;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// An image, looked at from outside.
@@ -39,14 +42,17 @@ impl RbdFence {
         Ok(Self { spec: spec.clone(), name: spec.image_name() })
     }
 
-    /// Does `work` with the open image, within a limit.
+    /// Calls `work` with the image, and waits for it at most until `deadline`. librbd opens the header of
+    /// the image only: no data is read or written, and no content key is needed.
     fn call<T: Send + 'static>(
         &self,
         how: Open,
+        deadline: Instant,
         work: impl FnOnce(&Image, &str) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let (spec, name) = (self.spec.clone(), self.name.clone());
-        within(PATIENCE, &answer(&self.name), move || {
+        let left = deadline.saturating_duration_since(SystemClock.now());
+        within(left, &answer(&self.name), move || {
             let failed = |error| problem(error, &name, &spec);
             let cluster = Cluster::connect(&config(&spec)).map_err(failed)?;
             let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
@@ -57,47 +63,45 @@ impl RbdFence {
 }
 
 impl Fence for RbdFence {
-    fn clients(&self) -> Result<Vec<Client>> {
-        self.call(Open::ReadOnly, clients)
+    fn clients(&self, deadline: Instant) -> Result<Vec<Client>> {
+        self.call(Open::ReadOnly, deadline, clients)
     }
 
-    fn add(
-        &self,
-        address: Option<&str>,
-        claimant: &Claimant,
-        agree: &dyn Fn(&[String]) -> Result<()>,
-    ) -> Result<Vec<String>> {
-        let clients = self.clients()?;
-        let writes = |client: &&Client| client.holds_lock || client.claim == Some(Standing::Held);
-        let writers: Vec<&Client> = clients.iter().filter(writes).collect();
-        let chosen: Vec<&Client> = match address {
-            Some(address) => clients.iter().filter(|c| c.address == address).collect(),
-            None => writers.clone(),
+    fn targets(&self, address: Option<&str>, deadline: Instant) -> Result<Vec<Target>> {
+        let chosen = |client: &Client| match address {
+            Some(address) => client.address == address,
+            None => may_write(client),
         };
-        let Some(first) = chosen.first() else { return Err(nobody(&self.name, address)) };
-        let told: Vec<String> =
-            chosen.iter().map(|client| consequence(client, &self.name)).collect();
-        agree(&told)?;
-        let cut: Vec<String> = chosen.iter().map(|client| client.address.clone()).collect();
-        let (agreed, claimant) = (cut.clone(), claimant.clone());
-        if writes(first) {
-            self.call(Open::Write, move |image, name| take(image, name, &claimant, Some(&agreed)))?;
-        } else {
-            // It only looks on, or held a claim that others have now.
-            self.call(Open::ReadOnly, move |image, _| {
-                claim::cut_off(image.pool().cluster(), &agreed[0])
-            })?;
-        }
-        Ok(cut)
+        let targets: Vec<Target> = self
+            .clients(deadline)?
+            .into_iter()
+            .filter(chosen)
+            .map(|client| Target { consequence: consequence(&client, &self.name), client })
+            .collect();
+        if targets.is_empty() { Err(nobody(&self.name, address)) } else { Ok(targets) }
     }
 
-    fn clear(&self, address: &str, here: &Claimant) -> Result<bool> {
+    fn fence(&self, targets: &[Target], claimant: &Claimant, deadline: Instant) -> Result<()> {
+        let claimant = claimant.clone();
+        let cut: Vec<String> = targets.iter().map(|target| target.client.address.clone()).collect();
+        if targets.iter().any(|target| may_write(&target.client)) {
+            return self.call(Open::Write, deadline, move |image, name| {
+                take(image, name, &claimant, Some(&cut))
+            });
+        }
+        // They have the image open without a claim, or another client has taken over from them.
+        self.call(Open::ReadOnly, deadline, move |image, _| {
+            cut.iter().try_for_each(|address| claim::cut_off(image.pool().cluster(), address))
+        })
+    }
+
+    fn unfence(&self, address: &str, here: &Claimant, deadline: Instant) -> Result<bool> {
         if !record::is_address(address) {
             return Err(invalid(format!("{address:?} is no client's address"))
                 .with_repair("addresses are written IP:PORT/NONCE; cleat fence ls shows them"));
         }
         let (address, here, spec) = (address.to_owned(), here.clone(), self.spec.clone());
-        self.call(Open::ReadOnly, move |image, name| {
+        self.call(Open::ReadOnly, deadline, move |image, name| {
             let clients = clients(image, name)?;
             let claim = claim::of(image, name)?;
             let cut_off = |c: &&Client| c.address == address && c.cut_off_until.is_some();
@@ -113,6 +117,11 @@ impl Fence for RbdFence {
             Ok(true)
         })
     }
+}
+
+/// Returns whether a client holds the lock of the image, or its claim.
+fn may_write(client: &Client) -> bool {
+    client.holds_lock || client.claim == Some(Standing::Held)
 }
 
 /// Takes the image from the clients in `only`, or from whoever has to be cut off, and lets go of it.
