@@ -1,11 +1,13 @@
-//! What only some backends can do with an open volume. [`Image`](crate::Image) returns each capability
-//! as `Option<&dyn …>`: a backend without it returns `None`, and no method has to answer
-//! "unsupported".
+//! Capabilities: what only some backends can do with an open volume. [`Image`](crate::Image) returns each
+//! one as `Option<&dyn …>`. A backend without the capability returns `None`, so that no method has to
+//! answer "unsupported".
+
+use std::time::Instant;
 
 use cleat_core::error::Result;
 use cleat_core::volume::Extent;
 
-use crate::Waker;
+use crate::{Credentials, Waker};
 
 /// Makes a volume larger while it is served.
 pub trait Resize {
@@ -37,7 +39,7 @@ pub trait Extents {
     /// some moment during the call. Blocks until the backend has answered.
     ///
     /// # Errors
-    /// The backend's error.
+    /// Returns the backend's error.
     fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>>;
 }
 
@@ -45,7 +47,7 @@ pub trait Extents {
 /// The volume must have been opened with
 /// [`OpenOptions::snapshots`](crate::OpenOptions::snapshots).
 pub trait SnapshotQuiesce {
-    /// Wakes `waker` when a snapshot is about to be taken, which then waits for
+    /// Sets the waker that the backend wakes when a snapshot is about to be taken, which then waits for
     /// [`SnapshotQuiesce::answer`], and again when the snapshot has ended. With `active` false (in a
     /// successor that has not taken over yet) all snapshots proceed without waiting.
     ///
@@ -60,6 +62,42 @@ pub trait SnapshotQuiesce {
     /// Lets snapshot `number` proceed, or rejects it with an errno. Returns whether it was still waiting.
     /// Does not wait for the backend.
     fn answer(&self, number: u64, result: Result<(), i32>) -> bool;
+}
+
+/// Stops the work that a backend does on threads of its own without a request: checks of the claim and of
+/// the size, uploads, garbage collection.
+///
+/// The owner stops it before it releases the claim for a handover, and when it fails all I/O for a forced
+/// unmap. [`Image::close`](crate::Image::close) and [`Handover::release`](crate::Handover::release)
+/// must be correct without a stop before them.
+pub trait BackgroundWork {
+    /// Prevents the tasks from starting anything new, and waits until they have ended what they are doing, at
+    /// most until `deadline` (monotonic time). Returns the tasks that have not ended then; they stop as soon
+    /// as the backend lets them. A second call waits again for the same tasks.
+    fn stop(&self, deadline: Instant) -> Vec<RunningTask>;
+
+    /// Lets the tasks continue, for example after a handover that was cancelled. Does not block.
+    fn restart(&self);
+}
+
+/// A background task that has not ended by the deadline of [`BackgroundWork::stop`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunningTask {
+    /// The name of the task, for logs.
+    pub name: &'static str,
+    /// Whether a request of the task may still change the volume or its claim at the backend. A handover
+    /// must not continue then, and a forced unmap counts the task like a request in flight.
+    pub may_write: bool,
+}
+
+/// Replaces the credentials of an open volume, for example a token before it expires.
+pub trait RenewCredentials {
+    /// Uses `credentials` for all later requests to the storage. Requests in flight continue with the
+    /// earlier ones. Must not wait for the storage.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the backend cannot use them; the earlier credentials then stay in use.
+    fn renew(&self, credentials: Credentials) -> Result<()>;
 }
 
 /// Replaces the injected faults of a volume. Only in test builds.

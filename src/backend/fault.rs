@@ -13,11 +13,13 @@ mod spec;
 mod timer;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use super::{
+    BackgroundWork, Image, ImageQueue, Outcome, RenewCredentials, RequestId, SnapshotQuiesce, Waker,
+};
 use super::{Completer, Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
-use super::{Image, ImageQueue, Outcome, RequestId, SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
@@ -40,6 +42,8 @@ struct Shared {
     /// Requests so far, over all queues.
     requests: AtomicU64,
     fenced: AtomicBool,
+    /// Wakes the owner of the volume when an injected error has fenced it.
+    watcher: OnceLock<Waker>,
     /// Requests that hang until a plan with another number is in force.
     hanging: Mutex<Vec<Hanging>>,
     timer: Mutex<Option<Arc<Timer>>>,
@@ -89,6 +93,7 @@ impl FaultImage {
             plan_number: AtomicU64::new(0),
             requests: AtomicU64::new(0),
             fenced: AtomicBool::new(false),
+            watcher: OnceLock::new(),
             hanging: Mutex::default(),
             timer: Mutex::default(),
         };
@@ -126,8 +131,10 @@ impl Image for FaultImage {
         self.inner.refresh_size()
     }
 
-    fn watch_size(&self, waker: Waker) {
-        self.inner.watch_size(waker);
+    fn watch_changes(&self, waker: Waker) {
+        // The worker that serves the volume calls this once.
+        let _ = self.shared.watcher.set(waker.clone());
+        self.inner.watch_changes(waker);
     }
 
     fn size_check_interval(&self) -> Option<Duration> {
@@ -139,7 +146,7 @@ impl Image for FaultImage {
     }
 
     fn is_fenced(&self) -> bool {
-        self.inner.is_fenced()
+        self.shared.fenced.load(Ordering::Acquire) || self.inner.is_fenced()
     }
 
     fn failure_reason(&self) -> Option<String> {
@@ -170,6 +177,14 @@ impl Image for FaultImage {
 
     fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
         self.inner.snapshot_quiesce()
+    }
+
+    fn background(&self) -> Option<&dyn BackgroundWork> {
+        self.inner.background()
+    }
+
+    fn renew_credentials(&self) -> Option<&dyn RenewCredentials> {
+        self.inner.renew_credentials()
     }
 
     fn set_fault(&self) -> Option<&dyn SetFault> {

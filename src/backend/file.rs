@@ -157,7 +157,7 @@ impl Image for FileImage {
             // Direct access goes past what would be read ahead.
             cache: !self.direct,
             multi_connection: true,
-            outlives_worker: true,
+            keeps_acknowledged_writes: true,
         }
     }
 

@@ -1,30 +1,51 @@
-//! What a volume is stored in, behind two traits: [`Image`], the control half, one a volume; and
-//! [`ImageQueue`], the data half, one a connection thread.
+//! The interface between a volume and what stores it. It has two halves: [`Image`] controls an open
+//! volume, and there is one per volume; [`ImageQueue`] carries data, and there is one per connection
+//! thread.
 //!
-//! Comes in: a [`Request`] with its buffer. Goes out: its end, and the buffer back. A backend may
-//! finish at once (memory), on the caller's ring (files), or on foreign threads (librbd, an async
-//! runtime), which report it through a [`Completer`].
+//! A queue receives a [`Request`] with its buffer, and returns the result with the buffer. A backend may
+//! complete a request at once (memory), on the caller's ring (files), or on threads of its own (librbd, an
+//! async runtime), which report the completion through a [`Completer`].
 //!
-//! The contract, which `tests/conformance` checks for every backend:
+//! # Requests
+//!
+//! A queue receives checked requests: in range, aligned to `BlockSizes::minimum`, with a payload of at
+//! most `BlockSizes::maximum`, and without modifications of a read-only volume. `tests/conformance` checks
+//! the following rules for every backend:
+//!
 //! - A completed write is visible to every later read on any queue of the volume. A FLUSH completes
-//!   when every write *completed* before it was started is durable. FUA is durable at completion.
-//! - TRIM may do nothing, or make the range (or parts of it) read as zero; zero never turns back.
-//!   WRITE_ZEROES always reads zeroes; `fast_zero` fails with `Unsupported` rather than be slow;
-//!   `no_hole` keeps the range allocated.
-//! - Once `Fenced`, always `Fenced`: nothing more is written until the volume is opened anew.
-//! - A request that ended with `Retry` ([`IoError::Retry`] says what that promises) is started again;
-//!   the payload of a write comes back as it was.
-//! - Every request that was started completes exactly once, with its buffer; or its queue is dropped
-//!   first, when a connection is cut off. Then nobody waits for it any more, but its buffer is not
-//!   freed while a foreign thread may touch it. (What is in the ring, the ring keeps, which lives
-//!   longer than the queue.)
+//!   when every write that *completed* before the flush started is durable. A write with FUA is durable
+//!   when it completes.
+//! - TRIM may do nothing, or make the range (or parts of it) read as zeroes. A range that has read as
+//!   zeroes never shows its old content again. WRITE_ZEROES always makes the range read as zeroes;
+//!   with `fast_zero` it fails with `Unsupported` where it would be slow; with `no_hole` the range stays
+//!   allocated.
+//! - After a request has ended with `Fenced`, every later one does, and nothing more is written until the
+//!   volume is opened again.
+//! - The caller may start a request again that ended with `Retry` ([`IoError::Retry`] states the
+//!   guarantee). The payload of a write is then unchanged.
+//! - Every request that was started completes exactly once, with its buffer, or its queue is dropped
+//!   first, when a connection is cut off. The caller then no longer waits for it, but its buffer must not
+//!   be freed while a foreign thread may access it. (The ring keeps the buffers of its operations, and it
+//!   outlives the queue.)
 //!
-//! Requests arrive checked: in range, aligned to `BlockSizes::minimum`, no longer than
-//! `BlockSizes::maximum` for those with a payload, no modification of a read-only volume.
+//! # Volumes
+//!
+//! - **Acknowledged data never lives only in the worker's private memory.** A backend either completes a
+//!   write when the data survives the death of the worker (`SIGKILL` at any moment), or it reports
+//!   `keeps_acknowledged_writes: false` in [`Image::features`]. A volume of the second kind loses its
+//!   device with its worker: the supervisor never starts a new worker for the device, and every request
+//!   fails until the mapping is removed. The power failure of the node is another matter: it may take
+//!   every write that no FLUSH or FUA has covered.
+//! - **Work without a request can be stopped.** A backend that works on threads of its own while no request
+//!   is in flight (to check a claim, to upload, to collect garbage) has the capability
+//!   [`BackgroundWork`].
+//! - **A volume can be fenced without opening it**, within a deadline; see [`fence`].
+//! - **Secrets are [`Credentials`]**, never text in a URI, an argument, the environment, a record or a log.
 
 mod capability;
 pub mod claimant;
 mod completion;
+mod credentials;
 pub mod extents;
 #[cfg(feature = "fault")]
 pub mod fault;
@@ -39,8 +60,11 @@ mod waker;
 
 #[cfg(feature = "fault")]
 pub use capability::SetFault;
-pub use capability::{Extents, Resize, Shrink, SnapshotQuiesce};
+pub use capability::{
+    BackgroundWork, Extents, RenewCredentials, Resize, RunningTask, Shrink, SnapshotQuiesce,
+};
 pub use completion::{Completer, Completions, channel};
+pub use credentials::Credentials;
 #[cfg(feature = "fault")]
 pub use fault::crash_point;
 pub use handover::{Handover, HandoverFiles, HandoverState};
@@ -59,89 +83,91 @@ use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 
-/// A request's number on its connection: an index below the connection's in-flight limit.
+/// The number of a request on its connection: an index below the connection's limit of requests in flight.
 pub type RequestId = u32;
 
-/// How one request ended. The buffer comes back whatever happened.
+/// The end of one request. The buffer is returned in any case.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Success, or why not.
+    /// Success, or the reason of the failure.
     pub result: Result<(), IoError>,
-    /// The buffer that the request was started with; filled, for a successful read.
+    /// The buffer that the request was started with. After a successful read it holds the data.
     pub buffer: Option<Buffer>,
 }
 
-/// What starting a request led to.
+/// The result of starting a request.
 #[derive(Debug)]
 pub enum Started {
-    /// It has ended already.
+    /// The request has ended.
     Done(Outcome),
-    /// It will end through [`ImageQueue::on_ring`] or [`ImageQueue::on_completion`].
+    /// The request will end through [`ImageQueue::on_ring`] or [`ImageQueue::on_completion`].
     Pending,
 }
 
-/// The control half: one per volume, shared by its threads. Calls may block; a connection thread calls
-/// only [`Image::queue`], once, before the first request.
+/// The control half of an open volume. There is one per volume, which all its threads share. Calls may
+/// block; a connection thread calls only [`Image::queue`], once, before its first request.
 ///
-/// These are the operations that every backend has. Everything else is a capability, which a backend
-/// returns or does not have.
+/// The trait has the operations that every backend supports. Every other operation is a capability, which
+/// a backend returns as `Some` or does not have.
 pub trait Image: Send + Sync {
     /// Returns the last known size in bytes, a multiple of `block_sizes().minimum`. Never blocks.
     fn size(&self) -> u64;
 
-    /// Returns the sizes of access. They are fixed while the volume is open.
+    /// Returns the units of access. They do not change while the volume is open.
     fn block_sizes(&self) -> BlockSizes;
 
-    /// Returns what the volume can do. It is fixed while the volume is open.
+    /// Returns what the volume supports. It does not change while the volume is open.
     fn features(&self) -> Features;
 
-    /// Makes the data half for the calling thread. It may keep using the thread's ring, and pass clones of
-    /// `completer` to threads that finish its requests. Must not wait for the backend, nor for a lock that is held during a call to the backend: a new
-    /// connection waits for this call, and other connections wait for the new one.
+    /// Makes the data half for the calling thread. It may use the thread's ring later, and pass clones of
+    /// `completer` to threads that complete its requests. The call must not wait for the backend, nor for
+    /// a lock that is held during a call to the backend: a new connection waits for this call, and other
+    /// connections wait for the new one.
     ///
     /// # Errors
-    /// When the ring cannot register the backend's files, or a limit is reached.
+    /// Returns an error if the ring cannot register the backend's files, or if a limit is reached.
     fn queue(&self, ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>>;
 
-    /// Asks the backend for the size, stores it and returns it. Blocks until the backend has answered.
+    /// Reads the size from the backend, stores it and returns it. Blocks until the backend has answered.
     ///
     /// # Errors
-    /// The backend's error.
+    /// Returns the backend's error.
     fn refresh_size(&self) -> Result<u64>;
 
-    /// Wakes `waker` whenever [`Image::size`] has changed without a call from here. A backend that is not
-    /// notified of such changes does nothing; [`Image::size_check_interval`] covers it.
-    fn watch_size(&self, waker: Waker) {
+    /// Sets the waker that the backend wakes whenever [`Image::size`] or [`Image::is_fenced`] has changed
+    /// without a call of the owner. A backend that is not notified of a change of the size does nothing;
+    /// [`Image::size_check_interval`] covers it.
+    fn watch_changes(&self, waker: Waker) {
         let _ = waker;
     }
 
     /// Returns how often the owner should call [`Image::refresh_size`] to notice a change of the size;
-    /// `None` where that is never necessary.
+    /// `None` where the size changes only by calls of the owner.
     fn size_check_interval(&self) -> Option<Duration> {
         None
     }
 
     /// Returns whether a request that ended with `NoSpace` may be repeated, as one that ended with `Retry`
-    /// may be. The request then waits for free space if the mapping's outage policy says so.
+    /// may be. The request then waits for free space if the mapping's outage policy allows it.
     fn retries_no_space(&self) -> bool {
         false
     }
 
-    /// Returns whether another client owns the volume, as far as it is known without asking the backend:
-    /// every request then ends with `Fenced` until the volume is opened anew.
+    /// Returns whether another client owns the volume, as far as it is known without a call to the backend.
+    /// Every request then ends with `Fenced` until the volume is opened again. Never blocks.
     fn is_fenced(&self) -> bool {
         false
     }
 
-    /// Returns why the backend cannot be reached, for people, where that is known. Called while requests
-    /// wait to be repeated. Must not wait for the backend.
+    /// Returns why the backend cannot be reached, as text for people, if the reason is known. The worker
+    /// calls it while requests wait to be repeated. Must not wait for the backend.
     fn failure_reason(&self) -> Option<String> {
         None
     }
 
-    /// Closes the volume within seconds: releases the claim and every resource at the backend. The owner
-    /// calls it once, after the queues are dropped; other threads may hold the `Arc` for longer, so that
-    /// `Drop` would come too late or never. Later calls fail.
+    /// Closes the volume within seconds: stops its background work, and releases the claim and every
+    /// resource at the backend. The owner calls it once, after the queues are dropped; other threads may
+    /// hold the `Arc` for longer, so that `Drop` would come too late or never. Later calls fail.
     fn close(&self) {}
 
     /// Returns the capability to make the volume larger.
@@ -154,7 +180,7 @@ pub trait Image: Send + Sync {
         None
     }
 
-    /// Returns the capability to report holes. Without it, all of the volume counts as data.
+    /// Returns the capability to report holes. Without it, the whole volume counts as data.
     fn extents(&self) -> Option<&dyn Extents> {
         None
     }
@@ -169,6 +195,17 @@ pub trait Image: Send + Sync {
         None
     }
 
+    /// Returns the capability to stop the work that the backend does without a request; `None` where there
+    /// is no such work.
+    fn background(&self) -> Option<&dyn BackgroundWork> {
+        None
+    }
+
+    /// Returns the capability to replace the credentials of the open volume.
+    fn renew_credentials(&self) -> Option<&dyn RenewCredentials> {
+        None
+    }
+
     /// Returns the capability to replace the injected faults.
     #[cfg(feature = "fault")]
     fn set_fault(&self) -> Option<&dyn SetFault> {
@@ -176,10 +213,12 @@ pub trait Image: Send + Sync {
     }
 }
 
-/// The data half: used by one connection thread. No call blocks, allocates without bound or logs.
+/// The data half of an open volume, which one connection thread uses. No call blocks, logs, or allocates
+/// without a bound.
 pub trait ImageQueue {
-    /// Starts `request` under the number `id`, which is not in use. `buffer` holds the payload of a
-    /// write, or is filled by a read (its length is the request's); `None` for the rest.
+    /// Starts `request` under the number `id`, which no other request in flight has. `buffer` holds the
+    /// payload of a write, or receives the data of a read (its length is the request's); it is `None` for
+    /// other requests.
     fn start(
         &mut self,
         id: RequestId,
@@ -188,20 +227,21 @@ pub trait ImageQueue {
         ring: &mut Ring,
     ) -> Started;
 
-    /// Takes a completion of an operation that this queue submitted to the ring. Returns a request
-    /// that has ended by it; `None` when there is more to do first (a short read goes on).
+    /// Takes the completion of an operation that this queue submitted to the ring. Returns the request that
+    /// has ended by it; `None` if the request has further steps (for example after a short read).
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)>;
 
-    /// Nobody waits for what runs any more: of a request that is done in several steps none begins from
-    /// now on. Appends those that have ended by that; the others end with their running step, successful or
-    /// not. What is started afterwards is not concerned.
+    /// Abandons all requests in flight, because the caller no longer needs their results: a request
+    /// of several steps starts no further step. Appends the requests that have ended by the call to `done`;
+    /// the others end with their current step, successfully or not. Requests that are started later are not
+    /// affected.
     fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
         let _ = done;
     }
 
     /// Takes a completion that a foreign thread has reported with [`Completer::complete`]: an operation of
-    /// the request `id` has ended with `outcome`. Appends the requests that have ended by it. A queue
-    /// whose requests are one operation each need not implement this.
+    /// the request `id` has ended with `outcome`. Appends the requests that have ended by it to `done`. A
+    /// queue whose requests are one operation each need not implement this.
     fn on_completion(
         &mut self,
         id: RequestId,
@@ -214,7 +254,8 @@ pub trait ImageQueue {
     }
 }
 
-/// A position in a payload as an index: payloads are below 4 GiB, see [`BlockSizes::maximum`].
+/// Converts a position in a payload to an index. Payloads are shorter than 4 GiB, see
+/// [`BlockSizes::maximum`].
 #[allow(clippy::cast_possible_truncation, reason = "u32::MAX is the bound")]
 fn index(position: u64) -> usize {
     debug_assert!(position <= u64::from(u32::MAX), "{position}");

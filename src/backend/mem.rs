@@ -87,7 +87,7 @@ impl Image for MemImage {
             // All of it is in memory.
             cache: false,
             multi_connection: true,
-            outlives_worker: false,
+            keeps_acknowledged_writes: false,
         }
     }
 

@@ -30,8 +30,9 @@ pub struct Features {
     pub cache: bool,
     /// Flushes and forced writes cover all connections, so that a device may have several.
     pub multi_connection: bool,
-    /// The content outlives this process, so that a new worker can serve the volume after a crash.
-    pub outlives_worker: bool,
+    /// Every acknowledged write survives the death of the process that serves the volume, so that a new
+    /// worker can serve the device after a crash. Without it, the device fails when its worker dies.
+    pub keeps_acknowledged_writes: bool,
 }
 
 impl Features {
@@ -45,7 +46,7 @@ impl Features {
         fast_zero: true,
         cache: true,
         multi_connection: true,
-        outlives_worker: true,
+        keeps_acknowledged_writes: true,
     };
 }
 

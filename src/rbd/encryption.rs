@@ -5,7 +5,6 @@
 //! machine, two seconds by default, and up to 4 GiB of memory (argon2id; 1 GiB by default).
 
 use std::fs::{File, OpenOptions};
-use std::io::Read;
 use std::ops::ControlFlow;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
@@ -13,11 +12,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use librbd::{Image, Key};
-use zeroize::Zeroizing;
 
 use crate::errors::later;
 use crate::spec::{Encryption, Luks};
 use crate::timeouts;
+use cleat_backend::Credentials;
 use cleat_backend::uri::invalid;
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -48,7 +47,7 @@ pub(crate) enum Kind {
 }
 
 /// Passphrases, one for each image of a chain of clones.
-pub(crate) struct Passphrases(Vec<(Luks, Zeroizing<Vec<u8>>)>);
+pub(crate) struct Passphrases(Vec<(Luks, Credentials)>);
 
 impl Passphrases {
     /// Reads them.
@@ -79,7 +78,9 @@ impl Passphrases {
         let refused = |result: &librbd::Result<()>| {
             result.as_ref().is_err_and(|error| error.errno() == Some(libc::EPERM))
         };
-        if refused(&unlocked) && self.0.iter().any(|(_, passphrase)| passphrase.ends_with(b"\n")) {
+        if refused(&unlocked)
+            && self.0.iter().any(|(_, passphrase)| passphrase.bytes().ends_with(b"\n"))
+        {
             // Ceph 16's own tools leave a newline at the end out, when they format, later ones do not.
             let shorter = self.keys(true);
             for (key, shorter) in keys.iter_mut().zip(shorter) {
@@ -118,8 +119,9 @@ impl Passphrases {
 
     fn keys(&self, without_newline: bool) -> Vec<Key<'_>> {
         let keys = self.0.iter().map(|(format, passphrase)| {
-            let shorter = passphrase.strip_suffix(b"\n").filter(|_| without_newline);
-            Key { format: of_library(*format), passphrase: shorter.unwrap_or(passphrase) }
+            let whole = passphrase.bytes();
+            let shorter = whole.strip_suffix(b"\n").filter(|_| without_newline);
+            Key { format: of_library(*format), passphrase: shorter.unwrap_or(whole) }
         });
         keys.collect()
     }
@@ -234,7 +236,7 @@ fn not_formatted(name: &str) -> Error {
     )
 }
 
-fn passphrase(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
+fn passphrase(path: &Path) -> Result<Credentials> {
     let shown = path.display();
     let failed = |error| {
         let error = Error::from_io(format!("cannot read the passphrase {shown}"), error);
@@ -250,16 +252,12 @@ fn passphrase(path: &Path) -> Result<Zeroizing<Vec<u8>>> {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
     check(&file, path).map_err(failed)??;
-    // With room for what is read, and more: a vector that grows leaves a copy.
-    let mut passphrase = Zeroizing::new(Vec::with_capacity(2 * MAX_PASSPHRASE));
-    let most = MAX_PASSPHRASE as u64 + 1;
-    file.take(most).read_to_end(&mut passphrase).map_err(failed)?;
-    if passphrase.is_empty() || passphrase.len() > MAX_PASSPHRASE {
-        let message =
-            format!("the passphrase {shown} is empty, or longer than {MAX_PASSPHRASE} bytes");
-        return Err(invalid(message));
-    }
-    Ok(passphrase)
+    Credentials::read(&file, MAX_PASSPHRASE).map_err(|error| match error.kind() {
+        std::io::ErrorKind::InvalidData => invalid(format!(
+            "the passphrase {shown} is empty, or longer than {MAX_PASSPHRASE} bytes"
+        )),
+        _ => failed(error),
+    })
 }
 
 fn check(file: &File, path: &Path) -> std::io::Result<Result<()>> {

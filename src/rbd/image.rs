@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 
 use cleat_backend::claimant::Claimant;
 use cleat_backend::uri::{Size, invalid};
+use cleat_backend::{BackgroundWork, RunningTask};
 use cleat_backend::{Completer, Extents, Handover, HandoverFiles, HandoverState, Resize, Shrink};
 use cleat_backend::{Image, ImageQueue, OpenOptions, SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::ring::Ring;
 
+use crate::background::{self, Background, Pause};
 use crate::claim::decision::Occasion;
 use crate::claim::header::ImageHeader;
-use crate::claim::record::Claim;
 use crate::claim::{self, Contest};
 use crate::connection::{load_library, open_library};
 use crate::encryption::{self, ENCRYPTED_BLOCK, Passphrases};
@@ -26,7 +27,7 @@ use crate::permissions::{self, Rights};
 use crate::pool_space::Room;
 use crate::queue::RbdQueue;
 use crate::quiesce::Snapshots;
-use crate::shared::Shared;
+use crate::shared::{Shared, whole_blocks};
 use crate::spec::RbdSpec;
 use crate::{cache, extents, mirror, timeouts};
 
@@ -34,8 +35,9 @@ use crate::{cache, extents, mirror, timeouts};
 /// no limit of their own.
 const OPEN_PATIENCE: Duration = Duration::from_secs(15);
 
-/// How often the claim and the size are checked.
-const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// How often the size should be read again. librbd reports changes to writers only, and a report can be
+/// lost with the connection.
+const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// How long closing may take before it is left to itself.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
@@ -67,18 +69,11 @@ pub(crate) struct RbdImage {
 
 /// What closing ends.
 struct Open {
-    changes: Option<Changes>,
+    /// `None` for a reader, to which librbd reports no changes, and which has no claim.
+    background: Option<Background>,
     /// Where somebody wants to be told of them.
     snapshots: Option<Snapshots>,
     image: Arc<librbd::Image>,
-    /// What it says in the image's metadata for as long as we have the lock.
-    claim: Option<Claim>,
-}
-
-/// What keeps the size up to date: the thread ends with the watch.
-struct Changes {
-    watch: librbd::Watch,
-    thread: thread::JoinHandle<()>,
 }
 
 impl RbdImage {
@@ -155,6 +150,8 @@ impl RbdImage {
             watcher: OnceLock::new(),
             luks_header: header,
             fenced: AtomicBool::new(false),
+            claim: Mutex::default(),
+            pause: Pause::default(),
             rights: Rights::of(spec, &data_pool),
             room: Room::of(data_pool),
             read_only,
@@ -164,8 +161,8 @@ impl RbdImage {
                 stat.object_size.saturating_mul(PIECE_OBJECTS)
             },
         });
-        // A reader is not told of changes.
-        let changes = if read_only { None } else { Some(follow_size(&image, &shared)?) };
+        let background =
+            if read_only { None } else { Some(Background::start(&image, &name, &shared)?) };
         // Also where they have to be encrypted: a device keeps what its last owner offered (Linux 6.12), and
         // asks for them all the same.
         let write_zeroes = image.can_write_zeroes();
@@ -178,14 +175,14 @@ impl RbdImage {
             fast_zero: write_zeroes,
             cache: false,
             multi_connection: true,
-            outlives_worker: true,
+            keeps_acknowledged_writes: true,
         };
         if !read_only && spec.shared {
             // Whoever claims an image looks himself.
             mirror::check_primary(&image, &name)?;
         }
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
-        let open = Mutex::new(Some(Open { changes, snapshots, image, claim: None }));
+        let open = Mutex::new(Some(Open { background, snapshots, image }));
         let blocks = block_sizes(stat, encrypted);
         Ok(Self { open, name, claimant, blocks, features, shared })
     }
@@ -248,42 +245,19 @@ impl RbdImage {
             self.shared.fenced.store(true, Ordering::Release);
             return Err(lost());
         };
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(open) = &mut *open {
-            open.claim = Some(claim);
-        }
-        Ok(())
-    }
-
-    /// Sees that the claim is still what we wrote. Somebody who took over has had the cluster refuse this
-    /// question, unless it has set its hand to the lock without that.
-    fn check_claim(&self) -> Result<()> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(own) = open.as_ref().and_then(|open| open.claim.clone()) else { return Ok(()) };
-        drop(open);
-        let now = claim::of(&*self.image()?, &self.name).inspect_err(|error| self.note(error))?;
-        if now.is_some_and(|now| !now.is(&own)) {
-            self.shared.fenced.store(true, Ordering::Release);
-        }
+        *self.shared.claim() = Some(claim);
         Ok(())
     }
 
     fn read_size(&self) -> Result<u64> {
         let size = self.image()?.size().map_err(|error| self.failed(error))?;
-        let size = whole_blocks(size, self.shared.luks_header.is_some());
-        self.shared.size.store(size, Ordering::Release);
-        Ok(size)
+        self.shared.set_size(size);
+        Ok(self.size())
     }
 
     /// Remembers what an error says of whose the volume is.
     fn note(&self, error: &Error) {
         self.shared.fenced.fetch_or(error.kind() == ErrorKind::Fenced, Ordering::AcqRel);
-    }
-
-    /// The claim, which is not ours to release any more.
-    fn take_claim(&self) -> Option<Claim> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.as_mut().and_then(|open| open.claim.take())
     }
 
     /// Nothing where nobody wants to be told of snapshots.
@@ -317,19 +291,17 @@ impl Image for RbdImage {
         Ok(Box::new(RbdQueue::new(&image, shared, completer.clone())))
     }
 
-    /// Asked every few seconds, so that a volume nobody uses learns of it, too, when it is lost.
     fn refresh_size(&self) -> Result<u64> {
-        self.check_claim()?;
         self.read_size()
     }
 
-    fn watch_size(&self, waker: Waker) {
-        // Whoever serves the volume does so once.
+    fn watch_changes(&self, waker: Waker) {
+        // The worker that serves the volume calls this once.
         let _ = self.shared.watcher.set(waker);
     }
 
     fn size_check_interval(&self) -> Option<Duration> {
-        Some(CHECK_INTERVAL)
+        Some(SIZE_CHECK_INTERVAL)
     }
 
     /// A request that fails for lack of space has no effect later: the OSDs have answered it.
@@ -366,14 +338,18 @@ impl Image for RbdImage {
         Some(self)
     }
 
+    fn background(&self) -> Option<&dyn BackgroundWork> {
+        Some(self)
+    }
+
     /// Closing gives the lock back, so it is waited for; but not for ever, where the cluster is away:
     /// it forgets a client that is gone by itself.
     fn close(&self) {
         let taken = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(mut open) = taken else { return };
+        let Some(open) = taken else { return };
         let (sender, closed) = mpsc::channel();
         // What somebody else owns is not to be touched any more.
-        let claim = open.claim.take().filter(|_| !self.is_fenced());
+        let claim = self.shared.claim().take().filter(|_| !self.is_fenced());
         let name = self.name.clone();
         let close = move || {
             if let Some(claim) = claim
@@ -435,6 +411,19 @@ impl SnapshotQuiesce for RbdImage {
     }
 }
 
+impl BackgroundWork for RbdImage {
+    fn stop(&self, deadline: Instant) -> Vec<RunningTask> {
+        // Quiesce and size notifications only set numbers; their thread reads.
+        let stopped = self.shared.pause.stop(deadline);
+        let running = RunningTask { name: background::THREAD, may_write: false };
+        if stopped { Vec::new() } else { vec![running] }
+    }
+
+    fn restart(&self) {
+        self.shared.pause.resume();
+    }
+}
+
 impl Handover for RbdImage {
     fn prepare(&self) -> Result<HandoverFiles> {
         Ok(HandoverFiles { descriptors: Vec::new() })
@@ -444,7 +433,7 @@ impl Handover for RbdImage {
         let fenced = self.is_fenced();
         let image = self.image()?;
         self.with_snapshots(Snapshots::refuse);
-        if let Some(claim) = self.take_claim().filter(|_| !fenced) {
+        if let Some(claim) = self.shared.claim().take().filter(|_| !fenced) {
             let released = claim::release(&image, &claim, &self.name)
                 .inspect_err(|error| self.note(error))
                 .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
@@ -489,10 +478,7 @@ impl Open {
     /// Ends what follows the size and waits for the last queue.
     fn close(self) -> librbd::Result<()> {
         drop(self.snapshots);
-        if let Some(Changes { watch, thread }) = self.changes {
-            drop(watch);
-            let _ = thread.join();
-        }
+        self.background.into_iter().for_each(Background::end);
         let mut image = self.image;
         loop {
             match Arc::try_unwrap(image) {
@@ -513,42 +499,6 @@ fn block_sizes(stat: librbd::Stat, encrypted: bool) -> BlockSizes {
     let preferred = if together.is_power_of_two() { together } else { 4096 };
     let minimum = if encrypted { ENCRYPTED_BLOCK } else { 1 };
     BlockSizes { minimum, preferred, maximum: MAX_PAYLOAD }
-}
-
-/// A size in bytes without what is no whole block at its end.
-fn whole_blocks(size: u64, encrypted: bool) -> u64 {
-    if encrypted { size - size % u64::from(ENCRYPTED_BLOCK) } else { size }
-}
-
-/// Keeps the size up to date. The library's callback may not ask, so a thread does.
-fn follow_size(image: &Arc<librbd::Image>, shared: &Arc<Shared>) -> Result<Changes> {
-    // One that waits tells of all changes so far.
-    let (sender, changes) = mpsc::sync_channel::<()>(1);
-    let watch = image.watch(move || _ = sender.try_send(())).map_err(|error| {
-        Error::new(ErrorKind::Unavailable, "the image's changes cannot be followed")
-            .with_source(error)
-    })?;
-    let (image, shared) = (Arc::clone(image), Arc::clone(shared));
-    let follow = move || {
-        for () in changes {
-            match image.size() {
-                Ok(size) => {
-                    shared
-                        .size
-                        .store(whole_blocks(size, shared.luks_header.is_some()), Ordering::Release);
-                    if let Some(watcher) = shared.watcher.get() {
-                        watcher.wake();
-                    }
-                }
-                Err(error) => tracing::warn!(%error, "a change of the image could not be followed"),
-            }
-        }
-    };
-    let thread = thread::Builder::new()
-        .name("rbd-size".to_owned())
-        .spawn(follow)
-        .map_err(|e| Error::from_io("cannot start the thread that follows the size", e))?;
-    Ok(Changes { watch, thread })
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@
 //!   encrypted image either writes encrypted zeroes, a few pieces at a time.
 //! - Closing waits for what is in flight, on a thread that is abandoned when the cluster is away.
 
+mod background;
 mod cache;
 mod claim;
 mod connection;

@@ -1,26 +1,64 @@
-//! What an open image shares with its queues and threads.
+//! The state that an open image shares with its queues and threads.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cleat_backend::Waker;
 
+use crate::background::Pause;
+use crate::claim::record::Claim;
+use crate::encryption::ENCRYPTED_BLOCK;
 use crate::permissions::Rights;
 use crate::pool_space::Room;
 
-/// What the queues share.
+/// The state that the control half, the queues and the background thread of an image share.
 pub(crate) struct Shared {
+    /// The size of the volume in bytes, in whole blocks.
     pub(crate) size: AtomicU64,
-    /// Told when the size has changed by itself.
+    /// Wakes the owner of the volume after a change that the owner did not cause.
     pub(crate) watcher: OnceLock<Waker>,
-    /// The content is encrypted by the library, and so many bytes of the image are no plain text.
+    /// For an image that librbd decrypts: the number of its bytes that hold no plain text.
     pub(crate) luks_header: Option<u64>,
-    /// Somebody else owns the image, or nobody knows who does.
+    /// Another client owns the image, or may own it.
     pub(crate) fenced: AtomicBool,
+    /// The claim that this process wrote and has not released.
+    pub(crate) claim: Mutex<Option<Claim>>,
+    /// Stops the background thread.
+    pub(crate) pause: Pause,
     pub(crate) rights: Rights,
     pub(crate) room: Room,
-    /// For a mapping that may write, being refused as a reader means that the lock is lost.
+    /// The image is open read-only. A writer that is refused as a reader has lost the lock.
     pub(crate) read_only: bool,
-    /// Bytes of a piece of a long range.
+    /// The length in bytes of one piece of a long range.
     pub(crate) piece: u64,
+}
+
+impl Shared {
+    /// Stores the size that librbd reports.
+    pub(crate) fn set_size(&self, bytes: u64) {
+        let size = whole_blocks(bytes, self.luks_header.is_some());
+        self.size.store(size, Ordering::Release);
+    }
+
+    /// Ends every later request with `Fenced`.
+    pub(crate) fn set_fenced(&self) {
+        self.fenced.store(true, Ordering::Release);
+    }
+
+    /// Wakes the owner of the volume, if it watches for changes.
+    pub(crate) fn wake(&self) {
+        if let Some(watcher) = self.watcher.get() {
+            watcher.wake();
+        }
+    }
+
+    /// Returns the claim that this process wrote and has not released.
+    pub(crate) fn claim(&self) -> MutexGuard<'_, Option<Claim>> {
+        self.claim.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns a size in bytes without an incomplete block at its end.
+pub(crate) fn whole_blocks(size: u64, encrypted: bool) -> u64 {
+    if encrypted { size - size % u64::from(ENCRYPTED_BLOCK) } else { size }
 }

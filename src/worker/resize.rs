@@ -1,20 +1,17 @@
 //! The volume's size, asked for and changed on a thread of its own: a backend that hangs must not
 //! take the control thread with it, which has to answer for the worker all the same.
 //!
-//! The thread also asks by itself every [`INTERVAL`], so that a volume which has grown at the
-//! backend is noticed. A backend that is told of changes stores the size that [`Image::size`] gives
-//! and wakes the control thread.
+//! The thread also reads the size as often as the backend asks for
+//! ([`Image::size_check_interval`]), so that a volume that has grown at the backend is noticed. A
+//! backend that is notified of changes stores the size that [`Image::size`] returns and wakes the control
+//! thread.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
 
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
-
-/// How often the backend is asked.
-const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Enough for what a backend's library does; touched pages are what costs memory.
 const STACK_BYTES: usize = 256 << 10;
@@ -48,7 +45,7 @@ impl Resizer {
         let (orders, incoming) = bounded(1);
         // An order under way and one that waits: nobody ever waits to answer.
         let (outgoing, answers) = bounded(2);
-        image.watch_size(waker.clone());
+        image.watch_changes(waker.clone());
         let thread = SizeThread { image: Arc::clone(&image), waker, failing: false };
         std::thread::Builder::new()
             .name("size".to_owned())
@@ -124,8 +121,13 @@ struct SizeThread {
 
 impl SizeThread {
     fn run(mut self, orders: &Receiver<(u64, SizeRequest)>, answers: &Sender<(u64, Result<u64>)>) {
+        let interval = self.image.size_check_interval();
         loop {
-            match orders.recv_timeout(INTERVAL) {
+            let received = match interval {
+                Some(interval) => orders.recv_timeout(interval),
+                None => orders.recv().map_err(RecvTimeoutError::from),
+            };
+            match received {
                 Ok((number, order)) => {
                     let answer = self.carry_out(order);
                     if answers.send((number, answer)).is_err() {
@@ -135,8 +137,8 @@ impl SizeThread {
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     self.look();
-                    // Whatever it found: the control thread has other things to look for that nobody
-                    // tells it of, such as a fence.
+                    // Even without a change: the control thread has other conditions to check that nothing
+                    // notifies it of.
                     self.waker.wake();
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
@@ -184,6 +186,8 @@ fn unsupported(message: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use cleat_backend::Resize;
 
     use super::*;

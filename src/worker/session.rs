@@ -480,7 +480,7 @@ impl Session {
             minimum_block: blocks.minimum,
             preferred_block: blocks.preferred,
             transmission_flags: transmission_flags(features),
-            outlives_worker: features.outlives_worker,
+            outlives_worker: features.keeps_acknowledged_writes,
             connections: u32::try_from(self.live.len()).unwrap_or(u32::MAX),
         }
     }

@@ -175,7 +175,7 @@ pub fn read_only(uri: &VolumeUri) {
         let volume = Local::open(uri, OpenOptions::default());
         assert!(!volume.features().read_only);
         volume.client().one(write(PIECE, &data));
-        volume.features().outlives_worker
+        volume.features().keeps_acknowledged_writes
     };
     let volume = Local::open(uri, OpenOptions { read_only: true, ..OpenOptions::default() });
     assert!(volume.features().read_only);
@@ -201,7 +201,7 @@ pub fn a_handover_keeps_the_claim_and_the_content(uri: &VolumeUri) {
         }
     };
     let mut old = uri.open(&options).unwrap_or_else(|error| panic!("{}", error.report()));
-    let keeps = old.features().outlives_worker;
+    let keeps = old.features().keeps_acknowledged_writes;
     put(&*old, 0);
     for round in 0..2 {
         let new = successor(&*old);

@@ -124,8 +124,8 @@ impl Local {
         ended.into_iter().map(|(_, done)| done.result).collect()
     }
 
-    pub fn watch_size(&self, waker: Waker) {
-        self.0.watch_size(waker);
+    pub fn watch_changes(&self, waker: Waker) {
+        self.0.watch_changes(waker);
     }
 
     /// Lists at most `limit` extents of a range, as data if the backend cannot list extents.

@@ -286,7 +286,7 @@ fn a_watcher_is_woken_when_the_image_grows() {
     let uri = fresh(shared(), "watched", 8 * MIB);
     let volume = Local::open(&REGISTRY.volume(&uri).unwrap(), OpenOptions::default());
     let waker = Waker::new().unwrap();
-    volume.watch_size(waker.clone());
+    volume.watch_changes(waker.clone());
     let admin = pool(shared(), ID).open("watched", None, Open::Write).unwrap();
     admin.resize(12 * MIB, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
     let mut set = [PollFd::new(waker.descriptor(), PollFlags::POLLIN)];

@@ -60,7 +60,10 @@ impl FaultQueue {
         ring: &mut Ring,
     ) -> Started {
         if error == Some(IoError::Fenced) {
-            self.shared.fenced.store(true, Ordering::Release);
+            let before = self.shared.fenced.swap(true, Ordering::AcqRel);
+            if let Some(watcher) = self.shared.watcher.get().filter(|_| !before) {
+                watcher.wake();
+            }
         }
         let fenced = self.shared.fenced.load(Ordering::Acquire).then_some(IoError::Fenced);
         match fenced.or(error) {

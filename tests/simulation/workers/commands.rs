@@ -117,7 +117,10 @@ impl Worker {
         let listener = descriptors.next();
         let page = descriptors.next().and_then(|file| Page::from_fd(file).ok());
         if start.successor != (descriptors.len() > 0) {
-            around.violation("a start message has handover descriptors if and only if the worker is a successor".into());
+            around.violation(
+                "a start message has handover descriptors if and only if the worker is a successor"
+                    .into(),
+            );
         }
         let (Some(page), Some(listener)) = (page, listener) else {
             around.violation("a worker was started without its descriptors".into());
@@ -264,7 +267,7 @@ impl Worker {
             flush: true,
             fua: true,
             multi_connection: true,
-            outlives_worker: start.is_some_and(|start| start.uri.starts_with("file:")),
+            keeps_acknowledged_writes: start.is_some_and(|start| start.uri.starts_with("file:")),
             ..Features::default()
         };
         Ready {
@@ -279,7 +282,7 @@ impl Worker {
             minimum_block: 512,
             preferred_block: 4096,
             transmission_flags: transmission_flags(features),
-            outlives_worker: features.outlives_worker,
+            outlives_worker: features.keeps_acknowledged_writes,
             connections: u32::try_from(self.connections.len()).unwrap_or(u32::MAX),
         }
     }
