@@ -71,12 +71,12 @@ impl Snapshots {
 
     /// From now on all of them are told again.
     pub(crate) fn take_charge(&self) {
-        self.watch.stand(None);
+        self.watch.set_default_answer(None);
     }
 
     /// From now on they are refused, one that waits included: its answer would keep the lock, which
     /// is about to be given up.
     pub(crate) fn refuse(&self) {
-        self.watch.stand(Some(libc::EAGAIN));
+        self.watch.set_default_answer(Some(libc::EAGAIN));
     }
 }

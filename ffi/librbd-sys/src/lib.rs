@@ -1,13 +1,12 @@
-//! Raw declarations of what cleat uses of librados and librbd, looked up at run time.
+//! Raw declarations of the functions of librados and librbd that cleat uses. They are loaded at run time.
 //!
-//! Nothing of Ceph is needed to build, and a binary that never opens an RBD image never touches the
-//! libraries. [`api`] loads them once and gives the [`Api`]: a table of function pointers, the
-//! required ones as such, the newer ones as `Option`. What is missing is told with the package or
-//! the version that has it.
+//! Building needs nothing of Ceph, and a binary that never opens an RBD image never loads the libraries.
+//! [`api`] loads them once and returns the [`Api`]: tables of function pointers, in which functions of
+//! newer versions are an `Option`. The error for a missing library or function names the package or the
+//! version that has it.
 //!
-//! Comes in: nothing. Goes out: types, constants and pointers as the headers of Ceph have them
-//! (`rados/librados.h`, `rbd/librbd.h`; `tests/headers.rs` compares them). What may never happen
-//! here: a call, or a decision.
+//! Output: types, constants and pointers as in the headers of Ceph (`rados/librados.h`, `rbd/librbd.h`;
+//! `tests/headers.rs` compares them). This crate calls none of the functions and makes no decision.
 #![allow(unsafe_code, reason = "the declarations of a C library")]
 
 mod load;

@@ -1,72 +1,73 @@
-//! Finds the libraries and fills the tables.
+//! Loads the libraries and fills the tables.
 
 use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
 
 use crate::table::{Librados, Librbd};
 
-/// Both libraries, ready to be called.
+/// The functions of both libraries.
 #[derive(Debug)]
 pub struct Api {
     pub rados: Librados,
     pub rbd: Librbd,
 }
 
-/// Why there is no [`Api`].
+/// The libraries cannot be used.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum LoadError {
-    /// A library is missing, or one that it needs.
-    #[error("the library {library} cannot be loaded: {reason}")]
+    /// A library, or a library that it needs, is missing. `absent` means that the library itself is.
+    #[error("cannot load the library {library}: {reason}")]
     Library { library: &'static str, package: &'static str, absent: bool, reason: String },
     /// A library is too old.
-    #[error("the library {library} has no {symbol}; it is older than Ceph 15")]
+    #[error("the library {library} lacks the function {symbol}: it is older than Ceph 15")]
     Symbol { library: &'static str, package: &'static str, symbol: &'static str },
 }
 
 impl LoadError {
-    /// Whether a library is just not there, and nothing is wrong with one that is.
+    /// Returns whether a library is not installed. `false` for an installed library that is broken.
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Library { absent: true, .. })
     }
 
-    /// What repairs it.
+    /// Returns a hint how to repair it.
     pub fn repair(&self) -> String {
         match self {
             Self::Library { package, .. } => {
                 format!("install {package} (apt install {package}, dnf install {package})")
             }
             Self::Symbol { package, .. } => {
-                format!("update {package}; Ceph 15 (Octopus) or newer is needed")
+                format!("update {package} to Ceph 15 (Octopus) or newer")
             }
         }
     }
 }
 
-/// The libraries, loaded with the first call. Blocks while they load. A failure is not remembered,
-/// so that an installation repairs it.
+/// Returns the functions of the libraries, which the first call loads. Blocks while they load. After a
+/// failure the next call tries again, so that no restart is needed after an installation.
 ///
 /// # Errors
-/// When a library is missing or too old.
+/// Returns an error if a library is missing or too old.
 pub fn api() -> Result<&'static Api, LoadError> {
     static API: OnceLock<Api> = OnceLock::new();
     if let Some(api) = API.get() {
         return Ok(api);
     }
     let loaded = load(c"librados.so.2", c"librbd.so.1")?;
-    // Two threads that load at once get the same libraries, so either table will do.
+    // Two threads that load at the same time get the same libraries and equal tables.
     Ok(API.get_or_init(|| loaded))
 }
 
-/// Loads libraries by these names; [`api`] does so with the usual ones.
+/// Loads the libraries with these file names. [`api`] uses the usual ones.
 ///
 /// # Errors
-/// As [`api`].
+/// Returns an error if a library is missing or too old.
 pub fn load(librados: &CStr, librbd: &CStr) -> Result<Api, LoadError> {
-    // librbd needs librados, which is then the same one, and is named first where it is missing.
+    // librbd needs librados. librados is loaded first, so that it is the one that is named if both are
+    // missing.
     let rados = Library::open(librados, "librados.so.2", "librados2")?;
     let rbd = Library::open(librbd, "librbd.so.1", "librbd1")?;
-    // SAFETY: these are Ceph's libraries, by their sonames, whose ABI the sonames stand for; they
-    // stay loaded for the rest of the process (RTLD_NODELETE).
+    // SAFETY: these are Ceph's libraries by their sonames, which identify the ABI. They stay loaded for
+    // the rest of the process (RTLD_NODELETE).
     let tables = unsafe {
         (
             Librados::fill(|name| rados.find(name)).map_err(|name| rados.lacks(name)),
@@ -84,15 +85,15 @@ struct Library {
 
 impl Library {
     fn open(path: &CStr, name: &'static str, package: &'static str) -> Result<Self, LoadError> {
-        // Never unloaded: it has threads and thread-local destructors of its own. Not global, so
-        // that its symbols stand in for nobody else's.
+        // RTLD_NODELETE: the library has threads and thread-local destructors and must not be unloaded.
+        // RTLD_LOCAL: its symbols must not replace those of other libraries.
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NODELETE;
-        // SAFETY: `path` is a C string. The library's initialisers run: those of Ceph only set up
-        // its own statics.
+        // SAFETY: `path` is a C string. This runs the library's initialisers, which in Ceph only set its
+        // own statics.
         let handle = unsafe { libc::dlopen(path.as_ptr(), flags) };
         if handle.is_null() {
             let reason = last_error();
-            // Of another file, which it needs, it would say so of that one.
+            // If a library that it needs is missing, the text names that one.
             let absent = format!("{}: cannot open shared object file", path.to_string_lossy());
             let absent = reason.starts_with(&absent);
             return Err(LoadError::Library { library: name, package, absent, reason });
@@ -111,9 +112,9 @@ impl Library {
     }
 }
 
-/// What the dynamic linker says, for this thread.
+/// Returns the last error of the dynamic linker on this thread.
 fn last_error() -> String {
-    // SAFETY: dlerror gives null or a C string that lasts until this thread's next call of it.
+    // SAFETY: dlerror returns null or a C string that is valid until this thread's next call of it.
     let text = unsafe {
         let text = libc::dlerror();
         if text.is_null() {

@@ -1,5 +1,5 @@
-//! The functions, as tables of pointers. The same text gives the pointers' types, the names that are
-//! looked up, and the prototypes that `tests/headers.rs` has a C compiler compare.
+//! The tables of function pointers. One macro defines the types of the pointers, the names for the
+//! lookup, and the prototypes that `tests/headers.rs` compares with a C compiler.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::transmute;
@@ -8,16 +8,16 @@ use libc::{iovec, size_t, ssize_t, timespec};
 
 use crate::types::*;
 
-/// What is known of a function beside its pointer.
+/// The name and prototype of a function.
 #[derive(Debug, Clone, Copy)]
 pub struct Symbol {
-    /// As the library exports it.
+    /// The name that the library exports.
     pub name: &'static CStr,
-    /// Its parameters' types, as written here.
+    /// The types of its parameters, as written in this file.
     pub parameters: &'static [&'static str],
-    /// Its result's type, as written here; empty for none.
+    /// The type of its result, as written in this file; empty for none.
     pub result: &'static str,
-    /// Whether nothing works without it.
+    /// Whether loading fails without it.
     pub required: bool,
 }
 
@@ -42,21 +42,21 @@ macro_rules! table {
                 $(symbol!(false, $newer, ($($newer_type),*), ($($newer_result)?)),)*
             ];
 
-            /// Fills the table; the first required function that is missing is the error.
+            /// Fills the table. The error is the name of the first required function that is missing.
             ///
             /// # Safety
-            /// `find` gives null, or the address of the C function of that name as the headers
+            /// `find` must return null or the address of the C function of that name as the headers
             /// declare it, valid for the rest of the process.
             pub(crate) unsafe fn fill(
                 find: impl Fn(&CStr) -> *mut c_void,
             ) -> Result<Self, &'static CStr> {
-                // A function pointer is as wide as a data pointer wherever dlsym exists, and
-                // `Option` makes null `None`.
+                // A function pointer has the size of a data pointer on every system with dlsym, and null
+                // becomes `None`.
                 Ok(Self {
                     $($name: {
                         let name = c_name(concat!(stringify!($name), "\0"));
-                        // SAFETY: `find` gives null or a function of this type, by this function's
-                        // contract; tests/headers.rs compares the types to the headers.
+                        // SAFETY: by this function's contract `find` returns null or a function of this
+                        // type; tests/headers.rs compares the types with the headers.
                         unsafe {
                             transmute::<
                                 *mut c_void,
@@ -65,7 +65,7 @@ macro_rules! table {
                         }
                         .ok_or(name)?
                     },)*
-                    // SAFETY: as above.
+                    // SAFETY: see above.
                     $($newer: unsafe {
                         transmute::<
                             *mut c_void,
@@ -97,7 +97,7 @@ const fn c_name(terminated: &'static str) -> &'static CStr {
 }
 
 table! {
-    /// librados, from Ceph 15 on; what came later is optional.
+    /// The functions of librados. Those that Ceph 15 lacks are optional.
     Librados
     required {
         fn rados_version(*mut c_int, *mut c_int, *mut c_int);
@@ -139,7 +139,7 @@ table! {
 }
 
 table! {
-    /// librbd, from Ceph 15 on; what came later is optional.
+    /// The functions of librbd. Those that Ceph 15 lacks are optional.
     Librbd
     required {
         fn rbd_version(*mut c_int, *mut c_int, *mut c_int);

@@ -1,5 +1,5 @@
-//! Types and constants, as the headers have them. Layouts and values are checked against installed
-//! headers by `tests/headers.rs`.
+//! The types and constants of the headers. `tests/headers.rs` checks their layouts and values against
+//! installed headers.
 #![allow(non_camel_case_types)]
 
 use std::ffi::{c_char, c_int, c_void};
@@ -12,29 +12,30 @@ pub type rados_ioctx_t = *mut c_void;
 pub type rbd_image_t = *mut c_void;
 /// Options for a new image.
 pub type rbd_image_options_t = *mut c_void;
-/// An asynchronous operation's end.
+/// The completion of an asynchronous operation.
 pub type rbd_completion_t = *mut c_void;
-/// Shared or exclusive; see [`RBD_LOCK_MODE_EXCLUSIVE`].
+/// The mode of a lock: shared or exclusive (see [`RBD_LOCK_MODE_EXCLUSIVE`]).
 pub type rbd_lock_mode_t = c_int;
 
-/// What made a snapshot; see [`RBD_SNAP_NAMESPACE_TYPE_USER`].
+/// The origin of a snapshot (see [`RBD_SNAP_NAMESPACE_TYPE_USER`]).
 pub type rbd_snap_namespace_type_t = c_int;
 
-/// LUKS 1 or 2; see [`RBD_ENCRYPTION_FORMAT_LUKS2`].
+/// The format of encryption (see [`RBD_ENCRYPTION_FORMAT_LUKS2`]).
 pub type rbd_encryption_format_t = c_int;
-/// One of the structures below, by the format.
+/// A pointer to one of the structures with options below, depending on the format.
 pub type rbd_encryption_options_t = *mut c_void;
 
-/// Called when an operation has ended, on a thread of the library. Must not unwind.
+/// A callback for the end of an operation, on a thread of the library. Must not unwind.
 pub type rbd_callback_t = unsafe extern "C" fn(rbd_completion_t, *mut c_void);
-/// Called with how much of how much is done. A result below zero ends some operations.
+/// A callback with the number of finished parts and of all parts. A negative result ends some operations.
 pub type librbd_progress_fn_t = unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
-/// Called when an image's header has changed, on a thread of the library.
+/// A callback for a change of an image's header, on a thread of the library.
 pub type rbd_update_callback_t = unsafe extern "C" fn(*mut c_void);
-/// Called for each extent: offset, length, whether it exists. Below zero ends the walk.
+/// A callback with the offset and length of an extent, and whether it exists. A negative result ends the
+/// walk.
 pub type rbd_diff_fn_t = unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int;
 
-/// What `rbd_stat` tells.
+/// The result of `rbd_stat`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_image_info_t {
@@ -47,7 +48,7 @@ pub struct rbd_image_info_t {
     pub parent_name: [c_char; RBD_MAX_IMAGE_NAME_SIZE],
 }
 
-/// One image of `rbd_list2`.
+/// An entry of `rbd_list2`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_image_spec_t {
@@ -55,7 +56,7 @@ pub struct rbd_image_spec_t {
     pub name: *mut c_char,
 }
 
-/// An image and where it is: a parent, or a child.
+/// A parent or a child of an image, with its location.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_linked_image_spec_t {
@@ -67,7 +68,7 @@ pub struct rbd_linked_image_spec_t {
     pub trash: bool,
 }
 
-/// The snapshot that a clone was made of.
+/// The snapshot that a clone was made from.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_snap_spec_t {
@@ -76,7 +77,7 @@ pub struct rbd_snap_spec_t {
     pub name: *mut c_char,
 }
 
-/// One snapshot of `rbd_snap_list`.
+/// An entry of `rbd_snap_list`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_snap_info_t {
@@ -85,7 +86,7 @@ pub struct rbd_snap_info_t {
     pub name: *const c_char,
 }
 
-/// One watcher of `rbd_watchers_list`.
+/// An entry of `rbd_watchers_list`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_image_watcher_t {
@@ -94,7 +95,7 @@ pub struct rbd_image_watcher_t {
     pub cookie: u64,
 }
 
-/// One option of `rbd_config_image_list`.
+/// An entry of `rbd_config_image_list`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_config_option_t {
@@ -103,7 +104,7 @@ pub struct rbd_config_option_t {
     pub source: c_int,
 }
 
-/// One image of `rbd_trash_list`.
+/// An entry of `rbd_trash_list`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_trash_image_info_t {
@@ -114,7 +115,7 @@ pub struct rbd_trash_image_info_t {
     pub deferment_end_time: libc::time_t,
 }
 
-/// What an image is to mirroring.
+/// The mirroring state of an image.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_mirror_image_info_t {
@@ -123,7 +124,7 @@ pub struct rbd_mirror_image_info_t {
     pub primary: bool,
 }
 
-/// What unlocks an image.
+/// The options for LUKS 1.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_encryption_luks1_format_options_t {
@@ -131,10 +132,10 @@ pub struct rbd_encryption_luks1_format_options_t {
     pub passphrase: *const c_char,
     pub passphrase_size: usize,
 }
-/// The same for the other format.
+/// The options for LUKS 2, with the same layout.
 pub type rbd_encryption_luks2_format_options_t = rbd_encryption_luks1_format_options_t;
 
-/// What unlocks an image in either format.
+/// The options for LUKS of either version.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_encryption_luks_format_options_t {
@@ -142,7 +143,7 @@ pub struct rbd_encryption_luks_format_options_t {
     pub passphrase_size: usize,
 }
 
-/// What unlocks one image of a chain of clones.
+/// The format and options for one image of a chain of clones.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct rbd_encryption_spec_t {
@@ -153,7 +154,7 @@ pub struct rbd_encryption_spec_t {
 
 pub const RBD_ENCRYPTION_FORMAT_LUKS1: rbd_encryption_format_t = 0;
 pub const RBD_ENCRYPTION_FORMAT_LUKS2: rbd_encryption_format_t = 1;
-/// Either of the two, where the library has `rbd_encryption_load2`.
+/// LUKS of either version, for libraries with `rbd_encryption_load2`.
 pub const RBD_ENCRYPTION_FORMAT_LUKS: rbd_encryption_format_t = 2;
 pub const RBD_ENCRYPTION_ALGORITHM_AES256: c_int = 1;
 

@@ -1,5 +1,5 @@
-//! The declarations against Ceph's headers, as a C compiler sees both; and what is said where a
-//! library is missing or too old.
+//! Compares the declarations with Ceph's headers by a C compiler, and checks the errors for libraries that
+//! are missing or too old.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::ffi::CStr;
@@ -10,7 +10,7 @@ use std::process::Command;
 
 use librbd_sys::*;
 
-/// The prototypes of all functions, the layout of all structures and the value of all constants.
+/// Compares the prototypes of all functions, the layouts of all structures and the values of all constants.
 #[test]
 fn declarations_agree_with_the_headers() {
     let mut source = String::from(
@@ -23,19 +23,19 @@ fn declarations_agree_with_the_headers() {
     }
     layouts(&mut source);
     constants(&mut source);
-    // What the headers say themselves that they have.
+    // Newer headers announce this feature by a macro.
     source.push_str("#ifdef LIBRBD_SUPPORTS_ENCRYPTION_LOAD2\n");
     Librbd::SYMBOLS.iter().filter(newer).for_each(|symbol| prototype(&mut source, symbol));
     newer_layouts(&mut source);
     source.push_str("#endif\n");
     compile(&source).unwrap_or_else(|complaint| {
-        panic!("the headers say otherwise (needs: apt install gcc librbd-dev):\n{complaint}")
+        panic!("the headers differ (needs: apt install gcc librbd-dev):\n{complaint}")
     });
 }
 
-/// That the comparison can fail.
+/// The comparison detects errors.
 #[test]
-fn a_wrong_declaration_is_noticed() {
+fn a_wrong_declaration_is_detected() {
     let start = "#include <stddef.h>\n#include <stdbool.h>\n#include <rbd/librbd.h>\n";
     let wrong = [
         "_Static_assert(sizeof(rbd_image_spec_t) == 1, \"size\");",
@@ -47,10 +47,10 @@ fn a_wrong_declaration_is_noticed() {
 }
 
 #[test]
-fn the_installed_libraries_have_everything() {
+fn the_installed_libraries_have_all_functions() {
     let api = api().unwrap();
     let (mut major, mut minor, mut extra) = (0, 0, 0);
-    // SAFETY: three integers to be filled.
+    // SAFETY: the function fills three integers.
     unsafe { (api.rbd.rbd_version)(&raw mut major, &raw mut minor, &raw mut extra) };
     assert_eq!(major, 1);
     assert!(minor >= 12);
@@ -67,13 +67,13 @@ fn a_missing_library_names_its_package() {
 }
 
 #[test]
-fn an_old_library_is_named_with_what_it_lacks() {
-    // Another library in its place has none of the symbols.
+fn the_error_for_an_old_library_names_the_missing_function() {
+    // Any other library has none of the functions.
     let error = load(c"libc.so.6", c"libc.so.6").unwrap_err();
     assert!(error.to_string().contains("rados_version"), "{error}");
     assert!(error.repair().contains("Ceph 15"), "{}", error.repair());
     let error = load(c"librados.so.2", c"libc.so.6").unwrap_err();
-    assert!(error.to_string().contains("librbd.so.1 has no rbd_version"), "{error}");
+    assert!(error.to_string().contains("librbd.so.1 lacks the function rbd_version"), "{error}");
     assert!(error.repair().contains("update librbd1"), "{}", error.repair());
 }
 
@@ -90,7 +90,7 @@ fn prototype(source: &mut String, symbol: &Symbol) {
     .unwrap();
 }
 
-/// A type of the tables as C has it.
+/// Converts a type of the tables to C.
 fn in_c(rust: &str) -> String {
     let rust = rust.trim();
     if let Some(target) = rust.strip_prefix("*mut ") {
@@ -108,7 +108,7 @@ fn in_c(rust: &str) -> String {
         "i64" => "int64_t",
         "timespec" => "struct timespec",
         "iovec" => "struct iovec",
-        // The header writes this one out where it is used.
+        // The header has no name for this type.
         "rbd_diff_fn_t" => "__typeof__(int (*)(uint64_t, size_t, int, void *))",
         "bool" | "size_t" | "ssize_t" => rust,
         other if other.ends_with("_t") => other,
@@ -194,7 +194,6 @@ fn compile(source: &str) -> Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(complaint) }
 }
 
-/// Names are what the linker is asked for.
 #[test]
 fn every_symbol_is_named_once() {
     let mut names: Vec<&CStr> =

@@ -11,42 +11,43 @@ use librbd_sys::{Api, api, rados_t};
 use crate::error::{Error, Result, check};
 use crate::text::{c_string, growing, owned, until_zero};
 
-/// Where a cluster is, and who we are there. Secrets are read by the library, from files.
+/// The address of a cluster and the identity of the client. It contains no secret: the library reads the
+/// key from a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// The configuration file; `/etc/ceph/ceph.conf` where it exists, by default.
+    /// The configuration file. The default is `/etc/ceph/ceph.conf` if that exists.
     pub conf: Option<PathBuf>,
-    /// The client's name without `client.`; `admin` by default.
+    /// The client's name without `client.`. The default is `admin`.
     pub id: Option<String>,
-    /// The file with the client's key; by default where the configuration says.
+    /// The file with the client's key. The default is the path in the configuration.
     pub keyring: Option<PathBuf>,
-    /// Options of Ceph that go before the configuration file, where the library knows them.
+    /// Options of Ceph that override the configuration file. Options unknown to the library are skipped.
     pub defaults: Vec<(String, String)>,
-    /// Options of Ceph that go before those, too.
+    /// Options of Ceph that override the file and the defaults. An unknown option is an error.
     pub overrides: Vec<(String, String)>,
-    /// How long the monitors may take to answer, at the start and later.
+    /// The timeout for answers of the monitors, when connecting and later.
     pub monitor_timeout: Duration,
 }
 
-/// A connected client. Ends when dropped, after every pool and image of it.
+/// A connected client. Its pools and images keep it; the last of them disconnects it.
 #[derive(Debug)]
 pub struct Cluster {
     pub(crate) api: &'static Api,
     pub(crate) handle: rados_t,
 }
 
-// SAFETY: a rados_t may be used from any thread, by several at once (librados.h: "All functions are
-// thread safe" but for what changes an ioctx); its configuration is only set before it is shared.
+// SAFETY: several threads may use a rados_t at once (librados.h: all functions are thread safe except
+// those that change an ioctx). Its configuration is only set before it is shared.
 unsafe impl Send for Cluster {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Cluster {}
 
 impl Cluster {
-    /// Connects. Blocks, for about the monitors' timeout at most.
+    /// Connects to the cluster. Blocks at most for about the monitors' timeout.
     ///
     /// # Errors
-    /// When the libraries are missing, the configuration is wrong, the key is refused, or no monitor
-    /// answers in time.
+    /// Returns an error if the libraries are missing, the configuration is invalid, the monitors refuse
+    /// the key, or no monitor answers within the timeout.
     pub fn connect(config: &Config) -> Result<Arc<Self>> {
         let cluster = Self::configured(config)?;
         // SAFETY: the handle is open and not connected yet.
@@ -60,7 +61,7 @@ impl Cluster {
         let api = api().map_err(Error::no_library)?;
         let name = c_string(&format!("client.{}", config.id()), "a client's name")?;
         let mut handle = null_mut();
-        // SAFETY: the texts are C strings, and `handle` takes what is made.
+        // SAFETY: the texts are C strings, and `handle` receives the new client.
         let created = unsafe {
             (api.rados.rados_create2)(&raw mut handle, c"ceph".as_ptr(), name.as_ptr(), 0)
         };
@@ -86,13 +87,13 @@ impl Cluster {
     }
 
     fn read(&self, config: &Config) -> Result<()> {
-        // Not the library's own search, which includes the working directory.
+        // The library's own search is not used, because it includes the working directory.
         let usual = Path::new("/etc/ceph/ceph.conf");
-        // Where that cannot be told it is read, and the library says why not.
-        let given = || usual.try_exists().unwrap_or(true).then_some(usual);
-        let Some(path) = config.conf.as_deref().or_else(given) else { return Ok(()) };
+        // If it is unknown whether the file exists, the library reads it and reports the reason.
+        let default = || usual.try_exists().unwrap_or(true).then_some(usual);
+        let Some(path) = config.conf.as_deref().or_else(default) else { return Ok(()) };
         let text = c_string(path_text(path)?, "a path")?;
-        // SAFETY: the handle is open, the path a C string.
+        // SAFETY: the handle is open, and the path is a C string.
         let read = unsafe { (self.api.rados.rados_conf_read_file)(self.handle, text.as_ptr()) };
         check(read, || format!("read Ceph's configuration {}", path.display())).map(drop)
     }
@@ -105,10 +106,10 @@ impl Cluster {
         check(set, || format!("set Ceph's option {option} to {value:?}")).map(drop)
     }
 
-    /// The value of one of Ceph's options, as it holds for this client.
+    /// Returns the effective value of an option of Ceph for this client.
     ///
     /// # Errors
-    /// When there is no such option.
+    /// Returns an error if there is no such option.
     pub fn option(&self, option: &str) -> Result<String> {
         let name = c_string(option, "an option")?;
         let value = growing(
@@ -119,21 +120,21 @@ impl Cluster {
                 let got = unsafe {
                     (self.api.rados.rados_conf_get)(self.handle, name.as_ptr(), buffer, *size)
                 };
-                // It says ENAMETOOLONG where others say ERANGE.
+                // This function returns ENAMETOOLONG instead of ERANGE.
                 if got == -libc::ENAMETOOLONG { -libc::ERANGE } else { got }
             },
         )?;
         Ok(until_zero(&value))
     }
 
-    /// The cluster's identity.
+    /// Returns the cluster's id.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn fsid(&self) -> Result<String> {
         let id = growing(
             37,
-            || "ask for the cluster's id".to_owned(),
+            || "read the cluster's id".to_owned(),
             |buffer, size| {
                 // SAFETY: the handle is connected, and `buffer` has room for `size` bytes.
                 unsafe { (self.api.rados.rados_cluster_fsid)(self.handle, buffer, *size) }.min(0)
@@ -142,17 +143,17 @@ impl Cluster {
         Ok(until_zero(&id))
     }
 
-    /// The addresses under which the cluster knows this client, as `IP:PORT/NONCE`: what a
-    /// blocklist takes, and what lock owners and watchers are named by.
+    /// Returns the address of this client in the cluster, as `IP:PORT/NONCE`. The blocklist, lock owners
+    /// and watchers use the same form.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn addresses(&self) -> Result<String> {
         let mut text = null_mut();
-        // SAFETY: the handle is connected; `text` takes a C string that is ours to free.
+        // SAFETY: the handle is connected; `text` receives a C string that this function frees.
         let got = unsafe { (self.api.rados.rados_getaddrs)(self.handle, &raw mut text) };
-        check(got, || "ask for this client's addresses".to_owned())?;
-        // SAFETY: as above.
+        check(got, || "read this client's addresses".to_owned())?;
+        // SAFETY: see above.
         unsafe {
             let addresses = owned(text);
             (self.api.rados.rados_buffer_free)(text);
@@ -160,16 +161,16 @@ impl Cluster {
         }
     }
 
-    /// Runs a command of the monitors, given as JSON, and returns what it writes.
+    /// Runs a command of the monitors, given as JSON, and returns its output.
     ///
     /// # Errors
-    /// What the monitors give, or ETIMEDOUT.
+    /// Returns the monitors' error, or ETIMEDOUT.
     pub fn monitor_command(&self, json: &str) -> Result<String> {
         let command = c_string(json, "a command")?;
         let commands = [command.as_ptr()];
         let (mut output, mut output_len) = (null_mut::<c_char>(), 0);
         let (mut status, mut status_len) = (null_mut::<c_char>(), 0);
-        // SAFETY: one command, no input; both outputs take buffers that are ours to free, or stay
+        // SAFETY: one command, no input; both outputs receive buffers that are freed below, or stay
         // null.
         let returned = unsafe {
             (self.api.rados.rados_mon_command)(
@@ -188,7 +189,7 @@ impl Cluster {
             if buffer.is_null() {
                 return String::new();
             }
-            // SAFETY: the library gave `len` bytes at `buffer`, which are freed here and only here.
+            // SAFETY: the library has returned `len` bytes at `buffer`, which are freed only here.
             unsafe {
                 let bytes = std::slice::from_raw_parts(buffer.cast::<u8>(), len);
                 let text = String::from_utf8_lossy(bytes).into_owned();
@@ -201,21 +202,22 @@ impl Cluster {
         Ok(output)
     }
 
-    /// Cuts a client off: from the moment this returns, no OSD that has heard of it takes a request
-    /// from `address` any more, and none takes one from us without having heard of it.
+    /// Puts the client at `address` on the blocklist. An OSD with the new OSD map refuses requests from
+    /// `address`. After this call, every OSD gets the new map before it serves a request of this client.
     ///
     /// # Errors
-    /// What the monitors give, or ETIMEDOUT: then it is unknown whether it holds.
+    /// Returns the monitors' error, or ETIMEDOUT. After ETIMEDOUT it is unknown whether the client is on
+    /// the blocklist.
     pub fn blocklist_add(&self, address: &str, expire: Duration) -> Result<()> {
         let seconds = expire.as_secs().max(1);
         self.blocklist("add", address, &format!(", \"expire\": {seconds}.0"))?;
         self.wait_for_latest_map()
     }
 
-    /// Takes a client off the blocklist.
+    /// Removes the client at `address` from the blocklist.
     ///
     /// # Errors
-    /// What the monitors give, or ETIMEDOUT.
+    /// Returns the monitors' error, or ETIMEDOUT.
     pub fn blocklist_remove(&self, address: &str) -> Result<()> {
         self.blocklist("rm", address, "")?;
         self.wait_for_latest_map()
@@ -240,25 +242,25 @@ impl Cluster {
         }
     }
 
-    /// Waits until this client knows the newest map of the OSDs; what it sends from then on carries
-    /// that map's number, and no OSD serves it by an older one.
+    /// Waits until this client has the newest OSD map. Its later requests carry the number of that map, and
+    /// no OSD serves them with an older map.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn wait_for_latest_map(&self) -> Result<()> {
         // SAFETY: the handle is connected.
         let waited = unsafe { (self.api.rados.rados_wait_for_latest_osdmap)(self.handle) };
-        check(waited, || "wait for the newest map of the OSDs".to_owned()).map(drop)
+        check(waited, || "wait for the newest OSD map".to_owned()).map(drop)
     }
 
-    /// The name of the pool with this number.
+    /// Returns the name of the pool with the number `id`.
     ///
     /// # Errors
-    /// ENOENT when there is no such pool.
+    /// Returns ENOENT if there is no such pool.
     pub fn pool_name(&self, id: i64) -> Result<String> {
         let name = growing(
             128,
-            || format!("ask for the name of the pool {id}"),
+            || format!("read the name of the pool {id}"),
             |buffer, size| {
                 // SAFETY: the handle is connected, and `buffer` has room for `size` bytes.
                 unsafe {
@@ -272,7 +274,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // SAFETY: the handle is open; pools hold this value, so none is left.
+        // SAFETY: the handle is open. Pools keep this value, so none of them is left.
         unsafe { (self.api.rados.rados_shutdown)(self.handle) };
     }
 }

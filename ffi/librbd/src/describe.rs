@@ -1,4 +1,4 @@
-//! What surrounds an image: its parent and its clones, its objects, its age, what it takes up.
+//! Describes an image: its parent and clones, its objects, its creation time and its used space.
 
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
@@ -14,51 +14,51 @@ use crate::list::listed;
 use crate::progress::with_extents;
 use crate::text::{owned, until_zero};
 
-/// An image, and where it is.
+/// A parent or a clone of an image, with its location.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinkedImage {
     pub pool: String,
-    /// Empty for none.
+    /// The namespace in the pool; empty for none.
     pub namespace: String,
     pub id: String,
     pub name: String,
-    /// Whether it lies in the trash.
+    /// Whether it is in the trash.
     pub in_trash: bool,
 }
 
-/// What a clone was made of.
+/// The snapshot that a clone was made from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parent {
     pub image: LinkedImage,
     pub snapshot: String,
-    /// Bytes from the beginning that may still be read from it.
+    /// The number of bytes from the start of the clone that may still be read from the parent.
     pub overlap: u64,
 }
 
-/// The objects that hold an image's data.
+/// The objects with an image's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Objects {
-    /// As many as there are when all of it is written.
+    /// The number of objects of a fully allocated image.
     pub count: u64,
-    /// What their names begin with.
+    /// The prefix of their names.
     pub prefix: String,
 }
 
 impl Image {
-    /// What the image was cloned from; `None` for one that stands for itself.
+    /// Reads the snapshot that the image was cloned from. `None` if the image is not a clone.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn parent(&self) -> Result<Option<Parent>> {
         let mut image = NO_IMAGE;
         let mut snapshot = rbd_snap_spec_t { id: 0, namespace_type: 0, name: null_mut() };
-        // SAFETY: the image is open; both take texts that are ours to clean up on success.
+        // SAFETY: the image is open; both receive texts, which are cleaned up below on success.
         let returned =
             unsafe { (self.api().rbd_get_parent)(self.raw(), &raw mut image, &raw mut snapshot) };
         if returned == -libc::ENOENT {
             return Ok(None);
         }
-        check(returned, || "ask for the image's parent".to_owned())?;
+        check(returned, || "read the image's parent".to_owned())?;
         // SAFETY: the library filled both with C strings, which the clean-ups free.
         let (image, snapshot) = unsafe {
             let found = (linked(&image), owned(snapshot.name));
@@ -66,15 +66,16 @@ impl Image {
             (self.api().rbd_snap_spec_cleanup)(&raw mut snapshot);
             found
         };
-        let overlap = self.number(self.api().rbd_get_overlap, "ask for the parent's part")?;
+        let overlap =
+            self.number(self.api().rbd_get_overlap, "read the size of the parent's part")?;
         Ok(Some(Parent { image, snapshot, overlap }))
     }
 
-    /// Whether mirroring writes to the image, as a copy of another cluster's; `false` where the library
-    /// cannot tell.
+    /// Returns whether the image is a mirrored copy of an image in another cluster. `false` if the library
+    /// is too old to report it.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn is_mirror_copy(&self) -> Result<bool> {
         let api = self.api();
         let get_info = api.rbd_mirror_image_get_info.zip(api.rbd_mirror_image_get_info_cleanup);
@@ -82,18 +83,18 @@ impl Image {
             return Ok(false);
         };
         let mut info = rbd_mirror_image_info_t { global_id: null_mut(), state: 0, primary: false };
-        // SAFETY: the image is open; `info` takes a text that is ours to clean up on success.
+        // SAFETY: the image is open; `info` receives a text, which is cleaned up below on success.
         let returned = unsafe { get_info(self.raw(), &raw mut info, size_of_val(&info)) };
-        check(returned, || "ask whether the image is mirrored".to_owned())?;
+        check(returned, || "check whether the image is mirrored".to_owned())?;
         // SAFETY: the library filled it.
         unsafe { clean_up(&raw mut info) };
         Ok(info.state == RBD_MIRROR_IMAGE_ENABLED && !info.primary)
     }
 
-    /// The clones of all snapshots, in every pool that this client may look into.
+    /// Lists the clones of all snapshots, in all pools.
     ///
     /// # Errors
-    /// EPERM where there is a pool that it may not, or what the library gives.
+    /// Returns EPERM if this client may not read one of the pools, or another error of the library.
     pub fn children(&self) -> Result<Vec<LinkedImage>> {
         let action = || "list the image's clones".to_owned();
         let mut children = listed(NO_IMAGE, action, |entries, count| {
@@ -109,53 +110,53 @@ impl Image {
         }
     }
 
-    /// The objects that it is made of.
+    /// Reads the number and the prefix of the image's objects.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn objects(&self) -> Result<Objects> {
         let mut info = MaybeUninit::<rbd_image_info_t>::uninit();
         // SAFETY: the image is open; `info` is filled on success.
         let info = unsafe {
             let returned = (self.api().rbd_stat)(self.raw(), info.as_mut_ptr(), size_of_val(&info));
-            check(returned, || "ask for the image's objects".to_owned())?;
+            check(returned, || "read the image's objects".to_owned())?;
             info.assume_init()
         };
         let prefix: Vec<u8> = info.block_name_prefix.iter().map(|c| c.cast_unsigned()).collect();
         Ok(Objects { count: info.num_objs, prefix: until_zero(&prefix) })
     }
 
-    /// The pool that the data lies in, where that is another one than the image's own.
+    /// Reads the name of the pool with the image's data.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn data_pool(&self) -> Result<String> {
         // SAFETY: the image is open.
         let id = unsafe { (self.api().rbd_get_data_pool_id)(self.raw()) };
         if id < 0 {
             let errno = i32::try_from(-id).unwrap_or(libc::EIO);
-            return Err(Error::new("ask for the image's data pool", errno));
+            return Err(Error::new("read the image's data pool", errno));
         }
         self.pool().cluster().pool_name(id)
     }
 
-    /// When it was made, in seconds since 1970.
+    /// Reads when the image was created, in seconds since the Unix epoch.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn created_at(&self) -> Result<i64> {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the image is open, and `time` takes the answer.
+        // SAFETY: the image is open, and `time` receives the answer.
         let returned = unsafe { (self.api().rbd_get_create_timestamp)(self.raw(), &raw mut time) };
-        check(returned, || "ask for the image's age".to_owned())?;
+        check(returned, || "read the image's creation time".to_owned())?;
         Ok(time.tv_sec)
     }
 
-    /// Bytes of the objects that it has of its own now, a parent's and snapshots' not counted. Quick
-    /// with the feature fast-diff, while that is valid; else every object is looked at.
+    /// Returns the space that the image's own objects use, in bytes, without its parent and its snapshots.
+    /// Fast with a valid fast-diff map; otherwise every object is queried.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn used(&self) -> Result<u64> {
         let size = self.size()?;
         let mut used = 0_u64;
@@ -164,7 +165,7 @@ impl Image {
             true
         };
         let returned = with_extents(&mut extent, |callback, argument| {
-            // SAFETY: the image is open, no snapshot is named, the callback good for the call.
+            // SAFETY: the image is open, no snapshot is named, and the callback is valid for the call.
             unsafe {
                 (self.api().rbd_diff_iterate2)(
                     self.raw(),
@@ -178,7 +179,7 @@ impl Image {
                 )
             }
         });
-        check(returned, || "count what the image takes up".to_owned())?;
+        check(returned, || "compute the image's used space".to_owned())?;
         Ok(used)
     }
 }
@@ -192,8 +193,10 @@ const NO_IMAGE: rbd_linked_image_spec_t = rbd_linked_image_spec_t {
     trash: false,
 };
 
+/// Copies a spec of the library.
+///
 /// # Safety
-/// The texts of `spec` are null or C strings.
+/// Each text of `spec` must be null or a C string.
 unsafe fn linked(spec: &rbd_linked_image_spec_t) -> LinkedImage {
     // SAFETY: by this function's contract.
     unsafe {

@@ -1,4 +1,4 @@
-//! LUKS, done by the library between an image and its objects.
+//! LUKS encryption, which the library applies between an image and its objects.
 
 use std::ffi::{c_char, c_void};
 
@@ -11,16 +11,16 @@ use librbd_sys::{
 use crate::error::{Error, Result, check};
 use crate::image::Image;
 
-/// How an image's content is encrypted.
+/// The version of LUKS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Luks {
     One,
     Two,
-    /// Whichever the image has.
+    /// The version that the image's header has.
     Any,
 }
 
-/// What unlocks an image, or one of those that it was cloned from.
+/// The key of an image or of one of the images that it was cloned from.
 #[derive(Clone, Copy)]
 pub struct Key<'a> {
     pub format: Luks,
@@ -34,28 +34,28 @@ enum Options {
 }
 
 impl Image {
-    /// Whether the library finds the format out by itself, and takes a key for each image of a chain of
-    /// clones (Ceph 18 does, 16 does not).
+    /// Returns whether the library detects the version of LUKS and accepts a key for each image of a chain
+    /// of clones (Ceph 18 does, 16 does not).
     pub fn can_unlock_chains(&self) -> bool {
         self.api().rbd_encryption_load2.is_some()
     }
 
-    /// Reads and writes plain text from now on; the size becomes that of the plain text. The first key
-    /// is that of the image, the next one that of its parent, and so on; the last one is good for the
-    /// rest of the chain, too, up to an image that is not encrypted.
+    /// Unlocks the image: reads and writes then use plain text, and the size is that of the plain text. The
+    /// first key is that of the image, the next one that of its parent, and so on. The last key also
+    /// applies to the rest of the chain, up to an image that is not encrypted. Blocks for seconds.
     ///
     /// # Errors
-    /// EPERM for a wrong passphrase, EINVAL without such a header; ENOSYS for a library before Ceph 16,
-    /// and where several keys, or [`Luks::Any`], are given to one that cannot unlock chains; or what the
-    /// library gives.
+    /// Returns EPERM for a wrong passphrase, and EINVAL if the image has no such header. Returns ENOSYS for
+    /// a library before Ceph 16, and for several keys or [`Luks::Any`] with a library that cannot unlock
+    /// chains. Returns other errors of the library.
     pub fn unlock(&self, keys: &[Key<'_>]) -> Result<()> {
         let action = || "unlock the image's encryption".to_owned();
         let mut options: Vec<Options> = keys.iter().map(Options::new).collect();
         let api = self.api();
         if let Some(load2) = api.rbd_encryption_load2 {
             let specs: Vec<_> = options.iter_mut().map(Options::spec).collect();
-            // SAFETY: the image is open; each of the specs points to options of the type and size that
-            // its format has, which live until the end of the call; the library copies what it keeps.
+            // SAFETY: the image is open; each spec points to options with the type and size of its
+            // format, which live until the end of the call; the library copies the data that it keeps.
             let loaded = unsafe { load2(self.raw(), specs.as_ptr(), specs.len()) };
             return check(loaded, action).map(drop);
         }
@@ -64,15 +64,15 @@ impl Image {
             return Err(Error::new(action(), libc::ENOSYS));
         };
         let rbd_encryption_spec_t { format, opts, opts_size } = only.spec();
-        // SAFETY: as above.
+        // SAFETY: see above.
         check(unsafe { load(self.raw(), format, opts, opts_size) }, action).map(drop)
     }
 
-    /// Writes a new header with a new key over the image's beginning: what was there is lost.
+    /// Writes a new header with a new key over the beginning of the image. The previous content is lost.
     ///
     /// # Errors
-    /// EINVAL for [`Luks::Any`]; ENOSPC where the image is smaller than the header; ENOSYS for a library
-    /// before Ceph 16; or what the library gives.
+    /// Returns EINVAL for [`Luks::Any`], ENOSPC if the image is smaller than the header, ENOSYS for a
+    /// library before Ceph 16, or another error of the library.
     pub fn format(&self, key: Key<'_>) -> Result<()> {
         let action = || "format the image for encryption".to_owned();
         let format = self.api().rbd_encryption_format;
@@ -82,20 +82,20 @@ impl Image {
             return Err(Error::new(action(), libc::EINVAL));
         }
         let rbd_encryption_spec_t { format: kind, opts, opts_size } = options.spec();
-        // SAFETY: the image is open; the options are of the type and size that the format has, and live
-        // until the end of the call; the library copies what it keeps.
+        // SAFETY: the image is open; the options have the type and size of the format and live until the
+        // end of the call; the library copies the data that it keeps.
         check(unsafe { format(self.raw(), kind, opts, opts_size) }, action).map(drop)
     }
 }
 
 impl Options {
-    /// Points to the key's passphrase.
+    /// Makes options that point to the key's passphrase.
     fn new(key: &Key<'_>) -> Self {
         let passphrase = key.passphrase.as_ptr().cast::<c_char>();
         let passphrase_size = key.passphrase.len();
         let of = |format| {
             let alg = RBD_ENCRYPTION_ALGORITHM_AES256;
-            // The options of both look the same.
+            // The options of both versions have the same layout.
             let options =
                 rbd_encryption_luks1_format_options_t { alg, passphrase, passphrase_size };
             Self::Of(format, options)
@@ -109,7 +109,7 @@ impl Options {
         }
     }
 
-    /// Points to these options.
+    /// Makes a spec that points to these options.
     fn spec(&mut self) -> rbd_encryption_spec_t {
         let (format, opts, opts_size): (_, *mut c_void, _) = match self {
             Self::Of(format, options) => {

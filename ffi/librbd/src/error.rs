@@ -1,4 +1,4 @@
-//! What could not be done, and why.
+//! The error of this crate.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use librbd_sys::LoadError;
 /// `Result` with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An action that failed. Its text needs no source: it is one sentence with the cause.
+/// An action that failed. The text is one sentence that includes the cause.
 #[derive(Debug)]
 pub struct Error {
     action: String,
@@ -22,7 +22,7 @@ enum Cause {
 }
 
 impl Error {
-    /// The error number, where the library gave one.
+    /// Returns the error number, if the library returned one.
     pub fn errno(&self) -> Option<i32> {
         match self.cause {
             Cause::Errno(errno) => Some(errno),
@@ -30,7 +30,7 @@ impl Error {
         }
     }
 
-    /// What is wrong with the libraries, where that is the cause.
+    /// Returns the error of loading the libraries, if that is the cause.
     pub fn load(&self) -> Option<&LoadError> {
         match &self.cause {
             Cause::Load(error) => Some(error),
@@ -56,7 +56,7 @@ impl fmt::Display for Error {
         write!(f, "cannot {}: ", self.action)?;
         match &self.cause {
             Cause::Load(error) => error.fmt(f),
-            // Linux has no name for it that says what it means here.
+            // The system's text for it ("Cannot send after transport endpoint shutdown") is misleading.
             Cause::Errno(libc::ESHUTDOWN) => write!(f, "the cluster has blocklisted this client"),
             Cause::Errno(errno) => std::io::Error::from_raw_os_error(*errno).fmt(f),
             Cause::Invalid(what) => f.write_str(what),
@@ -66,7 +66,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Makes a result of what a function of the libraries returned: below zero is an errno.
+/// Converts the return value of a library function: a negative value is a negated errno.
 pub(crate) fn check(returned: i32, action: impl FnOnce() -> String) -> Result<i32> {
     if returned < 0 { Err(Error::new(action(), returned.saturating_neg())) } else { Ok(returned) }
 }

@@ -1,10 +1,10 @@
-//! Counts the operations in flight on an image, so that it is not closed under one.
+//! Counts the operations in flight on an image, so that it is closed only after the last of them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// One an image; outlives it where operations do.
+/// The counter of one image. Running operations keep it.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     in_flight: AtomicUsize,
@@ -13,17 +13,17 @@ pub(crate) struct Gate {
     empty: Condvar,
 }
 
-/// How often a wait looks by itself.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// The interval at which a waiting thread checks the counter without a wake-up.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Gate {
-    /// An operation begins.
+    /// Counts a new operation.
     pub(crate) fn enter(&self) {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// An operation has ended; nothing of it touches the image any more. Locks only while somebody
-    /// waits.
+    /// Counts the end of an operation, which must not use the image any more. Takes the lock only while
+    /// a thread waits.
     pub(crate) fn leave(&self) {
         let last = self.in_flight.fetch_sub(1, Ordering::SeqCst) == 1;
         if last && self.closing.load(Ordering::SeqCst) {
@@ -32,17 +32,18 @@ impl Gate {
         }
     }
 
-    /// Operations that have begun and not ended.
+    /// Returns the number of operations that were started and have not ended.
     pub(crate) fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::SeqCst)
     }
 
-    /// Waits until no operation is in flight; none begins any more.
+    /// Blocks until no operation is in flight. The caller must ensure that no operation is started any
+    /// more.
     pub(crate) fn wait(&self) {
         self.closing.store(true, Ordering::SeqCst);
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         while self.in_flight() > 0 {
-            let woken = self.empty.wait_timeout(guard, LOOK_AGAIN);
+            let woken = self.empty.wait_timeout(guard, CHECK_INTERVAL);
             guard = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }

@@ -1,4 +1,4 @@
-//! An open image: what it is, and how its size and content are changed as a whole.
+//! An open image: its properties, and operations on it as a whole.
 
 use std::ffi::c_char;
 use std::mem::MaybeUninit;
@@ -16,57 +16,58 @@ use crate::text::{c_string, growing, owned, until_zero};
 /// How an image is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Open {
-    /// To be written; watches the image.
+    /// For reading and writing. Watches the image.
     Write,
-    /// Needs no right to write and watches nothing, so that size and snapshots may be out of date.
+    /// For reading. Needs no capability to write and does not watch the image, so the size and the
+    /// snapshots may be outdated.
     ReadOnly,
 }
 
-/// Which image of a pool.
+/// Selects an image of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which<'a> {
     Named(&'a str),
-    /// Also one that lies in the trash.
+    /// By the id, which also finds an image in the trash.
     WithId(&'a str),
 }
 
-/// An open image. Closed when dropped, after every operation on it has ended: that blocks as long as
+/// An open image. Dropping it closes it after every operation on it has ended, and blocks for as long as
 /// the cluster does not answer.
 #[derive(Debug)]
 pub struct Image {
     handle: rbd_image_t,
     gate: Arc<Gate>,
-    /// Keeps the client; dropped after the image was closed.
+    /// Keeps the client connected until the image was closed.
     pool: Arc<Pool>,
 }
 
-// SAFETY: an rbd_image_t may be used from any thread, by several at once: librbd locks what it
-// shares (its own command line, qemu and fio rely on it).
+// SAFETY: several threads may use an rbd_image_t at once: librbd locks its shared state (its own command
+// line, qemu and fio rely on it).
 unsafe impl Send for Image {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Image {}
 
-/// What an image is made of.
+/// The size and layout of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
-    /// In bytes.
+    /// The size of the image in bytes.
     pub size: u64,
-    /// Bytes of one object.
+    /// The size of an object in bytes.
     pub object_size: u64,
-    /// Consecutive bytes that lie in one object.
+    /// The number of consecutive bytes in one object.
     pub stripe_unit: u64,
-    /// Objects that stripes are laid over.
+    /// The number of objects that a stripe covers.
     pub stripe_count: u64,
 }
 
-/// Most options that are listed.
+/// The maximum number of options that are listed.
 const MAX_OPTIONS: i32 = 4096;
 
 impl Pool {
-    /// Opens an image, or a snapshot of it, which can only be read.
+    /// Opens an image, or a snapshot of it, which is read-only.
     ///
     /// # Errors
-    /// ENOENT, or what the library gives.
+    /// Returns ENOENT if it does not exist, or another error of the library.
     pub fn open(
         self: &Arc<Self>,
         name: &str,
@@ -76,10 +77,10 @@ impl Pool {
         Image::open(self, Which::Named(name), snapshot, how).map(Arc::new)
     }
 
-    /// Opens an image by its id: also one that lies in the trash.
+    /// Opens an image by its id, which also finds an image in the trash.
     ///
     /// # Errors
-    /// ENOENT, or what the library gives.
+    /// Returns ENOENT if it does not exist, or another error of the library.
     pub fn open_by_id(self: &Arc<Self>, id: &str, how: Open) -> Result<Arc<Image>> {
         Image::open(self, Which::WithId(id), None, how).map(Arc::new)
     }
@@ -103,7 +104,7 @@ impl Image {
         let at = snapshot.map(|name| c_string(name, "a snapshot's name")).transpose()?;
         let at: *const c_char = at.as_ref().map_or(null(), |name| name.as_ptr());
         let mut handle = null_mut();
-        // SAFETY: the pool is open, the names are C strings or null; `handle` takes the image.
+        // SAFETY: the pool is open, the names are C strings or null; `handle` receives the image.
         let opened = unsafe { call(pool.raw(), text.as_ptr(), &raw mut handle, at) };
         check(opened, || match snapshot {
             Some(snapshot) => format!("open the snapshot {snapshot} of the image {name}"),
@@ -112,64 +113,64 @@ impl Image {
         Ok(Self { handle, gate: Arc::default(), pool: Arc::clone(pool) })
     }
 
-    /// Closes the image, which a drop does too without telling of errors. Blocks until everything in
-    /// flight has ended.
+    /// Closes the image and reports errors, which a drop ignores. Blocks until every operation in flight
+    /// has ended.
     ///
     /// # Errors
-    /// What the library gives; the image is closed in any case.
+    /// Returns the library's error. The image is closed in any case.
     pub fn close(self) -> Result<()> {
         let this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: `this` is never used again, so each field is taken over once.
+        // SAFETY: `this` is never used again, so each field is moved once.
         let (gate, pool) = unsafe { (std::ptr::read(&this.gate), std::ptr::read(&this.pool)) };
         gate.wait();
-        // SAFETY: the image is open, nothing is in flight, and nobody else can close it.
+        // SAFETY: the image is open, no operation is in flight, and this value is the only owner.
         let closed = unsafe { (pool.cluster.api.rbd.rbd_close)(this.handle) };
         check(closed, || "close the image".to_owned()).map(drop)
     }
 
-    /// Size and layout, as the image has them now.
+    /// Reads the present size and layout.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn stat(&self) -> Result<Stat> {
         let mut info = MaybeUninit::<rbd_image_info_t>::uninit();
         let (mut stripe_unit, mut stripe_count) = (0, 0);
-        // SAFETY: the image is open; each call fills what it is given, and says so by its result.
+        // SAFETY: the image is open; each call that succeeds has filled its argument.
         let (info, unit, count) = unsafe {
             let stat = (self.api().rbd_stat)(self.raw(), info.as_mut_ptr(), size_of_val(&info));
-            check(stat, || "ask for the image's size".to_owned())?;
+            check(stat, || "read the image's size".to_owned())?;
             (
                 info.assume_init(),
                 (self.api().rbd_get_stripe_unit)(self.raw(), &raw mut stripe_unit),
                 (self.api().rbd_get_stripe_count)(self.raw(), &raw mut stripe_count),
             )
         };
-        check(unit.min(count), || "ask for the image's stripes".to_owned())?;
+        check(unit.min(count), || "read the image's stripes".to_owned())?;
         Ok(Stat { size: info.size, object_size: info.obj_size, stripe_unit, stripe_count })
     }
 
-    /// The size in bytes, as the image has it now.
+    /// Reads the present size in bytes.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn size(&self) -> Result<u64> {
-        self.number(self.api().rbd_get_size, "ask for the image's size")
+        self.number(self.api().rbd_get_size, "read the image's size")
     }
 
-    /// Its features, as `RBD_FEATURE_…`.
+    /// Reads the features, as `RBD_FEATURE_…` bits.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn features(&self) -> Result<u64> {
-        self.number(self.api().rbd_get_features, "ask for the image's features")
+        self.number(self.api().rbd_get_features, "read the image's features")
     }
 
-    /// Its flags, as `RBD_FLAG_…`.
+    /// Reads the flags, as `RBD_FLAG_…` bits.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn flags(&self) -> Result<u64> {
-        self.number(self.api().rbd_get_flags, "ask for the image's flags")
+        self.number(self.api().rbd_get_flags, "read the image's flags")
     }
 
     pub(crate) fn number(
@@ -178,19 +179,19 @@ impl Image {
         action: &str,
     ) -> Result<u64> {
         let mut number = 0;
-        // SAFETY: the image is open, and `number` takes the answer.
+        // SAFETY: the image is open, and `number` receives the answer.
         check(unsafe { call(self.raw(), &raw mut number) }, || action.to_owned())?;
         Ok(number)
     }
 
-    /// Its identity in the pool, which stays when it is renamed.
+    /// Reads the image's id in the pool, which does not change when the image is renamed.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn id(&self) -> Result<String> {
         let id = growing(
             64,
-            || "ask for the image's id".to_owned(),
+            || "read the image's id".to_owned(),
             |buffer, size| {
                 // SAFETY: the image is open, and `buffer` has room for `size` bytes.
                 unsafe { (self.api().rbd_get_id)(self.raw(), buffer, *size) }
@@ -199,22 +200,23 @@ impl Image {
         Ok(until_zero(&id))
     }
 
-    /// The client that has the image open.
+    /// Returns the pool that the image was opened in.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
-    /// librbd's options as they hold for this image: its own go before its pool's and the client's.
+    /// Reads librbd's effective options for this image: the image's own override the pool's, and these
+    /// override the client's.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn config(&self) -> Result<Vec<(String, String)>> {
         let mut count = 128_i32;
         loop {
             let none = rbd_config_option_t { name: null_mut(), value: null_mut(), source: 0 };
             let mut options = vec![none; usize::try_from(count).unwrap_or(0)];
             let room = count;
-            // SAFETY: `options` has room for `count`, which are ours to clean up on success.
+            // SAFETY: `options` has room for `count` entries, which are cleaned up below on success.
             let returned = unsafe {
                 (self.api().rbd_config_image_list)(self.raw(), options.as_mut_ptr(), &raw mut count)
             };
@@ -232,40 +234,43 @@ impl Image {
         }
     }
 
-    /// Changes the size. What is cut off, which only `allow_shrink` does, is gone. Ended half way, it
-    /// has the old size, with objects missing at its end.
+    /// Changes the size. A smaller size needs `allow_shrink` and removes the data at the end. If it is
+    /// interrupted, the image has its old size, and objects at its end are missing.
     ///
     /// # Errors
-    /// EINVAL for a smaller size without `allow_shrink`, or what the library gives.
+    /// Returns EINVAL for a smaller size without `allow_shrink`, ECANCELED if `progress` returned `Break`,
+    /// or another error of the library.
     pub fn resize(&self, size: u64, allow_shrink: bool, progress: Progress<'_>) -> Result<()> {
         let returned = with_progress(progress, |callback, argument| {
-            // SAFETY: the image is open, the callback good for the call.
+            // SAFETY: the image is open, and the callback is valid for the call.
             unsafe { (self.api().rbd_resize2)(self.raw(), size, allow_shrink, callback, argument) }
         });
         check(returned, || format!("resize the image to {size} bytes")).map(drop)
     }
 
-    /// Copies what a clone has of its parent, so that it needs it no more. Ended half way, it is still
-    /// the clone that it was, and another call goes on.
+    /// Copies the parent's data into a clone, which is then independent. If it is interrupted, the image
+    /// is still a clone, and another call continues.
     ///
     /// # Errors
-    /// EINVAL without a parent, or what the library gives.
+    /// Returns EINVAL if the image has no parent, ECANCELED if `progress` returned `Break`, or another
+    /// error of the library.
     pub fn flatten(&self, progress: Progress<'_>) -> Result<()> {
         let returned = with_progress(progress, |callback, argument| {
-            // SAFETY: the image is open, the callback good for the call.
+            // SAFETY: the image is open, and the callback is valid for the call.
             unsafe { (self.api().rbd_flatten_with_progress)(self.raw(), callback, argument) }
         });
         check(returned, || "flatten the image".to_owned()).map(drop)
     }
 
-    /// Walks over what is allocated in `length` bytes from `offset` (with `since`: over what has
-    /// changed since that snapshot), a parent's part included, in whole objects where
-    /// `whole_objects`, which is fast with the feature fast-diff. Told of extents in order, with
-    /// `true` for data and `false` for zeroes; what lies between them is as before, or zero.
-    /// `extent` returns whether to go on.
+    /// Walks over the allocated parts of `length` bytes from `offset`, including the parent's data, or with
+    /// `since` over the parts that changed since that snapshot. With `whole_objects` the unit is an object,
+    /// which is fast with the feature fast-diff.
+    ///
+    /// `extent` gets the offset and length of each part, and `true` for data or `false` for zeroes. The
+    /// ranges between the parts are unchanged or zero. `extent` returns whether to continue.
     ///
     /// # Errors
-    /// ECANCELED when `extent` ended it, or what the library gives.
+    /// Returns ECANCELED if `extent` ended the walk, or another error of the library.
     pub fn diff(
         &self,
         since: Option<&str>,
@@ -277,7 +282,7 @@ impl Image {
         let since = since.map(|name| c_string(name, "a snapshot's name")).transpose()?;
         let from: *const c_char = since.as_ref().map_or(null(), |name| name.as_ptr());
         let returned = with_extents(extent, |callback, argument| {
-            // SAFETY: the image is open, `from` null or a C string, the callback good for the call.
+            // SAFETY: the image is open, `from` null or a C string, and the callback is valid for the call.
             unsafe {
                 (self.api().rbd_diff_iterate2)(
                     self.raw(),
@@ -294,12 +299,12 @@ impl Image {
         check(returned, || "walk over the image's extents".to_owned()).map(drop)
     }
 
-    /// Whether the library can write zeroes without being given them.
+    /// Returns whether the library has a write-zeroes operation.
     pub fn can_write_zeroes(&self) -> bool {
         self.api().rbd_aio_write_zeroes.is_some()
     }
 
-    /// Operations that have begun and not ended, over all submitters.
+    /// Returns the number of operations of all submitters that were started and have not ended.
     pub fn in_flight(&self) -> usize {
         self.gate.in_flight()
     }
@@ -320,8 +325,8 @@ impl Image {
 impl Drop for Image {
     fn drop(&mut self) {
         self.gate.wait();
-        // SAFETY: the image is open, nothing is in flight, and nobody else can close it. Whoever
-        // wants to know how it went calls `close`.
+        // SAFETY: the image is open, no operation is in flight, and this value is the only owner. An
+        // error is ignored; `close` reports it.
         unsafe { (self.api().rbd_close)(self.handle) };
     }
 }

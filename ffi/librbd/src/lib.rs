@@ -1,16 +1,16 @@
-//! librbd for cleat: clusters, pools, images and asynchronous I/O, safely.
+//! A safe interface to librbd for cleat: clusters, pools, images and asynchronous I/O.
 //!
-//! Comes in: names, sizes, owned buffers. Goes out: owned values, and errors with an action and an
-//! errno. The libraries are found at run time by `librbd-sys`; without them [`Cluster::connect`]
-//! fails and says what to install.
+//! Input: names, sizes and owned buffers. Output: owned values, and errors with an action and an errno.
+//! `librbd-sys` loads the libraries at run time. If they are missing, [`Cluster::connect`] fails with an
+//! error that names the packages to install.
 //!
-//! - Every call that talks to the cluster may block as long as the cluster does not answer, except
-//!   connecting, which has a limit. Only [`Submitter`] never blocks.
-//! - A buffer belongs to an operation from its start to its completion, whatever happens to whoever
-//!   started it.
-//! - Callbacks of the library do nothing but pass a completion or a wake-up on. A panic in a closure that is called
-//!   through C never unwinds into it: where there is a caller to go back to it goes on there, else
-//!   the process ends.
+//! - Every call to the cluster may block for as long as the cluster does not answer. Only
+//!   [`Cluster::connect`] has a timeout, and only [`Submitter`] never blocks.
+//! - A buffer belongs to an operation from its start to its completion, even if its submitter is
+//!   dropped.
+//! - Callbacks of the library only pass a completion or a wake-up on. A panic in a closure that is called
+//!   from C never unwinds into C: it continues on the calling thread if there is one, and otherwise ends
+//!   the process.
 #![allow(unsafe_code, reason = "the only caller of librbd-sys; each block says why it may")]
 
 mod cluster;
@@ -49,12 +49,11 @@ pub use snapshots::{Snapshot, SnapshotKind};
 pub use submit::{Completion, Io, IoBuffer, Refused, Submitter};
 pub use watch::Watch;
 
-/// Loads the libraries now, while their files can still be read: a process may want to give that
-/// up. Without it the first [`Cluster::connect`] does. Starts no thread. Returns librbd's version: major,
-/// minor, extra.
+/// Loads the libraries. A process that later gives up access to files calls this first; otherwise the
+/// first [`Cluster::connect`] loads them. Starts no thread. Returns librbd's version: major, minor, extra.
 ///
 /// # Errors
-/// When a library is missing or too old.
+/// Returns an error if a library is missing or too old.
 pub fn load() -> Result<(i32, i32, i32), LoadError> {
     let api = librbd_sys::api()?;
     let (mut major, mut minor, mut extra) = (0, 0, 0);
@@ -63,10 +62,10 @@ pub fn load() -> Result<(i32, i32, i32), LoadError> {
     Ok((major, minor, extra))
 }
 
-/// Version of the librbd that was loaded, as [`load`] has it.
+/// Returns the version of librbd, which is loaded if necessary: major, minor, extra.
 ///
 /// # Errors
-/// As [`load`].
+/// Returns an error if a library is missing or too old.
 pub fn version() -> Result<(i32, i32, i32)> {
     load().map_err(Error::no_library)
 }

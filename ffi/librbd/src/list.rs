@@ -1,15 +1,15 @@
-//! Lists that the library makes: of as many entries as there are, which nobody knows before.
+//! Reads lists of the library whose length is not known in advance.
 
 use std::ffi::c_int;
 
 use crate::error::{Error, Result, check};
 
-/// Most entries that are taken of any list.
-const MOST: usize = 1 << 20;
+/// The maximum number of entries of a list.
+const MAX_ENTRIES: usize = 1 << 20;
 
-/// Calls `fill` with room for some entries, `empty` ones, and with how many these are, until it no longer
-/// says ERANGE and a larger number; returns what it filled. What the entries point to is the caller's to
-/// clean up.
+/// Calls `fill` with an array of `empty` entries and its length, with a larger array as long as `fill`
+/// returns ERANGE and a larger length. Returns the entries that `fill` wrote. The caller must clean up
+/// what the entries point to.
 pub(crate) fn listed<T: Copy>(
     empty: T,
     action: impl Fn() -> String,
@@ -21,7 +21,7 @@ pub(crate) fn listed<T: Copy>(
         let mut count = room;
         let returned = fill(entries.as_mut_ptr(), &mut count);
         if returned == -libc::ERANGE && count > room {
-            if count > MOST {
+            if count > MAX_ENTRIES {
                 return Err(Error::invalid(action(), "there are too many"));
             }
             room = count;

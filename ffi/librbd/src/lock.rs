@@ -1,4 +1,4 @@
-//! The exclusive lock of an image, and who holds or watches it.
+//! The exclusive lock of an image, its holders, and the image's watchers.
 
 use std::ffi::{CStr, CString, c_char};
 use std::ptr::null_mut;
@@ -10,47 +10,49 @@ use crate::image::Image;
 use crate::list::listed;
 use crate::text::{c_string, owned, texts};
 
-/// A client that has the image open for writing, or as a reader that wants to hear of changes.
+/// A client that has the image open for writing, or that reads it and watches for changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Watcher {
-    /// As [`crate::Cluster::addresses`] has it.
+    /// The address, as [`crate::Cluster::addresses`] returns it.
     pub address: String,
     /// The client's number.
     pub client: i64,
 }
 
-/// A client that holds a lock on the image's header: librbd's exclusive lock, or one that somebody
-/// took with a name of his own.
+/// A client that holds a lock on the image's header: librbd's exclusive lock, or one that another tool
+/// took with another cookie.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Locker {
     /// `client.NUMBER`
     pub client: String,
-    /// `auto NUMBER` for librbd's exclusive lock.
+    /// The cookie of the lock: `auto NUMBER` for librbd's exclusive lock.
     pub cookie: String,
     pub address: String,
 }
 
 impl Locker {
     fn new(client: String, cookie: String, address: &str) -> Self {
-        // Here, and only here, the kind of address stands before it.
+        // Only this list has the kind of the address in front of it.
         let bare = ["v1:", "v2:", "any:"].iter().find_map(|kind| address.strip_prefix(kind));
         Self { client, cookie, address: bare.unwrap_or(address).to_owned() }
     }
 }
 
-/// The name of an image's lock, as librbd has it (`RBD_LOCK_NAME`).
+/// librbd's name of an image's lock (`RBD_LOCK_NAME`).
 const LOCK: &CStr = c"rbd_lock";
 
-/// Bytes that the lockers' names may take.
+/// The maximum length of the list of lockers' names, in bytes.
 const MAX_NAMES: usize = 16 << 20;
 
 impl Image {
-    /// Takes the exclusive lock and keeps it: it is not handed to another client that asks, as one
-    /// taken by writing would be. A lock whose owner no longer watches the image is broken, with the
-    /// owner blocklisted; an owner that holds it in passing hands it over.
+    /// Acquires the exclusive lock and keeps it. A lock that librbd acquired for a write is passed on when
+    /// another client requests it; this one is not. If the present owner does not watch the image any
+    /// more, librbd blocklists it and breaks its lock. An owner that acquired the lock for a write passes
+    /// it on.
     ///
     /// # Errors
-    /// EROFS or EBUSY when another client keeps it, EINVAL without the feature.
+    /// Returns EROFS or EBUSY if another client keeps the lock, and EINVAL if the image does not have the
+    /// feature.
     pub fn lock_acquire(&self) -> Result<()> {
         // SAFETY: the image is open.
         let returned =
@@ -58,35 +60,35 @@ impl Image {
         check(returned, || "acquire the image's exclusive lock".to_owned()).map(drop)
     }
 
-    /// Gives the lock back, after what is in flight. Closing does it too.
+    /// Releases the lock after the requests in flight have ended. Closing the image does it, too.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn lock_release(&self) -> Result<()> {
         // SAFETY: the image is open.
         let returned = unsafe { (self.api().rbd_lock_release)(self.raw()) };
         check(returned, || "release the image's exclusive lock".to_owned()).map(drop)
     }
 
-    /// Whether this handle holds the lock, as far as it knows.
+    /// Returns whether this handle holds the lock, by its local state.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn is_lock_owner(&self) -> Result<bool> {
         let mut owner = 0;
         // SAFETY: the image is open.
         let returned =
             unsafe { (self.api().rbd_is_exclusive_lock_owner)(self.raw(), &raw mut owner) };
-        check(returned, || "ask whether the lock is ours".to_owned())?;
+        check(returned, || "check whether this client holds the lock".to_owned())?;
         Ok(owner != 0)
     }
 
-    /// The addresses of the clients that hold the lock; none or one.
+    /// Returns the addresses of the clients that hold the lock: none or one.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn lock_owners(&self) -> Result<Vec<String>> {
-        let action = || "ask for the lock's owner".to_owned();
+        let action = || "read the lock's owner".to_owned();
         let mut mode = 0;
         let owners = listed(null_mut::<c_char>(), action, |entries, count| {
             // SAFETY: the image is open, and there is room for `count` texts.
@@ -104,10 +106,10 @@ impl Image {
         }
     }
 
-    /// Who holds a lock.
+    /// Lists the clients that hold a lock.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn lockers(&self) -> Result<Vec<Locker>> {
         let action = || "list the image's locks".to_owned();
         let header = self.header()?;
@@ -117,9 +119,9 @@ impl Image {
             let [tag, clients, cookies, addresses] = &mut buffers;
             let [tag_len, clients_len, cookies_len, addresses_len] = &mut sizes;
             let mut exclusive = 0;
-            // librbd's own list is as old as its last look at the image.
-            // SAFETY: the pool is open, the names are C strings, and the buffers have room for as many
-            // bytes as is said.
+            // librados is used because librbd's own list may be outdated.
+            // SAFETY: the pool is open, the names are C strings, and each buffer has the length that is
+            // passed with it.
             let returned = unsafe {
                 (self.pool().cluster().api.rados.rados_list_lockers)(
                     self.pool().raw(),
@@ -140,12 +142,12 @@ impl Image {
                 if sizes.iter().any(|size| *size > MAX_NAMES) {
                     return Err(Error::invalid(action(), "the answer is too long"));
                 }
-                // What was long enough may come back as what was used of it.
+                // A length that was sufficient may come back as the part that was used.
                 sizes = std::array::from_fn(|n| sizes[n].max(buffers[n].len()));
                 continue;
             }
             check(i32::try_from(returned).unwrap_or(-libc::EIO), action)?;
-            // Where nobody holds one, the sizes stay as they were.
+            // Without a locker, the lengths are unchanged.
             let count = usize::try_from(returned).unwrap_or(0);
             let names = |n: usize| {
                 let used = sizes[n].min(buffers[n].len());
@@ -159,12 +161,12 @@ impl Image {
         }
     }
 
-    /// Takes the lock from `owner`, which must have been blocklisted before. (librbd's own way would
-    /// blocklist it once more, for an hour where that is the default, in place of any longer time; and
-    /// 16.2 cannot do so with another time, EINVAL.)
+    /// Breaks the lock of `owner`, which must have been blocklisted before. (librbd's own function would
+    /// blocklist it once more, by default for an hour, which replaces any longer time. In 16.2 it fails
+    /// with EINVAL for any other time.)
     ///
     /// # Errors
-    /// EBUSY when another has the lock, ENOENT when nobody has, or what the library gives.
+    /// Returns EBUSY if another client has the lock, ENOENT if none has, or another error of the library.
     pub fn lock_break(&self, owner: &str) -> Result<()> {
         let action = || format!("break the lock of {owner}");
         let lockers = self.lockers()?;
@@ -188,16 +190,16 @@ impl Image {
         check(returned, action).map(drop)
     }
 
-    /// The object that holds the image's lock and its metadata.
+    /// Returns the name of the object with the image's lock and metadata.
     pub(crate) fn header(&self) -> Result<CString> {
         c_string(&format!("rbd_header.{}", self.id()?), "an object's name")
     }
 
-    /// Who watches the image. A client that died is listed until the OSDs give it up, 30 s by
-    /// default.
+    /// Lists the watchers of the image. A dead client is listed until the OSDs drop its watch, after 30 s
+    /// by default.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn watchers(&self) -> Result<Vec<Watcher>> {
         let action = || "list the image's watchers".to_owned();
         let none = rbd_image_watcher_t { addr: null_mut(), id: 0, cookie: 0 };

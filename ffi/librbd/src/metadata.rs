@@ -1,20 +1,20 @@
-//! Texts that are kept with an image, under keys.
+//! The metadata of an image: texts with keys.
 
 use crate::error::{Error, Result, check};
 use crate::image::Image;
 use crate::text::{c_string, growing, texts, until_zero};
 
-/// Entries that are asked for at a time.
+/// The number of entries that are read at a time.
 const PAGE: u64 = 64;
 
-/// Bytes that a page of keys or of values may take.
+/// The maximum length of a page of keys or of values, in bytes.
 const MAX_PAGE: usize = 16 << 20;
 
 impl Image {
-    /// The value of `key`; `None` where there is none.
+    /// Reads the value of `key`. `None` if there is none.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn metadata_get(&self, key: &str) -> Result<Option<String>> {
         let name = c_string(key, "a key")?;
         let value = growing(
@@ -35,7 +35,7 @@ impl Image {
     /// Sets `key` to `value`.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn metadata_set(&self, key: &str, value: &str) -> Result<()> {
         let (name, text) = (c_string(key, "a key")?, c_string(value, "a value")?);
         // SAFETY: the image is open, the texts are C strings.
@@ -44,14 +44,14 @@ impl Image {
         check(returned, || format!("set the image's metadata {key}")).map(drop)
     }
 
-    /// Sets `key` to `value` without the exclusive lock, which the library would take for it, or have
-    /// its owner do it: for what has to stand there before the lock is taken.
+    /// Sets `key` to `value` without the exclusive lock. [`Image::metadata_set`] acquires the lock, or has
+    /// its owner make the change. This method is for entries that must exist before the lock is acquired.
     ///
     /// # Errors
-    /// What the OSD gives.
+    /// Returns the OSD's error.
     pub fn metadata_put(&self, key: &str, value: &str) -> Result<()> {
         let action = || format!("set the image's metadata {key}");
-        // What the objects' class takes: a map of one entry, as Ceph encodes it.
+        // The argument of the object class: a map with one entry in Ceph's encoding.
         let mut entry = 1_u32.to_le_bytes().to_vec();
         for text in [c_string(key, "a key")?, c_string(value, "a value")?] {
             let length = u32::try_from(text.as_bytes().len())
@@ -60,8 +60,8 @@ impl Image {
             entry.extend_from_slice(text.as_bytes());
         }
         let header = self.header()?;
-        // SAFETY: the pool is open, the names are C strings, and `entry` has as many bytes as is said;
-        // nothing is to be written back.
+        // SAFETY: the pool is open, the names are C strings, `entry` has the given length, and there is no
+        // buffer for output.
         let returned = unsafe {
             (self.pool().cluster().api.rados.rados_exec)(
                 self.pool().raw(),
@@ -77,21 +77,21 @@ impl Image {
         check(returned, action).map(drop)
     }
 
-    /// Forgets `key`.
+    /// Removes `key`.
     ///
     /// # Errors
-    /// ENOENT where there is none, or what the library gives.
+    /// Returns ENOENT if there is no such key, or another error of the library.
     pub fn metadata_remove(&self, key: &str) -> Result<()> {
         let name = c_string(key, "a key")?;
-        // SAFETY: the image is open, the key a C string.
+        // SAFETY: the image is open, and the key is a C string.
         let returned = unsafe { (self.api().rbd_metadata_remove)(self.raw(), name.as_ptr()) };
         check(returned, || format!("remove the image's metadata {key}")).map(drop)
     }
 
-    /// All keys with their values, in order of the keys.
+    /// Reads all keys with their values, in the order of the keys.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn metadata(&self) -> Result<Vec<(String, String)>> {
         let mut entries: Vec<(String, String)> = Vec::new();
         loop {
@@ -111,7 +111,7 @@ impl Image {
         let (mut keys_len, mut values_len) = (4096, 4096);
         loop {
             let (mut keys, mut values) = (vec![0_u8; keys_len], vec![0_u8; values_len]);
-            // SAFETY: the image is open, and the buffers have room for as many bytes as is said.
+            // SAFETY: the image is open, and each buffer has the length that is passed with it.
             let returned = unsafe {
                 (self.api().rbd_metadata_list)(
                     self.raw(),
@@ -127,7 +127,7 @@ impl Image {
                 if keys_len.max(values_len) > MAX_PAGE {
                     return Err(Error::invalid(action(), "the answer is too long"));
                 }
-                // What was long enough may come back as what was used of it.
+                // A length that was sufficient may come back as the part that was used.
                 (keys_len, values_len) = (keys_len.max(keys.len()), values_len.max(values.len()));
                 continue;
             }

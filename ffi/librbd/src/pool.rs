@@ -1,4 +1,4 @@
-//! A pool, or a namespace in one: where images are made, found and removed.
+//! A pool, or a namespace in one: creates, lists and removes images.
 
 use std::ffi::CString;
 use std::ptr::null_mut;
@@ -16,36 +16,36 @@ use crate::list::listed;
 use crate::progress::{Progress, with_progress};
 use crate::text::{c_string, owned};
 
-/// An open pool.
+/// An open pool, or a namespace in it.
 #[derive(Debug)]
 pub struct Pool {
     io: rados_ioctx_t,
-    /// Dropped after the pool was closed.
+    /// Keeps the client connected until the pool was closed.
     pub(crate) cluster: Arc<Cluster>,
 }
 
-// SAFETY: an ioctx may be used from any thread (librados.h) as long as its settings do not change,
-// and they are made before it is shared.
+// SAFETY: several threads may use an ioctx (librados.h) as long as its settings do not change. They are
+// only set before it is shared.
 unsafe impl Send for Pool {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Pool {}
 
-/// How a new image is made; what is `None`, the cluster's configuration decides.
+/// The properties of a new image. `None` selects the default of the cluster's configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NewImage {
-    /// `RBD_FEATURE_…`
+    /// The features, as `RBD_FEATURE_…` bits.
     pub features: Option<u64>,
-    /// Objects have 2^order bytes.
+    /// The size of objects, as the exponent of a power of two.
     pub order: Option<u8>,
-    /// Stripe unit in bytes, and stripe count.
+    /// The stripe unit in bytes and the stripe count.
     pub stripes: Option<(u64, u64)>,
-    /// Where the data goes, other than here.
+    /// A separate pool for the data.
     pub data_pool: Option<String>,
-    /// For clones: with 1 the snapshot must be protected, with 2 it need not.
+    /// The format of a clone: 1 needs a protected snapshot, 2 does not.
     pub clone_format: Option<u8>,
 }
 
-/// An image of a list.
+/// An entry of a list of images.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageSpec {
     pub id: String,
@@ -57,9 +57,9 @@ pub struct ImageSpec {
 pub struct Trashed {
     pub id: String,
     pub name: String,
-    /// When it was put there, in seconds since 1970.
+    /// When it was moved to the trash, in seconds since the Unix epoch.
     pub since: i64,
-    /// Until when, in seconds since 1970, only `force` removes it.
+    /// Until when only `force` removes it, in seconds since the Unix epoch.
     pub kept_until: i64,
 }
 
@@ -69,44 +69,46 @@ impl Cluster {
     /// pool is full, even one that frees space (as before Ceph 16).
     ///
     /// # Errors
-    /// ENOENT when there is no such pool.
+    /// Returns ENOENT if there is no such pool, or another error of the library.
     pub fn pool(self: &Arc<Self>, name: &str, namespace: Option<&str>) -> Result<Arc<Pool>> {
         let pool = c_string(name, "a pool's name")?;
         let space: Option<CString> = namespace.map(|n| c_string(n, "a namespace")).transpose()?;
         let mut io = null_mut();
-        // SAFETY: the handle is connected, the names are C strings; `io` takes what is made.
+        // SAFETY: the handle is connected, the names are C strings; `io` receives the new context.
         let created =
             unsafe { (self.api.rados.rados_ioctx_create)(self.handle, pool.as_ptr(), &raw mut io) };
         check(created, || format!("use the pool {name}"))?;
         if let Some(space) = &space {
-            // SAFETY: `io` was just made and is nobody else's yet.
+            // SAFETY: `io` is open and not shared yet.
             unsafe { (self.api.rados.rados_ioctx_set_namespace)(io, space.as_ptr()) };
         }
         if let Some(set_full_try) = self.api.rados.rados_set_pool_full_try {
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { set_full_try(io) };
         }
-        // SAFETY: `io` is open, in this cluster, and handed over.
+        // SAFETY: `io` is open, of this cluster, and not used afterwards.
         Ok(Arc::new(unsafe { Pool::from_raw(Arc::clone(self), io) }))
     }
 }
 
 impl Pool {
+    /// Takes ownership of `io`.
+    ///
     /// # Safety
-    /// `io` is open, belongs to `cluster`, and is handed over.
+    /// `io` must be open, belong to `cluster`, and have no other owner.
     pub(crate) unsafe fn from_raw(cluster: Arc<Cluster>, io: rados_ioctx_t) -> Self {
         Self { io, cluster }
     }
 
-    /// The client.
+    /// Returns the client that the pool was opened with.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
     }
 
-    /// All images.
+    /// Lists all images.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn list(&self) -> Result<Vec<ImageSpec>> {
         let action = || "list the images".to_owned();
         let none = rbd_image_spec_t { id: null_mut(), name: null_mut() };
@@ -123,23 +125,25 @@ impl Pool {
         }
     }
 
-    /// Makes an image of `size` bytes.
+    /// Creates an image of `size` bytes.
     ///
     /// # Errors
-    /// EEXIST, EINVAL for features that do not go together, or what the library gives.
+    /// Returns EEXIST if the image exists, EINVAL for an invalid combination of features, or another error
+    /// of the library.
     pub fn create(&self, name: &str, size: u64, new: &NewImage) -> Result<()> {
         let text = c_string(name, "an image's name")?;
         let options = Options::of(self, new)?;
-        // SAFETY: the pool is open, the name a C string, the options are live.
+        // SAFETY: the pool is open, the name is a C string, and the options exist.
         let returned =
             unsafe { (self.api().rbd_create4)(self.io, text.as_ptr(), size, options.handle) };
         check(returned, || format!("create the image {name}")).map(drop)
     }
 
-    /// Makes the image `name` here as a clone of a snapshot of `parent` in `from`.
+    /// Creates the image `name` in this pool as a clone of a snapshot of `parent` in the pool `from`.
     ///
     /// # Errors
-    /// EEXIST, EINVAL for a snapshot that is not protected and has to be, or what the library gives.
+    /// Returns EEXIST if the image exists, EINVAL for a clone of format 1 if the snapshot is not protected,
+    /// or another error of the library.
     pub fn clone_image(
         &self,
         from: &Self,
@@ -152,7 +156,7 @@ impl Pool {
         let at = c_string(snapshot, "a snapshot's name")?;
         let text = c_string(name, "an image's name")?;
         let options = Options::of(self, new)?;
-        // SAFETY: both pools are open, the names are C strings, the options are live.
+        // SAFETY: both pools are open, the names are C strings, and the options exist.
         let returned = unsafe {
             (self.api().rbd_clone3)(
                 from.io,
@@ -166,15 +170,16 @@ impl Pool {
         check(returned, || format!("clone {parent}@{snapshot} to {name}")).map(drop)
     }
 
-    /// Removes an image with all its data. Ended half way, it is still there, with objects missing, and
-    /// another call goes on.
+    /// Removes an image with all its data. If it is interrupted, the image still exists with a part of its
+    /// objects, and another call continues.
     ///
     /// # Errors
-    /// ENOENT, EBUSY while it is open, ENOTEMPTY with snapshots, or what the library gives.
+    /// Returns ENOENT if it does not exist, EBUSY while it is open, ENOTEMPTY if it has snapshots,
+    /// ECANCELED if `progress` returned `Break`, or another error of the library.
     pub fn remove(&self, name: &str, progress: Progress<'_>) -> Result<()> {
         let text = c_string(name, "an image's name")?;
         let returned = with_progress(progress, |callback, argument| {
-            // SAFETY: the pool is open, the name a C string, the callback good for the call.
+            // SAFETY: the pool is open, the name is a C string, and the callback is valid for the call.
             unsafe {
                 (self.api().rbd_remove_with_progress)(self.io, text.as_ptr(), callback, argument)
             }
@@ -182,46 +187,46 @@ impl Pool {
         check(returned, || format!("remove the image {name}")).map(drop)
     }
 
-    /// Makes a namespace in this pool.
+    /// Creates a namespace in this pool.
     ///
     /// # Errors
-    /// EEXIST, or what the library gives.
+    /// Returns EEXIST if it exists, or another error of the library.
     pub fn create_namespace(&self, name: &str) -> Result<()> {
         let text = c_string(name, "a namespace")?;
-        // SAFETY: the pool is open, the name a C string.
+        // SAFETY: the pool is open, and the name is a C string.
         let returned = unsafe { (self.api().rbd_namespace_create)(self.io, text.as_ptr()) };
         check(returned, || format!("create the namespace {name}")).map(drop)
     }
 
-    /// Whether this pool has the namespace.
+    /// Returns whether this pool has the namespace `name`.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn has_namespace(&self, name: &str) -> Result<bool> {
         let text = c_string(name, "a namespace")?;
         let mut exists = false;
-        // SAFETY: the pool is open, the name a C string, `exists` takes the answer.
+        // SAFETY: the pool is open, the name is a C string, and `exists` receives the answer.
         let returned =
             unsafe { (self.api().rbd_namespace_exists)(self.io, text.as_ptr(), &raw mut exists) };
         check(returned, || format!("look for the namespace {name}"))?;
         Ok(exists)
     }
 
-    /// Puts an image into the trash, for `keep_s` seconds at least.
+    /// Moves an image to the trash, which keeps it for at least `keep_s` seconds.
     ///
     /// # Errors
-    /// ENOENT, EBUSY while it is open, or what the library gives.
+    /// Returns ENOENT if it does not exist, EBUSY while it is open, or another error of the library.
     pub fn trash(&self, name: &str, keep_s: u64) -> Result<()> {
         let text = c_string(name, "an image's name")?;
-        // SAFETY: the pool is open, the name a C string.
+        // SAFETY: the pool is open, and the name is a C string.
         let returned = unsafe { (self.api().rbd_trash_move)(self.io, text.as_ptr(), keep_s) };
-        check(returned, || format!("put the image {name} into the trash")).map(drop)
+        check(returned, || format!("move the image {name} to the trash")).map(drop)
     }
 
-    /// What is in the trash.
+    /// Lists the trash.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn trashed(&self) -> Result<Vec<Trashed>> {
         let action = || "list the trash".to_owned();
         let none = rbd_trash_image_info_t {
@@ -249,27 +254,29 @@ impl Pool {
         }
     }
 
-    /// Brings an image back from the trash, under `name`.
+    /// Restores an image from the trash under the name `name`.
     ///
     /// # Errors
-    /// ENOENT, EEXIST, or what the library gives.
+    /// Returns ENOENT if it is not in the trash, EEXIST if there is another image of this name, or another
+    /// error of the library.
     pub fn trash_restore(&self, id: &str, name: &str) -> Result<()> {
         let (number, text) = (c_string(id, "an image's id")?, c_string(name, "an image's name")?);
         // SAFETY: the pool is open, the names are C strings.
         let returned =
             unsafe { (self.api().rbd_trash_restore)(self.io, number.as_ptr(), text.as_ptr()) };
-        check(returned, || format!("bring {id} back from the trash")).map(drop)
+        check(returned, || format!("restore {id} from the trash")).map(drop)
     }
 
-    /// Removes an image that is in the trash; before its time only with `force`. Ended half way, it is
-    /// still there, with objects missing, and another call goes on.
+    /// Removes an image from the trash; before `kept_until` only with `force`. If it is interrupted, the
+    /// image still exists with a part of its objects, and another call continues.
     ///
     /// # Errors
-    /// ENOENT, EPERM before its time, or what the library gives.
+    /// Returns ENOENT if it is not in the trash, EPERM before `kept_until`, ECANCELED if `progress`
+    /// returned `Break`, or another error of the library.
     pub fn trash_remove(&self, id: &str, force: bool, progress: Progress<'_>) -> Result<()> {
         let number = c_string(id, "an image's id")?;
         let returned = with_progress(progress, |callback, argument| {
-            // SAFETY: the pool is open, the id a C string, the callback good for the call.
+            // SAFETY: the pool is open, the id is a C string, and the callback is valid for the call.
             unsafe {
                 (self.api().rbd_trash_remove_with_progress)(
                     self.io,
@@ -283,24 +290,25 @@ impl Pool {
         check(returned, || format!("remove {id} from the trash")).map(drop)
     }
 
-    /// Asks whether this client may read, and with `write` also change, objects of names that begin with
-    /// `prefix`: of one that no image has.
+    /// Checks whether this client may read, and with `write` also change, objects whose names start with
+    /// `prefix`. It uses the name of an object that does not exist.
     ///
     /// # Errors
-    /// EPERM when it may not, or what the library gives.
+    /// Returns EPERM if the client may not, or another error of the library.
     pub fn check_rights(&self, prefix: &str, write: bool) -> Result<()> {
         let rados = &self.cluster.api.rados;
         let object = c_string(&format!("{prefix}.rights"), "an object's name")?;
-        let ask = |returned| match check(returned, || "use the data's pool".to_owned()) {
+        let ask = |returned| match check(returned, || "use the data pool".to_owned()) {
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
             other => other.map(drop),
         };
         let mut byte = 0;
-        // SAFETY: the pool is open, the name a C string, and there is room for a byte.
+        // SAFETY: the pool is open, the name is a C string, and `byte` has room for one byte.
         ask(unsafe { (rados.rados_read)(self.io, object.as_ptr(), &raw mut byte, 1, 0) })?;
         if write {
-            // Rights come before the object, and removing what is not there changes nothing.
-            // SAFETY: the pool is open, the name a C string.
+            // The OSD checks the capabilities before it looks for the object, and removing an object that
+            // does not exist changes nothing.
+            // SAFETY: the pool is open, and the name is a C string.
             ask(unsafe { (rados.rados_remove)(self.io, object.as_ptr()) })?;
         }
         Ok(())
@@ -317,7 +325,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // SAFETY: the pool is open; images hold this value, so none is left.
+        // SAFETY: the pool is open. Images keep this value, so none of them is left.
         unsafe { (self.cluster.api.rados.rados_ioctx_destroy)(self.io) };
     }
 }
@@ -331,7 +339,7 @@ struct Options<'a> {
 impl<'a> Options<'a> {
     fn of(pool: &'a Pool, new: &NewImage) -> Result<Self> {
         let mut handle = null_mut();
-        // SAFETY: `handle` takes what is made.
+        // SAFETY: `handle` receives the new options.
         unsafe { (pool.api().rbd_image_options_create)(&raw mut handle) };
         let options = Self { pool, handle };
         let numbers = [
@@ -343,14 +351,14 @@ impl<'a> Options<'a> {
         ];
         for (option, value) in numbers {
             let Some(value) = value else { continue };
-            // SAFETY: the options are live.
+            // SAFETY: the options exist.
             let set = unsafe { (pool.api().rbd_image_options_set_uint64)(handle, option, value) };
             check(set, || format!("use {value} for a new image"))?;
         }
         if let Some(data_pool) = &new.data_pool {
             let text = c_string(data_pool, "a pool's name")?;
             let option = RBD_IMAGE_OPTION_DATA_POOL;
-            // SAFETY: the options are live, the name a C string, which is copied.
+            // SAFETY: the options exist; the name is a C string, which the library copies.
             let set =
                 unsafe { (pool.api().rbd_image_options_set_string)(handle, option, text.as_ptr()) };
             check(set, || format!("use the data pool {data_pool}"))?;
@@ -361,7 +369,7 @@ impl<'a> Options<'a> {
 
 impl Drop for Options<'_> {
     fn drop(&mut self) {
-        // SAFETY: the options are live, and used by nobody else.
+        // SAFETY: the options exist, and this value is their only owner.
         unsafe { (self.pool.api().rbd_image_options_destroy)(self.handle) };
     }
 }

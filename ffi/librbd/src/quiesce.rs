@@ -1,12 +1,14 @@
-//! Being asked to be quiet while somebody, here or elsewhere, makes a snapshot of the image.
+//! Requests to quiesce the image while a client takes a snapshot of it.
 //!
-//! What librbd does (16.2, ImageWatcher and ImageState): whoever makes a snapshot notifies everybody
-//! who watches the image, every 5 s and at most `rbd_quiesce_notification_attempts` times (10), until
-//! all have answered; an error of one makes the snapshot fail, unless it is to be ignored (ETIMEDOUT
-//! makes whoever asked through the lock's owner ask again; EOPNOTSUPP is no error). Afterwards
-//! they are told that it is over. Where that never comes, each library tells its own side 10 s after
-//! the answer. It aborts the process when a request is answered twice, and never lets go of a watch
-//! with a request that is not answered: both are seen to here.
+//! How librbd works (16.2, ImageWatcher and ImageState): the client that takes a snapshot notifies all
+//! watchers of the image every 5 s, at most `rbd_quiesce_notification_attempts` times (10), until all have
+//! answered. An error of one watcher makes the snapshot fail, unless the client ignores errors (after
+//! ETIMEDOUT, a client that requested the snapshot through the lock's owner requests it again; EOPNOTSUPP is
+//! not an error). Afterwards the client notifies the watchers of the end. If that notification does not
+//! arrive, each library reports the end to its process 10 s after the answer.
+//!
+//! The library aborts the process if a request is answered twice, and it never unregisters a watch whose
+//! request is not answered. This module prevents both.
 
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,16 +18,16 @@ use librbd_sys::Librbd;
 use crate::error::{Error, Result, check};
 use crate::image::Image;
 
-/// What a watch is told.
+/// An event that a watch reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quiesce {
     /// A snapshot waits for [`QuiesceWatch::complete`].
     Begin,
-    /// It has been made, or given up.
+    /// The snapshot was taken, or has failed.
     End,
 }
 
-/// A registered closure. When dropped, whoever waits is answered with ESHUTDOWN.
+/// A registered closure. Dropping it answers a waiting request with ESHUTDOWN and unregisters the closure.
 #[derive(Debug)]
 pub struct QuiesceWatch {
     image: Arc<Image>,
@@ -34,7 +36,7 @@ pub struct QuiesceWatch {
     handle: u64,
 }
 
-/// The functions, which older libraries lack.
+/// The functions, which libraries before Ceph 16 lack.
 #[derive(Debug, Clone, Copy)]
 struct Calls {
     watch: unsafe extern "C" fn(
@@ -48,23 +50,23 @@ struct Calls {
     unwatch: unsafe extern "C" fn(librbd_sys::rbd_image_t, u64) -> c_int,
 }
 
-/// What the library's callbacks get.
+/// The argument of the library's callbacks.
 struct Shared {
-    told: Box<dyn Fn(Quiesce) + Send + Sync>,
+    notify: Box<dyn Fn(Quiesce) + Send + Sync>,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// A request has not been answered.
-    asked: bool,
-    /// What every request is answered with, at once, without telling anybody.
-    standing: Option<c_int>,
-    /// How to answer; known once the library has returned from registering.
+    /// Whether a request has not been answered.
+    pending: bool,
+    /// The errno with which every request is answered at once, without a notification.
+    default_answer: Option<c_int>,
+    /// Known once the library has returned from registering.
     answer: Option<Answer>,
 }
 
-/// Of a watch, for as long as it is registered.
+/// Sends an answer to the library. Valid as long as the watch is registered.
 #[derive(Debug, Clone, Copy)]
 struct Answer {
     image: librbd_sys::rbd_image_t,
@@ -72,34 +74,34 @@ struct Answer {
     handle: u64,
 }
 
-// SAFETY: an rbd_image_t may be used from any thread, see `Image`.
+// SAFETY: any thread may use an rbd_image_t (see `Image`).
 unsafe impl Send for Answer {}
 
 impl Image {
-    /// Calls `told` from now on whenever a snapshot of the image is about to be made, and when that is
-    /// over. It is called on a thread of the library, which serves the image meanwhile: it must not
-    /// call the library nor wait. With `standing`, requests are answered with that errno (0: go on) at
-    /// once, and not told, until [`QuiesceWatch::stand`] says otherwise.
+    /// Calls `notify` when a snapshot of the image is about to be taken, and when it has ended. The call
+    /// runs on a thread that the library needs for the image, so `notify` must neither call the library nor
+    /// block. With `default_answer`, requests are answered at once with that errno (0: proceed) without a
+    /// [`Quiesce::Begin`], until [`QuiesceWatch::set_default_answer`] changes it.
     ///
     /// # Errors
-    /// ENOSYS for a library before Ceph 16, or what the library gives.
+    /// Returns ENOSYS for a library before Ceph 16, or another error of the library.
     pub fn watch_quiesce(
         self: &Arc<Self>,
-        standing: Option<i32>,
-        told: impl Fn(Quiesce) + Send + Sync + 'static,
+        default_answer: Option<i32>,
+        notify: impl Fn(Quiesce) + Send + Sync + 'static,
     ) -> Result<QuiesceWatch> {
         let calls = Calls::of(self.api())?;
-        let state = State { standing, ..State::default() };
-        let shared = Arc::new(Shared { told: Box::new(told), state: Mutex::new(state) });
+        let state = State { default_answer, ..State::default() };
+        let shared = Arc::new(Shared { notify: Box::new(notify), state: Mutex::new(state) });
         let argument = Arc::into_raw(Arc::clone(&shared)).cast_mut().cast();
         let mut handle = 0;
-        // SAFETY: the image is open; the argument is a reference of its own, given back below or in
-        // `drop`, when the library has let go of it.
+        // SAFETY: the image is open; the argument is a reference of its own, which is released below or
+        // in `drop`, when the library does not use it any more.
         let returned = unsafe {
             (calls.watch)(self.raw(), on_quiesce, on_unquiesce, argument, &raw mut handle)
         };
         if let Err(error) = check(returned, || "watch the image for snapshots".to_owned()) {
-            // SAFETY: made above, and not registered.
+            // SAFETY: the reference was made above and is not registered.
             drop(unsafe { Arc::from_raw(argument.cast::<Shared>()) });
             return Err(error);
         }
@@ -107,49 +109,49 @@ impl Image {
         let mut state = watch.shared.lock();
         let answer = Answer { image: watch.image.raw(), complete: calls.complete, handle };
         state.answer = Some(answer);
-        // One may have come between the two.
-        let waiting = state.take_standing();
+        // A request may have arrived between the registration and now.
+        let result = state.take_default_answer();
         drop(state);
-        answer.give(waiting);
+        answer.send(result);
         Ok(watch)
     }
 }
 
 impl QuiesceWatch {
-    /// Answers the request that was told last: quiet, or with an errno why not. Says whether there was
-    /// one that nobody had answered.
+    /// Answers the waiting request: the snapshot may proceed, or it fails with an errno. Returns whether a
+    /// request was waiting.
     pub fn complete(&self, result: Result<(), i32>) -> bool {
         let mut state = self.shared.lock();
-        let asked = std::mem::take(&mut state.asked);
+        let pending = std::mem::take(&mut state.pending);
         let answer = state.answer;
         drop(state);
-        if let Some(answer) = answer.filter(|_| asked) {
-            answer.give(Some(result.err().map_or(0, |errno| -errno.abs())));
+        if let Some(answer) = answer.filter(|_| pending) {
+            answer.send(Some(result.err().map_or(0, |errno| -errno.abs())));
         }
-        asked
+        pending
     }
 
-    /// From now on requests are answered with this errno (0: go on) at once, and told to nobody; one
-    /// that waits is, too. `None`: they are told.
-    pub fn stand(&self, standing: Option<i32>) {
+    /// Answers all further requests, and one that waits, at once with this errno (0: proceed). With `None`
+    /// further requests are reported and wait for [`QuiesceWatch::complete`].
+    pub fn set_default_answer(&self, default_answer: Option<i32>) {
         let mut state = self.shared.lock();
-        state.standing = standing;
-        let (answer, waiting) = (state.answer, state.take_standing());
+        state.default_answer = default_answer;
+        let (answer, result) = (state.answer, state.take_default_answer());
         drop(state);
-        answer.into_iter().for_each(|answer| answer.give(waiting));
+        answer.into_iter().for_each(|answer| answer.send(result));
     }
 }
 
 impl Drop for QuiesceWatch {
     fn drop(&mut self) {
-        // A request that nobody answers would keep the watch for ever.
-        self.stand(Some(libc::ESHUTDOWN));
-        // SAFETY: the image is open, the handle its own.
+        // The library does not unregister a watch while a request is unanswered.
+        self.set_default_answer(Some(libc::ESHUTDOWN));
+        // SAFETY: the image is open, and the handle is that of its watch.
         let returned = unsafe { (self.calls.unwatch)(self.image.raw(), self.handle) };
-        // Where it did not end, the closure may still be called, and is kept for good.
+        // If unregistering failed, the library may still call the closure, so it is leaked.
         if returned >= 0 {
-            // SAFETY: made in `watch_quiesce`, and the library has let go of it; a callback that has
-            // answered and is about to return has a reference of its own.
+            // SAFETY: the reference was made in `watch_quiesce`, and the library does not use it any
+            // more; a callback that has answered and is about to return has a reference of its own.
             drop(unsafe { Arc::from_raw(Arc::as_ptr(&self.shared)) });
         }
     }
@@ -160,8 +162,7 @@ impl Calls {
         match (api.rbd_quiesce_watch, api.rbd_quiesce_complete, api.rbd_quiesce_unwatch) {
             (Some(watch), Some(complete), Some(unwatch)) => Ok(Self { watch, complete, unwatch }),
             _ => {
-                let action =
-                    "watch the image for snapshots, for which librbd is too old (Ceph 16 can)";
+                let action = "watch the image for snapshots (librbd is older than Ceph 16)";
                 Err(Error::new(action, libc::ENOSYS))
             }
         }
@@ -175,31 +176,31 @@ impl Shared {
 
     fn begin(&self) {
         let mut state = self.lock();
-        state.asked = true;
-        let (answer, waiting) = (state.answer, state.take_standing());
-        let tell = state.asked && state.standing.is_none();
+        state.pending = true;
+        let (answer, result) = (state.answer, state.take_default_answer());
+        let notify = state.pending && state.default_answer.is_none();
         drop(state);
-        answer.into_iter().for_each(|answer| answer.give(waiting));
-        if tell {
-            (self.told)(Quiesce::Begin);
+        answer.into_iter().for_each(|answer| answer.send(result));
+        if notify {
+            (self.notify)(Quiesce::Begin);
         }
     }
 }
 
 impl State {
-    /// The standing answer to the request that waits, which is taken by it.
-    fn take_standing(&mut self) -> Option<c_int> {
-        let standing = self.standing.filter(|_| self.asked && self.answer.is_some())?;
-        self.asked = false;
-        Some(-standing.abs())
+    /// Returns the default answer if a request waits for it, which is then no longer pending.
+    fn take_default_answer(&mut self) -> Option<c_int> {
+        let errno = self.default_answer.filter(|_| self.pending && self.answer.is_some())?;
+        self.pending = false;
+        Some(-errno.abs())
     }
 }
 
 impl Answer {
-    fn give(self, result: Option<c_int>) {
+    fn send(self, result: Option<c_int>) {
         let Some(result) = result else { return };
-        // SAFETY: whoever has an `Answer` got it from a watch that is registered, or from a callback
-        // of it, so the image is open; `asked` was taken, so the request is answered this once.
+        // SAFETY: an `Answer` comes from a registered watch or from its callback, so the image is open;
+        // `pending` was reset before, so the request is answered once.
         unsafe { (self.complete)(self.image, self.handle, result) };
     }
 }
@@ -210,28 +211,29 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// A reference of the caller's own, so that `drop` frees nothing under a callback.
+/// Makes a new reference for a callback, so that `drop` frees nothing that the callback uses.
 ///
 /// # Safety
-/// `argument` is what `watch_quiesce` registered, and the watch has not ended: its request is not
-/// answered yet, or (unquiesce) the library waits for this callback before it lets go.
-unsafe fn borrowed(argument: *mut c_void) -> Arc<Shared> {
+/// `argument` must be that of `watch_quiesce`, and the watch must be registered: its request is not
+/// answered yet, or (unquiesce) the library waits for the callback before it unregisters the watch.
+unsafe fn new_reference(argument: *mut c_void) -> Arc<Shared> {
     let shared = argument.cast::<Shared>().cast_const();
-    // SAFETY: by this function's contract the registered reference is still there.
+    // SAFETY: by this function's contract the registered reference exists.
     unsafe {
         Arc::increment_strong_count(shared);
         Arc::from_raw(shared)
     }
 }
 
-/// A panic in it ends the process, as in every `extern "C"` function of Rust.
+/// Handles a request. A panic ends the process, as in every `extern "C"` function of Rust.
 unsafe extern "C" fn on_quiesce(argument: *mut c_void) {
     // SAFETY: the library passes the argument, and its request is not answered yet.
-    unsafe { borrowed(argument) }.begin();
+    unsafe { new_reference(argument) }.begin();
 }
 
+/// Handles the end of a snapshot. A panic ends the process.
 unsafe extern "C" fn on_unquiesce(argument: *mut c_void) {
-    // SAFETY: the library passes the argument, and waits for the end of this before it lets go.
-    let shared = unsafe { borrowed(argument) };
-    (shared.told)(Quiesce::End);
+    // SAFETY: the library passes the argument, and unregisters the watch only after this call.
+    let shared = unsafe { new_reference(argument) };
+    (shared.notify)(Quiesce::End);
 }

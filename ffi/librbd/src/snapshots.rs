@@ -16,43 +16,44 @@ use crate::text::{c_string, growing, owned, until_zero};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     pub id: u64,
-    /// Of the image when it was taken, in bytes.
+    /// The size of the image when the snapshot was taken, in bytes.
     pub size: u64,
-    /// For one in the trash, what it was called before.
+    /// The name. For a snapshot in the trash, its former name.
     pub name: String,
     pub kind: SnapshotKind,
-    /// When it was taken, in seconds since 1970.
+    /// When it was taken, in seconds since the Unix epoch.
     pub taken_at: i64,
 }
 
-/// Whose a snapshot is.
+/// The origin of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotKind {
-    /// Somebody took it.
+    /// A user took it.
     User,
-    /// It was removed, and stays until its last clone is gone.
+    /// It was removed and remains until its last clone is removed.
     Trash,
-    /// Mirroring's; it goes with the image.
+    /// It belongs to mirroring and is removed with the image.
     Mirror,
-    /// A group's, which looks after it.
+    /// Any other, such as a group's snapshot.
     Other,
 }
 
-/// Most snapshots that are listed.
+/// The maximum number of snapshots that are listed.
 const MAX_LISTED: i32 = 65_536;
 
 impl Image {
-    /// All snapshots.
+    /// Lists all snapshots.
     ///
     /// # Errors
-    /// What the library gives.
+    /// Returns the library's error.
     pub fn snapshots(&self) -> Result<Vec<Snapshot>> {
         let mut count = 16_i32;
         loop {
             let none = rbd_snap_info_t { id: 0, size: 0, name: null() };
             let mut snapshots = vec![none; usize::try_from(count).unwrap_or(0) + 1];
             let room = count;
-            // SAFETY: `snapshots` has room for `count` and the end mark; names are ours to clean up.
+            // SAFETY: `snapshots` has room for `count` entries and the end mark; the names are cleaned up
+            // below.
             let returned = unsafe {
                 (self.api().rbd_snap_list)(self.raw(), snapshots.as_mut_ptr(), &raw mut count)
             };
@@ -63,8 +64,8 @@ impl Image {
                 return Err(Error::invalid("list the snapshots", "there are too many"));
             }
             let listed = check(returned, || "list the snapshots".to_owned())?;
-            // SAFETY: the library filled `listed` entries, with C strings for names, and an end mark
-            // by which the clean-up finds them.
+            // SAFETY: the library has filled `listed` entries with C strings for names, and has added the
+            // end mark that the clean-up needs.
             unsafe {
                 let found = snapshots.iter().take(usize::try_from(listed).unwrap_or(0));
                 let found: Vec<_> = found.map(|s| (s.id, s.size, owned(s.name))).collect();
@@ -79,7 +80,7 @@ impl Image {
         for (id, size, name) in found {
             match self.describe(id, size, name) {
                 Ok(snapshot) => snapshots.push(snapshot),
-                // It was removed meanwhile.
+                // It was removed in the meantime.
                 Err(error) if error.errno() == Some(libc::ENOENT) => {}
                 Err(error) => return Err(error),
             }
@@ -88,10 +89,10 @@ impl Image {
     }
 
     fn describe(&self, id: u64, size: u64, mut name: String) -> Result<Snapshot> {
-        let action = || format!("look at the snapshot {id}");
+        let action = || format!("read the snapshot {id}");
         let mut kind = RBD_SNAP_NAMESPACE_TYPE_USER;
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the image is open; each call fills what it is given, and says so by its result.
+        // SAFETY: the image is open; each call that succeeds has filled its argument.
         let (of_kind, timed) = unsafe {
             (
                 (self.api().rbd_snap_get_namespace_type)(self.raw(), id, &raw mut kind),
@@ -118,34 +119,36 @@ impl Image {
     /// Takes a snapshot.
     ///
     /// # Errors
-    /// EEXIST, or what the library gives.
+    /// Returns EEXIST if it exists, or another error of the library.
     pub fn snapshot_create(&self, name: &str) -> Result<()> {
         let text = c_string(name, "a snapshot's name")?;
-        // SAFETY: the image is open, the name a C string.
+        // SAFETY: the image is open, and the name is a C string.
         let returned = unsafe { (self.api().rbd_snap_create)(self.raw(), text.as_ptr()) };
         check(returned, || format!("take the snapshot {name}")).map(drop)
     }
 
-    /// Removes a snapshot. One that has clones which need no protection goes into the trash until they
-    /// are gone.
+    /// Removes a snapshot. A snapshot with clones of format 2 moves to the trash until the last of them is
+    /// removed.
     ///
     /// # Errors
-    /// ENOENT, EBUSY for a protected one, or what the library gives.
+    /// Returns ENOENT if it does not exist, EBUSY if it is protected, or another error of the library.
     pub fn snapshot_remove(&self, name: &str) -> Result<()> {
         let text = c_string(name, "a snapshot's name")?;
-        // SAFETY: the image is open, the name a C string.
+        // SAFETY: the image is open, and the name is a C string.
         let returned = unsafe { (self.api().rbd_snap_remove)(self.raw(), text.as_ptr()) };
         check(returned, || format!("remove the snapshot {name}")).map(drop)
     }
 
-    /// Makes the image what the snapshot is. Ended half way, a part of it is, and another call goes on.
+    /// Sets the image's content and size back to those of the snapshot. If it is interrupted, a part of the
+    /// image has the content of the snapshot, and another call continues.
     ///
     /// # Errors
-    /// ENOENT, or what the library gives.
+    /// Returns ENOENT if it does not exist, ECANCELED if `progress` returned `Break`, or another error of
+    /// the library.
     pub fn snapshot_rollback(&self, name: &str, progress: Progress<'_>) -> Result<()> {
         let text = c_string(name, "a snapshot's name")?;
         let returned = with_progress(progress, |callback, argument| {
-            // SAFETY: the image is open, the name a C string, the callback good for the call.
+            // SAFETY: the image is open, the name is a C string, and the callback is valid for the call.
             unsafe {
                 (self.api().rbd_snap_rollback_with_progress)(
                     self.raw(),
@@ -158,33 +161,34 @@ impl Image {
         check(returned, || format!("roll back to the snapshot {name}")).map(drop)
     }
 
-    /// Protects a snapshot from being removed, or lets go of it. Cloning in the
-    /// format 1 needs it protected.
+    /// Protects a snapshot from removal, or removes the protection. Clones of format 1 need a protected
+    /// snapshot.
     ///
     /// # Errors
-    /// EBUSY when it is protected already or has clones, EINVAL when it is not protected.
+    /// Returns EBUSY if it is protected already or has clones, EINVAL if it is not protected, or another
+    /// error of the library.
     pub fn snapshot_protect(&self, name: &str, protect: bool) -> Result<()> {
         let text = c_string(name, "a snapshot's name")?;
         let call =
             if protect { self.api().rbd_snap_protect } else { self.api().rbd_snap_unprotect };
-        // SAFETY: the image is open, the name a C string.
+        // SAFETY: the image is open, and the name is a C string.
         let returned = unsafe { call(self.raw(), text.as_ptr()) };
         let verb = if protect { "protect" } else { "unprotect" };
         check(returned, || format!("{verb} the snapshot {name}")).map(drop)
     }
 
-    /// Whether a snapshot is protected.
+    /// Returns whether a snapshot is protected.
     ///
     /// # Errors
-    /// ENOENT, or what the library gives.
+    /// Returns ENOENT if it does not exist, or another error of the library.
     pub fn snapshot_is_protected(&self, name: &str) -> Result<bool> {
         let text = c_string(name, "a snapshot's name")?;
         let mut protected = 0;
-        // SAFETY: the image is open, the name a C string.
+        // SAFETY: the image is open, and the name is a C string.
         let returned = unsafe {
             (self.api().rbd_snap_is_protected)(self.raw(), text.as_ptr(), &raw mut protected)
         };
-        check(returned, || format!("look at the snapshot {name}"))?;
+        check(returned, || format!("read the snapshot {name}"))?;
         Ok(protected != 0)
     }
 }

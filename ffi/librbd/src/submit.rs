@@ -114,7 +114,7 @@ impl Image {
     /// answered.
     ///
     /// # Errors
-    /// The library's error.
+    /// Returns the library's error.
     pub fn read(self: &Arc<Self>, offset: u64, length: usize) -> Result<Vec<u8>, Error> {
         let failed = |errno| Error::new(format!("read {length} bytes at {offset}"), errno);
         let (sender, completed) = sync_channel(1);
@@ -134,11 +134,12 @@ impl Image {
 }
 
 impl<T: Send + 'static, B: IoBuffer> Submitter<T, B> {
-    /// Starts an operation. Reads and writes need a buffer; the others may have one, which they leave
-    /// alone and give back. Never blocks.
+    /// Starts an operation. Reads and writes need a buffer. The others may have one, which they return
+    /// unchanged. Never blocks.
     ///
     /// # Errors
-    /// [`Refused`], with the buffer: nothing was started, and the callback will not be called.
+    /// Returns [`Refused`] with the buffer. The operation was not started, and the callback will not be
+    /// called.
     pub fn start(&mut self, token: T, io: Io, mut buffer: Option<B>) -> Result<(), Refused<B>> {
         if self.running() >= self.capacity {
             return Err(Refused { errno: libc::EAGAIN, buffer });

@@ -1,22 +1,22 @@
-//! Texts on their way to C and back.
+//! Converts texts to and from C.
 
 use std::ffi::{CStr, CString, c_char};
 
 use crate::error::{Error, Result, check};
 
-/// The longest answer that is taken, in bytes.
+/// The maximum length of an answer, in bytes.
 const MAX_ANSWER: usize = 16 << 20;
 
-/// A C string; `what` names the text in the error.
+/// Converts `text` to a C string. `what` names the text in the error.
 pub(crate) fn c_string(text: &str, what: &str) -> Result<CString> {
     CString::new(text)
         .map_err(|_| Error::invalid(format!("use {text:?} as {what}"), "it has a zero byte"))
 }
 
-/// A text of the library; empty for null.
+/// Copies a text of the library. Returns an empty text for null.
 ///
 /// # Safety
-/// `text` is null or a C string.
+/// `text` must be null or a C string.
 pub(crate) unsafe fn owned(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
@@ -25,8 +25,8 @@ pub(crate) unsafe fn owned(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Calls `fill` with a buffer and its size until it no longer says ERANGE, and returns the buffer.
-/// `fill` may raise the size to what it needs.
+/// Calls `fill` with a buffer and its size, with a larger buffer as long as `fill` returns ERANGE. Returns
+/// the buffer. `fill` may set the size that it needs.
 pub(crate) fn growing(
     mut size: usize,
     action: impl Fn() -> String,
@@ -47,13 +47,13 @@ pub(crate) fn growing(
     }
 }
 
-/// The text at the beginning of a buffer that C has filled.
+/// Returns the zero-terminated text at the start of a buffer.
 pub(crate) fn until_zero(buffer: &[u8]) -> String {
     let end = buffer.iter().position(|byte| *byte == 0).unwrap_or(buffer.len());
     String::from_utf8_lossy(&buffer[..end]).into_owned()
 }
 
-/// Texts with a zero byte after each.
+/// Splits a list of zero-terminated texts.
 pub(crate) fn texts(bytes: &[u8]) -> impl Iterator<Item = String> {
     let ended = bytes.strip_suffix(&[0]);
     ended.into_iter().flat_map(|all| {

@@ -1,4 +1,4 @@
-//! Images on a real cluster: what is made, found, changed, locked and removed.
+//! Creates, lists, changes, locks and removes images on a real cluster.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
@@ -33,7 +33,7 @@ fn fresh(pool: &Arc<Pool>, name: &str, size: u64) -> Arc<Image> {
     pool.open(name, None, Open::Write).unwrap()
 }
 
-/// One operation, waited for.
+/// Runs one operation and waits for its end.
 fn run(image: &Arc<Image>, io: Io, buffer: Option<Vec<u8>>) -> (i64, Option<Vec<u8>>) {
     let (sender, receiver) = std::sync::mpsc::channel();
     let mut submitter = image.submitter(1, move |completion| sender.send(completion).unwrap());
@@ -44,17 +44,17 @@ fn run(image: &Arc<Image>, io: Io, buffer: Option<Vec<u8>>) -> (i64, Option<Vec<
 
 fn errno<T>(result: Result<T, librbd::Error>) -> i32 {
     match result {
-        Ok(_) => panic!("it should have failed"),
+        Ok(_) => panic!("the call succeeded"),
         Err(error) => error.errno().unwrap_or_else(|| panic!("{error}")),
     }
 }
 
-fn quietly(_done: u64, _total: u64) -> ControlFlow<()> {
+fn ignore(_done: u64, _total: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
 #[test]
-fn images_are_made_described_and_removed() {
+fn images_are_created_described_and_removed() {
     let pool = pool();
     let new = NewImage { order: Some(20), ..NewImage::default() };
     pool.create("made", 10 * MIB + 5, &new).unwrap();
@@ -69,7 +69,7 @@ fn images_are_made_described_and_removed() {
     assert!(!image.id().unwrap().is_empty());
     let config = image.config().unwrap();
     assert!(config.contains(&("rbd_cache".to_owned(), "false".to_owned())));
-    assert_eq!(errno(pool.remove("made", &mut quietly)), libc::EBUSY);
+    assert_eq!(errno(pool.remove("made", &mut ignore)), libc::EBUSY);
     Arc::into_inner(image).unwrap().close().unwrap();
     let mut steps = Vec::new();
     pool.remove("made", &mut |done, total| {
@@ -82,38 +82,41 @@ fn images_are_made_described_and_removed() {
 }
 
 #[test]
-fn a_panic_in_a_closure_comes_back_to_the_caller() {
+fn a_panic_in_a_closure_continues_in_the_caller() {
     let pool = pool();
     drop(fresh(&pool, "panicking", 64 * MIB));
     let removed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         pool.remove("panicking", &mut |_, _| panic!("as expected"))
     }));
     assert!(removed.is_err());
-    assert!(!pool.list().unwrap().iter().any(|image| image.name == "panicking"), "it went on");
+    assert!(
+        !pool.list().unwrap().iter().any(|image| image.name == "panicking"),
+        "the removal did not complete"
+    );
 }
 
 #[test]
-fn sizes_change_and_watchers_hear_of_it() {
+fn sizes_change_and_watchers_are_notified() {
     let pool = pool();
     let image = fresh(&pool, "growing", 4 * MIB);
-    let heard = Arc::new(AtomicUsize::new(0));
-    let counter = Arc::clone(&heard);
+    let notified = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&notified);
     let watch = image.watch(move || _ = counter.fetch_add(1, Ordering::SeqCst)).unwrap();
     let other = pool.open("growing", None, Open::Write).unwrap();
-    other.resize(8 * MIB, false, &mut quietly).unwrap();
-    wait_until("the size change is reported", || heard.load(Ordering::SeqCst) > 0);
+    other.resize(8 * MIB, false, &mut ignore).unwrap();
+    wait_until("the size change is reported", || notified.load(Ordering::SeqCst) > 0);
     assert_eq!(image.size().unwrap(), 8 * MIB);
     drop(watch);
-    let before = heard.load(Ordering::SeqCst);
-    assert_eq!(errno(other.resize(MIB, false, &mut quietly)), libc::EINVAL);
-    other.resize(MIB, true, &mut quietly).unwrap();
+    let before = notified.load(Ordering::SeqCst);
+    assert_eq!(errno(other.resize(MIB, false, &mut ignore)), libc::EINVAL);
+    other.resize(MIB, true, &mut ignore).unwrap();
     wait_until("the new size is read", || image.size().unwrap() == MIB);
-    assert_eq!(heard.load(Ordering::SeqCst), before);
-    assert_eq!(Arc::strong_count(&heard), 1, "the closure is gone with the watch");
+    assert_eq!(notified.load(Ordering::SeqCst), before);
+    assert_eq!(Arc::strong_count(&notified), 1, "the closure was freed with the watch");
 }
 
 #[test]
-fn metadata_is_kept_and_listed_in_pages() {
+fn metadata_is_stored_and_listed_in_pages() {
     let pool = pool();
     let image = fresh(&pool, "described", MIB);
     assert_eq!(image.metadata_get("cleat.none").unwrap(), None);
@@ -137,7 +140,7 @@ fn metadata_is_kept_and_listed_in_pages() {
 }
 
 #[test]
-fn metadata_can_be_put_beside_somebody_elses_lock() {
+fn metadata_can_be_put_while_another_client_holds_the_lock() {
     let (pool, other) = (pool(), pool());
     let image = fresh(&pool, "put", 8 * MIB);
     image.lock_acquire().unwrap();
@@ -151,7 +154,7 @@ fn metadata_can_be_put_beside_somebody_elses_lock() {
 }
 
 #[test]
-fn snapshots_keep_and_clones_share() {
+fn snapshots_keep_old_data_and_clones_share_it() {
     let pool = pool();
     let image = fresh(&pool, "parent", 8 * MIB);
     assert_eq!(image.snapshots().unwrap(), []);
@@ -192,7 +195,7 @@ fn snapshots_keep_and_clones_share() {
     assert_eq!(run(&child, Io::Read { offset: 0 }, Some(vec![0; 4096])).1.unwrap(), old);
     image.snapshot_protect("first", false).unwrap();
     assert_eq!(errno(image.snapshot_protect("first", false)), libc::EINVAL);
-    image.snapshot_rollback("first", &mut quietly).unwrap();
+    image.snapshot_rollback("first", &mut ignore).unwrap();
     assert_eq!(run(&image, Io::Read { offset: 0 }, Some(vec![0; 4096])).1.unwrap(), old);
     image.snapshot_remove("first").unwrap();
     assert_eq!(errno(image.snapshot_remove("first")), libc::ENOENT);
@@ -222,23 +225,23 @@ fn extents_are_walked() {
 }
 
 #[test]
-fn the_trash_gives_back() {
+fn an_image_is_restored_from_the_trash() {
     let pool = pool();
     drop(fresh(&pool, "regretted", MIB));
     pool.trash("regretted", 3600).unwrap();
     let trashed = pool.trashed().unwrap();
     let entry = trashed.iter().find(|entry| entry.name == "regretted").unwrap();
     assert!(entry.kept_until > 1_700_000_000);
-    assert_eq!(errno(pool.trash_remove(&entry.id, false, &mut quietly)), libc::EPERM);
+    assert_eq!(errno(pool.trash_remove(&entry.id, false, &mut ignore)), libc::EPERM);
     pool.trash_restore(&entry.id, "back").unwrap();
     drop(pool.open("back", None, Open::Write).unwrap());
     pool.trash("back", 0).unwrap();
-    pool.trash_remove(&entry.id, true, &mut quietly).unwrap();
+    pool.trash_remove(&entry.id, true, &mut ignore).unwrap();
     assert!(!pool.trashed().unwrap().iter().any(|other| other.id == entry.id));
 }
 
 #[test]
-fn namespaces_are_apart() {
+fn namespaces_are_separate() {
     let admin = Cluster::connect(&config("admin")).unwrap();
     admin.pool(POOL, None).unwrap().create_namespace("tenant").unwrap();
     let tenant = admin.pool(POOL, Some("tenant")).unwrap();
@@ -248,7 +251,7 @@ fn namespaces_are_apart() {
 }
 
 #[test]
-fn one_client_has_the_lock() {
+fn one_client_holds_the_lock() {
     let (pool_a, pool_b) = (pool(), pool());
     let a = fresh(&pool_a, "contended", MIB);
     let b = pool_b.open("contended", None, Open::Write).unwrap();
@@ -267,7 +270,7 @@ fn one_client_has_the_lock() {
 }
 
 #[test]
-fn a_blocklisted_client_writes_no_more() {
+fn requests_of_a_blocklisted_client_fail() {
     let (pool_a, pool_b) = (pool(), pool());
     let a = fresh(&pool_a, "fought", MIB);
     a.lock_acquire().unwrap();
@@ -295,7 +298,7 @@ fn a_blocklisted_client_writes_no_more() {
 }
 
 #[test]
-fn what_is_wrong_is_told() {
+fn errors_have_the_expected_errno() {
     let cluster = Cluster::connect(&config(ID)).unwrap();
     assert_eq!(cluster.fsid().unwrap().len(), 36);
     assert_eq!(cluster.option("rbd_cache").unwrap(), "false");
@@ -312,21 +315,21 @@ fn what_is_wrong_is_told() {
     assert_eq!(errno(connect(&|c| c.keyring = Some("/no/such.keyring".into()))), libc::ENOENT);
     let unknown = connect(&|c| c.overrides.push(("no_such".into(), "1".into()))).unwrap_err();
     assert!(unknown.to_string().contains("no_such"), "{unknown}");
-    let stranger = connect(&|c| c.id = Some("stranger".to_owned()));
-    assert!([libc::ENOENT, libc::EACCES].contains(&errno(stranger)));
+    let unknown = connect(&|c| c.id = Some("stranger".to_owned()));
+    assert!([libc::ENOENT, libc::EACCES].contains(&errno(unknown)));
 }
 
 #[test]
-fn monitors_that_are_not_there_are_waited_for_with_a_limit() {
+fn connecting_to_unreachable_monitors_times_out() {
     let mut nowhere = config(ID);
     nowhere.overrides.push(("mon_host".to_owned(), "v2:127.0.0.1:9/0".to_owned()));
     nowhere.monitor_timeout = Duration::from_secs(2);
-    let begun = Instant::now();
+    let started = Instant::now();
     assert_eq!(errno(Cluster::connect(&nowhere)), libc::ETIMEDOUT);
-    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
 }
 
-/// Lists that the library makes and we clean up; closures that it calls.
+/// Checks the lists of the library that the crate cleans up, and the closures that the library calls.
 #[test]
 fn valgrind_finds_nothing() {
     if !is_under_valgrind() {

@@ -1,5 +1,5 @@
-//! Snapshots of a watched image on a real cluster: they wait for an answer, fail by it, and are told
-//! to be over. The last test runs the others again under valgrind; there, CLEAT_TEST_VALGRIND is set.
+//! Snapshots of a watched image on a real cluster: they wait for an answer, fail if it is an error, and
+//! their end is reported. The last test runs the others again under valgrind with CLEAT_TEST_VALGRIND set.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use std::time::Duration;
 use librbd::{Cluster, Config, Image, NewImage, Open, Quiesce, QuiesceWatch};
 use test_kit::ceph::{ID, POOL, shared};
 
-/// librbd gives up after 50 s, and tells of an end by itself after 10 s; slower under valgrind.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// librbd aborts a snapshot after 50 s, and reports an end by itself after 10 s. Valgrind is slower.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 fn config() -> Config {
     Config {
@@ -22,7 +22,7 @@ fn config() -> Config {
     }
 }
 
-/// Opens an image twice, by clients of their own, as worker and `rbd snap create` are.
+/// Opens an image with two clients, like a worker and `rbd snap create`.
 fn twice(name: &str) -> (Arc<Image>, Arc<Image>) {
     let pool = Cluster::connect(&config()).unwrap().pool(POOL, None).unwrap();
     pool.create(name, 1 << 20, &NewImage::default()).unwrap();
@@ -30,13 +30,13 @@ fn twice(name: &str) -> (Arc<Image>, Arc<Image>) {
     (pool.open(name, None, Open::Write).unwrap(), other.open(name, None, Open::Write).unwrap())
 }
 
-fn watch(image: &Arc<Image>, standing: Option<i32>) -> (QuiesceWatch, Receiver<Quiesce>) {
+fn watch(image: &Arc<Image>, default_answer: Option<i32>) -> (QuiesceWatch, Receiver<Quiesce>) {
     let (sender, receiver) = channel();
-    let told = move |what| _ = sender.send(what);
-    (image.watch_quiesce(standing, told).unwrap(), receiver)
+    let notify = move |event| _ = sender.send(event);
+    (image.watch_quiesce(default_answer, notify).unwrap(), receiver)
 }
 
-/// Makes a snapshot on a thread of its own; what came of it.
+/// Takes a snapshot on a thread of its own, which sends the result.
 fn snap(image: &Arc<Image>, name: &'static str) -> Receiver<Result<(), librbd::Error>> {
     let (image, (sender, receiver)) = (Arc::clone(image), channel());
     std::thread::spawn(move || sender.send(image.snapshot_create(name)));
@@ -48,66 +48,69 @@ fn errno(result: Result<(), librbd::Error>) -> Option<i32> {
 }
 
 #[test]
-fn a_snapshot_waits_for_the_answer_and_is_told_to_be_over() {
-    // Whether the watcher owns the lock, and so makes the snapshot for the other one, or not.
+fn a_snapshot_waits_for_the_answer_and_its_end_is_reported() {
+    // A watcher that holds the lock takes the snapshot for the other client.
     for (name, owns) in [("quiet-owner", true), ("quiet-other", false)] {
         let (image, other) = twice(name);
         let owner = if owns { &image } else { &other };
         owner.lock_acquire().unwrap();
-        let (watch, told) = watch(&image, None);
+        let (watch, events) = watch(&image, None);
         let made = snap(&other, "one");
-        assert_eq!(told.recv_timeout(PATIENCE), Ok(Quiesce::Begin));
-        assert!(image.snapshots().unwrap().is_empty(), "it did not wait");
+        assert_eq!(events.recv_timeout(TIMEOUT), Ok(Quiesce::Begin));
+        assert!(image.snapshots().unwrap().is_empty(), "the snapshot did not wait");
         assert!(made.try_recv().is_err());
         assert!(watch.complete(Ok(())));
         assert!(!watch.complete(Ok(())), "answered twice");
-        made.recv_timeout(PATIENCE).unwrap().unwrap();
-        assert_eq!(told.recv_timeout(PATIENCE), Ok(Quiesce::End));
+        made.recv_timeout(TIMEOUT).unwrap().unwrap();
+        assert_eq!(events.recv_timeout(TIMEOUT), Ok(Quiesce::End));
 
         let made = snap(&other, "two");
-        assert_eq!(told.recv_timeout(PATIENCE), Ok(Quiesce::Begin));
+        assert_eq!(events.recv_timeout(TIMEOUT), Ok(Quiesce::Begin));
         assert!(watch.complete(Err(libc::EBUSY)));
-        assert_eq!(errno(made.recv_timeout(PATIENCE).unwrap()), Some(libc::EBUSY));
+        assert_eq!(errno(made.recv_timeout(TIMEOUT).unwrap()), Some(libc::EBUSY));
         assert_eq!(image.snapshots().unwrap().len(), 1);
         drop(watch);
-        // Nobody is asked any more.
-        snap(&other, "three").recv_timeout(PATIENCE).unwrap().unwrap();
-        assert!(told.iter().all(|what| what == Quiesce::End), "asked after its end");
+        // Without a watch no answer is needed.
+        snap(&other, "three").recv_timeout(TIMEOUT).unwrap().unwrap();
+        assert!(
+            events.iter().all(|event| event == Quiesce::End),
+            "a request after the watch's end"
+        );
     }
 }
 
 #[test]
-fn a_standing_answer_is_told_to_nobody() {
+fn a_default_answer_is_sent_without_a_notification() {
     let (image, other) = twice("standing");
-    let (watch, told) = watch(&image, Some(0));
-    snap(&other, "one").recv_timeout(PATIENCE).unwrap().unwrap();
-    watch.stand(Some(libc::EAGAIN));
-    let refused = snap(&other, "two").recv_timeout(PATIENCE).unwrap();
+    let (watch, events) = watch(&image, Some(0));
+    snap(&other, "one").recv_timeout(TIMEOUT).unwrap().unwrap();
+    watch.set_default_answer(Some(libc::EAGAIN));
+    let refused = snap(&other, "two").recv_timeout(TIMEOUT).unwrap();
     assert_eq!(errno(refused), Some(libc::EAGAIN));
-    assert!(!told.try_iter().any(|what| what == Quiesce::Begin));
-    watch.stand(None);
+    assert!(!events.try_iter().any(|event| event == Quiesce::Begin));
+    watch.set_default_answer(None);
     let made = snap(&other, "two");
-    wait_for(&told, Quiesce::Begin);
-    // One that waits is answered by it, too.
-    watch.stand(Some(0));
-    made.recv_timeout(PATIENCE).unwrap().unwrap();
+    wait_for(&events, Quiesce::Begin);
+    // It also answers a request that waits.
+    watch.set_default_answer(Some(0));
+    made.recv_timeout(TIMEOUT).unwrap().unwrap();
     assert!(!watch.complete(Ok(())));
 }
 
 #[test]
-fn who_goes_leaves_nobody_waiting() {
+fn a_dropped_watch_answers_a_waiting_request() {
     let (image, other) = twice("leaving");
-    let (watch, told) = watch(&image, None);
+    let (watch, events) = watch(&image, None);
     let made = snap(&other, "one");
-    wait_for(&told, Quiesce::Begin);
+    wait_for(&events, Quiesce::Begin);
     drop(watch);
-    assert_eq!(errno(made.recv_timeout(PATIENCE).unwrap()), Some(libc::ESHUTDOWN));
-    // The closure is gone with the watch.
-    while told.recv_timeout(PATIENCE).is_ok() {}
+    assert_eq!(errno(made.recv_timeout(TIMEOUT).unwrap()), Some(libc::ESHUTDOWN));
+    // The closure is freed with the watch.
+    while events.recv_timeout(TIMEOUT).is_ok() {}
     Arc::into_inner(image).unwrap().close().unwrap();
 }
 
-/// Nothing is lost, and no callback reads what was freed.
+/// No memory is leaked, and no callback reads freed memory.
 #[test]
 fn valgrind_finds_nothing() {
     if std::env::var_os("CLEAT_TEST_VALGRIND").is_some() {
@@ -117,16 +120,16 @@ fn valgrind_finds_nothing() {
         .args(["--leak-check=full", "--errors-for-leak-kinds=definite,indirect"])
         .args(["--error-exitcode=9", "--num-callers=25"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--test-threads=1", "a_standing_answer", "who_goes"])
+        .args(["--test-threads=1", "a_default_answer", "a_dropped_watch"])
         .env("CLEAT_TEST_VALGRIND", "1")
         .output()
         .expect("valgrind runs (apt install valgrind)");
-    let said = String::from_utf8_lossy(&output.stderr);
+    let report = String::from_utf8_lossy(&output.stderr);
     let passed = String::from_utf8_lossy(&output.stdout).contains("2 passed");
-    assert!(output.status.success() && passed, "{said}");
-    assert!(said.contains("definitely lost: 0 bytes"), "{said}");
+    assert!(output.status.success() && passed, "{report}");
+    assert!(report.contains("definitely lost: 0 bytes"), "{report}");
 }
 
-fn wait_for(told: &Receiver<Quiesce>, wanted: Quiesce) {
-    while told.recv_timeout(PATIENCE).unwrap() != wanted {}
+fn wait_for(events: &Receiver<Quiesce>, wanted: Quiesce) {
+    while events.recv_timeout(TIMEOUT).unwrap() != wanted {}
 }

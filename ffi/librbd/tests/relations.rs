@@ -1,5 +1,5 @@
-//! What surrounds an image, on a real cluster: parents and clones, locks, namespaces, the pool of the
-//! data; and operations that are ended half way.
+//! The relations of an image on a real cluster: parents and clones, locks, namespaces, the data pool; and
+//! interrupted operations.
 #![allow(clippy::unwrap_used)]
 
 use std::ops::ControlFlow;
@@ -12,7 +12,7 @@ use test_kit::ceph::{POOL, shared};
 
 const MIB: u64 = 1 << 20;
 
-/// The administrator's: a clone in the format 1 is looked for in every pool.
+/// Opens the pool as the administrator, because the search for clones of format 1 reads every pool.
 fn pool() -> Arc<Pool> {
     let config = Config {
         conf: Some(shared().conf()),
@@ -22,7 +22,7 @@ fn pool() -> Arc<Pool> {
     Cluster::connect(&config).unwrap().pool(POOL, None).unwrap()
 }
 
-/// An image with something in each object of 4 MiB.
+/// Creates an image with data in each object of 4 MiB.
 fn filled(pool: &Arc<Pool>, name: &str, size: u64) -> Arc<Image> {
     pool.create(name, size, &NewImage::default()).unwrap();
     let image = pool.open(name, None, Open::Write).unwrap();
@@ -36,7 +36,7 @@ fn filled(pool: &Arc<Pool>, name: &str, size: u64) -> Arc<Image> {
     image
 }
 
-/// Ends an operation at its third step.
+/// Stops an operation at its third step.
 fn at_third() -> impl FnMut(u64, u64) -> ControlFlow<()> + Send {
     let mut steps = 0;
     move |_, _| {
@@ -45,7 +45,7 @@ fn at_third() -> impl FnMut(u64, u64) -> ControlFlow<()> + Send {
     }
 }
 
-fn on(_done: u64, _total: u64) -> ControlFlow<()> {
+fn ignore(_done: u64, _total: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
@@ -54,7 +54,7 @@ fn errno<T: std::fmt::Debug>(result: librbd::Result<T>) -> Option<i32> {
 }
 
 #[test]
-fn clones_and_parents_know_each_other() {
+fn parents_and_clones_are_listed() {
     let pool = pool();
     let parent = filled(&pool, "family", 16 * MIB);
     assert_eq!((parent.parent().unwrap(), parent.children().unwrap()), (None, vec![]));
@@ -76,19 +76,23 @@ fn clones_and_parents_know_each_other() {
     assert_eq!((children.len(), &*children[0].name), (1, "second"));
     assert_eq!(children[0].id, clone.id().unwrap());
 
-    // Removed, it stays for its clone.
+    // A removed snapshot remains as long as it has a clone.
     parent.snapshot_remove("s").unwrap();
     let kept = parent.snapshots().unwrap();
     assert_eq!((kept.len(), &*kept[0].name, kept[0].kind), (1, "s", SnapshotKind::Trash));
     let age = parent.created_at().unwrap();
     assert!(age > 1_700_000_000 && kept[0].taken_at >= age, "{age} {}", kept[0].taken_at);
-    assert_eq!(errno(pool.remove("family", &mut on)), Some(libc::EBUSY), "it is open");
+    assert_eq!(errno(pool.remove("family", &mut ignore)), Some(libc::EBUSY), "it is open");
     drop(parent);
-    assert_eq!(errno(pool.remove("family", &mut on)), Some(libc::ENOTEMPTY), "it has a snapshot");
+    assert_eq!(
+        errno(pool.remove("family", &mut ignore)),
+        Some(libc::ENOTEMPTY),
+        "it has a snapshot"
+    );
 }
 
 #[test]
-fn what_is_ended_half_way_goes_on_when_it_is_repeated() {
+fn an_interrupted_operation_continues_when_it_is_repeated() {
     let pool = pool();
     let parent = filled(&pool, "half", 64 * MIB);
     parent.snapshot_create("s").unwrap();
@@ -97,38 +101,38 @@ fn what_is_ended_half_way_goes_on_when_it_is_repeated() {
     let clone = pool.open("half-clone", None, Open::Write).unwrap();
     assert_eq!(errno(clone.flatten(&mut at_third())), Some(libc::ECANCELED));
     assert!(clone.parent().unwrap().is_some());
-    clone.flatten(&mut on).unwrap();
+    clone.flatten(&mut ignore).unwrap();
     assert_eq!(clone.parent().unwrap(), None);
     assert_eq!(clone.used().unwrap(), 64 * MIB);
     drop(clone);
 
     assert_eq!(errno(pool.remove("half-clone", &mut at_third())), Some(libc::ECANCELED));
     assert!(pool.list().unwrap().iter().any(|image| image.name == "half-clone"));
-    pool.remove("half-clone", &mut on).unwrap();
+    pool.remove("half-clone", &mut ignore).unwrap();
     assert_eq!(errno(pool.open("half-clone", None, Open::ReadOnly)), Some(libc::ENOENT));
 
     assert_eq!(errno(parent.snapshot_rollback("s", &mut at_third())), Some(libc::ECANCELED));
-    parent.snapshot_rollback("s", &mut on).unwrap();
+    parent.snapshot_rollback("s", &mut ignore).unwrap();
     parent.snapshot_remove("s").unwrap();
     assert_eq!(errno(parent.resize(4 * MIB, true, &mut at_third())), Some(libc::ECANCELED));
     let other = pool.open("half", None, Open::ReadOnly).unwrap();
     assert_eq!(other.size().unwrap(), 64 * MIB, "the old size, with objects missing at the end");
     drop(other);
-    parent.resize(4 * MIB, true, &mut on).unwrap();
+    parent.resize(4 * MIB, true, &mut ignore).unwrap();
     assert_eq!(parent.size().unwrap(), 4 * MIB);
-    parent.resize(64 * MIB, false, &mut on).unwrap();
+    parent.resize(64 * MIB, false, &mut ignore).unwrap();
     drop(parent);
 
     pool.trash("half", 0).unwrap();
     let id = pool.trashed().unwrap().into_iter().find(|entry| entry.name == "half").unwrap().id;
     assert_eq!(errno(pool.trash_remove(&id, false, &mut at_third())), Some(libc::ECANCELED));
     assert!(pool.trashed().unwrap().iter().any(|entry| entry.id == id));
-    pool.trash_remove(&id, false, &mut on).unwrap();
+    pool.trash_remove(&id, false, &mut ignore).unwrap();
     assert!(!pool.trashed().unwrap().iter().any(|entry| entry.id == id));
 }
 
 #[test]
-fn objects_and_pools_are_named() {
+fn objects_and_data_pools_are_reported() {
     let cluster = shared();
     cluster.make_pool("data");
     let pool = pool();

@@ -1,7 +1,7 @@
-//! Asynchronous I/O on a real cluster: everything comes back once, whatever becomes of the submitter,
-//! and nothing is left behind.
+//! Asynchronous I/O on a real cluster: every operation ends once, also if its submitter was dropped, and
+//! all memory is freed.
 //!
-//! The last test runs others again under valgrind.
+//! The last test runs some of the others again under valgrind.
 #![allow(unsafe_code, clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 use std::collections::HashMap;
@@ -33,7 +33,7 @@ fn open(cluster: &TestCluster, name: &str, size: u64) -> Arc<Image> {
     pool.open(name, None, Open::Write).unwrap()
 }
 
-/// A buffer that is counted while it lives.
+/// A buffer that counts how many of its kind exist.
 struct Counted {
     bytes: Vec<u8>,
     live: Arc<AtomicUsize>,
@@ -66,14 +66,14 @@ impl DerefMut for Counted {
     }
 }
 
-// SAFETY: the bytes lie in the vector's own allocation, which moving the vector leaves alone.
+// SAFETY: the bytes are in the vector's allocation, which does not move with the vector.
 unsafe impl StableDeref for Counted {}
 
 type Completed = Receiver<Completion<u64, Counted>>;
 
 fn submitter(image: &Arc<Image>, capacity: usize) -> (Submitter<u64, Counted>, Completed) {
     let (sender, receiver) = channel();
-    // The receiver may be gone when a dropped submitter's operations end.
+    // The receiver may have been dropped when the operations of a dropped submitter end.
     (image.submitter(capacity, move |completion| _ = sender.send(completion)), receiver)
 }
 
@@ -82,7 +82,7 @@ fn rounds(many: usize) -> usize {
 }
 
 #[test]
-fn operations_come_back_once_each_with_their_buffers() {
+fn each_operation_ends_once_and_returns_its_buffer() {
     let image = open(shared(), "stream", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
     let (mut submitter, completed) = submitter(&image, 32);
@@ -112,12 +112,12 @@ fn operations_come_back_once_each_with_their_buffers() {
     }
     assert_eq!((live.load(Ordering::SeqCst), submitter.running()), (0, 0));
     assert!(completed.try_recv().is_err(), "each operation ends once");
-    // The last callback may still be on its way out.
+    // The last callback may not have returned yet.
     wait_until("all requests end", || image.in_flight() == 0);
 }
 
 #[test]
-fn what_was_written_is_read() {
+fn reads_return_the_written_data() {
     let image = open(shared(), "content", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
     let (mut submitter, completed) = submitter(&image, 4);
@@ -126,7 +126,7 @@ fn what_was_written_is_read() {
         let done = completed.recv_timeout(Duration::from_secs(60)).unwrap();
         (done.result, done.buffer.map(|buffer| buffer.bytes.clone()))
     };
-    // Across objects, and at odd places.
+    // Across objects, and at unaligned offsets.
     let data: Vec<u8> = (0..9 * MIB).map(|n| (n % 251) as u8).collect();
     assert_eq!(run(Io::Write { offset: 3 * MIB + 7 }, Some(data.clone())).0, 0);
     assert_eq!(run(Io::Flush, None).0, 0);
@@ -141,7 +141,7 @@ fn what_was_written_is_read() {
     let read = run(Io::Read { offset: 5 * MIB + 1 }, Some(vec![9; 5 << 20])).1.unwrap();
     assert!(read.iter().all(|byte| *byte == 0));
     assert_eq!(run(Io::Discard { offset: 0, length: 16 * MIB }, None).0, 0);
-    // Beyond the end: nothing is read there, and nothing written.
+    // Beyond the end of the image.
     assert_eq!(run(Io::Read { offset: 16 * MIB - 100 }, Some(vec![0; 512])).0, 100);
     assert_eq!(run(Io::Read { offset: 20 * MIB }, Some(vec![0; 512])).0, -i64::from(libc::EINVAL));
     assert_eq!(run(Io::Write { offset: 20 * MIB }, Some(vec![0; 512])).0, -i64::from(libc::EINVAL));
@@ -157,9 +157,9 @@ fn reads_and_writes_need_a_buffer() {
     assert_eq!((submitter.running(), image.in_flight()), (0, 0));
 }
 
-/// The library has the buffers while the OSD says nothing; the submitter goes; then the OSD answers.
+/// The submitter is dropped while the OSD does not answer and the library has the buffers.
 #[test]
-fn a_dropped_submitter_leaves_its_operations_to_end() {
+fn operations_of_a_dropped_submitter_end() {
     let cluster = TestCluster::start();
     let image = open(&cluster, "orphans", 16 * MIB);
     let live = Arc::new(AtomicUsize::new(0));
@@ -172,7 +172,7 @@ fn a_dropped_submitter_leaves_its_operations_to_end() {
     }
     let early = completed.recv_timeout(Duration::from_millis(300));
     assert!(early.is_err(), "{:?}", early.map(|done| done.result));
-    // The bound holds while they run.
+    // The capacity is used up while they run.
     assert_eq!(submitter.start(0, Io::Flush, None).unwrap_err().errno, libc::EAGAIN);
     drop(completed);
     drop(submitter);
@@ -188,7 +188,7 @@ fn a_dropped_submitter_leaves_its_operations_to_end() {
     assert!(read.chunks(4096).zip(1_u8..).all(|(chunk, n)| chunk.iter().all(|byte| *byte == n)));
 }
 
-/// Closing waits for what is in flight, and then everything is gone.
+/// Closing waits for operations in flight, and then all buffers are freed.
 #[test]
 fn an_image_is_closed_after_its_operations() {
     let cluster = TestCluster::start();
@@ -211,10 +211,10 @@ fn an_image_is_closed_after_its_operations() {
     assert_eq!(live.load(Ordering::SeqCst), 0);
 }
 
-/// A submitter's whole life, its operations' orphaned and not.
+/// Checks operations with a submitter and of a dropped one.
 #[test]
 fn valgrind_finds_nothing() {
     if !is_under_valgrind() {
-        run_under_valgrind(&["operations_come_back", "a_dropped_submitter"]);
+        run_under_valgrind(&["each_operation_ends", "operations_of_a_dropped"]);
     }
 }
