@@ -14,6 +14,7 @@ use crate::mapping::{Change, Register};
 use crate::planner::Options;
 use crate::workers::Workers;
 use cleat_backend::Registry;
+use cleat_core::clock::Clock;
 use cleat_core::random::Random;
 
 /// What stays the same while the daemon runs.
@@ -68,6 +69,8 @@ pub(crate) struct Context {
     pub(crate) register: Register,
     /// What stays the same while the daemon runs.
     pub(crate) settings: Settings,
+    /// The wall clock. Deadlines and durations use tokio's time, which a simulation pauses.
+    pub(crate) clock: Arc<dyn Clock>,
     /// Mapping ids and the spread of retries.
     pub(crate) random: Random,
     /// Names of mappings to reconcile.

@@ -135,7 +135,7 @@ impl KernelCalls {
             let index = kernel.connect(spec)?;
             if sender.send(index).is_err() {
                 tracing::warn!(index, "a device came too late: disconnecting it");
-                let until = std::time::Instant::now() + COMMAND_LIMIT;
+                let until = (Instant::now() + COMMAND_LIMIT).into_std();
                 kernel.disconnect(index, &identity, until)?;
             }
             Ok(())
@@ -168,7 +168,7 @@ impl KernelCalls {
             let spared = kernel.freeze(index, &identity, until)?;
             if let Err(spared) = sender.send(spared) {
                 tracing::warn!(index, "frozen too late: thawing it");
-                let until = std::time::Instant::now() + COMMAND_LIMIT;
+                let until = (Instant::now() + COMMAND_LIMIT).into_std();
                 kernel.thaw(index, &identity, &spared, until)?;
             }
             Ok(())

@@ -77,6 +77,10 @@ fn check(hook: &Path) -> Result<()> {
 }
 
 /// `None`: it was killed at the deadline.
+#[allow(
+    clippy::disallowed_methods,
+    reason = "a blocking thread waits for a real process, which does not follow simulated time"
+)]
 fn wait(
     child: &mut Child,
     output: &mut Output,
@@ -130,6 +134,7 @@ impl Output {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "the tests run real processes")]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 

@@ -108,6 +108,10 @@ fn version(path: &Path) -> io::Result<String> {
     }
 }
 
+#[allow(
+    clippy::disallowed_methods,
+    reason = "a blocking thread waits for a real process, which does not follow simulated time"
+)]
 fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<std::process::ExitStatus>> {
     let until = Instant::now() + limit;
     loop {
@@ -120,6 +124,7 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<std::process::E
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "the tests run real processes")]
 mod tests {
     use nix::sys::signal::Signal;
 

@@ -50,11 +50,8 @@ pub(crate) async fn unlock_permit<'a>(
     let Ok(turn) = timeout_at(deadline, cx.unlocks.acquire()).await else {
         let message = "other encrypted volumes were being unlocked until the deadline";
         let error = Error::new(ErrorKind::TimedOut, message);
-        return Err(guard.health.worker_failures.start_failed(StartFailure {
-            error,
-            pid: 0,
-            died: None,
-        }));
+        let failed = StartFailure { error, pid: 0, died: None };
+        return Err(guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed));
     };
     let closed = |_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down");
     turn.map(Some).map_err(closed)

@@ -3,8 +3,11 @@
 //! first is given up in the end, the second is waited for as long as the policy says.
 
 use std::collections::VecDeque;
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
+use tokio::time::Instant;
+
+use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy::OnOutage;
 
@@ -53,19 +56,19 @@ pub struct StartFailure {
 
 impl WorkerFailures {
     /// A worker's process has ended, and nobody had asked it to.
-    pub fn exited(&mut self, pid: u32, how: String) {
+    pub fn exited(&mut self, clock: &dyn Clock, pid: u32, how: String) {
         if self.exits.len() == MAX_EXITS {
             self.exits.pop_front();
         }
-        self.exits.push_back(Exit { pid, how, at: SystemTime::now() });
+        self.exits.push_back(Exit { pid, how, at: clock.wall() });
     }
 
     /// A worker could not be started.
-    pub fn start_failed(&mut self, failed: StartFailure) -> Error {
+    pub fn start_failed(&mut self, clock: &dyn Clock, failed: StartFailure) -> Error {
         let StartFailure { error, pid, died } = failed;
         self.fresh = false;
         if let Some(how) = died {
-            self.exited(pid, how.clone());
+            self.exited(clock, pid, how.clone());
             let message = format!("{}: it {how}", error.message());
             return Error::new(error.kind(), message)
                 .with_repair("see the daemon's log for its last words");
@@ -74,7 +77,7 @@ impl WorkerFailures {
         let passes = [ErrorKind::Unavailable, ErrorKind::TimedOut, ErrorKind::InUse];
         if passes.contains(&error.kind()) {
             let backend_failure = self.backend_failure.get_or_insert_with(|| BackendFailure {
-                since: SystemTime::now(),
+                since: clock.wall(),
                 began: Instant::now(),
                 reason: String::new(),
                 attempts: 0,
@@ -134,7 +137,11 @@ impl std::fmt::Display for Exit {
 mod tests {
     use std::time::Duration;
 
+    use cleat_core::clock::SystemClock;
+
     use super::*;
+
+    const CLOCK: SystemClock = SystemClock;
 
     fn failed(kind: ErrorKind, died: Option<&str>) -> StartFailure {
         let error = Error::new(kind, "the worker could not start");
@@ -145,7 +152,7 @@ mod tests {
     fn a_backend_out_of_reach_is_waited_for_and_a_crash_is_not() {
         let mut worker_failures = WorkerFailures::default();
         for attempt in 1..50 {
-            let error = worker_failures.start_failed(failed(ErrorKind::Unavailable, None));
+            let error = worker_failures.start_failed(&CLOCK, failed(ErrorKind::Unavailable, None));
             assert_eq!(error.kind(), ErrorKind::Unavailable);
             assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), Some(attempt));
             assert_eq!(
@@ -154,23 +161,23 @@ mod tests {
                 "asked once an attempt"
             );
         }
-        worker_failures.start_failed(failed(ErrorKind::InUse, None));
+        worker_failures.start_failed(&CLOCK, failed(ErrorKind::InUse, None));
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Fail), None);
-        worker_failures.start_failed(failed(ErrorKind::TimedOut, None));
+        worker_failures.start_failed(&CLOCK, failed(ErrorKind::TimedOut, None));
         assert_eq!(
             worker_failures.backend_wait_attempts(OnOutage::QueueFor(Duration::from_nanos(1))),
             None
         );
-        worker_failures.start_failed(failed(ErrorKind::TimedOut, None));
+        worker_failures.start_failed(&CLOCK, failed(ErrorKind::TimedOut, None));
         assert!(
             worker_failures
                 .backend_wait_attempts(OnOutage::QueueFor(Duration::from_secs(60)))
                 .is_some()
         );
         let died = failed(ErrorKind::Unavailable, Some("was killed by SIGSEGV"));
-        assert!(worker_failures.start_failed(died).message().contains("SIGSEGV"));
+        assert!(worker_failures.start_failed(&CLOCK, died).message().contains("SIGSEGV"));
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), None);
-        worker_failures.start_failed(failed(ErrorKind::NotFound, None));
+        worker_failures.start_failed(&CLOCK, failed(ErrorKind::NotFound, None));
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), None);
         assert!(
             worker_failures.backend_failure().is_none(),
@@ -183,7 +190,7 @@ mod tests {
         let mut worker_failures = WorkerFailures::default();
         assert_eq!((worker_failures.history().as_str(), worker_failures.last_exit()), ("", None));
         for pid in 1..9 {
-            worker_failures.exited(pid, "exited with code 1".to_owned());
+            worker_failures.exited(&CLOCK, pid, "exited with code 1".to_owned());
         }
         let told = worker_failures.history();
         assert!(told.starts_with("worker 8 exited with code 1 at 2"), "{told}");

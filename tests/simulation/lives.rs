@@ -10,6 +10,7 @@ use cleat_api::v1::UpgradeRequest;
 use cleat_api::v1::upgrade_event::Outcome;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy;
+use cleat_core::clock::ManualClock;
 use cleat_core::random::Random;
 use cleat_kernel::{Holder, UnmountScope};
 use cleat_node::blocking::simulation;
@@ -135,6 +136,7 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
         registry: cleat::backends::REGISTRY,
         kernel: Box::new(move || Arc::new(kernel)),
         launcher: Arc::new(SimLauncher(world.clone())),
+        clock: Arc::new(ManualClock::new()),
         random: Random::seeded(boot ^ world.state().next_life()),
         boot_id: format!("boot {boot}"),
         halt: Some(halt),

@@ -12,7 +12,7 @@
 //! first, and a thaw that hangs is put off and never the failure of a mapping that works.
 
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -86,11 +86,10 @@ async fn quiesce_device(
         let message = "what is dirty cannot be written: the backend does not answer";
         return Err(Error::new(ErrorKind::Unavailable, message));
     }
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let hook = cx.settings.quiesce.hook.clone();
     guard.record.quiesced = Some(Quiesced {
         device: index,
-        since_unix_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+        since_unix_ms: cx.clock.unix_ms(),
         hook: hook.clone(),
         already_frozen: Vec::new(),
     });

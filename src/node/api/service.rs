@@ -6,7 +6,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, timeout_at};
@@ -82,14 +82,14 @@ impl Interceptor for PeerCheck {
 impl ApiService {
     /// The service of `executor`; `timeout` bounds calls that give no bound.
     pub(crate) fn new(executor: Arc<Executor>, timeout: Duration) -> Self {
-        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let started_at_s = executor.context().clock.unix_s();
         Self {
             executor,
             timeout,
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
             streams: Arc::new(Semaphore::new(MAX_STREAMS)),
             started: Instant::now(),
-            started_at_s: since_epoch.as_secs(),
+            started_at_s,
         }
     }
 

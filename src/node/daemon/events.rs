@@ -23,6 +23,7 @@ pub(crate) async fn watch_workers(cx: Arc<Context>, mut events: mpsc::Receiver<W
 
 /// The kernel's events, from a thread that waits for them. Without its module the kernel has none;
 /// they are asked for again once something is mapped. Until then, the sweep finds everything.
+#[allow(clippy::disallowed_methods, reason = "a thread of its own waits; a simulation has none")]
 pub(crate) fn kernel_events(cx: &Arc<Context>) -> mpsc::Receiver<KernelEvent> {
     let (sender, receiver) = mpsc::channel(1024);
     let kernel = Arc::clone(cx.kernel.kernel());

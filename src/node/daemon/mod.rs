@@ -37,6 +37,7 @@ use crate::unlock;
 use crate::workers::{Launcher, Workers};
 use cleat_backend::Registry;
 use cleat_backend::claimant::node_name;
+use cleat_core::clock::Clock;
 use cleat_core::error::Result;
 use cleat_core::random::Random;
 use cleat_kernel::{Kernel, cgroup};
@@ -53,6 +54,8 @@ pub struct Parts {
     pub kernel: Box<dyn FnOnce() -> Arc<dyn Kernel> + Send>,
     /// Worker processes.
     pub launcher: Arc<dyn Launcher>,
+    /// The wall clock, for times that are recorded and shown.
+    pub clock: Arc<dyn Clock>,
     /// Mapping ids and the spread of retries.
     pub random: Random,
     /// The kernel's boot.
@@ -110,6 +113,7 @@ impl Node {
             unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
+            clock: parts.clock,
             random: parts.random,
             work_queue,
             changes: broadcast::channel(1024).0,

@@ -15,6 +15,7 @@ use crate::restart;
 use crate::workers::Processes;
 use cleat_backend::Registry;
 use cleat_backend::claimant::boot_id;
+use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kernel::real::RealKernel;
@@ -93,6 +94,7 @@ async fn start_with_retries(config: &Config, registry: Registry, limit: Duration
             launcher: Arc::new(
                 Processes::of_this_executable().in_cgroup(config.workers.cgroup.clone()),
             ),
+            clock: Arc::new(SystemClock),
             random: Random::from_kernel()?,
             boot_id: boot_id()?,
             halt: None,

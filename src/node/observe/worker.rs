@@ -132,7 +132,7 @@ fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> ObservedWo
     }
     if let Some(worker) = &worker {
         let (pid, how) = (worker.id().pid, worker.exit_reason());
-        guard.health.worker_failures.exited(pid, how);
+        guard.health.worker_failures.exited(cx.clock.as_ref(), pid, how);
     }
     if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
         let how = guard.health.worker_failures.last_exit().unwrap_or_default();

@@ -1,6 +1,6 @@
 //! Maps a volume.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -127,7 +127,6 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
     let defaults = &cx.settings.defaults;
     let or = |value: u32, default: u32| if value == 0 { default } else { value };
     let connections = or(spec.connections, defaults.connections);
-    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Record {
         version: Record::VERSION,
         mapping_id: format!("{:016x}", cx.random.next()),
@@ -154,7 +153,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         established: false,
         fenced: false,
         quiesced: None,
-        created_at_s: since_epoch.as_secs(),
+        created_at_s: cx.clock.unix_s(),
         boot_id: cx.settings.boot_id.clone(),
     }
 }

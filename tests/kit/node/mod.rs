@@ -16,6 +16,7 @@ use cleat_api::v1::{
     StatsRequest, UnmapRequest, UnmapResponse, VolumeStats,
 };
 use cleat_core::error::ErrorKind;
+use cleat_core::clock::SystemClock;
 use cleat_core::random::Random;
 use cleat_kernel::Kernel;
 use cleat_kernel::sim::{Script, SimKernel};
@@ -192,6 +193,7 @@ impl Machine {
                 Arc::new(kernel)
             }),
             launcher: Arc::new(processes),
+            clock: Arc::new(SystemClock),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),
             halt,
