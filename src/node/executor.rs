@@ -10,7 +10,7 @@ use tonic::Status;
 use crate::context::Context;
 use crate::kernel_calls::Load;
 use crate::mapping::{Change, Forced, Mapping, Register, View};
-use crate::{devices, find, holders, naming, operations, unlock};
+use crate::{devices, find, holders, operations, unlock};
 use cleat_api::v1 as api;
 use cleat_core::error::Result;
 use cleat_core::policy;
@@ -123,11 +123,6 @@ impl Executor {
     /// `NotFound`, also for a device without a record, which can only be unmapped.
     pub async fn get(&self, target: &str, deadline: Instant) -> Result<Arc<Mapping>> {
         find::get(&self.context, target, deadline).await
-    }
-
-    /// Returns the name for a volume that is mapped without one.
-    pub(crate) fn name_of(&self, uri: &str) -> String {
-        naming::name_of(&self.context.register, uri)
     }
 
     /// Returns the holders of a device.

@@ -7,17 +7,6 @@ use std::sync::Arc;
 use crate::mapping::{Mapping, Register};
 use crate::planner::Record;
 
-/// What a volume that is mapped without a name is called: as it is called already where it was
-/// mapped so, whatever its options were and whichever build chose the name.
-pub(crate) fn name_of(register: &Register, uri: &str) -> String {
-    let all = register.all();
-    let named = all.iter().map(|mapping| (mapping, mapping.view().record.uri));
-    let same = named.filter(|(mapping, is)| is_same(is, uri) && is_derived(&mapping.name, is));
-    // Earlier builds mapped a snapshot once for each way to write its options.
-    let found = same.max_by_key(|(_, is)| is == uri);
-    found.map_or_else(|| derived_name(uri), |(mapping, _)| mapping.name.clone())
-}
-
 /// The mappings that a URI means: those of just these options, or else, where it has none, all of
 /// its volume.
 pub(crate) fn mapped_as(register: &Register, uri: &str) -> Vec<Arc<Mapping>> {
@@ -29,6 +18,7 @@ pub(crate) fn mapped_as(register: &Register, uri: &str) -> Vec<Arc<Mapping>> {
     }
     mappings
 }
+
 /// Whether two URIs name the same volume. Text decides: two ways to write a path are two volumes here,
 /// and the storage's own claim keeps them apart.
 fn is_same(one: &str, other: &str) -> bool {
@@ -39,18 +29,11 @@ fn volume_part(uri: &str) -> &str {
     uri.split_once('?').map_or(uri, |(mapping, _)| mapping)
 }
 
-/// The name of a mapping whose user gave none: readable, and the same for the same volume.
-fn derived_name(uri: &str) -> String {
-    name_by(uri, volume_part(uri))
-}
-
-/// Whether `name` was derived from `uri`. Builds before this one took the options for a part of it.
-fn is_derived(name: &str, uri: &str) -> bool {
-    name == derived_name(uri) || name == name_by(uri, uri)
-}
-
-fn name_by(uri: &str, hashed: &str) -> String {
-    let (scheme, path) = volume_part(uri).split_once(':').unwrap_or(("", volume_part(uri)));
+/// Returns the name of a mapping whose user gave none: readable, and the same for every call with the same
+/// volume, whatever its options are.
+pub(crate) fn derived_name(uri: &str) -> String {
+    let volume = volume_part(uri);
+    let (scheme, path) = volume.split_once(':').unwrap_or(("", volume));
     let last = path.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
     let mut stem: String = format!("{scheme}-{last}")
         .chars()
@@ -61,7 +44,7 @@ fn name_by(uri: &str, hashed: &str) -> String {
         stem.insert(0, 'v');
     }
     // FNV-1a: keeps volumes of the same file name in different directories apart.
-    let hash = hashed.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+    let hash = volume.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
     format!("{stem}-{:08x}", hash >> 32)
@@ -113,15 +96,10 @@ mod tests {
         assert_ne!(derived_name("rbd:p/i"), derived_name("rbd:p/i@s?id=x"));
     }
 
-    /// Journals have them.
+    /// Mappings in the journals of running nodes have these names.
     #[test]
-    fn names_that_were_derived_once_stay() {
+    fn derived_names_never_change() {
         assert_eq!(derived_name("file:/a/x.img"), "file-x.img-75c1704b");
-        let former = "file:/a/x.img?direct=true";
-        assert!(is_derived("file-x.img-75c1704b", former));
-        assert!(is_derived("file-x.img-53c0fbde", former));
-        assert!(!is_derived("file-x.img-53c0fbde", "file:/a/x.img"));
-        assert!(!is_derived("mine", former));
     }
 
     #[test]

@@ -18,7 +18,8 @@ const JOURNAL_LIMIT: Duration = Duration::from_secs(10);
 /// Stores the record, off the event loop.
 pub(crate) async fn store(cx: &Context, guard: &Guard) -> Result<()> {
     let record = guard.record.clone();
-    write(cx, guard, move |journal, given_up| journal.store_unless(&record, given_up)).await
+    write(cx, guard, move |journal, cancelled| journal.store_unless_cancelled(&record, cancelled))
+        .await
 }
 
 /// Writes to the journal. A call that gives way in the middle, or waits in vain, leaves its write

@@ -1,8 +1,7 @@
 //! Compatibility with other builds: this build reads the records and messages that they wrote, and they
-//! can read what this build writes. The files in this directory were written by builds that support
-//! handover. A file with a commit in its name, and most messages, were recorded from a running daemon of
-//! that commit; the others are forms that such a run does not produce. Never change these files: add a
-//! file or a line for a new form.
+//! can read what this build writes. There is one file per format and version, with the version in its
+//! name. Released builds use these formats: after a release, never change a file. For a new version add a
+//! file, and for a new field a line that contains it.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -19,39 +18,33 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-fn written(name: &str) -> PathBuf {
+fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/compatibility").join(name)
 }
 
-/// Creates a state directory with `records`, as a starting daemon finds it.
-fn journal(records: &[Value]) -> (tempfile::TempDir, Journal) {
+/// Creates a state directory with `record`, as a starting daemon finds it. Returns the path of the record's
+/// file, too.
+fn journal(record: &Value) -> (tempfile::TempDir, Journal, PathBuf) {
     let directory = tempfile::tempdir().expect("a directory");
     let journal = Journal::open(directory.path()).expect("the journal opens");
-    for record in records {
-        let id = record["mapping_id"].as_str().expect("an id");
-        let path = directory.path().join("mappings").join(format!("{id}.json"));
-        fs::write(path, record.to_string()).expect("writing the record");
-    }
-    (directory, journal)
+    let id = record["mapping_id"].as_str().expect("an id");
+    let path = directory.path().join("mappings").join(format!("{id}.json"));
+    fs::write(&path, record.to_string()).expect("writing the record");
+    (directory, journal, path)
 }
 
-/// Loads all records, in the order of their ids.
-fn load(journal: &Journal) -> Vec<Record> {
-    let loaded = journal.load().expect("the journal is read");
-    assert!(loaded.corrupt.is_empty(), "{:?}", loaded.corrupt);
-    let mut records = loaded.records;
-    records.sort_by(|a, b| a.mapping_id.cmp(&b.mapping_id));
-    records
+/// Reads `record` as the journal does.
+fn load(record: &Value) -> Record {
+    let (_directory, journal, _) = journal(record);
+    let mut loaded = journal.load().expect("the journal is read");
+    assert!(loaded.rejected.is_empty(), "{:?}", loaded.rejected);
+    loaded.records.pop().expect("the record is read")
 }
 
-/// Returns the recorded journal records, in the order of their ids.
-fn records() -> Vec<Value> {
-    let files = fs::read_dir(written("journal")).expect("the records");
-    let read = |file: fs::DirEntry| fs::read(file.path()).expect("a record");
-    let parsed = files.map(|file| serde_json::from_slice(&read(file.expect("a file"))));
-    let mut records: Vec<Value> = parsed.map(|record| record.expect("JSON")).collect();
-    records.sort_by_key(|record| record["mapping_id"].to_string());
-    records
+/// Returns the golden record of version 1, which has a value in every field.
+fn record() -> Value {
+    let text = fs::read(golden("record-1.json")).expect("the record");
+    serde_json::from_slice(&text).expect("JSON")
 }
 
 /// Adds an unknown field to each object, as a later build may.
@@ -86,54 +79,52 @@ fn assert_contains(earlier: &Value, now: &Value) {
 }
 
 #[test]
-fn records_of_every_build_are_read_and_are_written_in_a_form_that_it_reads() {
-    let records = records();
-    let (directory, journal) = journal(&records);
-    let loaded = load(&journal);
-    assert_eq!(loaded.len(), records.len());
-    let one = |id: &str| loaded.iter().find(|record| record.mapping_id.ends_with(id)).expect(id);
-    assert_eq!((one("a1").intent, one("a1").fenced), (Intent::Mapped, false));
-    assert_eq!(one("a2").options.policy.outage.to_string(), "queue:30s");
-    assert_eq!(one("a3").predecessor.expect("a predecessor").pid, 611);
-    assert_eq!((one("a4").worker, one("a4").established), (None, false));
-    assert_eq!(one("a5").intent, Intent::Unmapped);
-    assert!(one("a6").fenced);
-    assert_eq!(one("a7").intent, Intent::Forced(UnmountScope::Own));
-    assert_eq!(one("a8").intent, Intent::Forced(UnmountScope::All));
-    for (record, earlier) in loaded.iter().zip(&records) {
-        journal.store(record).expect("storing the record");
-        let path = directory.path().join("mappings").join(format!("{}.json", record.mapping_id));
-        let now = serde_json::from_slice(&fs::read(path).expect("the record")).expect("JSON");
-        let mut earlier = earlier.clone();
-        if record.mapping_id.ends_with("a8") {
-            // Most builds do not support this form.
-            (earlier["intent"], earlier["forced"]) = ("unmapped".into(), "all".into());
-        }
-        assert_contains(&earlier, &now);
-    }
+fn a_record_of_version_1_is_read_and_written_in_the_same_form() {
+    let golden = record();
+    let record = load(&golden);
+    assert_eq!(record.options.policy.outage.to_string(), "queue:30s");
+    assert_eq!(record.predecessor.expect("a predecessor").pid, 611);
+    assert_eq!(record.intent, Intent::Forced(UnmountScope::Own));
+    assert!(record.fenced && record.quiesced.is_some());
+    let (_directory, journal, path) = journal(&golden);
+    journal.store(&record).expect("storing the record");
+    let written: Value =
+        serde_json::from_slice(&fs::read(path).expect("the record")).expect("JSON");
+    assert_contains(&golden, &written);
 }
 
 #[test]
 fn unknown_fields_in_a_record_are_ignored() {
-    let (_directory, today) = journal(&records());
-    let later: Vec<Value> = records().iter().map(with_unknown_fields).collect();
-    let (_later_directory, later) = journal(&later);
-    assert_eq!(load(&later), load(&today));
+    assert_eq!(load(&with_unknown_fields(&record())), load(&record()));
 }
 
-/// A record that cannot be read is set aside, and its mapping is not managed any more.
+/// Otherwise the record would be moved to the quarantine directory, and nothing would manage the mapping.
 #[test]
-fn a_record_with_a_policy_of_a_later_build_is_read() {
-    let mut later = records().swap_remove(1);
+fn an_unknown_policy_in_a_record_is_replaced_by_the_default() {
+    let mut later = record();
     later["options"]["policy"] = serde_json::json!({"outage": "ask:operator", "limits": "none"});
-    let (_directory, journal) = journal(&[later]);
-    assert_eq!(load(&journal)[0].options.policy, Policy::default());
+    assert_eq!(load(&later).options.policy, Policy::default());
+}
+
+#[test]
+fn a_record_of_a_newer_version_is_left_in_place_and_reported() {
+    let newer = serde_json::json!({"version": 2, "mapping_id": "00000000000000a1", "spec": {}});
+    let (_directory, journal, path) = journal(&newer);
+    for _ in 0..2 {
+        let loaded = journal.load().expect("the journal is read");
+        assert!(loaded.records.is_empty());
+        let message = loaded.rejected.first().expect("a rejected record").to_string();
+        assert!(message.contains("was left in place"), "{message}");
+        assert!(message.contains("version 2, and this build reads version 1"), "{message}");
+        assert!(message.contains("00000000000000a1.json"), "{message}");
+        assert_eq!(fs::read(&path).expect("the record"), newer.to_string().as_bytes());
+    }
 }
 
 fn assert_messages_are_understood<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(
     name: &str,
 ) {
-    let text = fs::read_to_string(written(name)).expect("the messages");
+    let text = fs::read_to_string(golden(name)).expect("the messages");
     for line in text.lines() {
         let earlier: Value = serde_json::from_str(line).expect("JSON");
         let message: T = serde_json::from_value(earlier.clone())
@@ -146,8 +137,8 @@ fn assert_messages_are_understood<T: Serialize + DeserializeOwned + PartialEq + 
 
 #[test]
 fn messages_between_supervisor_and_worker_are_understood_both_ways() {
-    assert_messages_are_understood::<ToWorker>("to-worker.jsonl");
-    assert_messages_are_understood::<FromWorker>("from-worker.jsonl");
+    assert_messages_are_understood::<ToWorker>("to-worker-1.jsonl");
+    assert_messages_are_understood::<FromWorker>("from-worker-1.jsonl");
 }
 
 /// The statistics page is shared by both workers of a handover and by two supervisors, of any builds, so

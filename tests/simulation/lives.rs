@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use cleat_api::v1::UpgradeRequest;
 use cleat_api::v1::upgrade_event::Outcome;
+use cleat_core::clock::ManualClock;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy;
-use cleat_core::clock::ManualClock;
 use cleat_core::random::Random;
 use cleat_kernel::{Holder, UnmountScope};
 use cleat_node::blocking::simulation;

@@ -47,9 +47,8 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
             starting.await
         }
     };
-    let worker = started.map_err(|failed| {
-        guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed)
-    })?;
+    let worker = started
+        .map_err(|failed| guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed))?;
     guard.health.worker_failures.started();
     cx.point("worker started").await;
     let volume = match device_properties(&guard.record, &worker.ready) {

@@ -19,6 +19,7 @@ use tonic::{Request, Response, Status};
 use super::{convert, validate};
 use crate::executor::{Executor, NewSize};
 use crate::mapping::{Mapping, View};
+use crate::naming;
 use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::version::{BUILD, binary_id};
@@ -178,7 +179,7 @@ impl api::node_server::Node for ApiService {
         let default = self.timeout + self.executor.extra_open_time(&request.uri);
         let deadline = Instant::now() + checked(validate::timeout(request.timeout_ms, default))?;
         if request.name.is_empty() {
-            request.name = self.executor.name_of(&request.uri);
+            request.name = naming::derived_name(&request.uri);
         }
         let spec = checked(convert::map_spec(request))?;
         let executor = Arc::clone(&self.executor);

@@ -1,9 +1,10 @@
-//! The journal: one JSON file per mapping under the state directory, so that a supervisor that
-//! comes later knows what was wanted.
+//! The journal: one JSON file per mapping under the state directory. After a restart, the supervisor
+//! reads from it which mappings the users want.
 //!
-//! A record is written to a temporary file, synced, renamed over the old one, and the directory
-//! synced: after a crash there is the old record or the new one. A file that cannot be read is put
-//! aside under `quarantine/` and reported; it never stops the daemon.
+//! A record is written to a temporary file, synced, and renamed over the old one; then the directory is
+//! synced. After a crash the file contains either the old record or the new one. A file that cannot be
+//! read is moved to `quarantine/` and reported. A record of a newer version is reported and left in
+//! place, for the build that wrote it. Neither stops the daemon.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -12,16 +13,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::fcntl::{Flock, FlockArg};
-use serde_json::Value;
 
 use super::directory::create_private;
-use super::planner::{Intent, Record};
+use super::planner::Record;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The longest record, in bytes: a URI of 4096 bytes, escaped, fits many times.
 pub const MAX_RECORD: u64 = 64 * 1024;
 
-/// An open journal. While it lives, no other supervisor can open the same state directory.
+/// An open journal. It holds a lock, so that no other supervisor can open the same state directory.
 #[derive(Debug)]
 pub struct Journal {
     directory: PathBuf,
@@ -29,20 +29,57 @@ pub struct Journal {
     _lock: Flock<File>,
 }
 
-/// What reading the journal found.
+/// The content of the journal, as [`Journal::load`] returns it.
 #[derive(Debug, Default)]
 pub struct Loaded {
-    /// Records, in the order of their names.
+    /// The valid records, sorted by name.
     pub records: Vec<Record>,
-    /// Files that were put aside, and why.
-    pub corrupt: Vec<(PathBuf, String)>,
+    /// The files that contain no valid record.
+    pub rejected: Vec<RejectedRecord>,
+}
+
+/// A file of the journal that contains no valid record.
+#[derive(Debug)]
+pub struct RejectedRecord {
+    /// The current path of the file.
+    pub path: PathBuf,
+    /// Why this build cannot use the record.
+    pub reason: Rejection,
+}
+
+/// Why a record was rejected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rejection {
+    /// A newer build wrote the record; the file was left in place. Contains the record's version.
+    NewerVersion(u32),
+    /// The record is damaged; the file was moved to the quarantine directory. Contains the cause.
+    Invalid(String),
+}
+
+impl std::fmt::Display for RejectedRecord {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let path = self.path.display();
+        match &self.reason {
+            Rejection::NewerVersion(version) => write!(
+                f,
+                "the journal record {path} was left in place and its mapping is not managed: it has \
+                 version {version}, and this build reads version {} at most; install the newer build \
+                 again",
+                Record::VERSION
+            ),
+            Rejection::Invalid(cause) => {
+                write!(f, "a damaged journal record was moved to {path}: {cause}")
+            }
+        }
+    }
 }
 
 impl Journal {
-    /// Opens the journal under `state_dir`, and creates it if need be.
+    /// Opens the journal under `state_dir`, and creates the directories that are missing. Blocks.
     ///
     /// # Errors
-    /// `InUse` when another supervisor has it; `PermissionDenied`, `NoSpace` from the filesystem.
+    /// Returns `InUse` if another supervisor has the journal open, and an error if the file system
+    /// refuses to create a directory.
     pub fn open(state_dir: &Path) -> Result<Self> {
         let directory = state_dir.join("mappings");
         let quarantine = state_dir.join("quarantine");
@@ -53,10 +90,11 @@ impl Journal {
         Ok(Self { directory, quarantine, _lock: lock })
     }
 
-    /// Reads every record. Unfinished temporary files are removed, unreadable records put aside.
+    /// Reads every record. Removes temporary files of interrupted writes, and moves damaged records to the
+    /// quarantine directory. Blocks.
     ///
     /// # Errors
-    /// When the directory itself cannot be read.
+    /// Returns an error if the directory cannot be read.
     pub fn load(&self) -> Result<Loaded> {
         let context = || format!("cannot read the journal {}", self.directory.display());
         let entries =
@@ -65,13 +103,19 @@ impl Journal {
         for entry in entries {
             let path = entry.map_err(|error| Error::from_io(context(), error))?.path();
             match path.extension().and_then(|extension| extension.to_str()) {
-                // A write that a crash cut short: the record it was to replace still stands.
+                // A crash interrupted this write: the record that it was to replace is still valid.
                 Some("tmp") => {
                     let _ = fs::remove_file(&path);
                 }
                 _ => match read_record(&path) {
                     Ok(record) => loaded.records.push(record),
-                    Err(reason) => loaded.corrupt.push((self.put_aside(&path), reason)),
+                    Err(reason @ Rejection::NewerVersion(_)) => {
+                        loaded.rejected.push(RejectedRecord { path, reason });
+                    }
+                    Err(reason) => {
+                        let path = self.quarantine(&path);
+                        loaded.rejected.push(RejectedRecord { path, reason });
+                    }
                 },
             }
         }
@@ -79,53 +123,57 @@ impl Journal {
         Ok(loaded)
     }
 
-    /// Stores `record` durably, in place of its earlier version.
+    /// Writes `record` durably and replaces its previous content. Blocks until the disk has the record.
     ///
     /// # Errors
-    /// `NoSpace` on a full disk; the earlier version then still stands.
+    /// Returns `NoSpace` if the disk is full, and an error if the file system refuses the write. The
+    /// previous content is then still valid.
     pub fn store(&self, record: &Record) -> Result<()> {
-        self.store_unless(record, &AtomicBool::new(false))
+        self.store_unless_cancelled(record, &AtomicBool::new(false))
     }
 
-    /// As [`Journal::store`], unless nobody waits for it any more when the record is about to take the
-    /// place of its earlier version: what was told as failed is not to come true minutes later.
+    /// Writes `record` as [`Journal::store`] does, unless `cancelled` is set when the new file is about to
+    /// replace the old one. A write that timed out was reported as failed, so it must not take effect
+    /// minutes later.
     ///
     /// # Errors
-    /// `TimedOut`, then.
-    pub fn store_unless(&self, record: &Record, given_up: &AtomicBool) -> Result<()> {
+    /// Returns `TimedOut` if `cancelled` was set; otherwise as [`Journal::store`].
+    pub fn store_unless_cancelled(&self, record: &Record, cancelled: &AtomicBool) -> Result<()> {
         let path = self.path(&record.mapping_id)?;
         let temporary = path.with_extension("tmp");
-        let written = self.write(record, &temporary, &path, given_up);
+        let written = self.write(record, &temporary, &path, cancelled);
         if written.is_err() {
-            // Best effort: what stays is removed by the next `load`.
+            // Best effort: the next `load` removes the file if this fails.
             let _ = fs::remove_file(&temporary);
         }
         written.map_err(|error| {
-            let message = format!("cannot record the mapping {} in the journal", record.name);
+            let message = format!("cannot write the journal record of {}", record.name);
             let full = matches!(
                 error.kind(),
                 std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded
             );
             let error = Error::from_io(message, error);
             match full {
-                true => error.with_repair(format!("make room under {}", self.directory.display())),
+                true => {
+                    error.with_repair(format!("free disk space under {}", self.directory.display()))
+                }
                 false => error,
             }
         })
     }
 
-    /// Removes the record of a mapping, durably. One that is not there is success.
+    /// Removes the record of a mapping durably. Succeeds if there is no such record. Blocks.
     ///
     /// # Errors
-    /// When the filesystem refuses.
-    pub fn withdraw(&self, mapping_id: &str) -> Result<()> {
+    /// Returns an error if the file system refuses the removal.
+    pub fn remove(&self, mapping_id: &str) -> Result<()> {
         let path = self.path(mapping_id)?;
         let removed = match fs::remove_file(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
             other => other.and_then(|()| sync_directory(&self.directory)),
         };
         removed.map_err(|error| {
-            Error::from_io(format!("cannot remove {} from the journal", path.display()), error)
+            Error::from_io(format!("cannot remove the journal record {}", path.display()), error)
         })
     }
 
@@ -134,53 +182,61 @@ impl Journal {
         record: &Record,
         temporary: &Path,
         path: &Path,
-        given_up: &AtomicBool,
+        cancelled: &AtomicBool,
     ) -> std::io::Result<()> {
-        let mut text = written(record)?;
+        let mut text = serde_json::to_vec_pretty(record)?;
         text.push(b'\n');
         if text.len() as u64 > MAX_RECORD {
-            return Err(std::io::Error::other("the record is longer than a record may be"));
+            return Err(std::io::Error::other(format!(
+                "it is {} bytes long, and the limit is {MAX_RECORD}",
+                text.len()
+            )));
         }
         let mut options = File::options();
         let mut file =
             options.write(true).create(true).truncate(true).mode(0o600).open(temporary)?;
         file.write_all(&text)?;
         file.sync_all()?;
-        if given_up.load(Ordering::SeqCst) {
+        if cancelled.load(Ordering::SeqCst) {
             return Err(std::io::ErrorKind::TimedOut.into());
         }
         fs::rename(temporary, path)?;
         sync_directory(&self.directory)
     }
 
-    /// The record's file; an id that is not plainly hexadecimal never becomes a path.
+    /// Returns the path of the record's file. An id that is not hexadecimal never becomes a path.
     fn path(&self, mapping_id: &str) -> Result<PathBuf> {
         if !is_mapping_id(mapping_id) {
-            return Err(Error::new(ErrorKind::Internal, format!("no mapping id: {mapping_id:?}")));
+            return Err(Error::new(
+                ErrorKind::Internal,
+                format!("not a mapping id: {mapping_id:?}"),
+            ));
         }
         Ok(self.directory.join(format!("{mapping_id}.json")))
     }
 
-    fn put_aside(&self, path: &Path) -> PathBuf {
+    /// Moves a file to the quarantine directory and returns its path, which is the old one if the file
+    /// system refuses the move.
+    fn quarantine(&self, path: &Path) -> PathBuf {
         let name = path.file_name().unwrap_or_default();
-        let aside = self.quarantine.join(name);
-        match fs::rename(path, &aside) {
-            Ok(()) => aside,
+        let quarantined = self.quarantine.join(name);
+        match fs::rename(path, &quarantined) {
+            Ok(()) => quarantined,
             Err(_) => path.to_owned(),
         }
     }
 }
 
-/// Whether `text` can be a mapping's id.
+/// Returns whether `text` has the form of a mapping's id: 8 to 32 lower-case hexadecimal digits.
 pub fn is_mapping_id(text: &str) -> bool {
     (8..=32).contains(&text.len())
         && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
-/// Takes the lock file at `path` without waiting.
+/// Locks the file at `path` without waiting, and creates it if it is missing.
 ///
 /// # Errors
-/// `InUse` when another process has it.
+/// Returns `InUse` if another process holds the lock, and an error if the file cannot be opened.
 pub fn lock(path: &Path) -> Result<Flock<File>> {
     let file = File::options()
         .write(true)
@@ -191,9 +247,10 @@ pub fn lock(path: &Path) -> Result<Flock<File>> {
         .map_err(|error| Error::from_io(format!("cannot open {}", path.display()), error))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
         nix::errno::Errno::EWOULDBLOCK => {
-            let message = format!("another cleat daemon runs here: it holds {}", path.display());
+            let message =
+                format!("another cleat daemon is running: it has locked {}", path.display());
             Error::new(ErrorKind::InUse, message).with_repair(
-                "stop it first, or give this one its own --state-dir and --runtime-dir",
+                "stop it first, or use another --state-dir and --runtime-dir for this one",
             )
         }
         errno => Error::from_io(format!("cannot lock {}", path.display()), errno.into()),
@@ -204,72 +261,61 @@ fn sync_directory(path: &Path) -> std::io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// That a mapping goes by force stands beside the intent, so that a build which knows no force reads
-/// the record, and takes the mapping down in its own way.
-const FORCED: &str = "forced";
-
-fn written(record: &Record) -> serde_json::Result<Vec<u8>> {
-    let Intent::Forced(unmount) = record.intent else { return serde_json::to_vec_pretty(record) };
-    let mut value = serde_json::to_value(record)?;
-    value["intent"] = serde_json::to_value(Intent::Unmapped)?;
-    value[FORCED] = serde_json::to_value(unmount)?;
-    serde_json::to_vec_pretty(&value)
-}
-
-fn read(mut value: Value) -> serde_json::Result<Record> {
-    let forced = value.get_mut(FORCED).map(Value::take);
-    let mut record: Record = serde_json::from_value(value)?;
-    if let Some(unmount) = forced {
-        record.intent = Intent::Forced(serde_json::from_value(unmount)?);
-    }
-    Ok(record)
-}
-
-/// Reads and checks a record, or says why not.
-fn read_record(path: &Path) -> Result<Record, String> {
-    let file = File::open(path).map_err(|error| error.to_string())?;
+/// Reads and checks a record.
+fn read_record(path: &Path) -> Result<Record, Rejection> {
+    let unreadable = |error: std::io::Error| Rejection::Invalid(error.to_string());
+    let file = File::open(path).map_err(unreadable)?;
     let mut text = String::new();
     let mut limited = file.take(MAX_RECORD + 1);
-    limited.read_to_string(&mut text).map_err(|error| error.to_string())?;
+    limited.read_to_string(&mut text).map_err(unreadable)?;
     if text.len() as u64 > MAX_RECORD {
-        return Err(format!("longer than {MAX_RECORD} bytes"));
+        return Err(Rejection::Invalid(format!("it is longer than {MAX_RECORD} bytes")));
     }
     let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     parse_record(&text, stem)
 }
 
-/// Parses and checks the record of the mapping `mapping_id`, or returns the reason why it is not one.
-fn parse_record(text: &str, mapping_id: &str) -> Result<Record, String> {
+/// Parses and checks the record of the mapping `mapping_id`.
+fn parse_record(text: &str, mapping_id: &str) -> Result<Record, Rejection> {
     #[derive(serde::Deserialize)]
     struct Versioned {
         version: u32,
     }
-    // The version first: a record of a later version may be another thing altogether.
-    let version: Versioned = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    if version.version != Record::VERSION {
-        return Err(format!("has version {}, this is {}", version.version, Record::VERSION));
+    let malformed = |error: serde_json::Error| Rejection::Invalid(error.to_string());
+    let invalid = |cause: &str| Err(Rejection::Invalid(cause.to_owned()));
+    // The version comes first: the record of another version may have other fields.
+    let Versioned { version } = serde_json::from_str(text).map_err(malformed)?;
+    if version > Record::VERSION {
+        return Err(Rejection::NewerVersion(version));
     }
-    let value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    let record = read(value).map_err(|error| error.to_string())?;
+    if version != Record::VERSION {
+        return invalid(&format!("version {version} does not exist"));
+    }
+    let record: Record = serde_json::from_str(text).map_err(malformed)?;
     if mapping_id != record.mapping_id || !is_mapping_id(mapping_id) {
-        return Err("carries another mapping's id".to_owned());
+        return invalid("it contains the id of another mapping");
     }
     if !crate::api::validate::is_name(&record.name) || record.options.connections == 0 {
-        return Err("carries an impossible name or option".to_owned());
+        return invalid("its name or its number of connections is invalid");
     }
     Ok(record)
 }
 
-/// For the fuzz target: parses the record of the mapping `mapping_id`, and prints it as the journal does.
+/// Parses the record of the mapping `mapping_id` and returns it as the journal writes it. For the fuzz
+/// target.
+///
+/// # Errors
+/// Returns the reason if `text` is not a valid record.
 #[cfg(feature = "fuzz")]
 pub fn reprint_record(text: &str, mapping_id: &str) -> Result<Vec<u8>, String> {
-    written(&parse_record(text, mapping_id)?).map_err(|error| error.to_string())
+    let record = parse_record(text, mapping_id).map_err(|rejection| format!("{rejection:?}"))?;
+    serde_json::to_vec_pretty(&record).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner;
+    use crate::planner::{self, Intent};
     use cleat_kernel::UnmountScope;
 
     fn record(id: &str, name: &str) -> Record {
@@ -277,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn stores_replaces_and_withdraws() {
+    fn records_are_stored_replaced_and_removed() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let mut a = record("00000000000000aa", "a");
@@ -287,13 +333,13 @@ mod tests {
         let b = record("00000000000000bb", "b");
         journal.store(&b).unwrap();
         assert_eq!(journal.load().unwrap().records, [a.clone(), b.clone()]);
-        journal.withdraw(&a.mapping_id).unwrap();
-        journal.withdraw(&a.mapping_id).unwrap();
+        journal.remove(&a.mapping_id).unwrap();
+        journal.remove(&a.mapping_id).unwrap();
         assert_eq!(journal.load().unwrap().records, [b]);
     }
 
     #[test]
-    fn who_knows_no_force_reads_a_forced_record_as_one_to_be_unmapped() {
+    fn a_forced_unmap_is_stored_with_its_scope() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let mut forced = record("00000000000000aa", "a");
@@ -302,18 +348,12 @@ mod tests {
         assert_eq!(journal.load().unwrap().records, [forced.clone()]);
         let path = journal.path(&forced.mapping_id).unwrap();
         let text = fs::read_to_string(&path).unwrap();
-        // As such a build reads it: without the field.
-        let other: Record = serde_json::from_str(&text).unwrap();
-        assert_eq!(other.intent, Intent::Unmapped);
-        // As it was written for a while.
-        fs::write(&path, serde_json::to_vec(&forced).unwrap()).unwrap();
-        assert_eq!(journal.load().unwrap().records, [forced]);
         fs::write(&path, text.replace("\"own\"", "\"some\"")).unwrap();
-        assert_eq!(journal.load().unwrap().corrupt.len(), 1);
+        assert_eq!(journal.load().unwrap().rejected.len(), 1);
     }
 
     #[test]
-    fn one_supervisor_at_a_time() {
+    fn only_one_supervisor_opens_the_journal() {
         let dir = tempfile::tempdir().unwrap();
         let first = Journal::open(dir.path()).unwrap();
         let error = Journal::open(dir.path()).unwrap_err();
@@ -323,14 +363,14 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_put_aside_and_named() {
+    fn damaged_records_are_quarantined_and_reported() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         journal.store(&record("00000000000000aa", "a")).unwrap();
         let good = fs::read_to_string(journal.path("00000000000000aa").unwrap()).unwrap();
         let bad = [
             ("00000000000000b0", good[..good.len() / 2].to_owned()),
-            ("00000000000000b2", good.replace("\"version\": 1", "\"version\": 99")),
+            ("00000000000000b2", good.replace("\"version\": 1", "\"version\": 0")),
             ("00000000000000b3", good.clone()),
             ("00000000000000b4", "x".repeat(70_000)),
             (
@@ -345,14 +385,15 @@ mod tests {
         fs::write(journal.directory.join("00000000000000cc.tmp"), "half").unwrap();
         let loaded = journal.load().unwrap();
         assert_eq!(loaded.records.len(), 1);
-        assert_eq!(loaded.corrupt.len(), bad.len(), "{:?}", loaded.corrupt);
-        assert!(loaded.corrupt.iter().all(|(path, _)| path.exists()));
-        assert!(journal.load().unwrap().corrupt.is_empty());
+        assert_eq!(loaded.rejected.len(), bad.len(), "{:?}", loaded.rejected);
+        assert!(loaded.rejected.iter().all(|file| file.path.starts_with(&journal.quarantine)));
+        assert!(loaded.rejected.iter().all(|file| file.path.exists()));
+        assert!(journal.load().unwrap().rejected.is_empty());
         assert!(!journal.directory.join("00000000000000cc.tmp").exists());
     }
 
     #[test]
-    fn what_a_newer_build_has_added_is_ignored() {
+    fn unknown_fields_are_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let a = record("00000000000000aa", "a");
@@ -363,16 +404,16 @@ mod tests {
         fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\""))
             .unwrap();
         let loaded = journal.load().unwrap();
-        assert_eq!((loaded.records, loaded.corrupt.len()), (vec![a], 0));
+        assert_eq!((loaded.records, loaded.rejected.len()), (vec![a], 0));
     }
 
     #[test]
-    fn a_full_disk_leaves_the_old_record() {
+    fn the_old_record_stays_when_the_disk_is_full() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let a = record("00000000000000aa", "a");
         journal.store(&a).unwrap();
-        // /dev/full answers every write with ENOSPC, as a full disk does.
+        // Every write to /dev/full fails with ENOSPC, as on a full disk.
         let temporary = journal.path(&a.mapping_id).unwrap().with_extension("tmp");
         std::os::unix::fs::symlink("/dev/full", &temporary).unwrap();
         let error = journal.store(&Record { generation: 9, ..a.clone() }).unwrap_err();
@@ -382,20 +423,20 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_was_given_up_does_not_come_true() {
+    fn a_cancelled_write_does_not_take_effect() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let a = record("00000000000000aa", "a");
         journal.store(&a).unwrap();
         let later = Record { generation: 9, ..a.clone() };
-        let error = journal.store_unless(&later, &AtomicBool::new(true)).unwrap_err();
+        let error = journal.store_unless_cancelled(&later, &AtomicBool::new(true)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         assert_eq!(journal.load().unwrap().records, std::slice::from_ref(&a));
         assert!(!journal.path(&a.mapping_id).unwrap().with_extension("tmp").exists());
     }
 
     #[test]
-    fn a_record_that_is_too_long_is_refused() {
+    fn a_record_above_the_size_limit_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::open(dir.path()).unwrap();
         let long = Record { uri: "x".repeat(70_000), ..record("00000000000000aa", "a") };

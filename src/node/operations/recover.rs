@@ -33,8 +33,8 @@ const RECOVERY_LIMIT: Duration = Duration::from_secs(10);
 pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
     let journal = Arc::clone(&cx.journal);
     let loaded = blocking(move || journal.load()).await?;
-    for (path, reason) in loaded.corrupt {
-        cx.found(format!("the record {} was put aside: it {reason}", path.display()));
+    for rejected in loaded.rejected {
+        cx.found(rejected.to_string());
     }
     let room = Arc::new(Semaphore::new(AT_ONCE));
     let mut tasks = tokio::task::JoinSet::new();
@@ -93,7 +93,7 @@ async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapp
 async fn remove_record(cx: &Context, record: Record) -> Result<()> {
     let journal = Arc::clone(&cx.journal);
     cx.workers.sockets.forget(&record.mapping_id);
-    blocking(move || journal.withdraw(&record.mapping_id)).await
+    blocking(move || journal.remove(&record.mapping_id)).await
 }
 
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use cleat_core::policy::Policy;
 use cleat_kernel::{DeviceIndex, Identity, UnmountScope};
 
-/// What is remembered of a mapping, durably. See `journal`. Fields are only added, each with a
-/// default, and unknown ones ignored: records of older and newer builds can be read.
+/// The durable state of a mapping, which the journal stores. Later builds may add fields, with defaults,
+/// and unknown fields are ignored: records of older and newer builds of the same version can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// [`Record::VERSION`].
@@ -28,17 +28,14 @@ pub struct Record {
     /// The newest worker; written before it is told anything, so that it can always be found.
     pub worker: Option<WorkerId>,
     /// While `worker` is about to succeed a worker that still serves: that one.
-    #[serde(default)]
     pub predecessor: Option<WorkerId>,
     /// What the device was made from; written before it is connected.
     pub volume: Option<DeviceProperties>,
     /// Whether `map` has succeeded: from here on a missing device is a fault, not work to do.
     pub established: bool,
     /// Whether somebody else came to own the volume: no worker of this mapping opens it again.
-    #[serde(default)]
     pub fenced: bool,
     /// Written before anything is made quiet for a snapshot, and taken back after that has ended.
-    #[serde(default)]
     pub quiesced: Option<Quiesced>,
     /// Seconds since the epoch.
     pub created_at_s: u64,
@@ -70,10 +67,9 @@ pub struct Options {
     /// How soon after a repair the kernel repeats what the dead worker left; 0: the kernel's 30 s.
     pub replay_delay_ms: u32,
     /// What happens in an outage of the backend, and how fast the mapping may go. Changed live.
-    #[serde(default, deserialize_with = "Policy::understood")]
+    #[serde(deserialize_with = "Policy::understood")]
     pub policy: Policy,
     /// The device is made quiet when a snapshot of the volume is made.
-    #[serde(default)]
     pub quiesce: bool,
 }
 

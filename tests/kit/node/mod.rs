@@ -15,8 +15,8 @@ use cleat_api::v1::{
     GetRequest, ListRequest, MapOptions, MapRequest, Mapping, MappingState, SetFaultRequest,
     StatsRequest, UnmapRequest, UnmapResponse, VolumeStats,
 };
-use cleat_core::error::ErrorKind;
 use cleat_core::clock::SystemClock;
+use cleat_core::error::ErrorKind;
 use cleat_core::random::Random;
 use cleat_kernel::Kernel;
 use cleat_kernel::sim::{Script, SimKernel};

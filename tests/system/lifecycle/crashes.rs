@@ -195,7 +195,7 @@ fn a_device_without_a_record_is_removed_or_reported() {
 }
 
 #[test]
-fn a_corrupt_record_is_set_aside_and_the_others_are_used() {
+fn a_damaged_record_is_quarantined_and_the_others_are_used() {
     let machine = Machine::new();
     let supervisor = machine.start();
     supervisor.map("a", &machine.volume("a")).unwrap();
@@ -206,7 +206,7 @@ fn a_corrupt_record_is_set_aside_and_the_others_are_used() {
     assert_eq!(supervisor.list().len(), 1);
     assert!(!bad.exists());
     let health = supervisor.block_on(supervisor.client().health(HealthRequest {})).unwrap();
-    assert!(health.into_inner().checks.iter().any(|check| check.finding.contains("put aside")));
+    assert!(health.into_inner().checks.iter().any(|check| check.finding.contains("was moved to")));
     supervisor.unmap("a").unwrap();
 }
 
