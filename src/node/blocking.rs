@@ -1,19 +1,19 @@
-//! Calls that may block, off the event loop: each on a thread of the runtime's pool.
+//! Runs calls that may block on threads of the runtime's pool, off the event loop.
 //!
-//! In a simulation, where everything happens on one thread in an order that a seed decides, they
-//! run on the event loop, and the simulation says what passes before and after each.
+//! In a simulation everything runs on one thread in an order that depends on a seed. There, these calls
+//! run on the event loop, and the simulation determines the delays before and after each.
 
 use tokio::task::JoinHandle;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Runs `call` on a thread of its own. It goes on when nobody waits for it any more. `what` it is, is
-/// for the reader of a trace.
+/// Runs `call` on a separate thread. It continues when the returned handle is dropped. `what` describes it
+/// in traces.
 pub(crate) fn spawn<T: Send + 'static>(
     what: &'static str,
     call: impl FnOnce() -> T + Send + 'static,
 ) -> JoinHandle<T> {
-    tracing::trace!(what, "off the event loop");
+    tracing::trace!(what, "runs off the event loop");
     #[cfg(feature = "fault")]
     if let Some(gate) = simulation::gate() {
         let (before, after) = gate(what);
@@ -27,16 +27,19 @@ pub(crate) fn spawn<T: Send + 'static>(
     tokio::task::spawn_blocking(call)
 }
 
-/// Runs a call that may block for a moment, such as an fsync, off the event loop.
+/// Runs a call that may block for a short time, such as an fsync, off the event loop.
+///
+/// # Errors
+/// Returns the call's error, and `Internal` if the call panics.
 pub(crate) async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    spawn("a call that blocks", call)
-        .await
-        .map_err(|error| Error::new(ErrorKind::Internal, "a thread failed").with_source(error))?
+    spawn("a call that blocks", call).await.map_err(|error| {
+        Error::new(ErrorKind::Internal, "internal: a blocking call panicked").with_source(error)
+    })?
 }
 
-/// Whether this thread simulates. Then there is no other thread.
+/// Returns whether this thread runs a simulation, which has no other threads.
 pub(crate) fn is_simulated() -> bool {
     #[cfg(feature = "fault")]
     return simulation::gate().is_some();
@@ -44,24 +47,24 @@ pub(crate) fn is_simulated() -> bool {
     false
 }
 
-/// The simulation's side. For tests.
+/// Controls blocking calls in a simulation. For tests.
 #[cfg(feature = "fault")]
 pub mod simulation {
     use std::cell::RefCell;
     use std::pin::Pin;
     use std::sync::Arc;
 
-    /// Something that passes: a delay, or the end of everything.
-    pub type Moment = Pin<Box<dyn Future<Output = ()> + Send>>;
+    /// A delay of a call. It never ends if the simulated supervisor crashes meanwhile.
+    pub type Delay = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-    /// Asked with every call: what passes before it, and between its effect and its return.
-    pub type Gate = Arc<dyn Fn(&'static str) -> (Moment, Moment) + Send + Sync>;
+    /// Returns for each call the delay before it, and the delay between its effect and its return.
+    pub type Gate = Arc<dyn Fn(&'static str) -> (Delay, Delay) + Send + Sync>;
 
     thread_local! {
         static GATE: RefCell<Option<Gate>> = const { RefCell::new(None) };
     }
 
-    /// Has this thread simulate from now on, or no longer.
+    /// Makes this thread run a simulation with `gate`; with `None`, ends the simulation.
     pub fn install(gate: Option<Gate>) {
         GATE.set(gate);
     }

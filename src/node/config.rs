@@ -1,7 +1,7 @@
-//! The daemon's configuration: a TOML file, flags over it, checked as a whole.
+//! The daemon's configuration: a TOML file, whose values flags of the command line override.
 //!
-//! Every key with its meaning and default stands in `systemd/cleat.toml`, which a test here keeps
-//! in step.
+//! `systemd/cleat.toml` lists every key with its meaning and default. A test here compares it with the
+//! code.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -14,63 +14,64 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_telemetry::{Format, Log};
 
-/// Where the configuration is looked for when no other place is given. May be absent.
+/// The path of the configuration file if no other is given. This file may be absent.
 pub const DEFAULT_PATH: &str = "/etc/cleat/cleat.toml";
 
-/// The most connections of one device: each costs a thread, and the kernel 128 tags.
+/// The maximum number of connections of one device. Each takes a thread of the worker, and 128 tags in the
+/// kernel.
 pub const MAX_CONNECTIONS: u32 = 16;
 
-/// The longest wait that may be asked for, in seconds.
+/// The longest timeout that a call or an option may set, in seconds.
 pub const MAX_TIMEOUT_S: u32 = 86_400;
 
-/// The longest name of a node: that of a host.
+/// The maximum length of a node's name, in bytes: that of a host name.
 const MAX_NODE_NAME: usize = 253;
 
-/// Of every error in a configuration. `make install` puts the file there.
-const SHIPPED: &str = "every key with its default stands in share/doc/cleat/cleat.toml";
+/// The hint of every configuration error. `make install` installs the file there.
+const HINT: &str = "see share/doc/cleat/cleat.toml for all keys and their defaults";
 
-/// The longest file, in bytes.
+/// The maximum size of the file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Everything that can be configured.
+/// The configuration of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Sockets; gone after a reboot.
+    /// The directory of sockets, which does not survive a reboot.
     pub runtime_dir: PathBuf,
-    /// The journal; kept.
+    /// The directory of the journal, which survives a reboot.
     pub state_dir: PathBuf,
-    /// The control API; `None`: `cleat.sock` in the runtime directory.
+    /// The socket of the control API; `None`: `cleat.sock` in the runtime directory.
     pub socket: Option<PathBuf>,
-    /// This node among all that use the same storage; empty: the host's name.
+    /// The name of this node, unique among the nodes that use the same storage; empty: the host name.
     pub node_name: String,
-    /// Whether the end of the daemon is the end of its mappings.
+    /// Whether the daemon unmaps all volumes when it is stopped.
     pub unmap_on_shutdown: bool,
     /// Whether the daemon loads the nbd module when it is missing.
     pub modprobe: bool,
-    /// Logs.
+    /// Logging.
     pub log: LogConfig,
-    /// For what a call of `map` leaves open.
+    /// Defaults of mappings.
     pub map: MapConfig,
-    /// Bounds.
+    /// Limits.
     pub limits: Limits,
-    /// The processes that serve.
+    /// Worker processes.
     pub workers: WorkersConfig,
-    /// The endpoint for Prometheus.
+    /// The metrics endpoint.
     pub metrics: MetricsConfig,
 }
 
-/// Logs.
+/// The `log` section: logging.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogConfig {
-    /// Their form.
+    /// The format of the log.
     pub format: Format,
-    /// `error`, `warn`, `info`, `debug`, `trace`, or a filter of tracing.
+    /// `error`, `warn`, `info`, `debug`, `trace`, or a filter in the syntax of tracing-subscriber.
     pub level: String,
 }
 
-/// For what a call of `map` leaves open.
+/// The `map` section: the defaults of options that a call of `map` does not set.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MapConfig {
@@ -79,68 +80,69 @@ pub struct MapConfig {
     /// How long new I/O waits for a worker before it fails. Whole seconds.
     #[serde(deserialize_with = "duration")]
     pub dead_connection_timeout: Duration,
-    /// How soon after a repair the kernel repeats what a dead worker left.
+    /// How long after a reconnect the kernel repeats the requests of the dead worker. Zero: the kernel's
+    /// default of 30 s.
     #[serde(deserialize_with = "duration")]
     pub replay_delay: Duration,
-    /// What becomes of requests while the backend cannot be reached.
+    /// What happens to requests while the backend is unreachable.
     pub on_outage: OnOutage,
     /// Requests per second; 0: no limit.
     pub iops: u64,
     /// Bytes per second; 0: no limit.
     #[serde(deserialize_with = "size_or_zero")]
     pub bps: u64,
-    /// Makes a device quiet for a snapshot in place of freezing its file systems.
+    /// The program that quiesces a device for a snapshot; `None`: the daemon freezes its file systems.
     #[serde(deserialize_with = "path_or_none")]
     pub quiesce_hook: Option<PathBuf>,
-    /// The longest that a device is kept quiet.
+    /// The maximum duration of a quiesce.
     #[serde(deserialize_with = "duration")]
     pub quiesce_deadline: Duration,
-    /// Bound on calls that give none.
+    /// The timeout of calls that set none.
     #[serde(deserialize_with = "duration")]
     pub timeout: Duration,
 }
 
-/// Bounds.
+/// The `limits` section.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// Mappings at one time.
+    /// The maximum number of mappings.
     pub mappings: usize,
 }
 
-/// The processes that serve.
+/// The `workers` section: worker processes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WorkersConfig {
-    /// The control group that they are put into; `None`: they stay in the daemon's.
+    /// The control group of workers; `None`: the daemon's.
     #[serde(deserialize_with = "path_or_none")]
     pub cgroup: Option<PathBuf>,
-    /// Whether the daemon has those that another build has left handed over to its own.
+    /// Whether the daemon upgrades workers of another build when it starts.
     pub upgrade_at_start: bool,
 }
 
-/// The endpoint for Prometheus.
+/// The `metrics` section: the endpoint for Prometheus.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MetricsConfig {
-    /// Where it listens.
+    /// The address of the endpoint.
     #[serde(deserialize_with = "listen")]
     pub listen: Listen,
-    /// Of the unix socket.
+    /// The mode of the unix socket.
     #[serde(deserialize_with = "mode")]
     pub socket_mode: u32,
-    /// Whether it may listen beyond this machine.
+    /// Whether the address may be reachable from other machines.
     pub allow_remote: bool,
 }
 
-/// Where the metrics are served.
+/// The address of the metrics endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Listen {
-    /// Nowhere.
+    /// There is no endpoint.
     Off,
-    /// On `metrics.sock` in the runtime directory.
+    /// The unix socket `metrics.sock` in the runtime directory.
     Unix,
-    /// On a TCP port.
+    /// An IP address and a TCP port.
     Tcp(SocketAddr),
 }
 
@@ -177,8 +179,8 @@ impl Default for LogConfig {
 impl Default for MapConfig {
     fn default() -> Self {
         Self {
-            // With one connection the replay delay can be short; with several, a request that takes
-            // longer than the kernel's tick kills a live socket (nbd_xmit_timeout).
+            // With one connection the replay delay can be short. With several, the kernel drops a live socket
+            // if a request takes longer than the delay (nbd_xmit_timeout).
             connections: 1,
             dead_connection_timeout: Duration::from_secs(300),
             replay_delay: Duration::from_secs(1),
@@ -193,7 +195,7 @@ impl Default for MapConfig {
 }
 
 impl MapConfig {
-    /// The policy of a mapping that asks for none.
+    /// Returns the policy of a mapping that does not set one.
     pub fn policy(&self) -> Policy {
         let limits = RateLimits { iops: self.iops, bytes_per_s: self.bps };
         Policy { outage: self.on_outage, limits }
@@ -207,30 +209,31 @@ impl Default for Limits {
 }
 
 impl Config {
-    /// Reads `path`, or the default place. The default one may be absent, a named one may not.
+    /// Reads the file `path`, or [`DEFAULT_PATH`] if it is `None`. Only the latter may be absent.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the line and the keys that are valid.
+    /// Returns `InvalidArgument`, with the line and the valid keys, if the content is invalid, and an error
+    /// if the file cannot be read.
     pub fn load(path: Option<&Path>) -> Result<Self> {
-        let place = path.unwrap_or(Path::new(DEFAULT_PATH));
+        let file = path.unwrap_or(Path::new(DEFAULT_PATH));
         let failed = |error| {
-            Error::from_io(format!("cannot read the configuration {}", place.display()), error)
-                .with_repair("make it readable; without --config, none is needed")
+            Error::from_io(format!("cannot read the configuration {}", file.display()), error)
+                .with_repair("make the file readable; without --config, no file is needed")
         };
-        let text = match read(place) {
+        let text = match read(file) {
             Err(error) if path.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
                 return Ok(Self::default());
             }
             other => other.map_err(failed)?,
         };
-        Self::parse(&text, place)
+        Self::parse(&text, file)
     }
 
-    /// Parses and checks a configuration; `place` is for messages.
+    /// Parses and checks a configuration. `file` is its name in error messages.
     ///
     /// # Errors
     /// As [`Config::load`].
-    pub fn parse(text: &str, place: &Path) -> Result<Self> {
+    pub fn parse(text: &str, file: &Path) -> Result<Self> {
         let config: Self = toml::from_str(text).map_err(|error| {
             let line = error.span().map_or(0, |span| {
                 1 + text.as_bytes()[..span.start.min(text.len())]
@@ -238,36 +241,37 @@ impl Config {
                     .filter(|byte| **byte == b'\n')
                     .count()
             });
-            // One line: the first is the message, what follows shows the file again.
+            // The first line is the message; the others repeat the file's text.
             let message = error.message().lines().next().unwrap_or_default().to_owned();
             Error::new(
                 ErrorKind::InvalidArgument,
-                format!("{}, line {line}: {message}", place.display()),
+                format!("{}, line {line}: {message}", file.display()),
             )
-            .with_repair(SHIPPED)
+            .with_repair(HINT)
         })?;
-        config.check(place)?;
+        config.check(file)?;
         Ok(config)
     }
 
-    /// The control API's socket.
+    /// Returns the path of the control API's socket.
     pub fn socket(&self) -> PathBuf {
         self.socket.clone().unwrap_or_else(|| self.runtime_dir.join("cleat.sock"))
     }
 
-    /// What is logged, and how.
+    /// Returns the format and the filter of the log.
     pub fn log(&self) -> Log {
         Log { format: self.log.format, filter: self.log.level.clone() }
     }
 
-    /// Checks what no type says. Flags that were put over a file are checked by this again.
+    /// Checks the ranges of all values. Must be called again after flags have changed values. `file` is the
+    /// name of the configuration in error messages.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the key.
-    pub fn check(&self, place: &Path) -> Result<()> {
+    /// Returns `InvalidArgument`, with the key, if a value is out of range.
+    pub fn check(&self, file: &Path) -> Result<()> {
         let invalid = |key: &str, why: String| {
-            let message = format!("{}: {key} {why}", place.display());
-            Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(SHIPPED))
+            let message = format!("{}: {key} {why}", file.display());
+            Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(HINT))
         };
         for (key, path) in [
             ("runtime_dir", Some(&self.runtime_dir)),
@@ -283,16 +287,19 @@ impl Config {
         if self.node_name.len() > MAX_NODE_NAME
             || !self.node_name.bytes().all(|byte| byte.is_ascii_graphic())
         {
-            let why = format!("must be a word of at most {MAX_NODE_NAME} printable characters");
+            let why = format!(
+                "must be at most {MAX_NODE_NAME} printable ASCII characters without spaces"
+            );
             return invalid("node_name", why);
         }
-        let most = MAX_CONNECTIONS;
-        if !(1..=most).contains(&self.map.connections) {
-            return invalid("map.connections", format!("must be 1 to {most}"));
+        if !(1..=MAX_CONNECTIONS).contains(&self.map.connections) {
+            return invalid("map.connections", format!("must be 1 to {MAX_CONNECTIONS}"));
         }
         let day = Duration::from_secs(u64::from(MAX_TIMEOUT_S));
-        let whole = self.map.dead_connection_timeout.subsec_nanos() == 0;
-        if !whole || !(Duration::from_secs(1)..=day).contains(&self.map.dead_connection_timeout) {
+        let whole_seconds = self.map.dead_connection_timeout.subsec_nanos() == 0;
+        if !whole_seconds
+            || !(Duration::from_secs(1)..=day).contains(&self.map.dead_connection_timeout)
+        {
             let why = "must be a whole number of seconds, at least 1s and at most a day";
             return invalid("map.dead_connection_timeout", why.to_owned());
         }
@@ -304,8 +311,8 @@ impl Config {
         if !(Duration::from_secs(1)..=day).contains(&self.map.timeout) {
             return invalid("map.timeout", "must be at least 1s and at most a day".to_owned());
         }
-        let quiet = Duration::from_secs(1)..=Duration::from_secs(300);
-        if !quiet.contains(&self.map.quiesce_deadline) {
+        let quiesce_times = Duration::from_secs(1)..=Duration::from_secs(300);
+        if !quiesce_times.contains(&self.map.quiesce_deadline) {
             return invalid("map.quiesce_deadline", "must be 1s to 5m".to_owned());
         }
         if let Err(error) = self.map.policy().limits.check() {
@@ -319,14 +326,14 @@ impl Config {
             && !self.metrics.allow_remote
         {
             let why = format!(
-                "must be a loopback address: {} can be reached from other machines, which see every \
-                 volume's name and URI; metrics.allow_remote = true allows it",
+                "must be a loopback address: {} is reachable from other machines, which could read the \
+                 name and the URI of every volume; to allow that, set metrics.allow_remote = true",
                 address.ip()
             );
             return invalid("metrics.listen", why);
         }
         Log::check_filter(&self.log.level)
-            .or_else(|why| invalid("log.level", format!("is no level or filter: {why}")))
+            .or_else(|why| invalid("log.level", format!("is not a level or a filter: {why}")))
     }
 }
 
@@ -335,26 +342,26 @@ fn read(path: &Path) -> std::io::Result<String> {
     let mut text = String::new();
     std::fs::File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE {
-        return Err(std::io::Error::other("the file is longer than a configuration may be"));
+        return Err(std::io::Error::other(format!("it is longer than {MAX_FILE} bytes")));
     }
     Ok(text)
 }
 
-/// A duration as people write it: "30s", "5m", "1h 30m".
+/// Reads a duration such as "30s", "5m" or "1h 30m".
 fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(deserializer)?;
     humantime::parse_duration(&text).map_err(|error| {
-        serde::de::Error::custom(format!("{text:?} is no duration such as \"30s\": {error}"))
+        serde::de::Error::custom(format!("{text:?} is not a duration such as \"30s\": {error}"))
     })
 }
 
-/// A size as people write it, "100M"; "0" is none.
+/// Reads a size such as "100M"; "0" means none.
 fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
     parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
 }
 
-/// A path; "" is none.
+/// Reads a path; "" means none.
 fn path_or_none<'de, D: serde::Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<PathBuf>, D::Error> {
@@ -362,7 +369,7 @@ fn path_or_none<'de, D: serde::Deserializer<'de>>(
     Ok((!path.as_os_str().is_empty()).then_some(path))
 }
 
-/// "off", "unix", or an address and a port.
+/// Reads "off", "unix", or an IP address and a port.
 fn listen<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Listen, D::Error> {
     let text = String::deserialize(deserializer)?;
     match text.as_str() {
@@ -370,18 +377,19 @@ fn listen<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Listen, D
         "unix" => Ok(Listen::Unix),
         address => address.parse().map(Listen::Tcp).map_err(|_| {
             serde::de::Error::custom(format!(
-                "{text:?} is neither \"unix\" nor \"off\" nor an address such as \"127.0.0.1:9599\""
+                "{text:?} is not \"unix\", \"off\" or an address such as \"127.0.0.1:9599\""
             ))
         }),
     }
 }
 
-/// The mode of a file in octal, as chmod takes it: only read and write, which sockets know.
+/// Reads the mode of a socket in octal. It may contain only read and write permissions, and must contain
+/// both for the owner.
 fn mode<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
     let text = String::deserialize(deserializer)?;
     let mode = u32::from_str_radix(&text, 8).ok().filter(|mode| mode & !0o666 == 0);
     mode.filter(|mode| mode & 0o600 == 0o600).ok_or_else(|| {
-        serde::de::Error::custom(format!("{text:?} is no mode such as \"0600\" or \"0660\""))
+        serde::de::Error::custom(format!("{text:?} is not a mode such as \"0600\" or \"0660\""))
     })
 }
 
@@ -394,10 +402,10 @@ mod tests {
     }
 
     #[test]
-    fn the_shipped_file_says_the_defaults_and_every_key() {
+    fn the_shipped_file_lists_every_key_with_its_default() {
         let text = include_str!("../../systemd/cleat.toml");
         assert_eq!(parse(text).unwrap(), Config::default());
-        // Every key stands there, commented out, with its default.
+        // The file contains every key, commented out, with its default.
         let uncommented: String = text
             .lines()
             .map(|line| line.strip_prefix("#").filter(|rest| !rest.starts_with([' ', '#'])))
@@ -436,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_named_with_its_line_and_the_valid_ones() {
+    fn the_error_for_an_unknown_key_has_the_line_and_the_valid_keys() {
         let error = parse("modprobe = true\n\n[map]\nconnection = 3\n").unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         let text = error.report();
@@ -445,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_named() {
+    fn invalid_values_are_errors_that_name_the_key() {
         for (text, part) in [
             ("state_dir = \"var\"", "state_dir"),
             ("node_name = \"a b\"", "node_name"),
@@ -477,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_served_where_the_file_says() {
+    fn the_metrics_section_sets_address_and_mode() {
         let listen = |text: &str| parse(&format!("[metrics]\n{text}")).unwrap().metrics;
         assert_eq!(listen("listen = \"off\"").listen, Listen::Off);
         let local = Listen::Tcp("[::1]:9599".parse().unwrap());
@@ -488,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_file_must_exist() {
+    fn a_file_given_by_name_must_exist() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("none.toml");
         assert_eq!(Config::load(Some(&path)).unwrap_err().kind(), ErrorKind::NotFound);

@@ -1,4 +1,4 @@
-//! What every operation and action of the supervisor works with.
+//! The state that all operations and actions of the supervisor share.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,108 +17,109 @@ use cleat_backend::Registry;
 use cleat_core::clock::Clock;
 use cleat_core::random::Random;
 
-/// What stays the same while the daemon runs.
+/// The settings of a daemon, which do not change while it runs.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
-    /// For what a request leaves open.
+    /// The options of a mapping that a request does not set.
     pub defaults: Options,
-    /// How devices are made quiet for snapshots.
+    /// How devices are quiesced for snapshots.
     pub quiesce: QuiesceSettings,
-    /// The most mappings.
+    /// The maximum number of mappings.
     pub mappings: usize,
     /// The node's name.
     pub node: String,
-    /// What tells it from another one of the name.
+    /// Distinguishes the machine from another one of the same node name.
     pub machine: String,
-    /// Of the kernel now running.
+    /// The boot id of the running kernel.
     pub boot_id: String,
 }
 
-/// How devices are made quiet.
+/// How devices are quiesced for snapshots.
 #[derive(Debug, Clone)]
 pub(crate) struct QuiesceSettings {
-    /// In place of freezing file systems.
+    /// The program that quiesces a device; `None`: the supervisor freezes its file systems.
     pub hook: Option<PathBuf>,
-    /// The longest that it may last, the beginning included.
+    /// The maximum duration of a quiesce, its beginning included.
     pub limit: Duration,
 }
 
-/// Where a test stops the executor, as a crash would: the named point, and whether to stop there.
+/// Decides for a named point whether a test stops the supervisor there, as a crash would.
 pub type Halt = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// The parts of the supervisor that operations and actions share; one per daemon.
+/// The state that operations and actions share; one per daemon.
 pub(crate) struct Context {
-    /// The backends, which know how long a volume may take to open.
+    /// The backends, which state how long a volume may take to open.
     pub(crate) registry: Registry,
     /// The durable records.
     pub(crate) journal: Arc<Journal>,
     /// Calls to the kernel.
     pub(crate) kernel: KernelCalls,
-    /// The same kernel with threads of its own: for looking at devices, and for what is done by
-    /// force while other calls are stuck.
+    /// The same kernel with separate threads, for queries about devices and for forced unmaps while other
+    /// calls are stuck.
     pub(crate) urgent: KernelCalls,
     /// Devices that were disconnected by force and still have holders.
     pub(crate) force_disconnected: ForceDisconnected,
     /// Starts and finds workers.
     pub(crate) workers: Workers,
-    /// Limits the workers that start at one time.
+    /// Limits how many workers start at the same time.
     pub(crate) starts: Semaphore,
-    /// Limits the workers that unlock an encrypted volume at one time.
+    /// Limits how many workers unlock an encrypted volume at the same time.
     pub(crate) unlocks: Semaphore,
-    /// Every mapping.
+    /// All mappings.
     pub(crate) register: Register,
-    /// What stays the same while the daemon runs.
+    /// The settings of the daemon.
     pub(crate) settings: Settings,
     /// The wall clock. Deadlines and durations use tokio's time, which a simulation pauses.
     pub(crate) clock: Arc<dyn Clock>,
-    /// Mapping ids and the spread of retries.
+    /// The source of mapping ids and of the jitter of retries.
     pub(crate) random: Random,
-    /// Names of mappings to reconcile.
+    /// The queue of names of mappings to reconcile.
     pub(crate) work_queue: mpsc::Sender<String>,
-    /// Every change of a mapping's view.
+    /// Publishes every change of a mapping's view.
     pub(crate) changes: broadcast::Sender<Change>,
-    /// Where a test stops the supervisor.
+    /// Stops the supervisor at a named point. For tests.
     pub(crate) halt: Option<Halt>,
-    /// The executable that the daemon is to continue as.
+    /// The executable that is to replace this daemon; `None`: none.
     pub(crate) restart: watch::Sender<Option<PathBuf>>,
-    /// What an operator should know of how the daemon began.
+    /// Problems that were found when the daemon started.
     pub(crate) findings: Mutex<Vec<String>>,
 }
 
 impl Context {
-    /// A point at which tests make the supervisor stop, as a crash would.
+    /// Marks a named point, at which a test can stop the supervisor, as a crash would.
     pub(crate) async fn point(&self, name: &str) {
         if self.halt.as_ref().is_some_and(|halt| halt(name)) {
             std::future::pending::<()>().await;
         }
     }
 
-    /// What an operator should know of how the daemon began.
+    /// Returns the problems that were found when the daemon started.
     pub(crate) fn findings(&self) -> Vec<String> {
         self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Logs a finding and keeps it for `cleat status`.
+    /// Logs a problem and keeps it for the health check.
     pub(crate) fn found(&self, finding: String) {
-        const KEPT: usize = 64;
+        const MAX_FINDINGS: usize = 64;
         tracing::warn!("{finding}");
         let mut findings = self.findings.lock().unwrap_or_else(PoisonError::into_inner);
-        if findings.len() < KEPT {
+        if findings.len() < MAX_FINDINGS {
             findings.push(finding);
         }
     }
 
-    /// Puts a mapping on the work queue. A full queue loses it: the next sweep finds the mapping.
+    /// Adds a mapping to the work queue. If the queue is full, the next sweep finds the mapping.
     pub(crate) fn wake(&self, name: &str) {
         let _ = self.work_queue.try_send(name.to_owned());
     }
 
-    /// Puts a mapping on the work queue at a time, and waits for a place in it.
+    /// Adds a mapping to the work queue at the time `at`, and waits while the queue is full. Returns at
+    /// once.
     pub(crate) fn wake_at(&self, name: &str, at: Instant) {
         let (name, work_queue) = (name.to_owned(), self.work_queue.clone());
         tokio::spawn(async move {
             sleep_until(at).await;
-            // An error means that the daemon has ended.
+            // An error means that the daemon is shutting down.
             let _ = work_queue.send(name).await;
         });
     }

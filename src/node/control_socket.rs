@@ -8,7 +8,11 @@ use tokio::net::{UnixListener, UnixStream};
 use crate::directory::{check_shared, create_private};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// A socket for root and our own user. One that a dead daemon left is replaced.
+/// Listens on a unix socket of mode 0600. Replaces a socket of a daemon that has ended.
+///
+/// # Errors
+/// Returns `InUse` if another process listens on `path`, `AlreadyExists` if `path` is not a socket,
+/// `PermissionDenied` if other users can change its directory, and the errors of the file system.
 pub(crate) async fn listen(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
     match path.parent() {
@@ -18,11 +22,11 @@ pub(crate) async fn listen(path: &Path) -> Result<UnixListener> {
     }
     match std::fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.file_type().is_socket() => {
-            let message = format!("{} exists and is no socket", path.display());
+            let message = format!("{} exists and is not a socket", path.display());
             return Err(Error::new(ErrorKind::AlreadyExists, message)
                 .with_repair("remove it, or choose another socket"));
         }
-        // Anything but a refusal: somebody is there, busy or not.
+        // Any answer but a refusal comes from a process that listens, even if it is busy.
         Ok(_) if !is_abandoned(path).await => {
             let message = format!("another daemon serves {}", path.display());
             return Err(Error::new(ErrorKind::InUse, message)
@@ -31,7 +35,7 @@ pub(crate) async fn listen(path: &Path) -> Result<UnixListener> {
         Ok(_) => std::fs::remove_file(path).map_err(failed)?,
         Err(_) => {}
     }
-    // Bound under another name and renamed when its mode is right: nobody finds it too open.
+    // The socket gets its final name only after its mode is set, so its permissions are never too wide.
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".new");
     let temporary = PathBuf::from(temporary);
@@ -42,7 +46,7 @@ pub(crate) async fn listen(path: &Path) -> Result<UnixListener> {
     Ok(listener)
 }
 
-/// Whether nobody listens on a socket.
+/// Returns whether no process listens on a socket.
 async fn is_abandoned(path: &Path) -> bool {
     let connected = UnixStream::connect(path).await;
     connected.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused)

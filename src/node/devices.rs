@@ -1,4 +1,4 @@
-//! The nbd devices of the node, and which of them are cleat's.
+//! Lists the nbd devices of the node, and those of cleat that have no record.
 
 use tokio::time::Instant;
 
@@ -6,17 +6,20 @@ use crate::context::Context;
 use cleat_core::error::Result;
 use cleat_kernel::{Device, Identity};
 
-/// Every nbd device.
+/// Returns all nbd devices.
+///
+/// # Errors
+/// Returns an error if the kernel's devices cannot be listed until `deadline`.
 pub(crate) async fn devices(cx: &Context, deadline: Instant) -> Result<Vec<Device>> {
     cx.urgent.command("list nbd devices", deadline, |kernel| kernel.devices()).await
 }
 
-/// Devices that carry an identity of ours and have no record.
+/// Returns the devices that have an identity of cleat but no record.
 ///
 /// # Errors
-/// When the kernel cannot be asked.
+/// Returns an error if the kernel's devices cannot be listed until `deadline`.
 pub(crate) async fn orphans(cx: &Context, deadline: Instant) -> Result<Vec<(Device, Identity)>> {
-    // Before and after the look: a mapping that comes or goes meanwhile is no orphan.
+    // The ids before and after the listing: a mapping that is added or removed meanwhile is not an orphan.
     let mut known = cx.register.ids();
     let devices = devices(cx, deadline).await?;
     known.extend(cx.register.ids());

@@ -1,5 +1,5 @@
-//! Directories that nobody but us and root can change: whoever could put a symlink there would choose
-//! what a daemon with every privilege writes to.
+//! Directories that only root and the daemon's user can change. Another user who could create a symlink
+//! there would choose the files that a privileged daemon writes to.
 
 use std::fs;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -7,17 +7,18 @@ use std::path::Path;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Creates a directory that only we may enter, with its parents. One that is there is taken if nobody
-/// else can write to it or move it.
+/// Creates a directory of mode 0700, with its parents. An existing directory is accepted if no other user
+/// can write to it or move it.
 ///
 /// # Errors
-/// `PermissionDenied`, with the repair.
+/// Returns `PermissionDenied` if another user can change the directory, and an error if the file system
+/// refuses to create it.
 pub(crate) fn create_private(path: &Path) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| {
         let error = Error::from_io(format!("cannot create {}", path.display()), error);
         match error.kind() {
             ErrorKind::PermissionDenied => {
-                error.with_repair("start the daemon as root, or give it directories of its own")
+                error.with_repair("start the daemon as root, or set --state-dir and --runtime-dir to directories of its user")
             }
             _ => error,
         }
@@ -25,23 +26,24 @@ pub(crate) fn create_private(path: &Path) -> Result<()> {
     check(path, 0o022)
 }
 
-/// Checks a directory that others may write to, if it is sticky, as /tmp is.
+/// Checks a directory that other users may write to if it is sticky, such as /tmp.
 ///
 /// # Errors
-/// As [`create_private`].
+/// Returns `PermissionDenied` if another user can move the directory or replace files in it.
 pub(crate) fn check_shared(path: &Path) -> Result<()> {
     check(path, 0)
 }
 
-/// `forbidden`: permissions that the directory itself must not give.
+/// Checks a directory and its parents. `forbidden` are the permissions that the directory itself must not
+/// give.
 fn check(path: &Path, forbidden: u32) -> Result<()> {
-    let unreadable = |error| Error::from_io(format!("cannot look at {}", path.display()), error);
+    let unreadable = |error| Error::from_io(format!("cannot inspect {}", path.display()), error);
     let real = fs::canonicalize(path).map_err(unreadable)?;
     let mode = fs::metadata(&real).map_err(unreadable)?.mode();
     if mode & forbidden != 0 {
-        return Err(unsafe_directory(&real, "others may write to it", "chmod go-w"));
+        return Err(unsafe_directory(&real, "other users may write to it", "chmod go-w"));
     }
-    // Both ways to it: that of its name, symlinks and all, and that of where it is.
+    // Both paths are checked: the given one with its symlinks, and the real one.
     for part in path.ancestors().chain(real.ancestors()).filter(|p| !p.as_os_str().is_empty()) {
         let found = fs::symlink_metadata(part).map_err(unreadable)?;
         if found.uid() != 0 && found.uid() != nix::unistd::geteuid().as_raw() {
@@ -51,7 +53,7 @@ fn check(path: &Path, forbidden: u32) -> Result<()> {
         const STICKY: u32 = 0o1000;
         let open = found.mode() & 0o002 != 0 && found.mode() & STICKY == 0;
         if open && !found.is_symlink() {
-            return Err(unsafe_directory(part, "everybody may write to it", "chmod o-w"));
+            return Err(unsafe_directory(part, "every user may write to it", "chmod o-w"));
         }
     }
     Ok(())
@@ -74,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_made_for_us_alone() {
+    fn a_created_directory_has_mode_0700() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("a/b");
         create_private(&path).unwrap();
@@ -83,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_can_change_is_refused() {
+    fn a_directory_that_others_can_change_is_refused() {
         let root = tempfile::tempdir().unwrap();
         let (open, inner) = (root.path().join("open"), root.path().join("open/inner"));
         create_private(&inner).unwrap();
@@ -97,18 +99,18 @@ mod tests {
         chmod(&open, 0o1777);
         create_private(&inner).unwrap();
         check_shared(&open).unwrap();
-        // A safe place behind an unsafe name.
+        // The real path is safe and the path of the symlink is not.
         chmod(&open, 0o777);
         symlink(root.path(), open.join("link")).unwrap();
         assert!(create_private(&open.join("link")).is_err());
     }
 
     #[test]
-    fn what_belongs_to_somebody_else_is_refused() {
+    fn a_directory_of_another_user_is_refused() {
         let root = tempfile::tempdir().unwrap();
-        let path = root.path().join("theirs");
+        let path = root.path().join("other");
         create_private(&path).unwrap();
-        // Only root can give a directory away.
+        // Only root can change the owner of a directory.
         if chown(&path, Some(4711), None).is_ok() {
             let error = create_private(&path).unwrap_err();
             assert!(error.message().contains("user 4711"), "{error}");

@@ -1,4 +1,4 @@
-//! The operations on mappings as one object: what the control API and tests call.
+//! The operations on mappings as one object, which the control API and tests call.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,18 +20,18 @@ pub use crate::context::Halt;
 pub use crate::operations::map::MapSpec;
 pub use crate::operations::resize::NewSize;
 
-/// Runs the operations that users ask for. Every call is bounded by its deadline.
+/// Runs the operations on mappings. Every call is bounded by its deadline.
 pub struct Executor {
     context: Arc<Context>,
 }
 
 impl Executor {
-    /// Makes the executor of a supervisor.
+    /// Creates the executor of a supervisor.
     pub(crate) fn new(context: Arc<Context>) -> Self {
         Self { context }
     }
 
-    /// The parts that operations share.
+    /// Returns the state that operations share.
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.context
     }
@@ -41,28 +41,29 @@ impl Executor {
         unlock::extra_open_time(self.context.registry, uri)
     }
 
-    /// Maps a volume, or returns the mapping that exists already.
+    /// Maps a volume, or returns the existing mapping.
     ///
     /// # Errors
-    /// Of any kind. Then nothing is left behind, or the error says what is.
+    /// Returns the first error of any step. The steps before it are undone; if that fails, the error
+    /// states what is left.
     pub async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<View> {
         operations::map::map(&self.context, spec, deadline).await
     }
 
-    /// Takes a mapping down and returns whether it existed.
+    /// Unmaps a volume and returns whether it was mapped.
     ///
     /// # Errors
-    /// `InUse`, with the holders; then the mapping stays as it is.
+    /// Returns `InUse`, with the holders, if the device has any; the mapping then does not change.
     pub async fn unmap(&self, target: &str, deadline: Instant) -> Result<bool> {
         operations::unmap::unmap(&self.context, target, deadline).await
     }
 
-    /// Takes a mapping, or a device without a record, down by force. Returns `None` if `target` does
-    /// not exist.
+    /// Unmaps a mapping, or a device without a record, by force. Returns `None` if `target` does not
+    /// exist.
     ///
     /// # Errors
-    /// `TimedOut` when `deadline` passes before all is done. The message says what was done, and the
-    /// supervisor continues in the background.
+    /// Returns `TimedOut` if `deadline` passes before the end. The message lists the steps that were
+    /// done, and the supervisor continues in the background.
     pub async fn force_unmap(
         &self,
         target: &str,
@@ -75,17 +76,17 @@ impl Executor {
     /// Changes the size of a volume and of its device.
     ///
     /// # Errors
-    /// `InvalidArgument` for a size that would shrink the device without being asked to; `InUse` for
-    /// shrinking a device that has holders; `Unavailable` while the backend does not answer.
+    /// Returns `InvalidArgument` if the size would shrink the device and the caller does not allow it;
+    /// `InUse` if a device to be shrunk has holders; `Unavailable` if the backend does not answer.
     pub async fn resize(&self, target: &str, wanted: NewSize, deadline: Instant) -> Result<View> {
         operations::resize::resize(&self.context, target, wanted, deadline).await
     }
 
-    /// Changes the outage policy and the limits of a mapping. The change is recorded even if no
-    /// worker runs; the next worker gets it.
+    /// Changes the outage policy and the rate limits of a mapping. The change is recorded even if no
+    /// worker runs, and the next worker applies it.
     ///
     /// # Errors
-    /// `InvalidArgument` when nothing is to be changed; errors of the journal and of the worker.
+    /// Returns `InvalidArgument` if `change` is empty, and the errors of the journal and of the worker.
     pub async fn set_policy(
         &self,
         target: &str,
@@ -98,17 +99,17 @@ impl Executor {
     /// Replaces the faults that a `fault:` volume injects.
     ///
     /// # Errors
-    /// `Unsupported` for any other volume.
+    /// Returns `Unsupported` if the volume is not a `fault:` volume.
     #[cfg(feature = "fault")]
     pub async fn set_fault(&self, target: &str, plan: &str, deadline: Instant) -> Result<()> {
         operations::set_options::set_fault(&self.context, target, plan, deadline).await
     }
 
-    /// Upgrades the daemon and its workers, and reports each part as it is done. It ends after the
-    /// mapping at hand when the receiver is dropped. `limit` bounds the upgrade of each worker.
+    /// Upgrades the daemon and its workers, and reports the result for each. If the receiver is dropped,
+    /// the upgrade stops after the current mapping. `limit` is the timeout of each worker's upgrade.
     ///
     /// # Errors
-    /// `NotFound` for a target that is not mapped; then nothing has been done.
+    /// Returns `NotFound` if a target is not mapped; nothing has been changed then.
     pub async fn upgrade(
         &self,
         request: api::UpgradeRequest,
@@ -117,10 +118,11 @@ impl Executor {
         operations::upgrade::upgrade(&self.context, request, limit).await
     }
 
-    /// Finds the mapping that a name, a URI or a device path means.
+    /// Returns the mapping with the name, the URI or the device path `target`.
     ///
     /// # Errors
-    /// `NotFound`, also for a device without a record, which can only be unmapped.
+    /// Returns `NotFound` if there is none, and also for a device without a record, which can only be
+    /// unmapped.
     pub async fn get(&self, target: &str, deadline: Instant) -> Result<Arc<Mapping>> {
         find::get(&self.context, target, deadline).await
     }
@@ -128,41 +130,41 @@ impl Executor {
     /// Returns the holders of a device.
     ///
     /// # Errors
-    /// When the kernel cannot be asked.
+    /// Returns an error if the kernel's state cannot be read until `deadline`.
     pub async fn holders(&self, index: DeviceIndex, deadline: Instant) -> Result<Vec<Holder>> {
         holders::holders_of(&self.context, index, deadline).await
     }
 
-    /// Returns the devices that carry an identity of cleat and have no record.
+    /// Returns the devices that have an identity of cleat but no record.
     ///
     /// # Errors
-    /// When the kernel cannot be asked.
+    /// Returns an error if the kernel's devices cannot be listed until `deadline`.
     pub async fn orphans(&self, deadline: Instant) -> Result<Vec<(Device, Identity)>> {
         devices::orphans(&self.context, deadline).await
     }
 
-    /// Returns whether this supervisor disconnected a device by force, so that it only waits for its
-    /// holders.
-    pub(crate) fn is_severed(&self, index: DeviceIndex, identity: &Identity) -> bool {
+    /// Returns whether this supervisor disconnected a device by force. Such a device disappears when its
+    /// holders close it.
+    pub(crate) fn is_force_disconnected(&self, index: DeviceIndex, identity: &Identity) -> bool {
         self.context.force_disconnected.contains(index, identity)
     }
 
-    /// Every mapping.
+    /// Returns the register of all mappings.
     pub fn register(&self) -> &Register {
         &self.context.register
     }
 
-    /// What an operator should know of how the daemon began.
+    /// Returns the problems that were found when the daemon started.
     pub fn findings(&self) -> Vec<String> {
         self.context.findings()
     }
 
-    /// The calls to the kernel that are under way.
+    /// Returns the number of kernel calls in progress.
     pub(crate) fn kernel_load(&self) -> Load {
         self.context.kernel.load()
     }
 
-    /// Receives every change of a mapping from now on.
+    /// Returns a receiver of every later change of a mapping.
     pub fn watch(&self) -> broadcast::Receiver<Change> {
         self.context.changes.subscribe()
     }

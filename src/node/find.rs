@@ -1,4 +1,4 @@
-//! Finds what a user means by a name, a URI or a path.
+//! Finds the mapping or device that a user names by a name, a URI or a path.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,20 +13,21 @@ use crate::planner::Intent;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{Device, DeviceIndex, Identity};
 
-/// What stands behind a name, URI or path.
+/// The result of a search for a name, URI or path.
 pub(crate) enum Target {
     /// A mapping.
     Mapping(Arc<Mapping>),
-    /// A device of ours that has no record.
+    /// A device of cleat that has no record.
     Orphan(DeviceIndex, Identity),
-    /// Nothing of ours.
+    /// Nothing of cleat has this name.
     Nothing,
 }
 
-/// What a user means.
+/// Finds the mapping or device that `target` names.
 ///
 /// # Errors
-/// `InvalidArgument` when several mappings are meant.
+/// Returns `InvalidArgument` if `target` is ambiguous, and an error if the kernel's devices cannot be listed
+/// until `deadline`.
 pub(crate) async fn find(cx: &Context, target: &str, deadline: Instant) -> Result<Target> {
     if let Some(mapping) = cx.register.get(target) {
         return Ok(Target::Mapping(mapping));
@@ -39,14 +40,17 @@ pub(crate) async fn find(cx: &Context, target: &str, deadline: Instant) -> Resul
         (None, _) => find_orphan(cx, target, deadline).await,
         (Some(mapping), None) => Ok(Target::Mapping(mapping)),
         (Some(one), Some(other)) => {
-            let message = format!("{target} is mapped as {} and as {}", one.name, other.name);
+            let message = format!(
+                "{target} is ambiguous: it is mapped as {} and as {}",
+                one.name, other.name
+            );
             Err(Error::new(ErrorKind::InvalidArgument, message)
-                .with_repair("say which by its name"))
+                .with_repair("use the name of the mapping"))
         }
     }
 }
 
-/// A device without a record, by the name that its identity gives it and that lists show.
+/// Finds a device without a record by the name in its identity, which `cleat ls` shows.
 async fn find_orphan(cx: &Context, name: &str, deadline: Instant) -> Result<Target> {
     let mut named = orphans(cx, deadline).await?.into_iter().filter(|(_, id)| id.name() == name);
     match (named.next(), named.next()) {
@@ -54,19 +58,21 @@ async fn find_orphan(cx: &Context, name: &str, deadline: Instant) -> Result<Targ
         (Some((device, identity)), None) => Ok(Target::Orphan(device.index, identity)),
         (Some((one, _)), Some((other, _))) => {
             let (one, other) = (one.index, other.index);
-            let message = format!("{name} is /dev/nbd{one} and /dev/nbd{other}, without a record");
+            let message = format!(
+                "{name} is ambiguous: /dev/nbd{one} and /dev/nbd{other} have this name and no record"
+            );
             Err(Error::new(ErrorKind::InvalidArgument, message)
-                .with_repair("say which by its device"))
+                .with_repair("use the path of the device"))
         }
     }
 }
 
-/// What is behind a device node or a symlink to one.
+/// Finds the mapping or orphan of a device node or of a symlink to one.
 async fn find_device(cx: &Context, path: &Path, deadline: Instant) -> Result<Target> {
-    // Only what lies under /dev is looked at: elsewhere a file server that hangs could keep this
-    // thread. A path that does not exist may still be the name of a device whose node is gone.
-    let plain = path.components().all(|part| part != std::path::Component::ParentDir);
-    let real = match path.starts_with("/dev") && plain {
+    // Only paths under /dev are resolved: elsewhere a file server that hangs could block this thread. A
+    // path that does not exist may still name a device whose node is gone.
+    let normal = path.components().all(|part| part != std::path::Component::ParentDir);
+    let real = match path.starts_with("/dev") && normal {
         true => std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()),
         false => return Ok(Target::Nothing),
     };
@@ -89,16 +95,17 @@ async fn find_device(cx: &Context, path: &Path, deadline: Instant) -> Result<Tar
     }
 }
 
-/// The mapping that a user means.
+/// Returns the mapping that `target` names.
 ///
 /// # Errors
-/// `NotFound` when there is none; `InUse`, for an orphan, which can only be unmapped.
+/// Returns `NotFound` if there is none, also for a device without a record, which can only be unmapped;
+/// otherwise as [`find`].
 pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result<Arc<Mapping>> {
     match find(cx, target, deadline).await? {
         Target::Mapping(mapping) => Ok(mapping),
         Target::Nothing => {
-            let message = format!("nothing is mapped as {target}");
-            Err(Error::new(ErrorKind::NotFound, message).with_repair("cleat ls shows what is"))
+            let message = format!("no mapping has the name, URI or device {target}");
+            Err(Error::new(ErrorKind::NotFound, message).with_repair("cleat ls lists the mappings"))
         }
         Target::Orphan(index, identity) => {
             let message = format!("/dev/nbd{index} ({}) has no record", identity.as_str());
@@ -108,6 +115,10 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
     }
 }
 
+/// Locks a mapping that is to stay mapped.
+///
+/// # Errors
+/// Returns `Aborted` if another operation holds the guard, and `Unavailable` if the mapping is being unmapped.
 pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>) -> Result<Guard> {
     let guard = mapping.lock_for_call().await?;
     if guard.teardown.removed || guard.record.intent != Intent::Mapped {
@@ -116,7 +127,8 @@ pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>) -> Result<Guard> {
     Ok(guard)
 }
 
+/// Returns the error for a mapping whose device does not work.
 pub(crate) fn not_mapped(mapping: &Mapping) -> Error {
-    Error::new(ErrorKind::Unavailable, format!("{} does not work just now", mapping.name))
-        .with_repair(format!("cleat status {} says why", mapping.name))
+    Error::new(ErrorKind::Unavailable, format!("the device of {} does not work now", mapping.name))
+        .with_repair(format!("cleat status {} shows the cause", mapping.name))
 }

@@ -5,17 +5,17 @@ use std::sync::{Mutex, PoisonError};
 
 use cleat_kernel::{DeviceIndex, Identity};
 
-/// Devices that this supervisor disconnected by force and that still have holders. They are told
-/// from those that serve for as long as this supervisor runs.
+/// Devices that this supervisor disconnected by force and that still have holders. The list is not durable:
+/// a later supervisor reports such a device as an orphan.
 #[derive(Debug, Default)]
 pub(crate) struct ForceDisconnected(Mutex<BTreeSet<(DeviceIndex, Identity)>>);
 
 impl ForceDisconnected {
-    /// Adds a device.
+    /// Adds a device. If the list is full, the device is reported as an orphan.
     pub(crate) fn insert(&self, index: DeviceIndex, identity: &Identity) {
-        const KEPT: usize = 1024;
+        const MAX_DEVICES: usize = 1024;
         let mut devices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if devices.len() < KEPT {
+        if devices.len() < MAX_DEVICES {
             devices.insert((index, identity.clone()));
         }
     }

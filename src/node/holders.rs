@@ -1,4 +1,4 @@
-//! Who holds a device: mounts, processes and other block devices.
+//! The holders of a device: mounts, processes and other block devices.
 
 use std::time::Duration;
 
@@ -9,50 +9,56 @@ use crate::mapping::Guard;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{DeviceIndex, Holder};
 
-/// How long udev may look at a device before it counts as a holder.
-pub(crate) const TRANSIENT_LIMIT: Duration = Duration::from_secs(3);
+/// How long udev's probes may have a device open before they count as holders.
+pub(crate) const TRANSIENT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Who holds a device.
+/// Returns the holders of a device.
+///
+/// # Errors
+/// Returns an error if the kernel's state cannot be read until `deadline`.
 pub(crate) async fn holders_of(
     cx: &Context,
     index: DeviceIndex,
     deadline: Instant,
 ) -> Result<Vec<Holder>> {
-    cx.kernel.wait("look for holders", deadline, None, move |k, _| k.holders(index)).await
+    cx.kernel.wait("find the holders", deadline, None, move |k, _| k.holders(index)).await
 }
 
-/// Sees to it that nobody holds a device, but for those who only look, and soon go.
+/// Waits until a device has no holders. Short-lived udev probes may have it open for [`TRANSIENT_TIMEOUT`].
+///
+/// # Errors
+/// Returns `InUse`, with the holders, if the device has others or the probes do not end in time.
 pub(crate) async fn check_unused(
     cx: &Context,
     guard: &Guard,
     index: DeviceIndex,
     deadline: Instant,
 ) -> Result<()> {
-    let patience = deadline.min(Instant::now() + TRANSIENT_LIMIT);
+    let transient_deadline = deadline.min(Instant::now() + TRANSIENT_TIMEOUT);
     loop {
         let holders = holders_of(cx, index, deadline).await?;
         if holders.is_empty() {
             return Ok(());
         }
-        if !holders.iter().all(is_transient) || Instant::now() >= patience {
+        if !holders.iter().all(is_transient) || Instant::now() >= transient_deadline {
             return Err(in_use_error(&guard.record.name, &holders));
         }
         sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// udev and what it runs.
+/// Returns whether a holder is a probe of udev, which closes the device soon.
 pub(crate) fn is_transient(holder: &Holder) -> bool {
     let Holder::Process { command, .. } = holder else { return false };
     ["(udev-worker)", "systemd-udevd", "udevd", "blkid"].iter().any(|name| command.contains(name))
 }
 
-/// An error that names who holds a device.
+/// Returns an error that lists the holders of a device.
 pub(crate) fn in_use_error(name: &str, holders: &[Holder]) -> Error {
     const SHOWN: usize = 8;
-    let mut who: Vec<String> = holders.iter().take(SHOWN).map(describe).collect();
+    let mut shown: Vec<String> = holders.iter().take(SHOWN).map(describe).collect();
     if holders.len() > SHOWN {
-        who.push(format!("{} more", holders.len() - SHOWN));
+        shown.push(format!("{} more", holders.len() - SHOWN));
     }
     let repair = match holders.first() {
         Some(Holder::Mount { path, namespace_pid: None, .. }) => {
@@ -61,14 +67,14 @@ pub(crate) fn in_use_error(name: &str, holders: &[Holder]) -> Error {
         Some(Holder::Mount { path, namespace_pid: Some(pid), .. }) => {
             format!("nsenter --mount --target {pid} umount {}", path.display())
         }
-        Some(Holder::Process { pid, .. }) => format!("end process {pid}, or have it close {name}"),
+        Some(Holder::Process { pid, .. }) => format!("end process {pid}, or make it close {name}"),
         Some(Holder::Device { name: upper }) if upper == "swap" => {
-            "end its use as swap: swapoff, see /proc/swaps".to_owned()
+            "swapoff the device; see /proc/swaps".to_owned()
         }
-        Some(Holder::Device { name: upper }) => format!("take {upper} down first"),
+        Some(Holder::Device { name: upper }) => format!("remove the device {upper} first"),
         None => String::new(),
     };
-    Error::new(ErrorKind::InUse, format!("{name} is in use: {}", who.join(", ")))
+    Error::new(ErrorKind::InUse, format!("{name} is in use: {}", shown.join(", ")))
         .with_repair(repair)
 }
 
@@ -89,12 +95,12 @@ fn describe(holder: &Holder) -> String {
     }
 }
 
-/// Adds the way out to an error that keeps a mapping from being unmapped.
+/// Adds the hint to unmap by force to an error of an unmap.
 pub(crate) fn or_by_force(error: Error, name: &str) -> Error {
-    let way = format!("cleat unmap {name} --force, which gives up what is not written yet");
+    let force = format!("cleat unmap {name} --force, which gives up what is not written yet");
     let repair = match error.repair() {
-        Some(repair) => format!("{repair}; or {way}"),
-        None => way,
+        Some(repair) => format!("{repair}; or {force}"),
+        None => force,
     };
     error.with_repair(repair)
 }

@@ -1,16 +1,16 @@
-//! The supervisor: maps volumes to block devices of this node, and takes the mappings down again.
+//! The supervisor: maps volumes to block devices of this node, and unmaps them.
 //!
 //! - In: calls of the control API (`api`), events of the kernel and of workers (`daemon`).
 //! - Out: worker processes (`workers`), commands to the kernel (`kernel_calls`), durable records
 //!   (`journal`).
 //!
-//! The `planner` decides: it is a pure function from what is wanted and what is observed to the
-//! actions that come next. `reconcile` runs them (`actions`) under the guard of one mapping.
-//! `operations` are what users ask for; each changes what is wanted and reconciles.
+//! The `planner` decides: it is a pure function of the desired and the observed state, and returns the
+//! next actions. `reconcile` runs them (`actions`) under the guard of one mapping. `operations` are the
+//! calls of users; each changes the desired state and reconciles.
 //!
-//! What must never happen here: a decision from memory where the kernel can be asked; a device that
-//! is addressed by its number alone; a second worker before the first is proved dead; a wait without
-//! a bound.
+//! What must never happen here: a decision from memory where the kernel has the answer; the use of a
+//! device by its number alone; the start of a second worker before the end of the first is proved; a
+//! wait without a timeout.
 //!
 //! Reading order: `planner`, `journal`, `mapping`, `context`, `reconcile`, `actions`, `operations`,
 //! `workers`, `api`, `daemon`.

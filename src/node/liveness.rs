@@ -1,4 +1,4 @@
-//! Asks workers for a sign of life.
+//! Checks that workers answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,20 +10,25 @@ use crate::mapping::Mapping;
 use cleat_core::error::ErrorKind;
 use cleat_worker::protocol::ToWorker;
 
-/// For a worker's control thread to give a sign of life.
-const LIFE_LIMIT: Duration = Duration::from_secs(5);
+/// The timeout for the answer of a worker's control thread.
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Asks a mapping's worker for a sign of life. When none comes, the mapping is looked at.
+/// Pings a mapping's worker. If it does not answer, schedules a reconcile of the mapping.
 pub(crate) async fn check_liveness(cx: &Context, mapping: &Arc<Mapping>) {
     let Some(guard) = mapping.try_lock_in_background() else { return };
     let Some(worker) = guard.worker.as_ref() else { return };
-    let limit = Instant::now() + LIFE_LIMIT;
-    let asked = mapping.until_forced(worker.call(ToWorker::Ping, Vec::new(), limit)).await;
-    if let Err(error) = asked
+    let deadline = Instant::now() + PING_TIMEOUT;
+    let answer = mapping.until_forced(worker.call(ToWorker::Ping, Vec::new(), deadline)).await;
+    if let Err(error) = answer
         && error.kind() != ErrorKind::Aborted
     {
         let pid = worker.id().pid;
-        tracing::warn!(mapping = mapping.name, pid, "gives no sign of life: {}", error.report());
+        tracing::warn!(
+            mapping = mapping.name,
+            pid,
+            "the worker does not answer: {}",
+            error.report()
+        );
         drop(guard);
         let _ = cx.work_queue.send(mapping.name.clone()).await;
     }

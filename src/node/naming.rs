@@ -1,5 +1,5 @@
-//! The names of mappings whose users gave none, and which mapping a URI means. Options are not part of
-//! a volume's identity: the same image with another option is the same image, and mapped once.
+//! The names of mappings whose users gave none, and the mappings of a URI. Options are not part of a
+//! volume's identity: an image is mapped once, whatever its options are.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -7,26 +7,26 @@ use std::sync::Arc;
 use crate::mapping::{Mapping, Register};
 use crate::planner::Record;
 
-/// The mappings that a URI means: those of just these options, or else, where it has none, all of
-/// its volume.
+/// Returns the mappings of a URI: those with the same options, or, if there are none and the URI has no
+/// options, those of the same volume with any options.
 pub(crate) fn mapped_as(register: &Register, uri: &str) -> Vec<Arc<Mapping>> {
     let mut mappings = register.all();
-    let is = |mapping: &Arc<Mapping>| mapping.view().record.uri;
-    match volume_part(uri) == uri && !mappings.iter().any(|mapping| is(mapping) == uri) {
-        true => mappings.retain(|mapping| is_same(&is(mapping), uri)),
-        false => mappings.retain(|mapping| is(mapping) == uri),
+    let uri_of = |mapping: &Arc<Mapping>| mapping.view().record.uri;
+    match volume_part(uri) == uri && !mappings.iter().any(|mapping| uri_of(mapping) == uri) {
+        true => mappings.retain(|mapping| is_same(&uri_of(mapping), uri)),
+        false => mappings.retain(|mapping| uri_of(mapping) == uri),
     }
     mappings
 }
 
-/// Whether two URIs name the same volume. Text decides: two ways to write a path are two volumes here,
-/// and the storage's own claim keeps them apart.
+/// Returns whether two URIs name the same volume. Only the text is compared: two spellings of a path count
+/// as two volumes, and the claim of the storage prevents that both are mapped.
 fn is_same(one: &str, other: &str) -> bool {
     volume_part(one) == volume_part(other)
 }
 
 fn volume_part(uri: &str) -> &str {
-    uri.split_once('?').map_or(uri, |(mapping, _)| mapping)
+    uri.split_once('?').map_or(uri, |(volume, _)| volume)
 }
 
 /// Returns the name of a mapping whose user gave none: readable, and the same for every call with the same
@@ -43,14 +43,14 @@ pub(crate) fn derived_name(uri: &str) -> String {
     if !stem.starts_with(|c: char| c.is_ascii_alphanumeric()) {
         stem.insert(0, 'v');
     }
-    // FNV-1a: keeps volumes of the same file name in different directories apart.
+    // The FNV-1a hash distinguishes files of the same name in different directories.
     let hash = volume.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
     format!("{stem}-{:08x}", hash >> 32)
 }
 
-/// What tells the volume of a record from the one that is asked for; `None`: nothing.
+/// Describes how the volume of a record differs from the requested one; `None`: it does not.
 pub(crate) fn other_volume(record: &Record, uri: &str) -> Option<String> {
     if record.uri == uri {
         return None;
@@ -58,20 +58,18 @@ pub(crate) fn other_volume(record: &Record, uri: &str) -> Option<String> {
     if !is_same(&record.uri, uri) {
         return Some(format!("the volume {}", record.uri));
     }
-    let (is, asked) = (options(&record.uri), options(uri));
+    let (present, requested) = (options(&record.uri), options(uri));
     let list = |options: Vec<&&str>| match options.as_slice() {
         [] => "none".to_owned(),
         some => some.iter().map(|option| **option).collect::<Vec<_>>().join("&"),
     };
-    let (has, lacks) =
-        (list(is.difference(&asked).collect()), list(asked.difference(&is).collect()));
-    match is == asked {
-        // The same in another order.
-        true => None,
-        false => {
-            Some(format!("other options of the same volume: {has}, where {lacks} was asked for"))
-        }
+    // The order of options does not matter.
+    if present == requested {
+        return None;
     }
+    let has = list(present.difference(&requested).collect());
+    let lacks = list(requested.difference(&present).collect());
+    Some(format!("the same volume with other options: {has} instead of {lacks}"))
 }
 
 fn options(uri: &str) -> BTreeSet<&str> {
@@ -88,7 +86,7 @@ mod tests {
     use crate::planner;
 
     #[test]
-    fn derived_names_tell_directories_apart_and_options_not() {
+    fn derived_names_depend_on_the_directory_and_not_on_options() {
         assert_ne!(derived_name("file:/a/x.img"), derived_name("file:/b/x.img"));
         assert!(derived_name("file:/a/x.img").starts_with("file-x.img-"));
         assert_eq!(derived_name("mem:1G"), derived_name("mem:1G"));
@@ -103,21 +101,21 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_named() {
+    fn a_difference_between_volumes_is_described() {
         let of = |uri: &str| Record { uri: uri.into(), ..planner::tests::record(1, true) };
-        let told = |is, asked| other_volume(&of(is), asked);
-        assert_eq!(told("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&a=1"), None);
-        assert_eq!(told("rbd:p/i", "rbd:p/j").unwrap(), "the volume rbd:p/i");
+        let difference = |present, requested| other_volume(&of(present), requested);
+        assert_eq!(difference("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&a=1"), None);
+        assert_eq!(difference("rbd:p/i", "rbd:p/j").unwrap(), "the volume rbd:p/i");
         assert_eq!(
-            told("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&c=3").unwrap(),
-            "other options of the same volume: a=1, where c=3 was asked for"
+            difference("rbd:p/i?a=1&b=2", "rbd:p/i?b=2&c=3").unwrap(),
+            "the same volume with other options: a=1 instead of c=3"
         );
-        assert!(told("rbd:p/i", "rbd:p/i?c=3").unwrap().contains("none, where c=3"));
+        assert!(difference("rbd:p/i", "rbd:p/i?c=3").unwrap().contains("none instead of c=3"));
     }
 
     proptest! {
         #[test]
-        fn derived_names_are_names(uri in ".{0,300}") {
+        fn derived_names_are_valid_names(uri in ".{0,300}") {
             prop_assert!(validate::is_name(&derived_name(&uri)), "{}", derived_name(&uri));
         }
     }

@@ -1,8 +1,8 @@
-//! The administrator's program that makes a device quiet, and ends that again: run as rbd-nbd runs its
-//! quiesce hook, with the device and `quiesce` or `unquiesce`.
+//! Runs the administrator's program that quiesces and unquiesces a device. The arguments are those of
+//! rbd-nbd's quiesce hook: the device, and `quiesce` or `unquiesce`.
 //!
-//! It runs with the daemon's rights, so only root may be able to write it; with a minimal environment;
-//! and never beyond its deadline: it is killed then, with everything in its process group.
+//! The program runs with the daemon's rights, so only root may be able to write it. It gets a minimal
+//! environment. At its deadline it is killed, with its process group.
 
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
@@ -17,31 +17,33 @@ use nix::unistd::Pid;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// What is kept of what it writes, for the log.
+/// How many bytes of the program's output are logged.
 const MAX_OUTPUT: usize = 8192;
 
-/// Between looks whether it has ended.
+/// The interval between two checks whether the program has ended.
 const PAUSE: Duration = Duration::from_millis(5);
 
-const SEARCHED: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// The program's PATH.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Runs it to its end. Blocks.
+/// Runs the program and waits for its end. Blocks until `deadline`, and a second longer if the program must
+/// be killed.
 ///
 /// # Errors
-/// `PermissionDenied` when others than root could have written it; `TimedOut` when it was killed;
-/// `Unavailable` when it fails.
+/// Returns `PermissionDenied` if users other than root can write the program, `TimedOut` if it was killed
+/// at the deadline, and `Unavailable` if it fails.
 pub(super) fn run(hook: &Path, device: &str, verb: &str, deadline: Instant) -> Result<()> {
     check(hook)?;
     let name = hook.display();
-    let failed = |error| Error::from_io(format!("the hook {name} cannot be run"), error);
+    let failed = |error| Error::from_io(format!("cannot run the hook {name}"), error);
     let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| failed(e.into()))?;
     fcntl(&reader, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(|e| failed(e.into()))?;
     let mut command = Command::new(hook);
-    command.args([device, verb]).env_clear().env("PATH", SEARCHED).current_dir("/");
+    command.args([device, verb]).env_clear().env("PATH", PATH).current_dir("/");
     command.process_group(0).stdin(Stdio::null());
     command.stdout(writer.try_clone().map_err(failed)?).stderr(writer);
     let mut child = command.spawn().map_err(failed)?;
-    // Its copies of the pipe's end are ours, too, as long as it lives.
+    // The command holds copies of the pipe's write end, which would keep the pipe open.
     drop(command);
     let mut output = Output { pipe: reader.into(), text: Vec::new() };
     let ended = wait(&mut child, &mut output, deadline);
@@ -51,32 +53,31 @@ pub(super) fn run(hook: &Path, device: &str, verb: &str, deadline: Instant) -> R
         Some(status) => {
             let message = format!("the hook {name} failed to {verb} {device} ({status})");
             Err(Error::new(ErrorKind::Unavailable, message)
-                .with_repair("see the daemon's log for what it said"))
+                .with_repair("see its output in the daemon's log"))
         }
         None => {
-            let message =
-                format!("the hook {name} did not {verb} {device} in time, and was killed");
+            let message = format!("the hook {name} did not {verb} {device} in time and was killed");
             Err(Error::new(ErrorKind::TimedOut, message)
-                .with_repair("see what it waits for, or raise map.quiesce_deadline"))
+                .with_repair("check what the hook waits for, or raise map.quiesce_deadline"))
         }
     }
 }
 
-/// Whoever can write it could have the daemon do anything.
+/// Checks that only root can write the program, since the daemon runs it with all privileges.
 fn check(hook: &Path) -> Result<()> {
     let name = hook.display();
     let found = std::fs::metadata(hook)
-        .map_err(|error| Error::from_io(format!("the hook {name} cannot be run"), error))?;
+        .map_err(|error| Error::from_io(format!("cannot run the hook {name}"), error))?;
     let own = nix::unistd::geteuid().as_raw();
     if !found.is_file() || ![0, own].contains(&found.uid()) || found.mode() & 0o022 != 0 {
-        let message = format!("the hook {name} is no file that only root can write");
+        let message = format!("the hook {name} is not a file that only root can write");
         return Err(Error::new(ErrorKind::PermissionDenied, message)
             .with_repair(format!("chown root {name}; chmod go-w {name}")));
     }
     Ok(())
 }
 
-/// `None`: it was killed at the deadline.
+/// Waits for the end of the program. Returns `None` if it was killed at the deadline.
 #[allow(
     clippy::disallowed_methods,
     reason = "a blocking thread waits for a real process, which does not follow simulated time"
@@ -88,8 +89,8 @@ fn wait(
 ) -> io::Result<Option<ExitStatus>> {
     loop {
         let ended = child.try_wait();
-        // One that writes more than a pipe holds waits for us.
-        output.take();
+        // A program that writes more than the pipe's capacity blocks until the output is read.
+        output.read_available();
         match ended {
             Ok(None) if Instant::now() < deadline => std::thread::sleep(PAUSE),
             Ok(None) | Err(_) => break,
@@ -97,32 +98,32 @@ fn wait(
         }
     }
     let group = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
-    // It is our child and not reaped, so the number is its own.
+    // The child has not been reaped, so no other process has its number.
     killpg(group, Signal::SIGKILL)?;
     let killed = Instant::now() + Duration::from_secs(1);
     while child.try_wait()?.is_none() && Instant::now() < killed {
         std::thread::sleep(PAUSE);
     }
-    output.take();
+    output.read_available();
     Ok(None)
 }
 
-/// What it writes.
+/// The output of the program.
 struct Output {
     pipe: std::fs::File,
     text: Vec<u8>,
 }
 
 impl Output {
-    /// What is there now, as much as a pipe holds: whoever writes without end keeps nobody here. What it
-    /// left running may write on, to nobody.
-    fn take(&mut self) {
-        let mut some = [0; 4096];
+    /// Reads what the pipe contains now, 64 KiB at most, so that endless output does not block the caller.
+    /// Keeps the first [`MAX_OUTPUT`] bytes.
+    fn read_available(&mut self) {
+        let mut buffer = [0; 4096];
         for _ in 0..16 {
-            // An error is the end of it, or that there is nothing now.
-            let Ok(length @ 1..) = self.pipe.read(&mut some) else { break };
-            let room = MAX_OUTPUT - self.text.len();
-            self.text.extend_from_slice(&some[..length.min(room)]);
+            // An error means that the pipe is empty or closed.
+            let Ok(length @ 1..) = self.pipe.read(&mut buffer) else { break };
+            let kept = length.min(MAX_OUTPUT - self.text.len());
+            self.text.extend_from_slice(&buffer[..kept]);
         }
     }
 
@@ -140,7 +141,7 @@ mod tests {
 
     use super::*;
 
-    fn soon() -> Instant {
+    fn far_deadline() -> Instant {
         Instant::now() + Duration::from_secs(60)
     }
 
@@ -167,7 +168,7 @@ mod tests {
         }
 
         fn run(&self, deadline: Instant) -> Result<()> {
-            // Another test may just be starting a process, which has the script open until it runs.
+            // A process that another test starts has the script open until its exec.
             loop {
                 match run(&self.path("hook"), "/dev/nbd7", "quiesce", deadline) {
                     Err(error) if error.report().contains("busy") => {}
@@ -178,10 +179,11 @@ mod tests {
     }
 
     #[test]
-    fn it_is_told_device_and_verb_and_little_else() {
-        let hook = Hook::new("cd \"$(dirname \"$0\")\" && echo \"$@\" >told && env >environment");
-        hook.run(soon()).unwrap();
-        assert_eq!(std::fs::read_to_string(hook.path("told")).unwrap(), "/dev/nbd7 quiesce\n");
+    fn the_hook_gets_the_device_the_verb_and_a_minimal_environment() {
+        let hook =
+            Hook::new("cd \"$(dirname \"$0\")\" && echo \"$@\" >arguments && env >environment");
+        hook.run(far_deadline()).unwrap();
+        assert_eq!(std::fs::read_to_string(hook.path("arguments")).unwrap(), "/dev/nbd7 quiesce\n");
         let environment = std::fs::read_to_string(hook.path("environment")).unwrap();
         assert!(environment.lines().all(|line| {
             ["PATH=", "PWD=", "OLDPWD=", "SHLVL=", "_="].iter().any(|known| line.starts_with(known))
@@ -189,15 +191,15 @@ mod tests {
     }
 
     #[test]
-    fn one_that_fails_hangs_or_writes_without_end_is_told() {
-        let error = Hook::new("echo no >&2; exit 3").run(soon()).unwrap_err();
+    fn a_hook_that_fails_hangs_or_writes_without_end_is_an_error() {
+        let error = Hook::new("echo no >&2; exit 3").run(far_deadline()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.report().contains("exit status: 3"), "{}", error.report());
-        Hook::new("head -c 1000000 /dev/zero").run(soon()).unwrap();
-        let soon_over = Instant::now() + Duration::from_millis(300);
-        let error = Hook::new("exec cat /dev/zero").run(soon_over).unwrap_err();
+        Hook::new("head -c 1000000 /dev/zero").run(far_deadline()).unwrap();
+        let near_deadline = Instant::now() + Duration::from_millis(300);
+        let error = Hook::new("exec cat /dev/zero").run(near_deadline).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
-        // With what it has started; and what it has left running with the pipe keeps nobody.
+        // Its children are killed, too. A child that outlives a successful hook does not delay the result.
         let hook = Hook::new("sleep 600 & echo $! >\"${0%/*}/child\"; wait");
         let error = hook.run(Instant::now() + Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
@@ -207,21 +209,22 @@ mod tests {
             std::thread::sleep(PAUSE);
         }
         let hook = Hook::new("sleep 600 & echo $! >\"${0%/*}/child\"");
-        hook.run(soon()).unwrap();
+        hook.run(far_deadline()).unwrap();
         let child = std::fs::read_to_string(hook.path("child")).unwrap().trim().parse().unwrap();
         nix::sys::signal::kill(Pid::from_raw(child), Signal::SIGKILL).unwrap();
     }
 
     #[test]
-    fn one_that_others_could_have_written_is_not_run() {
+    fn a_hook_that_others_can_write_is_not_run() {
         let hook = Hook::new("true");
         for mode in [0o775, 0o757] {
             hook.set_mode(mode);
-            assert_eq!(hook.run(soon()).unwrap_err().kind(), ErrorKind::PermissionDenied);
+            assert_eq!(hook.run(far_deadline()).unwrap_err().kind(), ErrorKind::PermissionDenied);
         }
         hook.set_mode(0o644);
-        assert_eq!(hook.run(soon()).unwrap_err().kind(), ErrorKind::PermissionDenied);
-        let missing = run(Path::new("/nowhere/hook"), "/dev/nbd0", "quiesce", soon()).unwrap_err();
+        assert_eq!(hook.run(far_deadline()).unwrap_err().kind(), ErrorKind::PermissionDenied);
+        let missing =
+            run(Path::new("/nowhere/hook"), "/dev/nbd0", "quiesce", far_deadline()).unwrap_err();
         assert_eq!(missing.kind(), ErrorKind::NotFound);
     }
 }

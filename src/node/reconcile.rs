@@ -1,4 +1,4 @@
-//! Brings a mapping to what is wanted: observe, plan, act, and observe again, under its guard.
+//! Brings a mapping to its desired state: observe, plan, act, and observe again, under its guard.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::actions;
 use crate::context::Context;
-use crate::holders::{TRANSIENT_LIMIT, in_use_error, is_transient, or_by_force};
+use crate::holders::{TRANSIENT_TIMEOUT, in_use_error, is_transient, or_by_force};
 use crate::mapping::{Guard, Mapping};
 use crate::observe::observe;
 use crate::planner::{Action, State, plan};
@@ -17,26 +17,28 @@ use crate::status::publish_state;
 use crate::unlock;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Plans that may follow each other before something is wrong with the planner or the world.
+/// The maximum number of plans in one reconcile. More of them mean an error in the planner or in the
+/// observed state.
 const MAX_ROUNDS: u32 = 8;
 
-/// Attempts at an operation that a user waits for.
+/// The maximum number of attempts of an operation that a user waits for.
 const MAX_ATTEMPTS: u32 = 4;
 
-/// For one attempt at a repair.
-const REPAIR_LIMIT: Duration = Duration::from_secs(60);
+/// The timeout of one attempt to repair a mapping.
+const REPAIR_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Looks after a mapping by itself: after an event, or because it is time.
+/// Reconciles a mapping after an event or a sweep. Does nothing if a call holds the guard: the end of the
+/// call schedules another reconcile.
 pub(crate) async fn reconcile_in_background(cx: &Context, mapping: &Arc<Mapping>) {
     let Some(mut guard) = mapping.try_lock_in_background() else { return };
     if guard.teardown.removed {
         return;
     }
-    let tended = mapping.until_forced(async {
+    let reconciled = mapping.until_forced(async {
         reconcile_locked(cx, &mut guard).await;
         Ok(())
     });
-    if let Err(error) = tended.await {
+    if let Err(error) = reconciled.await {
         tracing::info!(mapping = mapping.name, "{}", error.report());
     }
 }
@@ -51,7 +53,7 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
         wake_later(cx, guard);
     }
     let deadline =
-        Instant::now() + REPAIR_LIMIT + unlock::extra_open_time(cx.registry, &guard.record.uri);
+        Instant::now() + REPAIR_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri);
     match reconcile(cx, guard, deadline).await {
         Ok(State::Failed(failure)) => {
             tracing::debug!(mapping = guard.mapping().name, "failed: {}", failure.message);
@@ -61,10 +63,10 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
     }
 }
 
-/// Look, plan, act, until the planner rests.
+/// Observes, plans and acts until the plan contains no actions. Returns the final state.
 ///
 /// # Errors
-/// The first failure; what has been done until then stays.
+/// Returns the first error of an observation or an action. Completed actions are not undone.
 pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<State> {
     for _ in 0..MAX_ROUNDS {
         let observed = observe(cx, guard, deadline).await?;
@@ -73,14 +75,14 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
         if plan.actions.is_empty() {
             return Ok(plan.state);
         }
-        // A worker that was just found dead, not for the first time: nobody waits for its successor
-        // so urgently that one may be started after the other.
+        // The observation found a dead worker again. No call waits for the next one, so the backoff
+        // applies.
         if guard.is_background() && guard.health.retry_at.is_some_and(|at| at > Instant::now()) {
             wake_later(cx, guard);
             return Ok(plan.state);
         }
         for action in plan.actions {
-            tracing::debug!(mapping = guard.mapping().name, ?action, "step");
+            tracing::debug!(mapping = guard.mapping().name, ?action, "runs an action");
             cx.point(&format!("before {action:?}")).await;
             guard.step_begins(action);
             actions::run(cx, guard, action, deadline).await?;
@@ -91,11 +93,17 @@ pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant
         }
         cx.point("after a plan").await;
     }
-    let message = format!("{} does not come to rest", guard.mapping().name);
+    let message = format!(
+        "internal: {} is not in a final state after {MAX_ROUNDS} plans",
+        guard.mapping().name
+    );
     Err(Error::new(ErrorKind::Internal, message))
 }
 
-/// As `converge`, with a few attempts where that may help.
+/// Reconciles as [`reconcile`] does, and retries after a temporary error, [`MAX_ATTEMPTS`] times in all.
+///
+/// # Errors
+/// Returns the error of the last attempt.
 pub(crate) async fn reconcile_with_retries(
     cx: &Context,
     guard: &mut Guard,
@@ -111,21 +119,24 @@ pub(crate) async fn reconcile_with_retries(
         if Instant::now() + wait >= deadline {
             return Err(error);
         }
-        tracing::info!(mapping = guard.mapping().name, "tried again: {}", error.report());
+        tracing::info!(mapping = guard.mapping().name, "retrying: {}", error.report());
         sleep(wait).await;
         attempt += 1;
     }
 }
 
-/// Brings a mapping to nothing, or says who holds it.
+/// Unmaps a mapping whose record has the intent to unmap. Waits [`TRANSIENT_TIMEOUT`] for udev probes.
+///
+/// # Errors
+/// Returns `InUse`, with the holders, if the device has any, and otherwise the error of the last attempt.
 pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
-    let patience = deadline.min(Instant::now() + TRANSIENT_LIMIT);
+    let transient_deadline = deadline.min(Instant::now() + TRANSIENT_TIMEOUT);
     loop {
         match reconcile_with_retries(cx, guard, deadline).await? {
             State::Unmapped => return Ok(()),
-            // udev looks at a device after every change of it; that passes.
+            // udev probes a device after every change of it and closes it soon.
             State::Held(holders)
-                if holders.iter().all(is_transient) && Instant::now() < patience =>
+                if holders.iter().all(is_transient) && Instant::now() < transient_deadline =>
             {
                 sleep(Duration::from_millis(50)).await;
             }
@@ -135,14 +146,14 @@ pub(crate) async fn take_down(cx: &Context, guard: &mut Guard, deadline: Instant
             }
             State::Failed(failure) => return Err(failure.into_error()),
             other => {
-                let message = format!("unmap came to rest in {other:?}");
+                let message = format!("internal: the unmap ended in state {other:?}");
                 return Err(Error::new(ErrorKind::Internal, message));
             }
         }
     }
 }
 
-/// Whether another attempt may succeed soon.
+/// Returns whether another attempt may succeed soon.
 fn is_temporary(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Unavailable | ErrorKind::Aborted)
 }

@@ -1,5 +1,5 @@
-//! The daemon becomes the build that is on disk: the same process goes on with another executable, so
-//! that its children stay its children, and the service manager sees nothing end.
+//! Replaces the daemon by the build that is on disk. The process executes the other file, so that its
+//! children stay its children and the service manager sees no process end.
 
 use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
@@ -13,68 +13,70 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use cleat_core::error::{Error, Result};
 use cleat_worker::version::binary_id;
 
-/// What is there in the place that this process was started from.
+/// The executable at the path from which this process was started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Binary {
-    /// What runs.
+    /// The build that runs.
     Current,
-    /// Another build, which runs on this machine.
+    /// Another build, which can run on this machine.
     Other {
-        /// Where.
+        /// The path of its executable.
         path: PathBuf,
-        /// What it calls itself.
+        /// The version that it prints.
         version: String,
-        /// See `worker::version::binary_id`.
+        /// The identity of its file, see `cleat_worker::version::binary_id`.
         id: String,
     },
 }
 
 const OWN: &str = "/proc/self/exe";
 
-/// For another build to say its version.
-const VERSION_LIMIT: Duration = Duration::from_secs(5);
+/// The timeout for another build to print its version.
+const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The longest version.
+/// The maximum length of the printed version, in bytes.
 const MAX_VERSION: usize = 4096;
 
-/// Looks at what is on disk. Another build must be able to say what it is: one that cannot even do
-/// that does not replace one that works. Blocks, for seconds at most.
+/// Compares the executable on disk with the running one. Another build must print its version, so that an
+/// executable that does not run never replaces one that works. Blocks for [`VERSION_TIMEOUT`] at most.
 ///
 /// # Errors
-/// When there is nothing there, or it does not run, or it is not cleat.
+/// Returns an error if the file does not exist, does not run, or is not cleat.
 pub(super) fn on_disk() -> Result<Binary> {
     let own = std::fs::read_link(OWN)
-        .map_err(|error| Error::from_io("cannot tell which executable this is", error))?;
-    let path = place(&own);
+        .map_err(|error| Error::from_io("cannot read /proc/self/exe", error))?;
+    let path = installed_path(&own);
     let id = binary_id(&path);
     if id == binary_id(Path::new(OWN)) {
         return Ok(Binary::Current);
     }
     let version = version(&path).map_err(|error| {
-        let message = format!("{} cannot take this daemon's place", path.display());
-        Error::from_io(message, error).with_repair("install the build anew, then upgrade again")
+        let message = format!("{} cannot replace this daemon", path.display());
+        Error::from_io(message, error)
+            .with_repair("install the build again, then repeat cleat upgrade")
     })?;
     Ok(Binary::Other { path, version, id })
 }
 
-/// Goes on as `path`, with the arguments that this process was started with. Returns only when that
-/// is not possible.
+/// Executes `path` in this process, with the arguments that this process was started with. Returns only if
+/// that fails.
 pub(super) fn exec(path: &Path) -> Error {
     let mut arguments = std::env::args_os();
     let name = arguments.next().unwrap_or_else(|| path.into());
     let error = Command::new(path).arg0(name).args(arguments).exec();
-    Error::from_io(format!("cannot go on as {}", path.display()), error)
+    Error::from_io(format!("cannot execute {}", path.display()), error)
 }
 
-/// Takes the exit status of every child that has ended: of an executable before this one, in the same
-/// process. To be called before there are children of this one.
+/// Takes the exit status of all children that have ended. They were started by the executable that this
+/// one replaced in the same process. Must be called before this executable starts children.
 pub(super) fn reap_children() {
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
     while waitid(Id::All, flags).is_ok_and(|status| status != WaitStatus::StillAlive) {}
 }
 
-/// Where the executable was: the kernel marks one whose file has been replaced (proc_pid_exe(5)).
-fn place(link: &Path) -> PathBuf {
+/// Returns the path from which the process was started. The kernel appends " (deleted)" if the file has been
+/// replaced (proc_pid_exe(5)).
+fn installed_path(link: &Path) -> PathBuf {
     let text = link.to_str().and_then(|text| text.strip_suffix(" (deleted)"));
     text.map_or_else(|| link.to_owned(), PathBuf::from)
 }
@@ -83,7 +85,7 @@ fn version(path: &Path) -> io::Result<String> {
     let mut command = Command::new(path);
     command.arg("--version").env_clear().stdin(Stdio::null()).stderr(Stdio::null());
     let mut child = command.stdout(Stdio::piped()).spawn()?;
-    let ended = wait(&mut child, VERSION_LIMIT);
+    let ended = wait(&mut child, VERSION_TIMEOUT);
     if !matches!(ended, Ok(Some(_))) {
         let _ = child.kill();
         let _ = child.wait();
@@ -91,8 +93,8 @@ fn version(path: &Path) -> io::Result<String> {
     let status = ended?.ok_or(io::ErrorKind::TimedOut)?;
     let mut text = vec![0; MAX_VERSION];
     if let Some(mut stdout) = child.stdout.take() {
-        // It has ended, so all that it wrote is there. The end of the pipe may not be: what it left
-        // running can have it open.
+        // The process has ended, so its output is in the pipe. The pipe may still be open in a child that it
+        // left running, so the read must not wait for its end.
         fcntl(&stdout, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         let length = match stdout.read(&mut text) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
@@ -104,7 +106,7 @@ fn version(path: &Path) -> io::Result<String> {
     let first = text.lines().next().and_then(|line| line.strip_prefix("cleat "));
     match first.filter(|_| status.success()) {
         Some(version) => Ok(version.to_owned()),
-        None => Err(io::Error::other(format!("it does not say its version ({status})"))),
+        None => Err(io::Error::other(format!("it does not print its version ({status})"))),
     }
 }
 
@@ -112,11 +114,11 @@ fn version(path: &Path) -> io::Result<String> {
     clippy::disallowed_methods,
     reason = "a blocking thread waits for a real process, which does not follow simulated time"
 )]
-fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<std::process::ExitStatus>> {
-    let until = Instant::now() + limit;
+fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<std::process::ExitStatus>> {
+    let deadline = Instant::now() + timeout;
     loop {
         let ended = child.try_wait()?;
-        if ended.is_some() || Instant::now() >= until {
+        if ended.is_some() || Instant::now() >= deadline {
             return Ok(ended);
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -131,21 +133,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_replaced_executable_is_looked_for_where_it_was() {
-        assert_eq!(place(Path::new("/usr/bin/cleat (deleted)")), Path::new("/usr/bin/cleat"));
-        assert_eq!(place(Path::new("/usr/bin/cleat")), Path::new("/usr/bin/cleat"));
+    fn the_path_of_a_replaced_executable_is_found() {
+        let path = Path::new("/usr/bin/cleat");
+        assert_eq!(installed_path(Path::new("/usr/bin/cleat (deleted)")), path);
+        assert_eq!(installed_path(path), path);
         assert_eq!(on_disk().unwrap(), Binary::Current);
     }
 
     #[test]
-    fn only_what_says_its_version_may_take_over() {
+    fn only_a_file_that_prints_its_version_is_accepted() {
         let script = |text: &str| {
             let directory = tempfile::tempdir().unwrap();
             let path = directory.path().join("other");
             std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
             use std::os::unix::fs::PermissionsExt;
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-            // Another test may just be starting a process, which has the script open until it runs.
+            // A process that another test starts has the script open until its exec.
             loop {
                 match version(&path) {
                     Err(error) if error.kind() == io::ErrorKind::ExecutableFileBusy => {}
@@ -157,16 +160,16 @@ mod tests {
         assert!(script("echo 'cleat 9.9'; exit 1").is_err());
         assert!(script("echo 'something else'").is_err());
         assert!(script("true").is_err());
-        // One that leaves something running, with the pipe open.
-        let left = script("sleep 600 & echo \"cleat $!\"").unwrap().parse().unwrap();
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(left), None).unwrap();
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(left), Signal::SIGKILL).unwrap();
+        // A program that leaves a child running, which has the pipe open.
+        let child = script("sleep 600 & echo \"cleat $!\"").unwrap().parse().unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(child), None).unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(child), Signal::SIGKILL).unwrap();
         assert!(version(Path::new("/nowhere")).is_err());
         assert!(version(Path::new("/etc/hostname")).is_err());
     }
 
     #[test]
-    fn what_hangs_is_given_up() {
+    fn the_wait_for_a_process_ends_at_its_timeout() {
         let mut child = Command::new("/bin/sleep").arg("60").spawn().unwrap();
         assert!(wait(&mut child, Duration::from_millis(20)).unwrap().is_none());
         child.kill().unwrap();

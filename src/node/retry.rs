@@ -1,4 +1,4 @@
-//! What happens after an attempt at a mapping has failed: it is shown, counted and tried again later.
+//! Handles the failure of an attempt to map or repair: reports it, counts it, and schedules a retry.
 
 use std::time::Duration;
 
@@ -9,20 +9,21 @@ use crate::mapping::Guard;
 use crate::status::{outage_of, publish};
 use cleat_core::error::Error;
 
-/// A mapping that has worked for so long has recovered from what was before. Short, so that only
-/// workers which die soon after their start are given up: with the others, I/O gets on.
+/// After this time of work, a mapping's earlier failures no longer count. It is short, so that a mapping
+/// fails for good only if its workers die soon after their start. With the others, I/O makes progress.
 const RECOVERED_AFTER: Duration = Duration::from_secs(5);
 
-/// A failure that nobody may be waiting for: shown, counted, and tried again later.
+/// Reports a failure, counts it, and schedules a retry with a backoff. A refusal of the backend does not
+/// count as a failure while the outage policy allows requests to wait.
 pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
     let policy = guard.record.options.policy.outage;
-    let refusals = guard.health.worker_failures.backend_wait_attempts(policy);
+    let backend_attempt = guard.health.worker_failures.backend_wait_attempts(policy);
     let name = &guard.mapping().name;
     let mut message = error.report();
-    match refusals {
+    match backend_attempt {
         Some(attempt) => {
-            message = format!("waits for its backend: {message}");
-            // An outage may last for days.
+            message = format!("waiting for the backend: {message}");
+            // An outage may last for days, so most attempts are not logged.
             if attempt <= 3 || attempt.is_multiple_of(60) {
                 tracing::warn!(mapping = name, attempt, "{message}");
             }
@@ -34,14 +35,14 @@ pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
         view.message = message;
         view.outage = outage;
     });
-    match refusals {
+    match backend_attempt {
         Some(attempt) => set_backoff(cx, guard, attempt),
         None => count_failure(cx, guard),
     }
     wake_later(cx, guard);
 }
 
-/// One more repair that failed or did not last; the next one waits the longer.
+/// Counts a repair that failed or whose worker died, and extends the backoff of the next one.
 pub(crate) fn count_failure(cx: &Context, guard: &mut Guard) {
     if guard.health.working_since.take().is_some_and(|since| since.elapsed() > RECOVERED_AFTER) {
         guard.health.failures = 0;
@@ -51,16 +52,17 @@ pub(crate) fn count_failure(cx: &Context, guard: &mut Guard) {
     set_backoff(cx, guard, guard.health.failures);
 }
 
-/// The first repair is immediate: its cause is most likely past. The others wait ever longer.
+/// Sets the time of the next attempt. The first retry is immediate, since a single failure is usually over.
+/// The delay of the later ones grows from 0.1 s to 10 s.
 fn set_backoff(cx: &Context, guard: &mut Guard, attempts: u32) {
     if attempts > 1 {
-        let (first, most) = (Duration::from_millis(100), Duration::from_secs(10));
-        let wait = cx.random.backoff(attempts - 1, first, most);
+        let (first, max) = (Duration::from_millis(100), Duration::from_secs(10));
+        let wait = cx.random.backoff(attempts - 1, first, max);
         guard.health.retry_at = Some(Instant::now() + wait);
     }
 }
 
-/// Has the mapping looked at when its time has come.
+/// Schedules a reconcile of the mapping at its retry time, or in a second if it has none.
 pub(crate) fn wake_later(cx: &Context, guard: &mut Guard) {
     let (name, work_queue) = (guard.mapping().name.clone(), cx.work_queue.clone());
     let at = guard.health.retry_at.unwrap_or_else(|| Instant::now() + Duration::from_secs(1));

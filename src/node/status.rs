@@ -1,4 +1,4 @@
-//! Publishes the state of a mapping to everybody who reads or watches it.
+//! Publishes the state of mappings: to their views, and to the subscribers of changes.
 
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
@@ -11,26 +11,28 @@ use crate::mapping::{Change, Guard, Guarded, Mapping, OutageView, View};
 use crate::planner::{Failure, Observed, State};
 use cleat_core::error::Error;
 
-/// Changes what everybody sees, and tells those who watch.
+/// Changes the view of a mapping and notifies the subscribers. Returns the new view, or `None` if the view
+/// did not change.
 pub(crate) fn publish(
     cx: &Context,
     mapping: &Arc<Mapping>,
     change: impl FnOnce(&mut View),
 ) -> Option<View> {
     let view = mapping.update(change)?;
-    // No receiver: nobody watches.
+    // An error means that there are no subscribers.
     let _ = cx.changes.send(Change { view: view.clone(), removed: false });
     Some(view)
 }
 
+/// Publishes the state that a plan found, with what was observed. Logs the begin and the end of outages.
 pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, observed: &Observed) {
-    let sound = *state == State::Mapped;
-    match (sound, guard.health.working_since) {
+    let works = *state == State::Mapped;
+    match (works, guard.health.working_since) {
         (true, None) => guard.health.working_since = Some(Instant::now()),
         (false, Some(_)) if matches!(state, State::Failed(_)) => guard.health.working_since = None,
         _ => {}
     }
-    // An unmap that is refused changes nothing; that a failed map cannot be undone is told.
+    // A refused unmap does not change the state. A failed map that cannot be undone does.
     if matches!(state, State::Held(_)) && !guard.teardown.recorded && guard.record.established {
         return;
     }
@@ -39,24 +41,24 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
         State::Failed(failure) => with_repair_hint(failure),
         State::Held(holders) => in_use_error(&guarded.record.name, holders).message().to_owned(),
         State::Mapped => {
-            let growth = guarded.resize_deferred.as_ref().map(|(_, why)| why.clone());
-            let told = growth.or_else(|| guarded.upgrade_refusal.clone());
-            told.or_else(|| guarded.quiesce.warning.clone()).unwrap_or_default()
+            let resize = guarded.resize_deferred.as_ref().map(|(_, why)| why.clone());
+            let refused = resize.or_else(|| guarded.upgrade_refusal.clone());
+            refused.or_else(|| guarded.quiesce.warning.clone()).unwrap_or_default()
         }
         _ => String::new(),
     };
-    let keep = matches!(state, State::Recovering | State::Unmapping);
+    let keeps_message = matches!(state, State::Recovering | State::Unmapping);
     let (record, paths) = (guarded.record.clone(), guarded.paths.clone());
-    let serving = guarded.worker.as_ref();
-    let worker_pid = serving.map_or(0, |worker| worker.id().pid);
-    let worker_build = serving.map_or(String::new(), |worker| worker.ready.build.clone());
+    let worker = guarded.worker.as_ref();
+    let worker_pid = worker.map_or(0, |worker| worker.id().pid);
+    let worker_build = worker.map_or(String::new(), |worker| worker.ready.build.clone());
     let device = observed.devices.first().copied();
     let outage = outage_of(guarded);
     let last_exit = guarded.health.worker_failures.last_exit();
     let state = state.clone();
     let failed = matches!(state, State::Failed(_));
     if let Some(view) = publish(cx, guard.mapping(), |view| {
-        if !(keep && view.state == state) {
+        if !(keeps_message && view.state == state) {
             view.message = message;
         }
         log_outage(&record.name, view.outage.as_ref(), outage.as_ref());
@@ -80,6 +82,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     }
 }
 
+/// Publishes that a mapping has failed with `error`.
 pub(crate) fn publish_failure(cx: &Context, guard: &Guard, error: &Error) {
     let failure = Failure {
         kind: error.kind(),
@@ -92,17 +95,17 @@ pub(crate) fn publish_failure(cx: &Context, guard: &Guard, error: &Error) {
     });
 }
 
-/// The outage that a mapping's worker, or the attempts to start one, have met.
+/// Returns the outage that a mapping's worker reports, or that prevents the start of a worker.
 pub(crate) fn outage_of(guarded: &Guarded) -> Option<OutageView> {
     if let Some(worker) = &guarded.worker {
         let outage = worker.outage()?;
         let (since_unix_ms, reason) = (outage.since_unix_ms, outage.reason);
         return Some(OutageView { since_unix_ms, reason, queued: 0 });
     }
-    let refusal = guarded.health.worker_failures.backend_failure()?;
-    let since = refusal.since.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let failure = guarded.health.worker_failures.backend_failure()?;
+    let since = failure.since.duration_since(UNIX_EPOCH).unwrap_or_default();
     let since_unix_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-    Some(OutageView { since_unix_ms, reason: Some(refusal.reason.clone()), queued: 0 })
+    Some(OutageView { since_unix_ms, reason: Some(failure.reason.clone()), queued: 0 })
 }
 
 fn log_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>) {

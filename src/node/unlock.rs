@@ -1,6 +1,6 @@
-//! Volumes whose key is derived from a passphrase whenever a worker opens them. That takes seconds of
-//! the processors, minutes where they are busy, and up to a gigabyte or more of memory: longer limits
-//! for these volumes alone, and few of them at a time.
+//! Limits for encrypted volumes. Each worker that opens one derives the key from a passphrase. That takes
+//! seconds of processor time, minutes on a busy machine, and a gigabyte of memory or more. Therefore these
+//! volumes have longer timeouts, and only few are opened at the same time.
 
 use std::time::Duration;
 
@@ -14,12 +14,12 @@ use crate::worker_failures::StartFailure;
 use cleat_backend::Registry;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Volumes that are unlocked at the same time: each for itself would be no faster, and the memory that
-/// they take is not bounded by anything else.
+/// The maximum number of volumes that are unlocked at the same time. More would not be faster, and nothing
+/// else limits the memory that they take.
 pub(crate) const MAX_CONCURRENT: usize = 2;
 
-/// Returns what is added to the limits of opening the volume `uri`, for example because its key is
-/// derived from a passphrase.
+/// Returns the time that is added to the timeouts of opening the volume `uri`, for example because its key
+/// is derived from a passphrase.
 pub(crate) fn extra_open_time(registry: Registry, uri: &str) -> Duration {
     registry.volume(uri).map_or(Duration::ZERO, |uri| uri.spec().extra_open_time())
 }
@@ -30,11 +30,11 @@ pub(crate) fn without_content_key(registry: Registry, uri: &str) -> String {
     volume.map_or_else(|_| uri.to_owned(), |uri| uri.without_content_key().to_string())
 }
 
-/// The right to have a worker unlock its volume, where there is something to be unlocked; that it is
-/// under way shows in the mapping's status until it is mapped.
+/// Waits for the permit to unlock the volume of a mapping; returns `None` if it is not encrypted. The
+/// message of the mapping shows that the volume is being unlocked.
 ///
 /// # Errors
-/// `TimedOut`, as an outage, when others are being unlocked until the deadline.
+/// Returns `TimedOut`, and counts it as an outage, if other volumes are being unlocked until `deadline`.
 pub(crate) async fn unlock_permit<'a>(
     cx: &'a Context,
     guard: &mut Guard,
@@ -44,17 +44,17 @@ pub(crate) async fn unlock_permit<'a>(
         return Ok(None);
     }
     publish(cx, guard.mapping(), |view| {
-        "a new worker unlocks the volume, which takes seconds of the processor's time"
+        "a new worker is unlocking the volume, which takes seconds of processor time"
             .clone_into(&mut view.message);
     });
-    let Ok(turn) = timeout_at(deadline, cx.unlocks.acquire()).await else {
+    let Ok(permit) = timeout_at(deadline, cx.unlocks.acquire()).await else {
         let message = "other encrypted volumes were being unlocked until the deadline";
         let error = Error::new(ErrorKind::TimedOut, message);
         let failed = StartFailure { error, pid: 0, died: None };
         return Err(guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed));
     };
     let closed = |_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down");
-    turn.map(Some).map_err(closed)
+    permit.map(Some).map_err(closed)
 }
 
 #[cfg(test)]
@@ -64,7 +64,7 @@ mod tests {
     const REGISTRY: Registry = Registry::new(&[cleat_backend::mem::BACKEND, cleat_rbd::BACKEND]);
 
     #[test]
-    fn only_what_has_a_key_is_waited_for() {
+    fn only_encrypted_volumes_have_extra_open_time() {
         let encrypted = "rbd:p/i?id=x&encryption=luks2&passphrase_file=/k";
         assert!(extra_open_time(REGISTRY, encrypted) > Duration::from_secs(60));
         for plain in ["rbd:p/i", "mem:1G", "nonsense"] {

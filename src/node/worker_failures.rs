@@ -1,6 +1,6 @@
-//! What went wrong with a mapping's workers: how they ended, and whether their backend let them start.
-//! For the reader, and to tell a worker that cannot live from one whose backend is out of reach: the
-//! first is given up in the end, the second is waited for as long as the policy says.
+//! The failures of a mapping's workers: how they ended, and whether the backend refused their start. They
+//! are shown to users, and they distinguish a worker that crashes from one whose backend is unreachable.
+//! After several crashes the mapping fails; for the backend it waits as long as the outage policy says.
 
 use std::collections::VecDeque;
 use std::time::SystemTime;
@@ -11,17 +11,18 @@ use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy::OnOutage;
 
-/// Ends that are remembered.
+/// How many ends of workers are kept.
 const MAX_EXITS: usize = 3;
 
-/// Of one mapping.
+/// The failures of one mapping's workers.
 #[derive(Debug, Default)]
 pub struct WorkerFailures {
     /// Oldest first.
     exits: VecDeque<Exit>,
     backend_failure: Option<BackendFailure>,
-    /// The last attempt to start a worker ended with `refusal`.
-    fresh: bool,
+    /// The last attempt to start a worker set `backend_failure`, and [`Self::backend_wait_attempts`] has not
+    /// been called since.
+    is_new: bool,
 }
 
 #[derive(Debug)]
@@ -31,14 +32,14 @@ struct Exit {
     at: SystemTime,
 }
 
-/// A backend that does not let a worker start.
+/// A backend that refuses the start of workers.
 #[derive(Debug, Clone)]
 pub struct BackendFailure {
-    /// Since the first attempt that it refused.
+    /// The wall time of the first refused attempt.
     pub since: SystemTime,
-    /// The same for the policy, as the clock of the day may be set.
-    began: Instant,
-    /// The newest reason.
+    /// The same time for the policy, since the wall clock may be set.
+    started: Instant,
+    /// The latest reason.
     pub reason: String,
     attempts: u32,
 }
@@ -46,16 +47,16 @@ pub struct BackendFailure {
 /// Why a worker could not be started.
 #[derive(Debug)]
 pub struct StartFailure {
-    /// For the caller.
+    /// The error for the caller.
     pub error: Error,
-    /// Which process.
+    /// The process number; 0 if there was no process.
     pub pid: u32,
-    /// How it ended, if it did so by itself and without a word.
+    /// How the process ended, if it ended by itself without reporting an error.
     pub died: Option<String>,
 }
 
 impl WorkerFailures {
-    /// A worker's process has ended, and nobody had asked it to.
+    /// Records that a worker ended without being stopped.
     pub fn exited(&mut self, clock: &dyn Clock, pid: u32, how: String) {
         if self.exits.len() == MAX_EXITS {
             self.exits.pop_front();
@@ -63,61 +64,61 @@ impl WorkerFailures {
         self.exits.push_back(Exit { pid, how, at: clock.wall() });
     }
 
-    /// A worker could not be started.
+    /// Records that a worker could not be started. Returns the error to report.
     pub fn start_failed(&mut self, clock: &dyn Clock, failed: StartFailure) -> Error {
         let StartFailure { error, pid, died } = failed;
-        self.fresh = false;
+        self.is_new = false;
         if let Some(how) = died {
             self.exited(clock, pid, how.clone());
             let message = format!("{}: it {how}", error.message());
             return Error::new(error.kind(), message)
-                .with_repair("see the daemon's log for its last words");
+                .with_repair("see its last messages in the daemon's log");
         }
-        // `InUse`: most likely its predecessor's claim, which a request that hangs keeps alive.
-        let passes = [ErrorKind::Unavailable, ErrorKind::TimedOut, ErrorKind::InUse];
-        if passes.contains(&error.kind()) {
+        // `InUse` is most likely the claim of the previous worker, which a hanging request keeps alive.
+        let temporary = [ErrorKind::Unavailable, ErrorKind::TimedOut, ErrorKind::InUse];
+        if temporary.contains(&error.kind()) {
             let backend_failure = self.backend_failure.get_or_insert_with(|| BackendFailure {
                 since: clock.wall(),
-                began: Instant::now(),
+                started: Instant::now(),
                 reason: String::new(),
                 attempts: 0,
             });
             backend_failure.attempts = backend_failure.attempts.saturating_add(1);
             backend_failure.reason = error.report();
-            self.fresh = true;
+            self.is_new = true;
         } else {
             self.backend_failure = None;
         }
         error
     }
 
-    /// A worker has been started.
+    /// Records that a worker was started.
     pub fn started(&mut self) {
         self.backend_failure = None;
-        self.fresh = false;
+        self.is_new = false;
     }
 
-    /// The backend's refusal, while there is no worker for it.
+    /// Returns the backend's refusal; `None` since the last successful start.
     pub fn backend_failure(&self) -> Option<&BackendFailure> {
         self.backend_failure.as_ref()
     }
 
-    /// After an attempt that failed: whether the backend is to be waited for, and how often it has
-    /// refused. Otherwise the failure counts.
+    /// Returns after a failed attempt how often the backend has refused, if the policy says to wait for the
+    /// backend. Returns `None` if the attempt counts as a failure. Each attempt is reported once.
     pub fn backend_wait_attempts(&mut self, policy: OnOutage) -> Option<u32> {
         let backend_failure =
-            self.backend_failure.as_ref().filter(|_| std::mem::take(&mut self.fresh))?;
+            self.backend_failure.as_ref().filter(|_| std::mem::take(&mut self.is_new))?;
         let waits =
-            policy.max_queue_time().is_none_or(|limit| backend_failure.began.elapsed() < limit);
+            policy.max_queue_time().is_none_or(|limit| backend_failure.started.elapsed() < limit);
         waits.then_some(backend_failure.attempts)
     }
 
-    /// How the last worker ended.
+    /// Returns how the last worker ended that was not stopped.
     pub fn last_exit(&self) -> Option<String> {
         self.exits.back().map(Exit::to_string)
     }
 
-    /// How the last workers ended, newest first.
+    /// Returns the backend's refusal and how the last workers ended, newest first.
     pub fn history(&self) -> String {
         let exits: Vec<String> = self.exits.iter().rev().map(Exit::to_string).collect();
         let backend_failure =
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_out_of_reach_is_waited_for_and_a_crash_is_not() {
+    fn an_unreachable_backend_is_waited_for_and_a_crash_is_not() {
         let mut worker_failures = WorkerFailures::default();
         for attempt in 1..50 {
             let error = worker_failures.start_failed(&CLOCK, failed(ErrorKind::Unavailable, None));
@@ -158,7 +159,7 @@ mod tests {
             assert_eq!(
                 worker_failures.backend_wait_attempts(OnOutage::Queue),
                 None,
-                "asked once an attempt"
+                "each attempt is reported once"
             );
         }
         worker_failures.start_failed(&CLOCK, failed(ErrorKind::InUse, None));
@@ -181,19 +182,19 @@ mod tests {
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), None);
         assert!(
             worker_failures.backend_failure().is_none(),
-            "it answers, though not as one would wish"
+            "the backend answers: the volume does not exist"
         );
     }
 
     #[test]
-    fn the_last_ends_are_told_newest_first() {
+    fn the_last_ends_are_reported_newest_first() {
         let mut worker_failures = WorkerFailures::default();
         assert_eq!((worker_failures.history().as_str(), worker_failures.last_exit()), ("", None));
         for pid in 1..9 {
             worker_failures.exited(&CLOCK, pid, "exited with code 1".to_owned());
         }
-        let told = worker_failures.history();
-        assert!(told.starts_with("worker 8 exited with code 1 at 2"), "{told}");
-        assert_eq!(told.matches("worker").count(), MAX_EXITS);
+        let history = worker_failures.history();
+        assert!(history.starts_with("worker 8 exited with code 1 at 2"), "{history}");
+        assert_eq!(history.matches("worker").count(), MAX_EXITS);
     }
 }

@@ -1,4 +1,4 @@
-//! What the start of a worker needs: its turn, its first message, and the check of what it offers.
+//! The parts of a worker's start: the permit, the first message, and the check of the volume's properties.
 
 use std::time::Duration;
 
@@ -10,20 +10,23 @@ use crate::planner::{DeviceProperties, READ_ONLY, Record};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
 
-/// NBD_FLAG_CAN_MULTI_CONN (the protocol's transmission flags): the volume's contract holds across
-/// connections.
+/// NBD_FLAG_CAN_MULTI_CONN (transmission flags of the NBD protocol): a flush on one connection covers the
+/// writes of all connections.
 const CAN_MULTI_CONN: u16 = 1 << 8;
 
-/// The right to start a worker. A few have it at a time, so that each has the machine while its own
-/// bound runs.
+/// Waits for the permit to start a worker. The number of permits is limited, so that a start is not slowed
+/// down by many others while its timeout runs.
+///
+/// # Errors
+/// Returns `TimedOut` if no permit is free until `deadline`.
 pub(crate) async fn start_permit(cx: &Context, deadline: Instant) -> Result<SemaphorePermit<'_>> {
-    let turn = timeout_at(deadline, cx.starts.acquire()).await.map_err(|_| {
+    let permit = timeout_at(deadline, cx.starts.acquire()).await.map_err(|_| {
         Error::new(ErrorKind::TimedOut, "other workers were being started until the deadline")
     })?;
-    turn.map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))
+    permit.map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))
 }
 
-/// What a worker is told first; who speaks and where logs go is filled in by `workers`.
+/// Returns the first message to a worker. `workers` sets its version, build and log fields.
 pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> Start {
     Start {
         version: PROTOCOL_VERSION,
@@ -41,43 +44,49 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         machine: cx.settings.machine.clone(),
         boot_id: cx.settings.boot_id.clone(),
         take_over: false,
-        // A worker has had it, and perhaps a device was made.
+        // An earlier worker opened the volume, and it may have a device.
         resumes: record.volume.is_some(),
         quiesce: record.options.quiesce,
     }
 }
 
-/// What the device is made from. A worker that replaces another must offer no less.
+/// Returns the properties of a device for the volume that a worker has opened. A worker that replaces
+/// another one must offer no less.
+///
+/// # Errors
+/// Returns `InvalidArgument` if the volume does not fit the options of the mapping, and `Internal` if it
+/// lacks a feature that the device has.
 pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<DeviceProperties> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
-    let asked = record.options.block_size;
-    let before = record.volume.map(|volume| volume.block_size);
-    let least = ready.minimum_block.max(512);
-    let block_size = before.unwrap_or(if asked == 0 { least } else { asked });
-    if block_size < least || !block_size.is_multiple_of(least) || block_size > 4096 {
-        return Err(invalid(format!("{} needs blocks of {least} bytes", record.uri))
-            .with_repair(format!("map it with a block size that is a multiple of {least}")));
+    let requested = record.options.block_size;
+    let existing = record.volume.map(|volume| volume.block_size);
+    let min = ready.minimum_block.max(512);
+    let block_size = existing.unwrap_or(if requested == 0 { min } else { requested });
+    if block_size < min || !block_size.is_multiple_of(min) || block_size > 4096 {
+        return Err(invalid(format!("{} needs blocks of {min} bytes", record.uri))
+            .with_repair(format!("map it with a block size that is a multiple of {min}")));
     }
-    // A volume that grew by less than a block under its device is no reason to leave that without a
-    // worker: the end is out of its reach.
-    let rest = if record.volume.is_some() { ready.size % u64::from(block_size) } else { 0 };
-    let size = ready.size - rest;
+    // The volume of an existing device may have grown by less than a block. The device does not reach that
+    // end, and it needs a worker.
+    let remainder = if record.volume.is_some() { ready.size % u64::from(block_size) } else { 0 };
+    let size = ready.size - remainder;
     if size == 0 || !size.is_multiple_of(u64::from(block_size)) {
         let message = format!(
             "the size of {}, {} bytes, is not a positive multiple of {block_size}",
             record.uri, ready.size
         );
-        return Err(invalid(message).with_repair("use a smaller block size, or grow the volume"));
+        return Err(invalid(message).with_repair("use a smaller block size, or enlarge the volume"));
     }
     if record.options.connections > 1 && ready.transmission_flags & CAN_MULTI_CONN == 0 {
         let message = format!("{} cannot be used over several connections", record.uri);
         return Err(invalid(message).with_repair("map it with connections=1"));
     }
     if let Some(before) = record.volume {
-        let (had, has) = (before.transmission_flags, ready.transmission_flags);
-        // Among what it must not lose is the right to write, which has a flag for its absence.
-        if had & !has != 0 || has & !had & READ_ONLY != 0 {
-            let message = format!("{} can do less than when its device was made", record.uri);
+        let (before, now) = (before.transmission_flags, ready.transmission_flags);
+        // Write access must not be lost either; its flag marks the absence.
+        if before & !now != 0 || now & !before & READ_ONLY != 0 {
+            let message =
+                format!("{} has fewer features than when its device was connected", record.uri);
             return Err(Error::new(ErrorKind::Internal, message));
         }
     }
@@ -91,12 +100,14 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
     })
 }
 
+/// Returns the error for a mapping without a worker.
 pub(crate) fn no_worker(record: &Record) -> Error {
-    Error::new(ErrorKind::Unavailable, format!("the worker of {} has gone", record.name))
+    Error::new(ErrorKind::Unavailable, format!("{} has no worker", record.name))
 }
 
-pub(crate) fn within(deadline: Instant, limit: Duration) -> Instant {
-    deadline.min(Instant::now() + limit)
+/// Returns the time after `timeout`, but no later than `deadline`.
+pub(crate) fn within(deadline: Instant, timeout: Duration) -> Instant {
+    deadline.min(Instant::now() + timeout)
 }
 
 #[cfg(test)]
@@ -114,7 +125,7 @@ mod tests {
     fn ready(size: u64, minimum_block: u32, transmission_flags: u16) -> Ready {
         Ready {
             version: PROTOCOL_VERSION,
-            oldest: 0,
+            oldest: OLDEST_PROTOCOL,
             build: String::new(),
             binary: String::new(),
             mapping_id: "00000000000000aa".into(),
@@ -130,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_fits_its_volume() {
+    fn the_device_properties_fit_the_volume() {
         let volume = device_properties(&record(1, 0), &ready(8192, 1, 1)).unwrap();
         assert_eq!((volume.size, volume.block_size), (8192, 512));
         assert_eq!(
@@ -155,14 +166,14 @@ mod tests {
     }
 
     #[test]
-    fn a_later_worker_offers_no_less() {
+    fn a_worker_that_offers_less_than_the_device_has_is_refused() {
         let mut record = record(1, 0);
         record.volume = Some(device_properties(&record, &ready(8192, 1, 5)).unwrap());
         assert!(device_properties(&record, &ready(8192, 1, 1)).is_err());
         assert!(device_properties(&record, &ready(8192, 1, 5 | READ_ONLY)).is_err());
         let volume = device_properties(&record, &ready(8192, 1, 5 | 1 << 3)).unwrap();
         assert_eq!(volume.transmission_flags, 5);
-        // It may have grown by less than a block meanwhile.
+        // The volume may have grown by less than a block meanwhile.
         let volume = device_properties(&record, &ready(8192 + 700, 1, 5)).unwrap();
         assert_eq!(volume.size, 8192 + 512);
     }

@@ -168,7 +168,7 @@ fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::
     let (calls, alike) = (AtomicU64::new(0), AtomicU64::new(0));
     let dice = std::sync::Mutex::new(dice);
     let world = world.clone();
-    let moment = move |crashes: bool, delay: Duration| -> simulation::Moment {
+    let moment = move |crashes: bool, delay: Duration| -> simulation::Delay {
         let world = world.clone();
         Box::pin(async move {
             if !delay.is_zero() {

@@ -4,7 +4,7 @@ use tokio::time::Instant;
 
 use crate::context::Context;
 use crate::holders::{check_unused, or_by_force};
-use crate::kernel_calls::COMMAND_LIMIT;
+use crate::kernel_calls::COMMAND_TIMEOUT;
 use crate::mapping::Guard;
 use cleat_core::error::Result;
 use cleat_kernel::{DeviceIndex, Kernel};
@@ -31,7 +31,7 @@ pub(crate) async fn disconnect(
     check_unused(cx, guard, index, deadline).await?;
     let identity = guard.record.identity();
     cx.kernel
-        .wait("disconnect the device", deadline, Some(COMMAND_LIMIT), move |kernel, until| {
+        .wait("disconnect the device", deadline, Some(COMMAND_TIMEOUT), move |kernel, until| {
             kernel.disconnect(index, &identity, until)
         })
         .await

@@ -12,7 +12,7 @@ pub(crate) async fn remove_record(cx: &Context, guard: &mut Guard) -> Result<()>
     stop_refusing_io(guard).await?;
     let id = guard.record.mapping_id.clone();
     // The record goes last: without it nobody would look for the socket.
-    cx.workers.sockets.forget(&id);
+    cx.workers.sockets.remove(&id);
     records::write(cx, guard, move |journal, _| journal.remove(&id)).await?;
     guard.teardown.removed = true;
     let mapping = Arc::clone(guard.mapping());

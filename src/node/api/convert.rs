@@ -1,5 +1,5 @@
-//! Between the control API's messages and the supervisor's types. Everything that comes in is
-//! checked here.
+//! Converts between the control API's messages and the supervisor's types. Every incoming message is checked
+//! here.
 
 use tonic::metadata::MetadataValue;
 use tonic::{Code, Status};
@@ -15,14 +15,14 @@ use cleat_core::request::{IoError, Op};
 use cleat_kernel::{Device, Holder, Identity, UnmountScope};
 use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, Snapshot};
 
-/// The metadata key of an error's repair; see `node.proto`.
+/// The metadata key of an error's hint; see `node.proto`.
 pub(crate) const REPAIR_KEY: &str = "cleat-repair";
 
-/// An error as the caller gets it.
+/// Converts an error to a gRPC status, with the hint in the metadata key [`REPAIR_KEY`].
 pub(crate) fn status(error: &Error) -> Status {
     let mut status = Status::new(code(error.kind()), error.report());
     if let Some(repair) = error.repair() {
-        // Metadata is ASCII on one line.
+        // Metadata values are one line of ASCII.
         let plain: String =
             repair.chars().map(|c| if (' '..='~').contains(&c) { c } else { '?' }).collect();
         if let Ok(value) = MetadataValue::try_from(plain) {
@@ -49,10 +49,10 @@ fn code(kind: ErrorKind) -> Code {
     }
 }
 
-/// A request to map, checked.
+/// Checks and converts a request to map.
 ///
 /// # Errors
-/// `InvalidArgument`.
+/// Returns `InvalidArgument` if an option is out of range.
 pub(crate) fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
     let options = request.options.unwrap_or_default();
     validate::uri(&request.uri)?;
@@ -74,10 +74,10 @@ pub(crate) fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
     })
 }
 
-/// What of a policy a caller asks for, checked; the empty text and no number leave it as it is.
+/// Checks and converts a change of the policy. An empty text and a missing number leave their part unchanged.
 ///
 /// # Errors
-/// `InvalidArgument`.
+/// Returns `InvalidArgument` if a value is out of range.
 pub(crate) fn policy_change(
     on_outage: &str,
     iops: Option<u64>,
@@ -89,7 +89,7 @@ pub(crate) fn policy_change(
     Ok(change)
 }
 
-/// A mapping as the caller sees it.
+/// Converts the view of a mapping.
 pub(crate) fn mapping(view: &View) -> api::Mapping {
     let record = &view.record;
     let path = |path: Option<std::path::PathBuf>| {
@@ -130,26 +130,24 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
             policy: record.options.policy.outage.to_string(),
         }),
         last_worker_end: view.last_exit.clone().unwrap_or_default(),
-        quiet: record.quiesced.as_ref().map(|quiet| api::Quiet {
-            since_unix_ms: quiet.since_unix_ms,
-            hook: path(quiet.hook.clone()),
+        quiet: record.quiesced.as_ref().map(|quiesced| api::Quiet {
+            since_unix_ms: quiesced.since_unix_ms,
+            hook: path(quiesced.hook.clone()),
         }),
     }
 }
 
-/// A device without a record as the caller sees it.
-///
-/// `left`: it was unmapped by force.
+/// Converts a device without a record. `force_disconnected`: a forced unmap disconnected it.
 pub(crate) fn orphan(
     device: &Device,
     identity: &Identity,
-    left: bool,
+    force_disconnected: bool,
     holders: &[Holder],
 ) -> api::Mapping {
     let node = node_of(device.index).to_string_lossy().into_owned();
-    let message = match left {
-        true => "unmapped by force; it goes once its holders let go".to_owned(),
-        false => format!("it has cleat's identity and no record; cleat unmap {node} removes it"),
+    let message = match force_disconnected {
+        true => "unmapped by force; the device disappears when its holders close it".to_owned(),
+        false => format!("the device has no record; cleat unmap {node} removes it"),
     };
     api::Mapping {
         name: identity.name().to_owned(),
@@ -163,7 +161,7 @@ pub(crate) fn orphan(
     }
 }
 
-/// What a forced unmap did; `None`: nothing was mapped.
+/// Converts the result of a forced unmap; `None`: nothing was mapped.
 pub(crate) fn forced(forced: Option<&Forced>) -> api::UnmapResponse {
     let Some(forced) = forced else { return api::UnmapResponse::default() };
     let steps = forced.steps.iter().map(|done| api::ForcedStep {
@@ -182,7 +180,7 @@ pub(crate) fn forced(forced: Option<&Forced>) -> api::UnmapResponse {
     }
 }
 
-/// Which mounts a forced unmap takes away.
+/// Converts the choice of mounts that a forced unmap detaches.
 pub(crate) fn unmount(unmount: api::Unmount) -> UnmountScope {
     match unmount {
         api::Unmount::Unspecified | api::Unmount::All => UnmountScope::All,
@@ -201,7 +199,7 @@ fn state(state: &State) -> api::MappingState {
     }
 }
 
-/// Who uses a device.
+/// Converts a holder of a device.
 pub(crate) fn holder(holder: &Holder) -> api::Holder {
     use api::holder::{Kind, Mount, Process};
     let kind = match holder {
@@ -218,12 +216,12 @@ pub(crate) fn holder(holder: &Holder) -> api::Holder {
     api::Holder { kind: Some(kind) }
 }
 
-/// What `latency_buckets` are divided by: each bucket but the last has its bound.
+/// Returns the upper bounds of all `latency_buckets` but the last, which has none.
 pub(crate) fn latency_bounds_ns() -> Vec<u64> {
     (0..BUCKETS - 1).map(|index| FIRST_BUCKET_NS << index).collect()
 }
 
-/// A volume's counters.
+/// Converts the counters of a volume.
 pub(crate) fn statistics(view: &View, snapshot: &Snapshot) -> api::VolumeStats {
     let ops = Op::ALL.iter().map(|op| {
         let counts = snapshot.op(*op);
@@ -264,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repair_travels_as_one_ascii_line() {
+    fn a_hint_is_sent_as_one_ascii_line() {
         let error = Error::new(ErrorKind::InUse, "busy").with_repair("umount /mnt/ä\nthen again");
         let status = status(&error);
         assert_eq!(status.code(), Code::FailedPrecondition);
@@ -273,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_checked() {
+    fn invalid_requests_are_refused() {
         let request = |uri: &str, name: &str, connections| api::MapRequest {
             uri: uri.into(),
             name: name.into(),

@@ -1,4 +1,5 @@
-//! The service that injects faults, `proto/cleat/v1/fault.proto`, beside the control API. For tests.
+//! The service that injects faults, `proto/cleat/v1/fault.proto`. It uses the socket of the control API. For
+//! tests.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,7 +21,7 @@ pub(crate) struct WithFaults<S> {
 }
 
 impl<S> WithFaults<S> {
-    /// Serves fault injection of `service` beside `node`.
+    /// Adds fault injection for `service` to the service `node`.
     pub(crate) fn new(node: S, service: ApiService) -> Self {
         Self { node, faults: FaultsServer::new(service) }
     }

@@ -1,7 +1,7 @@
 //! The control API: `proto/cleat/v1/node.proto` over a unix socket.
 //!
-//! A call that changes something runs as a task of its own: a client that goes away half way does
-//! not leave a half-made mapping. Calls, streams and messages are bounded.
+//! A call that changes a mapping runs as a separate task, so that a client that disconnects does not leave a
+//! half-finished mapping. The number of calls and streams and the size of messages are limited.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -24,32 +24,32 @@ use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::version::{BUILD, binary_id};
 
-/// The longest request, in bytes: a URI and a name fit many times.
+/// The maximum size of a request, in bytes. It exceeds the longest URI and name many times.
 pub(crate) const MAX_MESSAGE: usize = 64 * 1024;
 
-/// Calls that change something, at one time.
+/// The maximum number of calls in progress that change a mapping.
 const MAX_CALLS: usize = 512;
 
-/// Streams at one time.
+/// The maximum number of open streams.
 const MAX_STREAMS: usize = 128;
 
-/// Bound on a forced unmap that gives none.
+/// The timeout of a forced unmap that sets none.
 const FORCE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// For the holders of all devices that have no record.
-const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
+/// The timeout for finding the holders of all devices that have no record.
+const HOLDERS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// For a call to end once its time is over. Beyond it, whatever keeps it (a journal on a disk that
-/// hangs, the undoing of what was begun), its client is told; the call goes on.
-const ANSWER_TIME: Duration = Duration::from_secs(1);
+/// How long after its deadline a call may take to return its own error. After that, the client gets an error
+/// and the call continues, for example because a disk hangs or steps are being undone.
+const ANSWER_MARGIN: Duration = Duration::from_secs(1);
 
-/// Bound on calls that only look.
-const QUERY_LIMIT: Duration = Duration::from_secs(10);
+/// The timeout of queries.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The most frequent statistics, in milliseconds.
+/// The shortest interval of statistics, in milliseconds.
 const MIN_INTERVAL_MS: u32 = 100;
 
-/// The service.
+/// The service of the control API.
 #[derive(Clone)]
 pub(crate) struct ApiService {
     executor: Arc<Executor>,
@@ -60,8 +60,8 @@ pub(crate) struct ApiService {
     started_at_s: u64,
 }
 
-/// Lets root and our own user in. The socket's mode says the same; this holds even if somebody
-/// changes it.
+/// Accepts only connections of root and of the daemon's user. The socket's mode has the same effect, but an
+/// administrator may change it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PeerCheck;
 
@@ -72,7 +72,7 @@ impl Interceptor for PeerCheck {
         match peer {
             Some(peer) if peer.uid() == 0 || peer.uid() == own => Ok(request),
             _ => {
-                let message = "only root may talk to this daemon";
+                let message = "permission denied: only root may use this daemon";
                 let error = Error::new(ErrorKind::PermissionDenied, message);
                 Err(convert::status(&error.with_repair("run the command with sudo")))
             }
@@ -81,7 +81,7 @@ impl Interceptor for PeerCheck {
 }
 
 impl ApiService {
-    /// The service of `executor`; `timeout` bounds calls that give no bound.
+    /// Creates the service of `executor`. `timeout` applies to calls that set none.
     pub(crate) fn new(executor: Arc<Executor>, timeout: Duration) -> Self {
         let started_at_s = executor.context().clock.unix_s();
         Self {
@@ -94,51 +94,52 @@ impl ApiService {
         }
     }
 
-    /// When the daemon started, in seconds since the epoch.
+    /// Returns when the daemon started, in seconds since the epoch.
     pub(crate) fn started_at_s(&self) -> u64 {
         self.started_at_s
     }
 
-    /// Runs a call as a task of its own, and answers in any case soon after `deadline`.
+    /// Runs a call as a separate task, and returns its result or, [`ANSWER_MARGIN`] after `deadline`, an
+    /// error.
     async fn detached<T: Send + 'static>(
         &self,
         deadline: Instant,
         call: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<Response<T>, Status> {
-        let permit = room(&self.calls)?;
+        let permit = acquire(&self.calls)?;
         let task = tokio::spawn(async move {
             let _permit = permit;
             call.await
         });
-        match timeout_at(deadline + ANSWER_TIME, task).await {
+        match timeout_at(deadline + ANSWER_MARGIN, task).await {
             Err(_) => {
-                let message = "it is not done in its time, and goes on behind the scenes";
+                let message = "the call has not ended in time and continues in the background";
                 let late = Error::new(ErrorKind::TimedOut, message);
-                Err(convert::status(&late.with_repair("see cleat status, and the daemon's log")))
+                Err(convert::status(&late.with_repair("see cleat status and the daemon's log")))
             }
             Ok(Ok(result)) => result.map(Response::new).map_err(|error| convert::status(&error)),
             Ok(Err(error)) => {
-                let failed = Error::new(ErrorKind::Internal, "the call failed").with_source(error);
+                let failed = Error::new(ErrorKind::Internal, "internal: the call panicked")
+                    .with_source(error);
                 Err(convert::status(&failed))
             }
         }
     }
 
-    fn stream_room(&self) -> Result<OwnedSemaphorePermit, Status> {
-        room(&self.streams)
+    fn stream_permit(&self) -> Result<OwnedSemaphorePermit, Status> {
+        acquire(&self.streams)
     }
 
     async fn list_all(&self) -> Result<Vec<api::Mapping>> {
         let mut mappings: Vec<api::Mapping> =
             self.executor.register().all().iter().map(|v| convert::mapping(&v.view())).collect();
-        let orphans = self.executor.orphans(Instant::now() + QUERY_LIMIT).await?;
-        let deadline = Instant::now() + HOLDERS_LIMIT;
+        let orphans = self.executor.orphans(Instant::now() + QUERY_TIMEOUT).await?;
+        let deadline = Instant::now() + HOLDERS_TIMEOUT;
         for (device, identity) in orphans {
-            let left = self.executor.is_severed(device.index, &identity);
-            let look = self.executor.holders(device.index, deadline);
-            // Without them, it is listed all the same.
-            let holders = look.await.unwrap_or_default();
-            mappings.push(convert::orphan(&device, &identity, left, &holders));
+            let forced = self.executor.is_force_disconnected(device.index, &identity);
+            // The device is listed even if its holders cannot be found.
+            let holders = self.executor.holders(device.index, deadline).await.unwrap_or_default();
+            mappings.push(convert::orphan(&device, &identity, forced, &holders));
         }
         Ok(mappings)
     }
@@ -148,7 +149,7 @@ impl ApiService {
             return Ok(self.executor.register().all());
         }
         let target = checked(validate::target(target.to_owned()))?;
-        let mapping = self.executor.get(&target, Instant::now() + QUERY_LIMIT).await;
+        let mapping = self.executor.get(&target, Instant::now() + QUERY_TIMEOUT).await;
         Ok(vec![checked(mapping)?])
     }
 
@@ -227,7 +228,7 @@ impl api::node_server::Node for ApiService {
     ) -> Result<Response<api::Mapping>, Status> {
         let request = request.into_inner();
         let target = checked(validate::target(request.target))?;
-        let deadline = Instant::now() + QUERY_LIMIT;
+        let deadline = Instant::now() + QUERY_TIMEOUT;
         let mut view: View = checked(self.executor.get(&target, deadline).await)?.view();
         if let Some(device) = view.device.filter(|_| request.with_holders) {
             view.holders = checked(self.executor.holders(device.index, deadline).await)?;
@@ -239,7 +240,7 @@ impl api::node_server::Node for ApiService {
         &self,
         _: Request<api::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        let permit = self.stream_room()?;
+        let permit = self.stream_permit()?;
         let (sender, receiver) = mpsc::channel(64);
         let executor = Arc::clone(&self.executor);
         tokio::spawn(async move {
@@ -271,7 +272,8 @@ impl api::node_server::Node for ApiService {
     ) -> Result<Response<Self::StatsStream>, Status> {
         let request = request.into_inner();
         if (1..MIN_INTERVAL_MS).contains(&request.interval_ms) {
-            let message = format!("statistics come at most every {MIN_INTERVAL_MS} ms");
+            let message =
+                format!("the interval of statistics must be at least {MIN_INTERVAL_MS} ms");
             return Err(convert::status(&Error::new(ErrorKind::InvalidArgument, message)));
         }
         let mappings = self.mappings(&request.target).await?;
@@ -279,7 +281,7 @@ impl api::node_server::Node for ApiService {
             let once = Ok(self.statistics(&mappings));
             return Ok(Response::new(Box::pin(tokio_stream::once(once))));
         }
-        let permit = self.stream_room()?;
+        let permit = self.stream_permit()?;
         let (sender, receiver) = mpsc::channel(1);
         let service = self.clone();
         tokio::spawn(async move {
@@ -289,7 +291,7 @@ impl api::node_server::Node for ApiService {
             tick.set_missed_tick_behavior(MissedTickBehavior::Skip);
             loop {
                 tick.tick().await;
-                // New mappings join; one that was asked for by name ends with it.
+                // New mappings are included. A stream for one mapping ends with it.
                 let found = match service.mappings(&request.target).await {
                     Ok(mappings) => Ok(service.statistics(&mappings)),
                     Err(status) => Err(status),
@@ -307,7 +309,7 @@ impl api::node_server::Node for ApiService {
         &self,
         request: Request<api::UpgradeRequest>,
     ) -> Result<Response<Self::UpgradeStream>, Status> {
-        let permit = self.stream_room()?;
+        let permit = self.stream_permit()?;
         let events = self.executor.upgrade(request.into_inner(), self.timeout).await;
         let events = ReceiverStream::new(checked(events)?).map(move |event| {
             let _permit = &permit;
@@ -379,7 +381,7 @@ impl ApiService {
             repair,
         };
         let mut checks = Vec::new();
-        checks.push(match self.executor.orphans(Instant::now() + QUERY_LIMIT).await {
+        checks.push(match self.executor.orphans(Instant::now() + QUERY_TIMEOUT).await {
             Ok(orphans) if orphans.is_empty() => {
                 check("kernel", Verdict::Ok, "nbd devices can be read".into(), String::new())
             }
@@ -387,7 +389,7 @@ impl ApiService {
                 "kernel",
                 Verdict::Warning,
                 format!("{} devices of cleat have no record", orphans.len()),
-                "cleat ls shows them; cleat unmap /dev/nbdN removes one".into(),
+                "cleat ls lists them; cleat unmap /dev/nbdN removes one".into(),
             ),
             Err(error) => check(
                 "kernel",
@@ -409,39 +411,40 @@ impl ApiService {
                 "mappings",
                 Verdict::Error,
                 format!("{} of {} have failed: {}", names.len(), views.len(), names.join(", ")),
-                format!("cleat status {} says why and what to do", names[0]),
+                format!("cleat status {} shows the cause and what to do", names[0]),
             ),
         });
         for finding in self.executor.findings() {
-            let repair = "for information; gone after the next start".to_owned();
+            let repair = "for information; not shown after the next start of the daemon".to_owned();
             checks.push(check("recovery", Verdict::Warning, finding, repair));
         }
         checks
     }
 }
 
-/// Sends what is, then every change, until the client is gone. A client that is too slow for the
-/// changes gets everything anew.
+/// Sends all mappings, then every change, until the client disconnects. A client that is too slow for the
+/// changes gets all mappings again.
 async fn watch(executor: &Executor, sender: &mpsc::Sender<Result<api::WatchEvent, Status>>) {
     let event =
         |view: &View, removed| api::WatchEvent { mapping: Some(convert::mapping(view)), removed };
     let mut changes = executor.watch();
-    let mut known = std::collections::BTreeMap::new();
+    let mut sent = std::collections::BTreeMap::new();
     loop {
-        let now = executor.register().all();
-        let ids: std::collections::BTreeSet<&String> = now.iter().map(|v| &v.mapping_id).collect();
-        known.retain(|id, _| !ids.contains(id));
-        for (_, view) in std::mem::take(&mut known) {
+        let mappings = executor.register().all();
+        let ids: std::collections::BTreeSet<&String> =
+            mappings.iter().map(|mapping| &mapping.mapping_id).collect();
+        sent.retain(|id, _| !ids.contains(id));
+        for (_, view) in std::mem::take(&mut sent) {
             if sender.send(Ok(event(&view, true))).await.is_err() {
                 return;
             }
         }
-        for mapping in &now {
+        for mapping in &mappings {
             let view = mapping.view();
             if sender.send(Ok(event(&view, false))).await.is_err() {
                 return;
             }
-            known.insert(mapping.mapping_id.clone(), view);
+            sent.insert(mapping.mapping_id.clone(), view);
         }
         loop {
             let change = tokio::select! {
@@ -455,9 +458,9 @@ async fn watch(executor: &Executor, sender: &mpsc::Sender<Result<api::WatchEvent
             };
             let id = change.view.record.mapping_id.clone();
             if change.removed {
-                known.remove(&id);
+                sent.remove(&id);
             } else {
-                known.insert(id, change.view.clone());
+                sent.insert(id, change.view.clone());
             }
             if sender.send(Ok(event(&change.view, change.removed))).await.is_err() {
                 return;
@@ -466,9 +469,9 @@ async fn watch(executor: &Executor, sender: &mpsc::Sender<Result<api::WatchEvent
     }
 }
 
-fn room(semaphore: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
+fn acquire(semaphore: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
     Arc::clone(semaphore).try_acquire_owned().map_err(|_| {
-        let error = Error::new(ErrorKind::NoSpace, "too many calls are under way");
+        let error = Error::new(ErrorKind::NoSpace, "too many calls are in progress");
         convert::status(&error.with_repair("try again in a moment"))
     })
 }

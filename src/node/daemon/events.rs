@@ -1,4 +1,4 @@
-//! Turns the events of the kernel and of workers into work: each names a mapping to reconcile.
+//! Adds mappings to the work queue after events of the kernel and of workers.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use crate::context::Context;
 use crate::workers::WorkerEvent;
 use cleat_kernel::{Kernel, KernelEvent};
 
+/// Schedules a reconcile for every event of a worker.
 pub(crate) async fn watch_workers(cx: Arc<Context>, mut events: mpsc::Receiver<WorkerEvent>) {
     while let Some(event) = events.recv().await {
         tracing::debug!(mapping_id = event.mapping_id, "{}", event.what);
@@ -21,9 +22,10 @@ pub(crate) async fn watch_workers(cx: Arc<Context>, mut events: mpsc::Receiver<W
     }
 }
 
-/// The kernel's events, from a thread that waits for them. Without its module the kernel has none;
-/// they are asked for again once something is mapped. Until then, the sweep finds everything.
-#[allow(clippy::disallowed_methods, reason = "a thread of its own waits; a simulation has none")]
+/// Returns a channel with the kernel's events, which a thread receives. While the nbd module is not loaded
+/// there are no events: the thread subscribes again when there are mappings, and until then the sweep finds
+/// all changes.
+#[allow(clippy::disallowed_methods, reason = "a separate thread sleeps; a simulation has none")]
 pub(crate) fn kernel_events(cx: &Arc<Context>) -> mpsc::Receiver<KernelEvent> {
     let (sender, receiver) = mpsc::channel(1024);
     let kernel = Arc::clone(cx.kernel.kernel());
@@ -32,10 +34,10 @@ pub(crate) fn kernel_events(cx: &Arc<Context>) -> mpsc::Receiver<KernelEvent> {
         tokio::spawn(relay(subscribed, sender));
         return receiver;
     }
-    // Not the cx itself, which would live as long as the thread.
+    // A weak reference, since the thread may outlive the daemon by a second.
     let cx = Arc::downgrade(cx);
     std::thread::spawn(move || {
-        // Ends with the daemon: the receiver is dropped.
+        // The receiver is dropped when the daemon ends.
         while !sender.is_closed() {
             let Some(events) = &subscribed else {
                 std::thread::sleep(Duration::from_secs(1));
@@ -55,7 +57,7 @@ pub(crate) fn kernel_events(cx: &Arc<Context>) -> mpsc::Receiver<KernelEvent> {
     receiver
 }
 
-/// The same without a thread.
+/// Forwards the events of the simulated kernel, without a thread.
 async fn relay(
     subscribed: Option<crossbeam_channel::Receiver<KernelEvent>>,
     sender: mpsc::Sender<KernelEvent>,
@@ -71,10 +73,11 @@ async fn relay(
 fn subscribe(kernel: &dyn Kernel) -> Option<crossbeam_channel::Receiver<KernelEvent>> {
     kernel
         .events()
-        .inspect_err(|error| tracing::info!("no events from the kernel yet: {}", error.report()))
+        .inspect_err(|error| tracing::info!("the kernel sends no events yet: {}", error.report()))
         .ok()
 }
 
+/// Schedules a reconcile for every mapping whose device the kernel reports as changed or dead.
 pub(crate) async fn watch_kernel(cx: Arc<Context>, mut events: mpsc::Receiver<KernelEvent>) {
     let mut batch = Vec::new();
     while events.recv_many(&mut batch, 256).await > 0 {
@@ -89,7 +92,7 @@ pub(crate) async fn watch_kernel(cx: Arc<Context>, mut events: mpsc::Receiver<Ke
                 let _ = cx.work_queue.send(mapping.name.clone()).await;
             }
         }
-        // A device that changes many times in a row is looked at a few times only.
+        // Limits how often a device that changes many times in a row is reconciled.
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

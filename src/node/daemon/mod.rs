@@ -1,5 +1,5 @@
-//! The daemon `cleat node`: puts the parts of the supervisor together, recovers what an earlier one
-//! left, serves the control API, and watches kernel and workers until it is asked to end.
+//! The daemon `cleat node`. It creates the parts of the supervisor, recovers the mappings of an earlier
+//! daemon, serves the control API, and watches the kernel and the workers until it is stopped.
 
 mod events;
 mod run;
@@ -46,25 +46,26 @@ use cleat_sys::host;
 pub use run::run;
 use service_manager::{notify, status};
 
-/// What the daemon stands on; tests put others in their place.
+/// The external parts of the daemon, which tests replace.
 pub struct Parts {
     /// The backends.
     pub registry: Registry,
-    /// Gives the kernel. Called once no other supervisor can run: it clears what one has left.
+    /// Creates the kernel interface, which removes the leftovers of an earlier supervisor. Called after the
+    /// locks are held, so no other supervisor runs.
     pub kernel: Box<dyn FnOnce() -> Arc<dyn Kernel> + Send>,
-    /// Worker processes.
+    /// Starts worker processes.
     pub launcher: Arc<dyn Launcher>,
     /// The wall clock, for times that are recorded and shown.
     pub clock: Arc<dyn Clock>,
-    /// Mapping ids and the spread of retries.
+    /// The source of mapping ids and of the jitter of retries.
     pub random: Random,
-    /// The kernel's boot.
+    /// The boot id of the kernel.
     pub boot_id: String,
-    /// Where a test makes it crash.
+    /// Stops the supervisor at a named point, as a crash would. For tests.
     pub halt: Option<Halt>,
 }
 
-/// A running daemon. Dropped, it ends as in a crash: mappings stay.
+/// A running daemon. Dropping it has the effect of a crash: mappings stay.
 pub struct Node {
     executor: Arc<Executor>,
     tasks: JoinSet<()>,
@@ -75,17 +76,17 @@ pub struct Node {
     _lock: Flock<std::fs::File>,
 }
 
-/// Workers that are being started at the same time.
-const STARTS_AT_ONCE: usize = 8;
+/// The maximum number of workers that start at the same time.
+const MAX_CONCURRENT_STARTS: usize = 8;
 
-/// For calls under way when the daemon ends.
-const DRAIN_LIMIT: Duration = Duration::from_secs(3);
+/// How long the end of the daemon waits for calls in progress.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// For all mappings together, with `unmap_on_shutdown`.
-const UNMAP_LIMIT: Duration = Duration::from_secs(20);
+/// The timeout of unmapping all volumes, with `unmap_on_shutdown`.
+const UNMAP_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Node {
-    /// Starts: takes the locks, brings back what was, and serves.
+    /// Takes the locks, recovers the mappings of an earlier daemon, and serves.
     ///
     /// # Errors
     /// As [`run`].
@@ -109,7 +110,7 @@ impl Node {
             force_disconnected: ForceDisconnected::default(),
             kernel,
             workers: Workers::new(parts.launcher, workers_dir, log, worker_events),
-            starts: Semaphore::new(STARTS_AT_ONCE),
+            starts: Semaphore::new(MAX_CONCURRENT_STARTS),
             unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
@@ -122,7 +123,7 @@ impl Node {
             findings: std::sync::Mutex::new(Vec::new()),
         });
         let executor = Arc::new(Executor::new(Arc::clone(&context)));
-        // Before recovery, so that nothing is missed between the look and the watch.
+        // Subscribed before the recovery, so that no event after its observations is missed.
         let kernel_events = events::kernel_events(&context);
         recover_all(config, &context).await?;
 
@@ -156,38 +157,38 @@ impl Node {
         })
     }
 
-    /// The executor, for calls from the same process.
+    /// Returns the executor, for calls from the same process.
     pub fn executor(&self) -> &Arc<Executor> {
         &self.executor
     }
 
-    /// Where metrics are served over TCP, if they are.
+    /// Returns the TCP address of the metrics endpoint; `None` if it uses no TCP port.
     pub fn metrics_address(&self) -> Option<SocketAddr> {
         self.metrics_address
     }
 
-    /// Ends in order. Mappings stay, unless the configuration says otherwise.
+    /// Stops the daemon. Mappings stay, except with `unmap_on_shutdown`.
     pub async fn shutdown(self) {
         let unmap = self.unmap_on_shutdown;
-        self.end(unmap).await;
+        self.stop(unmap).await;
     }
 
-    async fn end(mut self, unmap: bool) {
+    async fn stop(mut self, unmap: bool) {
         if unmap {
             self.unmap_all().await;
         }
         if let Some(stop) = self.stop_server.take() {
             let _ = stop.send(());
         }
-        // Calls under way get a moment; open streams never end by themselves.
+        // Only calls are waited for: open streams do not end by themselves.
         let drained = self.wait_for_calls();
-        if timeout(DRAIN_LIMIT, drained).await.is_err() {
-            tracing::warn!("calls were still under way at the end");
+        if timeout(DRAIN_TIMEOUT, drained).await.is_err() {
+            tracing::warn!("calls were still in progress when the daemon ended");
         }
-        actions::unquiesce_all(self.executor.context(), Instant::now() + DRAIN_LIMIT).await;
+        actions::unquiesce_all(self.executor.context(), Instant::now() + DRAIN_TIMEOUT).await;
         let _ = std::fs::remove_file(&self.socket);
         self.tasks.abort_all();
-        tracing::info!("ended: {}", status(&self.executor));
+        tracing::info!("stopped: {}", status(&self.executor));
     }
 
     async fn wait_for_calls(&self) {
@@ -199,13 +200,17 @@ impl Node {
     }
 
     async fn unmap_all(&self) {
-        let deadline = Instant::now() + UNMAP_LIMIT;
+        let deadline = Instant::now() + UNMAP_TIMEOUT;
         let mut unmapping = JoinSet::new();
         for mapping in self.executor.register().all() {
             let executor = Arc::clone(&self.executor);
             unmapping.spawn(async move {
                 if let Err(error) = executor.unmap(&mapping.name, deadline).await {
-                    tracing::warn!(mapping = mapping.name, "stays mapped: {}", error.report());
+                    tracing::warn!(
+                        mapping = mapping.name,
+                        "cannot unmap, the volume stays mapped: {}",
+                        error.report()
+                    );
                 }
             });
         }
@@ -213,22 +218,26 @@ impl Node {
     }
 }
 
-/// Recovers what an earlier supervisor left, and looks for what is wrong with this one's surroundings.
+/// Recovers the mappings of an earlier supervisor, and records problems with the environment as findings.
 async fn recover_all(config: &Config, context: &Arc<Context>) -> Result<()> {
     notify(&[sd_notify::NotifyState::Watchdog]);
     recover::recover(context).await?;
-    // After a restart in place the service manager's watchdog goes on, and each of the two may last.
+    // After a restart in place the service manager's watchdog still runs, and each of the two steps may take
+    // long.
     notify(&[sd_notify::NotifyState::Watchdog]);
     if let Err(error) =
         orphans::clear_orphans(context, Instant::now() + Duration::from_secs(20)).await
     {
-        context.found(format!("cannot look for leftovers: {}", error.report()));
+        context.found(format!("cannot look for devices without a record: {}", error.report()));
     }
 
     if let Some(group) = config.workers.cgroup.as_deref()
         && let Err(error) = cgroup::check(group)
     {
-        context.found(format!("they end with this daemon's: {}", error.report()));
+        context.found(format!(
+            "workers stay in the daemon's control group and end with it: {}",
+            error.report()
+        ));
     }
     Ok(())
 }
@@ -237,7 +246,7 @@ fn settings(config: &Config, boot_id: String) -> Result<Settings> {
     let seconds = config.map.dead_connection_timeout.as_secs();
     let delay_ms = config.map.replay_delay.as_millis();
     Ok(Settings {
-        // The configuration has been checked: both are far below the bound.
+        // The configuration has been checked: both values are far below the maximum.
         defaults: Options {
             read_only: false,
             connections: config.map.connections,

@@ -1,4 +1,4 @@
-//! Runs the daemon as a process: signals, the service manager, a restart as another build.
+//! Runs the daemon as a process: handles signals, notifies the service manager, and restarts as another build.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,31 +20,32 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kernel::real::RealKernel;
 
-/// For what is left of the daemon before, when it could not go on as another build.
-const RESTART_LIMIT: Duration = Duration::from_secs(10);
+/// How long a start waits for the sockets and locks of the previous daemon to be free, after a restart as
+/// another build has failed.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs the daemon until SIGTERM or SIGINT. Logs must have been set up.
+/// Runs the daemon until SIGTERM or SIGINT. Logging must have been set up.
 ///
 /// # Errors
-/// When it cannot start: another one runs, directories cannot be made, the socket is taken.
+/// Returns `InUse` if another daemon runs, and an error if a directory or a socket cannot be created.
 pub fn run(config: &Config, registry: Registry) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        // Beyond the kernel's calls: journal, launches.
+        // The threads besides those of kernel calls write to the journal and start workers.
         .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + MAX_URGENT + 16)
         .thread_keep_alive(Duration::from_secs(2))
         .thread_name("cleat-node")
         .enable_all()
         .build()
-        .map_err(|error| Error::from_io("the daemon cannot start", error))?;
+        .map_err(|error| Error::from_io("cannot start the daemon's threads", error))?;
     let result = runtime.block_on(run_until_signal(config, registry));
-    // A kernel call that hangs must not keep the daemon from ending.
+    // A kernel call that hangs must not block the end of the daemon.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
 async fn run_until_signal(config: &Config, registry: Registry) -> Result<()> {
-    // From the first moment on: their default would end the daemon half started.
+    // Installed first: the default actions would end the daemon during its start.
     let mut signals = Signals::new()?;
     restart::reap_children();
     let mut node = start_with_retries(config, registry, Duration::ZERO).await?;
@@ -52,12 +53,12 @@ async fn run_until_signal(config: &Config, registry: Registry) -> Result<()> {
         let now = sd_notify::NotifyState::monotonic_usec_now();
         let now = now.map_err(|error| Error::from_io("cannot read the clock", error))?;
         notify(&[sd_notify::NotifyState::Reloading, now, sd_notify::NotifyState::Watchdog]);
-        tracing::info!(executable = %path.display(), "going on as another build");
-        node.end(false).await;
-        // What was held is closed by it: locks, sockets, the control API's and those to workers.
+        tracing::info!(executable = %path.display(), "restarting as another build");
+        node.stop(false).await;
+        // The exec closes all locks and sockets of the daemon.
         let error = restart::exec(&path);
-        tracing::error!("everything stays as it was: {}", error.report());
-        node = start_with_retries(config, registry, RESTART_LIMIT).await?;
+        tracing::error!("the daemon continues with its present build: {}", error.report());
+        node = start_with_retries(config, registry, RESTART_TIMEOUT).await?;
     }
     notify(&[sd_notify::NotifyState::Stopping]);
     node.shutdown().await;
@@ -81,9 +82,13 @@ impl Signals {
     }
 }
 
-/// Starts; within `patience` again, while something of the daemon before is still there.
-async fn start_with_retries(config: &Config, registry: Registry, limit: Duration) -> Result<Node> {
-    let until = Instant::now() + limit;
+/// Starts the daemon, and retries for `timeout` while locks or sockets of the previous daemon are in use.
+async fn start_with_retries(
+    config: &Config,
+    registry: Registry,
+    timeout: Duration,
+) -> Result<Node> {
+    let deadline = Instant::now() + timeout;
     let (directory, modprobe) = (config.runtime_dir.clone(), config.modprobe);
     loop {
         let directory = directory.clone();
@@ -100,7 +105,7 @@ async fn start_with_retries(config: &Config, registry: Registry, limit: Duration
             halt: None,
         };
         match Node::start(config, parts).await {
-            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
+            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < deadline => {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             started => {
@@ -112,7 +117,7 @@ async fn start_with_retries(config: &Config, registry: Registry, limit: Duration
     }
 }
 
-/// Lets the daemon work until it is told to end, or to go on as another executable.
+/// Waits until the daemon is to stop, or to restart as the returned executable.
 async fn wait_for_signal(node: &Node, signals: &mut Signals) -> Option<PathBuf> {
     let mut restart = node.executor.context().restart.subscribe();
     let ticks = sd_notify::watchdog_enabled().map_or(Duration::from_secs(10), |limit| limit / 3);
@@ -121,15 +126,16 @@ async fn wait_for_signal(node: &Node, signals: &mut Signals) -> Option<PathBuf> 
         tokio::select! {
             _ = signals.terminate.recv() => return None,
             _ = signals.interrupt.recv() => return None,
-            // The sender is the executor's.
+            // The executor holds the sender, so the wait fails only after the daemon has ended.
             Ok(path) = restart.wait_for(Option::is_some) => return path.clone(),
-            // Its default is to end the daemon, whose terminal may be long gone.
+            // Its default action would end the daemon when a terminal closes.
             _ = signals.hangup.recv() => tracing::info!(
-                "SIGHUP changes nothing: the configuration is read at the start; a restart stops \
-                 no device, and cleat upgrade goes to a new build"
+                "SIGHUP has no effect: the daemon reads its configuration when it starts; devices work \
+                 during a restart, and cleat upgrade changes to a new build"
             ),
             _ = tick.tick() => {
-                // By way of the threads that do the work: when those hang, the watchdog must bite.
+                // The status is computed by the runtime's threads: if they hang, no notification is sent and
+                // the watchdog ends the daemon.
                 let executor = Arc::clone(node.executor());
                 let status = tokio::spawn(async move { status(&executor) }).await;
                 let status = status.unwrap_or_default();

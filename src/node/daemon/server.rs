@@ -7,9 +7,10 @@ use tokio::sync::oneshot;
 use tokio_stream::wrappers::UnixListenerStream;
 
 use crate::api::service::{ApiService, MAX_MESSAGE, PeerCheck};
-use crate::metrics::calls::{Calls, Count};
+use crate::metrics::calls::{Calls, CountCalls};
 use cleat_api::v1::node_server::NodeServer;
 
+/// Serves the control API until `stopped` receives a message.
 pub(crate) async fn serve(
     service: ApiService,
     listener: UnixListener,
@@ -26,12 +27,12 @@ pub(crate) async fn serve(
         .concurrency_limit_per_connection(256)
         .max_concurrent_streams(256)
         .http2_max_header_list_size(16 * 1024)
-        .layer(Count(calls))
+        .layer(CountCalls(calls))
         .serve_with_incoming_shutdown(service, UnixListenerStream::new(listener), async {
-            // An error means that the daemon is gone.
+            // An error means that the daemon has ended.
             let _ = stopped.await;
         });
     if let Err(error) = served.await {
-        tracing::error!("the control API has ended: {error}");
+        tracing::error!("the control API failed: {error}");
     }
 }

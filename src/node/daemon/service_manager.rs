@@ -1,8 +1,9 @@
-//! What the daemon tells the service manager.
+//! Notifications to the service manager.
 
 use crate::executor::Executor;
 use crate::planner::State;
 
+/// Returns the status line: the number of mappings, and of failed ones.
 pub(crate) fn status(executor: &Executor) -> String {
     let views = executor.register().all();
     let failed = views.iter().filter(|v| matches!(v.view().state, State::Failed(_))).count();
@@ -12,8 +13,9 @@ pub(crate) fn status(executor: &Executor) -> String {
     }
 }
 
+/// Sends notifications to the service manager. Does nothing if the daemon runs without one.
 pub(crate) fn notify(states: &[sd_notify::NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        tracing::debug!("cannot tell the service manager: {error}");
+        tracing::debug!("cannot notify the service manager: {error}");
     }
 }

@@ -10,15 +10,15 @@ use tonic::Code;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
-/// The counts.
+/// The number of calls by method and code.
 #[derive(Debug, Default)]
 pub(crate) struct Calls(Mutex<BTreeMap<(String, &'static str), u64>>);
 
-/// Methods and codes that are told apart; a client of root's may call what it likes.
+/// The maximum number of pairs of method and code. A client may send any method name.
 const MAX_COUNTS: usize = 512;
 
 impl Calls {
-    /// All, in order.
+    /// Returns all counts, sorted by method and code.
     pub(crate) fn counts(&self) -> Vec<((String, &'static str), u64)> {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         counts.iter().map(|(key, count)| (key.clone(), *count)).collect()
@@ -26,7 +26,7 @@ impl Calls {
 
     fn count(&self, method: &str, code: Code) {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // No method of ours is unknown to ourselves.
+        // A code other than UNIMPLEMENTED means that the method exists.
         let known = code != Code::Unimplemented || counts.len() < MAX_COUNTS / 2;
         let method = if known { method } else { "other" };
         let key = (method.to_owned(), name(code));
@@ -36,26 +36,26 @@ impl Calls {
     }
 }
 
-/// The layer.
+/// The layer that counts calls.
 #[derive(Debug, Clone)]
-pub(crate) struct Count(pub Arc<Calls>);
+pub(crate) struct CountCalls(pub Arc<Calls>);
 
-impl<S> Layer<S> for Count {
-    type Service = Counted<S>;
+impl<S> Layer<S> for CountCalls {
+    type Service = CountedService<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted { inner, calls: Arc::clone(&self.0) }
+    fn layer(&self, inner: S) -> CountedService<S> {
+        CountedService { inner, calls: Arc::clone(&self.0) }
     }
 }
 
 /// A service whose calls are counted.
 #[derive(Debug, Clone)]
-pub(crate) struct Counted<S> {
+pub(crate) struct CountedService<S> {
     inner: S,
     calls: Arc<Calls>,
 }
 
-impl<S, B, R> Service<Request<B>> for Counted<S>
+impl<S, B, R> Service<Request<B>> for CountedService<S>
 where
     S: Service<Request<B>, Response = Response<R>>,
     S::Future: Send + 'static,
@@ -70,7 +70,7 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        // /cleat.v1.Node/Map
+        // The path has the form /cleat.v1.Node/Map.
         let path = request.uri().path();
         let method = path.rsplit('/').next().unwrap_or_default().to_owned();
         let calls = Arc::clone(&self.calls);
@@ -78,8 +78,8 @@ where
         Box::pin(async move {
             let answer = answer.await;
             if let Ok(response) = &answer {
-                // An answer that has a body says its code behind it; that is always OK, or a stream
-                // that began well.
+                // Without the header, the code follows the body. Then the call succeeded, or it is a stream
+                // that began successfully.
                 let status = response.headers().get("grpc-status");
                 let code = status.map_or(Code::Ok, |value| Code::from_bytes(value.as_bytes()));
                 calls.count(&method, code);
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn made_up_methods_cost_a_bounded_number_of_counts() {
+    fn unknown_methods_use_a_limited_number_of_counts() {
         let calls = Calls::default();
         for n in 0..2000 {
             calls.count(&format!("Method{n}"), Code::Unimplemented);

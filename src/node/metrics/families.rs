@@ -1,4 +1,4 @@
-//! The names of what is measured, and their text. Names and meanings are only added.
+//! The names and texts of the metrics. Later builds may add metrics; existing names keep their meaning.
 
 use std::fmt;
 
@@ -10,24 +10,23 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-use super::scene::{Counted, Scene, ShownVolume};
+use super::scrape::{Scrape, VolumeCounters, VolumeSample};
 use crate::planner::State;
 use cleat_core::request::{IoError, Op};
 use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, OpSnapshot};
 
-/// Of the page's buckets, those that are shown: 4 microseconds to 69 seconds. What is faster is in
-/// the first one, what is slower in `+Inf`.
+/// The buckets of the statistics page that are shown: 4 microseconds to 69 seconds. Faster requests are
+/// counted in the first one, slower ones in `+Inf`.
 const SHOWN_BUCKETS: std::ops::Range<usize> = 2..27;
 
-/// Each volume has each state, with 1 for the one that it is in.
+/// The states. Each volume has a sample for each of them, with the value 1 for its present one.
 const STATES: [&str; 5] = ["mapping", "mapped", "recovering", "failed", "unmapping"];
 
-/// These are shown from the beginning; the others once they have happened.
-const EXPECTED: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
+/// The operations that are shown before their first request; the others are shown after it.
+const ALWAYS_SHOWN: [Op; 3] = [Op::Read, Op::Write, Op::Flush];
 
-/// The same text in Prometheus' own format, which is older (text/plain; version=0.0.4): a family bears
-/// the name of its samples, suffix and all, what is an info there is a gauge here, and nothing marks
-/// the end.
+/// Converts an OpenMetrics text to Prometheus' older format (text/plain; version=0.0.4). There a family has
+/// the name of its samples with their suffix, an info is a gauge, and there is no end marker.
 pub(super) fn classic(text: &str) -> String {
     let mut classic = String::with_capacity(text.len());
     let mut lines = text.lines().peekable();
@@ -55,16 +54,19 @@ pub(super) fn classic(text: &str) -> String {
     classic
 }
 
-/// The text of a scrape.
-pub(super) fn text(scene: Scene) -> Result<String, fmt::Error> {
+/// Formats a scrape as an OpenMetrics text.
+///
+/// # Errors
+/// Returns an error if prometheus-client refuses a name or a value.
+pub(super) fn text(scrape: Scrape) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("cleat");
-    registry.register_collector(Box::new(scene));
+    registry.register_collector(Box::new(scrape));
     let mut text = String::new();
     encode(&mut text, &registry)?;
     Ok(text)
 }
 
-impl Collector for Scene {
+impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut writer = Writer(&mut encoder);
         self.encode_daemon(&mut writer)?;
@@ -76,7 +78,7 @@ impl Collector for Scene {
 
 type Label<'a> = (&'static str, &'a str);
 
-/// One family after the other.
+/// Writes one family after the other.
 struct Writer<'e, 'd>(&'e mut DescriptorEncoder<'d>);
 
 impl Writer<'_, '_> {
@@ -135,7 +137,7 @@ impl Samples<'_> {
     }
 }
 
-impl Scene {
+impl Scrape {
     fn encode_daemon(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
         writer.family("build", "The daemon's version", MetricType::Info, |samples| {
             samples.0.encode_info(&[("version", env!("CARGO_PKG_VERSION"))])
@@ -143,12 +145,12 @@ impl Scene {
         let one = |value: f64| std::iter::once(([], value));
         writer.gauges(
             "start_time_seconds",
-            "When the daemon started, since the epoch",
+            "When the daemon started, in seconds since the epoch",
             one(self.started_at_s as f64),
         )?;
         writer.gauges(
             "findings",
-            "What an operator should know of how the daemon began",
+            "Problems that the daemon found when it started",
             one(self.findings as f64),
         )?;
         writer.gauges(
@@ -158,29 +160,29 @@ impl Scene {
         )?;
         writer.gauges(
             "orphan_devices",
-            "Devices with an identity of cleat and without a record",
+            "Devices with an identity of cleat but without a record",
             self.orphans.iter().map(|count| ([], *count as f64)),
         )?;
         let load = &self.kernel;
         let calls = [("command", load.commands), ("wait", load.waits)];
         writer.gauges(
             "kernel_calls",
-            "Calls to the kernel that are under way, stuck ones included",
+            "Calls to the kernel in progress, stuck ones included",
             calls.iter().map(|(kind, count)| ([("kind", *kind)], *count as f64)),
         )?;
         writer.gauges(
             "kernel_calls_stuck",
-            "Calls that the kernel has not returned from in time, and still has",
+            "Calls to the kernel that exceeded their timeout and have not returned",
             one(load.stuck as f64),
         )?;
         writer.counters(
             "log_lines_dropped",
-            "Lines of the daemon's log that were lost because nobody took them in time",
+            "Lines of the daemon's log that were dropped because the reader was too slow",
             std::iter::once(([], self.log_lines_dropped)),
         )?;
         writer.counters(
             "api_calls",
-            "Calls of the control API that were answered",
+            "Answered calls of the control API",
             self.calls.iter().map(|((method, code), count)| {
                 ([("method", method.as_str()), ("code", *code)], *count)
             }),
@@ -194,7 +196,7 @@ impl Scene {
             "Mappings by state",
             STATES.iter().map(|state| ([("state", *state)], in_state(state) as f64)),
         )?;
-        writer.family("volume", "What a mapping is", MetricType::Info, |samples| {
+        writer.family("volume", "The identity of a mapping", MetricType::Info, |samples| {
             self.volumes.iter().try_for_each(|volume| {
                 let view = &volume.view;
                 let device = view.node().map(|n| n.to_string_lossy().into_owned());
@@ -213,10 +215,10 @@ impl Scene {
                 ([name(volume), ("state", *state)], f64::from(u8::from(is == *state)))
             })
         });
-        writer.gauges("volume_state", "1 for the state that the mapping is in", states)?;
+        writer.gauges("volume_state", "1 for the current state of the mapping", states)?;
         writer.gauges(
             "volume_fenced",
-            "Whether somebody else owns the volume now",
+            "Whether another client has fenced this node and owns the volume",
             self.each(|volume| Some(f64::from(u8::from(volume.view.is_fenced())))),
         )?;
         writer.gauges(
@@ -225,45 +227,49 @@ impl Scene {
             self.each(|volume| volume.size.map(|size| size as f64)),
         )?;
         let starts = self.volumes.iter().map(|v| ([name(v)], v.view.record.generation));
-        writer.counters("volume_worker_starts", "Workers that the mapping has had", starts)?;
+        writer.counters(
+            "volume_worker_starts",
+            "Workers that were started for the mapping",
+            starts,
+        )?;
         writer.counters(
             "volume_reconnects",
-            "Connections of the device that were replaced, all dead ones at once being one",
-            self.counted(|counted| counted.reconnects),
+            "Reconnects of the device; dead connections that are replaced together count once",
+            self.by_volume(|counters| counters.reconnects),
         )
     }
 
     fn encode_requests(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
         writer.counters(
             "volume_operations",
-            "Requests that ended, failed ones included",
+            "Completed requests, failed ones included",
             self.by_op(|counts| counts.count),
         )?;
         writer.counters(
             "volume_bytes",
-            "Bytes of the requests that succeeded",
+            "Bytes of successful requests",
             self.by_op(|counts| counts.bytes),
         )?;
-        let errors = self.counts().flat_map(|(volume, counted)| {
-            let errors = IoError::ALL.iter().zip(&counted.snapshot.errors);
+        let errors = self.counters().flat_map(|(volume, counters)| {
+            let errors = IoError::ALL.iter().zip(&counters.snapshot.errors);
             errors
                 .filter(|(_, count)| **count > 0)
                 .map(move |(kind, count)| ([name(volume), ("kind", kind.name())], *count))
         });
-        writer.counters("volume_errors", "Requests that failed, by kind", errors)?;
+        writer.counters("volume_errors", "Failed requests, by kind of error", errors)?;
         writer.counters(
             "volume_stalled_seconds",
-            "Time in outages of the backend that are over, summed over the connections",
-            self.counted(|counted| seconds(counted.snapshot.stalled_ns)),
+            "Time in past outages of the backend, summed over the connections",
+            self.by_volume(|counters| seconds(counters.snapshot.stalled_ns)),
         )?;
         writer.counters(
             "volume_limited_seconds",
-            "Time in which a limit held requests back, summed over the connections",
-            self.counted(|counted| seconds(counted.snapshot.limited_ns)),
+            "Time in which a rate limit delayed requests, summed over the connections",
+            self.by_volume(|counters| seconds(counters.snapshot.limited_ns)),
         )?;
         writer.family(
             "volume_request_duration_seconds",
-            "From a request's arrival to its reply",
+            "Time from the arrival of a request to its reply",
             MetricType::Histogram,
             |samples| {
                 self.ops().try_for_each(|(volume, op, counts)| {
@@ -279,31 +285,31 @@ impl Scene {
     fn encode_now(&self, writer: &mut Writer<'_, '_>) -> fmt::Result {
         writer.gauges(
             "volume_queued_requests",
-            "Requests that wait for a backend which cannot be reached",
-            self.counted(|counted| counted.snapshot.queued as f64),
+            "Requests that wait for an unreachable backend",
+            self.by_volume(|counters| counters.snapshot.queued as f64),
         )?;
         writer.gauges(
             "volume_outage_seconds",
-            "How long the backend has not been reached; 0 while it is",
-            self.counted(|counted| match counted.snapshot.outage_since_ns {
+            "Duration of the current outage of the backend; 0 if there is none",
+            self.by_volume(|counters| match counters.snapshot.outage_since_ns {
                 0 => 0.0,
                 since => seconds(self.boot_now_ns.saturating_sub(since)),
             }),
         )?;
         writer.gauges(
             "volume_connections",
-            "Connections of the device that are served",
-            self.counted(|counted| counted.snapshot.connections as f64),
+            "Connections of the device that a worker serves",
+            self.by_volume(|counters| counters.snapshot.connections as f64),
         )?;
         writer.gauges(
             "volume_in_flight_requests",
-            "Requests that are running",
-            self.counted(|counted| counted.snapshot.in_flight as f64),
+            "Requests in flight",
+            self.by_volume(|counters| counters.snapshot.in_flight as f64),
         )?;
         writer.gauges(
             "volume_oldest_request_seconds",
-            "How long the oldest of the running requests has been running; 0 without any",
-            self.counted(|counted| match counted.snapshot.oldest_ns {
+            "Age of the oldest request in flight; 0 if there is none",
+            self.by_volume(|counters| match counters.snapshot.oldest_ns {
                 0 => 0.0,
                 since => seconds(self.now_ns.saturating_sub(since)),
             }),
@@ -312,28 +318,28 @@ impl Scene {
 
     fn each<'a>(
         &'a self,
-        value: impl Fn(&ShownVolume) -> Option<f64> + 'a,
+        value: impl Fn(&VolumeSample) -> Option<f64> + 'a,
     ) -> impl Iterator<Item = ([Label<'a>; 1], f64)> {
         self.volumes.iter().filter_map(move |volume| Some(([name(volume)], value(volume)?)))
     }
 
-    fn counts(&self) -> impl Iterator<Item = (&ShownVolume, &Counted)> {
-        self.volumes.iter().filter_map(|volume| Some((volume, volume.counted.as_ref()?)))
+    fn counters(&self) -> impl Iterator<Item = (&VolumeSample, &VolumeCounters)> {
+        self.volumes.iter().filter_map(|volume| Some((volume, volume.counters.as_ref()?)))
     }
 
-    fn counted<'a, T>(
+    fn by_volume<'a, T>(
         &'a self,
-        value: impl Fn(&Counted) -> T + 'a,
+        value: impl Fn(&VolumeCounters) -> T + 'a,
     ) -> impl Iterator<Item = ([Label<'a>; 1], T)> {
-        self.counts().map(move |(volume, counted)| ([name(volume)], value(counted)))
+        self.counters().map(move |(volume, counters)| ([name(volume)], value(counters)))
     }
 
-    fn ops(&self) -> impl Iterator<Item = (&ShownVolume, Op, &OpSnapshot)> {
-        self.counts().flat_map(|(volume, counted)| {
+    fn ops(&self) -> impl Iterator<Item = (&VolumeSample, Op, &OpSnapshot)> {
+        self.counters().flat_map(|(volume, counters)| {
             Op::ALL
                 .into_iter()
-                .map(|op| (op, counted.snapshot.op(op)))
-                .filter(|(op, counts)| counts.count > 0 || EXPECTED.contains(op))
+                .map(|op| (op, counters.snapshot.op(op)))
+                .filter(|(op, counts)| counts.count > 0 || ALWAYS_SHOWN.contains(op))
                 .map(move |(op, counts)| (volume, op, counts))
         })
     }
@@ -347,11 +353,11 @@ impl Scene {
     }
 }
 
-fn name(volume: &ShownVolume) -> Label<'_> {
+fn name(volume: &VolumeSample) -> Label<'_> {
     ("volume", volume.view.record.name.as_str())
 }
 
-fn state_of(volume: &ShownVolume) -> &'static str {
+fn state_of(volume: &VolumeSample) -> &'static str {
     match volume.view.state {
         State::Mapping => STATES[0],
         State::Mapped => STATES[1],
@@ -361,11 +367,11 @@ fn state_of(volume: &ShownVolume) -> &'static str {
     }
 }
 
-/// The sum in seconds, the count, and how many fell into each shown bucket.
+/// Returns the sum in seconds, the count, and the number of requests in each shown bucket.
 fn histogram(counts: &OpSnapshot) -> (f64, u64, Vec<(f64, u64)>) {
-    // Whoever has the page may have written anything: no sum may overflow.
-    let most = u64::MAX / (2 * BUCKETS as u64);
-    let sum = |range: &[u64]| range.iter().map(|count| (*count).min(most)).sum::<u64>();
+    // The worker can write any value to the page, so the sum must not overflow.
+    let max = u64::MAX / (2 * BUCKETS as u64);
+    let sum = |range: &[u64]| range.iter().map(|count| (*count).min(max)).sum::<u64>();
     let mut from = 0;
     let mut buckets = Vec::with_capacity(SHOWN_BUCKETS.len() + 1);
     for index in SHOWN_BUCKETS {
@@ -373,7 +379,7 @@ fn histogram(counts: &OpSnapshot) -> (f64, u64, Vec<(f64, u64)>) {
         from = index + 1;
     }
     buckets.push((f64::INFINITY, sum(&counts.latency[from..])));
-    // Not `count`, which may be a request ahead: the two must agree.
+    // The sum of the buckets, since `count` may be a request ahead and the two must agree.
     (seconds(counts.total_ns), sum(&counts.latency), buckets)
 }
 
@@ -389,12 +395,12 @@ mod tests {
     use crate::planner::tests::record;
     use cleat_statistics::Snapshot;
 
-    fn scene(snapshot: Snapshot) -> Scene {
+    fn scrape(snapshot: Snapshot) -> Scrape {
         let (work_queue, _) = tokio::sync::mpsc::channel(1);
         let view = Mapping::new(record(1, true), work_queue).view();
-        let counted = Some(Counted { snapshot, reconnects: 0 });
-        Scene {
-            volumes: vec![ShownVolume { view, size: Some(4096), counted }],
+        let counters = Some(VolumeCounters { snapshot, reconnects: 0 });
+        Scrape {
+            volumes: vec![VolumeSample { view, size: Some(4096), counters }],
             started_at_s: 1,
             findings: 0,
             log_lines_dropped: 0,
@@ -407,12 +413,12 @@ mod tests {
     }
 
     #[test]
-    fn buckets_are_cumulative_in_seconds_and_lose_nothing() {
+    fn buckets_are_cumulative_in_seconds_and_contain_all_requests() {
         let mut snapshot = Snapshot::default();
         let read = &mut snapshot.ops[Op::Read as usize];
         (read.count, read.total_ns) = (7, 1_500_000_000);
         (read.latency[0], read.latency[2], read.latency[3], read.latency[31]) = (1, 2, 3, 1);
-        let text = text(scene(snapshot)).unwrap();
+        let text = text(scrape(snapshot)).unwrap();
         let name = "cleat_volume_request_duration_seconds";
         for line in [
             format!("{name}_bucket{{le=\"0.000004096\",volume=\"v\",op=\"read\"}} 3\n"),
@@ -427,14 +433,14 @@ mod tests {
     }
 
     #[test]
-    fn a_page_full_of_nonsense_is_shown_all_the_same() {
+    fn a_page_with_extreme_values_is_shown() {
         let mut snapshot =
             Snapshot { in_flight: u64::MAX, oldest_ns: u64::MAX, ..Default::default() };
         for op in &mut snapshot.ops {
             (op.count, op.bytes, op.latency) = (u64::MAX, u64::MAX, [u64::MAX; BUCKETS]);
         }
         snapshot.errors.fill(u64::MAX);
-        let text = text(scene(snapshot)).unwrap();
+        let text = text(scrape(snapshot)).unwrap();
         assert!(text.contains("cleat_volume_oldest_request_seconds{volume=\"v\"} 0.0\n"), "{text}");
     }
 
@@ -451,8 +457,8 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_did_not_say_is_left_out() {
-        let text = text(scene(Snapshot::default())).unwrap();
+    fn orphans_are_left_out_if_the_kernel_did_not_answer() {
+        let text = text(scrape(Snapshot::default())).unwrap();
         assert!(text.contains("cleat_kernel_reachable 0.0\n"), "{text}");
         assert!(!text.contains("\ncleat_orphan_devices "), "{text}");
         assert!(text.contains("cleat_kernel_calls_stuck 3.0\n"), "{text}");

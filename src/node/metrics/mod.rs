@@ -1,19 +1,19 @@
-//! The metrics endpoint: what the supervisor and its volumes count, for Prometheus, over HTTP: in the
-//! OpenMetrics text format for who asks for it, else in Prometheus' own, as for curl.
+//! The metrics endpoint for Prometheus, over HTTP. Clients that accept the OpenMetrics text format get it;
+//! others, such as curl, get Prometheus' older text format.
 //!
-//! Comes in: `GET /metrics` on a unix socket or a TCP port. Goes out: one text, made anew for each
-//! scrape from what everybody may see: views of mappings, statistics pages, counts of calls. A volume
-//! that is gone is gone from the next text.
+//! - In: `GET /metrics` on a unix socket or a TCP port.
+//! - Out: one text per scrape, made from the views of mappings, the statistics pages and the counts of
+//!   calls. A volume that was unmapped is not in the next text.
 //!
-//! What may never happen here: a question to a worker, which would cost the data path; a wait for a
-//! guard; a connection that lives long. Everything that a client controls is bounded: connections,
-//! the size of a request's head, time.
+//! What may never happen here: a request to a worker, which would delay the data path; a wait for a guard;
+//! a long-lived connection. Everything that a client controls is limited: the number of connections, the
+//! size of a request's head, and the time.
 //!
-//! `scene` takes what is shown, `families` names and writes it, `calls` counts the control API.
+//! `scrape` collects the values, `families` names and formats them, `calls` counts calls of the control API.
 
 pub(crate) mod calls;
 mod families;
-mod scene;
+mod scrape;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -38,30 +38,31 @@ use crate::config::{Listen, MetricsConfig};
 use crate::executor::Executor;
 use calls::Calls;
 use cleat_core::error::{Error, Result};
+use scrape::Scrape;
 
-/// Scrapes at one time; more wait in the socket's queue.
+/// The maximum number of scrapes in progress; more wait in the socket's queue.
 const MAX_CONNECTIONS: usize = 16;
 
-/// The longest head of a request, in bytes.
+/// The maximum size of a request's head, in bytes.
 const MAX_HEAD: usize = 16 * 1024;
 
-/// For a request's head to arrive.
-const HEAD_LIMIT: Duration = Duration::from_secs(2);
+/// The timeout for a request's head to arrive.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// For a connection in all: a reader that is slower than this gets no more.
-const CONNECTION_LIMIT: Duration = Duration::from_secs(30);
+/// The timeout of a whole connection. A slower client gets an incomplete answer.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What prometheus-client writes.
+/// The content type of the text that prometheus-client writes.
 const OPENMETRICS: HeaderValue =
     HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
 
-/// What everybody understands.
+/// The content type of Prometheus' older text format, which all clients read.
 const CLASSIC: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
 
-/// The endpoint, bound and not served yet.
+/// An endpoint that is bound and not served yet.
 pub(crate) struct Endpoint {
     listener: Listener,
-    /// Removed at the end.
+    /// The path of the unix socket, which is removed at the end.
     socket: Option<PathBuf>,
 }
 
@@ -71,21 +72,21 @@ enum Listener {
     Tcp(TcpListener),
 }
 
-/// What a scrape shows beyond the executor's mappings.
+/// The sources of the values of a scrape.
 pub(crate) struct Source {
-    /// Everything about mappings and the kernel.
+    /// The mappings and the kernel calls.
     pub executor: Arc<Executor>,
-    /// Calls of the control API.
+    /// The counts of the control API's calls.
     pub calls: Arc<Calls>,
-    /// Seconds since the epoch.
+    /// When the daemon started, in seconds since the epoch.
     pub started_at_s: u64,
 }
 
 impl Endpoint {
-    /// Binds what the configuration says; a unix socket goes into `runtime_dir`.
+    /// Binds the configured address. A unix socket is created in `runtime_dir`.
     ///
     /// # Errors
-    /// When the address is taken, or the socket cannot be made.
+    /// Returns an error if the address is in use or the socket cannot be created.
     pub(crate) async fn bind(config: &MetricsConfig, runtime_dir: &Path) -> Result<Self> {
         let (listener, socket) = match &config.listen {
             Listen::Off => (Listener::Off, None),
@@ -109,26 +110,24 @@ impl Endpoint {
         Ok(Self { listener, socket })
     }
 
-    /// Serves for ever.
+    /// Serves until the task is aborted.
     pub(crate) async fn serve(self, source: Source) {
         let source = Arc::new(source);
-        let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        // Dropped with the task: the socket goes with the daemon that made it.
+        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        // Removes the socket when the task ends.
         let _socket = Unlink(self.socket);
         match &self.listener {
             Listener::Off => {}
             Listener::Unix(listener) => {
-                accept(&source, &room, async || listener.accept().await.map(|(stream, _)| stream))
-                    .await;
+                accept(&source, &connections, async || Ok(listener.accept().await?.0)).await;
             }
             Listener::Tcp(listener) => {
-                accept(&source, &room, async || listener.accept().await.map(|(stream, _)| stream))
-                    .await;
+                accept(&source, &connections, async || Ok(listener.accept().await?.0)).await;
             }
         }
     }
 
-    /// Where a TCP endpoint listens: with port 0, the kernel has chosen one.
+    /// Returns the address of a TCP endpoint. If the configured port is 0, the kernel has chosen one.
     pub(crate) fn address(&self) -> Option<std::net::SocketAddr> {
         match &self.listener {
             Listener::Tcp(listener) => listener.local_addr().ok(),
@@ -148,19 +147,22 @@ impl Drop for Unlink {
     }
 }
 
-async fn accept<S, F>(source: &Arc<Source>, room: &Arc<Semaphore>, mut next: impl FnMut() -> F)
-where
+async fn accept<S, F>(
+    source: &Arc<Source>,
+    connections: &Arc<Semaphore>,
+    mut next: impl FnMut() -> F,
+) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     F: Future<Output = std::io::Result<S>>,
 {
     loop {
         // The semaphore is never closed.
-        let Ok(permit) = Arc::clone(room).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(connections).acquire_owned().await else { return };
         let stream = match next().await {
             Ok(stream) => stream,
             Err(error) => {
-                tracing::warn!("a connection for metrics could not be accepted: {error}");
-                // Out of descriptors, say: no reason to spin.
+                tracing::warn!("cannot accept a connection for metrics: {error}");
+                // For example, no descriptors are free: the delay avoids a busy loop.
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -171,14 +173,14 @@ where
             let service = service_fn(|request| answer(&source, request));
             let served = http1::Builder::new()
                 .timer(TokioTimer::new())
-                .header_read_timeout(HEAD_LIMIT)
+                .header_read_timeout(HEAD_TIMEOUT)
                 .max_buf_size(MAX_HEAD)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), service);
-            match timeout(CONNECTION_LIMIT, served).await {
+            match timeout(CONNECTION_TIMEOUT, served).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::debug!("a scrape ended early: {error}"),
-                Err(_) => tracing::debug!("a scrape took too long"),
+                Ok(Err(error)) => tracing::debug!("a scrape failed: {error}"),
+                Err(_) => tracing::debug!("a scrape timed out"),
             }
         });
     }
@@ -194,20 +196,20 @@ async fn answer(
         response
     };
     if request.uri().path() != "/metrics" {
-        return Ok(plain(StatusCode::NOT_FOUND, "there is only /metrics\n"));
+        return Ok(plain(StatusCode::NOT_FOUND, "not found: the only path is /metrics\n"));
     }
     if request.method() != Method::GET {
-        let mut refused = plain(StatusCode::METHOD_NOT_ALLOWED, "metrics are only read\n");
+        let mut refused = plain(StatusCode::METHOD_NOT_ALLOWED, "method not allowed: use GET\n");
         refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET"));
         return Ok(refused);
     }
-    let scene = scene::take(source).await;
-    // Thousands of lines are milliseconds of work: not on the event loop.
+    let scrape = Scrape::collect(source).await;
+    // Formatting thousands of lines takes milliseconds, so it must not run on the event loop.
     let accepted = request.headers().get_all(ACCEPT).iter();
     let mut accepted = accepted.filter_map(|value| value.to_str().ok());
     let modern = accepted.any(|value| value.contains("application/openmetrics-text"));
     let write = move || {
-        let text = families::text(scene)?;
+        let text = families::text(scrape)?;
         Ok(if modern { (text, OPENMETRICS) } else { (families::classic(&text), CLASSIC) })
     };
     let text: Result<Result<_, std::fmt::Error>, _> = tokio::task::spawn_blocking(write).await;
@@ -218,7 +220,7 @@ async fn answer(
             response
         }
         Ok(Err(_)) | Err(_) => {
-            plain(StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be written\n")
+            plain(StatusCode::INTERNAL_SERVER_ERROR, "cannot format the metrics\n")
         }
     })
 }

@@ -151,7 +151,7 @@ async fn force_disconnect_orphan(
     if let Some(process) = process {
         progress.begin("end the worker");
         stop_process(&process, deadline).await?;
-        cx.workers.sockets.forget(id);
+        cx.workers.sockets.remove(id);
         progress.end();
     }
     if !silent {

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use crate::context::Context;
 use crate::devices::orphans;
 use crate::holders::{holders_of, in_use_error, or_by_force};
-use crate::kernel_calls::COMMAND_LIMIT;
+use crate::kernel_calls::COMMAND_TIMEOUT;
 use crate::workers::{Probe, stops_listening};
 use cleat_core::error::Result;
 use cleat_kernel::{DeviceIndex, Identity};
@@ -30,13 +30,13 @@ pub(crate) async fn disconnect_orphan(
             .await?;
     }
     cx.kernel
-        .wait("disconnect an orphan", deadline, Some(COMMAND_LIMIT), move |kernel, until| {
+        .wait("disconnect an orphan", deadline, Some(COMMAND_TIMEOUT), move |kernel, until| {
             kernel.disconnect(index, &identity, until)
         })
         .await?;
     tracing::warn!(device = index, mapping_id, "disconnected an orphan");
     if stops_listening(|| cx.workers.sockets.probe(&mapping_id)).await {
-        cx.workers.sockets.forget(&mapping_id);
+        cx.workers.sockets.remove(&mapping_id);
     }
     Ok(())
 }
@@ -66,7 +66,7 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
     // What is left of mappings that have ended otherwise.
     for (id, _) in cx.workers.sockets.all().iter().filter(|(id, _)| !known.contains(id)) {
         if cx.workers.sockets.probe(id) == Probe::Refused {
-            cx.workers.sockets.forget(id);
+            cx.workers.sockets.remove(id);
         }
     }
     Ok(())

@@ -92,7 +92,7 @@ async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapp
 
 async fn remove_record(cx: &Context, record: Record) -> Result<()> {
     let journal = Arc::clone(&cx.journal);
-    cx.workers.sockets.forget(&record.mapping_id);
+    cx.workers.sockets.remove(&record.mapping_id);
     blocking(move || journal.remove(&record.mapping_id)).await
 }
 

@@ -10,7 +10,7 @@ use crate::actions::resize_device::{
 use crate::context::Context;
 use crate::find::{get, lock_mapped, not_mapped};
 use crate::holders::check_unused;
-use crate::kernel_calls::COMMAND_LIMIT;
+use crate::kernel_calls::COMMAND_TIMEOUT;
 use crate::mapping::{Guard, Mapping, View};
 use crate::planner::{ObservedDevice, State};
 use crate::reconcile::reconcile;
@@ -146,7 +146,7 @@ async fn shrink_both(
     let command = ToWorker::Resize { size, shrink: true };
     let Err(error) = request_size(guard, command, deadline).await else { return Ok(()) };
     // What the backend did in the end, the next look tells: the device follows a larger volume.
-    let until = Instant::now() + COMMAND_LIMIT;
+    let until = Instant::now() + COMMAND_TIMEOUT;
     let (index, before) = (device.index, device.size);
     if let Err(back) = resize_device(cx, guard, index, before, FLOW_LIMIT, until).await {
         tracing::warn!(mapping = guard.record.name, "stays shrunk: {}", back.report());

@@ -1,4 +1,4 @@
-//! The supervisor's end of a channel to a worker: `worker::protocol` on the event loop.
+//! The supervisor's end of the channel to a worker: sends and receives messages on the event loop.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,10 +15,10 @@ use cleat_worker::protocol::{FromWorker, MAX_PACKET, ToWorker};
 pub(super) struct Link(AsyncFd<OwnedFd>);
 
 impl Link {
-    /// Takes a connected socket. Must be called on the event loop.
+    /// Wraps a connected socket. Must be called on the event loop.
     ///
     /// # Errors
-    /// When the event loop cannot take the descriptor.
+    /// Returns an error if the event loop cannot register the descriptor.
     pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
         let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
         fcntl(&socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
@@ -28,11 +28,14 @@ impl Link {
     /// Sends a command with its descriptors.
     ///
     /// # Errors
-    /// When the worker is gone, or the message longer than a packet.
+    /// Returns an error if the worker has closed the channel, or if the message exceeds [`MAX_PACKET`].
     pub(super) async fn send(&self, command: &ToWorker, descriptors: &[OwnedFd]) -> io::Result<()> {
         let bytes = serde_json::to_vec(command)?;
         if bytes.len() > MAX_PACKET {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too long"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the message is longer than a packet",
+            ));
         }
         let send = |socket: &OwnedFd| {
             let borrowed: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
@@ -41,10 +44,10 @@ impl Link {
         self.0.async_io(Interest::WRITABLE, send).await
     }
 
-    /// The next message with its descriptors; `None` at the end of the channel.
+    /// Receives the next message with its descriptors; returns `None` at the end of the channel.
     ///
     /// # Errors
-    /// When the channel breaks, or carries what is no message of this protocol.
+    /// Returns an error if the channel breaks, or if the packet is not a message of the protocol.
     pub(super) async fn receive(&self) -> io::Result<Option<(FromWorker, Vec<OwnedFd>)>> {
         let receive = |socket: &OwnedFd| {
             let mut buffer = vec![0; MAX_PACKET];
@@ -59,23 +62,23 @@ impl Link {
         Ok(Some((serde_json::from_slice(&bytes)?, descriptors)))
     }
 
-    /// The uid of whoever made the socket that we are connected to.
+    /// Returns the user id of the process that created the socket at the other end.
     ///
     /// # Errors
-    /// When the kernel does not say.
+    /// Returns the error of getsockopt(2).
     pub(super) fn peer_uid(&self) -> io::Result<u32> {
         let credentials = nix::sys::socket::sockopt::PeerCredentials;
         Ok(nix::sys::socket::getsockopt(self.0.get_ref(), credentials)?.uid())
     }
 }
 
-/// A descriptor on the event loop.
+/// Registers a descriptor with the event loop.
 ///
 /// # Errors
-/// When the event loop cannot take it.
+/// Returns an error if the event loop cannot register it.
 #[expect(
     deprecated,
-    reason = "the successor is unsafe for types whose descriptor may change; an OwnedFd's does not"
+    reason = "the replacement is unsafe for types whose descriptor may change; an OwnedFd's does not"
 )]
 pub(super) fn watched(descriptor: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::with_interest(descriptor, interest)

@@ -1,8 +1,8 @@
-//! Workers: started, adopted, spoken to, stopped. The processes behind them are `process`'s.
+//! Starts, adopts, commands and stops workers.
 //!
-//! A worker owns its sockets and outlives the supervisor: dropping a [`Worker`] never ends it. A
-//! later supervisor finds it through its control socket, so nothing has to be kept in the service
-//! manager's descriptor store.
+//! A worker owns its sockets and outlives the supervisor: dropping a [`Worker`] does not end it. A later
+//! supervisor finds it through its control socket, so the service manager's descriptor store is not
+//! needed.
 
 mod link;
 mod process;
@@ -38,7 +38,8 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Workers whose control sockets are in `directory`. `log` is passed on to them.
+    /// Creates the starter of workers. Their control sockets are in `directory`, and `log` is their log
+    /// setting.
     pub fn new(
         launcher: Arc<dyn Launcher>,
         directory: PathBuf,
@@ -48,37 +49,38 @@ impl Workers {
         Self { launcher, sockets: ControlSockets::new(directory), log, events }
     }
 
-    /// Of the executable that new workers run, see `worker::version::binary_id`. Empty: not known.
+    /// Returns the identity of the executable that new workers run, see `cleat_worker::version::binary_id`.
+    /// Empty: unknown.
     pub fn binary(&self) -> String {
         self.launcher.binary()
     }
 
-    /// The process that was started under `id`; `None` when its end is proved.
+    /// Returns the process `id`, or `None` if it has provably ended.
     ///
     /// # Errors
-    /// When it cannot be told.
+    /// Returns an error if the state of the process cannot be determined.
     pub fn find(&self, id: WorkerId) -> Result<Option<Process>> {
         self.launcher.find(id)
     }
 
-    /// The process that listens on a control socket of a mapping that nothing else is known of.
+    /// Returns the process that listens on a control socket of a mapping without a record. Searches the open
+    /// files of all processes.
     ///
     /// # Errors
-    /// When /proc cannot be read.
+    /// Returns an error if /proc cannot be read.
     pub async fn listener(&self, mapping_id: &str) -> Result<Option<Process>> {
         let (paths, launcher) = (self.sockets.of_mapping(mapping_id), Arc::clone(&self.launcher));
-        // Looks at what every process has open.
-        let look = move || {
+        let search = move || {
             for path in paths {
                 let Some(pid) = listener_of(&path)? else { continue };
                 let process = launcher.of_number(pid)?;
-                // Still the one that listens: so it is the one that the descriptor names.
+                // It still listens, so its number was not reused before the descriptor was opened.
                 if process.is_some() && listener_of(&path)? == Some(pid) {
                     return Ok(process);
                 }
             }
             Ok(None)
         };
-        blocking(look).await
+        blocking(search).await
     }
 }

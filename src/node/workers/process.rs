@@ -1,4 +1,4 @@
-//! Worker processes as the supervisor holds them: started, found again, watched, ended.
+//! Worker processes: starts them, finds them again, and ends them.
 
 use std::ffi::OsString;
 use std::io;
@@ -17,60 +17,61 @@ use cleat_sys::process::{PidFd, spawn_with_channel, started_ticks};
 use cleat_worker::protocol::CHANNEL_FD;
 use cleat_worker::version::binary_id;
 
-/// A worker process, whoever its parent is.
+/// A worker process, which may be a child of this process or of an earlier supervisor.
 pub struct Process {
-    /// Which.
+    /// Its number and start time.
     pub id: WorkerId,
-    /// Becomes readable once no thread of the process is left.
+    /// A descriptor that becomes readable when all threads of the process have ended.
     pub exit: OwnedFd,
     /// Ends and reaps it.
     pub handle: Box<dyn Handle>,
 }
 
-/// What can be done to a process.
+/// Operations on a process.
 pub trait Handle: Send + Sync {
-    /// Ends it with SIGKILL.
+    /// Sends SIGKILL.
     ///
     /// # Errors
-    /// When it is not ours to end.
+    /// Returns an error if the kernel refuses the signal.
     fn kill(&self) -> io::Result<()>;
 
-    /// Takes its exit status, so that it does not stay a zombie. Not an error when it is not a
-    /// child of ours. Says how it ended, if known.
+    /// Takes the exit status, so that the process does not stay a zombie, and returns how it ended. Returns
+    /// `None` if that is unknown, for example for a child of an earlier supervisor.
     fn reap(&self) -> Option<String>;
 }
 
-/// Starts and finds worker processes. Tests put threads in their place.
+/// Starts and finds worker processes. The simulation replaces it.
 pub trait Launcher: Send + Sync {
-    /// Starts a worker whose end of the channel is `channel`. It waits there for its first message,
-    /// and exits when the channel ends before.
+    /// Starts a worker whose end of the channel is `channel`. The worker waits for its first message, and
+    /// exits if the channel is closed before.
     ///
     /// # Errors
-    /// When no process can be started.
+    /// Returns an error if no process can be started.
     fn launch(&self, channel: OwnedFd) -> Result<Process>;
 
-    /// The process that was started under this id; `None` when its end is proved.
+    /// Returns the process `id`, or `None` if it has provably ended.
     ///
     /// # Errors
-    /// When it cannot be told.
+    /// Returns an error if the state of the process cannot be determined.
     fn find(&self, id: WorkerId) -> Result<Option<Process>>;
 
-    /// Of the executable that new workers run, see `worker::version::binary_id`. Empty: not known.
+    /// Returns the identity of the executable that new workers run, see `cleat_worker::version::binary_id`.
+    /// Empty: unknown.
     fn binary(&self) -> String {
         String::new()
     }
 
-    /// The process that has this number now; `None` where there is none, or they have no numbers.
+    /// Returns the process that has this number now, or `None` if there is none.
     ///
     /// # Errors
-    /// When it cannot be told.
+    /// Returns an error if the state of the process cannot be determined.
     fn of_number(&self, pid: u32) -> Result<Option<Process>> {
         let _ = pid;
         Ok(None)
     }
 }
 
-/// Real processes: this executable as `cleat worker`.
+/// Starts real processes: `cleat worker` of an executable.
 #[derive(Debug)]
 pub struct Processes {
     executable: PathBuf,
@@ -79,24 +80,24 @@ pub struct Processes {
 }
 
 impl Processes {
-    /// Workers of this very executable, even if its file has been replaced meanwhile.
+    /// Starts workers of the running executable, even if its file has been replaced.
     pub fn of_this_executable() -> Self {
         Self::of(PathBuf::from("/proc/self/exe"))
     }
 
-    /// Workers of another executable.
+    /// Starts workers of the executable at a path.
     pub fn of(executable: PathBuf) -> Self {
         Self { executable, environment: Vec::new(), cgroup: None }
     }
 
-    /// Gives every worker a variable more.
+    /// Adds a variable to the environment of every worker.
     #[must_use]
     pub fn with_variable(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
         self
     }
 
-    /// Puts every worker into a control group, see [`cgroup`].
+    /// Moves every worker into a control group, see [`cgroup`].
     #[must_use]
     pub fn in_cgroup(mut self, group: Option<PathBuf>) -> Self {
         self.cgroup = group;
@@ -109,7 +110,7 @@ impl Launcher for Processes {
         let failed = |error| Error::from_io("cannot start a worker process", error);
         let mut command = Command::new(&self.executable);
         command.arg("worker").env_clear().current_dir("/");
-        // The two that change what a process says when it fails, and nothing else.
+        // Only the variables that affect backtraces and the log are passed on.
         for name in ["RUST_BACKTRACE", "JOURNAL_STREAM"] {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);
@@ -119,12 +120,12 @@ impl Launcher for Processes {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
         let child = spawn_with_channel(&mut command, &channel, CHANNEL_FD).map_err(failed)?;
         drop(channel);
-        // Ours until reaped, and only `reap` does that: the number cannot be another's yet. The
-        // standard library's `Child` neither ends nor reaps it when dropped.
+        // The child is reaped only by `reap`, so its number cannot be reused yet. Dropping the standard
+        // library's `Child` neither ends nor reaps the process.
         let pid = child.id();
         let pidfd = PidFd::open(pid).map_err(failed)?;
         let started_ticks = started_ticks(pid).map_err(failed)?;
-        // It has been told nothing yet. Where it stays in our group, it works until that is ended.
+        // A worker that stays in the daemon's group works, but ends with the daemon's service.
         if let Some(group) = &self.cgroup
             && let Err(error) = cgroup::move_process(group, pid)
         {
@@ -135,15 +136,15 @@ impl Launcher for Processes {
     }
 
     fn find(&self, id: WorkerId) -> Result<Option<Process>> {
-        let failed = |error| Error::from_io(format!("cannot look at process {}", id.pid), error);
+        let failed = |error| Error::from_io(format!("cannot inspect process {}", id.pid), error);
         let pidfd = match PidFd::open(id.pid) {
-            // EINVAL: the number now belongs to a thread that leads no group.
+            // EINVAL: the number belongs to a thread that is not the leader of its process.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::EINVAL)) => {
                 return Ok(None);
             }
             other => other.map_err(failed)?,
         };
-        // After the descriptor: if this is the worker's start time, the descriptor is the worker.
+        // Read after the descriptor was opened: if the start time is the worker's, so is the descriptor.
         match started_ticks(id.pid) {
             Ok(ticks) if ticks == id.started_ticks => process(id, pidfd).map(Some).map_err(failed),
             Ok(_) => Ok(None),
@@ -160,7 +161,7 @@ impl Launcher for Processes {
     fn of_number(&self, pid: u32) -> Result<Option<Process>> {
         match started_ticks(pid) {
             Ok(started_ticks) => self.find(WorkerId { pid, started_ticks }),
-            // It is gone.
+            // The process has ended.
             Err(_) => Ok(None),
         }
     }
@@ -179,22 +180,20 @@ impl Handle for PidFd {
     fn reap(&self) -> Option<String> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
         match waitid(Id::PIDFd(self.as_fd()), flags) {
-            Ok(status) => described(status),
-            // Started by an earlier supervisor: its parent is init, which reaps it.
+            Ok(status) => description(status),
+            // An earlier supervisor started the process, and init reaps it.
             Err(Errno::ECHILD) => None,
             Err(errno) => Some(errno.to_string()),
         }
     }
 }
 
-/// How a process ended; `None` when it has not.
-fn described(status: WaitStatus) -> Option<String> {
+/// Describes how a process ended; returns `None` if it has not ended.
+fn description(status: WaitStatus) -> Option<String> {
     Some(match status {
         WaitStatus::Exited(_, code) => format!("exited with code {code}"),
-        WaitStatus::Signaled(_, Signal::SIGKILL, _) => {
-            // The system does so, too, when memory runs out.
-            "was killed by SIGKILL".to_owned()
-        }
+        // The kernel also sends SIGKILL when memory runs out.
+        WaitStatus::Signaled(_, Signal::SIGKILL, _) => "was killed by SIGKILL".to_owned(),
         WaitStatus::Signaled(_, signal, _) => format!("was ended by {signal}"),
         _ => return None,
     })
@@ -205,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_found_by_its_start_and_not_by_its_number() {
+    fn a_process_is_found_only_with_its_start_time() {
         let pid = std::process::id();
         let started_ticks = started_ticks(pid).unwrap();
         let launcher = Processes::of_this_executable();
@@ -218,7 +217,7 @@ mod tests {
     #[test]
     fn a_launched_process_is_killed_and_reaped() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        // `yes worker` runs until it is told otherwise.
+        // `yes worker` runs until it is killed.
         let launcher = Processes::of(PathBuf::from("/usr/bin/yes"));
         let process = launcher.launch(theirs.into()).unwrap();
         assert!(launcher.find(process.id).unwrap().is_some());

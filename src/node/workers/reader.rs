@@ -1,4 +1,4 @@
-//! Reads what a worker sends, and notices its end.
+//! Reads the messages of a worker, and detects its end.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,37 +11,39 @@ use super::link::Link;
 use super::process::Process;
 use cleat_worker::protocol::{FromWorker, Outage};
 
-/// Something that a worker did by itself. A hint to look at its mapping.
+/// An event of a worker, after which its mapping should be reconciled.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerEvent {
-    /// Whose worker.
+    /// The worker's mapping.
     pub mapping_id: String,
-    /// For the log.
+    /// A description for the log.
     pub what: String,
 }
 
+/// The state of a worker as its messages report it.
 #[derive(Debug, Default)]
 pub(super) struct Flags {
-    /// Of the volume, in bytes, as last heard.
+    /// The size of the volume in bytes, as last reported.
     pub(super) size: AtomicU64,
-    /// The channel has ended or carried nonsense, or an answer did not come in time.
+    /// Whether the channel has ended or carried an invalid message, or an answer was late.
     pub(super) broken: AtomicBool,
+    /// Whether another client has fenced the worker's volume.
     pub(super) fenced: AtomicBool,
-    /// The snapshot that waits, or is being made; 0: none.
+    /// The number of the snapshot that waits or is being made; 0: none.
     pub(super) snapshot: AtomicU64,
-    /// What the worker says of its backend.
+    /// The present outage of the backend.
     pub(super) outage: std::sync::Mutex<Option<Outage>>,
-    /// How it ended: whoever asks first takes the exit status.
+    /// How the worker ended. The exit status can be taken only once, so the first caller stores it.
     pub(super) end: std::sync::OnceLock<String>,
 }
 
-/// Reads what a worker says, and notices its end.
+/// Reads the messages of a worker until it has ended.
 pub(super) struct Reader {
     pub(super) mapping_id: String,
     pub(super) process: Arc<Process>,
     pub(super) link: Arc<Link>,
     pub(super) flags: Arc<Flags>,
-    /// Dropped with the channel, so that who waits for an answer learns at once.
+    /// Dropped when the channel ends, so that a waiting call fails at once.
     pub(super) replies: Option<mpsc::Sender<(FromWorker, Vec<OwnedFd>)>>,
     pub(super) ended: watch::Sender<bool>,
     pub(super) events: mpsc::Sender<WorkerEvent>,
@@ -52,7 +54,7 @@ impl Reader {
         let mut listening = true;
         loop {
             tokio::select! {
-                // Its last words before its end.
+                // Messages are read before the end is reported.
                 biased;
                 message = self.link.receive(), if listening => listening = self.take(message),
                 _ = exit.readable() => break,
@@ -64,15 +66,15 @@ impl Reader {
         self.send_event(format!("worker {} {how}", self.process.id.pid));
     }
 
-    /// Whether there may be more.
+    /// Handles a message. Returns false at the end of the channel.
     fn take(&mut self, message: std::io::Result<Option<(FromWorker, Vec<OwnedFd>)>>) -> bool {
         match message {
             Ok(Some((FromWorker::Disconnected, _))) => {
-                self.send_event("every connection has ended in order".to_owned());
+                self.send_event("the kernel closed all connections".to_owned());
             }
             Ok(Some((FromWorker::Fenced, _))) => {
                 self.flags.fenced.store(true, Ordering::Release);
-                self.send_event("the volume belongs to somebody else now".to_owned());
+                self.send_event("the volume was fenced by another client".to_owned());
             }
             Ok(Some((FromWorker::Outage { outage }, _))) => {
                 let mut known =
@@ -81,27 +83,27 @@ impl Reader {
                 drop(known);
                 self.send_event("an outage of the backend began, changed or ended".to_owned());
             }
-            Ok(Some((FromWorker::SnapshotPending { snapshot: waiting }, _))) => {
-                self.flags.snapshot.store(waiting.unwrap_or(0), Ordering::Release);
-                self.send_event("a snapshot of the volume begins or has been made".to_owned());
+            Ok(Some((FromWorker::SnapshotPending { snapshot }, _))) => {
+                self.flags.snapshot.store(snapshot.unwrap_or(0), Ordering::Release);
+                self.send_event("a snapshot of the volume began or ended".to_owned());
             }
             Ok(Some((FromWorker::SizeChanged { size }, _))) => {
                 self.flags.size.store(size, Ordering::Release);
-                self.send_event(format!("the volume has {size} bytes now"));
+                self.send_event(format!("the volume's size is now {size} bytes"));
             }
-            // The worker is of a newer build.
+            // An event of a newer build.
             Ok(Some((FromWorker::Unknown, _))) => {}
             Ok(Some(reply)) => {
                 if let FromWorker::Size { size } = reply.0 {
                     self.flags.size.store(size, Ordering::Release);
                 }
-                // One command is under way at most; a second answer is nonsense.
+                // At most one command is in progress, so a second answer is a protocol error.
                 if self.replies.as_ref().is_none_or(|replies| replies.try_send(reply).is_err()) {
-                    return self.close("answered twice");
+                    return self.close("sent an answer without a command");
                 }
             }
-            Ok(None) => return self.close("closed its channel"),
-            Err(error) => return self.close(&format!("broke its channel: {error}")),
+            Ok(None) => return self.close("closed the channel"),
+            Err(error) => return self.close(&format!("broke the channel: {error}")),
         }
         true
     }
@@ -114,15 +116,15 @@ impl Reader {
     }
 
     fn send_event(&self, what: String) {
-        // A full queue loses the event; the next sweep finds what it was about.
+        // If the queue is full, the next sweep finds the change.
         let _ = self.events.try_send(WorkerEvent { mapping_id: self.mapping_id.clone(), what });
     }
 }
 
-/// The exit status of a process that has ended, which can be taken once.
+/// Returns how a process ended. Takes its exit status at the first call.
 pub(super) fn exit_reason_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
     flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_EXIT.to_owned()))
 }
 
-/// Only the parent is told, and that was an earlier daemon.
-pub(crate) const UNKNOWN_EXIT: &str = "ended in a way that was not told";
+/// How a worker ended that an earlier daemon started: only its parent gets the exit status.
+pub(crate) const UNKNOWN_EXIT: &str = "ended with an unknown exit status";

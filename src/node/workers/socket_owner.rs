@@ -1,5 +1,5 @@
-//! Which process listens on a worker's control socket: for a device without a record, the only way
-//! from its identity to its worker.
+//! Finds the process that listens on a worker's control socket. For a device without a record, this is the
+//! only way to find its worker.
 
 use std::fs;
 use std::io::Read;
@@ -7,21 +7,22 @@ use std::path::Path;
 
 use cleat_core::error::{Error, Result};
 
-/// What /proc/net/unix may be long, in bytes; a socket takes about 80.
-const TABLE_MAX: u64 = 64 << 20;
-/// The flag of a socket that listens (include/uapi/linux/net.h, __SO_ACCEPTCON), as the table shows it.
+/// How much of /proc/net/unix is read, in bytes; a socket takes about 80.
+const MAX_TABLE: u64 = 64 << 20;
+/// The flags of a listening socket in the table (include/uapi/linux/net.h, __SO_ACCEPTCON).
 const LISTENS: &str = "00010000";
 
-/// The process that has the socket bound at `path` open to listen on it.
+/// Returns the process that listens on the socket at `path`. Blocks while it searches the open files of all
+/// processes.
 ///
 /// # Errors
-/// When /proc cannot be read.
+/// Returns an error if /proc cannot be read.
 pub(super) fn listener_of(path: &Path) -> Result<Option<u32>> {
     let unreadable = |error| Error::from_io("cannot read /proc", error);
     let mut table = Vec::new();
     let file = fs::File::open("/proc/net/unix").map_err(unreadable)?;
-    file.take(TABLE_MAX).read_to_end(&mut table).map_err(unreadable)?;
-    // The names of other sockets may be anything, text or not.
+    file.take(MAX_TABLE).read_to_end(&mut table).map_err(unreadable)?;
+    // The names of other sockets may be invalid UTF-8.
     let table = String::from_utf8_lossy(&table);
     let Some(inode) = inode_of(&table, path) else { return Ok(None) };
     let link = format!("socket:[{inode}]");
@@ -30,18 +31,19 @@ pub(super) fn listener_of(path: &Path) -> Result<Option<u32>> {
     Ok(pids.into_iter().find(|pid| has_open(*pid, &link)))
 }
 
-/// Whether a process has what `link` names open.
+/// Returns whether a process has the file open to which `link` points.
 fn has_open(pid: u32, link: &str) -> bool {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let mut links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
     links.any(|found| found.as_os_str() == link)
 }
 
-/// `Num: RefCount Protocol Flags Type St Inode Path` (proc_net_unix, net/unix/af_unix.c).
+/// Returns the inode of the socket that listens at `path`. The columns of the table are
+/// `Num: RefCount Protocol Flags Type St Inode Path` (unix_seq_show, net/unix/af_unix.c).
 fn inode_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
     let path = path.to_str()?;
     table.lines().find_map(|line| {
-        // The path goes to the end of the line, spaces and all.
+        // The path is the rest of the line and may contain spaces.
         let mut words = line.strip_suffix(path)?.split_whitespace();
         let listens = words.nth(3)? == LISTENS;
         let inode = words.nth(2)?;
@@ -54,9 +56,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_listens_is_found_and_who_is_connected_is_not() {
+    fn the_listening_process_is_found_and_a_connected_one_is_not() {
         let directory = tempfile::tempdir().unwrap();
-        // Next to one whose name is no text.
+        // Another socket's name is not valid UTF-8.
         use std::os::linux::net::SocketAddrExt;
         let name = [&b"cleat-\xff"[..], &std::process::id().to_ne_bytes()].concat();
         let name = std::os::unix::net::SocketAddr::from_abstract_name(name).unwrap();
@@ -67,7 +69,7 @@ mod tests {
         let (_server, _) = listener.accept().unwrap();
         assert_eq!(listener_of(&path).unwrap(), Some(std::process::id()));
         drop(listener);
-        // The accepted end still carries the path.
+        // The accepted connection still has the path.
         assert_eq!(listener_of(&path).unwrap(), None);
     }
 }

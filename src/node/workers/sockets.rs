@@ -1,4 +1,4 @@
-//! The control sockets of workers: where they are, and whether a process listens.
+//! The control sockets of workers: their paths, and whether a process listens.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -11,28 +11,28 @@ use tokio::time::{Instant, sleep};
 
 use cleat_core::error::{Error, Result};
 
-/// What stands behind a worker's control socket.
+/// The state of a worker's control socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Probe {
-    /// There is no socket: nothing is known.
+    /// There is no socket, so nothing is known about the worker.
     Absent,
-    /// Nobody listens any more: the only process that did has ended.
+    /// No process listens: the only process that did has ended.
     Refused,
-    /// Somebody listens.
+    /// A process listens.
     Answers,
 }
 
-/// The directory of the control sockets. Each worker has its own, named after mapping and process:
-/// during a handover there are two of one mapping.
+/// The directory of the control sockets. Each worker has one, named after its mapping and its process, since
+/// a mapping has two workers during a handover.
 pub(crate) struct ControlSockets(PathBuf);
 
 impl ControlSockets {
-    /// The control sockets in `directory`.
+    /// Creates the handle of the control sockets in `directory`.
     pub(crate) fn new(directory: PathBuf) -> Self {
         Self(directory)
     }
 
-    /// Looks at the control sockets of a mapping that nothing else is known of.
+    /// Checks whether any worker of a mapping listens.
     pub(crate) fn probe(&self, mapping_id: &str) -> Probe {
         let probes = self.of_mapping(mapping_id).into_iter().map(|path| probe(&path));
         probes.fold(Probe::Absent, |sum, one| match (sum, one) {
@@ -42,32 +42,32 @@ impl ControlSockets {
         })
     }
 
-    /// Looks at the control socket of one worker of a mapping.
+    /// Checks whether one worker of a mapping listens.
     pub(crate) fn probe_worker(&self, mapping_id: &str, pid: u32) -> Probe {
         probe(&self.path(mapping_id, pid))
     }
 
-    /// Removes the control sockets of a mapping that has ended.
-    pub(crate) fn forget(&self, mapping_id: &str) {
+    /// Removes the control sockets of a mapping whose workers have ended.
+    pub(crate) fn remove(&self, mapping_id: &str) {
         for path in self.of_mapping(mapping_id) {
             let _ = std::fs::remove_file(path);
         }
     }
 
-    /// Each worker has its own, named after mapping and process: during a planned hand-over there are
-    /// two of one mapping.
+    /// Returns the path of a worker's control socket.
     pub(crate) fn path(&self, mapping_id: &str, pid: u32) -> PathBuf {
         self.0.join(format!("{mapping_id}.{pid}.sock"))
     }
 
+    /// Returns the paths of all control sockets of a mapping.
     pub(crate) fn of_mapping(&self, mapping_id: &str) -> Vec<PathBuf> {
         let found = self.all().into_iter().filter(|(id, _)| id == mapping_id);
         found.map(|(_, path)| path).collect()
     }
 
-    /// Every control socket, with the id of its mapping.
+    /// Returns all control sockets with the ids of their mappings.
     pub(crate) fn all(&self) -> Vec<(String, PathBuf)> {
-        // Unreadable, it is as good as empty: nobody can be reached there.
+        // If the directory cannot be read, no worker can be reached.
         let entries = std::fs::read_dir(&self.0).into_iter().flatten().flatten();
         let named = entries.filter_map(|entry| {
             let name = entry.file_name().into_string().ok()?;
@@ -77,24 +77,27 @@ impl ControlSockets {
         named.collect()
     }
 
-    /// The listening socket through which later supervisors find the worker.
+    /// Creates the listening socket of a worker, through which later supervisors find it.
+    ///
+    /// # Errors
+    /// Returns an error if the socket cannot be created.
     pub(crate) fn listen(&self, mapping_id: &str, pid: u32, is_successor: bool) -> Result<OwnedFd> {
         let path = self.path(mapping_id, pid);
-        // What lies there belongs to workers that are proved gone, unless this one is to succeed one.
+        // All earlier workers have provably ended, except during a handover.
         if !is_successor {
-            self.forget(mapping_id);
+            self.remove(mapping_id);
         }
         let _ = std::fs::remove_file(&path);
         let make = || -> std::io::Result<OwnedFd> {
             let socket = seqpacket()?;
             bind(socket.as_raw_fd(), &UnixAddr::new(&path)?)?;
-            // Nobody can connect before listen, so there is no moment of wider permissions.
+            // A client cannot connect before listen(2), so the wider default permissions have no effect.
             set_private(&path)?;
             listen(&socket, Backlog::new(8)?)?;
             Ok(socket)
         };
         make().map_err(|error| {
-            Error::from_io(format!("cannot make the control socket {}", path.display()), error)
+            Error::from_io(format!("cannot create the control socket {}", path.display()), error)
         })
     }
 }
@@ -104,16 +107,16 @@ fn probe(path: &Path) -> Probe {
         Ok(_) => Probe::Answers,
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => Probe::Refused,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Probe::Absent,
-        // A full queue, say: somebody must be there.
+        // Other errors, such as a full queue, come from a process that listens.
         Err(_) => Probe::Answers,
     }
 }
 
-/// Waits for a moment until no process listens on a control socket; returns whether none does.
+/// Waits [`EXIT_TIMEOUT`] until no process listens on a control socket; returns whether none does.
 pub(crate) async fn stops_listening(probe: impl Fn() -> Probe) -> bool {
-    let until = Instant::now() + ENDING_LIMIT;
+    let deadline = Instant::now() + EXIT_TIMEOUT;
     while probe() == Probe::Answers {
-        if Instant::now() >= until {
+        if Instant::now() >= deadline {
             return false;
         }
         sleep(Duration::from_millis(20)).await;
@@ -121,12 +124,16 @@ pub(crate) async fn stops_listening(probe: impl Fn() -> Probe) -> bool {
     true
 }
 
-/// For a process that does not listen to have ended: it was perhaps on its way out.
-pub(crate) const ENDING_LIMIT: Duration = Duration::from_secs(1);
+/// How long a process that is about to exit may still listen.
+pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Connects to a control socket without waiting.
+///
+/// # Errors
+/// Returns the error of connect(2).
 pub(crate) fn connect_to(path: &Path) -> std::io::Result<OwnedFd> {
     let socket = seqpacket()?;
-    // Non-blocking: a listener with a full queue must not stop the event loop.
+    // Non-blocking: a listener with a full queue must not block the event loop.
     nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
     connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
     Ok(socket)
@@ -141,6 +148,10 @@ fn seqpacket() -> nix::Result<OwnedFd> {
     socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)
 }
 
+/// Returns a pair of connected SOCK_SEQPACKET sockets.
+///
+/// # Errors
+/// Returns the error of socketpair(2).
 pub(crate) fn seqpacket_pair() -> std::io::Result<(OwnedFd, OwnedFd)> {
     let flags = SockFlag::SOCK_CLOEXEC;
     Ok(socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?)

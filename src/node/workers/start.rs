@@ -1,4 +1,4 @@
-//! Starts workers, and adopts those that an earlier supervisor left.
+//! Starts workers, and adopts the workers of an earlier supervisor.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -20,24 +20,24 @@ use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, Ready, Start, ToWorker};
 use cleat_worker::version::Spoken;
 
-/// A worker process that has been told nothing yet. Dropped, it exits by itself.
+/// A worker process that has received no message yet. It exits by itself if this is dropped.
 pub struct Launched {
     process: Process,
     link: Link,
 }
 
 impl Launched {
-    /// Which process.
+    /// Returns the process number and start time.
     pub fn id(&self) -> WorkerId {
         self.process.id
     }
 }
 
-/// What opening a volume in a worker led to, if not to a worker.
+/// Why a worker did not open its volume.
 enum NotOpened {
-    /// The worker says why.
+    /// The worker reported an error, or the timeout passed.
     Refused(Error),
-    /// It could not be asked, or said nothing.
+    /// The channel to the worker broke before an answer.
     Broken(Error),
 }
 
@@ -49,31 +49,35 @@ impl NotOpened {
     }
 }
 
-const KILL_GRACE: Duration = Duration::from_secs(5);
+/// How long a start that failed waits for the end of the killed process.
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// For a worker whose channel has closed to be gone.
-const DYING_GRACE: Duration = Duration::from_secs(1);
+/// How long a worker that has closed its channel may take to exit by itself.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Workers {
-    /// Starts a process and tells it nothing yet.
+    /// Starts a worker process and sends it no message yet.
     ///
     /// # Errors
-    /// When no process can be started.
+    /// Returns an error if no process can be started.
     pub async fn launch(&self) -> Result<Launched> {
-        let failed = |error: std::io::Error| Error::from_io("cannot reach a new worker", error);
+        let failed = |error: std::io::Error| {
+            Error::from_io("cannot create the channel to a new worker", error)
+        };
         let (ours, theirs) = seqpacket_pair().map_err(failed)?;
         let launcher = Arc::clone(&self.launcher);
         let process = blocking(move || launcher.launch(theirs)).await?;
         Ok(Launched { process, link: Link::new(ours).map_err(failed)? })
     }
 
-    /// Has a launched process open its volume. `page` is that of the worker before, if any;
-    /// `prepared` what a worker that still serves has given for its successor.
+    /// Makes a launched process open its volume. `page` is the statistics page of the previous worker;
+    /// `None`: there is none. `prepared` are the descriptors that a worker that still serves passes to its
+    /// successor.
     ///
-    /// On failure the process is ended, and this returns once that is proved or `deadline` is over.
+    /// If this fails, it kills the process and waits [`KILL_TIMEOUT`] at most for its end.
     ///
     /// # Errors
-    /// What the backend gives; `TimedOut`; `Unavailable` when the worker dies.
+    /// Returns the backend's error, `TimedOut` after `deadline`, and `Unavailable` if the worker dies.
     pub async fn start(
         &self,
         launched: Launched,
@@ -88,7 +92,8 @@ impl Workers {
         let Launched { process, link } = launched;
         let pid = process.id.pid;
         let mapping_id = start.mapping_id.clone();
-        let late = || Error::new(ErrorKind::TimedOut, "the backend did not open in time");
+        let late =
+            || Error::new(ErrorKind::TimedOut, "the backend did not open the volume in time");
         let opening = self.open(&link, pid, start, page, prepared);
         let opened = timeout_at(deadline, opening).await;
         match opened.unwrap_or_else(|_| Err(NotOpened::Refused(late()))) {
@@ -104,13 +109,13 @@ impl Workers {
             Err(failed) => {
                 drop(link);
                 let silent = matches!(failed, NotOpened::Broken(_));
-                let own = Instant::now() + DYING_GRACE;
-                let died = silent && timeout_at(own, exit_of(&process)).await.is_ok();
+                let exit_deadline = Instant::now() + EXIT_TIMEOUT;
+                let died = silent && timeout_at(exit_deadline, exit_of(&process)).await.is_ok();
                 let _ = process.handle.kill();
-                // As long as it takes to die, but not for ever: a process in a backend's system
-                // call may not. The planner then sees it as unreachable, and starts no other.
-                let grace = Instant::now() + KILL_GRACE;
-                let _ = timeout_at(grace, exit_of(&process)).await;
+                // A process that is blocked in a system call may not end. The planner then sees an
+                // unreachable worker and starts no other one.
+                let kill_deadline = Instant::now() + KILL_TIMEOUT;
+                let _ = timeout_at(kill_deadline, exit_of(&process)).await;
                 let how = process.handle.reap();
                 let died = died.then(|| how.unwrap_or_else(|| UNKNOWN_EXIT.to_owned()));
                 Err(StartFailure { error: failed.into_error(), pid, died })
@@ -142,16 +147,17 @@ impl Workers {
         let page = send.await.map_err(NotOpened::Broken)?;
         let (ready, _) = expect_ready(link).await?;
         if ready.mapping_id != mapping_id || ready.generation != generation {
-            let message = "the worker speaks for another mapping";
+            let message = "the worker answered for another mapping";
             return Err(NotOpened::Broken(Error::new(ErrorKind::Internal, message)));
         }
         Ok((ready, page))
     }
 
-    /// Takes over a worker that an earlier supervisor, or an earlier connection, has left.
+    /// Connects to a running worker, which an earlier supervisor started or whose channel broke.
     ///
     /// # Errors
-    /// `Unavailable` with the reason when it does not answer, or not for this mapping.
+    /// Returns an error if the control socket cannot be reached or belongs to another worker or user, and
+    /// `TimedOut` if the worker does not answer until `deadline`.
     pub async fn adopt(
         &self,
         mapping_id: &str,
@@ -159,11 +165,11 @@ impl Workers {
         deadline: Instant,
     ) -> Result<Worker> {
         let attempt = async {
-            let failed = |error| Error::from_io("its control socket cannot be reached", error);
+            let failed = |error| Error::from_io("cannot connect to its control socket", error);
             let link =
                 connect_to(&self.sockets.path(mapping_id, process.id.pid)).map_err(failed)?;
             let link = Link::new(link).map_err(failed)?;
-            // Of the process that called listen(2): a supervisor, hence our own user.
+            // The credentials are those of the process that called listen(2), which was a supervisor.
             let uid = link.peer_uid().map_err(failed)?;
             if uid != nix::unistd::geteuid().as_raw() {
                 let message = format!("its control socket belongs to user {uid}");
@@ -176,16 +182,16 @@ impl Workers {
             let ready = expect_ready(&link).await.map_err(NotOpened::into_error);
             let (ready, mut descriptors) = ready?;
             if ready.mapping_id != mapping_id || ready.pid != process.id.pid {
-                let message = "its control socket speaks for another worker";
+                let message = "another worker answered on its control socket";
                 return Err(Error::new(ErrorKind::Internal, message));
             }
             let page = descriptors
                 .pop()
-                .ok_or_else(|| Error::new(ErrorKind::Internal, "it gave no statistics page"))?;
+                .ok_or_else(|| Error::new(ErrorKind::Internal, "it sent no statistics page"))?;
             Ok((link, ready, Page::from_fd(page)?))
         };
         let (link, ready, page) = timeout_at(deadline, attempt).await.map_err(|_| {
-            Error::new(ErrorKind::TimedOut, "it does not answer on its control socket")
+            Error::new(ErrorKind::TimedOut, "it did not answer on its control socket in time")
         })??;
         Worker::watch(mapping_id, process, link, ready, page, self.events.clone())
     }

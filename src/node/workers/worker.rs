@@ -1,4 +1,4 @@
-//! A worker that serves a volume, as the supervisor speaks to it.
+//! A worker that serves a volume: its commands and its state.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use cleat_worker::protocol::{Failure, FromWorker, Outage, Ready, ToWorker};
 
 /// A worker that serves a volume.
 pub struct Worker {
-    /// What it said of itself and its volume.
+    /// The properties of the worker and its volume.
     pub ready: Ready,
-    /// Its counters.
+    /// The statistics page.
     pub statistics: Page,
     process: Arc<Process>,
     link: Arc<Link>,
@@ -32,7 +32,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Watches a worker that has opened its volume.
+    /// Starts to read the messages of a worker that has opened its volume, and to watch its process.
     pub(super) fn watch(
         mapping_id: &str,
         process: Arc<Process>,
@@ -61,52 +61,52 @@ impl Worker {
         Ok(Self { ready, statistics, process, link, replies, flags, ended, reader })
     }
 
-    /// Which process.
+    /// Returns the process number and start time.
     pub fn id(&self) -> WorkerId {
         self.process.id
     }
 
-    /// The process, to adopt it anew over another connection.
+    /// Returns the process, which can be adopted again over a new connection.
     pub fn process(&self) -> Arc<Process> {
         Arc::clone(&self.process)
     }
 
-    /// Whether its process has ended.
+    /// Returns whether the process has ended.
     pub fn has_ended(&self) -> bool {
         has_ended(&self.process)
     }
 
-    /// Whether its channel can no longer be used.
+    /// Returns whether the channel can no longer be used.
     pub fn is_broken(&self) -> bool {
         self.flags.broken.load(Ordering::Acquire)
     }
 
-    /// The outage of its backend, if there is one.
+    /// Returns the present outage of the backend.
     pub fn outage(&self) -> Option<Outage> {
         self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    /// How it ended, once it has.
+    /// Returns how the process ended. Must be called only after its end.
     pub fn exit_reason(&self) -> String {
         exit_reason_of(&self.process, &self.flags).to_owned()
     }
 
-    /// Whether it has lost its volume to somebody else.
+    /// Returns whether another client has fenced the worker's volume.
     pub fn is_fenced(&self) -> bool {
         self.flags.fenced.load(Ordering::Acquire)
     }
 
-    /// Its number for the snapshot of its volume that waits, or is being made.
+    /// Returns the number of the snapshot of the volume that waits or is being made.
     pub fn snapshot(&self) -> Option<u64> {
         Some(self.flags.snapshot.load(Ordering::Acquire)).filter(|number| *number != 0)
     }
 
-    /// The volume's size in bytes, as the worker last said it.
+    /// Returns the volume's size in bytes, as the worker last reported it.
     pub fn size(&self) -> u64 {
         self.flags.size.load(Ordering::Acquire)
     }
 
-    /// Gives it connections to serve, and returns once it does.
+    /// Passes connections to the worker and waits until it serves them.
     ///
     /// # Errors
     /// As [`Worker::call`].
@@ -117,11 +117,12 @@ impl Worker {
         }
     }
 
-    /// Sends a command and waits for its answer. After a missed deadline the channel is broken: the
-    /// late answer would be taken for the next one's.
+    /// Sends a command and waits for its answer. A timeout breaks the channel, since the late answer would be
+    /// taken for that of the next command.
     ///
     /// # Errors
-    /// What the worker answers; `TimedOut`; `Unavailable` when it is gone.
+    /// Returns the error that the worker reports, `TimedOut` after `deadline`, and `Unavailable` if the worker
+    /// has ended or the channel is broken.
     pub async fn call(
         &self,
         command: ToWorker,
@@ -131,7 +132,7 @@ impl Worker {
         self.exchange(command, descriptors, deadline).await.map(|(reply, _)| reply)
     }
 
-    /// As [`Worker::call`], with the descriptors of the answer.
+    /// Sends a command as [`Worker::call`] does, and returns the descriptors of the answer, too.
     ///
     /// # Errors
     /// As [`Worker::call`].
@@ -145,11 +146,11 @@ impl Worker {
         if self.is_broken() {
             return Err(worker_gone());
         }
-        // Set now and cleared at the end, so that a caller that goes away leaves it set.
+        // Set now and cleared after the answer, so that it stays set if the caller is cancelled.
         self.flags.broken.store(true, Ordering::Release);
         let exchange = async {
             self.link.send(&command, &descriptors).await.map_err(channel_broke)?;
-            // Copies of sockets must not keep them open any longer.
+            // The copies of the sockets must not keep them open.
             drop(descriptors);
             replies.recv().await.ok_or_else(worker_gone)
         };
@@ -163,21 +164,21 @@ impl Worker {
         }
     }
 
-    /// Ends it: asks, and after `grace` kills. Returns once its end is proved.
+    /// Asks the worker to stop, and kills it after `timeout`. Returns when its end is proved.
     ///
     /// # Errors
-    /// `TimedOut` when it lives on at `deadline`.
-    pub async fn stop(&self, grace: Duration, deadline: Instant) -> Result<()> {
+    /// Returns `TimedOut` if the process has not ended at `deadline`.
+    pub async fn stop(&self, timeout: Duration, deadline: Instant) -> Result<()> {
         let mut ended = self.ended.clone();
         let asked = async {
-            // A broken channel is no reason to skip the wait: the disconnect alone may have ended it.
+            // The wait is useful even if the channel is broken: the disconnect may have ended the worker.
             let _ = self.link.send(&ToWorker::Stop, &[]).await;
             ended.wait_for(|ended| *ended).await.is_ok()
         };
-        if timeout_at(deadline.min(Instant::now() + grace), asked).await == Ok(true) {
+        if timeout_at(deadline.min(Instant::now() + timeout), asked).await == Ok(true) {
             return Ok(());
         }
-        tracing::warn!(pid = self.id().pid, "a worker does not stop when asked; it is killed");
+        tracing::warn!(pid = self.id().pid, "a worker did not stop in time: killing it");
         stop_process(&self.process, deadline).await
     }
 }
@@ -191,7 +192,7 @@ impl Drop for Worker {
 /// Kills a process and waits until its end is proved.
 ///
 /// # Errors
-/// `TimedOut` when it lives on at `deadline`.
+/// Returns `TimedOut` if the process has not ended at `deadline`.
 pub(crate) async fn stop_process(process: &Process, deadline: Instant) -> Result<()> {
     let pid = process.id.pid;
     process
@@ -206,7 +207,7 @@ pub(crate) async fn stop_process(process: &Process, deadline: Instant) -> Result
     Ok(())
 }
 
-/// Whether no thread of the process is left.
+/// Returns whether all threads of the process have ended.
 pub(crate) fn has_ended(process: &Process) -> bool {
     let mut set = [nix::poll::PollFd::new(process.exit.as_fd(), nix::poll::PollFlags::POLLIN)];
     nix::poll::poll(&mut set, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
@@ -216,12 +217,17 @@ fn exit_descriptor(process: &Process) -> std::io::Result<AsyncFd<OwnedFd>> {
     watched(process.exit.try_clone()?, tokio::io::Interest::READABLE)
 }
 
+/// Waits until all threads of the process have ended.
+///
+/// # Errors
+/// Returns an error if the process cannot be watched.
 pub(crate) async fn exit_of(process: &Process) -> Result<()> {
     let failed = |error| Error::from_io("cannot watch a worker", error);
     let exit = exit_descriptor(process).map_err(failed)?;
     exit.readable().await.map_err(failed).map(|_| ())
 }
 
+/// Converts an error that a worker reported.
 pub(crate) fn from_failure(failure: Failure) -> Error {
     let error = Error::new(failure.kind, failure.message);
     match failure.repair {
@@ -230,15 +236,21 @@ pub(crate) fn from_failure(failure: Failure) -> Error {
     }
 }
 
+/// Returns the error for an answer that does not match the command.
 pub(crate) fn unexpected(message: &FromWorker) -> Error {
-    Error::new(ErrorKind::Internal, format!("the worker answered out of turn: {message:?}"))
+    Error::new(
+        ErrorKind::Internal,
+        format!("internal: unexpected answer of the worker: {message:?}"),
+    )
 }
 
+/// Returns the error for a worker whose channel has ended.
 pub(crate) fn worker_gone() -> Error {
     Error::new(ErrorKind::Unavailable, "the worker died or closed its channel")
-        .with_repair("see the log for its last words")
+        .with_repair("see its last messages in the daemon's log")
 }
 
+/// Returns the error for a channel that broke.
 pub(crate) fn channel_broke(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the worker broke").with_source(error)
 }

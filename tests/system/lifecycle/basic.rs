@@ -301,7 +301,7 @@ fn a_map_call_times_out_before_its_rollback_has_ended() {
     let mut client = supervisor.client();
     let result = supervisor.block_on(client.map(slow));
     assert!(asked.elapsed() < rollback, "{:?}", asked.elapsed());
-    assert_code(result, Code::DeadlineExceeded, "behind the scenes");
+    assert_code(result, Code::DeadlineExceeded, "continues in the background");
     wait_until("the rollback has ended", || supervisor.list().is_empty());
     machine.assert_clean();
 }

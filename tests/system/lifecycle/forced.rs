@@ -94,7 +94,10 @@ fn a_full_disk_of_the_journal_is_reported_and_does_not_block_a_forced_unmap() {
     std::os::unix::fs::symlink("/dev/full", draft_of(&machine, &mapping)).unwrap();
     let response = force(&supervisor, "a");
     let note = note(&response, "record");
-    assert!(note.contains("cannot record") && note.contains("does not go on"), "{response:?}");
+    assert!(
+        note.contains("cannot write the journal record") && note.contains("does not go on"),
+        "{response:?}"
+    );
     machine.assert_clean();
     assert_mappable(&machine, &supervisor, &uri);
 }

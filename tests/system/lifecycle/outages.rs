@@ -124,7 +124,7 @@ fn a_backend_that_refuses_a_new_worker_is_retried() {
         waiting.outage.is_some()
     });
     wait_until("the message says that the mapping waits", || {
-        supervisor.get("a").unwrap().message.contains("waits for its backend")
+        supervisor.get("a").unwrap().message.contains("waiting for the backend")
     });
     assert!(waiting.last_worker_end.contains("was killed by SIGKILL"), "{waiting:?}");
     std::fs::rename(&away, &here).unwrap();

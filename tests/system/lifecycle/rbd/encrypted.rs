@@ -68,7 +68,7 @@ fn kill_and_wait_for_successor(scene: &Scene) {
     while {
         let now = scene.supervisor.get("secret").unwrap();
         assert_ne!(now.state(), MappingState::Failed, "{now:?}");
-        if now.message.contains("unlocks") {
+        if now.message.contains("unlocking") {
             reported.clone_from(&now.message);
         }
         now.state() != MappingState::Mapped || [0, before].contains(&now.worker_pid)
