@@ -31,17 +31,17 @@ impl Background {
     /// Starts the thread for the image `name`.
     ///
     /// # Errors
-    /// `Unavailable` when the image cannot be watched; the operating system's error when no thread can be
-    /// started.
+    /// Returns `Unavailable` if the image cannot be watched, and the operating system's error if no thread
+    /// can be started.
     pub(crate) fn start(
         image: &Arc<librbd::Image>,
         name: &str,
         shared: &Arc<Shared>,
     ) -> Result<Self> {
-        // librbd's callback must not call librbd. One entry that waits stands for all changes so far.
+        // librbd's callback must not call librbd. One entry in the channel stands for all changes so far.
         let (sender, changes) = mpsc::sync_channel::<()>(1);
         let watch = image.watch(move || _ = sender.try_send(())).map_err(|error| {
-            let message = format!("the image {name} cannot be watched for changes");
+            let message = format!("cannot watch the image {name} for changes");
             Error::new(ErrorKind::Unavailable, message).with_source(error)
         })?;
         let (image, shared) = (Arc::clone(image), Arc::clone(shared));
@@ -61,17 +61,17 @@ impl Background {
     }
 }
 
-/// What the thread does.
+/// The work of the thread.
 struct Tasks {
     image: Arc<librbd::Image>,
     name: String,
     shared: Arc<Shared>,
-    /// The last check of the claim failed.
+    /// Whether the last check of the claim failed.
     failing: bool,
 }
 
 impl Tasks {
-    /// Works until the watch is dropped, which closes `changes`.
+    /// Runs until the watch is dropped, which closes `changes`.
     fn run(mut self, changes: &Receiver<()>) {
         let shared = Arc::clone(&self.shared);
         let mut next_check = SystemClock.now() + CLAIM_CHECK_INTERVAL;
@@ -92,7 +92,7 @@ impl Tasks {
         match self.image.size() {
             Ok(size) => self.shared.set_size(size),
             Err(error) => {
-                tracing::warn!(image = %self.name, %error, "the new size cannot be read");
+                tracing::warn!(image = %self.name, %error, "cannot read the new size");
                 return;
             }
         }
@@ -100,20 +100,20 @@ impl Tasks {
     }
 
     /// Compares the claim in the image with the one that this process wrote. A client that takes the image
-    /// over has the cluster blocklist this one first, which then refuses the read; only a client that
-    /// changes lock and claim without that is found by the comparison.
+    /// over has the cluster blocklist this one first, and the cluster then refuses the read. The comparison
+    /// detects only a client that changes lock and claim without that.
     fn check_claim(&mut self) {
         let Some(own) = self.shared.claim().clone() else { return };
         let lost = match claim::of(&self.image, &self.name) {
             Ok(now) => {
                 self.failing = false;
-                now.is_some_and(|now| !now.is(&own))
+                now.is_some_and(|now| !now.is_same(&own))
             }
             Err(error) => {
-                // Once: a cluster that is away for hours must not fill the log.
+                // Logged once: a cluster that is unreachable for hours must not fill the log.
                 if !std::mem::replace(&mut self.failing, true) {
                     let error = error.report();
-                    tracing::warn!(image = %self.name, %error, "the claim cannot be checked");
+                    tracing::warn!(image = %self.name, %error, "cannot check the claim");
                 }
                 error.kind() == ErrorKind::Fenced
             }
@@ -160,7 +160,7 @@ impl Pause {
         self.lock().stopped = false;
     }
 
-    /// Runs `work`, unless the thread is stopped: then the step is left out.
+    /// Runs `work`, unless the thread is stopped. A skipped step is not repeated.
     fn step(&self, work: impl FnOnce()) {
         let mut state = self.lock();
         if state.stopped {
@@ -182,12 +182,12 @@ impl Pause {
 mod tests {
     use super::*;
 
-    fn soon() -> Instant {
+    fn near_deadline() -> Instant {
         SystemClock.now() + Duration::from_millis(20)
     }
 
     #[test]
-    fn a_step_in_progress_is_waited_for_and_no_other_one_begins() {
+    fn stop_waits_for_the_current_step_and_prevents_others() {
         let pause = Arc::new(Pause::default());
         let (release, released) = mpsc::channel::<()>();
         let (begin, began) = mpsc::channel();
@@ -201,7 +201,7 @@ mod tests {
             }
         });
         began.recv().unwrap();
-        assert!(!pause.stop(soon()), "the step has not ended");
+        assert!(!pause.stop(near_deadline()), "the step has not ended");
         drop(release);
         assert!(pause.stop(SystemClock.now() + Duration::from_secs(60)));
         worker.join().unwrap();

@@ -1,15 +1,15 @@
-//! librbd's caches are off, or write through.
+//! Ensures that librbd's caches are off or write through.
 //!
-//! A cache that holds writes back keeps acknowledged data in the memory of the worker, or on its node:
-//! the data is lost when the worker is killed, and a later FLUSH succeeds all the same. The options
-//! here win over Ceph's configuration file and over the monitors' configuration, but not over the
-//! options that a pool or an image stores for itself. Those are checked once the image is open.
+//! A write-back or write-around cache keeps acknowledged data in the memory of the worker or on its node.
+//! The data is lost when the worker is killed, and a later FLUSH succeeds nevertheless. The options here
+//! override Ceph's configuration file and the monitors' configuration, but not the options that a pool
+//! or an image stores in its metadata. Those are checked after the image was opened.
 
 use cleat_backend::uri::invalid;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Options of Ceph that keep every cache from holding writes back, even where a pool or an image
-/// switches the cache on.
+/// Options of Ceph that prevent every cache from holding writes back, even if a pool or an image enables
+/// the cache.
 pub(crate) const OFF: [(&str, &str); 4] = [
     ("rbd_cache", "false"),
     ("rbd_cache_policy", "writethrough"),
@@ -17,24 +17,24 @@ pub(crate) const OFF: [(&str, &str); 4] = [
     ("rbd_persistent_cache_mode", "disabled"),
 ];
 
-/// Refuses an option of a volume that would let a cache hold writes back.
+/// Rejects an option of a volume that would let a cache hold writes back.
 pub(crate) fn check_option(key: &str, value: &str) -> Result<()> {
     match OFF.iter().find(|(option, _)| *option == key) {
         Some((_, off)) if value != *off => {
             let message = format!(
-                "config.{key}={value} would let librbd hold acknowledged writes back, which are lost \
-                 when the worker ends"
+                "config.{key}={value} would let librbd hold acknowledged writes back; they are lost \
+                 if the worker is killed"
             );
             Err(invalid(message).with_repair(format!(
-                "leave config.{key} out: cleat opens images without a write-back cache"
+                "remove config.{key}: cleat opens images without a write-back cache"
             )))
         }
         _ => Ok(()),
     }
 }
 
-/// Refuses an image whose effective configuration, as librbd reports it, lets a cache hold writes back.
-/// Unknown values count as such.
+/// Rejects an image whose effective configuration, as librbd reports it, lets a cache hold writes back.
+/// An unknown value is treated like one that does.
 pub(crate) fn check_off(config: &[(String, String)], name: &str) -> Result<()> {
     let value = |name: &str| {
         config.iter().find(|(key, _)| key == name).map_or("", |(_, value)| value.as_str())
@@ -50,7 +50,7 @@ pub(crate) fn check_off(config: &[(String, String)], name: &str) -> Result<()> {
     };
     let message = format!(
         "the stored configuration of {name} or of its pool ({option}) lets librbd hold acknowledged \
-         writes back, which are lost when the worker ends"
+         writes back; they are lost if the worker is killed"
     );
     let pool = name.split('/').next().unwrap_or(name);
     Err(Error::new(ErrorKind::Unsupported, message).with_repair(format!(
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_cache_that_holds_nothing_back_is_accepted() {
+    fn only_a_cache_without_write_back_is_accepted() {
         let off = ("rbd_cache", "false");
         let on = ("rbd_cache", "true");
         for (list, accepted) in [
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn options_of_a_volume_cannot_switch_a_cache_on() {
+    fn options_of_a_volume_cannot_enable_write_back() {
         for (key, value, accepted) in [
             ("rbd_cache", "false", true),
             ("rbd_cache", "true", false),

@@ -1,69 +1,85 @@
-//! Who may write: the holder of the image's exclusive lock, who has written its claim before anything
-//! else.
+//! Claims: a record in the image's metadata that says which client may write to the image. A client
+//! writes its claim while it holds the image's exclusive lock, and before it writes anything else.
 //!
-//! The lock is taken and kept, not left to librbd's way of taking it with the first write and handing
-//! it over when another client asks, under which two writers alternate. The lock alone keeps nobody
-//! out who had it once: requests to the OSDs do not carry it. So whoever takes over first has the
-//! cluster blocklist the address that the claim names (not what watches the image now, which may be
-//! somebody else), and waits for that map; then it breaks the lock, announces its claim, acquires the
-//! lock, looks whether the claim is still the one that was judged, and writes its own, one generation
-//! on. A crash anywhere in between leaves what the next one begins with: a claim whose client is cut off
-//! once more, or the lock of a client that is known by its announcement. Without that a holder that has
-//! made no claim would be another tool's, and its dead client be waited for until the OSDs forget it.
+//! The lock is acquired explicitly and kept. By default librbd acquires it with the first write and
+//! passes it on when another client requests it, so that two writers alternate. The lock alone does not
+//! stop a client that once held it, because requests to the OSDs do not carry the lock. A takeover
+//! therefore has these steps:
 //!
-//! From the moment that the lock is ours, an OSD that we have spoken to refuses the loser; one that
-//! has heard nothing may still take what was under way, until our first request brings it the map. So
-//! what has once been read stays as it was.
+//! 1. Have the cluster blocklist the address that the claim names, and wait for that OSD map. The client
+//!    that watches the image now may be a different one.
+//! 2. Break the lock.
+//! 3. Announce the new claim under a second metadata key.
+//! 4. Acquire the lock.
+//! 5. Check that the claim has not changed since the decision.
+//! 6. Write the new claim with the next generation.
+//!
+//! A crash between two steps leaves a state in which the next client can start again: either a claim whose
+//! client is blocklisted once more, or a lock whose holder is identified by its announcement. Without the
+//! announcement, a lock holder without a claim would be treated as another tool's client, and the
+//! takeover would have to wait until the OSDs drop the dead client's watch.
+//!
+//! Once this client has the lock, every OSD that it has contacted refuses the previous client. Any other
+//! OSD may still execute requests of the previous client that were in flight, until the first request of
+//! this client brings it the new map. Data that this client has read once therefore does not change.
 
 pub(crate) mod decision;
 pub(crate) mod header;
 pub(crate) mod record;
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use librbd::{Cluster, Image};
 
-use crate::errors::later;
+use crate::errors::image_error;
 use cleat_backend::claimant::Claimant;
+use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
-use decision::{Decision, Holder, Occasion, decide};
+use decision::{Decision, Holder, Purpose, decide};
 use header::{Header, ImageHeader};
 use record::{Claim, Client};
 
-/// How long a client stays cut off, unless the option says otherwise: as good as for ever. A client
-/// that comes back after that would write.
-pub(crate) const CUT_OFF_S: u32 = 5 * 365 * 24 * 3600;
+/// How long a client stays on the blocklist unless the option says otherwise, in seconds: five years. A
+/// client that resumes after that could write again.
+pub(crate) const BLOCKLIST_S: u32 = 5 * 365 * 24 * 3600;
 
-/// The option, which librbd obeys, too, when it breaks the lock of a client that it takes for dead: it
-/// never comes to that where we have looked at the lock just before, and in 16.2 fails with EINVAL then.
-pub(crate) const CUT_OFF_OPTION: &str = "rbd_blocklist_expire_seconds";
+/// The option of Ceph for this duration. librbd uses it, too, when it breaks the lock of a client that it
+/// considers dead. That does not happen here, because the lock is checked just before. In 16.2 it would
+/// fail with EINVAL.
+pub(crate) const BLOCKLIST_OPTION: &str = "rbd_blocklist_expire_seconds";
 
-/// Rivals that may come and go while we claim.
+/// How often a claim is attempted when other clients change the claim at the same time.
 const MAX_ROUNDS: u32 = 3;
 
-/// An image that is being claimed.
+/// An attempt to claim an image.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Contest<'a, H> {
+pub(crate) struct ClaimAttempt<'a, H> {
     pub(crate) header: &'a H,
-    /// Of the image, for people.
+    /// The image's name, for messages.
     pub(crate) name: &'a str,
     pub(crate) claimant: &'a Claimant,
-    pub(crate) occasion: Occasion,
-    /// The clients that may be cut off; `None`: whoever has to be.
+    pub(crate) purpose: Purpose,
+    /// The addresses of the clients that may be fenced. `None` permits every client that has to be
+    /// fenced.
     pub(crate) only: Option<&'a [String]>,
+    pub(crate) clock: &'a dyn Clock,
 }
 
-impl<H: Header> Contest<'_, H> {
-    /// Makes the image ours until it is released. `Ok(None)`: somebody else has had it since the
-    /// mapping's last process, so that it must not be written to.
+impl<H: Header> ClaimAttempt<'_, H> {
+    /// Claims the image and keeps its lock. Returns `None` if another mapping has claimed the image since
+    /// this mapping's last process, so that this mapping must not write to it any more.
+    ///
+    /// # Errors
+    /// Returns `InUse` if another client has a claim or the lock, `Aborted` if other clients claim the
+    /// image at the same time, and otherwise the cluster's error.
     pub(crate) fn acquire(&self) -> Result<Option<Claim>> {
         let Self { header, name, claimant, .. } = self;
         let id = header.id()?;
         let own = header.own_address()?;
         for _ in 0..MAX_ROUNDS {
-            let sight = header.look()?;
-            let cut = match decide(&sight, claimant, &own, self.occasion) {
-                Decision::Take(cut) => cut,
+            let seen = header.observe()?;
+            let rivals = match decide(&seen, claimant, &own, self.purpose) {
+                Decision::Take(rivals) => rivals,
                 Decision::Claimed(client) => return Err(claimed(name, &client)),
                 Decision::Held(address) => return Err(held(name, &address)),
                 Decision::Superseded(client) => {
@@ -71,17 +87,18 @@ impl<H: Header> Contest<'_, H> {
                     return Ok(None);
                 }
             };
-            if let Some(other) = cut.iter().find(|cut| !self.may_cut_off(cut)) {
+            if let Some(other) = rivals.iter().find(|rival| !self.may_fence(rival)) {
                 return Err(held(name, other));
             }
-            self.cut_off(&cut, sight.holder.as_ref())?;
-            let last = sight.claim;
-            let next = Claim::after(last.as_ref(), id.clone(), claimant, own.clone(), now(), &cut);
-            // Nobody has the lock, or one that was faster and is alive: what another one announced is
-            // not needed any more.
+            self.fence(&rivals, seen.holder.as_ref())?;
+            let (last, now_s) = (seen.claim, self.clock.unix_s());
+            let next =
+                Claim::after(last.as_ref(), id.clone(), claimant, own.clone(), now_s, &rivals);
+            // An earlier announcement is not needed any more: the lock is free, or a live client has
+            // acquired it in the meantime.
             header.announce(&next)?;
             if let Some(owner) = header.lock()? {
-                return Err(self.outrun(&owner, last));
+                return Err(self.lost_race(&owner, last));
             }
             #[cfg(feature = "fault")]
             cleat_backend::crash_point("locked, not claimed");
@@ -89,24 +106,25 @@ impl<H: Header> Contest<'_, H> {
                 Ok(true) => return Ok(Some(next)),
                 Ok(false) => header.unlock()?,
                 Err(error) => {
-                    // The image may stay open, and its lock be needed by others.
+                    // The image may stay open while other clients need its lock.
                     if let Err(error) = header.unlock() {
                         let error = error.report();
-                        tracing::warn!(image = name, %error, "the lock is not given back");
+                        tracing::warn!(image = name, %error, "cannot release the exclusive lock");
                     }
                     return Err(error);
                 }
             }
         }
-        let message = format!("others claim {name} at the same time");
-        Err(Error::new(ErrorKind::Aborted, message).with_repair("try again"))
+        let message = format!("other clients claim {name} at the same time");
+        Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
     }
 
-    /// No request of theirs reaches an OSD that serves one of ours from here on.
-    fn cut_off(&self, clients: &[String], holder: Option<&Holder>) -> Result<()> {
+    /// Fences `clients` and breaks the lock if one of them holds it. After this, an OSD that has served a
+    /// request of this client serves none of theirs.
+    fn fence(&self, clients: &[String], holder: Option<&Holder>) -> Result<()> {
         for address in clients {
-            tracing::warn!(image = self.name, client = address, "being cut off");
-            self.header.cut_off(address)?;
+            tracing::warn!(image = self.name, client = address, "fencing a client");
+            self.header.fence(address)?;
         }
         match holder.filter(|holder| clients.contains(&holder.address)) {
             Some(holder) => self.header.break_lock(&holder.address),
@@ -114,13 +132,14 @@ impl<H: Header> Contest<'_, H> {
         }
     }
 
-    /// The error where somebody was faster.
-    fn outrun(&self, owner: &str, last: Option<Claim>) -> Error {
+    /// Returns the error for a lock that the client at `owner` has acquired in the meantime.
+    fn lost_race(&self, owner: &str, last: Option<Claim>) -> Error {
         let known = last.filter(|last| last.client.address == owner);
         known.map_or_else(|| held(self.name, owner), |claim| claimed(self.name, &claim.client))
     }
 
-    /// Under the lock: writes the claim, unless the last one is no longer what it was.
+    /// Writes the claim `next` unless the claim is not `last` any more. Returns whether it was written.
+    /// This client must hold the lock.
     fn write(&self, last: Option<&Claim>, next: &Claim) -> Result<bool> {
         if self.header.claim()?.as_ref() != last {
             return Ok(false);
@@ -129,62 +148,58 @@ impl<H: Header> Contest<'_, H> {
         Ok(true)
     }
 
-    fn may_cut_off(&self, client: &String) -> bool {
+    fn may_fence(&self, client: &String) -> bool {
         self.only.is_none_or(|only| only.contains(client))
     }
 }
 
-/// Says that `claim` is over, if it is still ours. The lock is as it was.
+/// Marks `claim` as released if it is still the image's claim and this client holds the lock. Does not
+/// release the lock.
 pub(crate) fn release(image: &Image, claim: &Claim, name: &str) -> Result<()> {
-    let failed = |error| later(error, name);
-    // Writing to the metadata would take a lock that we have lost.
+    let failed = |error| image_error(error, name);
+    // Writing metadata would acquire a lock that this client has lost.
     if !image.is_lock_owner().map_err(failed)? {
         return Ok(());
     }
-    if !of(image, name)?.is_some_and(|now| now.is(claim)) {
+    if !of(image, name)?.is_some_and(|now| now.is_same(claim)) {
         return Ok(());
     }
     ImageHeader { image, name }.write(&claim.released())
 }
 
-/// The claim of `image`.
+/// Reads the claim of `image`.
 pub(crate) fn of(image: &Image, name: &str) -> Result<Option<Claim>> {
     ImageHeader { image, name }.claim()
 }
 
-/// Has the cluster refuse a client, for as long as the configuration says.
-pub(crate) fn cut_off(cluster: &Cluster, address: &str) -> Result<()> {
-    let configured = cluster.option(CUT_OFF_OPTION).ok().and_then(|text| text.parse().ok());
-    let seconds = configured.filter(|seconds| *seconds > 0).unwrap_or(CUT_OFF_S.into());
+/// Has the cluster blocklist a client, for the time that the configuration says.
+pub(crate) fn fence_client(cluster: &Cluster, address: &str) -> Result<()> {
+    let configured = cluster.option(BLOCKLIST_OPTION).ok().and_then(|text| text.parse().ok());
+    let seconds = configured.filter(|seconds| *seconds > 0).unwrap_or(BLOCKLIST_S.into());
     cluster.blocklist_add(address, Duration::from_secs(seconds)).map_err(|error| {
         let kind = crate::errors::kind(&error);
-        let failed = Error::new(kind, format!("the client {address} cannot be cut off"));
+        let failed = Error::new(kind, format!("cannot fence the client {address}"));
         let failed = failed.with_source(error);
         match kind {
-            ErrorKind::TimedOut => failed.with_repair("see that the monitors can be reached"),
+            ErrorKind::TimedOut => failed.with_repair("check that the monitors can be reached"),
             _ => failed,
         }
     })
 }
 
-/// Seconds since the epoch.
-pub(crate) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
-}
-
-pub(crate) fn lockless(name: &str) -> Error {
-    let message = format!("{name} has no exclusive lock, so a second writer could not be kept out");
+pub(crate) fn no_exclusive_lock(name: &str) -> Error {
+    let message = format!("{name} has no exclusive lock, so a second writer cannot be prevented");
     Error::new(ErrorKind::Unsupported, message).with_repair(format!(
-        "rbd feature enable {name} exclusive-lock; or, where whatever uses the volume keeps its \
-         writers apart by itself, lock=shared in the volume's options"
+        "rbd feature enable {name} exclusive-lock; if the applications that use the volume coordinate \
+         their writes themselves, add lock=shared to the volume's options instead"
     ))
 }
 
 fn claimed(name: &str, client: &Client) -> Error {
     let message = format!("{name} is claimed by {}", client.describe());
     Error::new(ErrorKind::InUse, message).with_repair(
-        "unmap it there, or map it read-only here; when nobody can say what that one still writes, \
-         have it cut off: --take-over",
+        "unmap it there, or map it read-only here; to fence a client that may still write, use \
+         --take-over",
     )
 }
 
@@ -193,7 +208,7 @@ fn held(name: &str, address: &str) -> Error {
         format!("{name} is being written by the client at {address}, which has made no claim");
     Error::new(ErrorKind::InUse, message).with_repair(
         "end its use there first (rbd, rbd-nbd, qemu, …), or map it read-only here; the cluster \
-         gives a client up that died about 30 s later; to have one cut off that lives: --take-over",
+         drops a dead client about 30 s later; to fence a live client, use --take-over",
     )
 }
 

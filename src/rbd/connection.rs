@@ -1,4 +1,4 @@
-//! How librbd is loaded, configured and connected.
+//! Loads, configures and connects librbd.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,26 +6,27 @@ use std::time::Duration;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::cache;
-use crate::claim::{CUT_OFF_OPTION, CUT_OFF_S};
-use crate::errors::problem;
+use crate::claim::{BLOCKLIST_OPTION, BLOCKLIST_S};
+use crate::errors::open_error;
 use crate::spec::RbdSpec;
 
-/// How long a monitor may take to answer, at the start and later.
+/// How long a monitor may take to answer, when connecting and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// As these, for an image that is served: the connection's own thread hands requests to the messenger,
-/// where the library would wake a thread of its own for each. It must not wait, as the library does at
-/// its own bounds on what is under way: a connection's bounds are in their place.
+/// Options for a served image. With them, the connection's thread passes requests to the messenger
+/// itself; otherwise the library wakes one of its threads for each request. The connection's thread must
+/// not block, so the library's limits on requests in flight are off. The connection has its own limits.
 const INLINE: [(&str, &str); 3] = [
     ("rbd_non_blocking_aio", "false"),
     ("objecter_inflight_ops", "0"),
     ("objecter_inflight_op_bytes", "0"),
 ];
 
-/// Loads the libraries while their files can be read, and returns librbd's version. Starts no thread.
+/// Loads the libraries and returns librbd's version. Must run before the process is confined, while the
+/// files of the libraries can be read. Starts no thread.
 ///
 /// # Errors
-/// `Unsupported` when a library is missing or lacks a function.
+/// Returns `Unsupported` if a library is missing or lacks a function.
 pub(crate) fn load_library() -> Result<(i32, i32, i32)> {
     librbd::load().map_err(|error| {
         Error::new(ErrorKind::Unsupported, "this machine cannot open RBD images")
@@ -34,9 +35,9 @@ pub(crate) fn load_library() -> Result<(i32, i32, i32)> {
     })
 }
 
-/// Connects and opens, within no limit.
+/// Connects to the cluster and opens the image. Blocks without a limit.
 pub(crate) fn open_library(spec: &RbdSpec, read_only: bool) -> Result<Arc<librbd::Image>> {
-    let failed = |error| problem(error, &spec.image_name(), spec);
+    let failed = |error| open_error(error, &spec.image_name(), spec);
     let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
     let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
     let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
@@ -44,7 +45,7 @@ pub(crate) fn open_library(spec: &RbdSpec, read_only: bool) -> Result<Arc<librbd
     pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)
 }
 
-/// Returns how librbd connects to the cluster of `spec`.
+/// Returns the configuration with which librbd connects to the cluster of `spec`.
 pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
     librbd::Config {
         conf: spec.conf.clone(),
@@ -56,13 +57,13 @@ pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
     }
 }
 
-/// What holds for an image that is served, where the library knows it.
+/// Options for a served image, as far as the loaded library knows them.
 fn defaults(spec: &RbdSpec) -> Vec<(String, String)> {
     let mut defaults: Vec<_> = owned(&cache::OFF).collect();
     if !spec.shared {
-        defaults.push((CUT_OFF_OPTION.to_owned(), CUT_OFF_S.to_string()));
+        defaults.push((BLOCKLIST_OPTION.to_owned(), BLOCKLIST_S.to_string()));
     }
-    // Together, or not at all.
+    // These work only together.
     if !INLINE.iter().any(|(key, _)| spec.config.contains_key(*key)) {
         defaults.extend(owned(&INLINE));
     }
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_volumes_options_go_before_the_defaults() {
+    fn the_volumes_options_override_the_defaults() {
         let spec = |text: &str| {
             let (location, options) = text.split_once('?').unwrap_or((text, ""));
             RbdSpec::parse(location, Options::parse(options).unwrap()).unwrap()
@@ -95,7 +96,7 @@ mod tests {
         assert_eq!(own.overrides, list(&[("rbd_op_threads", "2")]));
         assert_eq!(own.id.as_deref(), Some("x"));
         assert_eq!(spec("p/n/i@s").image_name(), "p/n/i@s");
-        // Without a bound of the library's a thread of ours may begin requests, with one it may not.
+        // The connection's thread may start requests only if the library has no limit of its own.
         let inline = defaults(&spec("p/i?lock=shared"));
         assert_eq!(inline, [list(&cache::OFF), list(&INLINE)].concat());
         let bounded = defaults(&spec("p/i?lock=shared&config.objecter_inflight_ops=9"));

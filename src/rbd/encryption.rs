@@ -1,44 +1,44 @@
-//! Encrypted images: unlocked, made, and given another size. Passphrases stay in this process, and no
-//! longer than they are used.
+//! Unlocks, formats and resizes encrypted images. Passphrases stay in this process, and only for as long
+//! as they are used.
 //!
-//! To turn a passphrase into a key takes as long as whoever formatted the image had it take on his
-//! machine, two seconds by default, and up to 4 GiB of memory (argon2id; 1 GiB by default).
+//! The key derivation was calibrated when the image was formatted. It takes two seconds by default on the
+//! machine that formatted it, and up to 4 GiB of memory (argon2id; 1 GiB by default).
 
 use std::fs::{File, OpenOptions};
 use std::ops::ControlFlow;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use librbd::{Image, Key};
 
-use crate::errors::later;
+use crate::errors::image_error;
 use crate::spec::{Encryption, Luks};
 use crate::timeouts;
 use cleat_backend::Credentials;
 use cleat_backend::uri::invalid;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// How long unlocking may take. A busy machine was seen to take more than a minute for what takes two
-/// seconds of its time; a newline in the wrong place takes twice as long.
+/// The timeout of unlocking. On a busy machine, a key derivation of two CPU seconds took more than a
+/// minute. A passphrase file with a trailing newline may need two derivations.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The longest passphrase, in bytes; `cryptsetup` has the same bound for passphrases that are typed,
-/// and files of more are hardly meant.
+/// The maximum length of a passphrase, in bytes. `cryptsetup` has the same limit for interactive input.
 const MAX_PASSPHRASE: usize = 8192;
 
-/// The block that the library encrypts at a time, in bytes: parts of it would be read, changed and
-/// written, and not at once.
+/// The unit of encryption, in bytes. A write of a part of a block is a read-modify-write in the library,
+/// which is not atomic.
 pub(crate) const ENCRYPTED_BLOCK: u32 = 4096;
 
-/// What a header of LUKS begins with, before two bytes with its version.
+/// The first bytes of a LUKS header, before the two bytes of its version.
 const MAGIC: &[u8; 6] = b"LUKS\xba\xbe";
 
-/// The same, where Ceph 18 has formatted a clone, which reads its parent with another key.
+/// The first bytes of a clone that Ceph 18 has formatted and whose parent has another key.
 const CLONE_MAGIC: &[u8; 6] = b"RBDL\xba\xbe";
 
-/// What an image begins with.
+/// The kind of content that an image's first bytes show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Plain,
@@ -46,21 +46,26 @@ pub(crate) enum Kind {
     Clone,
 }
 
-/// Passphrases, one for each image of a chain of clones.
+/// The passphrases of a chain of clones: the image's own first, then its parent's.
 pub(crate) struct Passphrases(Vec<(Luks, Credentials)>);
 
 impl Passphrases {
-    /// Reads them.
+    /// Reads the passphrase files.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` for a file that is not a regular file, is empty or is too long, and
+    /// otherwise the error of reading.
     pub(crate) fn read(encryption: &Encryption) -> Result<Self> {
         let layers = encryption.layers.iter();
         let read = layers.map(|layer| Ok((layer.format, passphrase(&layer.passphrase_file)?)));
         read.collect::<Result<_>>().map(Self)
     }
 
-    /// Makes `image` give plain text. Returns how many bytes of it are none.
+    /// Unlocks `image`, so that reads return plain text. Returns the size of the encryption header in
+    /// bytes, by which the image is larger than its plain text. Blocks for seconds (see the module).
     pub(crate) fn unlock(&self, image: &Arc<Image>, name: &str) -> Result<u64> {
-        let began = Instant::now();
-        let failed = |error| later(error, name);
+        let started = SystemClock.now();
+        let failed = |error| image_error(error, name);
         let whole = image.size().map_err(failed)?;
         let mut keys: Vec<Key<'_>> = self.keys(false);
         if let [only] = &mut *keys
@@ -81,7 +86,7 @@ impl Passphrases {
         if refused(&unlocked)
             && self.0.iter().any(|(_, passphrase)| passphrase.bytes().ends_with(b"\n"))
         {
-            // Ceph 16's own tools leave a newline at the end out, when they format, later ones do not.
+            // When formatting, Ceph 16's own tools strip a trailing newline; later versions do not.
             let shorter = self.keys(true);
             for (key, shorter) in keys.iter_mut().zip(shorter) {
                 key.passphrase = shorter.passphrase;
@@ -90,27 +95,28 @@ impl Passphrases {
             if unlocked.is_ok() {
                 tracing::warn!(
                     image = name,
-                    "the passphrase is without the newline at the end of its file: take that out, \
-                     and unlocking takes half the time"
+                    "the passphrase does not contain the newline at the end of its file; remove it from \
+                     the file to halve the time for unlocking"
                 );
             }
         }
-        unlocked.map_err(|error| self.problem(error, image, name))?;
+        unlocked.map_err(|error| self.unlock_error(error, image, name))?;
         let plain = image.size().map_err(failed)?;
-        tracing::info!(image = name, took_ms = began.elapsed().as_millis(), "unlocked");
+        let took_ms = SystemClock.elapsed_since(started).as_millis();
+        tracing::info!(image = name, took_ms, "unlocked");
         Ok(whole.saturating_sub(plain))
     }
 
-    /// Writes a header over the beginning of `image`, which gives plain text from then on. Returns as
-    /// [`Passphrases::unlock`] does.
+    /// Writes an encryption header over the beginning of `image`, which is unlocked afterwards. Returns
+    /// the size of the header like [`Passphrases::unlock`].
     pub(crate) fn format(&self, image: &Image, name: &str) -> Result<u64> {
-        let failed = |error| later(error, name);
+        let failed = |error| image_error(error, name);
         let whole = image.size().map_err(failed)?;
         let keys = self.keys(false);
-        let [own, ..] = &*keys else { return Err(invalid("there is no passphrase")) };
+        let [own, ..] = &*keys else { return Err(invalid("no passphrase is given")) };
         image.format(*own).map_err(|error| match error.errno() {
             Some(libc::ENOSYS) => {
-                later(error, name).with_repair("apt install librbd1 (of Ceph 16 or later)")
+                image_error(error, name).with_repair("apt install librbd1 (of Ceph 16 or later)")
             }
             _ => failed(error),
         })?;
@@ -126,13 +132,15 @@ impl Passphrases {
         keys.collect()
     }
 
-    fn problem(&self, error: librbd::Error, image: &Arc<Image>, name: &str) -> Error {
+    fn unlock_error(&self, error: librbd::Error, image: &Arc<Image>, name: &str) -> Error {
         let repair = match error.errno() {
             Some(libc::ENOSYS) if self.0.len() > 1 => return too_old(name).with_source(error),
             Some(libc::ENOSYS) => "apt install librbd1 (of Ceph 16 or later)",
-            Some(libc::EPERM) => "see that passphrase_file names a file with the right passphrase",
+            Some(libc::EPERM) => {
+                "check that passphrase_file names a file with the right passphrase"
+            }
             Some(libc::ENOMEM) => {
-                "unlocking takes as much memory as was chosen when the image was formatted: see \
+                "unlocking needs the amount of memory that was chosen when the image was formatted: see \
                  `cryptsetup luksDump`"
             }
             Some(libc::EINVAL) => match (kind(image), &*self.0) {
@@ -147,36 +155,37 @@ impl Passphrases {
                         .with_source(error);
                 }
                 _ => {
-                    "see that the header is whole: `cryptsetup luksDump` on an export of the image"
+                    "check that the header is intact: `cryptsetup luksDump` on an export of the image"
                 }
             },
-            _ => return later(error, name),
+            _ => return image_error(error, name),
         };
-        later(error, name).with_repair(repair)
+        image_error(error, name).with_repair(repair)
     }
 }
 
-/// As [`Passphrases::unlock`], within [`PATIENCE`]; with the image.
+/// Runs [`Passphrases::unlock`] with the timeout [`TIMEOUT`]. Returns the image and the size of the header.
 pub(crate) fn unlock_in_time(
     passphrases: Passphrases,
     image: Arc<Image>,
     name: String,
 ) -> Result<(Arc<Image>, u64)> {
     let what = format!("unlock {name}");
-    let unlocked = timeouts::within(TIMEOUT, &what, move || {
+    let unlocked = timeouts::with_timeout(TIMEOUT, &what, move || {
         let header = passphrases.unlock(&image, &name)?;
         Ok((image, header))
     });
     unlocked.map_err(|error| match error.kind() {
         ErrorKind::TimedOut => error.with_repair(
-            "is this machine busy, or short of memory? Or the cluster away (ceph status)?",
+            "check whether this machine is busy or short of memory, and whether the cluster answers \
+             (ceph status)",
         ),
         _ => error,
     })
 }
 
-/// Gives an image another size. Of an unlocked one, it is that of the plain text: `header` bytes more
-/// are the image's.
+/// Resizes an image. For an unlocked image, `size` is that of the plain text, and `header` is the size of
+/// the encryption header; the image is larger by that.
 pub(crate) fn resize(
     image: &Image,
     header: Option<u64>,
@@ -185,26 +194,28 @@ pub(crate) fn resize(
     progress: &mut (dyn FnMut(u64, u64) -> ControlFlow<()> + Send),
 ) -> librbd::Result<()> {
     let Some(header) = header else { return image.resize(size, shrink, progress) };
-    let mut unseen = |_, _| ControlFlow::Continue(());
-    // What a size means depends on the version: that of the plain text, or (in Ceph 16) that of all. The
-    // size that it has is refused by the second kind, as a smaller one that was not allowed.
+    let mut ignore = |_, _| ControlFlow::Continue(());
+    // Depending on the version, the library expects the size of the plain text or (in Ceph 16) of the
+    // whole image. In the second case it takes the present size of the plain text for a smaller size,
+    // which it refuses without `shrink`.
     let now = image.size()?;
-    match image.resize(now, false, &mut unseen) {
+    match image.resize(now, false, &mut ignore) {
         Ok(()) => return image.resize(size, shrink, progress),
         Err(error) if error.errno() == Some(libc::EINVAL) => {}
         Err(error) => return Err(error),
     }
     if size < now {
-        // Nothing becomes of it, unless `header` is too small for the image as it is now.
-        image.resize(now.saturating_add(header), false, &mut unseen)?;
+        // Changes nothing, but fails if `header` is too small. Without this check the shrink would remove
+        // plain text.
+        image.resize(now.saturating_add(header), false, &mut ignore)?;
     }
     image.resize(size.saturating_add(header), shrink, progress)
 }
 
-/// What an image that is not unlocked begins with.
+/// Reads the kind of content of an image that is not unlocked.
 pub(crate) fn kind(image: &Arc<Image>) -> librbd::Result<Kind> {
-    let begin = image.read(0, MAGIC.len() + 2)?;
-    let version = |magic| begin.strip_prefix(magic).and_then(|version| version.try_into().ok());
+    let start = image.read(0, MAGIC.len() + 2)?;
+    let version = |magic| start.strip_prefix(magic).and_then(|version| version.try_into().ok());
     Ok(match (version(MAGIC), version(CLONE_MAGIC)) {
         (Some(version), _) => Kind::Luks(u16::from_be_bytes(version)),
         (None, Some(_)) => Kind::Clone,
@@ -231,8 +242,9 @@ fn too_old(name: &str) -> Error {
 }
 
 fn not_formatted(name: &str) -> Error {
-    invalid(format!("{name} is not encrypted: it has no header of LUKS")).with_repair(
-        "leave encryption and passphrase_file out; formatting it would destroy its content",
+    invalid(format!("{name} is not encrypted: it has no LUKS header")).with_repair(
+        "remove encryption and passphrase_file from the options; formatting the image would destroy \
+         its content",
     )
 }
 
@@ -241,20 +253,20 @@ fn passphrase(path: &Path) -> Result<Credentials> {
     let failed = |error| {
         let error = Error::from_io(format!("cannot read the passphrase {shown}"), error);
         match error.kind() {
-            // Without capabilities, an owner counts.
+            // The process has no capabilities, so the owner of the file matters even for root.
             ErrorKind::PermissionDenied => error.with_repair(format!(
-                "see that the file belongs to the daemon's user: chown root {shown}; chmod 600 {shown}"
+                "the file must belong to the daemon's user: chown root {shown}; chmod 600 {shown}"
             )),
             _ => error,
         }
     };
-    // The open of a pipe waits for its other end.
+    // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
     check(&file, path).map_err(failed)??;
     Credentials::read(&file, MAX_PASSPHRASE).map_err(|error| match error.kind() {
         std::io::ErrorKind::InvalidData => invalid(format!(
-            "the passphrase {shown} is empty, or longer than {MAX_PASSPHRASE} bytes"
+            "the passphrase {shown} is empty or longer than {MAX_PASSPHRASE} bytes"
         )),
         _ => failed(error),
     })
@@ -265,10 +277,10 @@ fn check(file: &File, path: &Path) -> std::io::Result<Result<()>> {
     let path = path.display();
     if !metadata.is_file() {
         return Ok(Err(invalid(format!("the passphrase {path} is not a regular file"))
-            .with_repair("put it into a file of its own")));
+            .with_repair("write it to a file of its own")));
     }
     if metadata.permissions().mode() & 0o007 != 0 {
-        tracing::warn!("everybody may read the passphrase {path}: chmod 600 {path}");
+        tracing::warn!("all users may read the passphrase {path}: chmod 600 {path}");
     }
     Ok(Ok(()))
 }

@@ -1,16 +1,16 @@
-//! What librbd's errors mean to whoever opens or changes a volume.
+//! Converts librbd's errors into errors of cleat, with hints for the administrator.
 
 use crate::spec::RbdSpec;
 use cleat_core::error::{Error, ErrorKind};
 
-/// An error while `name` was opened, with what repairs it.
-pub(crate) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error {
+/// Converts an error from opening the image `name`, with a hint.
+pub(crate) fn open_error(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error {
     let kind = kind(&error);
     let repair = match kind {
         ErrorKind::NotFound => Some(format!(
-            "see that the image exists (rbd info {name}), and the configuration and the key of \
-             {}; conf=PATH, keyring=PATH and id=NAME in the volume's options say otherwise",
-            client(spec)
+            "check that the image exists (rbd info {name}), and the configuration and the key of \
+             {}; conf=PATH, keyring=PATH and id=NAME in the volume's options select others",
+            client_name(spec)
         )),
         _ => repair(&error, spec),
     };
@@ -21,62 +21,66 @@ pub(crate) fn problem(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error
     }
 }
 
-/// What repairs `error`, wherever it comes from.
+/// Returns the hint for `error`, for those errors whose hint does not depend on the operation.
 pub(crate) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
     match kind(error) {
         ErrorKind::Unsupported => error.load().map(librbd::LoadError::repair),
-        ErrorKind::PermissionDenied => Some(lacks_rights(spec, None)),
+        ErrorKind::PermissionDenied => Some(missing_caps_repair(spec, None)),
         ErrorKind::TimedOut => {
-            Some("see that the monitors can be reached from here (ceph status)".to_owned())
+            Some("check that the monitors can be reached from here (ceph status)".to_owned())
         }
         ErrorKind::NoSpace => Some(format!(
-            "see where there is no room: ceph df, ceph osd pool get-quota {}",
+            "check the free space and the quota: ceph df, ceph osd pool get-quota {}",
             spec.pool
         )),
-        ErrorKind::Fenced => {
-            Some("start again as a new client; see `ceph osd blocklist ls`".to_owned())
-        }
+        ErrorKind::Fenced => Some(
+            "this client is on the blocklist (ceph osd blocklist ls); repeat the command, which \
+                 then runs as a new client"
+                .to_owned(),
+        ),
         _ => None,
     }
 }
 
-/// What repairs that a key may not do something with `spec`, or with the pool that its data go to.
-pub(crate) fn lacks_rights(spec: &RbdSpec, data_pool: Option<&str>) -> String {
+/// Returns the hint for a key without the capabilities for `spec` or for the pool with its data.
+pub(crate) fn missing_caps_repair(spec: &RbdSpec, data_pool: Option<&str>) -> String {
     format!(
-        "see that the key of {} is in its keyring (id=NAME and keyring=PATH in the volume's options \
-         name others), and that it may use the pool: {}",
-        client(spec),
-        caps(spec, data_pool, "")
+        "check that the key of {} is in its keyring (id=NAME and keyring=PATH in the volume's options \
+         select others), and that it may use the pool: {}",
+        client_name(spec),
+        caps_command(spec, data_pool, "")
     )
 }
 
-/// The command that lets a key use `spec`, and with `more` in its rights at the monitors.
-pub(crate) fn caps(spec: &RbdSpec, data_pool: Option<&str>, more: &str) -> String {
+/// Returns the command that gives a key the capabilities for `spec`, with `more` appended to those at the
+/// monitors.
+pub(crate) fn caps_command(spec: &RbdSpec, data_pool: Option<&str>, more: &str) -> String {
     let RbdSpec { pool, namespace, .. } = spec;
     let space = namespace.as_ref().map(|name| format!(" namespace={name}")).unwrap_or_default();
     let data = data_pool.map(|pool| format!(", profile rbd pool={pool}")).unwrap_or_default();
-    let client = client(spec);
+    let client = client_name(spec);
     format!(
         "ceph auth caps {client} mon 'profile rbd{more}' osd 'profile rbd pool={pool}{space}{data}' \
-         (instead of all that it may so far: ceph auth get {client})"
+         (this replaces its present capabilities: ceph auth get {client})"
     )
 }
 
-/// An error that was made where nobody knew the volume's options, with what repairs it.
-pub(crate) fn explained(error: Error, spec: &RbdSpec) -> Error {
+/// Adds the hint about capabilities to an error that was made without access to the volume's options.
+pub(crate) fn with_caps_repair(error: Error, spec: &RbdSpec) -> Error {
     match (error.kind(), error.repair()) {
-        (ErrorKind::PermissionDenied, None) => error.with_repair(lacks_rights(spec, None)),
+        (ErrorKind::PermissionDenied, None) => error.with_repair(missing_caps_repair(spec, None)),
         _ => error,
     }
 }
 
-pub(crate) fn client(spec: &RbdSpec) -> String {
+pub(crate) fn client_name(spec: &RbdSpec) -> String {
     format!("client.{}", spec.id.as_deref().unwrap_or("admin"))
 }
 
-/// An error of an image that is open.
-pub(crate) fn later(error: librbd::Error, name: &str) -> Error {
-    Error::new(kind(&error), format!("the RBD image {name} does not do it")).with_source(error)
+/// Converts an error of an operation on the open image `name`.
+pub(crate) fn image_error(error: librbd::Error, name: &str) -> Error {
+    Error::new(kind(&error), format!("an operation on the RBD image {name} failed"))
+        .with_source(error)
 }
 
 pub(crate) fn kind(error: &librbd::Error) -> ErrorKind {
@@ -84,7 +88,7 @@ pub(crate) fn kind(error: &librbd::Error) -> ErrorKind {
         return ErrorKind::Unsupported;
     }
     match error.errno() {
-        // A value with a zero byte, or an answer beyond all bounds.
+        // No errno: a value with a zero byte, or an answer that exceeds every limit.
         None | Some(libc::EINVAL) => ErrorKind::InvalidArgument,
         Some(libc::ENOENT) => ErrorKind::NotFound,
         Some(libc::EPERM | libc::EACCES | libc::EROFS) => ErrorKind::PermissionDenied,

@@ -1,13 +1,13 @@
-//! Which parts of an image are there, by librbd's walk over its objects.
+//! Finds the allocated parts of an image with librbd's diff, which walks over the image's objects.
 //!
-//! - With a valid fast-diff map the walk looks at the map alone, in whole objects. Without one it asks
-//!   the OSDs for every object, one after the other: then a call looks at few of them, and the client
-//!   asks again.
-//! - Before 1.17, that is in all of Ceph 16, the map is misread unless the walk begins with an object,
-//!   so it does; where that cannot be had (a clone, whose parent may have other objects; stripes), the
-//!   objects are asked.
-//! - Stripes are walked in the order of objects, not of bytes: what was found is sorted, and a walk that
-//!   finds too much tells nothing.
+//! - With a valid fast-diff map the walk reads only the map, in units of objects. Without one it queries
+//!   the OSDs for every object, one after the other. A call then covers few objects, and the NBD client
+//!   continues with another request.
+//! - Before librbd 1.17, that is in all of Ceph 16, the map is misread unless the walk starts at the first
+//!   byte of an object, so it starts there. That is not possible for a clone (the objects of its parent
+//!   may have another size) and for a striped image; their objects are queried.
+//! - A walk over stripes follows the order of objects, not of bytes. The result is sorted, and a walk
+//!   that reaches the limit gives no information.
 
 use std::ops::Range;
 
@@ -18,16 +18,17 @@ use librbd::{
 use cleat_backend::extents::Layout;
 use cleat_core::volume::Extent;
 
-/// Objects that one call asks the OSDs for.
+/// The number of objects that one call queries from the OSDs.
 const SLOW_OBJECTS: u64 = 64;
 
-/// Parts of objects that one walk may find.
+/// The maximum number of parts of objects that one walk collects.
 const MAX_FOUND: usize = 1 << 16;
 
-/// The first librbd that reads the map right from anywhere.
+/// The first librbd that reads the map correctly from any offset.
 const REPAIRED: (i32, i32, i32) = (1, 17, 0);
 
-/// What lies in `range`, from its beginning; at most `limit` extents, but one.
+/// Returns the extents of `range` from its start: at least one and at most `limit`. They may cover only a
+/// part of the range. Blocks until the cluster has answered.
 pub(crate) fn extents(
     image: &librbd::Image,
     range: Range<u64>,
@@ -62,13 +63,13 @@ fn is_striped(stat: &Stat) -> bool {
     stat.stripe_count > 1 || stat.stripe_unit != stat.object_size
 }
 
-/// Whether a walk that begins with an object does so in all that it looks at.
+/// Returns whether a walk that starts with an object of the image does so in every image that it reads.
 fn is_plain(stat: &Stat, parent: Option<Parent>) -> bool {
     !is_striped(stat) && parent.is_none()
 }
 
-/// What is walked over to know of `range`, from its beginning: what is told together as a whole, that
-/// is one object, or all those that stripes are laid over; and few of them where each has to be asked.
+/// Returns the range to walk over for `range`. It consists of whole objects, or of whole sets of objects
+/// for a striped image, and covers few of them if each has to be queried.
 fn walk_range(range: &Range<u64>, stat: &Stat, whole_objects: bool) -> Range<u64> {
     let set = stat.object_size.saturating_mul(stat.stripe_count).max(1);
     let start = range.start - range.start % set;
@@ -85,7 +86,7 @@ fn has_map(image: &librbd::Image) -> librbd::Result<bool> {
     Ok(image.features()? & RBD_FEATURE_FAST_DIFF != 0 && image.flags()? & invalid == 0)
 }
 
-/// What was found up to `known`, in order, as extents of `range`.
+/// Converts the sorted allocated parts `found`, which are complete up to `known`, into extents of `range`.
 fn lay_out(found: &[(u64, u64)], range: Range<u64>, known: u64, limit: usize) -> Vec<Extent> {
     let length = range.end - range.start;
     let (start, known) = (range.start, known.min(range.end));
@@ -105,9 +106,9 @@ fn lay_out(found: &[(u64, u64)], range: Range<u64>, known: u64, limit: usize) ->
 mod tests {
     use super::*;
 
-    /// Where a library of the right age has been repaired since, no test on a cluster can show it.
+    /// Not tested with a cluster, because distributions may have fixed the defect in their Ceph 16.
     #[test]
-    fn a_walk_begins_with_an_object_and_asks_few_of_them() {
+    fn a_walk_starts_with_an_object_and_queries_few_of_them() {
         let object_size = 4 << 20;
         let stat = |stripe_count| Stat {
             size: 1 << 40,
@@ -126,17 +127,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_left_out_or_called_data() {
+    fn unknown_parts_are_omitted_or_reported_as_data() {
         let found = [(0, 4), (8, 12), (20, 30)];
-        let told = |range, known, limit| {
+        let listed = |range, known, limit| {
             let extents = lay_out(&found, range, known, limit);
             extents.iter().map(|e| (e.length, e.hole)).collect::<Vec<_>>()
         };
-        assert_eq!(told(2..25, 25, 9), [(2, false), (4, true), (4, false), (8, true), (5, false)]);
-        assert_eq!(told(2..25, 25, 2), [(2, false), (4, true)]);
-        assert_eq!(told(2..25, 10, 9), [(2, false), (4, true), (2, false)]);
-        assert_eq!(told(12..20, 20, 9), [(8, true)]);
-        assert_eq!(told(12..20, 12, 9), [(8, false)]);
-        assert_eq!(told(30..40, 99, 9), [(10, true)]);
+        assert_eq!(
+            listed(2..25, 25, 9),
+            [(2, false), (4, true), (4, false), (8, true), (5, false)]
+        );
+        assert_eq!(listed(2..25, 25, 2), [(2, false), (4, true)]);
+        assert_eq!(listed(2..25, 10, 9), [(2, false), (4, true), (2, false)]);
+        assert_eq!(listed(12..20, 20, 9), [(8, true)]);
+        assert_eq!(listed(12..20, 12, 9), [(8, false)]);
+        assert_eq!(listed(30..40, 99, 9), [(10, true)]);
     }
 }

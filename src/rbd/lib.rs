@@ -1,21 +1,21 @@
-//! Images of Ceph's RBD, through librbd, which is loaded only when one is opened.
+//! The backend for images of Ceph's RBD. It uses librbd, which is loaded when the first image is opened.
 //!
 //! - One RADOS client per volume: when a client is blocklisted, no other volume is affected.
-//! - A writable image is claimed by its exclusive lock, which is kept until the image is closed
-//!   (`claim`). A client that takes the image over has the cluster blocklist this one first: every
-//!   request then fails with ESHUTDOWN, which is `Fenced`, for good.
-//! - librbd's cache is off, or writes through (`cache`): a write that is answered is replicated, so FUA
-//!   costs nothing.
-//! - Requests wait inside the library while the cluster is away, as long as it takes: its own time
-//!   limit (`rados_osd_op_timeout`) would report writes as failed that land later. For the same
-//!   reason a write that ran into it is `Broken` and never `Retry`.
-//! - Payloads are read and filled where they are. librbd makes one copy of a write:
-//!   `rbd_disable_zero_copy_writes=false` would avoid it, but in 16.2 a write that is then refused
-//!   (after a take-over, for example) never completes.
-//! - WRITE_ZEROES is librbd's own, which keeps the promise for every byte; a discard leaves the edges
-//!   of objects as they were (`rbd_skip_partial_discard`). Long ranges go piece by piece. For an
-//!   encrypted image either writes encrypted zeroes, a few pieces at a time.
-//! - Closing waits for what is in flight, on a thread that is abandoned when the cluster is away.
+//! - A writable image is claimed with its exclusive lock, which is kept until the image is closed
+//!   (`claim`). A client that takes the image over has the cluster blocklist the previous client first.
+//!   Every request of the previous client then fails with ESHUTDOWN, which is `Fenced` and permanent.
+//! - librbd's cache is off or writes through (`cache`): an answered write is replicated, so FUA costs
+//!   nothing.
+//! - While the cluster is unreachable, requests wait inside the library without a limit. The library's
+//!   own timeout (`rados_osd_op_timeout`) would report writes as failed that take effect later. For the
+//!   same reason, a write that reached this timeout is `Broken` and never `Retry`.
+//! - Payloads are read from and written to the request's buffer directly. librbd makes one copy of a
+//!   write. `rbd_disable_zero_copy_writes=false` would avoid it, but in 16.2 a write that is then refused
+//!   (after a takeover, for example) never completes.
+//! - WRITE_ZEROES is librbd's own operation, which zeroes every byte. A discard leaves the edges of
+//!   objects unchanged (`rbd_skip_partial_discard`). Long ranges are processed in pieces. On an encrypted
+//!   image both write encrypted zeroes, a few pieces at a time.
+//! - Closing waits for requests in flight, on a thread that is abandoned when the cluster is unreachable.
 
 mod background;
 mod cache;
@@ -39,11 +39,11 @@ mod timeouts;
 
 pub use registration::BACKEND;
 
-/// For the fuzz target: parses the claim of the image with the id `image`, and prints it as it is written
-/// to the image. `None` for the claim of another image.
+/// For the fuzz target: parses the claim of the image with the id `image` and returns it as it is written
+/// to the image. Returns `None` for the claim of another image.
 ///
 /// # Errors
-/// When `text` is not a claim.
+/// Returns an error if `text` is not a claim.
 #[cfg(feature = "fuzz")]
 pub fn reprint_claim(text: &str, image: &str) -> cleat_core::error::Result<Option<String>> {
     claim::record::Claim::read(Some(text), image, "pool/image")?

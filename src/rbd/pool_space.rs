@@ -1,53 +1,53 @@
-//! What the last request that there was no room for was told, and what is said of it.
+//! The reason why requests fail for lack of space, for status and logs.
 //!
-//! The OSDs refuse with ENOSPC when the cluster is full and with EDQUOT when the pool has reached its
-//! quota; both only since we ask them to (`rados_set_pool_full_try`), and by the map of the cluster, which
-//! the monitors change some seconds after the bytes did.
+//! The OSDs answer ENOSPC if the cluster is full and EDQUOT if the pool has reached its quota. Both only
+//! happen because the client requests it (`rados_set_pool_full_try`); otherwise the library waits. The
+//! OSDs decide by the cluster map, which the monitors update some seconds after the space was used.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-const ENOUGH: u8 = 0;
+const AVAILABLE: u8 = 0;
 const FULL: u8 = 1;
 const QUOTA: u8 = 2;
 
-/// The room for an image's data.
+/// Why the last request with an image's data failed for lack of space.
 #[derive(Debug)]
-pub(crate) struct Room {
-    missing: AtomicU8,
-    /// Where the data lie.
+pub(crate) struct PoolSpace {
+    state: AtomicU8,
+    /// The pool with the image's data.
     pool: String,
 }
 
-impl Room {
-    pub(crate) fn of(pool: String) -> Self {
-        Self { missing: AtomicU8::new(ENOUGH), pool }
+impl PoolSpace {
+    pub(crate) fn new(pool: String) -> Self {
+        Self { state: AtomicU8::new(AVAILABLE), pool }
     }
 
-    /// A request waits for something else.
-    pub(crate) fn is_not_the_matter(&self) {
-        self.missing.store(ENOUGH, Ordering::Relaxed);
+    /// Records that a request waits for another reason.
+    pub(crate) fn clear(&self) {
+        self.state.store(AVAILABLE, Ordering::Relaxed);
     }
 
-    /// There was none. Others that succeed meanwhile, since what they write to has its room, change
-    /// nothing in that.
-    pub(crate) fn is_missing(&self, errno: i32) {
+    /// Records that a request failed with `errno`, which is ENOSPC or EDQUOT. Later successes do not clear
+    /// it: overwrites of existing data succeed although the pool is full.
+    pub(crate) fn record_no_space(&self, errno: i32) {
         let why = if errno == libc::EDQUOT { QUOTA } else { FULL };
-        self.missing.store(why, Ordering::Relaxed);
+        self.state.store(why, Ordering::Relaxed);
     }
 
-    /// For people: why there is none for the image `name`, and what to do.
+    /// Returns why there is no space for the image `name`, with a hint. `None` if there is.
     pub(crate) fn failure_reason(&self, name: &str) -> Option<String> {
-        let Self { missing, pool } = self;
-        match missing.load(Ordering::Relaxed) {
-            ENOUGH => None,
+        let Self { state, pool } = self;
+        match state.load(Ordering::Relaxed) {
+            AVAILABLE => None,
             QUOTA => Some(format!(
-                "there is no room for {name}: the quota of the pool {pool} is used up (ceph osd pool \
-                 get-quota {pool}); remove data, or raise it: ceph osd pool set-quota {pool} \
-                 max_bytes|max_objects N, 0 for none"
+                "there is no room for {name}: the pool {pool} has reached its quota (ceph osd pool \
+                 get-quota {pool}); remove data or raise the quota: ceph osd pool set-quota {pool} \
+                 max_bytes|max_objects N (0: no quota)"
             )),
             _ => Some(format!(
-                "there is no room for {name}: the cluster is full, or the pool {pool} (ceph df, ceph \
-                 health detail); remove data, or add OSDs"
+                "there is no room for {name}: the cluster or the pool {pool} is full (ceph df, ceph \
+                 health detail); remove data or add OSDs"
             )),
         }
     }
@@ -58,15 +58,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quota_is_told_from_a_full_cluster_and_from_anything_else() {
-        let room = Room::of("p".to_owned());
-        assert_eq!(room.failure_reason("p/i"), None);
+    fn a_quota_and_a_full_cluster_have_different_reasons() {
+        let space = PoolSpace::new("p".to_owned());
+        assert_eq!(space.failure_reason("p/i"), None);
         for (errno, part) in [(libc::EDQUOT, "set-quota p "), (libc::ENOSPC, "ceph df")] {
-            room.is_missing(errno);
-            let told = room.failure_reason("p/i").unwrap();
-            assert!(told.contains("no room for p/i") && told.contains(part), "{told}");
+            space.record_no_space(errno);
+            let reason = space.failure_reason("p/i").unwrap();
+            assert!(reason.contains("no room for p/i") && reason.contains(part), "{reason}");
         }
-        room.is_not_the_matter();
-        assert_eq!(room.failure_reason("p/i"), None);
+        space.clear();
+        assert_eq!(space.failure_reason("p/i"), None);
     }
 }

@@ -1,5 +1,5 @@
-//! The data half: requests become operations of librbd. Their results are judged on librbd's threads and
-//! come back through the connection's completer.
+//! The data half: converts requests into operations of librbd. librbd's threads convert the results and
+//! return them through the connection's completer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,46 +13,47 @@ use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion as RingCompletion, Ring};
 
-/// Operations at once: a connection's requests, of which each has one, are bounded below.
+/// The maximum number of operations in flight. A connection has fewer requests, and each has one operation.
 const MAX_OPERATIONS: usize = 1024;
 
-/// Pieces of zeroes that are being encrypted and written at once: the library holds their cipher text.
+/// The maximum number of pieces of zeroes that are encrypted and written at the same time. The library holds
+/// their ciphertext in memory.
 const ZEROES_AT_ONCE: usize = 4;
 
 pub(crate) struct RbdQueue {
     submitter: Submitter<Step, Buffer>,
     shared: Arc<Shared>,
     can_write_zeroes: bool,
-    /// By request number.
+    /// The requests in flight, by request id.
     tasks: Vec<Option<Task>>,
-    /// Have zeroes to be encrypted, and wait for their turn; none does while there is room for another.
+    /// Requests whose next piece of encrypted zeroes waits for one of `ZEROES_AT_ONCE` places.
     waiting: VecDeque<(RequestId, Io)>,
     encrypting_zeroes: usize,
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug, Clone, Copy)]
 struct Task {
     request: Request,
-    /// Bytes that are done.
+    /// The number of bytes that are finished.
     progress: u64,
-    /// Bytes that the running operation is for.
+    /// The number of bytes of the running operation.
     attempted: u64,
-    /// No other operation begins.
+    /// Whether no further operation may start.
     abandoned: bool,
 }
 
-/// One operation of a request: what librbd's thread needs to judge the result.
+/// The data about an operation that librbd's thread needs to convert the result.
 #[derive(Debug, Clone, Copy)]
 struct Step {
     id: RequestId,
     /// The request's operation.
     op: Op,
-    /// Bytes that a read must return.
+    /// The number of bytes that a read must return.
     length: u64,
 }
 
-/// What comes next for a request: an operation, or its end.
+/// The next step of a request: an operation, or the end of the request.
 type Next = Result<Option<Io>, IoError>;
 
 impl RbdQueue {
@@ -61,10 +62,10 @@ impl RbdQueue {
         shared: Arc<Shared>,
         completer: Completer,
     ) -> Self {
-        let judge = Arc::clone(&shared);
+        let state = Arc::clone(&shared);
         let submitter = image.submitter(MAX_OPERATIONS, move |completion| {
             let Completion { token, result, buffer } = completion;
-            let result = judge.judge(token, result);
+            let result = state.outcome(token, result);
             completer.complete(token.id, Outcome { result, buffer });
         });
         Self {
@@ -77,7 +78,7 @@ impl RbdQueue {
         }
     }
 
-    /// The operation that a request begins or goes on with.
+    /// Returns the operation with which a request starts or continues.
     fn operation(&self, task: &mut Task) -> Next {
         let Request { op, flags, length, .. } = task.request;
         let offset = task.request.offset + task.progress;
@@ -93,7 +94,7 @@ impl RbdQueue {
                 Io::Discard { offset, length: task.attempted }
             }
             Op::WriteZeroes => {
-                // Allocating means writing, and so does encrypting.
+                // Encrypted zeroes are written, like allocated ones.
                 let allocate = flags.no_hole || self.shared.luks_header.is_some();
                 if flags.fast_zero && allocate || !self.can_write_zeroes {
                     return Err(IoError::Unsupported);
@@ -105,15 +106,15 @@ impl RbdQueue {
         }))
     }
 
-    /// Whether a request becomes zeroes that are encrypted and written. Of an encrypted image the library
-    /// does so with what is discarded, too: removed cipher text would read as the decryption of zeroes once
-    /// something else of the object is written.
+    /// Returns whether a request writes encrypted zeroes. On an encrypted image librbd also does this for a
+    /// discard: removed ciphertext would read as the decryption of zeroes as soon as another part of the
+    /// object is written.
     fn encrypts_zeroes(&self, request: &Request) -> bool {
         matches!(request.op, Op::Trim | Op::WriteZeroes) && self.shared.luks_header.is_some()
     }
 
-    /// The part of a long range that is done at once. It ends where pieces of the volume do, and so
-    /// objects: what fills one is removed rather than overwritten.
+    /// Returns the length of the next piece of a long range. Pieces end at object boundaries, so that librbd
+    /// removes whole objects and does not overwrite them.
     fn piece(&self, offset: u64, left: u64) -> u64 {
         left.min(self.shared.piece - offset % self.shared.piece)
     }
@@ -163,13 +164,13 @@ impl RbdQueue {
         self.tasks.get(id as usize).copied().flatten()
     }
 
-    /// Goes on with a request, or ends it.
+    /// Continues a request with `next`, or ends it.
     fn proceed(&mut self, id: RequestId, next: Next, buffer: Option<Buffer>) -> Option<Outcome> {
         let ended = match next {
             Ok(Some(io @ (Io::Discard { .. } | Io::WriteZeroes { .. })))
                 if self.shared.luks_header.is_some() =>
             {
-                // Behind the others that wait: no long range keeps them from their turn.
+                // At the end of the queue, so that a long range does not delay the other requests.
                 self.waiting.push_back((id, io));
                 None
             }
@@ -183,8 +184,9 @@ impl RbdQueue {
         ended
     }
 
-    /// Begins what waits with zeroes, as far as there is room. Returns a request that ended with that.
-    fn begin_zeroes(&mut self) -> Option<(RequestId, Outcome)> {
+    /// Starts waiting pieces of zeroes while places are free. Returns the first request that ended because
+    /// its piece was refused.
+    fn start_zeroes(&mut self) -> Option<(RequestId, Outcome)> {
         while self.encrypting_zeroes < ZEROES_AT_ONCE {
             let (id, io) = self.waiting.pop_front()?;
             if let Some(outcome) = self.submit(id, io, None) {
@@ -214,8 +216,8 @@ impl ImageQueue for RbdQueue {
         self.tasks[index] = Some(task);
         let mut ended = self.proceed(id, next, buffer);
         if ended.is_none() && self.encrypts_zeroes(&request) {
-            // With room for one, nobody else waits.
-            ended = self.begin_zeroes().map(|(_, outcome)| outcome);
+            // If a place is free, no other request waits, so an ended request is this one.
+            ended = self.start_zeroes().map(|(_, outcome)| outcome);
         }
         ended.map_or(Started::Pending, Started::Done)
     }
@@ -225,7 +227,7 @@ impl ImageQueue for RbdQueue {
         _completion: RingCompletion,
         _ring: &mut Ring,
     ) -> Option<(RequestId, Outcome)> {
-        // Nothing is ever submitted to the ring.
+        // This queue submits nothing to the ring.
         None
     }
 
@@ -253,7 +255,7 @@ impl ImageQueue for RbdQueue {
         }
         if zeroes {
             self.encrypting_zeroes -= 1;
-            while let Some(ended) = self.begin_zeroes() {
+            while let Some(ended) = self.start_zeroes() {
                 done.push(ended);
             }
         }
@@ -261,37 +263,37 @@ impl ImageQueue for RbdQueue {
 }
 
 impl Shared {
-    /// Returns how a step has ended for which librbd gave `result`.
-    fn judge(&self, step: Step, result: i64) -> Result<(), IoError> {
+    /// Converts librbd's `result` of an operation.
+    fn outcome(&self, step: Step, result: i64) -> Result<(), IoError> {
         if result < 0 {
             let errno = i32::try_from(result.saturating_neg()).unwrap_or(libc::EIO);
             return Err(self.error(step.op, errno));
         }
-        // A short read means that the image was made smaller: the rest must not be taken for zeroes.
+        // A short read means that the image was shrunk. The rest of the buffer must not be used as zeroes.
         if step.op == Op::Read && result.unsigned_abs() != step.length {
             return Err(IoError::Broken);
         }
         Ok(())
     }
 
-    /// Returns the error of a request with the operation `op` for an errno of librbd, and notes what the
-    /// errno says about the whole image.
+    /// Returns the error of a request with the operation `op` for an errno of librbd, and records what the
+    /// errno means for the whole image.
     fn error(&self, op: Op, errno: i32) -> IoError {
         let error = match errno {
-            // The lock is gone, and librbd does not say which client has it.
+            // The lock is lost. librbd does not report which client has it.
             libc::EROFS if !self.read_only => IoError::Fenced,
             libc::EPERM | libc::EACCES => {
-                self.rights.are_missing();
+                self.missing_caps.report_once();
                 IoError::Broken
             }
             errno => IoError::from_errno(errno),
         };
         match error {
             IoError::Fenced => self.fenced.store(true, Ordering::Release),
-            IoError::NoSpace => self.room.is_missing(errno),
-            // The request may still be on its way, and would then land after its repetition.
+            IoError::NoSpace => self.pool_space.record_no_space(errno),
+            // The request may still be in flight, and would then take effect after its repetition.
             IoError::Retry if op.modifies() => return IoError::Broken,
-            IoError::Retry => self.room.is_not_the_matter(),
+            IoError::Retry => self.pool_space.clear(),
             _ => {}
         }
         error

@@ -1,4 +1,4 @@
-//! Snapshots that wait for the volume to be quiet. librbd's callback only counts and wakes.
+//! Snapshots that wait until the volume is quiesced. librbd's callback only counts and wakes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -6,77 +6,83 @@ use std::sync::{Arc, OnceLock};
 use cleat_backend::Waker;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// What is known of them. Ends with the image's closing; who waits then is refused.
+/// The registration for snapshots of an open image. Dropping it rejects a snapshot that waits.
 pub(crate) struct Snapshots {
     watch: librbd::QuiesceWatch,
-    /// Odd while one waits or is being made.
+    /// The number of the present or the last snapshot. Odd while one waits or is being taken.
     number: Arc<AtomicU64>,
     waker: Arc<OnceLock<Waker>>,
 }
 
 impl Snapshots {
-    /// Is told of them from now on, and lets all of them go on until [`Snapshots::attend`].
+    /// Registers for snapshots of `image`. Until [`Snapshots::set_waker`] all snapshots proceed without
+    /// waiting.
+    ///
+    /// # Errors
+    /// Returns `Unsupported` if the library has no quiesce callbacks.
     pub(crate) fn watch(image: &Arc<librbd::Image>, name: &str) -> Result<Self> {
         let number = Arc::new(AtomicU64::new(0));
         let waker = Arc::new(OnceLock::<Waker>::new());
-        let (counter, awaited) = (Arc::clone(&number), Arc::clone(&waker));
-        let told = move |what| {
-            // librbd lets one in after the other, so these two take turns; but a failure has ended one
-            // already, and those that stand by are never told to begin.
+        let (counter, shared_waker) = (Arc::clone(&number), Arc::clone(&waker));
+        let notify = move |event| {
+            // librbd serialises snapshots, so begin and end normally alternate. There are two exceptions:
+            // a rejected snapshot was counted as ended already, and one that proceeds without waiting has
+            // no begin.
             let odd = counter.load(Ordering::SeqCst) % 2 == 1;
-            if odd == (what == librbd::Quiesce::End) {
+            if odd == (event == librbd::Quiesce::End) {
                 counter.fetch_add(1, Ordering::SeqCst);
             }
-            awaited.get().into_iter().for_each(Waker::wake);
+            shared_waker.get().into_iter().for_each(Waker::wake);
         };
-        let watch = image.watch_quiesce(Some(0), told).map_err(|error| {
+        let watch = image.watch_quiesce(Some(0), notify).map_err(|error| {
             let kind = match error.errno() {
                 Some(libc::ENOSYS) => ErrorKind::Unsupported,
                 _ => ErrorKind::Unavailable,
             };
-            Error::new(kind, format!("{name} cannot be watched for snapshots"))
-                .with_repair("update librbd1 (Ceph 16 can), or map it without --quiesce")
+            Error::new(kind, format!("cannot watch {name} for snapshots"))
+                .with_repair("update librbd1 to Ceph 16 or later, or map without --quiesce")
                 .with_source(error)
         })?;
         Ok(Self { watch, number, waker })
     }
 
-    /// Has `waker` woken when one begins to wait, and when it is over. Not `in_charge`, all of them go
-    /// on at once.
-    pub(crate) fn attend(&self, waker: Waker, in_charge: bool) {
-        // Whoever serves the volume does so once.
+    /// Wakes `waker` from now on when a snapshot starts to wait and when it has ended. Unless `active`,
+    /// all snapshots proceed without waiting until [`Snapshots::activate`].
+    pub(crate) fn set_waker(&self, waker: Waker, active: bool) {
+        // It is called at most once per open image.
         let _ = self.waker.set(waker);
-        if in_charge {
-            self.take_charge();
+        if active {
+            self.activate();
         }
     }
 
-    /// The number of the one that waits, or is being made.
-    pub(crate) fn waiting(&self) -> Option<u64> {
+    /// Returns the number of the snapshot that waits or is being taken.
+    pub(crate) fn pending(&self) -> Option<u64> {
         Some(self.number.load(Ordering::SeqCst)).filter(|number| number % 2 == 1)
     }
 
-    /// Answers one: it may be made, or why not. Says whether it waited for that.
+    /// Lets snapshot `number` proceed, or rejects it with an errno. Returns whether it was waiting.
     pub(crate) fn answer(&self, number: u64, result: Result<(), i32>) -> bool {
-        if self.waiting() != Some(number) {
+        if self.pending() != Some(number) {
             return false;
         }
         if result.is_err() {
-            // It is over; where it was told so meanwhile, this is no more its number.
+            // A rejected snapshot has ended. If the callback has counted the end already, the number
+            // differs and stays.
             let order = Ordering::SeqCst;
             let _ = self.number.compare_exchange(number, number + 1, order, order);
         }
         self.watch.complete(result)
     }
 
-    /// From now on all of them are told again.
-    pub(crate) fn take_charge(&self) {
+    /// Makes all further snapshots wait for an answer.
+    pub(crate) fn activate(&self) {
         self.watch.set_default_answer(None);
     }
 
-    /// From now on they are refused, one that waits included: its answer would keep the lock, which
-    /// is about to be given up.
-    pub(crate) fn refuse(&self) {
+    /// Rejects all further snapshots, and one that waits. The exclusive lock is about to be released, and
+    /// a waiting snapshot would block the release.
+    pub(crate) fn reject(&self) {
         self.watch.set_default_answer(Some(libc::EAGAIN));
     }
 }

@@ -22,7 +22,7 @@ use crate::image::RbdImage;
 use crate::spec::{Encryption, RbdSpec, RbdStoreSpec};
 use crate::store::RbdStore;
 
-/// The registration of images of RBD.
+/// The registration of the RBD backend.
 pub const BACKEND: &dyn Backend = &Rbd;
 
 #[derive(Debug)]
@@ -54,7 +54,7 @@ impl Backend for Rbd {
         encryption::TIMEOUT
     }
 
-    /// Only some nodes have volumes in Ceph: missing libraries are in order.
+    /// Missing libraries are not an error, because only some nodes use volumes in Ceph.
     fn diagnose(&self) -> Option<Result<String>> {
         if librbd::load().is_err_and(|error| error.is_absent()) {
             let finding = "librbd is not installed; rbd: volumes need librados2, librbd1";
@@ -65,7 +65,7 @@ impl Backend for Rbd {
                 Ok(format!("librbd {major}.{minor}.{extra} can be loaded"))
             }
             Err(error) if error.repair().is_none() => {
-                Err(error.with_repair("install librados2 and librbd1 anew"))
+                Err(error.with_repair("reinstall librados2 and librbd1"))
             }
             Err(error) => Err(error),
         })
@@ -99,7 +99,7 @@ impl VolumeSpec for RbdSpec {
         Ok(Arc::new(RbdImage::open(self, options)?))
     }
 
-    /// The claim is released and acquired: nothing is passed on.
+    /// Needs no files: the predecessor releases the claim, and the successor acquires it.
     fn open_successor(
         &self,
         options: &OpenOptions,
@@ -126,7 +126,7 @@ impl VolumeSpec for RbdSpec {
     }
 
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
-        Ok(Some(Box::new(RbdFence::of(self)?)))
+        Ok(Some(Box::new(RbdFence::new(self)?)))
     }
 
     fn stored(&self) -> Result<Option<Stored>> {
@@ -163,17 +163,17 @@ impl StoreSpec for RbdStoreSpec {
     fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>> {
         let other: &dyn Any = other;
         match other.downcast_ref::<Self>() {
-            Some(other) => Ok(Arc::new(self.clone().reached_as(other)?)),
-            None => Err(invalid("the two volumes are not of one kind")),
+            Some(other) => Ok(Arc::new(self.clone().with_options_of(other)?)),
+            None => Err(invalid("the two volumes have different kinds of stores")),
         }
     }
 }
 
-/// Files and directories that the libraries read while they connect.
+/// Returns the existing files and directories that the libraries read while they connect.
 fn files(spec: &RbdSpec) -> Vec<PathBuf> {
     let system = [
         "/etc/ceph",
-        // Names of monitors, and what finds them.
+        // For resolving the names of monitors.
         "/etc/hosts",
         "/etc/host.conf",
         "/etc/resolv.conf",
@@ -181,16 +181,16 @@ fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/etc/gai.conf",
         "/etc/services",
         "/run/systemd/resolve",
-        // The onwire encryption's library.
+        // For the library that encrypts connections.
         "/etc/ssl/openssl.cnf",
         "/usr/lib/ssl/openssl.cnf",
         "/etc/localtime",
-        // How many processors there are.
+        // For the number of processors.
         "/sys/devices/system",
         "/proc/self",
     ];
     let unlocking = spec.encryption.iter().flat_map(|encryption: &Encryption| {
-        // libcryptsetup does nothing without both.
+        // libcryptsetup needs both.
         let random = ["/dev/urandom", "/dev/random"].map(Path::new);
         encryption.files().chain(random).map(PathBuf::from)
     });

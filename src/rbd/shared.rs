@@ -8,8 +8,8 @@ use cleat_backend::Waker;
 use crate::background::Pause;
 use crate::claim::record::Claim;
 use crate::encryption::ENCRYPTED_BLOCK;
-use crate::permissions::Rights;
-use crate::pool_space::Room;
+use crate::permissions::MissingCaps;
+use crate::pool_space::PoolSpace;
 
 /// The state that the control half, the queues and the background thread of an image share.
 pub(crate) struct Shared {
@@ -17,19 +17,19 @@ pub(crate) struct Shared {
     pub(crate) size: AtomicU64,
     /// Wakes the owner of the volume after a change that the owner did not cause.
     pub(crate) watcher: OnceLock<Waker>,
-    /// For an image that librbd decrypts: the number of its bytes that hold no plain text.
+    /// The size of the encryption header in bytes, if the library encrypts the content.
     pub(crate) luks_header: Option<u64>,
-    /// Another client owns the image, or may own it.
+    /// Whether another client owns the image or may own it. Never reset.
     pub(crate) fenced: AtomicBool,
     /// The claim that this process wrote and has not released.
     pub(crate) claim: Mutex<Option<Claim>>,
     /// Stops the background thread.
     pub(crate) pause: Pause,
-    pub(crate) rights: Rights,
-    pub(crate) room: Room,
-    /// The image is open read-only. A writer that is refused as a reader has lost the lock.
+    pub(crate) missing_caps: MissingCaps,
+    pub(crate) pool_space: PoolSpace,
+    /// Whether the image is open read-only. If it is not, EROFS means that the lock is lost.
     pub(crate) read_only: bool,
-    /// The length in bytes of one piece of a long range.
+    /// The maximum length of one operation for a discard or zeroes, in bytes.
     pub(crate) piece: u64,
 }
 
@@ -40,9 +40,14 @@ impl Shared {
         self.size.store(size, Ordering::Release);
     }
 
-    /// Ends every later request with `Fenced`.
+    /// Makes every later request fail with `Fenced`.
     pub(crate) fn set_fenced(&self) {
         self.fenced.store(true, Ordering::Release);
+    }
+
+    /// Returns whether the volume is fenced.
+    pub(crate) fn is_fenced(&self) -> bool {
+        self.fenced.load(Ordering::Acquire)
     }
 
     /// Wakes the owner of the volume, if it watches for changes.

@@ -1,4 +1,4 @@
-//! `rbd:pool[/namespace]/image[@snapshot]`.
+//! The URIs of images (`rbd:pool[/namespace]/image[@snapshot]`) and of stores (`rbd:pool[/namespace]`).
 
 mod encryption;
 
@@ -11,46 +11,49 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use crate::cache::check_option;
 pub(crate) use encryption::{Encryption, Luks};
 
-/// An RBD image, and how its cluster is reached. Never a secret itself: only where one is read.
+/// An RBD image, with the options for its cluster. It contains no secret, only the paths of files with
+/// secrets.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct RbdSpec {
     /// The pool's name.
     pub pool: String,
-    /// The namespace in it.
+    /// The namespace in the pool.
     pub namespace: Option<String>,
     /// The image's name.
     pub image: String,
-    /// The snapshot's name; then the volume can only be read.
+    /// The snapshot's name. A volume with a snapshot is read-only.
     pub snapshot: Option<String>,
-    /// Ceph's configuration file; absolute.
+    /// The absolute path of Ceph's configuration file.
     pub conf: Option<PathBuf>,
     /// The client's name, without `client.`.
     pub id: Option<String>,
-    /// The file with the client's key; absolute.
+    /// The absolute path of the file with the client's key.
     pub keyring: Option<PathBuf>,
-    /// How the content is encrypted, and the files with the passphrases.
+    /// The encryption of the content, with the files of the passphrases.
     pub encryption: Option<Encryption>,
-    /// Whether what is trimmed is given back to the cluster; by default it is, unless it is encrypted.
+    /// Whether TRIM is offered, which returns space to the cluster. The default is true unless the image is
+    /// encrypted.
     pub trim: bool,
-    /// Several may write at a time: no claim is made, no lock kept, and nobody fenced.
+    /// Whether several clients may write. Then there is no claim, no lock is kept, and no client is fenced.
     pub shared: bool,
-    /// Options of Ceph, before those of the configuration file.
+    /// Options of Ceph, which override the configuration file.
     pub config: BTreeMap<String, String>,
 }
 
-/// A pool, or a namespace in one, and how its cluster is reached.
+/// A pool or a namespace, with the options for its cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct RbdStoreSpec(
-    /// Of an image without a name.
+    /// The spec of an image with an empty name.
     RbdSpec,
 );
 
-/// What the options of Ceph's own begin with.
+/// The prefix of options of Ceph.
 const CONFIG: &str = "config.";
 
 /// Options of Ceph that are secrets.
 const SECRETS: [&str; 2] = ["key", "auth_client_key"];
 
+/// The maximum length of a name, in bytes.
 const MAX_NAME: usize = 255;
 
 impl RbdSpec {
@@ -109,12 +112,12 @@ impl RbdSpec {
         Ok(spec)
     }
 
-    /// The pool or namespace that the image is in.
+    /// Returns the pool or namespace of the image.
     pub(crate) fn store(&self) -> RbdStoreSpec {
         RbdStoreSpec(Self { image: String::new(), snapshot: None, ..self.clone() })
     }
 
-    /// Returns `pool[/namespace]/image[@snapshot]`, for people and for commands.
+    /// Returns `pool[/namespace]/image[@snapshot]`, for messages and commands.
     pub(crate) fn image_name(&self) -> String {
         let space = self.namespace.as_ref().map(|name| format!("/{name}")).unwrap_or_default();
         let snapshot = self.snapshot.as_ref().map(|name| format!("@{name}")).unwrap_or_default();
@@ -162,7 +165,7 @@ impl RbdStoreSpec {
             [pool] => (pool, None),
             [pool, namespace] => (pool, Some(part(namespace, "namespace")?)),
             _ => {
-                let message = format!("rbd: needs a pool here, not {location:?}");
+                let message = format!("rbd: needs a pool, not {location:?}");
                 return Err(invalid(message).with_repair("write rbd:POOL or rbd:POOL/NAMESPACE"));
             }
         };
@@ -170,25 +173,25 @@ impl RbdStoreSpec {
         RbdSpec::with(pool, namespace, String::new(), None, options).map(Self)
     }
 
-    /// The pool's name.
+    /// Returns the pool's name.
     pub(crate) fn pool(&self) -> &str {
         &self.0.pool
     }
 
-    /// How its cluster is reached: an image there that has no name.
+    /// Returns the options for the cluster, as the spec of an image with an empty name.
     pub(crate) fn client(&self) -> &RbdSpec {
         &self.0
     }
 
-    /// The namespace in it.
+    /// Returns the namespace in the pool.
     pub(crate) fn namespace(&self) -> Option<&str> {
         self.0.namespace.as_deref()
     }
 
-    /// An image in it, or a snapshot of one.
+    /// Returns the spec of an image, or of a snapshot of it.
     ///
     /// # Errors
-    /// `InvalidArgument` for what cannot be a name.
+    /// Returns `InvalidArgument` for an invalid name.
     pub(crate) fn image(&self, name: &str, snapshot: Option<&str>) -> Result<RbdSpec> {
         plain(name, "image")?;
         snapshot.map(|snapshot| plain(snapshot, "snapshot")).transpose()?;
@@ -196,7 +199,7 @@ impl RbdStoreSpec {
         Ok(RbdSpec { image, snapshot, ..self.0.clone() })
     }
 
-    /// Where it is.
+    /// Returns `pool[/namespace]`, encoded for a URI.
     pub(crate) fn location_text(&self) -> String {
         let location = self.0.location_text();
         location.strip_suffix('/').unwrap_or(&location).to_owned()
@@ -206,20 +209,25 @@ impl RbdStoreSpec {
         self.0.option_list()
     }
 
-    /// This place, reached as `other` is where nothing is said of that here.
-    pub(crate) fn reached_as(mut self, other: &Self) -> Result<Self> {
+    /// Returns this store with the options of `other`, if it has no options of its own.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if both have options and they differ.
+    pub(crate) fn with_options_of(mut self, other: &Self) -> Result<Self> {
         if self.option_list().is_empty() {
             let Self(RbdSpec { conf, id, keyring, config, .. }) = other.clone();
             self.0 = RbdSpec { conf, id, keyring, config, ..self.0 };
         } else if !other.option_list().is_empty() && self.option_list() != other.option_list() {
-            return Err(invalid("the two volumes' options differ, but one client reaches both")
-                .with_repair("give the options to one of them"));
+            return Err(invalid(
+                "the options of the two volumes differ, but one client serves both",
+            )
+            .with_repair("give the options for only one of them"));
         }
         Ok(self)
     }
 }
 
-/// A name between the separators, which it cannot contain: RBD itself could not be told of it.
+/// Decodes a name of a location. A name cannot contain the separators, which RBD's own tools use, too.
 fn part(text: &str, what: &str) -> Result<String> {
     let name = String::from_utf8(decode(text)?)
         .map_err(|_| invalid(format!("the {what}'s name {text:?} is not UTF-8")))?;
@@ -256,7 +264,7 @@ fn shared(lock: Option<&str>) -> Result<bool> {
 fn client(id: &str) -> Result<String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if id.is_empty() || id.len() > MAX_NAME || !id.chars().all(plain) {
-        return Err(invalid(format!("{id:?} is no name of a client")));
+        return Err(invalid(format!("{id:?} is not a valid client name")));
     }
     match id.strip_prefix("client.") {
         Some(bare) => Err(invalid(format!("the id is {bare:?}, without \"client.\""))
@@ -268,18 +276,18 @@ fn client(id: &str) -> Result<String> {
 fn config(options: Options) -> Result<BTreeMap<String, String>> {
     let mut config = BTreeMap::new();
     for (key, value) in options.into_pairs() {
-        // One spelling for each option.
+        // Ceph treats these characters as equal. One spelling keeps URIs comparable.
         let key = key.replace(['-', ' '], "_");
         let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
         if key.is_empty() || !key.chars().all(plain) || value.contains('\0') {
-            return Err(invalid(format!("{CONFIG}{key} is no option of Ceph")));
+            return Err(invalid(format!("{CONFIG}{key} is not an option of Ceph")));
         }
         if SECRETS.contains(&&*key) {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
-                format!("{CONFIG}{key} would put a secret into the volume's name"),
+                format!("{CONFIG}{key} would put a secret into the volume's URI"),
             )
-            .with_repair("put the key into a file and name that: keyring=/etc/ceph/…"));
+            .with_repair("write the key to a file and give its path: keyring=/etc/ceph/…"));
         }
         check_option(&key, &value)?;
         if config.insert(key.clone(), value).is_some() {

@@ -1,10 +1,11 @@
-//! RBD images as a whole, through librbd; the pool or namespace is the [`Store`].
+//! The management of RBD images. The [`Store`] is a pool or a namespace.
 //!
-//! - One RADOS client for all calls. Images are opened for one call each, for reading where that does:
-//!   a reader does not watch, and so is not among the watchers that are counted.
-//! - What an image's holder can do for us librbd has it do: a snapshot, another size, a flattening of an
-//!   image that is mapped. What cuts off or overwrites data under a holder is refused, by name: under
-//!   whoever has it open, and under a claim that stands, whether its client is heard of or not.
+//! - One RADOS client serves all calls. An image is opened for each call, read-only if possible: a reader
+//!   does not watch the image, so it does not count as a watcher.
+//! - librbd has the image's holder carry out the operations that the holder can do: a snapshot, growth or a
+//!   flattening of a mapped image. Operations that remove or overwrite data of a holder are refused with the
+//!   name of the client: of a client that has the image open, and of one with an active claim, even if it
+//!   is not connected.
 
 mod encrypted;
 mod info;
@@ -21,10 +22,10 @@ use std::time::Duration;
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK};
 
 use crate::connection::{config, load_library};
-use crate::errors::problem;
+use crate::errors::open_error;
 use crate::mirror::check_primary;
 use crate::spec::{RbdSpec, RbdStoreSpec};
-use crate::timeouts::{Course, PATIENCE, answer, followed, within};
+use crate::timeouts::{CALL_TIMEOUT, Tracker, answer, with_progress, with_timeout};
 use crate::{encryption, errors};
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
@@ -34,36 +35,41 @@ use cleat_backend::store::{
 use cleat_backend::uri::{Size, StoreUri, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// How long taking a snapshot may take: whoever has the image mapped may write out what it holds first.
-const QUIESCE_PATIENCE: Duration = Duration::from_secs(120);
+/// The timeout of taking a snapshot. A client that has mapped the image may first have to write its dirty
+/// data (quiesce).
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A pool, or a namespace in one, on a connection of its own.
+/// A pool or a namespace, with its own connection.
 #[derive(Clone)]
 pub(crate) struct RbdStore {
     pool: Arc<Pool>,
     spec: RbdStoreSpec,
-    /// For whom.
+    /// The identity for decisions about claims.
     claimant: Claimant,
 }
 
-/// An image, or a snapshot, that a call is about. It need not exist.
+/// The image or snapshot of a call. It need not exist.
 struct Target {
     pool: Arc<Pool>,
     spec: RbdSpec,
-    /// Where it lies in the trash.
+    /// The id of an image in the trash.
     id: Option<String>,
-    /// `pool[/namespace]/image[@snapshot]`
+    /// `pool[/namespace]/image[@snapshot]`, for messages.
     name: String,
     uri: String,
     claimant: Claimant,
 }
 
 impl RbdStore {
-    /// Connects.
+    /// Connects to the pool.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if the pool or namespace does not exist, `TimedOut` if the cluster does not
+    /// answer, and otherwise the cluster's error.
     pub(crate) fn connect(spec: &RbdStoreSpec, claimant: &Claimant) -> Result<Self> {
         load_library()?;
         let wanted = spec.clone();
-        let pool = within(PATIENCE, &answer(spec.pool()), move || open_pool(&wanted))?;
+        let pool = with_timeout(CALL_TIMEOUT, &answer(spec.pool()), move || open_pool(&wanted))?;
         Ok(Self { pool, spec: spec.clone(), claimant: claimant.clone() })
     }
 
@@ -78,7 +84,7 @@ impl RbdStore {
         Ok(Target { pool, name, spec, id: None, uri, claimant: self.claimant.clone() })
     }
 
-    /// Does `work` with an image, within a limit.
+    /// Runs `work` with a target, with the timeout `CALL_TIMEOUT`.
     fn call<T: Send + 'static>(
         &self,
         name: &str,
@@ -86,19 +92,19 @@ impl RbdStore {
         work: impl FnOnce(&Target) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let target = self.target(name, snapshot)?;
-        within(PATIENCE, &answer(&target.name), move || work(&target))
+        with_timeout(CALL_TIMEOUT, &answer(&target.name), move || work(&target))
     }
 
-    /// Does `work` with an image, for as long as it takes.
+    /// Runs `work` with a target as long as it makes progress.
     fn follow<T: Send + 'static>(
         &self,
         name: &str,
         snapshot: Option<&str>,
         progress: Progress<'_>,
-        work: impl FnOnce(&Target, &Course) -> Result<T> + Send + 'static,
+        work: impl FnOnce(&Target, &Tracker) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let target = self.target(name, snapshot)?;
-        followed(&target.name.clone(), progress, move |course| work(&target, course))
+        with_progress(&target.name.clone(), progress, move |tracker| work(&target, tracker))
     }
 }
 
@@ -107,19 +113,25 @@ impl Store for RbdStore {
         let layout = layout.clone();
         let target = self.target(name, None)?;
         let unlocking =
-            target.spec.encryption.as_ref().map_or(Duration::ZERO, |_| encrypted::PATIENCE);
-        within(PATIENCE + unlocking, &answer(&target.name), move || target.create(size, &layout))
+            target.spec.encryption.as_ref().map_or(Duration::ZERO, |_| encrypted::FORMAT_TIMEOUT);
+        with_timeout(CALL_TIMEOUT + unlocking, &answer(&target.name), move || {
+            target.create(size, &layout)
+        })
     }
 
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
         match how {
-            Removal::Trash { keep } => self.call(name, None, move |target| target.discard(keep)),
+            Removal::Trash { keep } => {
+                self.call(name, None, move |target| target.move_to_trash(keep))
+            }
             Removal::Now => self.follow(name, None, progress, Target::delete),
         }
     }
 
     fn resize(&self, name: &str, size: u64, shrink: bool, progress: Progress<'_>) -> Result<bool> {
-        self.follow(name, None, progress, move |target, course| target.resize(size, shrink, course))
+        self.follow(name, None, progress, move |target, tracker| {
+            target.resize(size, shrink, tracker)
+        })
     }
 
     fn list(&self, page: &Page) -> Result<Listing> {
@@ -147,7 +159,7 @@ impl CloneStore for RbdStore {
     fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
         let place: &dyn Any = source.store;
         let Some(place) = place.downcast_ref::<RbdStoreSpec>() else {
-            return Err(invalid("an RBD image is cloned from another one's snapshot only"));
+            return Err(invalid("an RBD image can only be cloned from a snapshot of an RBD image"));
         };
         let parent = place.image(source.name, Some(source.snapshot))?;
         let layout = layout.clone();
@@ -166,7 +178,7 @@ impl SnapshotStore for RbdStore {
 
     fn create(&self, name: &str, snapshot: &str) -> Result<bool> {
         let target = self.target(name, Some(snapshot))?;
-        within(QUIESCE_PATIENCE, &answer(&target.name), move || target.snapshot_create())
+        with_timeout(SNAPSHOT_TIMEOUT, &answer(&target.name), move || target.snapshot_create())
     }
 
     fn remove(&self, name: &str, snapshot: &str) -> Result<bool> {
@@ -185,46 +197,48 @@ impl SnapshotStore for RbdStore {
 impl TrashStore for RbdStore {
     fn entries(&self) -> Result<Vec<Trashed>> {
         let this = self.clone();
-        within(PATIENCE, &answer(self.spec.pool()), move || this.trashed())
+        with_timeout(CALL_TIMEOUT, &answer(self.spec.pool()), move || this.trashed())
     }
 
     fn restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool> {
         let name = self.target(name, None)?.spec.image;
         let new_name = self.target(new_name.unwrap_or(&name), None)?;
         let (this, id) = (self.clone(), id.map(str::to_owned));
-        within(PATIENCE, &answer(self.spec.pool()), move || {
+        with_timeout(CALL_TIMEOUT, &answer(self.spec.pool()), move || {
             this.restore_entry(&name, id.as_deref(), &new_name)
         })
     }
 
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged> {
         let (this, ids) = (self.clone(), ids.to_vec());
-        let what = format!("the trash of {}", self.place());
-        followed(&what, progress, move |course| this.purge_entries(&ids, force, course))
+        let what = format!("the trash of {}", self.pool_path());
+        with_progress(&what, progress, move |tracker| this.purge_entries(&ids, force, tracker))
     }
 }
 
 impl Target {
     fn create(&self, size: u64, layout: &Layout) -> Result<bool> {
         let new = layout::new_image(layout)?;
-        match self.pool.create(&self.spec.image, self.whole(size, layout)?, &new) {
+        match self.pool.create(&self.spec.image, self.raw_size(size, layout)?, &new) {
             Ok(()) => self.encrypt(size, layout).map(|_| true),
             Err(error) if self.spec.encryption.is_some() && error.errno() == Some(libc::EEXIST) => {
-                drop(self.half_made(error)?);
+                drop(self.open_existing(error)?);
                 self.encrypt(size, layout)
             }
             Err(error) if error.errno() == Some(libc::EEXIST) => {
-                let image = self.half_made(error)?;
+                let image = self.open_existing(error)?;
                 let mut differences =
                     layout::differences(layout, &image).map_err(|error| self.failed(error))?;
                 let is = image.size().map_err(|error| self.failed(error))?;
                 if is != size {
                     differences.insert(0, format!("a size of {}, not {}", Size(is), Size(size)));
                 }
-                self.same(&differences)
+                self.check_same(&differences)
             }
-            Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.invalid(error, layout)),
-            Err(error) => Err(self.not_made(error, layout)),
+            Err(error) if error.errno() == Some(libc::EINVAL) => {
+                Err(self.invalid_layout(error, layout))
+            }
+            Err(error) => Err(self.create_error(error, layout)),
         }
     }
 
@@ -237,24 +251,24 @@ impl Target {
             .pool
             .cluster()
             .pool(&parent.pool, parent.namespace.as_deref())
-            .map_err(|error| pool_problem(error, parent))?;
+            .map_err(|error| pool_error(error, parent))?;
         let cloned = self.pool.clone_image(&from, &parent.image, snapshot, &self.spec.image, &new);
         let Err(error) = cloned else { return Ok(true) };
         match error.errno() {
             Some(libc::EEXIST) => {
-                let image = self.half_made(error)?;
+                let image = self.open_existing(error)?;
                 let is = image.parent().map_err(|error| self.failed(error))?;
                 let differences = match is.map(|parent| info::parent(&parent)) {
                     Some(is) if is.name == source && !is.in_trash => Vec::new(),
                     Some(is) => vec![format!("the parent {is}, not {source}")],
-                    None => vec![format!("no parent, not {source}")],
+                    None => vec![format!("no parent instead of {source}")],
                 };
-                self.same(&differences)
+                self.check_same(&differences)
             }
             Some(libc::EINVAL) if new.clone_format == Some(1) => {
                 Err(self.failed(error).with_repair(format!(
-                    "a clone in the format 1 needs a protected snapshot: cleat volume snapshot \
-                     protect rbd:{source}"
+                    "a clone of format 1 needs a protected snapshot: cleat volume snapshot protect \
+                     rbd:{source}"
                 )))
             }
             Some(libc::ENOENT) if layout.data_pool.is_none() => Err(Error::new(
@@ -262,63 +276,64 @@ impl Target {
                 format!("there is no snapshot {source} to be cloned"),
             )
             .with_source(error)),
-            _ => Err(self.not_made(error, &layout)),
+            _ => Err(self.create_error(error, &layout)),
         }
     }
 
-    fn not_made(&self, error: librbd::Error, layout: &Layout) -> Error {
+    fn create_error(&self, error: librbd::Error, layout: &Layout) -> Error {
         let (kind, failed) = (errors::kind(&error), self.failed(error));
         match (&layout.data_pool, kind) {
             (Some(pool), ErrorKind::NotFound) => {
-                failed.with_repair(format!("see that the pool {pool} exists (ceph osd pool ls)"))
+                failed.with_repair(format!("check that the pool {pool} exists (ceph osd pool ls)"))
             }
             (Some(pool), ErrorKind::PermissionDenied) => {
-                failed.with_repair(errors::lacks_rights(&self.spec, Some(pool)))
+                failed.with_repair(errors::missing_caps_repair(&self.spec, Some(pool)))
             }
             _ => failed,
         }
     }
 
-    /// Opens what creating it has found there already.
-    fn half_made(&self, found: librbd::Error) -> Result<Arc<Image>> {
+    /// Opens the image that a creation found to exist already.
+    fn open_existing(&self, found: librbd::Error) -> Result<Arc<Image>> {
         self.find(Open::ReadOnly)?.ok_or_else(|| {
-            let message = format!("{} is there in part: its creation was cut off", self.name);
+            let message = format!("{} exists in part: its creation was interrupted", self.name);
             Error::new(ErrorKind::AlreadyExists, message)
                 .with_repair(format!(
-                    "{}, then create it",
+                    "{}, then create it again",
                     self.command("remove --now", &self.name)
                 ))
                 .with_source(found)
         })
     }
 
-    fn same(&self, differences: &[String]) -> Result<bool> {
+    fn check_same(&self, differences: &[String]) -> Result<bool> {
         if differences.is_empty() {
             return Ok(false);
         }
         let message = format!("{} exists with {}", self.name, differences.join("; "));
         Err(Error::new(ErrorKind::AlreadyExists, message)
-            .with_repair("choose another name, or the properties that it has"))
+            .with_repair("choose another name, or give the properties that it has"))
     }
 
-    fn delete(&self, course: &Course) -> Result<Removed> {
+    fn delete(&self, tracker: &Tracker) -> Result<Removed> {
         if let Some(image) = self.find(Open::ReadOnly)? {
             self.check_removable(&image)?;
         }
-        // What was made, or removed, in part only cannot be opened, but removed.
+        // An image that was created or removed in part cannot be opened, but it can be removed.
         let deleted =
-            self.pool.remove(&self.spec.image, &mut |done, total| course.tell(done, total));
+            self.pool.remove(&self.spec.image, &mut |done, total| tracker.report(done, total));
         let changed = match deleted {
             Ok(()) => true,
             Err(error) if error.errno() == Some(libc::ENOENT) => false,
             Err(error) => {
-                return Err(self.ended(error, "it is still listed, with a part of its data gone"));
+                return Err(self
+                    .stopped_error(error, "it is still listed, with a part of its data removed"));
             }
         };
         Ok(Removed { changed, trash: None })
     }
 
-    fn resize(&self, size: u64, shrink: bool, course: &Course) -> Result<bool> {
+    fn resize(&self, size: u64, shrink: bool, tracker: &Tracker) -> Result<bool> {
         let failed = |error| self.failed(error);
         let image = self.open(Open::Write)?;
         let header = self.unlock(&image)?;
@@ -331,31 +346,32 @@ impl Target {
                 let message =
                     format!("{} holds {}, more than {}", self.name, Size(now), Size(size));
                 return Err(invalid(message).with_repair(
-                    "make what is on it smaller, then repeat with --shrink: the rest is cut off",
+                    "shrink the file system on it, then repeat with --shrink: data beyond the new size \
+                     is removed",
                 ));
             }
             self.check_unused(&image)?;
-            self.keep_alone(&image)?;
+            self.lock_exclusively(&image)?;
         }
-        let mut tell = |done, total| course.tell(done, total);
+        let mut tell = |done, total| tracker.report(done, total);
         match encryption::resize(&image, header, size, shrink, &mut tell) {
             Ok(()) => Ok(true),
             Err(error) if error.errno() == Some(libc::EINVAL) => Err(self.too_large(error)),
-            Err(error) => Err(self.ended(
+            Err(error) => Err(self.stopped_error(
                 error,
-                "it still has its old size, with a part of what was to be cut off gone",
+                "it still has its old size, with a part of the data beyond the new size removed",
             )),
         }
     }
 
-    fn flatten(&self, course: &Course) -> Result<bool> {
+    fn flatten(&self, tracker: &Tracker) -> Result<bool> {
         let image = self.open(Open::Write)?;
         if image.parent().map_err(|error| self.failed(error))?.is_none() {
             return Ok(false);
         }
-        match image.flatten(&mut |done, total| course.tell(done, total)) {
+        match image.flatten(&mut |done, total| tracker.report(done, total)) {
             Ok(()) => Ok(true),
-            Err(error) => Err(self.ended(error, "it is still the clone that it was")),
+            Err(error) => Err(self.stopped_error(error, "it is still a clone")),
         }
     }
 
@@ -368,28 +384,28 @@ impl Target {
             None => self.pool.open(&self.spec.image, snapshot, how),
             Some(id) => self.pool.open_by_id(id, how),
         };
-        let image = opened.map_err(|error| problem(error, &self.name, &self.spec))?;
+        let image = opened.map_err(|error| open_error(error, &self.name, &self.spec))?;
         if how == Open::Write {
             check_primary(&image, &self.name)?;
         }
         Ok(image)
     }
 
-    /// Opens the image so that nobody comes to write to it meanwhile: with the exclusive lock, where it
-    /// has that. A mapping that was faster is refused as one that was there.
-    fn open_alone(&self) -> Result<Arc<Image>> {
+    /// Opens the image with the exclusive lock (if it has that feature), so that no other client can start
+    /// to write to it. Fails if a client has the image open.
+    fn open_exclusively(&self) -> Result<Arc<Image>> {
         let image = self.open(Open::Write)?;
-        self.keep_alone(&image)?;
+        self.lock_exclusively(&image)?;
         Ok(image)
     }
 
-    fn keep_alone(&self, image: &Image) -> Result<()> {
+    fn lock_exclusively(&self, image: &Image) -> Result<()> {
         let failed = |error| self.failed(error);
         if image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK != 0 {
             image.lock_acquire().map_err(|error| match error.errno() {
                 Some(libc::EROFS) => {
-                    Error::new(ErrorKind::InUse, format!("{} is being written to", self.name))
-                        .with_repair("unmap it there first: cleat volume info names the client")
+                    Error::new(ErrorKind::InUse, format!("{} is open for writing", self.name))
+                        .with_repair("unmap it first: cleat volume info shows the client")
                         .with_source(error)
                 }
                 _ => failed(error),
@@ -398,7 +414,7 @@ impl Target {
         self.check_unused(image)
     }
 
-    /// As [`Target::open`]; `None` where there is no such image.
+    /// Like [`Target::open`], but returns `None` if there is no such image.
     fn find(&self, how: Open) -> Result<Option<Arc<Image>>> {
         match self.open(how) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -410,7 +426,7 @@ impl Target {
         check_primary(image, &self.name)?;
         self.check_unused(image)?;
         let mut snapshots = self.snapshots_of(image)?;
-        // Those go with it.
+        // Snapshots of mirroring are removed with the image.
         snapshots.retain(|snapshot| snapshot.kind != "mirror");
         let Some(first) = snapshots.first() else { return Ok(()) };
         let names: Vec<&str> = snapshots.iter().map(|snapshot| &*snapshot.name).collect();
@@ -427,7 +443,7 @@ impl Target {
         Err(Error::new(ErrorKind::InUse, message).with_repair(repair))
     }
 
-    /// What to type to do something with `name`, reached as this image is.
+    /// Returns a command for the image or snapshot `name`, with the options of this target.
     fn command(&self, verb: &str, name: &str) -> String {
         match self.uri.split_once('?') {
             Some((_, options)) => format!("cleat volume {verb} 'rbd:{name}?{options}'"),
@@ -437,64 +453,68 @@ impl Target {
 
     fn failed(&self, error: librbd::Error) -> Error {
         let repair = errors::repair(&error, &self.spec);
-        let failed = errors::later(error, &self.name);
+        let failed = errors::image_error(error, &self.name);
         match repair {
             Some(repair) => failed.with_repair(repair),
             None => failed,
         }
     }
 
-    /// What librbd only calls invalid of a new image, where all else was looked at before.
-    fn invalid(&self, error: librbd::Error, layout: &Layout) -> Error {
+    /// Returns the error for a new image that librbd rejects with EINVAL. Other causes were checked before.
+    fn invalid_layout(&self, error: librbd::Error, layout: &Layout) -> Error {
         let repair = match layout {
             Layout { data_pool: Some(pool), .. } => format!(
-                "an erasure-coded pool has to allow what images need: ceph osd pool set {pool} \
+                "an erasure-coded pool must allow overwrites: ceph osd pool set {pool} \
                  allow_ec_overwrites true"
             ),
             Layout { stripes: Some(_), object_size: None, .. } => {
-                "give the object size, too (--object-size): no less than the stripe unit".to_owned()
+                "also give the object size (--object-size), at least that of the stripe unit"
+                    .to_owned()
             }
             _ => return self.too_large(error),
         };
         self.failed(error).with_repair(repair)
     }
 
-    /// There is no room in an object map for so many objects (`MAX_OBJECT_MAP_OBJECT_COUNT`).
+    /// Returns the error for an image with more objects than an object map can have
+    /// (`MAX_OBJECT_MAP_OBJECT_COUNT`).
     fn too_large(&self, error: librbd::Error) -> Error {
         self.failed(error).with_repair(format!(
-            "with the feature object-map an image has at most 256,000,000 objects: make it with larger \
-             ones (--object-size), or without the feature (--features; rbd feature disable {} \
-             fast-diff object-map)",
+            "with the feature object-map an image has at most 256,000,000 objects: create it with \
+             larger objects (--object-size) or without the feature (--features; rbd feature disable \
+             {} fast-diff object-map)",
             self.name
         ))
     }
 
-    /// An error of an operation that can be ended half way; `left` is what that leaves.
-    fn ended(&self, error: librbd::Error, left: &str) -> Error {
+    /// Returns the error of an operation that can be interrupted. `left` describes the state that an
+    /// interruption leaves.
+    fn stopped_error(&self, error: librbd::Error, left: &str) -> Error {
         if error.errno() != Some(libc::ECANCELED) {
             return self.failed(error);
         }
-        let message = format!("{}: ended half way, as it was told to; {left}", self.name);
-        Error::new(ErrorKind::Aborted, message)
-            .with_repair("repeat the command: it goes on from there")
+        let message = format!("{}: the operation was interrupted; {left}", self.name);
+        Error::new(ErrorKind::Aborted, message).with_repair("repeat the command to continue")
     }
 }
 
 fn open_pool(spec: &RbdStoreSpec) -> Result<Arc<Pool>> {
-    let failed = |error| pool_problem(error, spec.client());
+    let failed = |error| pool_error(error, spec.client());
     let cluster = librbd::Cluster::connect(&config(spec.client())).map_err(failed)?;
     let pool = cluster.pool(spec.pool(), spec.namespace()).map_err(failed)?;
     if let Some(name) = spec.namespace() {
         match cluster.pool(spec.pool(), None).map_err(failed)?.has_namespace(name) {
             Ok(true) => {}
-            // Whoever may use this namespace only cannot see the list.
+            // A client that may only use this namespace cannot read the list.
             Err(error) if error.errno() == Some(libc::EPERM) => {}
             Err(error) => return Err(failed(error)),
             Ok(false) => {
                 let place = format!("{}/{name}", spec.pool());
                 let message = format!("the pool {} has no namespace {name}", spec.pool());
                 return Err(Error::new(ErrorKind::NotFound, message).with_repair(format!(
-                    "rbd namespace create {place}, or see rbd namespace ls"
+                    "create it (rbd namespace create {place}), or list the existing ones (rbd namespace \
+                     ls {})",
+                    spec.pool()
                 )));
             }
         }
@@ -502,12 +522,12 @@ fn open_pool(spec: &RbdStoreSpec) -> Result<Arc<Pool>> {
     Ok(pool)
 }
 
-/// An error of what is above the images.
-fn pool_problem(error: librbd::Error, spec: &RbdSpec) -> Error {
+/// Converts an error of a pool.
+fn pool_error(error: librbd::Error, spec: &RbdSpec) -> Error {
     let kind = errors::kind(&error);
     let repair = errors::repair(&error, spec).or_else(|| {
         (kind == ErrorKind::NotFound).then(|| {
-            "see that the pool exists (ceph osd pool ls), and the files that conf=PATH and \
+            "check that the pool exists (ceph osd pool ls), and the files that conf=PATH and \
              keyring=PATH name"
                 .to_owned()
         })

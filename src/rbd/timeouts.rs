@@ -1,5 +1,6 @@
-//! The library waits for a cluster that is away as long as it takes. Here its calls are made on threads
-//! of their own, which are left to themselves when the caller's patience ends.
+//! Timeouts for calls of librbd, which itself waits for an unreachable cluster without a limit. Each call
+//! runs on a thread of its own. When the timeout passes, the caller gets an error, and the thread
+//! continues in the background until the library returns.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -9,180 +10,212 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleat_backend::store::Progress;
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// How long a call without progress may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// The timeout of a call that reports no progress.
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often progress is told.
-const TICK: Duration = Duration::from_millis(100);
+/// The interval at which progress is passed to the caller.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long an operation that was told to end may go on.
-const STOP_PATIENCE: Duration = Duration::from_secs(10);
+/// How long an operation may continue after it was stopped.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long one may go on without any progress: of the objects that it works on, one after the other is
-/// done, or the cluster is away.
-const STALL_PATIENCE: Duration = Duration::from_secs(300);
+/// How long an operation may continue without progress. An operation processes one object after the
+/// other, so a pause of this length means that the cluster is unreachable.
+const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// How far an operation has come, and whether it is to go on.
+/// The progress of an operation, and whether the caller has stopped it. The operation's thread and the
+/// caller share it.
 #[derive(Debug, Default)]
-pub(crate) struct Course {
+pub(crate) struct Tracker {
     done: AtomicU64,
     total: AtomicU64,
     stop: AtomicBool,
 }
 
-impl Course {
-    /// Takes down how much of how much is done.
-    pub(crate) fn tell(&self, done: u64, total: u64) -> ControlFlow<()> {
+impl Tracker {
+    /// Records that `done` of `total` parts are finished. Returns `Break` if the operation must stop.
+    pub(crate) fn report(&self, done: u64, total: u64) -> ControlFlow<()> {
         self.done.store(done, Ordering::Relaxed);
         self.total.store(total, Ordering::Relaxed);
         if self.stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
-    /// Whether it is to end.
+    /// Returns whether the operation must stop.
     pub(crate) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
+
+    fn progress(&self) -> (u64, u64) {
+        (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
+    }
 }
 
-/// Does `work`, which is over within a limit; `what` it does, for the error.
+/// Runs `work` on a thread of its own and waits for its result, at most for `timeout`. The error message
+/// says that the cluster did not `what`.
 ///
 /// # Errors
-/// `TimedOut` when it is not; what it gives.
-pub(crate) fn within<T: Send + 'static>(
-    patience: Duration,
+/// Returns `TimedOut` when the timeout passes first, and otherwise the error of `work`.
+pub(crate) fn with_timeout<T: Send + 'static>(
+    timeout: Duration,
     what: &str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    match begin(work)?.recv_timeout(patience) {
+    match spawn(work)?.recv_timeout(timeout) {
         Ok(result) => result,
         Err(RecvTimeoutError::Disconnected) => Err(panicked()),
         Err(RecvTimeoutError::Timeout) => Err(Error::new(
             ErrorKind::TimedOut,
             format!(
-                "the cluster did not {what} within {patience:?}; what was asked for may still take effect"
+                "the cluster did not {what} within {timeout:?}; the operation may still take effect"
             ),
         )
-        .with_repair("see `ceph status`: are the pool's OSDs up, its placement groups active?")),
+        .with_repair(
+            "check with `ceph status` that the pool's OSDs are up and its placement groups active",
+        )),
     }
 }
 
-/// What a cluster that is away does not do, for [`within`].
+/// The phrase for [`with_timeout`] of a call whose only result is an answer about `name`.
 pub(crate) fn answer(name: &str) -> String {
     format!("answer for {name}")
 }
 
-/// Does `work`, which may take as long as it has to while it gets on, but for a while only once
-/// `progress` has told it to end.
+/// Runs `work` on a thread of its own for as long as it makes progress, which is passed to `progress`.
+/// When `progress` returns `Break`, the operation is stopped and may continue for `STOP_TIMEOUT`. `what`
+/// names the operation in error messages.
 ///
 /// # Errors
-/// What it gives; `TimedOut` when it does not get on, `Aborted` when it does not hear.
-pub(crate) fn followed<T: Send + 'static>(
+/// Returns the error of `work`, `TimedOut` when there is no progress for `STALL_TIMEOUT`, and `Aborted`
+/// when the operation does not stop.
+pub(crate) fn with_progress<T: Send + 'static>(
     what: &str,
     progress: Progress<'_>,
-    work: impl FnOnce(&Course) -> Result<T> + Send + 'static,
+    work: impl FnOnce(&Tracker) -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    followed_for(STALL_PATIENCE, what, progress, work)
+    with_clock(&SystemClock, what, progress, work)
 }
 
-fn followed_for<T: Send + 'static>(
-    stall_patience: Duration,
+fn with_clock<T: Send + 'static>(
+    clock: &dyn Clock,
     what: &str,
     progress: Progress<'_>,
-    work: impl FnOnce(&Course) -> Result<T> + Send + 'static,
+    work: impl FnOnce(&Tracker) -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    let course = Arc::new(Course::default());
-    let theirs = Arc::clone(&course);
-    let ended = begin(move || work(&theirs))?;
-    let gone_on = |kind, how: String| {
-        let message = format!("{what} {how}; it may still go on");
-        let repair = "see that the cluster answers (ceph status), then repeat the command";
+    let tracker = Arc::new(Tracker::default());
+    let shared = Arc::clone(&tracker);
+    let ended = spawn(move || work(&shared))?;
+    let abandoned = |kind, how: String| {
+        let message = format!("{what} {how}; it may still continue");
+        let repair = "check that the cluster answers (ceph status), then repeat the command";
         Err(Error::new(kind, message).with_repair(repair))
     };
-    let (mut last, mut came_on, mut told) = ((0, 0), Instant::now(), None);
+    let (mut last, mut last_progress) = ((0, 0), clock.now());
+    let mut stopped_at: Option<Instant> = None;
     loop {
-        match ended.recv_timeout(TICK) {
+        match ended.recv_timeout(PROGRESS_INTERVAL) {
             Ok(result) => return result,
             Err(RecvTimeoutError::Disconnected) => return Err(panicked()),
             Err(RecvTimeoutError::Timeout) => {}
         }
-        if let Some(told) = told {
-            if Instant::elapsed(&told) > STOP_PATIENCE {
-                return gone_on(ErrorKind::Aborted, "was told to end and does not".to_owned());
+        if let Some(stopped_at) = stopped_at {
+            if clock.elapsed_since(stopped_at) > STOP_TIMEOUT {
+                let how = format!("did not stop within {STOP_TIMEOUT:?}");
+                return abandoned(ErrorKind::Aborted, how);
             }
             continue;
         }
-        let now = (course.done.load(Ordering::Relaxed), course.total.load(Ordering::Relaxed));
+        let now = tracker.progress();
         if now != last {
-            (last, came_on) = (now, Instant::now());
+            (last, last_progress) = (now, clock.now());
         }
-        if came_on.elapsed() > stall_patience {
-            let how = format!("has made no progress for {stall_patience:?}");
-            return gone_on(ErrorKind::TimedOut, how);
+        if clock.elapsed_since(last_progress) > STALL_TIMEOUT {
+            let how = format!("has made no progress for {STALL_TIMEOUT:?}");
+            return abandoned(ErrorKind::TimedOut, how);
         }
         if progress(now.0, now.1).is_break() {
-            course.stop.store(true, Ordering::Relaxed);
-            told = Some(Instant::now());
+            tracker.stop.store(true, Ordering::Relaxed);
+            stopped_at = Some(clock.now());
         }
     }
 }
 
-/// Where nobody waits for it any more, the result is dropped.
-fn begin<T: Send + 'static>(
+/// Runs `work` on a new thread, which sends the result to the returned receiver. If the receiver was
+/// dropped, the result is discarded.
+fn spawn<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<Receiver<Result<T>>> {
     let (sender, ended) = mpsc::channel();
     thread::Builder::new()
         .name("rbd-call".to_owned())
         .spawn(move || _ = sender.send(work()))
-        .map_err(|e| Error::from_io("cannot start a thread for the cluster", e))?;
+        .map_err(|e| Error::from_io("cannot start a thread for a call to the cluster", e))?;
     Ok(ended)
 }
 
 fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "the thread that speaks with the cluster panicked")
+    Error::new(ErrorKind::Internal, "the thread of a call to the cluster panicked")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cleat_core::clock::ManualClock;
 
     #[test]
-    fn progress_is_told_and_ends_the_work() {
-        let mut told = Vec::new();
+    fn progress_is_passed_on_and_break_stops_the_work() {
+        let mut reports = Vec::new();
+        let (stop, stopped) = mpsc::channel::<()>();
+        let mut stop = Some(stop);
         let mut progress = |done, total| {
-            told.push((done, total));
-            if told.len() < 2 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-        };
-        let ended = followed("it", &mut progress, |course| {
-            while course.tell(3, 10).is_continue() {
-                thread::sleep(Duration::from_millis(1));
+            if done == 0 {
+                return ControlFlow::Continue(());
             }
-            Ok(course.stopped())
+            reports.push((done, total));
+            if reports.len() < 2 {
+                return ControlFlow::Continue(());
+            }
+            drop(stop.take());
+            ControlFlow::Break(())
+        };
+        let ended = with_progress("it", &mut progress, move |tracker| {
+            assert!(tracker.report(3, 10).is_continue());
+            let _ = stopped.recv();
+            // The flag is set right after the callback that released this thread.
+            while tracker.report(3, 10).is_continue() {
+                thread::yield_now();
+            }
+            Ok(tracker.stopped())
         });
-        assert!(ended.expect("it heard"));
-        assert_eq!(told, [(3, 10), (3, 10)]);
+        assert!(ended.expect("the operation stops"));
+        assert_eq!(reports, [(3, 10), (3, 10)]);
     }
 
     #[test]
-    fn what_makes_no_progress_is_given_up() {
+    fn an_operation_without_progress_is_abandoned() {
+        let clock = ManualClock::new();
         let (sender, released) = mpsc::channel::<()>();
-        let mut on = |_, _| ControlFlow::Continue(());
-        let given_up = followed_for(Duration::from_millis(300), "it", &mut on, move |course| {
-            let _ = course.tell(1, 2);
+        let mut progress = |_, _| {
+            clock.advance(STALL_TIMEOUT / 2);
+            ControlFlow::Continue(())
+        };
+        let abandoned = with_clock(&clock, "it", &mut progress, move |tracker| {
+            let _ = tracker.report(1, 2);
             let _ = released.recv();
             Ok(())
         });
-        assert_eq!(given_up.expect_err("it stands still").kind(), ErrorKind::TimedOut);
+        assert_eq!(abandoned.expect_err("it makes no progress").kind(), ErrorKind::TimedOut);
         drop(sender);
     }
 
     #[test]
     fn a_panic_is_an_error() {
-        let error =
-            within(Duration::from_secs(60), "do it", || -> Result<()> { panic!("as expected") })
-                .expect_err("it ends");
+        let error = with_timeout(Duration::from_secs(60), "do it", || -> Result<()> {
+            panic!("as expected")
+        })
+        .expect_err("the work panics");
         assert_eq!(error.kind(), ErrorKind::Internal);
     }
 }

@@ -1,10 +1,13 @@
-//! Who may write to an image: a pure function of what its metadata and the cluster say.
+//! Decides whether a client may claim an image: a pure function of the image's metadata, its lock and its
+//! watchers.
 //!
-//! A claim counts until it is released, whether its client still holds the lock or not: a lock can be
-//! broken by hand, and a client that was forgotten by the OSDs can come back to life. So who has a
-//! claim is cut off before anybody else writes; and is cut off only by who is entitled to it or was
-//! told to. A client without a claim is another tool's: alive, it is never pushed aside untold; unless it
-//! has announced its claim, and so said who it is: then it is judged as if it had made it.
+//! A claim is active until it is released, whether or not its client still holds the lock: an
+//! administrator can break a lock, and a client whose watch the OSDs have dropped can resume. So the
+//! client of an active claim is fenced before any other client writes. It is fenced only by a mapping
+//! that is entitled to replace it, or on an explicit `--take-over`.
+//!
+//! A lock holder without a claim belongs to another tool. While it is alive, it is fenced only on
+//! `--take-over`. If it has announced a claim, it is treated as if it had written the claim.
 
 use super::record::{Claim, Client};
 use cleat_backend::claimant::{Claimant, is_telling};
@@ -13,91 +16,96 @@ use cleat_backend::claimant::{Claimant, is_telling};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Holder {
     pub(crate) address: String,
-    /// It watches the image, as far as the OSDs know.
+    /// Whether it watches the image. The OSDs drop the watch of a dead client after about 30 s.
     pub(crate) alive: bool,
 }
 
-/// When the question is asked.
+/// What the claim is needed for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Occasion {
-    /// The volume is being opened.
-    Opening,
-    /// The one before has let go, in order, for the one that asks: there is nobody to be cut off.
-    HandOver,
+pub(crate) enum Purpose {
+    /// Opening the volume.
+    Open,
+    /// A handover: the previous process has released its claim for this client, so no client may be
+    /// fenced.
+    Handover,
 }
 
+/// The result of [`decide`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// Cut these clients off, in this order, perhaps none; break the lock if anybody holds it; take it.
+    /// The client may claim the image. It must first fence the clients at these addresses in this order
+    /// (there may be none), and break the lock if one of them holds it.
     Take(Vec<String>),
-    /// It is claimed by somebody else.
+    /// This other client has an active claim.
     Claimed(Client),
-    /// A client holds the lock that made no claim.
+    /// The client at this address holds the lock and has no claim.
     Held(String),
-    /// Somebody else has claimed it since this mapping did: what its device's users know is history.
+    /// This client of another mapping has claimed the image since the present mapping did. Data that the
+    /// users of the present mapping's device have read may be outdated.
     Superseded(Client),
 }
 
-/// What is to be seen of an image.
+/// The state of an image that a decision is based on.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(crate) struct Sight {
+pub(crate) struct Observation {
     /// The newest claim.
     pub(crate) claim: Option<Claim>,
-    /// The claim that somebody was about to make when it set out to take the lock.
+    /// The claim that a client announced before it tried to acquire the lock.
     pub(crate) announced: Option<Claim>,
-    /// Who holds the lock.
+    /// The holder of the lock.
     pub(crate) holder: Option<Holder>,
 }
 
-/// `own` is the address of the client that asks.
+/// Decides whether `claimant`, whose client has the address `own`, may claim the image.
 pub(crate) fn decide(
-    sight: &Sight,
+    seen: &Observation,
     claimant: &Claimant,
     own: &str,
-    occasion: Occasion,
+    purpose: Purpose,
 ) -> Decision {
-    let (claim, holder) = (sight.claim.as_ref(), sight.holder.as_ref());
+    let (claim, holder) = (seen.claim.as_ref(), seen.holder.as_ref());
     let last = claim.map(|claim| &claim.client);
-    let resumes = claimant.resumes || occasion == Occasion::HandOver;
+    let resumes = claimant.resumes || purpose == Purpose::Handover;
     if let Some(client) = last.filter(|last| resumes && last.mapping_id != claimant.mapping_id) {
         return Decision::Superseded(client.clone());
     }
-    let told = claimant.take_over && occasion == Occasion::Opening;
+    let forced = claimant.take_over && purpose == Purpose::Open;
     let holds = |client: &Client| {
         holder.is_some_and(|holder| holder.alive && holder.address == client.address)
     };
-    // Between the release of the claim and that of the lock something may still be under way; one that
-    // has died there has nothing left but the lock.
-    let standing = claim.filter(|claim| !claim.released || holds(&claim.client));
-    let standing = standing.map(|claim| &claim.client).filter(|client| client.address != own);
-    let mut cut = Vec::new();
-    if let Some(client) = standing {
-        let succeeds = occasion == Occasion::Opening && may_succeed(client, claimant);
-        if !(told || succeeds) {
+    // A client that has released its claim and still holds the lock may have requests in flight. If it
+    // has died, only the lock is left.
+    let active = claim.filter(|claim| !claim.released || holds(&claim.client));
+    let active = active.map(|claim| &claim.client).filter(|client| client.address != own);
+    let mut rivals = Vec::new();
+    if let Some(client) = active {
+        let entitled = purpose == Purpose::Open && may_replace(client, claimant);
+        if !(forced || entitled) {
             return Decision::Claimed(client.clone());
         }
-        cut.push(client.address.clone());
+        rivals.push(client.address.clone());
     }
     if let Some(Holder { address, alive }) = holder
         && address != own
-        && standing.is_none_or(|client| client.address != *address)
+        && active.is_none_or(|client| client.address != *address)
     {
-        let announced = sight.announced.as_ref().map(|claim| &claim.client);
+        let announced = seen.announced.as_ref().map(|claim| &claim.client);
         let announced = announced.filter(|client| client.address == *address);
-        // It died, or stands still, between the lock and its claim.
-        let succeeds = occasion == Occasion::Opening
-            && announced.is_some_and(|client| may_succeed(client, claimant));
-        if *alive && !told && !succeeds {
+        // The holder died or is stopped between acquiring the lock and writing its claim.
+        let entitled = purpose == Purpose::Open
+            && announced.is_some_and(|client| may_replace(client, claimant));
+        if *alive && !forced && !entitled {
             let held = || Decision::Held(address.clone());
             return announced.map_or_else(held, |client| Decision::Claimed(client.clone()));
         }
-        cut.push(address.clone());
+        rivals.push(address.clone());
     }
-    Decision::Take(cut)
+    Decision::Take(rivals)
 }
 
-/// Whether the end of `client` is proved, so that nobody loses what it would want to keep.
-fn may_succeed(client: &Client, claimant: &Claimant) -> bool {
+/// Returns whether `claimant` is entitled to replace `client`: it is of the same mapping, whose previous
+/// process the supervisor has proved ended; or its process or its boot is proved ended.
+fn may_replace(client: &Client, claimant: &Claimant) -> bool {
     if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
         return false;
     }
@@ -110,8 +118,8 @@ fn may_succeed(client: &Client, claimant: &Claimant) -> bool {
         || client.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
 }
 
-/// Whether `client` is of the node that is called `node`, of the machine `machine`. A name alone can be
-/// that of two machines; where either machine is not known, it has to do.
+/// Returns whether `client` ran on the node with the name `node` and the machine id `machine`. Two
+/// machines may have the same name, so the machine ids are compared if both are known.
 pub(crate) fn is_same_node(client: &Client, node: &str, machine: &str) -> bool {
     let other_machine =
         !client.machine.is_empty() && !machine.is_empty() && client.machine != machine;
@@ -145,12 +153,12 @@ mod tests {
         Holder { address: address.into(), alive }
     }
 
-    fn sight(claim: Option<&Claim>, holder: Option<&Holder>) -> Sight {
-        Sight { claim: claim.cloned(), announced: None, holder: holder.cloned() }
+    fn seen(claim: Option<&Claim>, holder: Option<&Holder>) -> Observation {
+        Observation { claim: claim.cloned(), announced: None, holder: holder.cloned() }
     }
 
-    fn opening(claim: Option<&Claim>, holder: Option<&Holder>, who: &Claimant) -> Decision {
-        decide(&sight(claim, holder), who, OWN, Occasion::Opening)
+    fn opening(claim: Option<&Claim>, holder: Option<&Holder>, claimant: &Claimant) -> Decision {
+        decide(&seen(claim, holder), claimant, OWN, Purpose::Open)
     }
 
     fn take(addresses: &[&str]) -> Decision {
@@ -158,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_cuts_its_predecessor_off_and_a_stranger_is_refused() {
+    fn a_successor_fences_its_predecessor_and_another_mapping_is_rejected() {
         let old = claimant("n", "b", "m");
         let claim = claim(&old, "A/1");
         let alive = holder("A/1", true);
@@ -166,100 +174,99 @@ mod tests {
             assert_eq!(opening(Some(&claim), held, &old), take(&["A/1"]), "the same mapping");
             let rebooted = claimant("n", "c", "x");
             assert_eq!(opening(Some(&claim), held, &rebooted), take(&["A/1"]), "the same node");
-            for stranger in [claimant("o", "c", "m"), claimant("n", "b", "x"), claimant("", "", "")]
-            {
-                let decision = opening(Some(&claim), held, &stranger);
-                assert_eq!(decision, Decision::Claimed(claim.client.clone()), "{stranger:?}");
-                let told = Claimant { take_over: true, ..stranger };
-                assert_eq!(opening(Some(&claim), held, &told), take(&["A/1"]));
+            for other in [claimant("o", "c", "m"), claimant("n", "b", "x"), claimant("", "", "")] {
+                let decision = opening(Some(&claim), held, &other);
+                assert_eq!(decision, Decision::Claimed(claim.client.clone()), "{other:?}");
+                let forced = Claimant { take_over: true, ..other };
+                assert_eq!(opening(Some(&claim), held, &forced), take(&["A/1"]));
             }
         }
     }
 
     #[test]
-    fn names_that_many_nodes_have_and_empty_ones_prove_nothing() {
+    fn generic_and_empty_node_names_prove_nothing() {
         for name in ["localhost", "", "(none)"] {
             let claim = claim(&claimant(name, "b", "m"), "A/1");
             let decision = opening(Some(&claim), None, &claimant(name, "c", "x"));
             assert!(matches!(decision, Decision::Claimed(_)), "{name}");
         }
-        let nobody = Claimant::default();
-        let decision = opening(Some(&claim(&nobody, "A/1")), None, &nobody);
+        let anonymous = Claimant::default();
+        let decision = opening(Some(&claim(&anonymous, "A/1")), None, &anonymous);
         assert!(matches!(decision, Decision::Claimed(_)));
     }
 
     #[test]
-    fn the_end_of_a_process_of_this_boot_is_proof() {
+    fn the_end_of_a_process_of_this_boot_permits_a_takeover() {
         let ended = ProcessMark { pid: u32::MAX, ..ProcessMark::own().unwrap() };
         let old = Claimant { process: Some(ended), ..claimant("n", "b", "m") };
         let claim = claim(&old, "A/1");
         assert_eq!(opening(Some(&claim), None, &claimant("n", "b", "x")), take(&["A/1"]));
         let decision = opening(Some(&claim), None, &claimant("o", "c", "x"));
-        assert!(matches!(decision, Decision::Claimed(_)), "another machine's numbers");
+        assert!(matches!(decision, Decision::Claimed(_)), "a process of another machine");
     }
 
     #[test]
-    fn another_tool_is_pushed_aside_only_when_it_is_gone_or_by_order() {
-        let me = claimant("n", "b", "m");
-        let told = Claimant { take_over: true, ..me.clone() };
-        let (alive, gone) = (holder("T/1", true), holder("T/1", false));
-        assert_eq!(opening(None, Some(&alive), &me), Decision::Held("T/1".into()));
-        assert_eq!(opening(None, Some(&alive), &told), take(&["T/1"]));
-        assert_eq!(opening(None, Some(&gone), &me), take(&["T/1"]));
-        // Beside an old claim of our own: somebody broke the lock, or died before writing its claim.
-        let claim = claim(&me, "A/1");
-        assert_eq!(opening(Some(&claim), Some(&alive), &me), Decision::Held("T/1".into()));
-        assert_eq!(opening(Some(&claim), Some(&gone), &me), take(&["A/1", "T/1"]));
-        assert_eq!(opening(Some(&claim), Some(&alive), &told), take(&["A/1", "T/1"]));
+    fn a_client_of_another_tool_is_fenced_only_if_it_is_dead_or_on_take_over() {
+        let own = claimant("n", "b", "m");
+        let forced = Claimant { take_over: true, ..own.clone() };
+        let (alive, dead) = (holder("T/1", true), holder("T/1", false));
+        assert_eq!(opening(None, Some(&alive), &own), Decision::Held("T/1".into()));
+        assert_eq!(opening(None, Some(&alive), &forced), take(&["T/1"]));
+        assert_eq!(opening(None, Some(&dead), &own), take(&["T/1"]));
+        // The mapping's own claim exists: the lock was broken, or its holder died before its claim.
+        let claim = claim(&own, "A/1");
+        assert_eq!(opening(Some(&claim), Some(&alive), &own), Decision::Held("T/1".into()));
+        assert_eq!(opening(Some(&claim), Some(&dead), &own), take(&["A/1", "T/1"]));
+        assert_eq!(opening(Some(&claim), Some(&alive), &forced), take(&["A/1", "T/1"]));
     }
 
     #[test]
-    fn who_died_before_it_could_claim_is_judged_by_what_it_announced() {
+    fn a_holder_that_died_before_its_claim_is_identified_by_its_announcement() {
         let me = claimant("n", "b", "m");
         let (alive, gone) = (holder("A/2", true), holder("A/2", false));
         for claim in [None, Some(claim(&me, "A/1").released()), Some(claim(&me, "A/1"))] {
             let before = claim.as_ref().filter(|claim| !claim.released).map(|_| "A/1");
             let cut = |address| take(&before.into_iter().chain([address]).collect::<Vec<_>>());
-            let seen = |of: &Claimant, at: &str, holder: &Holder| Sight {
+            let seen = |of: &Claimant, at: &str, holder: &Holder| Observation {
                 claim: claim.clone(),
                 announced: Some(self::claim(of, at)),
                 holder: Some(holder.clone()),
             };
-            let ask = |sight: &Sight, who: &Claimant, when| decide(sight, who, OWN, when);
+            let ask = |seen: &Observation, who: &Claimant, when| decide(seen, who, OWN, when);
             let own = seen(&me, "A/2", &alive);
-            assert_eq!(ask(&own, &me, Occasion::Opening), cut("A/2"));
+            assert_eq!(ask(&own, &me, Purpose::Open), cut("A/2"));
             let rebooted = claimant("n", "c", "x");
-            assert_eq!(ask(&own, &rebooted, Occasion::Opening), cut("A/2"));
-            // In a hand-over nobody has died.
-            let judged = ask(&own, &me, Occasion::HandOver);
-            assert!(matches!(judged, Decision::Claimed(_)), "{judged:?}");
-            // Somebody else's is in the way, with its name, for as long as it is there.
+            assert_eq!(ask(&own, &rebooted, Purpose::Open), cut("A/2"));
+            // A handover fences no client.
+            let decision = ask(&own, &me, Purpose::Handover);
+            assert!(matches!(decision, Decision::Claimed(_)), "{decision:?}");
+            // The holder of another mapping's announcement is named while it is alive.
             let other = claimant("o", "c", "x");
             let theirs = seen(&other, "A/2", &alive);
-            let Decision::Claimed(client) = ask(&theirs, &me, Occasion::Opening) else {
+            let Decision::Claimed(client) = ask(&theirs, &me, Purpose::Open) else {
                 panic!("{theirs:?}")
             };
             assert_eq!((client.node.as_str(), client.address.as_str()), ("o", "A/2"));
-            assert_eq!(ask(&seen(&other, "A/2", &gone), &me, Occasion::Opening), cut("A/2"));
-            let told = Claimant { take_over: true, ..me.clone() };
-            assert_eq!(ask(&theirs, &told, Occasion::Opening), cut("A/2"));
-            // What was announced from elsewhere says nothing of whoever holds the lock.
+            assert_eq!(ask(&seen(&other, "A/2", &gone), &me, Purpose::Open), cut("A/2"));
+            let forced = Claimant { take_over: true, ..me.clone() };
+            assert_eq!(ask(&theirs, &forced, Purpose::Open), cut("A/2"));
+            // The announcement of another address does not identify the holder.
             let tool = seen(&me, "A/3", &alive);
-            assert_eq!(ask(&tool, &me, Occasion::Opening), Decision::Held("A/2".into()));
+            assert_eq!(ask(&tool, &me, Purpose::Open), Decision::Held("A/2".into()));
         }
-        // Announced, and no more: nothing is held.
-        let early = Sight { announced: Some(claim(&me, "A/2")), ..Sight::default() };
-        assert_eq!(decide(&early, &claimant("o", "c", "x"), OWN, Occasion::Opening), take(&[]));
+        // An announcement alone holds nothing.
+        let early = Observation { announced: Some(claim(&me, "A/2")), ..Observation::default() };
+        assert_eq!(decide(&early, &claimant("o", "c", "x"), OWN, Purpose::Open), take(&[]));
     }
 
     #[test]
-    fn two_machines_of_one_name_are_two_nodes() {
+    fn two_machines_with_the_same_name_are_two_nodes() {
         let on = |machine: &str, boot: &str| Claimant {
             machine: machine.into(),
             ..claimant("n", boot, boot)
         };
-        let refused = |claim: &Claim, who: &Claimant| {
-            matches!(opening(Some(claim), None, who), Decision::Claimed(_))
+        let refused = |claim: &Claim, claimant: &Claimant| {
+            matches!(opening(Some(claim), None, claimant), Decision::Claimed(_))
         };
         for (old, new, same) in
             [("1", "1", true), ("1", "2", false), ("", "2", true), ("1", "", true), ("", "", true)]
@@ -272,14 +279,14 @@ mod tests {
     }
 
     #[test]
-    fn a_device_goes_on_only_where_nobody_else_came_in_between() {
+    fn a_mapping_with_a_device_resumes_only_if_no_other_mapping_has_claimed_the_image() {
         let me = Claimant { resumes: true, ..claimant("n", "b", "m") };
-        let told = Claimant { take_over: true, ..me.clone() };
+        let forced = Claimant { take_over: true, ..me.clone() };
         let mut other = claim(&claimant("o", "c", "x"), "A/1");
         for released in [false, true] {
             other.released = released;
-            for who in [&me, &told] {
-                let decision = opening(Some(&other), None, who);
+            for claimant in [&me, &forced] {
+                let decision = opening(Some(&other), None, claimant);
                 assert_eq!(decision, Decision::Superseded(other.client.clone()));
             }
         }
@@ -291,19 +298,19 @@ mod tests {
     }
 
     #[test]
-    fn a_hand_over_cuts_nobody_off() {
+    fn a_handover_fences_no_client() {
         let me = Claimant { take_over: true, ..claimant("n", "b", "m") };
         let mut own = claim(&me, "A/1");
         let ask =
-            |claim: &Claim, held| decide(&sight(Some(claim), held), &me, OWN, Occasion::HandOver);
+            |claim: &Claim, held| decide(&seen(Some(claim), held), &me, OWN, Purpose::Handover);
         assert!(matches!(ask(&own, None), Decision::Claimed(_)));
         own.released = true;
         assert_eq!(ask(&own, None), take(&[]));
         let alive = holder("A/1", true);
-        assert!(matches!(ask(&own, Some(&alive)), Decision::Claimed(_)), "it is not gone yet");
+        assert!(matches!(ask(&own, Some(&alive)), Decision::Claimed(_)), "it still has the lock");
         let tool = holder("T/1", true);
         assert!(matches!(ask(&own, Some(&tool)), Decision::Held(_)));
-        // What was let go of is taken back by the same client.
+        // After a failed handover the same client claims the image again.
         let mine = claim(&me, OWN);
         assert_eq!(ask(&mine, None), take(&[]));
     }
@@ -330,12 +337,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nobody_writes_beside_a_living_client(
+        fn every_client_that_could_still_write_is_fenced(
             claims in prop::option::of((any_claimant(), any_address(), any::<bool>())),
             announced in prop::option::of((any_claimant(), any_address())),
             holder in prop::option::of((any_address(), any::<bool>())),
-            who in any_claimant(),
-            hand_over: bool,
+            claimant in any_claimant(),
+            handover: bool,
         ) {
             let claim = claims.map(|(of, address, released)| {
                 let claim = claim(&of, &address);
@@ -343,28 +350,31 @@ mod tests {
             });
             let announced = announced.map(|(of, address)| self::claim(&of, &address));
             let holder = holder.map(|(address, alive)| Holder { address, alive });
-            let occasion = if hand_over { Occasion::HandOver } else { Occasion::Opening };
-            let sight = Sight { claim, announced, holder };
-            let Decision::Take(cut) = decide(&sight, &who, OWN, occasion) else { return Ok(()) };
-            let Sight { claim, announced, holder } = sight;
-            prop_assert!(!cut.iter().any(|address| address == OWN), "nobody cuts itself off");
-            let told = who.take_over && !hand_over;
+            let purpose = if handover { Purpose::Handover } else { Purpose::Open };
+            let seen = Observation { claim, announced, holder };
+            let Decision::Take(rivals) = decide(&seen, &claimant, OWN, purpose) else {
+                return Ok(());
+            };
+            let Observation { claim, announced, holder } = seen;
+            prop_assert!(!rivals.iter().any(|address| address == OWN), "a client fences itself");
+            let forced = claimant.take_over && !handover;
             if let Some(claim) = &claim {
                 let client = &claim.client;
-                let standing = !claim.released && client.address != OWN;
-                prop_assert!(!standing || cut.contains(&client.address), "a claim stands");
-                prop_assert!(!standing || told || may_succeed(client, &who));
-                let same = client.mapping_id == who.mapping_id;
-                prop_assert!(same || !(who.resumes || hand_over), "a device sees another's writes");
+                let active = !claim.released && client.address != OWN;
+                prop_assert!(!active || rivals.contains(&client.address), "a claim is active");
+                prop_assert!(!active || forced || may_replace(client, &claimant));
+                let same = client.mapping_id == claimant.mapping_id;
+                let resumes = claimant.resumes || handover;
+                prop_assert!(same || !resumes, "the device has writes of another mapping");
             }
             if let Some(Holder { address, alive }) = &holder && address != OWN {
-                prop_assert!(cut.contains(address), "the holder could write on");
+                prop_assert!(rivals.contains(address), "the lock holder could continue to write");
                 let claimed = claim.as_ref().is_some_and(|claim| claim.client.address == *address);
                 let named = announced.as_ref().filter(|claim| claim.client.address == *address);
-                let own = named.is_some_and(|claim| may_succeed(&claim.client, &who));
-                prop_assert!(told || claimed || own || !alive, "a stranger was pushed aside");
+                let own = named.is_some_and(|claim| may_replace(&claim.client, &claimant));
+                prop_assert!(forced || claimed || own || !alive, "another mapping was fenced");
             }
-            prop_assert!(cut.is_empty() || !hand_over || holder.is_some_and(|h| !h.alive));
+            prop_assert!(rivals.is_empty() || !handover || holder.is_some_and(|h| !h.alive));
         }
     }
 }

@@ -1,73 +1,78 @@
-//! The object that an image's lock and its metadata lie in, as far as claims are concerned: behind a
-//! trait, so that [`super::Contest`] is tested with every crash and every order of several clients.
+//! Access to an image's lock and metadata, as far as claims need it. It is a trait, so that tests can run
+//! [`super::ClaimAttempt`] with a crash after every step and with any order of steps of several clients.
 
 use librbd::{Image, RBD_FEATURE_EXCLUSIVE_LOCK};
 
-use super::decision::{Holder, Sight};
+use super::decision::{Holder, Observation};
 use super::record::{ANNOUNCED, Claim, KEY};
-use super::{cut_off, lockless};
-use crate::errors::later;
+use super::{fence_client, no_exclusive_lock};
+use crate::errors::image_error;
 use crate::mirror::check_primary;
 use cleat_core::error::Result;
 
-/// An image's header, for one client. Each call is one step: a crash falls between two of them.
+/// An image's header as one client uses it. Each call is one step; a crash can happen between two steps.
+/// Each call blocks until the cluster has answered, and returns the cluster's error.
 pub(crate) trait Header {
-    /// The image's id. Fails where nobody can claim it.
+    /// Returns the image's id.
+    ///
+    /// # Errors
+    /// Returns `Unsupported` if the image has no exclusive lock, and `PermissionDenied` if it is a
+    /// mirror's copy: such an image cannot be claimed.
     fn id(&self) -> Result<String>;
 
-    /// The address of the client that asks.
+    /// Returns the address of this client.
     fn own_address(&self) -> Result<String>;
 
-    /// All that decides; a glance at each, one after the other.
-    fn look(&self) -> Result<Sight>;
+    /// Reads the claim, the announcement and the lock, one after the other. Not atomic.
+    fn observe(&self) -> Result<Observation>;
 
-    /// The newest claim.
+    /// Reads the newest claim.
     fn claim(&self) -> Result<Option<Claim>>;
 
-    /// Has the cluster refuse a client for good.
-    fn cut_off(&self, address: &str) -> Result<()>;
+    /// Has the cluster blocklist the client at `address`.
+    fn fence(&self, address: &str) -> Result<()>;
 
-    /// Takes the lock from a client that was cut off. That it has gone by itself is no error.
+    /// Breaks the lock of a fenced client. Succeeds if the client does not hold the lock any more.
     fn break_lock(&self, address: &str) -> Result<()>;
 
-    /// Says which claim is about to be made. The lock need not be ours.
+    /// Announces the claim that this client is about to write. Does not need the lock.
     fn announce(&self, next: &Claim) -> Result<()>;
 
-    /// Takes the lock and keeps it. Somebody else has it: who.
+    /// Acquires the lock and keeps it. If another client has the lock, returns its address.
     fn lock(&self) -> Result<Option<String>>;
 
-    /// Gives the lock back.
+    /// Releases the lock.
     fn unlock(&self) -> Result<()>;
 
-    /// Writes the claim; the lock must be ours.
+    /// Writes the claim. This client must hold the lock.
     fn write(&self, claim: &Claim) -> Result<()>;
 }
 
-/// The real one.
+/// The header of an open image.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ImageHeader<'a> {
     pub(crate) image: &'a Image,
-    /// Of the image, for people.
+    /// The image's name, for messages.
     pub(crate) name: &'a str,
 }
 
 impl ImageHeader<'_> {
-    /// What stands under `key`, as far as it is a claim.
+    /// Reads and parses the metadata under `key`. The inner error means that it is not a valid claim.
     fn read(&self, key: &str) -> Result<Result<Option<Claim>>> {
-        let id = self.image.id().map_err(|error| later(error, self.name))?;
-        let text = self.image.metadata_get(key).map_err(|error| later(error, self.name))?;
+        let id = self.image.id().map_err(|error| image_error(error, self.name))?;
+        let text = self.image.metadata_get(key).map_err(|error| image_error(error, self.name))?;
         Ok(Claim::read(text.as_deref(), &id, self.name))
     }
 
-    /// What cannot be understood says nothing of anybody.
+    /// Reads the announcement. An invalid one is ignored.
     fn announced(&self) -> Result<Option<Claim>> {
         Ok(self.read(ANNOUNCED)?.unwrap_or_else(|error| {
-            tracing::warn!(image = self.name, error = %error.report(), "an announcement is ignored");
+            tracing::warn!(image = self.name, error = %error.report(), "ignoring an invalid claim announcement");
             None
         }))
     }
 
-    /// Who holds the lock.
+    /// Reads the holder of the lock.
     fn holder(&self) -> librbd::Result<Option<Holder>> {
         let Some(locker) = self.image.lockers()?.into_iter().next() else { return Ok(None) };
         let address = locker.address;
@@ -78,44 +83,44 @@ impl ImageHeader<'_> {
 
 impl Header for ImageHeader<'_> {
     fn id(&self) -> Result<String> {
-        let failed = |error| later(error, self.name);
+        let failed = |error| image_error(error, self.name);
         if self.image.features().map_err(failed)? & RBD_FEATURE_EXCLUSIVE_LOCK == 0 {
-            return Err(lockless(self.name));
+            return Err(no_exclusive_lock(self.name));
         }
-        // Before anybody is cut off in vain.
+        // Checked first, so that no client is fenced for a claim that is not possible.
         check_primary(self.image, self.name)?;
         self.image.id().map_err(failed)
     }
 
     fn own_address(&self) -> Result<String> {
-        self.image.pool().cluster().addresses().map_err(|error| later(error, self.name))
+        self.image.pool().cluster().addresses().map_err(|error| image_error(error, self.name))
     }
 
-    fn look(&self) -> Result<Sight> {
+    fn observe(&self) -> Result<Observation> {
         let claim = self.claim()?;
         let announced = self.announced()?;
-        let holder = self.holder().map_err(|error| later(error, self.name))?;
-        Ok(Sight { claim, announced, holder })
+        let holder = self.holder().map_err(|error| image_error(error, self.name))?;
+        Ok(Observation { claim, announced, holder })
     }
 
     fn claim(&self) -> Result<Option<Claim>> {
         self.read(KEY)?
     }
 
-    fn cut_off(&self, address: &str) -> Result<()> {
-        cut_off(self.image.pool().cluster(), address)
+    fn fence(&self, address: &str) -> Result<()> {
+        fence_client(self.image.pool().cluster(), address)
     }
 
     fn break_lock(&self, address: &str) -> Result<()> {
         match self.image.lock_break(address) {
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
-            broken => broken.map_err(|error| later(error, self.name)),
+            broken => broken.map_err(|error| image_error(error, self.name)),
         }
     }
 
     fn announce(&self, next: &Claim) -> Result<()> {
         let put = self.image.metadata_put(ANNOUNCED, &next.text()?);
-        put.map_err(|error| later(error, self.name))
+        put.map_err(|error| image_error(error, self.name))
     }
 
     fn lock(&self) -> Result<Option<String>> {
@@ -124,20 +129,21 @@ impl Header for ImageHeader<'_> {
             Err(error)
                 if matches!(error.errno(), Some(libc::EROFS | libc::EBUSY | libc::EAGAIN)) =>
             {
-                tracing::debug!(image = self.name, %error, "somebody was faster");
-                let owners = self.image.lock_owners().map_err(|error| later(error, self.name))?;
+                tracing::debug!(image = self.name, %error, "another client has acquired the lock");
+                let owners =
+                    self.image.lock_owners().map_err(|error| image_error(error, self.name))?;
                 let unknown = || "an unknown address".to_owned();
                 Ok(Some(owners.into_iter().next().unwrap_or_else(unknown)))
             }
-            Err(error) => Err(later(error, self.name)),
+            Err(error) => Err(image_error(error, self.name)),
         }
     }
 
     fn unlock(&self) -> Result<()> {
-        self.image.lock_release().map_err(|error| later(error, self.name))
+        self.image.lock_release().map_err(|error| image_error(error, self.name))
     }
 
     fn write(&self, claim: &Claim) -> Result<()> {
-        self.image.metadata_set(KEY, &claim.text()?).map_err(|error| later(error, self.name))
+        self.image.metadata_set(KEY, &claim.text()?).map_err(|error| image_error(error, self.name))
     }
 }

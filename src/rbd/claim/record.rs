@@ -1,6 +1,6 @@
-//! The claim as it stands in the image's metadata under [`KEY`]: JSON that everybody who may write to
-//! the image can change, so it is checked like any input. Fields are only added; unknown ones are passed
-//! over when reading, and lost with the next claim.
+//! The claim record in the image's metadata under [`KEY`]: JSON that every client with write access to the
+//! image can change, so it is validated like any other input. New versions only add fields. Unknown
+//! fields are ignored when reading and are lost with the next claim.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,65 +10,74 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// The metadata key.
 pub(crate) const KEY: &str = "cleat.claim";
 
-/// Where a claim is announced: what is about to be written under [`KEY`] once the lock is ours.
+/// The metadata key of an announcement: the record that a client will write under [`KEY`] once it holds
+/// the lock.
 pub(crate) const ANNOUNCED: &str = "cleat.claim.next";
 
-/// Raised when a field changes its meaning.
+/// The version of the record. It is increased when a field changes its meaning.
 const VERSION: u32 = 1;
 
-/// The longest record that is read, in bytes.
+/// The maximum length of a record, in bytes.
 const MAX_RECORD: usize = 64 << 10;
 
-/// The longest text in it, in bytes.
+/// The maximum length of a text in the record, in bytes.
 const MAX_TEXT: usize = 256;
 
-/// Clients that were cut off and are remembered, so that it can be judged when they may come back.
+/// The maximum number of fenced clients in the record. `cleat fence clear` needs them to decide whether a
+/// client may be removed from the blocklist.
 const MAX_CUT: usize = 16;
 
-/// Who writes to an image, or did last.
+/// The claim of an image: the client that writes to it, or wrote to it last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Claim {
     version: u32,
-    /// The image's id: clones and copies inherit metadata, but no claim.
+    /// The image's id. Clones and copies inherit the metadata, and the id shows that the claim is not
+    /// theirs.
     image: String,
     #[serde(flatten)]
     pub(crate) client: Client,
-    /// It has let go in order: nothing of it can be under way.
+    /// Whether the client has released the claim. It then has no request in flight.
     #[serde(default)]
     pub(crate) released: bool,
-    /// Who was cut off before, oldest first.
+    /// The clients that were fenced before, oldest first.
     #[serde(default)]
     pub(crate) cut: Vec<Client>,
 }
 
-/// A client of the cluster, and for whom it wrote.
+/// A client of the cluster, with the node and the mapping that it wrote for.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Client {
     pub(crate) node: String,
-    /// What the node's name stands for, where that is known: see `sys::machine`.
+    /// The hash of the node's machine id (`cleat_sys::host::machine_id_hash`), or an empty text. It
+    /// distinguishes nodes with the same name.
     pub(crate) machine: String,
     pub(crate) boot_id: String,
     pub(crate) mapping_id: String,
     pub(crate) process: Option<ProcessMark>,
-    /// Raised by one with every claim of the image; 0: it made none.
+    /// The number of the claim, which increases by one with every claim of the image. 0 for a client
+    /// that made no claim.
     pub(crate) generation: u64,
-    /// As the cluster knows it: what a blocklist takes.
+    /// The client's address in the cluster (`IP:PORT/NONCE`), which is also the key of the blocklist.
     pub(crate) address: String,
-    /// Seconds since the epoch.
+    /// When the image was claimed, in seconds since the Unix epoch.
     pub(crate) since: u64,
 }
 
 impl Claim {
-    /// What the metadata say of the image `id`, for errors called `name`. A claim of another image, of
-    /// which this one is a copy, is none.
+    /// Parses the metadata `text` of the image with the id `id`. `name` is the image's name in error
+    /// messages. Returns `None` for no text, and for the claim of another image that this one is a copy
+    /// of.
+    ///
+    /// # Errors
+    /// Returns `Internal` for text that is not a claim, and `Unsupported` for a newer version.
     pub(crate) fn read(text: Option<&str>, id: &str, name: &str) -> Result<Option<Self>> {
         let Some(text) = text else { return Ok(None) };
         let wrong = |kind, why: &str| {
             let message = format!("the claim of {name} (image metadata {KEY}) {why}");
             Error::new(kind, message).with_repair(format!(
-                "find out who uses the image (rbd status {name}); when nobody does: rbd image-meta \
-                 remove {name} {KEY}"
+                "check whether a client uses the image (rbd status {name}); if none does: rbd \
+                 image-meta remove {name} {KEY}"
             ))
         };
         let garbage = |why: &str| wrong(ErrorKind::Internal, why);
@@ -76,29 +85,30 @@ impl Claim {
             return Err(garbage("is too long"));
         }
         let mut claim: Self = serde_json::from_str(text)
-            .map_err(|error| garbage("cannot be understood").with_source(error))?;
+            .map_err(|error| garbage("is not valid JSON for a claim").with_source(error))?;
         if claim.version > VERSION {
-            return Err(wrong(ErrorKind::Unsupported, "was made by a newer version of cleat"));
+            return Err(wrong(ErrorKind::Unsupported, "was written by a newer version of cleat"));
         }
         claim.cut.drain(..claim.cut.len().saturating_sub(MAX_CUT));
         let clients = || std::iter::once(&claim.client).chain(&claim.cut);
-        if claim.client.generation == u64::MAX || !clients().all(Client::is_plausible) {
-            return Err(garbage("has values in it that no claim can have"));
+        if claim.client.generation == u64::MAX || !clients().all(Client::is_valid) {
+            return Err(garbage("has invalid values"));
         }
         Ok((claim.image == id).then_some(claim))
     }
 
-    /// The claim that follows `last`, whose clients in `cut` were cut off.
+    /// Makes the claim of `claimant` that follows `last`. `fenced` are the addresses of the clients that
+    /// were fenced for it, and `since` is the time in seconds since the Unix epoch.
     pub(crate) fn after(
         last: Option<&Self>,
         image: String,
         claimant: &Claimant,
         address: String,
         since: u64,
-        cut: &[String],
+        fenced: &[String],
     ) -> Self {
         let mut known = last.map_or_else(Vec::new, |last| last.cut.clone());
-        for address in cut {
+        for address in fenced {
             let named = last.map(|last| &last.client).filter(|client| client.address == *address);
             let unnamed = || Client { address: address.clone(), since, ..Client::default() };
             known.retain(|client| client.address != *address);
@@ -111,7 +121,7 @@ impl Claim {
             boot_id: claimant.boot_id.clone(),
             mapping_id: claimant.mapping_id.clone(),
             process: claimant.process,
-            // The bound was checked when it was read.
+            // Cannot overflow: `read` rejects the maximum.
             generation: last.map_or(0, |last| last.client.generation) + 1,
             address,
             since,
@@ -119,32 +129,32 @@ impl Claim {
         Self { version: VERSION, image, client, released: false, cut: known }
     }
 
-    /// As it is written.
+    /// Returns the JSON text of the record.
     pub(crate) fn text(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|error| {
-            Error::new(ErrorKind::Internal, "a claim cannot be written as JSON").with_source(error)
+            Error::new(ErrorKind::Internal, "cannot write a claim as JSON").with_source(error)
         })
     }
 
-    /// The same, given up.
+    /// Returns the claim marked as released.
     pub(crate) fn released(&self) -> Self {
         Self { released: true, ..self.clone() }
     }
 
-    /// Whether it is the same claim, released or not.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    /// Returns whether both are the same claim, released or not.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.client == other.client
     }
 }
 
 impl Client {
-    fn is_plausible(&self) -> bool {
+    fn is_valid(&self) -> bool {
         let plain = |text: &str| text.len() <= MAX_TEXT && !text.chars().any(char::is_control);
         let texts = [&self.node, &self.machine, &self.boot_id, &self.mapping_id];
         texts.into_iter().all(|text| plain(text)) && is_address(&self.address)
     }
 
-    /// For people: who it is, where, and since when.
+    /// Describes the client for messages: its node, mapping, address and the time of its claim.
     pub(crate) fn describe(&self) -> String {
         let named = |what: &str, name: &str| match name {
             "" => format!("an unnamed {what}"),
@@ -161,10 +171,11 @@ impl Client {
     }
 }
 
-/// The end of the year 9999, beyond which times cannot be written.
+/// The last second of the year 9999, the latest time that `humantime` can format.
 const LAST_SECOND: u64 = 253_402_300_799;
 
-/// Whether the monitors can be asked about `text` as a client's address: IP:PORT/NONCE.
+/// Returns whether `text` can be a client's address (`IP:PORT/NONCE`), so that it may be put into a
+/// command for the monitors.
 pub(crate) fn is_address(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"[]:./".contains(&byte);
     text.len() <= MAX_TEXT && text.contains('/') && text.bytes().all(plain)
@@ -195,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_read_as_it_was_written_whatever_was_added_to_it() {
+    fn a_claim_survives_a_round_trip_and_unknown_fields_are_ignored() {
         let mut claim = claim();
         claim.cut.push(Client { address: "1.2.3.4:0/5".into(), ..Client::default() });
         let text = claim.text().unwrap();
@@ -207,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_claim_is_an_error_with_a_repair() {
+    fn an_invalid_claim_is_an_error_with_a_repair() {
         let good = claim().text().unwrap();
         let many = r#"{"address":"1.2.3.4:0/5"},"#.repeat(10_000);
         for (text, kind) in [
@@ -235,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_cut_off_is_remembered_with_what_is_known_of_it() {
+    fn fenced_clients_are_recorded_with_the_details_of_their_claims() {
         let first = claim();
         let cut = ["10.0.0.1:0/7".to_owned(), "10.0.0.9:0/1".to_owned()];
         let address = "10.0.0.2:0/8".to_owned();
@@ -255,10 +266,10 @@ mod tests {
     }
 
     #[test]
-    fn a_client_is_described_for_people_whatever_its_clock_said() {
-        let told = claim().client.describe();
+    fn a_client_is_described_even_if_its_time_is_invalid() {
+        let description = claim().client.describe();
         for part in ["node n1", "mapping m1", "10.0.0.1:0/7", "2023-11-14T22:13:20Z"] {
-            assert!(told.contains(part), "{told}");
+            assert!(description.contains(part), "{description}");
         }
         let odd = Client { since: u64::MAX, ..Client::default() };
         assert!(odd.describe().contains("unnamed node"), "{}", odd.describe());
@@ -266,7 +277,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_is_read_panics(text in ".{0,200}", since: u64) {
+        fn reading_and_describing_never_panics(text in ".{0,200}", since: u64) {
             let _ = read(&text);
             let mut odd = claim();
             odd.client.since = since;

@@ -1,5 +1,5 @@
-//! Contests on a simulated header: every crash of a few processes in a row, and any order of the steps
-//! of two mappings that want the image at once.
+//! Claim attempts on a simulated header: a crash at every step of consecutive processes, and any order of
+//! the steps of two mappings that claim the image at the same time.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -8,43 +8,45 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use proptest::prelude::*;
 
 use super::*;
-use crate::claim::decision::Sight;
+use crate::claim::decision::Observation;
+use cleat_core::clock::ManualClock;
 
-/// More than a life has.
+/// More steps than a process makes.
 const STEPS: u32 = 20;
 
-/// What the storage knows, and who is running.
+/// The state of the storage, and the processes that run.
 #[derive(Default)]
 struct State {
-    sight: Sight,
+    seen: Observation,
     watching: BTreeSet<String>,
-    blocked: BTreeSet<String>,
+    blocklist: BTreeSet<String>,
     running: BTreeSet<String>,
-    /// Who has claimed last.
+    /// The address of the client with the newest claim that is not released.
     owner: Option<String>,
-    /// Whose step is next.
+    /// The mapping that may make the next step.
     turn: Option<usize>,
     ended: [bool; 2],
 }
 
-/// One image. Without `in_turns`, whoever comes does its steps.
+/// A simulated image. With `in_turns`, each step of a mapping waits until the test grants it.
 struct World {
     state: Mutex<State>,
     changed: Condvar,
     in_turns: bool,
+    clock: ManualClock,
 }
 
 /// A process of a mapping, from its start to its end or crash.
-struct Life<'a> {
+struct Process<'a> {
     world: &'a World,
     mapping: usize,
     claimant: Claimant,
     address: String,
-    /// Steps before it crashes.
+    /// The number of steps before the process crashes.
     left: Cell<u32>,
 }
 
-/// How a life went.
+/// How a process ended.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     Served,
@@ -55,10 +57,11 @@ enum End {
 
 impl World {
     fn new(in_turns: bool) -> Self {
-        Self { state: Mutex::default(), changed: Condvar::new(), in_turns }
+        let clock = ManualClock::new();
+        Self { state: Mutex::default(), changed: Condvar::new(), in_turns, clock }
     }
 
-    /// A rule that is broken is reported by whoever broke it.
+    /// Ignores poisoning: the thread whose assertion failed reports it.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -67,7 +70,7 @@ impl World {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the mapping do one step, if it is still there.
+    /// Lets the mapping make one step, unless it has ended.
     fn grant(&self, mapping: usize) {
         let mut state = self.state();
         state.turn = Some(mapping);
@@ -83,50 +86,51 @@ impl World {
         self.changed.notify_all();
     }
 
-    /// The OSDs forget a client that they have not heard of.
-    fn forget(&self, address: &str) {
+    /// The OSDs drop the watch of a client.
+    fn drop_watch(&self, address: &str) {
         let mut state = self.state();
         state.watching.remove(address);
-        if let Some(holder) = &mut state.sight.holder {
+        if let Some(holder) = &mut state.seen.holder {
             holder.alive &= holder.address != address;
         }
     }
 
-    /// A process of a mapping on a node, which crashes after so many steps.
-    fn live(&self, claimant: &Claimant, mapping: usize, address: &str, steps: u32) -> End {
-        let life = Life {
+    /// Runs a process of `mapping`, which crashes after `steps` steps.
+    fn run(&self, claimant: &Claimant, mapping: usize, address: &str, steps: u32) -> End {
+        let process = Process {
             world: self,
             mapping,
             claimant: claimant.clone(),
             address: address.to_owned(),
             left: Cell::new(steps),
         };
-        self.state().watching.insert(life.address.clone());
-        self.state().running.insert(life.address.clone());
-        let end = life.lead();
-        self.state().running.remove(&life.address);
+        self.state().watching.insert(process.address.clone());
+        self.state().running.insert(process.address.clone());
+        let end = process.main();
+        self.state().running.remove(&process.address);
         if end != End::Crashed {
-            // Closing gives up the lock and the watch.
+            // Closing releases the lock and the watch.
             let mut state = self.state();
-            if state.sight.holder.as_ref().is_some_and(|holder| holder.address == life.address) {
-                state.sight.holder = None;
+            if state.seen.holder.as_ref().is_some_and(|holder| holder.address == process.address) {
+                state.seen.holder = None;
             }
-            state.watching.remove(&life.address);
+            state.watching.remove(&process.address);
         }
         end
     }
 }
 
-impl Life<'_> {
-    fn lead(&self) -> End {
-        let contest = Contest {
+impl Process<'_> {
+    fn main(&self) -> End {
+        let attempt = ClaimAttempt {
             header: self,
             name: "i",
             claimant: &self.claimant,
-            occasion: Occasion::Opening,
+            purpose: Purpose::Open,
             only: None,
+            clock: &self.world.clock,
         };
-        let served = contest.acquire().and_then(|claim| {
+        let served = attempt.acquire().and_then(|claim| {
             let Some(claim) = claim else { return Ok(End::Superseded) };
             for _ in 0..2 {
                 self.write_data()?;
@@ -141,18 +145,18 @@ impl Life<'_> {
         }
     }
 
-    /// One request to the storage, unless the process has crashed before or it is cut off.
+    /// Sends one request to the storage. Fails if the process has crashed or its client is fenced.
     fn step<T>(&self, request: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
         if self.left.get() == 0 {
-            return Err(Error::new(ErrorKind::Internal, "it has crashed"));
+            return Err(Error::new(ErrorKind::Internal, "the process has crashed"));
         }
         self.left.set(self.left.get() - 1);
         let mut state = self.world.state();
         while self.world.in_turns && state.turn != Some(self.mapping) {
             state = self.world.wait(state);
         }
-        let done = if state.blocked.contains(&self.address) {
-            Err(Error::new(ErrorKind::Fenced, "it is cut off"))
+        let done = if state.blocklist.contains(&self.address) {
+            Err(Error::new(ErrorKind::Fenced, "the client is fenced"))
         } else {
             request(&mut state)
         };
@@ -161,16 +165,21 @@ impl Life<'_> {
         done
     }
 
-    /// What it is all about: nobody's write lands once somebody else has claimed the image.
+    /// Writes data. Asserts the main rule: no write takes effect after another client has claimed the
+    /// image.
     fn write_data(&self) -> Result<()> {
         self.step(|state| {
-            assert_eq!(state.owner.as_ref(), Some(&self.address), "a loser's write lands");
+            assert_eq!(
+                state.owner.as_ref(),
+                Some(&self.address),
+                "a fenced client's write took effect"
+            );
             Ok(())
         })
     }
 }
 
-impl Header for Life<'_> {
+impl Header for Process<'_> {
     fn id(&self) -> Result<String> {
         Ok("id".to_owned())
     }
@@ -179,71 +188,71 @@ impl Header for Life<'_> {
         Ok(self.address.clone())
     }
 
-    fn look(&self) -> Result<Sight> {
+    fn observe(&self) -> Result<Observation> {
         let claim = self.claim()?;
-        let announced = self.step(|state| Ok(state.sight.announced.clone()))?;
-        let holder = self.step(|state| Ok(state.sight.holder.clone()))?;
-        Ok(Sight { claim, announced, holder })
+        let announced = self.step(|state| Ok(state.seen.announced.clone()))?;
+        let holder = self.step(|state| Ok(state.seen.holder.clone()))?;
+        Ok(Observation { claim, announced, holder })
     }
 
     fn claim(&self) -> Result<Option<Claim>> {
-        self.step(|state| Ok(state.sight.claim.clone()))
+        self.step(|state| Ok(state.seen.claim.clone()))
     }
 
-    fn cut_off(&self, address: &str) -> Result<()> {
+    fn fence(&self, address: &str) -> Result<()> {
         self.step(|state| {
-            let lives = state.running.contains(address) && state.watching.contains(address);
-            assert!(self.claimant.take_over || !lives, "{address} is pushed aside untold");
-            state.blocked.insert(address.to_owned());
+            let alive = state.running.contains(address) && state.watching.contains(address);
+            assert!(self.claimant.take_over || !alive, "{address} is fenced without take_over");
+            state.blocklist.insert(address.to_owned());
             state.watching.remove(address);
             Ok(())
         })
     }
 
     fn break_lock(&self, address: &str) -> Result<()> {
-        self.step(|state| match &state.sight.holder {
+        self.step(|state| match &state.seen.holder {
             Some(holder) if holder.address == address => {
-                state.sight.holder = None;
+                state.seen.holder = None;
                 Ok(())
             }
             None => Ok(()),
-            Some(_) => Err(Error::new(ErrorKind::InUse, "another one has it")),
+            Some(_) => Err(Error::new(ErrorKind::InUse, "another client has the lock")),
         })
     }
 
     fn announce(&self, next: &Claim) -> Result<()> {
         self.step(|state| {
-            state.sight.announced = Some(next.clone());
+            state.seen.announced = Some(next.clone());
             Ok(())
         })
     }
 
     fn lock(&self) -> Result<Option<String>> {
         self.step(|state| {
-            if let Some(holder) = &state.sight.holder {
+            if let Some(holder) = &state.seen.holder {
                 return Ok(Some(holder.address.clone()));
             }
             let address = self.address.clone();
             let alive = state.watching.contains(&address);
-            state.sight.holder = Some(Holder { address, alive });
+            state.seen.holder = Some(Holder { address, alive });
             Ok(None)
         })
     }
 
     fn unlock(&self) -> Result<()> {
         self.step(|state| {
-            state.sight.holder.take_if(|holder| holder.address == self.address);
+            state.seen.holder.take_if(|holder| holder.address == self.address);
             Ok(())
         })
     }
 
     fn write(&self, claim: &Claim) -> Result<()> {
         self.step(|state| {
-            let holder = state.sight.holder.as_ref();
+            let holder = state.seen.holder.as_ref();
             if holder.is_none_or(|holder| holder.address != self.address) {
                 return Err(Error::new(ErrorKind::PermissionDenied, "the lock is lost"));
             }
-            state.sight.claim = Some(claim.clone());
+            state.seen.claim = Some(claim.clone());
             state.owner = (!claim.released).then(|| self.address.clone());
             Ok(())
         })
@@ -259,93 +268,94 @@ fn claimant(node: &str, mapping: &str) -> Claimant {
     }
 }
 
-/// Untold and at once, whatever its predecessors died of: the OSDs still take them for alive.
+/// The third process claims the image without `take_over`, while the OSDs still have the watches of the
+/// first two.
 #[test]
-fn a_mapping_survives_any_two_crashes_in_a_row() {
+fn a_mapping_recovers_from_any_two_consecutive_crashes() {
     let own = claimant("a", "m");
     let mut crashes = 0;
     for first in 0..STEPS {
         for second in 0..STEPS {
             let world = World::new(false);
             let ends = [
-                world.live(&own, 0, "A/1", first),
-                world.live(&own, 0, "A/2", second),
-                world.live(&own, 0, "A/3", STEPS),
+                world.run(&own, 0, "A/1", first),
+                world.run(&own, 0, "A/2", second),
+                world.run(&own, 0, "A/3", STEPS),
             ];
             crashes += ends.iter().filter(|end| **end == End::Crashed).count();
-            let whole = ends.iter().all(|end| [End::Crashed, End::Served].contains(end));
-            assert!(whole && ends[2] == End::Served, "{first}, {second}: {ends:?}");
+            let expected = ends.iter().all(|end| [End::Crashed, End::Served].contains(end));
+            assert!(expected && ends[2] == End::Served, "{first}, {second}: {ends:?}");
         }
     }
     assert!(crashes > 200, "{crashes}");
 }
 
 #[test]
-fn a_stranger_is_told_whom_it_would_push_aside_wherever_that_one_died() {
+fn another_mapping_is_rejected_with_the_name_of_the_client_wherever_that_crashed() {
     let (own, other) = (claimant("a", "m"), claimant("b", "x"));
     let mut refused = 0;
     for steps in 0..STEPS {
         let world = World::new(false);
-        let first = world.live(&own, 0, "A/1", steps);
-        let held = world.state().sight.holder.is_some();
-        let claimed = world.state().sight.claim.as_ref().is_some_and(|claim| !claim.released);
-        let untold = world.live(&other, 1, "B/1", STEPS);
-        assert_eq!(untold == End::Served, !held && !claimed, "{steps}: {first:?}, {untold:?}");
-        if let End::Failed(kind, message) = &untold {
+        let first = world.run(&own, 0, "A/1", steps);
+        let held = world.state().seen.holder.is_some();
+        let claimed = world.state().seen.claim.as_ref().is_some_and(|claim| !claim.released);
+        let second = world.run(&other, 1, "B/1", STEPS);
+        assert_eq!(second == End::Served, !held && !claimed, "{steps}: {first:?}, {second:?}");
+        if let End::Failed(kind, message) = &second {
             refused += 1;
             assert_eq!(*kind, ErrorKind::InUse);
             assert!(message.contains("claimed by the node a (the mapping m"), "{message}");
         }
-        world.forget("A/1");
-        // Nothing was written without a claim, which stands however long nothing is heard.
-        let later = world.live(&other, 1, "B/2", STEPS);
+        world.drop_watch("A/1");
+        // A claim stays active without a watch. Without a claim, nothing was written.
+        let later = world.run(&other, 1, "B/2", STEPS);
         assert_eq!(later == End::Served, !claimed, "{steps}: {later:?}");
-        let told = Claimant { take_over: true, ..other.clone() };
-        assert_eq!(world.live(&told, 1, "B/3", STEPS), End::Served, "{steps}");
-        // And whoever has a device that missed this gets errors.
+        let forced = Claimant { take_over: true, ..other.clone() };
+        assert_eq!(world.run(&forced, 1, "B/3", STEPS), End::Served, "{steps}");
+        // The first mapping must not resume its device.
         let resuming = Claimant { resumes: true, ..own.clone() };
-        assert_eq!(world.live(&resuming, 0, "A/2", STEPS), End::Superseded, "{steps}");
+        assert_eq!(world.run(&resuming, 0, "A/2", STEPS), End::Superseded, "{steps}");
     }
     assert!(refused > 4, "{refused}");
 }
 
 proptest! {
-    /// Two mappings of two nodes, each in three lives: the steps in any order, each life with its crash,
-    /// some told to take over, some forgotten by the OSDs while they run. The rules that may not be
-    /// broken are asserted where the steps are.
+    /// Two mappings of two nodes, each with three consecutive processes. Their steps run in any order,
+    /// each process may crash, some have `take_over`, and the OSDs drop the watches of some while they
+    /// run. The steps themselves assert the rules.
     #[test]
-    fn no_losers_write_lands_and_nobody_is_pushed_aside_untold(
+    fn no_write_of_a_fenced_client_takes_effect_and_live_clients_are_fenced_only_on_take_over(
         crashes in prop::array::uniform2(prop::array::uniform3(0..2 * STEPS)),
-        told in prop::array::uniform2(prop::array::uniform3(any::<bool>())),
+        forced in prop::array::uniform2(prop::array::uniform3(any::<bool>())),
         schedule in prop::collection::vec((0_usize..2, 0_u8..20), 0..120),
     ) {
         let world = World::new(true);
-        let lives = [("a", "m"), ("b", "x")].map(|(node, id)| claimant(node, id));
+        let claimants = [("a", "m"), ("b", "x")].map(|(node, id)| claimant(node, id));
         std::thread::scope(|scope| {
-            let threads: Vec<_> = lives.iter().enumerate().map(|(mapping, claimant)| {
+            let threads: Vec<_> = claimants.iter().enumerate().map(|(mapping, claimant)| {
                 let world = &world;
                 scope.spawn(move || {
-                    let lead = || {
+                    let run = || {
                         let mut resumes = false;
-                        for (life, steps) in crashes[mapping].into_iter().enumerate() {
-                            let take_over = told[mapping][life];
+                        for (number, steps) in crashes[mapping].into_iter().enumerate() {
+                            let take_over = forced[mapping][number];
                             let claimant = Claimant { take_over, resumes, ..claimant.clone() };
-                            let address = format!("{mapping}/{life}");
-                            let end = world.live(&claimant, mapping, &address, steps);
-                            // A device may have been made.
+                            let address = format!("{mapping}/{number}");
+                            let end = world.run(&claimant, mapping, &address, steps);
+                            // A crashed process may have made a device.
                             resumes |= end == End::Crashed;
                         }
                     };
-                    // So that whoever waits for its steps does not wait for ever.
-                    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(lead));
+                    // Also after a panic, `end` must run: `grant` waits for the mapping otherwise.
+                    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
                     world.end(mapping);
                     ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
                 })
             }).collect();
-            for (mapping, what) in schedule {
-                if what == 0 {
+            for (mapping, event) in schedule {
+                if event == 0 {
                     let running = world.state().running.iter().next().cloned();
-                    running.iter().for_each(|address| world.forget(address));
+                    running.iter().for_each(|address| world.drop_watch(address));
                 }
                 world.grant(mapping);
             }

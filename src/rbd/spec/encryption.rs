@@ -1,24 +1,24 @@
-//! How an RBD image's content is encrypted, as the options `encryption` and `passphrase_file` say it.
+//! The options `encryption` and `passphrase_file` of an RBD image.
 
 use std::path::{Path, PathBuf};
 
 use cleat_backend::uri::{Options, absolute_path, invalid};
 use cleat_core::error::Result;
 
-/// LUKS, as `rbd encryption format` makes it.
+/// LUKS encryption in the format of `rbd encryption format`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Encryption {
-    /// The image's own; then that of the image it was cloned from, and so on. The last one is good for
-    /// the rest of the chain, too. Never empty.
+    /// The encryption of the image, then that of its parent, and so on. The last one also applies to the
+    /// rest of the chain of clones. Never empty.
     pub(crate) layers: Vec<Layer>,
 }
 
 /// The encryption of one image.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Layer {
-    /// Which.
+    /// The version of LUKS.
     pub(crate) format: Luks,
-    /// Absolute; the content of the file is the passphrase.
+    /// The absolute path of the file whose content is the passphrase.
     pub(crate) passphrase_file: PathBuf,
 }
 
@@ -27,34 +27,38 @@ pub(crate) struct Layer {
 pub(crate) enum Luks {
     One,
     Two,
-    /// Whichever the image has.
+    /// The version that the image's header has.
     Any,
 }
 
-/// The longest chain of clones that Ceph's own tests know.
+/// The maximum number of layers: the longest chain of clones in Ceph's own tests.
 const MAX_LAYERS: usize = 16;
 
 impl Encryption {
-    /// Takes both options.
+    /// Removes both options from `options` and parses them. Returns `None` if neither is given.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if one of them is missing or invalid.
     pub(crate) fn take(options: &mut Options) -> Result<Option<Self>> {
         let (formats, files) = (options.take("encryption"), options.take("passphrase_file"));
         let (formats, files) = match (formats, files) {
             (None, None) => return Ok(None),
             (Some(formats), Some(files)) => (formats, files),
             _ => {
-                return Err(invalid("encryption and passphrase_file go together")
+                return Err(invalid("encryption and passphrase_file must be given together")
                     .with_repair("write encryption=luks2&passphrase_file=/etc/ceph/…"));
             }
         };
         let formats: Vec<&str> = formats.split(',').collect();
-        // A single file may have a comma in its name.
+        // With a single format, the name of the file may contain a comma.
         let files: Vec<&str> =
             if formats.len() == 1 { vec![&files] } else { files.split(',').collect() };
         if formats.len() != files.len() || formats.len() > MAX_LAYERS {
             let (formats, files) = (formats.len(), files.len());
-            let message = format!("{formats} encryptions and {files} files with passphrases");
+            let message = format!("{formats} encryptions and {files} passphrase files are given");
             return Err(invalid(message).with_repair(format!(
-                "give as many of both, at most {MAX_LAYERS}: the image's first, then its parent's"
+                "give the same number of both, at most {MAX_LAYERS}: the image's first, then its \
+                 parent's"
             )));
         }
         let layer = |(format, file): (&&str, &&str)| {
@@ -67,14 +71,14 @@ impl Encryption {
         Ok(Some(Self { layers }))
     }
 
-    /// As they are written.
+    /// Returns the values of both options.
     pub(crate) fn option_values(&self) -> (String, String) {
         let formats: Vec<&str> = self.layers.iter().map(|layer| layer.format.name()).collect();
         let files: Vec<_> = self.files().map(Path::to_string_lossy).collect();
         (formats.join(","), files.join(","))
     }
 
-    /// The files with the passphrases.
+    /// Returns the paths of the passphrase files.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Path> {
         self.layers.iter().map(|layer| &*layer.passphrase_file)
     }
@@ -87,11 +91,11 @@ impl Luks {
             "luks2" => Ok(Self::Two),
             "luks" => Ok(Self::Any),
             other => Err(invalid(format!("the encryption {other:?} is unknown"))
-                .with_repair("write encryption=luks2, luks1, or luks for whichever it is")),
+                .with_repair("write encryption=luks2, luks1, or luks for either version")),
         }
     }
 
-    /// As it is written.
+    /// Returns the value in the option.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::One => "luks1",

@@ -1,4 +1,4 @@
-//! The URIs of images, pools and namespaces.
+//! Tests of the URIs of images, pools and namespaces.
 
 use proptest::prelude::*;
 
@@ -24,7 +24,7 @@ fn store(text: &str) -> StoreUri {
 }
 
 #[test]
-fn canonical_forms_and_names() {
+fn uris_have_a_canonical_form_and_a_default_name() {
     for (given, canonical, name) in [
         ("rbd:p/i", "rbd:p/i", "rbd-p-i"),
         ("rbd:p/n/i", "rbd:p/n/i", "rbd-p-n-i"),
@@ -63,7 +63,7 @@ fn canonical_forms_and_names() {
 }
 
 #[test]
-fn errors_name_the_cause_and_the_choice() {
+fn errors_name_the_cause_and_a_repair() {
     for (given, cause, repair) in [
         ("rbd:image", "needs a pool", "rbd:POOL/IMAGE"),
         ("rbd:a/b/c/d", "needs a pool", "NAMESPACE"),
@@ -76,19 +76,19 @@ fn errors_name_the_cause_and_the_choice() {
         ("rbd:p/%ff", "not UTF-8", ""),
         ("rbd:p/i?conf=ceph.conf", "absolute path", "/etc/ceph"),
         ("rbd:p/i?id=client.x", "without \"client.\"", "id=x"),
-        ("rbd:p/i?id=", "no name of a client", ""),
+        ("rbd:p/i?id=", "not a valid client name", ""),
         ("rbd:p/i?lock=none", "exclusive or shared", ""),
         ("rbd:p/i?config.key=AQ", "secret", "keyring="),
-        ("rbd:p/i?encryption=luks2", "go together", "passphrase_file=/"),
-        ("rbd:p/i?passphrase_file=/k", "go together", "encryption=luks2"),
+        ("rbd:p/i?encryption=luks2", "given together", "passphrase_file=/"),
+        ("rbd:p/i?passphrase_file=/k", "given together", "encryption=luks2"),
         ("rbd:p/i?encryption=aes&passphrase_file=/k", "unknown", "luks1"),
-        ("rbd:p/i?encryption=luks2,luks1&passphrase_file=/k", "1 files", "as many"),
+        ("rbd:p/i?encryption=luks2,luks1&passphrase_file=/k", "1 passphrase files", "same number"),
         ("rbd:p/i?encryption=luks2,luks1&passphrase_file=/k,l", "absolute path", ""),
         ("rbd:p/i?encryption=luks2&passphrase_file=k", "absolute path", "passphrase_file=/"),
         ("rbd:p/i?trim=perhaps", "trim", ""),
-        ("rbd:p/i?config.A=1", "no option of Ceph", ""),
-        ("rbd:p/i?config.rbd-cache=true", "config.rbd_cache=true would", "leave"),
-        ("rbd:p/i?config.rbd_cache_policy=writeback", "hold acknowledged writes", "leave"),
+        ("rbd:p/i?config.A=1", "not an option of Ceph", ""),
+        ("rbd:p/i?config.rbd-cache=true", "config.rbd_cache=true would", "remove config.rbd_cache"),
+        ("rbd:p/i?config.rbd_cache_policy=writeback", "hold acknowledged writes", "remove"),
         ("rbd:p/i?config.a-b=1&config.a_b=2", "twice", ""),
         ("rbd:p/i?direct=true", "\"direct\"", "config.OPTION"),
     ] {
@@ -101,7 +101,7 @@ fn errors_name_the_cause_and_the_choice() {
 
 proptest! {
     #[test]
-    fn any_name_survives_the_round_trip(
+    fn any_valid_name_survives_a_round_trip(
         names in prop::collection::vec("[^/@\0]{1,40}", 2..4),
         snapshot in prop::option::of("[^/@\0]{1,40}"),
         conf in prop::option::of("/[^\0]{0,40}"),
@@ -128,7 +128,7 @@ proptest! {
 }
 
 #[test]
-fn images_are_found_in_their_pools_and_back() {
+fn an_image_has_a_store_and_the_store_returns_the_image() {
     for (volume, shown, name, snapshot) in
         [("rbd:p/i", "rbd:p", "i", None), ("rbd:p/n/i@s?id=x", "rbd:p/n?id=x", "i", Some("s"))]
     {
@@ -142,7 +142,7 @@ fn images_are_found_in_their_pools_and_back() {
 }
 
 #[test]
-fn what_is_no_store_or_no_name_is_refused() {
+fn invalid_stores_and_names_are_rejected() {
     for (text, cause) in [
         ("rbd:", "pool's name is empty"),
         ("rbd:a/b/c", "needs a pool"),
@@ -162,7 +162,7 @@ fn what_is_no_store_or_no_name_is_refused() {
 }
 
 #[test]
-fn options_of_one_volume_do_for_two() {
+fn the_options_of_one_volume_apply_to_both() {
     let reached = |this: &str, other: &str| store(this).with_access_of(&store(other));
     assert_eq!(reached("rbd:p", "rbd:q?id=x").expect("as q"), store("rbd:p?id=x"));
     assert_eq!(reached("rbd:p?id=x", "rbd:q").expect("as itself"), store("rbd:p?id=x"));

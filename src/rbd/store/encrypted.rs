@@ -1,5 +1,5 @@
-//! Images whose URI says how they are encrypted. Their sizes are those of the plain text; the image has
-//! the header in addition.
+//! Images with encryption options in their URI. Their sizes are those of the plain text; the image also
+//! contains the encryption header.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -14,37 +14,45 @@ use cleat_backend::store::Layout;
 use cleat_backend::uri::{Size, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// What a header takes, in bytes: libcryptsetup's sizes.
+/// libcryptsetup's sizes of encryption headers, in bytes.
 const HEADERS: [(Luks, u64); 2] = [(Luks::One, 4 << 20), (Luks::Two, 16 << 20)];
 
-/// How much longer a call may take that makes a key, which is tried out before its costs are decided on.
-pub(crate) const PATIENCE: Duration = encryption::TIMEOUT.saturating_mul(2);
+/// The additional timeout of a call that formats an image: the key derivation is calibrated first.
+pub(crate) const FORMAT_TIMEOUT: Duration = encryption::TIMEOUT.saturating_mul(2);
 
 impl Target {
-    /// The size that an image of `size` bytes of plain text has; the same where it is not encrypted.
-    pub(crate) fn whole(&self, size: u64, layout: &Layout) -> Result<u64> {
+    /// Returns the size of an image for `size` bytes of plain text. It is the same if the image is not
+    /// encrypted.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` for encryption options or a size that a new image cannot have.
+    pub(crate) fn raw_size(&self, size: u64, layout: &Layout) -> Result<u64> {
         let Some(encryption) = &self.spec.encryption else { return Ok(size) };
         let [only] = &*encryption.layers else {
-            return Err(invalid("a new image has no parent, and one encryption"));
+            return Err(invalid("a new image has no parent: give exactly one encryption"));
         };
         let header = HEADERS.iter().find(|(format, _)| *format == only.format);
         let Some((_, header)) = header else {
-            return Err(invalid("a new image needs to be told which version of LUKS")
+            return Err(invalid("the LUKS version of a new image must be given")
                 .with_repair("write encryption=luks2"));
         };
         if size == 0 || !size.is_multiple_of(u64::from(encryption::ENCRYPTED_BLOCK)) {
-            let message = format!("an encrypted volume cannot have {} bytes", Size(size));
-            return Err(invalid(message).with_repair("give a multiple of 4096"));
+            let message = format!("the size of an encrypted volume cannot be {} bytes", Size(size));
+            return Err(invalid(message).with_repair("give a multiple of 4096 above 0"));
         }
-        // The library has the data begin with an object.
-        let together = layout.object_size.unwrap_or(0).max(1);
-        let header = header.checked_next_multiple_of(together);
+        // The library starts the data at an object boundary.
+        let object_size = layout.object_size.unwrap_or(0).max(1);
+        let header = header.checked_next_multiple_of(object_size);
         let whole = header.and_then(|header| size.checked_add(header));
-        whole.ok_or_else(|| invalid(format!("an image cannot hold {} bytes", Size(size))))
+        whole.ok_or_else(|| invalid(format!("{} bytes are too large for an image", Size(size))))
     }
 
-    /// Encrypts an image that was just made, or was made before and holds nothing; sees that one that is
-    /// encrypted already is so as it is wanted. Returns whether anything was changed.
+    /// Formats an image that was created now, or earlier and has no data. If the image is already encrypted,
+    /// checks that its properties are the requested ones. Returns whether anything was changed.
+    ///
+    /// # Errors
+    /// Returns `AlreadyExists` for an image with data or with other properties, and otherwise the cluster's
+    /// error.
     pub(crate) fn encrypt(&self, size: u64, layout: &Layout) -> Result<bool> {
         let Some(encryption) = &self.spec.encryption else { return Ok(false) };
         let failed = |error| self.failed(error);
@@ -53,8 +61,8 @@ impl Target {
         let fresh = encryption::kind(&image).map_err(failed)? == Kind::Plain;
         let (image, header) = if fresh {
             self.check_empty(&image)?;
-            let image = self.open_alone()?;
-            // Nobody else can write from here on.
+            let image = self.open_exclusively()?;
+            // Checked again under the lock: no other client can write from here on.
             self.check_empty(&image)?;
             let header = passphrases.format(&image, &self.name)?;
             (image, header)
@@ -65,38 +73,37 @@ impl Target {
         let now = image.size().map_err(failed)?;
         let mut differences = layout::differences(layout, &image).map_err(failed)?;
         if now != size && fresh {
-            // Where objects are not of the usual size, a header is not, either.
-            let mut unseen = |_, _| ControlFlow::Continue(());
-            encryption::resize(&image, Some(header), size, true, &mut unseen).map_err(failed)?;
+            // The size of the header depends on the object size, so the image may have to be adapted.
+            let mut ignore = |_, _| ControlFlow::Continue(());
+            encryption::resize(&image, Some(header), size, true, &mut ignore).map_err(failed)?;
         } else if now != size {
             differences.insert(0, format!("a size of {}, not {}", Size(now), Size(size)));
         }
-        self.same(&differences)?;
+        self.check_same(&differences)?;
         Ok(fresh)
     }
 
-    /// Unlocks an image that was opened, where it is encrypted; with the share of it that is no plain
-    /// text.
+    /// Unlocks an open image if it is encrypted. Returns the size of the encryption header in bytes.
     pub(crate) fn unlock(&self, image: &Arc<Image>) -> Result<Option<u64>> {
         let Some(encryption) = &self.spec.encryption else { return Ok(None) };
         Passphrases::read(encryption)?.unlock(image, &self.name).map(Some)
     }
 
-    /// Refuses an image that holds anything: formatting would destroy it.
+    /// Rejects an image with data, which formatting would destroy.
     fn check_empty(&self, image: &Image) -> Result<()> {
         let failed = |error| self.failed(error);
-        let mut held = image.parent().map_err(failed)?.is_some();
+        let mut has_data = image.parent().map_err(failed)?.is_some();
         let size = image.size().map_err(failed)?;
         let walked = image.diff(None, 0, size, true, &mut |_, _, exists| {
-            held |= exists;
-            !held
+            has_data |= exists;
+            !has_data
         });
-        if !held {
+        if !has_data {
             return walked.map_err(failed);
         }
-        let message = format!("{} exists, and is not encrypted; it holds data", self.name);
+        let message = format!("{} exists, has data and is not encrypted", self.name);
         Err(Error::new(ErrorKind::AlreadyExists, message).with_repair(
-            "choose another name; to encrypt it would destroy its content (rbd encryption format)",
+            "choose another name; formatting it for encryption would destroy its content",
         ))
     }
 }

@@ -1,4 +1,4 @@
-//! What there is to be known of an image.
+//! Describes images for `cleat volume info` and lists.
 
 use librbd::{
     Image, LinkedImage, Open, RBD_FEATURE_DATA_POOL, RBD_FEATURE_FAST_DIFF,
@@ -10,7 +10,7 @@ use crate::claim::record::KEY;
 use cleat_backend::store::{Entry, Info, Lock, Parent, Snapshot, Watcher};
 use cleat_core::error::{ErrorKind, Result};
 
-/// What a list shows of an image that had to be opened for it.
+/// The properties in a list for which an image must be opened.
 pub(crate) struct Details {
     size: u64,
     parent: Option<String>,
@@ -28,7 +28,7 @@ impl Details {
 }
 
 impl Target {
-    /// `None` where there is no such image.
+    /// Reads the properties for a list. Returns `None` if there is no such image.
     pub(crate) fn details(&self) -> Result<Option<Details>> {
         let Some(image) = self.find(Open::ReadOnly)? else { return Ok(None) };
         let details = || {
@@ -59,7 +59,7 @@ impl Target {
         let (stat, objects) = (image.stat()?, image.objects()?);
         let (features, flags) = (image.features()?, image.flags()?);
         let invalid = RBD_FLAG_FAST_DIFF_INVALID | RBD_FLAG_OBJECT_MAP_INVALID;
-        let quick = features & RBD_FEATURE_FAST_DIFF != 0 && flags & invalid == 0;
+        let has_map = features & RBD_FEATURE_FAST_DIFF != 0 && flags & invalid == 0;
         let has_data_pool = features & RBD_FEATURE_DATA_POOL != 0;
         let watchers = image.watchers()?.into_iter();
         let locks = image.lockers()?.into_iter();
@@ -68,7 +68,7 @@ impl Target {
             uri: self.uri.clone(),
             id: Some(image.id()?),
             size_bytes: stat.size,
-            used_bytes: quick.then(|| image.used()).transpose()?,
+            used_bytes: has_map.then(|| image.used()).transpose()?,
             created_at_s: Some(image.created_at()?),
             objects: Some(objects.count),
             object_size_bytes: Some(stat.object_size),
@@ -97,7 +97,7 @@ impl Target {
         })
     }
 
-    /// The image's snapshots, oldest first.
+    /// Lists the image's snapshots, oldest first.
     pub(crate) fn snapshots_of(&self, image: &Image) -> Result<Vec<Snapshot>> {
         let mut listed = image.snapshots().map_err(|error| self.failed(error))?;
         listed.sort_by_key(|snapshot| snapshot.id);
@@ -109,7 +109,7 @@ impl Target {
             };
             let protected = match protected {
                 Ok(protected) => protected,
-                // Removed meanwhile.
+                // It was removed in the meantime.
                 Err(error) if error.errno() == Some(libc::ENOENT) => continue,
                 Err(error) => return Err(self.failed(error)),
             };
@@ -130,8 +130,8 @@ impl Target {
         Ok(snapshots)
     }
 
-    /// The names of the image's clones, or of those of the snapshot that it is open at; `None` where
-    /// this client may not look for them in every pool.
+    /// Lists the names of the image's clones, or of the clones of the snapshot that it is open at. Returns
+    /// `None` if this client may not read all pools.
     pub(crate) fn clones(&self, image: &Image) -> Result<Option<Vec<String>>> {
         match image.children() {
             Ok(children) => {
@@ -156,6 +156,7 @@ pub(crate) fn parent(found: &librbd::Parent) -> Parent {
     }
 }
 
+/// Returns `pool[/namespace]/image`.
 fn linked(image: &LinkedImage) -> String {
     match &*image.namespace {
         "" => format!("{}/{}", image.pool, image.name),

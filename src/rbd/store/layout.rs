@@ -1,4 +1,4 @@
-//! How images lie in their pools: features by name, objects, stripes.
+//! The layout of images: features by name, sizes of objects, stripes.
 
 use librbd::{
     Image, NewImage, RBD_FEATURE_DATA_POOL, RBD_FEATURE_DEEP_FLATTEN, RBD_FEATURE_EXCLUSIVE_LOCK,
@@ -9,7 +9,7 @@ use cleat_backend::store::Layout;
 use cleat_backend::uri::{Size, invalid};
 use cleat_core::error::Result;
 
-/// Features that somebody may ask for, with those that they need.
+/// The features that a user may select, each with the features that it needs.
 const CHOOSABLE: [(&str, u64); 6] = [
     ("layering", RBD_FEATURE_LAYERING),
     ("exclusive-lock", RBD_FEATURE_EXCLUSIVE_LOCK),
@@ -19,7 +19,7 @@ const CHOOSABLE: [(&str, u64); 6] = [
     ("journaling", RBD_FEATURE_JOURNALING | RBD_FEATURE_EXCLUSIVE_LOCK),
 ];
 
-/// Features by the bit, in librbd's order (`rbd/features.h`).
+/// The names of the features, by their bit (`rbd/features.h`).
 const NAMES: [&str; 12] = [
     "layering",
     "striping",
@@ -35,26 +35,31 @@ const NAMES: [&str; 12] = [
     "dirty-cache",
 ];
 
-/// The sizes of objects that librbd takes.
+/// The sizes of objects that librbd accepts.
 const OBJECT_SIZES: std::ops::RangeInclusive<u64> = 4096..=32 << 20;
 
-/// librbd's form of `layout`.
+/// Converts `layout` for librbd.
+///
+/// # Errors
+/// Returns `InvalidArgument` for values that librbd would reject without a reason.
 pub(crate) fn new_image(layout: &Layout) -> Result<NewImage> {
     if let Some(size) = layout.object_size
         && !(size.is_power_of_two() && OBJECT_SIZES.contains(&size))
     {
         let size = Size(size);
-        return Err(invalid(format!("objects cannot have {size} bytes"))
+        return Err(invalid(format!("the object size cannot be {size} bytes"))
             .with_repair("give a power of two from 4K to 32M"));
     }
     if let Some((unit, count)) = layout.stripes {
-        // It has to divide the object size, which is a power of two.
+        // The unit must divide the object size, which is a power of two.
         let fits = unit.is_power_of_two() && layout.object_size.is_none_or(|size| size >= unit);
         if !fits || count == 0 {
             let unit = Size(unit);
-            let message = format!("the image cannot be striped in units of {unit} over {count}");
-            return Err(invalid(message)
-                .with_repair("give a power of two up to the object size, and a count above 0"));
+            let message =
+                format!("stripes with a unit of {unit} and a count of {count} are invalid");
+            return Err(invalid(message).with_repair(
+                "the unit must be a power of two up to the object size, and the count above 0",
+            ));
         }
     }
     Ok(NewImage {
@@ -68,13 +73,13 @@ pub(crate) fn new_image(layout: &Layout) -> Result<NewImage> {
     })
 }
 
-/// The features' names.
+/// Returns the names of the features.
 pub(crate) fn names(features: u64) -> Vec<String> {
     let known = NAMES.iter().enumerate().filter(|(bit, _)| features & (1 << bit) != 0);
     known.map(|(_, name)| (*name).to_owned()).collect()
 }
 
-/// How `image` differs from what `layout` asks for; nothing where it is left open.
+/// Returns how `image` differs from `layout`. Properties that the layout does not specify are not compared.
 pub(crate) fn differences(layout: &Layout, image: &Image) -> Result<Vec<String>, librbd::Error> {
     let mut differences = Vec::new();
     let mut compare = |what: &str, is: String, wanted: String| {
@@ -112,11 +117,11 @@ fn bits(wanted: &[String]) -> Result<u64> {
         let known = CHOOSABLE.iter().find(|(known, _)| known == name);
         known.map(|(_, bits)| all | bits).ok_or_else(|| {
             let choices: Vec<&str> = CHOOSABLE.iter().map(|(name, _)| *name).collect();
-            let error = invalid(format!("{name:?} is no feature that an image can be given"));
+            let error = invalid(format!("{name:?} is not a feature that can be selected"));
             match &**name {
-                "striping" => error.with_repair("it comes with --stripe-unit and --stripe-count"),
-                "data-pool" => error.with_repair("it comes with --data-pool"),
-                _ => error.with_repair(format!("features are {}", choices.join(", "))),
+                "striping" => error.with_repair("use --stripe-unit and --stripe-count"),
+                "data-pool" => error.with_repair("use --data-pool"),
+                _ => error.with_repair(format!("the features are {}", choices.join(", "))),
             }
         })
     })
@@ -127,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn features_bring_what_they_need() {
+    fn features_include_the_features_that_they_need() {
         let wanted = ["fast-diff", "layering"].map(str::to_owned);
         let bits = bits(&wanted).expect("they exist");
         assert_eq!(names(bits), ["layering", "exclusive-lock", "object-map", "fast-diff"]);
@@ -135,9 +140,9 @@ mod tests {
     }
 
     #[test]
-    fn what_librbd_would_only_call_invalid_is_explained() {
+    fn invalid_layouts_are_rejected_with_a_reason() {
         let refused = |layout: Layout| {
-            let error = new_image(&layout).expect_err("it is wrong");
+            let error = new_image(&layout).expect_err("the layout is invalid");
             format!("{}: {}", error.message(), error.repair().unwrap_or(""))
         };
         let none = Layout::default();
@@ -151,7 +156,8 @@ mod tests {
         ] {
             assert!(refused(layout).contains(cause), "{cause}");
         }
-        let new = new_image(&Layout { object_size: Some(1 << 20), ..none }).expect("it is right");
+        let new =
+            new_image(&Layout { object_size: Some(1 << 20), ..none }).expect("the layout is valid");
         assert_eq!(new.order, Some(20));
     }
 }

@@ -1,36 +1,36 @@
-//! The images of a pool, one after the other where more than their names is asked for.
+//! Lists the images of a pool. For details, each image is opened, one after the other.
 
 use librbd::ImageSpec;
 
-use super::{RbdStore, Target, answer, pool_problem, within};
-use crate::timeouts::PATIENCE;
+use super::{RbdStore, Target, answer, pool_error, with_timeout};
+use crate::timeouts::CALL_TIMEOUT;
 use cleat_backend::store::{Entry, Failure, Listing, Page};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 impl RbdStore {
-    /// A part of the images. What is wrong with one does not keep the others.
+    /// Lists a page of the images. An error of one image is reported in its entry.
     pub(crate) fn listing(&self, page: &Page) -> Result<Listing> {
         let mut images = self.images()?;
         images.sort_by(|a, b| a.name.cmp(&b.name));
-        let behind = |name: &str| page.after.as_deref().is_none_or(|after| name > after);
-        let mut rest = images.into_iter().filter(|image| behind(&image.name));
+        let follows = |name: &str| page.after.as_deref().is_none_or(|after| name > after);
+        let mut rest = images.into_iter().filter(|image| follows(&image.name));
         let mut volumes: Vec<Entry> =
             rest.by_ref().take(page.limit).map(|image| self.entry(image)).collect::<Result<_>>()?;
         let last = volumes.last().map(|entry| entry.name.clone());
         let next = last.filter(|_| rest.next().is_some());
         if page.details {
             for entry in &mut volumes {
-                self.look_at(entry)?;
+                self.add_details(entry)?;
             }
-            self.look_again(&mut volumes)?;
+            self.retry_missing(&mut volumes)?;
         }
         Ok(Listing { volumes, next })
     }
 
     fn images(&self) -> Result<Vec<ImageSpec>> {
         let store = self.clone();
-        within(PATIENCE, &answer(self.spec.pool()), move || {
-            store.pool.list().map_err(|error| pool_problem(error, store.spec.client()))
+        with_timeout(CALL_TIMEOUT, &answer(self.spec.pool()), move || {
+            store.pool.list().map_err(|error| pool_error(error, store.spec.client()))
         })
     }
 
@@ -43,21 +43,22 @@ impl RbdStore {
         })
     }
 
-    fn look_at(&self, entry: &mut Entry) -> Result<()> {
+    fn add_details(&self, entry: &mut Entry) -> Result<()> {
         match self.call(&entry.name, None, Target::details) {
             Ok(Some(details)) => {
                 details.put_into(entry);
                 entry.error = None;
             }
-            Ok(None) => entry.error = Some(Failure::from(&self.torn(&entry.name))),
-            Err(error) if is_of_all(error.kind()) => return Err(error),
+            Ok(None) => entry.error = Some(Failure::from(&self.incomplete(&entry.name))),
+            Err(error) if affects_all(error.kind()) => return Err(error),
             Err(error) => entry.error = Some(Failure::from(&error)),
         }
         Ok(())
     }
 
-    /// What is listed and cannot be found was removed since, is about to be made, or is there in part.
-    fn look_again(&self, volumes: &mut Vec<Entry>) -> Result<()> {
+    /// Checks the images that were listed but not found again: they were removed, were being created, or
+    /// exist in part.
+    fn retry_missing(&self, volumes: &mut Vec<Entry>) -> Result<()> {
         let missing = |entry: &Entry| {
             entry.error.as_ref().is_some_and(|error| error.kind == ErrorKind::NotFound)
         };
@@ -68,17 +69,17 @@ impl RbdStore {
         let listed = |entry: &Entry| now.iter().any(|image| Some(&image.id) == entry.id.as_ref());
         volumes.retain(|entry| !missing(entry) || listed(entry));
         for entry in volumes.iter_mut().filter(|entry| missing(entry)) {
-            self.look_at(entry)?;
+            self.add_details(entry)?;
         }
         Ok(())
     }
 
-    fn torn(&self, name: &str) -> Error {
-        let message = "its header is missing, or the image that it was cloned from";
+    fn incomplete(&self, name: &str) -> Error {
+        let message = "its header or its parent is missing";
         let error = Error::new(ErrorKind::NotFound, message);
         match self.target(name, None) {
             Ok(target) => error.with_repair(format!(
-                "where it was made or removed in part only, take the rest away: {}",
+                "if it was created or removed only in part, remove the rest: {}",
                 target.command("remove --now", &target.name)
             )),
             Err(_) => error,
@@ -86,7 +87,8 @@ impl RbdStore {
     }
 }
 
-/// What goes wrong with one image then goes wrong with each, and may take its time.
-fn is_of_all(kind: ErrorKind) -> bool {
+/// Returns whether an error affects all images of the pool. The listing then fails, because each further
+/// image would wait for the same timeout.
+fn affects_all(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::TimedOut | ErrorKind::Unavailable | ErrorKind::Fenced)
 }

@@ -1,9 +1,9 @@
-//! Snapshots: the target of these is one.
+//! Operations whose target is a snapshot.
 
 use librbd::Open;
 
 use super::Target;
-use crate::timeouts::Course;
+use crate::timeouts::Tracker;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 impl Target {
@@ -22,7 +22,7 @@ impl Target {
             Ok(()) => Ok(true),
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(false),
             Err(error) if error.errno() == Some(libc::EBUSY) => {
-                // librbd says no more than this when clones need it, or it is protected for them.
+                // librbd returns the same errno for a snapshot that has clones and for a protected one.
                 Err(Error::new(ErrorKind::InUse, format!("{} is protected", self.name))
                     .with_repair(self.command("snapshot unprotect", &self.name))
                     .with_source(error))
@@ -45,17 +45,17 @@ impl Target {
         }
     }
 
-    pub(crate) fn snapshot_rollback(&self, course: &Course) -> Result<()> {
+    pub(crate) fn snapshot_rollback(&self, tracker: &Tracker) -> Result<()> {
         let image = self.open(Open::ReadOnly)?;
         if let Err(error) = image.snapshot_is_protected(self.snapshot()) {
             return Err(self.missing_or(error));
         }
         self.check_unused(&image)?;
         drop(image);
-        let image = self.open_alone()?;
-        let mut progress = |done, total| course.tell(done, total);
+        let image = self.open_exclusively()?;
+        let mut progress = |done, total| tracker.report(done, total);
         image.snapshot_rollback(self.snapshot(), &mut progress).map_err(|error| {
-            self.ended(error, "a part of the image is as it was then, the rest as before")
+            self.stopped_error(error, "a part of the image has the content of the snapshot")
         })
     }
 
@@ -69,13 +69,13 @@ impl Target {
         }
         Error::new(ErrorKind::NotFound, format!("there is no snapshot {}", self.name)).with_repair(
             format!(
-                "see what there is: cleat volume snapshot list '{}'",
+                "list the snapshots: cleat volume snapshot list '{}'",
                 self.uri.replacen(&format!("@{}", self.snapshot()), "", 1)
             ),
         )
     }
 
-    /// The error of a snapshot that its clones keep protected.
+    /// Returns the error for a snapshot that must stay protected because it has clones.
     fn cloned(&self, error: librbd::Error) -> Error {
         let at = self.open_at(Some(self.snapshot()), Open::ReadOnly);
         let clones = at.and_then(|image| self.clones(&image));
@@ -86,7 +86,7 @@ impl Target {
             }
             _ => ("clones".to_owned(), "remove its clones, or flatten them".to_owned()),
         };
-        Error::new(ErrorKind::InUse, format!("{} is needed by {by}", self.name))
+        Error::new(ErrorKind::InUse, format!("{} is the parent of {by}", self.name))
             .with_repair(repair)
             .with_source(error)
     }

@@ -302,7 +302,7 @@ fn an_image_that_cannot_be_opened_does_not_hide_the_others() {
     assert_eq!((&b["size_bytes"], &b["error"]["kind"]), (&json!(null), &json!("not_found")));
     let text = volume(&["list", &place, "--long"]);
     assert_eq!((text.code, text.stdout.lines().count()), (3, 4), "{text:?}");
-    assert!(text.stderr.contains("b cannot be asked: its header is missing"), "{text:?}");
+    assert!(text.stderr.contains("b cannot be asked: its header or its parent is missing"), "{text:?}");
     assert!(text.stderr.contains("cleat volume remove --now 'rbd:volumes/torn/b?"), "{text:?}");
     assert_eq!(volume(&["list", &place]).code, 0, "a list of names opens no image");
     // The recommended command repairs it.

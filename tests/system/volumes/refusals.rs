@@ -16,15 +16,15 @@ fn each_wrong_input_has_a_message_of_its_own() {
         (&["create", &image, "10X"], 2, "\"10X\" is not a size"),
         (&["create", "rbd:volumes", "1G"], 2, "needs a pool and an image"),
         (&["create", &snapshot, "1G"], 2, "is a snapshot"),
-        (&["create", &image, "1G", "--features", "speed"], 2, "\"speed\" is no feature"),
-        (&["create", &image, "1G", "--features", "striping"], 2, "comes with --stripe-unit"),
+        (&["create", &image, "1G", "--features", "speed"], 2, "\"speed\" is not a feature"),
+        (&["create", &image, "1G", "--features", "striping"], 2, "use --stripe-unit"),
         (&["create", &image, "1G", "--object-size", "5000"], 2, "power of two"),
         (&["create", &image, "1G", "--stripe-unit", "4K"], 2, "--stripe-count"),
         (&["create", &image, "1G", "--data-pool", "nope"], 3, "see that the pool nope exists"),
         (
             &["create", &image, "1G", "--stripe-unit", "8M", "--stripe-count", "2"],
             2,
-            "object size, too",
+            "also give the object size",
         ),
         (&["create", &image, "4E"], 2, "at most 256,000,000 objects"),
         (&["create", "mem:1G", "1G"], 8, "mem volumes are not kept in a store"),
@@ -38,7 +38,7 @@ fn each_wrong_input_has_a_message_of_its_own() {
         (&["snapshot", "create", &image], 2, "names no snapshot"),
         (&["snapshot", "rollback", &snapshot], 3, "volumes/nothing@s"),
         (&["clone", &snapshot, &uri("clone")], 3, "no snapshot volumes/nothing@s to be cloned"),
-        (&["clone", &snapshot, "rbd:volumes/c?id=other"], 2, "options differ"),
+        (&["clone", &snapshot, "rbd:volumes/c?id=other"], 2, "options of the two volumes differ"),
     ];
     let mut messages = Vec::new();
     for (words, code, cause) in cases {
@@ -165,7 +165,11 @@ fn missing_rights_on_the_data_pool_are_reported() {
     let mut clone = User::of(&halfway("from-apart"));
     assert!(!clone.does("read 0 4k") && !clone.does("read 0 4k"));
     let printed = clone.end();
-    assert_eq!(printed.matches("what it was cloned from").count(), 1, "{printed}");
+    assert_eq!(
+        printed.matches("may not use a pool with data of the image").count(),
+        1,
+        "{printed}"
+    );
     assert!(printed.contains("ceph auth caps client.halfway"), "{printed}");
 
     let set = ["auth", "caps", "client.halfway", "mon", "profile rbd", "osd"];

@@ -280,7 +280,7 @@ fn an_unreadable_claim_is_an_error_and_a_clone_does_not_inherit_claims() {
     parent.metadata_set("cleat.claim", "{\"version\": 1, \"generation\": \"many\"}").unwrap();
     drop(parent);
     let failure = refused(&start_as(&uri, "a", "boot", "m"));
-    assert!(failure.message.contains("cannot be understood"), "{failure:?}");
+    assert!(failure.message.contains("not valid JSON for a claim"), "{failure:?}");
     assert!(failure.repair.unwrap().contains("image-meta remove"));
 }
 

@@ -50,7 +50,7 @@ fn as_client(id: &str, uri: &str) -> String {
 fn a_client_can_be_fenced_by_hand_and_cleared_once_it_is_dead() {
     let uri = fresh("by-hand");
     let (code, printed) = refused(&["add", &uri, "--yes"]);
-    assert!(code == 3 && printed.contains("nobody may write"), "{code} {printed}");
+    assert!(code == 3 && printed.contains("no client may write"), "{code} {printed}");
     // The claim has this node's boot id, so the command can check whether the process runs.
     let boot_id = cleat_backend::claimant::boot_id().unwrap();
     let start = Start { boot_id, mapping_id: "m".to_owned(), ..start_message(&uri) };
@@ -91,7 +91,7 @@ fn a_client_can_be_fenced_by_hand_and_cleared_once_it_is_dead() {
     // The fence of a running client is not cleared; neither is that of an unknown client.
     let admin = as_admin(&uri);
     let (code, printed) = refused(&["clear", &admin, &address]);
-    assert!(code == 5 && printed.contains("not let in again"), "{code} {printed}");
+    assert!(code == 5 && printed.contains("not removed from the blocklist"), "{code} {printed}");
     let (code, printed) = refused(&["clear", &admin, "1.2.3.4:0/5"]);
     assert!(code == 5 && printed.contains("whose client"), "{code} {printed}");
     let holder = result(&["ls", &uri])["clients"][0]["address"].as_str().unwrap().to_owned();

@@ -1,0 +1,137 @@
+//! The capabilities of an open image: resize, shrink, extents, snapshot quiesce, background work and
+//! handover.
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use cleat_backend::uri::{Size, invalid};
+use cleat_backend::{BackgroundWork, Extents, Handover, HandoverFiles, HandoverState, Resize};
+use cleat_backend::{RunningTask, Shrink, SnapshotQuiesce, Waker};
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::volume::Extent;
+
+use super::RbdImage;
+use crate::claim::decision::Purpose;
+use crate::quiesce::Snapshots;
+use crate::{background, claim, encryption, extents};
+
+impl RbdImage {
+    fn change_size(&self, size: u64, shrink: bool) -> Result<()> {
+        if self.shared.read_only {
+            return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
+        }
+        let now = self.read_size()?;
+        if size < now && !shrink {
+            let (size, now) = (Size(size), Size(now));
+            let message = format!("{} has {now}; {size} would remove data at its end", self.name);
+            return Err(invalid(message));
+        }
+        if size == 0 {
+            return Err(invalid(format!("{} cannot be resized to 0 bytes", self.name)));
+        }
+        let (image, mut ignore) = (self.image()?, |_, _| ControlFlow::Continue(()));
+        let resized =
+            encryption::resize(&image, self.shared.luks_header, size, shrink, &mut ignore);
+        resized.map_err(|error| self.failed(error))?;
+        self.read_size().map(drop)
+    }
+}
+
+impl Resize for RbdImage {
+    fn grow(&self, size: u64) -> Result<()> {
+        self.change_size(size, false)
+    }
+}
+
+impl Shrink for RbdImage {
+    fn shrink_to(&self, size: u64) -> Result<()> {
+        self.change_size(size, true)
+    }
+}
+
+impl Extents for RbdImage {
+    fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
+        let extents = extents::extents(&*self.image()?, offset..offset + length, limit);
+        extents.map_err(|error| self.failed(error))
+    }
+}
+
+impl SnapshotQuiesce for RbdImage {
+    fn watch(&self, waker: Waker, active: bool) -> Result<()> {
+        if self.shared.read_only {
+            let message = format!("{} is read-only: there is nothing to quiesce", self.name);
+            return Err(invalid(message).with_repair("map it without --quiesce"));
+        }
+        self.with_snapshots(|snapshots| snapshots.set_waker(waker, active)).ok_or_else(|| {
+            let message = format!("{} was not opened with snapshot notifications", self.name);
+            Error::new(ErrorKind::Internal, message)
+        })
+    }
+
+    fn pending(&self) -> Option<u64> {
+        self.with_snapshots(Snapshots::pending).flatten()
+    }
+
+    fn answer(&self, number: u64, result: Result<(), i32>) -> bool {
+        self.with_snapshots(|snapshots| snapshots.answer(number, result)).unwrap_or(false)
+    }
+}
+
+impl BackgroundWork for RbdImage {
+    fn stop(&self, deadline: Instant) -> Vec<RunningTask> {
+        // The callbacks for snapshots and changes only set numbers. Only the background thread calls
+        // librbd, and it only reads.
+        let stopped = self.shared.pause.stop(deadline);
+        let running = RunningTask { name: background::THREAD, may_write: false };
+        if stopped { Vec::new() } else { vec![running] }
+    }
+
+    fn restart(&self) {
+        self.shared.pause.resume();
+    }
+}
+
+impl Handover for RbdImage {
+    fn prepare(&self) -> Result<HandoverFiles> {
+        Ok(HandoverFiles { descriptors: Vec::new() })
+    }
+
+    fn release(&self) -> Result<HandoverState> {
+        let fenced = self.shared.is_fenced();
+        let image = self.image()?;
+        self.with_snapshots(Snapshots::reject);
+        if let Some(claim) = self.shared.claim().take().filter(|_| !fenced) {
+            let released = claim::release(&image, &claim, &self.name)
+                .inspect_err(|error| self.note_fenced(error))
+                .and_then(|()| image.lock_release().map_err(|error| self.failed(error)));
+            if let Err(error) = released {
+                // This client still holds the lock, so it may continue to write.
+                self.resume()?;
+                return Err(error);
+            }
+        }
+        Ok(HandoverState { fenced, ..HandoverState::default() })
+    }
+
+    fn resume(&self) -> Result<()> {
+        self.with_snapshots(Snapshots::activate);
+        let taken = self.claim(Purpose::Handover);
+        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::InUse) {
+            // Another client has acquired the lock. Without this, librbd would wait for the lock and then
+            // continue to write.
+            self.shared.set_fenced();
+        }
+        taken
+    }
+
+    fn take_over(&self, state: &HandoverState) -> Result<()> {
+        if state.fenced {
+            self.shared.set_fenced();
+            return Ok(());
+        }
+        self.claim(Purpose::Handover)?;
+        self.with_snapshots(Snapshots::activate);
+        // The image may have been resized after this process opened it.
+        self.read_size().map(drop)
+    }
+}

@@ -1,0 +1,81 @@
+//! Closing an image. It releases the claim and waits for requests in flight, with a timeout.
+
+use std::sync::mpsc;
+use std::sync::{Arc, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::RbdImage;
+use crate::background::Background;
+use crate::claim;
+use crate::quiesce::Snapshots;
+
+/// The timeout of closing. After it, closing continues on its thread.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The interval at which closing checks whether the last user of the image has ended.
+const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// The parts of an open image that closing ends.
+pub(super) struct Handles {
+    /// `None` for a reader, to which librbd reports no changes, and which has no claim.
+    pub(super) background: Option<Background>,
+    /// The registration for snapshots, if the volume was opened with it.
+    pub(super) snapshots: Option<Snapshots>,
+    pub(super) image: Arc<librbd::Image>,
+}
+
+impl RbdImage {
+    /// Closes the image once. Closing releases the lock, so it waits for the cluster, but at most for
+    /// `CLOSE_TIMEOUT`: the cluster itself drops the lock of a client that has ended.
+    pub(super) fn close_once(&self) {
+        let handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(handles) = handles else { return };
+        let (sender, closed) = mpsc::channel();
+        // A fenced client must not change the claim of another client.
+        let claim = self.shared.claim().take().filter(|_| !self.shared.is_fenced());
+        let name = self.name.clone();
+        let close = move || {
+            if let Some(claim) = claim
+                && let Err(error) = claim::release(&handles.image, &claim, &name)
+            {
+                tracing::warn!(image = %name, error = %error.report(), "cannot release the claim");
+            }
+            let _ = sender.send(handles.close());
+        };
+        if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
+            // The failed spawn has dropped the closure, which closes the image on this thread.
+            tracing::warn!(image = %self.name, %error, "no thread for closing; closed without a timeout");
+            return;
+        }
+        match closed.recv_timeout(CLOSE_TIMEOUT) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(image = %self.name, %error, "closing failed"),
+            Err(_) => tracing::warn!(
+                image = %self.name,
+                "closing takes longer than {CLOSE_TIMEOUT:?}; the cluster does not answer"
+            ),
+        }
+    }
+}
+
+impl Handles {
+    /// Ends the background work, waits for the last queue, and closes the image. Blocks without a limit.
+    #[allow(
+        clippy::disallowed_methods,
+        reason = "it waits for other threads, on a thread of its own"
+    )]
+    fn close(self) -> librbd::Result<()> {
+        drop(self.snapshots);
+        self.background.into_iter().for_each(Background::end);
+        let mut image = self.image;
+        loop {
+            match Arc::try_unwrap(image) {
+                Ok(image) => return image.close(),
+                // For example, a connection's thread has not ended yet.
+                Err(shared) => image = shared,
+            }
+            thread::sleep(CLOSE_POLL_INTERVAL);
+        }
+    }
+}
