@@ -102,7 +102,7 @@ fn fenced(device: &str) {
     metric(1);
     shell(&format!("! dd if=/dev/zero of={device} bs=4k count=1 oflag=direct 2> /dev/null"));
     let errors = shell(&format!("journalctl -t cleat MAPPING={NAME} -o cat -p err"));
-    assert!(errors.contains("somebody else owns the volume"), "{errors:?}");
+    assert!(errors.contains("another client owns the volume"), "{errors:?}");
     assert_eq!(cleat(&["map", &uri(), "--name", NAME]).status.code(), Some(12));
     cleat_ok(&["unmap", NAME]);
     let device = cleat_ok(&["map", &uri(), "--name", NAME]);

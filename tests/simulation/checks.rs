@@ -317,12 +317,12 @@ fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<()
     let workers: Vec<_> =
         state.workers.values().filter(|worker| worker.mapping_id() == Some(id)).collect();
     let message = &failure.message;
-    let is_true = if message.contains("by somebody else") {
+    let is_true = if message.contains("by another program") {
         let severed = world.kernel().has_vanished(&record.identity()) || state.forced.contains(id);
         devices.is_empty() && severed
-    } else if message.contains("lived in memory") {
+    } else if message.contains("in the memory of its worker") {
         record.uri.starts_with("mem:") && workers.is_empty()
-    } else if message.contains("somebody else owns") {
+    } else if message.contains("another client owns") {
         state.was_fenced(id)
     } else if message.contains("is alive but") {
         workers.iter().any(|worker| !worker.answers_commands())

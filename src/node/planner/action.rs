@@ -2,75 +2,77 @@
 
 use cleat_kernel::{DeviceIndex, UnmountScope};
 
-/// One thing to do. Each is bounded in time and safe to repeat.
+/// One action. Each is bounded in time and safe to repeat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Start a worker of the next generation and open the volume in it.
+    /// Starts a worker of the next generation, which opens the volume.
     StartWorker,
-    /// Connect a new device to the worker.
+    /// Connects a new device to the worker.
     Connect,
-    /// Wait for the device's node, symlink and size.
+    /// Waits for the device's node, symlink and size.
     WaitForDevice,
-    /// Remember that the mapping has been made.
+    /// Records that the mapping has been created.
     RecordMapped,
-    /// Give the device's dead connections new sockets to the worker: so many are missing.
+    /// Replaces dead connections of the device by new ones to the worker.
     Reconnect {
         /// The device.
         index: DeviceIndex,
-        /// Connections to replace.
+        /// The number of connections to replace.
         missing: u32,
     },
-    /// Make the device as large as its volume has become, in bytes. One that cannot be done now is
-    /// put off, and no failure: the mapping works.
+    /// Grows the device to the size of its volume. If this is not possible now, it is deferred, which
+    /// is no failure: the mapping works.
     GrowDevice {
         /// The device.
         index: DeviceIndex,
-        /// Of the volume, in whole blocks.
+        /// The size of the volume in bytes, a multiple of the block size.
         size: u64,
     },
-    /// Have the device's requests answered with errors, those included that a worker left.
+    /// Answers the device's requests with errors, also those that an earlier worker did not answer.
     RefuseIo {
         /// The device.
         index: DeviceIndex,
-        /// Its connections.
+        /// The number of its connections.
         connections: u32,
     },
-    /// Remember that the mapping is being taken down.
+    /// Records that the mapping is being removed.
     RecordUnmapping,
-    /// Write back what the device's page cache holds.
+    /// Writes back the page cache of the device.
     Flush(DeviceIndex),
-    /// Look for holders once more, then disconnect.
+    /// Looks for holders again, then disconnects the device.
     Disconnect(DeviceIndex),
-    /// End the worker; by SIGKILL when it does not go. Proved before this succeeds.
+    /// Ends the worker, by SIGKILL if necessary. Succeeds only when its end is proved.
     StopWorker,
-    /// End the worker that was succeeded, as `StopWorker` does, and forget it.
+    /// Ends the predecessor as `StopWorker` ends the worker, and removes it from the record.
     StopPredecessor,
-    /// Make the worker that was not succeeded the worker again.
+    /// Makes the predecessor the worker again, after a handover that did not happen.
     RestorePredecessor,
-    /// Wait until the kernel has ended an attempt to connect a device; then look again.
+    /// Waits until the kernel has ended an attempt to connect a device. The mapping is then observed
+    /// again.
     WaitForConnect,
-    /// Forget the mapping.
+    /// Removes the record of the mapping.
     RemoveRecord,
-    /// Have the worker answer every request with an error; end one that does not do so.
+    /// Makes the worker answer every request with an error. A worker that does not do so is killed.
     FailIo,
-    /// UnmountScope the device lazily. That it hangs is no failure.
+    /// Unmounts the device lazily. A blocked unmount is no failure.
     Unmount(DeviceIndex, UnmountScope),
-    /// Disconnect, whoever holds the device. From here on it is not the mapping's any more.
+    /// Disconnects the device regardless of its holders. From then on it does not belong to the
+    /// mapping.
     ForceDisconnect(DeviceIndex),
-    /// Make the device quiet for a snapshot, and answer for it. What goes wrong is the snapshot's
-    /// failure.
+    /// Quiesces the device for a snapshot, and answers the snapshot's request. A failure is a failure
+    /// of the snapshot, not of the mapping.
     Quiesce {
         /// The device.
         index: DeviceIndex,
-        /// The worker's number for it.
+        /// The worker's number for the snapshot.
         snapshot: u64,
     },
-    /// End that. Where it cannot be done now and the mapping stays, it is put off.
+    /// Ends the quiescing. If this is not possible now and the mapping stays, it is deferred.
     Unquiesce,
-    /// The same on the way of a forced unmap, whose failure is told and no more.
+    /// Ends the quiescing during a forced unmap. A failure is only reported.
     TryUnquiesce,
-    /// Record that somebody else owns the volume.
+    /// Records that another client owns the volume.
     RecordFenced,
-    /// Make sure that nothing of the worker, whose end is proved, is under way at the backend.
+    /// Proves that the backend executes no request of the worker any more. The worker has ended.
     ProveNoWrites,
 }

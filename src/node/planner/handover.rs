@@ -3,9 +3,11 @@
 use super::mapped::unreachable_worker;
 use super::{Action, Intent, Observed, ObservedWorker, Plan, Record, State};
 
-/// Two workers: the end of a hand-over, forwards or backwards. A new one that did not take over is
-/// ended even when the old one is gone: it has the volume open through the old one's description, so
-/// that only the next one's claim proves the old one's last writes to be over.
+/// Ends a handover: either the predecessor is stopped, or it becomes the worker again.
+///
+/// A new worker that did not take over is stopped even if the predecessor has ended. It has the volume
+/// open through the predecessor's open file description, so only the claim of the next worker proves
+/// that the predecessor's last writes have ended.
 pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
     let gone = ObservedWorker::Gone;
     let mut actions = match (observed.handed_over, &observed.worker, &observed.predecessor) {
@@ -21,7 +23,7 @@ pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
         {
             return unreachable_worker(record, *pid, reason);
         }
-        // Nobody can tell, and all of it goes in any case.
+        // Which worker serves cannot be determined, but a forced unmap stops both.
         (None, _, _) => vec![Action::StopWorker, Action::RestorePredecessor],
     };
     let state = match record.intent {
@@ -29,7 +31,7 @@ pub(crate) fn plan_handover(record: &Record, observed: &Observed) -> Plan {
         Intent::Unmapped | Intent::Forced(_) => State::Unmapping,
     };
     if matches!(record.intent, Intent::Forced(_)) {
-        // As in every plan of it: the wish is recorded before anything is done.
+        // As in every plan of a forced unmap, the intent is recorded before any other action.
         actions.insert(0, Action::RecordUnmapping);
     }
     Plan { state, actions }

@@ -13,7 +13,7 @@ pub(crate) fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
     match observed.devices.as_slice() {
         [] if record.established => Plan::fail(Failure::new(
             ErrorKind::Unavailable,
-            format!("the device of {name} was disconnected by somebody else"),
+            format!("the device of {name} was disconnected by another program"),
             format!("cleat unmap {name}, then map it again"),
         )),
         [] => plan_new(record, observed),
@@ -21,27 +21,29 @@ pub(crate) fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
         several => Plan::fail(Failure::new(
             ErrorKind::Internal,
             format!("{} devices carry the identity of {name}: {}", several.len(), list(several)),
-            format!("cleat unmap {name} takes all of them down"),
+            format!("cleat unmap {name} removes all of them"),
         )),
     }
 }
 
-/// No device yet.
+/// Plans a mapping that has no device yet.
 fn plan_new(record: &Record, observed: &Observed) -> Plan {
-    let rest = [Action::Connect, Action::WaitForDevice, Action::RecordMapped];
+    let after_start = [Action::Connect, Action::WaitForDevice, Action::RecordMapped];
     match &observed.worker {
         ObservedWorker::Gone => {
             let mut actions = vec![Action::StartWorker];
-            actions.extend(rest);
+            actions.extend(after_start);
             Plan { state: State::Mapping, actions }
         }
-        ObservedWorker::Alive { .. } => Plan { state: State::Mapping, actions: rest.to_vec() },
+        ObservedWorker::Alive { .. } => {
+            Plan { state: State::Mapping, actions: after_start.to_vec() }
+        }
         ObservedWorker::Unreachable { pid, reason } => unreachable_worker(record, *pid, reason),
         ObservedWorker::Fenced => fenced(record, observed),
     }
 }
 
-/// The one device of the mapping exists.
+/// Plans a mapping that has its one device.
 fn plan_device(record: &Record, observed: &Observed, device: ObservedDevice) -> Plan {
     let wanted = record.options.connections;
     let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
@@ -63,15 +65,15 @@ fn plan_device(record: &Record, observed: &Observed, device: ObservedDevice) -> 
             if !after.is_empty() && observed.failures >= MAX_FAILURES {
                 return given_up(record, observed);
             }
-            let grown = grown(record, observed, device);
-            after.extend(grown.map(|size| Action::GrowDevice { index: device.index, size }));
+            let new_size = grown_size(record, observed, device);
+            after.extend(new_size.map(|size| Action::GrowDevice { index: device.index, size }));
             Plan { state, actions: after }
         }
         ObservedWorker::Alive { .. } if observed.failures >= MAX_FAILURES => {
             given_up(record, observed)
         }
         ObservedWorker::Gone if observed.failures >= MAX_FAILURES => {
-            refused(given_up(record, observed), record, observed, device)
+            refuse_if_overdue(given_up(record, observed), record, observed, device)
         }
         ObservedWorker::Alive { connections, .. } => {
             let missing = wanted - connections;
@@ -79,7 +81,9 @@ fn plan_device(record: &Record, observed: &Observed, device: ObservedDevice) -> 
             actions.extend(after);
             Plan { state: State::Recovering, actions }
         }
-        ObservedWorker::Gone if !outlives => refused(lost(record), record, observed, device),
+        ObservedWorker::Gone if !outlives => {
+            refuse_if_overdue(content_lost(record), record, observed, device)
+        }
         ObservedWorker::Gone => {
             let index = device.index;
             let mut actions =
@@ -92,8 +96,13 @@ fn plan_device(record: &Record, observed: &Observed, device: ObservedDevice) -> 
     }
 }
 
-/// A mapping that no worker will serve again: what waits does not wait for ever.
-fn refused(mut plan: Plan, record: &Record, observed: &Observed, device: ObservedDevice) -> Plan {
+/// Ends the waiting of requests on a device that no worker will serve again.
+fn refuse_if_overdue(
+    mut plan: Plan,
+    record: &Record,
+    observed: &Observed,
+    device: ObservedDevice,
+) -> Plan {
     if observed.unserved_too_long && !observed.refusing {
         let connections = record.options.connections;
         plan.actions.push(Action::RefuseIo { index: device.index, connections });
@@ -101,11 +110,11 @@ fn refused(mut plan: Plan, record: &Record, observed: &Observed, device: Observe
     plan
 }
 
-/// The size that the device should have, where the volume has grown by a block or more.
-fn grown(record: &Record, observed: &Observed, device: ObservedDevice) -> Option<u64> {
+/// Returns the size that the device should get, if the volume has grown by a block or more.
+fn grown_size(record: &Record, observed: &Observed, device: ObservedDevice) -> Option<u64> {
     let ObservedWorker::Alive { size, .. } = observed.worker else { return None };
     let block_size = record.volume.map(|volume| u64::from(volume.block_size))?;
-    // What is no whole block cannot be reached through the device.
+    // The device cannot address a part of a block.
     let size = size - size % block_size.max(1);
     let grows = record.established && !observed.resize_deferred && size > device.size;
     grows.then_some(size)
@@ -115,18 +124,21 @@ fn shrunk(record: &Record, size: u64, device: ObservedDevice) -> Plan {
     Plan::fail(Failure::new(
         ErrorKind::Internal,
         format!(
-            "the volume of {} has shrunk to {size} bytes under its device of {} bytes",
+            "the volume of {} has shrunk to {size} bytes, and its device has {} bytes",
             record.name, device.size
         ),
-        "grow the volume back to its size, or unmap it".to_owned(),
+        format!("grow the volume to {} bytes again, or: cleat unmap {}", device.size, record.name),
     ))
 }
 
-fn lost(record: &Record) -> Plan {
+fn content_lost(record: &Record) -> Plan {
     Plan::fail(Failure::new(
         ErrorKind::Internal,
-        format!("the worker of {} died and its content with it: it lived in memory", record.name),
-        format!("cleat unmap {}, then map it again, empty", record.name),
+        format!(
+            "the content of {} is lost: it was in the memory of its worker, which ended",
+            record.name
+        ),
+        format!("cleat unmap {}, then map it again; it will be empty", record.name),
     ))
 }
 
@@ -144,33 +156,33 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
                 true => "its I/O fails".to_owned(),
                 false => {
                     format!(
-                        "its I/O fails once it has waited for {} s",
+                        "its I/O fails after it has waited for {} s",
                         options.dead_connection_timeout_s
                     )
                 }
             }
         ),
         format!(
-            "see the daemon's log for the cause; when it is removed, cleat map '{uri}' --name {name} \
-             tries again, and cleat unmap {name} gives it up"
+            "see the daemon's log for the cause, remove it and run: cleat map '{uri}' --name {name}; \
+             or run: cleat unmap {name}"
         ),
     ))
 }
 
-/// Remembered, since a worker knows it only for as long as it lives: another one would open the
-/// volume as if nothing had happened, under a file system that has missed what others wrote.
+/// Records that the volume is fenced, because a worker does not pass this on: its replacement would open
+/// the volume as before, although the mounted file system has missed the writes of the new owner.
 fn fenced(record: &Record, observed: &Observed) -> Plan {
     let mut plan = Plan::fail(Failure::new(
         ErrorKind::Fenced,
-        format!("somebody else owns the volume of {} now, or has removed it", record.name),
-        format!("cleat unmap {}; nothing more is written from here", record.name),
+        format!("another client owns the volume of {} now, or has removed it", record.name),
+        format!("cleat unmap {}; this node writes nothing more to the volume", record.name),
     ));
     if !record.fenced {
         plan.actions.push(Action::RecordFenced);
     }
     match observed.devices.as_slice() {
         [device] if observed.worker == ObservedWorker::Gone => {
-            refused(plan, record, observed, *device)
+            refuse_if_overdue(plan, record, observed, *device)
         }
         _ => plan,
     }
@@ -180,7 +192,7 @@ pub(crate) fn unreachable_worker(record: &Record, pid: u32, reason: &str) -> Pla
     Plan::fail(Failure::new(
         ErrorKind::Unavailable,
         format!("the worker of {} (process {pid}) is alive but {reason}", record.name),
-        format!("kill -9 {pid}: it is replaced once it has ended"),
+        format!("kill -9 {pid}; the worker is replaced when the process has ended"),
     ))
 }
 

@@ -1,21 +1,22 @@
-//! The planner: what is wanted and what is seen → what to do next. No I/O, no clock, no memory.
+//! The planner: a pure function from the desired and the observed state of a mapping to the next
+//! actions. It does no I/O, reads no clock and keeps no memory.
 //!
-//! A plan's actions are carried out in order until one fails; then the world is looked at again
-//! and planned anew. So every action is safe to repeat, and a plan may be cut anywhere.
+//! The actions of a plan run in order until one fails. Then the mapping is observed and planned
+//! again. Each action is therefore safe to repeat, and a plan may be interrupted anywhere.
 //!
-//! Rules, which the property tests below hold it to:
-//! - a device is touched only when it carries the mapping's identity;
-//! - a worker is started only when no earlier one can still write (proved: its process has ended);
-//! - a device that somebody holds is not disconnected;
-//! - a volume whose content died with its worker is reported lost, never replaced by zeroes.
+//! Rules, which property tests check:
+//! - the planner touches only devices that carry the identity of the mapping;
+//! - it starts a worker only when no earlier worker can still write (the end of its process is proved);
+//! - it does not disconnect a device that has holders;
+//! - it reports content that ended with its worker as lost, and never replaces it by zeroes.
 //!
-//! An unmap by force is the exception to the third rule, as its user wants: it rests nowhere before
-//! the mapping is gone. See `force` for the order of what it does.
+//! A forced unmap is the exception to the third rule, because its user asks for it: it ends only when
+//! the mapping is gone. See `force_unmap` for the order of its steps.
 //!
-//! A planned hand-over is begun by `upgrade`, not by a plan. What is planned is its end, however it
-//! was cut short: of two workers of a mapping one serves, and the handover word tells which.
+//! `upgrade` begins a handover; no plan does. Plans end it, wherever it was interrupted: one of the two
+//! workers of the mapping serves, and the handover word says which.
 //!
-//! A place kept for what comes: a fenced claim is one more [`ObservedWorker`].
+//! A later extension, a claim that is fenced, becomes one more [`ObservedWorker`].
 
 mod action;
 mod handover;
@@ -31,34 +32,35 @@ pub use observed::{Observed, ObservedDevice, ObservedQuiesce, ObservedWorker};
 pub use record::{DeviceProperties, Intent, Options, Quiesced, READ_ONLY, Record, WorkerId};
 pub use state::{Failure, State};
 
-/// What to do, and what the mapping is called meanwhile.
+/// The next actions for a mapping, and the state that users see until they have ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// The state while the actions run; the final one when there are none.
+    /// The state while the actions run. Without actions, it is the final state.
     pub state: State,
-    /// In order.
+    /// The actions, in the order in which they run.
     pub actions: Vec<Action>,
 }
 
 impl Plan {
-    fn rest(state: State) -> Self {
+    fn without_actions(state: State) -> Self {
         Self { state, actions: Vec::new() }
     }
 
     fn fail(failure: Failure) -> Self {
-        Self::rest(State::Failed(failure))
+        Self::without_actions(State::Failed(failure))
     }
 }
 
-/// Repairs in a row that may fail before a mapping is given up.
+/// The number of consecutive failed repairs after which the planner gives up a mapping.
 pub const MAX_FAILURES: u32 = 10;
 
-/// Decides.
+/// Plans the next actions for a mapping.
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
-    quiesce::complete(decide(record, observed), record, observed)
+    let plan = plan_for_intent(record, observed);
+    quiesce::add_quiesce_actions(plan, record, observed)
 }
 
-fn decide(record: &Record, observed: &Observed) -> Plan {
+fn plan_for_intent(record: &Record, observed: &Observed) -> Plan {
     if record.predecessor.is_some() {
         return handover::plan_handover(record, observed);
     }

@@ -2,76 +2,77 @@
 
 use cleat_kernel::{DeviceIndex, Holder};
 
-/// What is, as far as this mapping is concerned.
+/// The observed state of a mapping.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Observed {
-    /// Connected devices that carry the mapping's identity.
+    /// The connected devices that carry the mapping's identity.
     pub devices: Vec<ObservedDevice>,
-    /// Its worker.
+    /// The worker of the mapping.
     pub worker: ObservedWorker,
-    /// The worker that it is to succeed; `Gone` when there is none.
+    /// During a handover, the worker that hands over; otherwise `Gone`.
     pub predecessor: ObservedWorker,
-    /// With a predecessor: whether the worker has taken over from it; `None` when nobody can tell.
+    /// During a handover, whether the new worker has taken over. `None` if this cannot be determined.
     pub handed_over: Option<bool>,
-    /// Who holds the devices. Looked for whenever the intent is to unmap, as looking takes long.
+    /// The holders of the devices. They are looked up only if the intent is to unmap, because the
+    /// search takes long.
     pub holders: Vec<Holder>,
-    /// Whether the device's paths have been seen since the supervisor started.
+    /// Whether this supervisor has seen the paths of the device.
     pub paths_known: bool,
-    /// Repairs that did not last, in a row.
+    /// The number of consecutive repairs that failed or did not last.
     pub failures: u32,
-    /// How the last of them ended, for the reader.
+    /// How the last workers ended, as text for users.
     pub history: String,
-    /// No worker has served the device for as long as I/O may wait.
+    /// Whether no worker has served the device for longer than its I/O may wait.
     pub unserved_too_long: bool,
-    /// In place of a worker, somebody answers each request with an error.
+    /// Whether the supervisor answers each request with an error, in place of a worker.
     pub refusing: bool,
-    /// A growth of the device could not be carried out a moment ago.
+    /// Whether a resize of the device failed recently and is not to be tried yet.
     pub resize_deferred: bool,
-    /// What a snapshot asks for, and what was done for it.
+    /// What a snapshot requests, and what was done for it.
     pub quiesced: ObservedQuiesce,
-    /// The kernel has not ended an attempt to connect a device, which nobody waits for any more.
+    /// Whether the kernel still executes an abandoned attempt to connect a device.
     pub connecting: bool,
 }
 
-/// A device with our identity.
+/// A device that carries the mapping's identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ObservedDevice {
     /// N of `/dev/nbdN`.
     pub index: DeviceIndex,
-    /// In bytes.
+    /// The size in bytes.
     pub size: u64,
 }
 
-/// A mapping's worker.
+/// The observed state of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ObservedWorker {
-    /// No process of this mapping exists: none was started, or its end is proved.
+    /// The mapping has no such process: none was started, or its end is proved.
     Gone,
-    /// It answers.
+    /// The worker answers.
     Alive {
-        /// Kernel connections that it serves.
+        /// The number of kernel connections that it serves.
         connections: u32,
-        /// Of the volume, in bytes.
+        /// The size of the volume in bytes.
         size: u64,
     },
-    /// Its process exists and does not answer, or not in our language.
+    /// The process exists, but does not answer, or speaks another version of the protocol.
     Unreachable {
-        /// Of the process.
+        /// The number of the process.
         pid: u32,
-        /// Why, for the reader.
+        /// The cause, as text for users.
         reason: String,
     },
-    /// The volume belongs to somebody else now; the worker fails every request.
+    /// Another client owns the volume now. The worker fails every request.
     Fenced,
 }
 
-/// What a look at a mapping shows of it.
+/// The observed state of quiescing a mapping for a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ObservedQuiesce {
-    /// A snapshot that waits for an answer.
+    /// The snapshot that waits for an answer.
     pub snapshot: Option<u64>,
-    /// What was made quiet is still to be.
+    /// Whether the device must stay quiesced.
     pub in_progress: bool,
-    /// A thaw could not be carried out a moment ago.
+    /// Whether an attempt to thaw failed recently, and the next one is not due yet.
     pub retry_later: bool,
 }

@@ -1,15 +1,16 @@
-//! What a plan adds for a snapshot that needs the device quiesced.
+//! Adds the actions to a plan that quiesce a device for a snapshot, and end that.
 
 use super::{Action, Intent, Observed, ObservedQuiesce, Plan, Record, State};
 
-/// Adds to a plan what is to become of a device that is quiet, or should be.
-pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> Plan {
+/// Adds the actions for a device that is quiesced or is to be quiesced.
+pub(crate) fn add_quiesce_actions(mut plan: Plan, record: &Record, observed: &Observed) -> Plan {
     let ObservedQuiesce { snapshot, in_progress, retry_later } = observed.quiesced;
     let actions = &mut plan.actions;
-    let at = |wanted: fn(&Action) -> bool| actions.iter().position(wanted);
+    let position = |wanted: fn(&Action) -> bool| actions.iter().position(wanted);
     match (&record.quiesced, record.intent) {
         (None, Intent::Mapped) => {
-            // Only where all is well: else it is refused in the end, by librbd's own limit.
+            // Only a mapping that works is quiesced. Otherwise librbd refuses the snapshot after its own
+            // timeout.
             if let (Some(snapshot), [device], State::Mapped, []) =
                 (snapshot, observed.devices.as_slice(), &plan.state, actions.as_slice())
             {
@@ -17,21 +18,22 @@ pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> 
             }
         }
         (None, _) => {}
-        // Behind a repair, which it may have to wait for.
+        // After a repair, because thawing writes through the worker.
         (Some(_), Intent::Mapped) if !in_progress && !retry_later => {
             actions.push(Action::Unquiesce)
         }
         (Some(_), Intent::Mapped) => {}
         (Some(_), Intent::Unmapped) => {
-            // Through a worker that serves, or else when everything fails that is written.
+            // Thawing writes: either a worker serves these writes, or the disconnected device fails them.
             let last = |a: &Action| matches!(a, Action::RemoveRecord | Action::WaitForConnect);
-            if let Some(at) = at(|a| matches!(a, Action::Flush(_))).or_else(|| at(last)) {
+            let flush = position(|a| matches!(a, Action::Flush(_)));
+            if let Some(at) = flush.or_else(|| position(last)) {
                 actions.insert(at, Action::Unquiesce);
             }
         }
         (Some(_), Intent::Forced(_)) => {
-            let first = at(|a| matches!(a, Action::Unmount(..)));
-            let last = at(|a| matches!(a, Action::ProveNoWrites));
+            let first = position(|a| matches!(a, Action::Unmount(..)));
+            let last = position(|a| matches!(a, Action::ProveNoWrites));
             last.into_iter().for_each(|at| actions.insert(at, Action::Unquiesce));
             first.into_iter().for_each(|at| actions.insert(at, Action::TryUnquiesce));
         }
@@ -42,7 +44,7 @@ pub(crate) fn complete(mut plan: Plan, record: &Record, observed: &Observed) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::tests::{established, seen};
+    use crate::planner::tests::{established, observed_with};
     use crate::planner::{ObservedWorker, WorkerId, plan};
     use cleat_kernel::{Holder, UnmountScope};
 
@@ -60,37 +62,41 @@ mod tests {
     }
 
     fn observed(worker: ObservedWorker, quiesced: ObservedQuiesce) -> Observed {
-        Observed { quiesced, ..seen(worker) }
+        Observed { quiesced, ..observed_with(worker) }
     }
 
     #[test]
-    fn only_a_mapping_that_works_is_made_quiet_and_not_twice() {
-        let asked = ObservedQuiesce { snapshot: Some(5), ..ObservedQuiesce::default() };
+    fn only_a_working_mapping_is_quiesced_and_only_once() {
+        let requested = ObservedQuiesce { snapshot: Some(5), ..ObservedQuiesce::default() };
         let record = established(1, true);
-        let actions = |record: &Record, worker| plan(record, &observed(worker, asked)).actions;
+        let actions = |record: &Record, worker| plan(record, &observed(worker, requested)).actions;
         let quiesce = Action::Quiesce { index: 3, snapshot: 5 };
         assert_eq!(actions(&record, SERVES), [quiesce]);
-        let cut = ObservedWorker::Alive { connections: 0, size: 1 << 20 };
+        let unconnected = ObservedWorker::Alive { connections: 0, size: 1 << 20 };
         let shrunk = ObservedWorker::Alive { connections: 1, size: 1 << 19 };
-        for worker in [cut, shrunk, ObservedWorker::Gone, ObservedWorker::Fenced] {
+        for worker in [unconnected, shrunk, ObservedWorker::Gone, ObservedWorker::Fenced] {
             assert!(!actions(&record, worker).contains(&quiesce));
         }
-        assert_eq!(actions(&quiesced(Intent::Mapped), SERVES), [Action::Unquiesce], "thawed first");
+        assert_eq!(
+            actions(&quiesced(Intent::Mapped), SERVES),
+            [Action::Unquiesce],
+            "not thawed first"
+        );
     }
 
     #[test]
-    fn what_is_quiet_is_thawed_unless_its_snapshot_is_being_made() {
+    fn a_quiesced_device_is_thawed_unless_its_snapshot_is_in_progress() {
         let record = quiesced(Intent::Mapped);
-        let actions = |worker, seen| plan(&record, &observed(worker, seen)).actions;
+        let actions = |worker, quiesce| plan(&record, &observed(worker, quiesce)).actions;
         let in_progress = ObservedQuiesce { in_progress: true, ..ObservedQuiesce::default() };
-        let waits = ObservedQuiesce { retry_later: true, ..ObservedQuiesce::default() };
+        let deferred = ObservedQuiesce { retry_later: true, ..ObservedQuiesce::default() };
         assert_eq!(actions(SERVES, ObservedQuiesce::default()), [Action::Unquiesce]);
         assert_eq!(actions(SERVES, in_progress), []);
-        assert_eq!(actions(SERVES, waits), []);
-        // A dead worker is replaced first: thawing writes.
-        let actions_then = actions(ObservedWorker::Gone, ObservedQuiesce::default());
-        assert_eq!(actions_then.last(), Some(&Action::Unquiesce));
-        assert!(actions_then.contains(&Action::StartWorker));
+        assert_eq!(actions(SERVES, deferred), []);
+        // A dead worker is replaced first, because thawing writes.
+        let after_death = actions(ObservedWorker::Gone, ObservedQuiesce::default());
+        assert_eq!(after_death.last(), Some(&Action::Unquiesce));
+        assert!(after_death.contains(&Action::StartWorker));
         assert_eq!(
             actions(ObservedWorker::Fenced, ObservedQuiesce::default()).last(),
             Some(&Action::Unquiesce)
@@ -98,30 +104,32 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_is_quiet_is_taken_down_before_it_is_thawed() {
-        let at = |actions: &[Action], wanted: Action| {
+    fn a_quiesced_device_is_thawed_before_its_mapping_is_removed() {
+        let position = |actions: &[Action], wanted: Action| {
             actions.iter().position(|action| *action == wanted).unwrap()
         };
         let in_progress = ObservedQuiesce { in_progress: true, ..ObservedQuiesce::default() };
         let unmapped = quiesced(Intent::Unmapped);
         let actions = plan(&unmapped, &observed(SERVES, in_progress)).actions;
-        assert!(at(&actions, Action::Unquiesce) < at(&actions, Action::Flush(3)));
-        // Whoever has it mounted keeps it, and the moment that his snapshot needs.
+        assert!(position(&actions, Action::Unquiesce) < position(&actions, Action::Flush(3)));
+        // With holders, the mapping stays, and so does the quiescing for its snapshot.
         let mount =
             Holder::Mount { path: "/mnt".into(), filesystem: "ext4".into(), namespace_pid: None };
-        let in_use_error = Observed { holders: vec![mount], ..observed(SERVES, in_progress) };
-        assert_eq!(plan(&unmapped, &in_use_error).actions, []);
+        let in_use = Observed { holders: vec![mount], ..observed(SERVES, in_progress) };
+        assert_eq!(plan(&unmapped, &in_use).actions, []);
         let dead =
             plan(&unmapped, &observed(ObservedWorker::Gone, ObservedQuiesce::default())).actions;
-        assert!(at(&dead, Action::Disconnect(3)) < at(&dead, Action::Unquiesce));
-        assert!(at(&dead, Action::Unquiesce) < at(&dead, Action::RemoveRecord));
+        assert!(position(&dead, Action::Disconnect(3)) < position(&dead, Action::Unquiesce));
+        assert!(position(&dead, Action::Unquiesce) < position(&dead, Action::RemoveRecord));
 
         let forced = quiesced(Intent::Forced(UnmountScope::All));
         let actions = plan(&forced, &observed(SERVES, in_progress)).actions;
-        assert!(at(&actions, Action::FailIo) < at(&actions, Action::TryUnquiesce));
-        let detach = Action::Unmount(3, UnmountScope::All);
-        assert!(at(&actions, Action::TryUnquiesce) < at(&actions, detach));
-        assert!(at(&actions, Action::ForceDisconnect(3)) < at(&actions, Action::Unquiesce));
-        assert!(at(&actions, Action::Unquiesce) < at(&actions, Action::RemoveRecord));
+        assert!(position(&actions, Action::FailIo) < position(&actions, Action::TryUnquiesce));
+        let unmount = Action::Unmount(3, UnmountScope::All);
+        assert!(position(&actions, Action::TryUnquiesce) < position(&actions, unmount));
+        assert!(
+            position(&actions, Action::ForceDisconnect(3)) < position(&actions, Action::Unquiesce)
+        );
+        assert!(position(&actions, Action::Unquiesce) < position(&actions, Action::RemoveRecord));
     }
 }

@@ -11,65 +11,69 @@ use cleat_kernel::{DeviceIndex, Identity, UnmountScope};
 /// and unknown fields are ignored: records of older and newer builds of the same version can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// [`Record::VERSION`].
+    /// The version of the format: [`Record::VERSION`].
     pub version: u32,
-    /// Lower-case hexadecimal, unique.
+    /// The id of the mapping in lower-case hexadecimal. It is unique.
     pub mapping_id: String,
-    /// Unique on the node.
+    /// The name of the mapping, which is unique on the node.
     pub name: String,
-    /// The volume.
+    /// The URI of the volume.
     pub uri: String,
-    /// As asked for, with defaults filled in.
+    /// The options of the map request, with defaults filled in.
     pub options: Options,
-    /// What the user wants.
+    /// What the user wants of the mapping.
     pub intent: Intent,
-    /// Raised with every new worker, before it is told anything.
+    /// The generation of the worker. It is incremented before a new worker receives a command.
     pub generation: u64,
-    /// The newest worker; written before it is told anything, so that it can always be found.
+    /// The newest worker. It is recorded before it receives a command, so that it can always be found.
     pub worker: Option<WorkerId>,
-    /// While `worker` is about to succeed a worker that still serves: that one.
+    /// During a handover, the worker that `worker` is to replace, and which still serves.
     pub predecessor: Option<WorkerId>,
-    /// What the device was made from; written before it is connected.
+    /// The properties of the device, which are recorded before it is connected.
     pub volume: Option<DeviceProperties>,
-    /// Whether `map` has succeeded: from here on a missing device is a fault, not work to do.
+    /// Whether `map` has succeeded. From then on a missing device is a failure.
     pub established: bool,
-    /// Whether somebody else came to own the volume: no worker of this mapping opens it again.
+    /// Whether another client has become the owner of the volume. No worker of this mapping opens it
+    /// again.
     pub fenced: bool,
-    /// Written before anything is made quiet for a snapshot, and taken back after that has ended.
+    /// The device that is quiesced for a snapshot. It is recorded before the device is quiesced, and
+    /// removed after that has ended.
     pub quiesced: Option<Quiesced>,
-    /// Seconds since the epoch.
+    /// When the mapping was created, in seconds since the Unix epoch.
     pub created_at_s: u64,
-    /// The kernel's boot: devices do not survive it.
+    /// The id of the kernel's boot. Devices do not survive a boot.
     pub boot_id: String,
 }
 
 impl Record {
-    /// Raised when a field changes its meaning.
+    /// The version that this build writes. It is incremented when a field changes its meaning.
     pub const VERSION: u32 = 1;
 
-    /// What its device carries in the kernel.
+    /// Returns the identity that the mapping's device carries in the kernel.
     pub fn identity(&self) -> Identity {
         Identity::new(&self.mapping_id, &self.name)
     }
 }
 
-/// How a volume is mapped.
+/// The options of a mapping.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
-    /// Nothing is ever written.
+    /// Whether the device refuses writes.
     pub read_only: bool,
-    /// Connections to the kernel; at least 1.
+    /// The number of connections between the kernel and the worker, at least 1.
     pub connections: u32,
-    /// 0: the backend's minimum.
+    /// The block size in bytes; 0 for the minimum of the backend.
     pub block_size: u32,
-    /// How long new I/O waits for a worker before it fails.
+    /// How long I/O waits for a worker before it fails, in seconds.
     pub dead_connection_timeout_s: u32,
-    /// How soon after a repair the kernel repeats what the dead worker left; 0: the kernel's 30 s.
+    /// The delay in milliseconds after which the kernel repeats the requests of a dead worker; 0 for the
+    /// kernel's default of 30 s.
     pub replay_delay_ms: u32,
-    /// What happens in an outage of the backend, and how fast the mapping may go. Changed live.
+    /// The behaviour in an outage of the backend, and the rate limits. It can be changed while the
+    /// mapping works.
     #[serde(deserialize_with = "Policy::understood")]
     pub policy: Policy,
-    /// The device is made quiet when a snapshot of the volume is made.
+    /// Whether the device is quiesced while a snapshot of the volume is made.
     pub quiesce: bool,
 }
 
@@ -77,56 +81,56 @@ pub struct Options {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Intent {
-    /// A working device.
+    /// The device works.
     Mapped,
-    /// Nothing left.
+    /// The mapping is removed.
     Unmapped,
-    /// Nothing left, whatever hangs and whoever holds it.
+    /// The mapping is removed, even if the device has holders or a component does not answer.
     Forced(UnmountScope),
 }
 
-/// A process that cannot be mistaken for a later one of the same number.
+/// Identifies a worker process. A later process with the same number has another start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct WorkerId {
-    /// Its number.
+    /// The number of the process.
     pub pid: u32,
-    /// Field 22 of /proc/pid/stat: clock ticks since boot.
+    /// The start time, in clock ticks since boot (field 22 of /proc/pid/stat).
     pub started_ticks: u64,
 }
 
-/// What a device is made from, as the worker said it.
+/// The properties of a device, as the worker reported them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceProperties {
-    /// In bytes.
+    /// The size in bytes.
     pub size: u64,
-    /// Of the device, in bytes.
+    /// The block size of the device in bytes.
     pub block_size: u32,
-    /// NBD transmission flags.
+    /// The NBD transmission flags.
     pub transmission_flags: u16,
-    /// Whether a new worker finds the content again.
+    /// Whether the content is still there after the worker has ended.
     pub outlives_worker: bool,
 }
 
-/// NBD_FLAG_READ_ONLY: a volume that is so by itself (a snapshot) has it without being asked to, and
-/// its device refuses writes.
+/// NBD_FLAG_READ_ONLY: the device refuses writes. Volumes that cannot be written (snapshots) have it even
+/// if the map request does not ask for it.
 pub const READ_ONLY: u16 = 1 << 1;
 
 impl DeviceProperties {
-    /// Whether its device refuses writes.
+    /// Returns whether the device refuses writes.
     pub fn is_read_only(&self) -> bool {
         self.transmission_flags & READ_ONLY != 0
     }
 }
 
-/// A device that is quiet, or about to be, as it is recorded.
+/// The record of a device that is quiesced or about to be quiesced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quiesced {
-    /// Its number.
+    /// N of `/dev/nbdN`.
     pub device: DeviceIndex,
-    /// Milliseconds since the epoch.
+    /// When the quiescing began, in milliseconds since the Unix epoch.
     pub since_unix_ms: u64,
-    /// What has made it quiet, and ends it; `None`: its file systems are frozen.
+    /// The hook that quiesces the device and ends that; `None` if its file systems are frozen instead.
     pub hook: Option<PathBuf>,
-    /// File systems that somebody else had frozen before.
+    /// The file systems that another process had frozen before.
     pub already_frozen: Vec<String>,
 }

@@ -3,33 +3,33 @@
 use cleat_core::error::{Error, ErrorKind};
 use cleat_kernel::Holder;
 
-/// How a mapping is doing.
+/// The state of a mapping.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// On its way to `Mapped`.
+    /// The mapping is being created.
     Mapping,
-    /// Works.
+    /// The device works.
     Mapped,
-    /// The device exists, its worker is being replaced.
+    /// The device exists, and its worker is being replaced.
     Recovering,
-    /// Nothing more will be done without a hand.
+    /// The mapping failed, and the supervisor does nothing more until a user acts.
     Failed(Failure),
-    /// On its way to `Unmapped`.
+    /// The mapping is being removed.
     Unmapping,
-    /// To be taken down, and held; nothing is done.
+    /// The mapping is to be removed, but its device has holders. The supervisor does nothing.
     Held(Vec<Holder>),
-    /// Nothing is left.
+    /// Nothing of the mapping is left.
     Unmapped,
 }
 
 /// Why a mapping failed, and what its owner can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// For the caller's reaction.
+    /// The kind of the failure, which tells callers how to react.
     pub kind: ErrorKind,
-    /// What is the matter.
+    /// What failed, and why.
     pub message: String,
-    /// What to do.
+    /// What the owner can do.
     pub repair: String,
 }
 
@@ -42,7 +42,7 @@ impl Failure {
         Self { kind, message: message.into(), repair: repair.into() }
     }
 
-    /// As an error, for who asked.
+    /// Converts the failure into an error for a caller.
     pub fn into_error(self) -> Error {
         Error::new(self.kind, self.message).with_repair(self.repair)
     }

@@ -103,7 +103,7 @@ fn a_device_that_another_process_disconnects_is_reported() {
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     machine.kernel.vanish(index_of(&mapping));
     let failed = supervisor.wait_for("a", MappingState::Failed);
-    assert!(failed.message.contains("somebody else"), "{}", failed.message);
+    assert!(failed.message.contains("another program"), "{}", failed.message);
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
     let again = supervisor.map("a", &machine.volume("a")).unwrap();

@@ -64,7 +64,7 @@ fn a_blocklisted_client_stays_fenced_until_it_is_mapped_again() {
 
 fn assert_fenced(supervisor: &Supervisor, when: &str) {
     let fenced = supervisor.wait_for("banned", MappingState::Failed);
-    assert!(fenced.message.contains("somebody else owns the volume"), "{when}: {fenced:?}");
+    assert!(fenced.message.contains("another client owns the volume"), "{when}: {fenced:?}");
 }
 
 /// Watch, metrics, the command line and health report the fence until the volume is mapped again.

@@ -38,7 +38,7 @@ fn a_machine_takes_over_an_image_only_with_take_over() {
     let request = MapRequest { take_over: true, ..second.request("wanted") };
     let mapping = second.supervisor.map_with(request).unwrap();
     let fenced = first.supervisor.wait_for("wanted", MappingState::Failed);
-    assert!(fenced.message.contains("somebody else owns the volume"), "{fenced:?}");
+    assert!(fenced.message.contains("another client owns the volume"), "{fenced:?}");
     assert!(load.stop().iter().all(Result::is_err), "a write succeeded");
     let content = held(&first.content("wanted"));
     let load = Load::after(&second.machine.kernel, index_of(&mapping), content);

@@ -1,0 +1,98 @@
+//! Plans for mappings that are to work.
+
+use super::model::{Model, ModelWorker};
+use super::{established, observed_with};
+use crate::planner::{
+    Action, Intent, MAX_FAILURES, Observed, ObservedWorker, Plan, Record, State, plan,
+};
+
+#[test]
+fn a_dead_worker_is_replaced_by_one_of_the_next_generation() {
+    let mut model = Model { in_use: true, ..Model::new(established(2, true)) };
+    let plan = plan(model.record.as_ref().unwrap(), &model.observe());
+    assert_eq!(plan.state, State::Recovering);
+    assert_eq!(plan.actions, [Action::StartWorker, Action::Reconnect { index: 0, missing: 2 }]);
+    assert_eq!(model.run(&mut std::iter::empty(), 3), Some(State::Mapped));
+    assert_eq!(model.record.unwrap().generation, 1);
+}
+
+#[test]
+fn content_that_was_in_a_workers_memory_is_reported_as_lost() {
+    let mut model = Model { in_use: true, ..Model::new(established(1, false)) };
+    let Some(State::Failed(failure)) = model.run(&mut std::iter::empty(), 3) else {
+        panic!("not failed")
+    };
+    assert!(failure.message.contains("content"), "{}", failure.message);
+    // An unmap waits for the holders.
+    model.record.as_mut().unwrap().intent = Intent::Unmapped;
+    assert!(matches!(model.run(&mut std::iter::empty(), 3), Some(State::Held(_))));
+    model.in_use = false;
+    assert_eq!(model.run(&mut std::iter::empty(), 3), Some(State::Unmapped));
+}
+
+#[test]
+fn a_device_that_another_program_disconnected_is_not_connected_again() {
+    let mut model = Model {
+        devices: Vec::new(),
+        worker: ModelWorker::Alive(0),
+        ..Model::new(established(1, true))
+    };
+    assert!(matches!(model.run(&mut std::iter::empty(), 3), Some(State::Failed(_))));
+    assert!(model.devices.is_empty());
+}
+
+#[test]
+fn a_working_device_grows_with_its_volume_in_whole_blocks() {
+    let record = established(1, true);
+    let actions = |record: &Record, size, connections, resize_deferred| {
+        let observed = Observed {
+            failures: MAX_FAILURES,
+            resize_deferred,
+            ..observed_with(ObservedWorker::Alive { connections, size })
+        };
+        let plan = plan(record, &observed);
+        assert!(plan.state == State::Mapped || connections == 0 || size < 1 << 20);
+        plan.actions
+    };
+    let grow = Action::GrowDevice { index: 3, size: (1 << 20) + 1024 };
+    assert_eq!(actions(&record, (1 << 20) + 1024 + 511, 1, false), [grow]);
+    assert_eq!(actions(&record, (1 << 20) + 511, 1, false), []);
+    assert_eq!(actions(&record, (1 << 20) + 1024, 1, true), []);
+    // A device does not grow before it works, and it never shrinks without a request.
+    for (size, connections) in [((1 << 20) + 1024, 0), (1 << 19, 1)] {
+        let actions = actions(&record, size, connections, false);
+        assert!(!actions.iter().any(|action| matches!(action, Action::GrowDevice { .. })));
+    }
+}
+
+#[test]
+fn io_without_a_worker_is_refused_after_the_timeout() {
+    let mut record = established(2, true);
+    let mut observed = Observed {
+        failures: MAX_FAILURES,
+        history: "worker 7 was killed by SIGKILL".into(),
+        ..observed_with(ObservedWorker::Gone)
+    };
+    let refuse = Action::RefuseIo { index: 3, connections: 2 };
+    let failed = |record: &Record, observed: &Observed| match plan(record, observed) {
+        Plan { state: State::Failed(failure), actions } => (failure.message, actions),
+        other => panic!("{other:?}"),
+    };
+    let (message, actions) = failed(&record, &observed);
+    assert!(message.contains("SIGKILL") && message.contains("waited for 60 s"), "{message}");
+    assert_eq!(actions, []);
+    observed.unserved_too_long = true;
+    assert_eq!(failed(&record, &observed).1, [refuse]);
+    observed.refusing = true;
+    let (message, actions) = failed(&record, &observed);
+    assert!(message.ends_with("its I/O fails"), "{message}");
+    assert_eq!(actions, []);
+    // An explicit retry resets the failure count, and the planner tries again.
+    observed.failures = 0;
+    let actions = plan(&record, &observed).actions;
+    assert_eq!(actions, [Action::StartWorker, Action::Reconnect { index: 3, missing: 2 }]);
+    // A retry cannot restore lost content, so its I/O is refused also with a failure count of 0.
+    record.volume.as_mut().unwrap().outlives_worker = false;
+    observed.refusing = false;
+    assert_eq!(failed(&record, &observed).1, [refuse]);
+}

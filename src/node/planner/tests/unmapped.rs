@@ -1,0 +1,55 @@
+//! Plans for mappings that are to be removed.
+
+use super::{observed_with, record};
+use crate::planner::{Action, Intent, Observed, ObservedWorker, WorkerId, plan};
+use cleat_kernel::{Holder, UnmountScope};
+
+#[test]
+fn writes_of_an_unreachable_worker_are_flushed_before_it_is_killed() {
+    let mut record = record(1, true);
+    record.intent = Intent::Unmapped;
+    record.established = true;
+    let reason = "speaks another version".into();
+    let observed = observed_with(ObservedWorker::Unreachable { pid: 7, reason });
+    let actions = plan(&record, &observed).actions;
+    assert_eq!(actions[..2], [Action::Flush(3), Action::RecordUnmapping]);
+    assert_eq!(actions[3..], [Action::StopWorker, Action::RemoveRecord]);
+}
+
+#[test]
+fn a_forced_unmap_ignores_holders_and_stops_the_worker_last() {
+    let mut record = record(1, true);
+    record.intent = Intent::Forced(UnmountScope::Own);
+    let mut observed = Observed {
+        holders: vec![Holder::Process { pid: 1, command: "fio".into() }],
+        ..observed_with(ObservedWorker::Alive { connections: 1, size: 1 << 20 })
+    };
+    let unmount = Action::Unmount(3, UnmountScope::Own);
+    let disconnect = Action::ForceDisconnect(3);
+    let end = [Action::StopWorker, Action::ProveNoWrites, Action::RemoveRecord];
+    let actions = |observed: &Observed| plan(&record, observed).actions;
+    assert_eq!(actions(&observed)[..2], [Action::RecordUnmapping, Action::FailIo]);
+    assert_eq!(actions(&observed)[2..4], [unmount, disconnect]);
+    assert_eq!(actions(&observed)[4..], end);
+    observed.worker = ObservedWorker::Gone;
+    assert_eq!(actions(&observed)[..3], [Action::RecordUnmapping, unmount, disconnect]);
+    assert_eq!(actions(&observed)[3..], end[1..]);
+    // If the kernel may still create a device, the supervisor waits for that and observes again.
+    observed.connecting = true;
+    assert_eq!(actions(&observed)[3..], [Action::ProveNoWrites, Action::WaitForConnect]);
+    // In a handover too, the intent is recorded before a worker is stopped.
+    let mut handing_over = record.clone();
+    handing_over.predecessor = Some(WorkerId { pid: 7, started_ticks: 7 });
+    for handed_over in [Some(true), Some(false), None] {
+        let observed = Observed { handed_over, ..observed.clone() };
+        assert_eq!(plan(&handing_over, &observed).actions[0], Action::RecordUnmapping);
+    }
+}
+
+#[test]
+fn the_journal_stores_a_forced_intent_with_its_scope() {
+    let intent = Intent::Forced(UnmountScope::Own);
+    let text = serde_json::to_string(&intent).unwrap();
+    assert_eq!(text, r#"{"forced":"own"}"#);
+    assert_eq!(serde_json::from_str::<Intent>(&text).unwrap(), intent);
+}
