@@ -161,7 +161,7 @@ fn forced() {
     assert!(!ended(&mut writer), "a write that no server stored succeeded");
     // This node has completed the unmap, but the OSD may still execute a write that it has received.
     assert_eq!(code, Some(10), "{message}");
-    assert!(message.contains("not done: prove silence"), "{message}");
+    assert!(message.contains("not done: prove no writes"), "{message}");
     assert!(
         !Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists(),
         "the device is still connected"

@@ -91,10 +91,10 @@ const POINTS: [&str; 10] = [
     "successor recorded",
     "successor ready",
     "before the pause",
-    "at rest",
+    "handover offered",
     "taken over",
-    "passed or not",
-    "before EndPredecessor",
+    "handed over or failed",
+    "before StopPredecessor",
     "before StopWorker",
     "before RestorePredecessor",
 ];

@@ -12,18 +12,18 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::ConnectSpec;
 
 pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
-    let Some(turn) = guard.mapping().connect_permit() else {
-        // Its device may have come since the look that led here.
+    let Some(permit) = guard.mapping().connect_permit() else {
+        // The kernel may have created the device since the last observation.
         guard.mapping().wait_for_connect(deadline).await?;
-        let message = "an earlier attempt to connect the device has only now ended";
+        let message = "an earlier attempt to connect the device was still in progress";
         return Err(Error::new(ErrorKind::Unavailable, message));
     };
     let record = &guard.record;
     let volume = record.volume.ok_or_else(|| no_worker(record))?;
     let options = &record.options;
-    let (kernel_ends, ends) = socket_pairs(options.connections)?;
-    // Served before it exists, so that the device answers from its first moment.
-    serve(guard, ends, within(deadline, SERVE_LIMIT)).await?;
+    let (kernel_ends, worker_ends) = socket_pairs(options.connections)?;
+    // The worker serves before the device exists, so that the first request is answered.
+    serve(guard, worker_ends, within(deadline, SERVE_LIMIT)).await?;
     cx.point("serving, not connected").await;
     let delay = Duration::from_millis(u64::from(options.replay_delay_ms));
     let spec = ConnectSpec {
@@ -36,7 +36,7 @@ pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) 
         request_timeout: Duration::ZERO,
         replay_delay: (!delay.is_zero()).then_some(delay),
     };
-    let index = cx.kernel.connect(spec, turn, deadline).await?;
+    let index = cx.kernel.connect(spec, permit, deadline).await?;
     tracing::info!(mapping = record.name, device = index, "connected");
     wait_for_connections(guard).await;
     Ok(())

@@ -9,7 +9,7 @@ use crate::mapping::Guard;
 use cleat_core::error::Result;
 use cleat_kernel::{DeviceIndex, Kernel};
 
-/// Writes back what the device's page cache holds.
+/// Writes back the page cache of the device.
 pub(crate) async fn flush(
     cx: &Context,
     guard: &Guard,
@@ -27,7 +27,7 @@ pub(crate) async fn disconnect(
     index: DeviceIndex,
     deadline: Instant,
 ) -> Result<()> {
-    // The flush took time; somebody may have opened the device meanwhile.
+    // A process may have opened the device during the flush.
     check_unused(cx, guard, index, deadline).await?;
     let identity = guard.record.identity();
     cx.kernel

@@ -1,4 +1,4 @@
-//! Has a worker answer every request with an error, and kills one that does not.
+//! Makes a worker answer every request with an error, and kills a worker that does not do so.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::workers::{Process, Worker, stop_process, unexpected};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::protocol::{FromWorker, ToWorker};
 
-/// For the worker to fail its requests. Within it, the worker has its own, shorter bound.
+/// The timeout for the worker to fail its requests. The worker's own limit is shorter.
 pub(crate) const FAIL_LIMIT: Duration = Duration::from_secs(1);
 
-/// For the end of a killed process before the next step is taken nevertheless.
+/// How long to wait for the end of a killed process. Then the next action begins anyway.
 const KILL_LIMIT: Duration = Duration::from_millis(500);
 
 pub(crate) async fn fail_io(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
@@ -28,7 +28,7 @@ pub(crate) async fn fail_io(cx: &Context, guard: &mut Guard, deadline: Instant) 
             guard.teardown.no_writes_proved = true;
             String::new()
         }
-        Ok(at_backend) => format!("{at_backend} requests hang at the backend"),
+        Ok(at_backend) => format!("the backend has not answered {at_backend} requests"),
         Err(error) => {
             let process = process_of(cx, guard)?;
             format!("{}; {}", error.report(), kill(process, deadline).await)
@@ -38,7 +38,7 @@ pub(crate) async fn fail_io(cx: &Context, guard: &mut Guard, deadline: Instant) 
     Ok(())
 }
 
-/// Has a worker fail all I/O; returns how many requests its backend still has.
+/// Makes a worker fail all I/O. Returns the number of requests that its backend still executes.
 pub(crate) async fn fail_all(worker: &Worker, deadline: Instant) -> Result<u32> {
     match worker.call(ToWorker::FailIo { fail: true }, Vec::new(), deadline).await? {
         FromWorker::IoFails { at_backend } => Ok(at_backend),
@@ -46,17 +46,17 @@ pub(crate) async fn fail_all(worker: &Worker, deadline: Instant) -> Result<u32> 
     }
 }
 
-/// Kills a worker and says what came of it. That its end takes long keeps nothing else from being
-/// done; it is waited for again in the end.
+/// Kills a worker, and returns a note about the result. The worker may end later than this returns; a later
+/// action waits for its end again.
 pub(crate) async fn kill(process: Option<Arc<Process>>, deadline: Instant) -> String {
-    let Some(process) = process else { return "it has ended".to_owned() };
+    let Some(process) = process else { return "the worker has ended".to_owned() };
     match stop_process(&process, within(deadline, KILL_LIMIT)).await {
         Ok(()) => format!("worker {} was killed", process.id.pid),
         Err(error) => error.report(),
     }
 }
 
-/// The worker's process, if it has not ended.
+/// Returns the worker's process, if it has not ended.
 pub(crate) fn process_of(cx: &Context, guard: &Guard) -> Result<Option<Arc<Process>>> {
     match (&guard.worker, guard.record.worker) {
         (Some(worker), _) => Ok(Some(worker.process())),

@@ -1,4 +1,4 @@
-//! Disconnects a device, whoever holds it.
+//! Disconnects a device regardless of its holders.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use crate::workers::Process;
 use cleat_core::error::{ErrorKind, Result};
 use cleat_kernel::{DeviceIndex, Disconnected, Identity};
 
-/// For DISCONNECT before the worker is suspected of keeping it.
-const SEVER_LIMIT: Duration = Duration::from_millis(1500);
+/// How long DISCONNECT may take before the worker is killed, because it may block the command.
+const FIRST_ATTEMPT_LIMIT: Duration = Duration::from_millis(1500);
 
-/// Disconnects the device of a mapping as an action of a plan.
+/// Disconnects the device of a mapping, as an action of a plan.
 pub(crate) async fn run(
     cx: &Context,
     guard: &mut Guard,
@@ -29,6 +29,10 @@ pub(crate) async fn run(
     force_disconnect(cx, progress, index, &identity, process, deadline).await
 }
 
+/// Disconnects a device. If the kernel does not finish in time, the worker is killed.
+///
+/// # Errors
+/// Returns `TimedOut` if the device is not disconnected at `deadline`, and other errors of the kernel.
 pub(crate) async fn force_disconnect(
     cx: &Context,
     progress: &mut ForceProgress,
@@ -43,19 +47,19 @@ pub(crate) async fn force_disconnect(
             kernel.force_disconnect(index, &identity, until)
         })
     };
-    let first = within(deadline, SEVER_LIMIT.min((deadline - Instant::now()) / 2));
-    let severed = match attempt(first).await {
-        // It may be sending through the sockets of a worker that hangs: that ends with it.
+    let first = within(deadline, FIRST_ATTEMPT_LIMIT.min((deadline - Instant::now()) / 2));
+    let disconnected = match attempt(first).await {
+        // The kernel may be sending to a worker that does not read. Its end closes the sockets.
         Err(error) if error.kind() == ErrorKind::TimedOut => {
             progress.note = kill(process, deadline).await;
             attempt(deadline).await?
         }
         other => other?,
     };
-    tracing::warn!(device = index, ?severed, "severed");
-    if severed == Disconnected::Held {
-        progress.note = format!("/dev/nbd{index} stays until whoever holds it lets go");
-        progress.left = Some(index);
+    tracing::warn!(device = index, ?disconnected, "the device was disconnected by force");
+    if disconnected == Disconnected::Held {
+        progress.note = format!("/dev/nbd{index} stays until its holders close it");
+        progress.device_left = Some(index);
         cx.force_disconnected.insert(index, identity);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Makes a device as large as its volume has become.
+//! Grows a device to the size of its volume.
 
 use std::time::Duration;
 
@@ -10,16 +10,17 @@ use crate::mapping::Guard;
 use cleat_core::error::Result;
 use cleat_kernel::DeviceIndex;
 
-/// The same for a growth that nobody has asked for: calls wait meanwhile, and it can be put off.
-const GROWTH_FLOW_LIMIT: Duration = Duration::from_millis(300);
+/// How long a growth without a request of a user waits for the requests in flight. It is short because
+/// calls wait meanwhile, and the growth can be deferred.
+const GROWTH_DRAIN_LIMIT: Duration = Duration::from_millis(300);
 
-/// How soon a growth that was put off is tried again.
-const AGAIN_AFTER: Duration = Duration::from_secs(10);
+/// The delay before a deferred growth is retried.
+const RETRY_DELAY: Duration = Duration::from_secs(10);
 
-/// Makes the device as large as its volume, or puts that off.
+/// Grows the device to the size of its volume, or defers that.
 ///
 /// # Errors
-/// When the record cannot be stored.
+/// Returns an error if the record cannot be written.
 pub(crate) async fn grow(
     cx: &Context,
     guard: &mut Guard,
@@ -27,15 +28,15 @@ pub(crate) async fn grow(
     size: u64,
     deadline: Instant,
 ) -> Result<()> {
-    let resized = resize_device(cx, guard, index, size, GROWTH_FLOW_LIMIT, deadline).await;
+    let resized = resize_device(cx, guard, index, size, GROWTH_DRAIN_LIMIT, deadline).await;
     let Err(error) = resized else {
         guard.resize_deferred = None;
-        tracing::info!(mapping = guard.record.name, size, "grown with its volume");
+        tracing::info!(mapping = guard.record.name, size, "the device has grown with its volume");
         return record_size(cx, guard).await;
     };
-    let why = format!("its volume has grown to {size} bytes: {}", error.report());
+    let why = format!("cannot grow the device to its volume of {size} bytes: {}", error.report());
     tracing::warn!(mapping = guard.record.name, "{why}");
-    guard.resize_deferred = Some((Instant::now() + AGAIN_AFTER, why));
-    cx.wake_at(&guard.mapping().name, Instant::now() + AGAIN_AFTER);
+    guard.resize_deferred = Some((Instant::now() + RETRY_DELAY, why));
+    cx.wake_at(&guard.mapping().name, Instant::now() + RETRY_DELAY);
     Ok(())
 }

@@ -8,7 +8,7 @@ use crate::mapping::Guard;
 use crate::records::store;
 use cleat_core::error::Result;
 
-/// Ends the worker that was succeeded, and forgets it.
+/// Ends the predecessor and removes it from the record.
 pub(crate) async fn stop_predecessor(
     cx: &Context,
     guard: &mut Guard,
@@ -25,11 +25,11 @@ pub(crate) async fn stop_predecessor(
     stored
 }
 
-/// Makes the old worker the worker again, once the new one's end is proved.
+/// Makes the predecessor the worker again, after the end of the new worker is proved.
 pub(crate) async fn restore_predecessor(cx: &Context, guard: &mut Guard) -> Result<()> {
     let page = guard.statistics.as_ref();
     if page.is_some_and(|page| page.is_handed_over_to(guard.record.generation)) {
-        // It took over with its last breath; the next plan knows.
+        // The new worker took over before it ended. The next plan observes this.
         return Ok(());
     }
     let before = guard.record.clone();

@@ -1,5 +1,5 @@
-//! The actions of a plan, a function each. Each is bounded in time, safe to repeat, and leaves
-//! behind only what the next observation can see.
+//! The actions of a plan, one function each. Each action is bounded in time and safe to repeat, and the
+//! next observation sees everything that it leaves behind.
 
 mod connect;
 mod disconnect;
@@ -37,7 +37,7 @@ pub(crate) use unquiesce::unquiesce_all;
 /// Runs one action of a plan.
 ///
 /// # Errors
-/// Those of the action. What it has done until then stays.
+/// Returns the error of the action. The effects of a failed action stay.
 pub(crate) async fn run(
     cx: &Context,
     guard: &mut Guard,

@@ -1,4 +1,4 @@
-//! Proves that no request of a worker that has ended is still under way at the backend.
+//! Proves that the backend executes no request of a worker that has ended.
 
 use std::time::Duration;
 
@@ -13,19 +13,23 @@ use crate::worker_start::start_message;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::protocol::Start;
 
-/// Between looks at a claim that is not free yet.
+/// The interval between attempts to take the claim.
 const CLAIM_PAUSE: Duration = Duration::from_millis(20);
 
-/// Requests that a process has begun may outlive it, in the kernel's block layer or on their way
-/// to the storage. What it had claimed is free only after them: so whoever can open the volume
-/// for writing knows that they have ended.
+/// Opens the volume for writing, and closes it again.
+///
+/// Requests of a process may outlive it, in the kernel's block layer or on their way to the storage. Its
+/// claim is released only after them. If the volume can be opened for writing, they have therefore ended.
+///
+/// # Errors
+/// Returns `TimedOut` if the claim is not free at `deadline`.
 pub(crate) async fn prove_no_writes(
     cx: &Context,
     guard: &mut Guard,
     deadline: Instant,
 ) -> Result<()> {
     let record = &guard.record;
-    // What was kept in memory died with it; and the storage itself keeps out who is fenced.
+    // Content in memory ended with the worker, and the storage rejects the writes of a fenced worker.
     let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
     let harmless = record.options.read_only || record.fenced || !outlives;
     if guard.teardown.no_writes_proved || record.worker.is_none() || harmless {
@@ -40,14 +44,14 @@ pub(crate) async fn prove_no_writes(
                 sleep(CLAIM_PAUSE).await;
             }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) => {
-                let message = "requests of the worker, which is gone, may be under way";
+                let message = "requests of the ended worker may still be in flight";
                 return Err(Error::new(ErrorKind::TimedOut, message)
                     .with_source(error.report())
-                    .with_repair("look after what the volume is stored in: it does not answer"));
+                    .with_repair("check the storage of the volume: it does not answer"));
             }
-            // Nobody can open it, so nobody will be harmed; but it is not known.
+            // No client can open the volume, so no client is harmed. But nothing is proved.
             Err(error) => {
-                guard.unproven(error.report());
+                guard.set_unproven(error.report());
                 break;
             }
         }
@@ -56,10 +60,10 @@ pub(crate) async fn prove_no_writes(
     Ok(())
 }
 
-/// Opens the volume in a worker of its own, which takes the claim, and closes it again.
+/// Starts a worker that opens the volume and takes the claim, and stops it again.
 async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let launched = cx.workers.launch().await?;
-    // As for every worker: it can be found and ended after a crash.
+    // As every worker, this one is recorded so that it can be found and ended after a crash.
     guard.record.generation += 1;
     guard.record.worker = Some(launched.id());
     store(cx, guard).await?;
@@ -67,7 +71,7 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     let start = Start { uri: unlock::without_content_key(cx.registry, &start.uri), ..start };
     let starting = cx.workers.start(launched, start, None, Vec::new(), deadline);
     let started = timeout_at(deadline, starting);
-    let late = |_| Error::new(ErrorKind::TimedOut, "the volume did not open in time");
+    let late = |_| Error::new(ErrorKind::TimedOut, "opening the volume timed out");
     let worker = started.await.map_err(late)?.map_err(|start_failed| start_failed.error)?;
     worker.stop(FORCED_STOP_GRACE, deadline).await
 }

@@ -1,15 +1,16 @@
-//! A volume is made quiet for the moment in which a snapshot of it is made, so that what it holds then
-//! needs no repair: the file systems on its device are frozen, or the administrator's hook does what
-//! it takes. And that is always ended again:
-//! - when the snapshot has been made, or given up;
-//! - when it lasts longer than `map.quiesce_deadline`, when the worker that asked is gone, or its
-//!   backend is: then the snapshot may not be what it should be, which is told;
-//! - before the device goes;
-//! - by the next supervisor, since it is recorded before anything is frozen.
+//! Quiesces a device while a snapshot of its volume is made, so that the content of the snapshot needs no
+//! repair. The file systems on the device are frozen, or the hook of the administrator is run.
 //!
-//! Freezing writes through the worker, and the backend may hang: nobody waits for that beyond a limit,
-//! and what hangs undoes itself (`kernel::freeze`). Thawing writes, too, so a dead worker is replaced
-//! first, and a thaw that hangs is put off and never the failure of a mapping that works.
+//! The quiescing always ends:
+//! - when the snapshot has been made or given up;
+//! - when it takes longer than `map.quiesce_deadline`, or when the worker that requested it, or the
+//!   backend, is lost. Then the snapshot may be inconsistent, and a warning is shown;
+//! - before the device is disconnected;
+//! - by the next supervisor, because it is recorded before anything is frozen.
+//!
+//! Freezing writes through the worker, and the backend may not answer. The wait for it has a timeout, and
+//! a freeze that ends later is undone (`kernel::freeze`). Thawing writes, too, so a dead worker is
+//! replaced first. A thaw that does not end in time is deferred and is no failure of a mapping that works.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -27,15 +28,18 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::DeviceIndex;
 use cleat_worker::protocol::ToWorker;
 
-/// For a device to become quiet, whatever the configuration says: librbd gives up after 50 s, and its
-/// user asks anew.
+/// The upper limit for quiescing a device, regardless of the configuration: librbd gives up after 50 s,
+/// and then requests it again.
 const BEGIN_LIMIT: Duration = Duration::from_secs(35);
 
-/// For the worker to pass the answer on.
+/// The timeout for passing the answer to the worker.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Makes a device quiet for a snapshot, and says so, or why it is not. A failure is the snapshot's,
-/// not the mapping's.
+/// Quiesces a device for a snapshot, and sends the worker the result. A failure is a failure of the
+/// snapshot, not of the mapping.
+///
+/// # Errors
+/// Returns an error if the mapping has no worker.
 pub(crate) async fn quiesce(
     cx: &Context,
     guard: &mut Guard,
@@ -46,30 +50,34 @@ pub(crate) async fn quiesce(
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let pid = worker.id().pid;
     let until = Instant::now() + cx.settings.quiesce.limit;
-    let begun = within(deadline.min(until), BEGIN_LIMIT);
-    let quiesced = quiesce_device(cx, guard, index, begun).await;
-    cx.point("quiet, not answered").await;
+    let begin_deadline = within(deadline.min(until), BEGIN_LIMIT);
+    let quiesced = quiesce_device(cx, guard, index, begin_deadline).await;
+    cx.point("quiesced, not answered").await;
     let errno = quiesced.as_ref().map_or_else(|error| errno(error.kind()), |()| 0);
     let name = guard.record.name.clone();
     if let Err(error) = &quiesced {
-        let why = format!("a snapshot of it failed: it is not quiet: {}", error.report());
-        tracing::warn!(mapping = name, "{why}");
-        guard.quiesce.warning = Some(why);
+        let warning = format!("a snapshot failed: cannot quiesce the device: {}", error.report());
+        tracing::warn!(mapping = name, "{warning}");
+        guard.quiesce.warning = Some(warning);
     }
-    // From here on it is answered, whatever becomes of that.
+    // The request counts as answered, even if sending the answer fails.
     guard.quiesce.answered =
         Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let answer = ToWorker::Quiesced { snapshot, errno };
     match worker.call(answer, Vec::new(), Instant::now() + ANSWER_LIMIT).await {
         Ok(_) if errno == 0 => {
-            tracing::info!(mapping = name, "quiet for a snapshot");
+            tracing::info!(mapping = name, "the device is quiesced for a snapshot");
             cx.wake_at(&name, until);
         }
-        // It is thawed by the next plan.
+        // The next plan thaws what was frozen before the failure.
         Ok(_) => {}
         Err(error) => {
-            tracing::warn!(mapping = name, "a snapshot does not wait: {}", error.report());
+            tracing::warn!(
+                mapping = name,
+                "cannot tell the worker that the device is quiesced: {}",
+                error.report()
+            );
             guard.quiesce.answered = Some(Answered { pid, snapshot, until: None });
         }
     }
@@ -83,7 +91,7 @@ async fn quiesce_device(
     deadline: Instant,
 ) -> Result<()> {
     if guard.worker.as_ref().is_some_and(|worker| worker.outage().is_some()) {
-        let message = "what is dirty cannot be written: the backend does not answer";
+        let message = "cannot write dirty pages: the backend does not answer";
         return Err(Error::new(ErrorKind::Unavailable, message));
     }
     let hook = cx.settings.quiesce.hook.clone();
@@ -94,7 +102,7 @@ async fn quiesce_device(
         already_frozen: Vec::new(),
     });
     store(cx, guard).await?;
-    cx.point("quiet recorded").await;
+    cx.point("quiesce recorded").await;
     if let Some(hook) = hook {
         return run_hook(hook, index, "quiesce", deadline).await;
     }
@@ -103,7 +111,11 @@ async fn quiesce_device(
     if already_frozen.is_empty() {
         return Ok(());
     }
-    tracing::info!(mapping = guard.mapping().name, ?already_frozen, "frozen by somebody else");
+    tracing::info!(
+        mapping = guard.mapping().name,
+        ?already_frozen,
+        "another process has frozen file systems"
+    );
     if let Some(quiesced) = &mut guard.record.quiesced {
         quiesced.already_frozen = already_frozen;
     }
@@ -121,8 +133,8 @@ pub(crate) async fn run_hook(
     blocking(move || hook::run(&hook, &device, verb, deadline)).await
 }
 
-/// What `rbd snap create` shows. Not EOPNOTSUPP, which librbd takes for consent, and not ETIMEDOUT, upon
-/// which it asks again, without end.
+/// Returns the error number that `rbd snap create` shows. It is never EOPNOTSUPP, which librbd treats as
+/// success, and never ETIMEDOUT, after which librbd repeats its request without end.
 fn errno(kind: ErrorKind) -> i32 {
     match kind {
         ErrorKind::Unavailable => libc::EAGAIN,
@@ -136,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_failure_is_told_as_consent_or_repeated_without_end() {
+    fn librbd_neither_ignores_nor_repeats_a_failure() {
         for kind in [ErrorKind::Unsupported, ErrorKind::TimedOut, ErrorKind::Internal] {
             assert!(![0, libc::EOPNOTSUPP, libc::ETIMEDOUT].contains(&errno(kind)));
         }

@@ -1,4 +1,4 @@
-//! Gives a device's dead connections new sockets to the worker.
+//! Replaces dead connections of a device by new ones to the worker.
 
 use std::time::Duration;
 
@@ -13,12 +13,14 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::DeviceIndex;
 use cleat_statistics::Page;
 
-/// For the kernel to notice that the dead worker's sockets are closed.
+/// How long the kernel may take to notice that the sockets of the dead worker are closed.
 const DEAD_LINK_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// RECONFIGURE replaces dead connections only and drops other sockets without a word
-/// (nbd_genl_reconfigure): a dropped one shows as a hang-up on our end. Only sockets that were
-/// taken go to the worker.
+/// Passes new sockets to the kernel until it has replaced `missing` dead connections.
+///
+/// RECONFIGURE replaces only dead connections and silently drops the other sockets
+/// (nbd_genl_reconfigure). A dropped socket shows as a hang-up on its other end. The worker gets only the
+/// ends of sockets that the kernel accepted.
 pub(crate) async fn reconnect(
     cx: &Context,
     guard: &mut Guard,
@@ -30,10 +32,10 @@ pub(crate) async fn reconnect(
     let until = within(deadline, DEAD_LINK_TIMEOUT);
     let mut missing = missing;
     loop {
-        let taken = reconfigure(cx, guard, index, missing, deadline).await?;
-        missing -= u32::try_from(taken.len()).unwrap_or(missing).min(missing);
-        if !taken.is_empty() {
-            serve(guard, taken, within(deadline, SERVE_LIMIT)).await?;
+        let accepted = reconfigure(cx, guard, index, missing, deadline).await?;
+        missing -= u32::try_from(accepted.len()).unwrap_or(missing).min(missing);
+        if !accepted.is_empty() {
+            serve(guard, accepted, within(deadline, SERVE_LIMIT)).await?;
         }
         if missing == 0 {
             wait_for_connections(guard).await;
@@ -43,8 +45,8 @@ pub(crate) async fn reconnect(
         }
         if Instant::now() >= until {
             let message = format!(
-                "/dev/nbd{index} does not take new connections: {missing} of its old ones \
-                 still count as alive"
+                "cannot reconnect /dev/nbd{index}: the kernel still treats {missing} of its old \
+                 connections as alive"
             );
             return Err(Error::new(ErrorKind::Unavailable, message));
         }

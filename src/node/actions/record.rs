@@ -1,4 +1,4 @@
-//! Actions that only record a decision.
+//! Actions that only write the record.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::records::store;
 use crate::worker_start::within;
 use cleat_core::error::Result;
 
-/// For the journal to take the wish. Later ones of the mapping's records follow in order.
+/// The timeout for recording a forced intent. Later records of the mapping are written after it.
 const RECORD_LIMIT: Duration = Duration::from_secs(1);
 
-/// Records that the mapping has been made: from here on a missing device is a fault.
+/// Records that the mapping has been created. From here on, a missing device is a failure.
 pub(crate) async fn record_mapped(cx: &Context, guard: &mut Guard) -> Result<()> {
     guard.record.established = true;
     let stored = store(cx, guard).await;
@@ -22,7 +22,7 @@ pub(crate) async fn record_mapped(cx: &Context, guard: &mut Guard) -> Result<()>
     stored
 }
 
-/// Records that somebody else owns the volume.
+/// Records that another client owns the volume.
 pub(crate) async fn record_fenced(cx: &Context, guard: &mut Guard) -> Result<()> {
     guard.record.fenced = true;
     let stored = store(cx, guard).await;
@@ -30,10 +30,10 @@ pub(crate) async fn record_fenced(cx: &Context, guard: &mut Guard) -> Result<()>
     stored
 }
 
-/// Records that the mapping is being taken down.
+/// Records that the mapping is being removed.
 ///
 /// # Errors
-/// When the record cannot be stored. By force it never fails.
+/// Returns an error if the record cannot be written. A forced unmap continues without it and gets none.
 pub(crate) async fn record_unmapping(
     cx: &Context,
     guard: &mut Guard,
@@ -46,11 +46,12 @@ pub(crate) async fn record_unmapping(
     record_intent(cx, guard).await
 }
 
+/// Writes the record, unless the intent is recorded already.
 pub(crate) async fn record_intent(cx: &Context, guard: &mut Guard) -> Result<()> {
     if guard.teardown.recorded {
         return Ok(());
     }
-    // Nothing was ever recorded of a map that failed early.
+    // A map that failed before its worker was recorded has no record, and needs none.
     if guard.record.worker.is_some() {
         store(cx, guard).await?;
     }
@@ -58,13 +59,13 @@ pub(crate) async fn record_intent(cx: &Context, guard: &mut Guard) -> Result<()>
     Ok(())
 }
 
-/// Never fails: that the journal cannot be written keeps nobody's device.
+/// Never fails: a journal error must not block a forced unmap.
 pub(crate) async fn try_record_intent(cx: &Context, guard: &mut Guard, deadline: Instant) {
-    let why = match timeout_at(deadline, record_intent(cx, guard)).await {
+    let cause = match timeout_at(deadline, record_intent(cx, guard)).await {
         Ok(Ok(())) => return,
         Ok(Err(error)) => error.report(),
-        Err(_) => "the disk of the journal does not answer".to_owned(),
+        Err(_) => "writing the journal timed out".to_owned(),
     };
-    tracing::warn!(mapping = guard.mapping().name, "force is not recorded: {why}");
-    guard.note(format!("{why}; a daemon that is started before the end does not go on with it"));
+    tracing::warn!(mapping = guard.mapping().name, "cannot record the forced unmap: {cause}");
+    guard.note(format!("{cause}; a daemon that restarts before its end does not go on with it"));
 }

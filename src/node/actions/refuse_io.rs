@@ -1,4 +1,4 @@
-//! Has every request of a device answered with an error while no worker serves it.
+//! Answers every request of a device with an error while no worker serves it.
 
 use tokio::time::Instant;
 
@@ -17,14 +17,19 @@ pub(crate) async fn refuse_io(
     connections: u32,
     deadline: Instant,
 ) -> Result<()> {
-    let taken = reconfigure(cx, guard, index, connections, deadline).await?;
-    guard.refusing = Some(blocking(move || Refusing::start(taken)).await?);
+    let sockets = reconfigure(cx, guard, index, connections, deadline).await?;
+    guard.refusing = Some(blocking(move || Refusing::start(sockets)).await?);
     let name = &guard.record.name;
-    tracing::warn!(mapping = name, device = index, "nobody serves it: its I/O fails from now on");
+    tracing::warn!(
+        mapping = name,
+        device = index,
+        "no worker serves the device: its I/O fails now"
+    );
     Ok(())
 }
 
-/// Before a worker takes the refusal's place: the kernel takes new sockets for closed ones only.
+/// Closes the sockets of the refusal, because the kernel replaces only closed sockets by those of a
+/// worker.
 pub(crate) async fn stop_refusing_io(guard: &mut Guard) -> Result<()> {
     let Some(refusing) = guard.refusing.take() else { return Ok(()) };
     blocking(move || {

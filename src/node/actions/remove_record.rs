@@ -1,4 +1,4 @@
-//! Removes the record of a mapping, which then does not exist any more.
+//! Removes the record of a mapping. Then the mapping does not exist any more.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use cleat_core::error::Result;
 pub(crate) async fn remove_record(cx: &Context, guard: &mut Guard) -> Result<()> {
     stop_refusing_io(guard).await?;
     let id = guard.record.mapping_id.clone();
-    // The record goes last: without it nobody would look for the socket.
+    // The record is removed last: without it no supervisor would look for the socket.
     cx.workers.sockets.remove(&id);
     records::write(cx, guard, move |journal, _| journal.remove(&id)).await?;
     guard.teardown.removed = true;

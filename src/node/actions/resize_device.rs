@@ -1,10 +1,10 @@
 //! Changes the size of a device in the kernel.
 //!
 //! For a new size the kernel freezes the device's queue and waits for every request in flight
-//! (nbd_set_size; Linux 6.12 does, 6.1 does not), with the lock held under which all netlink commands
-//! of the driver go. One backend that hangs would stop the commands for every other volume. So the
-//! supervisor first sees every request that is running come to its end, and otherwise puts the
-//! growth off, or says no to who asked.
+//! (nbd_set_size; Linux 6.12 does, 6.1 does not). Meanwhile it holds the lock of all netlink commands of
+//! the driver, so one backend that does not answer would block the commands for every other volume.
+//! The supervisor therefore first waits until the requests in flight have ended. If they do not, it
+//! defers the growth, or refuses the request of a user.
 
 use std::time::Duration;
 
@@ -21,31 +21,35 @@ use cleat_kernel::DeviceIndex;
 use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, ToWorker};
 
-/// For everything that is running to end before a resize: longer than storage under load, or that
-/// changes over to a standby, takes for a request.
-pub(crate) const FLOW_LIMIT: Duration = Duration::from_secs(10);
+/// How long a resize waits for the requests in flight. It is longer than a request takes on storage under
+/// load, or during a failover.
+pub(crate) const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long the kernel may take to repeat what it sent to a worker that died, unless it was told to do
-/// so sooner: its tick, and some more (nbd_xmit_timeout).
+/// How long the kernel may take to repeat the requests of a dead worker, unless a shorter delay is
+/// configured: the period of its timer (nbd_xmit_timeout) and a margin.
 const REPLAY_LIMIT: Duration = Duration::from_secs(32);
 
-/// `flow_limit`: for what is running to end.
+/// Sets the size of a device, in bytes. Waits up to `drain_limit` for the requests in flight.
+///
+/// # Errors
+/// Returns `Unavailable` if the requests in flight do not end, or if the kernel may still repeat requests
+/// of a dead worker.
 pub(crate) async fn resize_device(
     cx: &Context,
     guard: &Guard,
     index: DeviceIndex,
     size: u64,
-    flow_limit: Duration,
+    drain_limit: Duration,
     deadline: Instant,
 ) -> Result<()> {
-    // What the limits hold back the kernel would wait for, too.
+    // The kernel would also wait for requests that a rate limit delays.
     let policy = guard.record.options.policy;
     let lifted = Policy { limits: RateLimits::default(), ..policy };
     if lifted != policy {
         send_policy(guard, lifted, deadline).await?;
     }
     let resized = async {
-        check_no_stall(guard, flow_limit).await?;
+        check_no_stall(guard, drain_limit).await?;
         let identity = guard.record.identity();
         cx.kernel
             .command("resize the device", deadline, move |k| k.resize(index, &identity, size))
@@ -53,10 +57,11 @@ pub(crate) async fn resize_device(
     };
     let resized = resized.await;
     if lifted != policy {
-        let told = send_policy(guard, policy, Instant::now() + FLOW_LIMIT).await;
-        // A worker that does not hear it is replaced, or adopted anew, and told then.
-        if let Err(error) = told {
-            tracing::warn!(mapping = guard.record.name, "limits wait: {}", error.report());
+        let restored = send_policy(guard, policy, Instant::now() + DRAIN_LIMIT).await;
+        // A worker that does not answer is replaced or adopted again, and gets the policy then.
+        if let Err(error) = restored {
+            let name = &guard.record.name;
+            tracing::warn!(mapping = name, "cannot restore the rate limits: {}", error.report());
         }
     }
     resized
@@ -67,32 +72,32 @@ async fn send_policy(guard: &Guard, policy: Policy, deadline: Instant) -> Result
     worker.call(ToWorker::SetPolicy(policy), Vec::new(), deadline).await.map(drop)
 }
 
-/// Sees to it that nothing keeps the kernel waiting.
+/// Checks that the kernel would not wait for requests in flight during a resize.
 async fn check_no_stall(guard: &Guard, limit: Duration) -> Result<()> {
     let record = &guard.record;
     let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(guard.mapping()))?;
     let replaying = guard.health.working_since.map_or(Duration::ZERO, |since| since.elapsed());
-    let limit_of_replay = replay_limit(&record.options);
-    // A worker that was succeeded in order has left nothing, and its sockets are the same.
-    if worker.statistics.reconnects() > 0 && replaying < limit_of_replay {
-        let left = (limit_of_replay - replaying).as_secs() + 1;
+    let replay_limit = replay_limit(&record.options);
+    // A worker that handed over has left no requests, and its sockets stay the same.
+    if worker.statistics.reconnects() > 0 && replaying < replay_limit {
+        let left = (replay_limit - replaying).as_secs() + 1;
         let message = format!(
-            "the resize of {} waits: its worker was replaced, and the kernel may still repeat \
-             what the old one left",
+            "cannot resize {} yet: its worker was replaced, and the kernel may still repeat \
+             requests of the old one",
             record.name
         );
         return Err(Error::new(ErrorKind::Unavailable, message)
             .with_repair(format!("try again in {left} seconds")));
     }
-    if flows(&worker.statistics, limit).await {
+    if requests_drain(&worker.statistics, limit).await {
         return Ok(());
     }
-    let message = format!("the resize of {} waits: the backend does not answer", guard.record.name);
+    let message = format!("cannot resize {}: the backend does not answer", guard.record.name);
     Err(Error::new(ErrorKind::Unavailable, message)
-        .with_repair("try again when it does; cleat stats shows what is in flight"))
+        .with_repair("try again when it answers; cleat stats shows the requests in flight"))
 }
 
-/// A command that the worker answers with the volume's size.
+/// Sends the worker a command that it answers with the size of the volume, and returns the size in bytes.
 pub(crate) async fn request_size(
     guard: &Guard,
     command: ToWorker,
@@ -102,12 +107,13 @@ pub(crate) async fn request_size(
     match worker.call(command, Vec::new(), deadline).await? {
         FromWorker::Size { size } => Ok(size),
         other => {
-            let message = format!("the worker answered out of turn: {other:?}");
+            let message = format!("unexpected answer of the worker: {other:?}");
             Err(Error::new(ErrorKind::Internal, message))
         }
     }
 }
 
+/// Records the size of the volume, in whole blocks, if it has changed.
 pub(crate) async fn record_size(cx: &Context, guard: &mut Guard) -> Result<()> {
     let block = block_size(guard);
     let size = guard.worker.as_ref().map(|worker| worker.size() - worker.size() % block);
@@ -124,8 +130,8 @@ pub(crate) fn block_size(guard: &Guard) -> u64 {
     guard.record.volume.map_or(1, |volume| u64::from(volume.block_size)).max(1)
 }
 
-/// Whether everything that is running now ends within `limit`.
-async fn flows(page: &Page, limit: Duration) -> bool {
+/// Waits up to `limit` until every request that is in flight now has ended. Returns whether they have.
+async fn requests_drain(page: &Page, limit: Duration) -> bool {
     let began_ns = cleat_statistics::now_ns();
     let until = Instant::now() + limit;
     loop {
@@ -152,18 +158,19 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn io_flows_when_what_was_running_has_ended() {
+    async fn only_requests_that_were_in_flight_are_waited_for() {
         let (page, _file) = Page::create().unwrap();
         let (one, other) = (page.recorder(0).unwrap(), page.recorder(1).unwrap());
-        assert!(flows(&page, Duration::ZERO).await);
+        assert!(requests_drain(&page, Duration::ZERO).await);
         one.set_oldest(cleat_statistics::now_ns());
         other.set_oldest(cleat_statistics::now_ns());
-        assert!(!flows(&page, Duration::from_millis(20)).await);
+        assert!(!requests_drain(&page, Duration::from_millis(20)).await);
         other.set_oldest(0);
-        assert!(!flows(&page, Duration::from_millis(20)).await);
-        let probe = tokio::spawn(async move { flows(&page, Duration::from_secs(10)).await });
+        assert!(!requests_drain(&page, Duration::from_millis(20)).await);
+        let probe =
+            tokio::spawn(async move { requests_drain(&page, Duration::from_secs(10)).await });
         sleep(Duration::from_millis(20)).await;
-        // The one that was running is through; others have come since.
+        // The earlier request has ended, and another one has begun since.
         one.set_oldest(cleat_statistics::now_ns());
         assert!(probe.await.unwrap());
         drop((one, other));

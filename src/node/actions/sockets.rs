@@ -13,22 +13,24 @@ use crate::worker_start::no_worker;
 use cleat_core::error::{Error, Result};
 use cleat_kernel::DeviceIndex;
 
+/// The timeout for a worker to take new sockets.
 pub(crate) const SERVE_LIMIT: Duration = Duration::from_secs(10);
 
-/// For a worker's threads to show up in its counters.
-const COUNTED_LIMIT: Duration = Duration::from_secs(1);
+/// How long the connections of a worker may take to appear in its counters.
+const CONNECTIONS_LIMIT: Duration = Duration::from_secs(1);
 
+/// Passes sockets to the worker, which serves them.
 pub(crate) async fn serve(guard: &Guard, ends: Vec<OwnedFd>, deadline: Instant) -> Result<()> {
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     worker.serve(ends, deadline).await
 }
 
-/// Waits until the worker's counters show its connections, so that the next look does not take
-/// them for missing. When they never do, the next look decides.
+/// Waits until the worker's counters show its connections, so that the next observation does not report
+/// them as missing. Returns after a timeout, too; then the next observation decides.
 pub(crate) async fn wait_for_connections(guard: &Guard) {
     let Some(worker) = &guard.worker else { return };
     let wanted = u64::from(guard.record.options.connections);
-    let until = Instant::now() + COUNTED_LIMIT;
+    let until = Instant::now() + CONNECTIONS_LIMIT;
     while worker.statistics.snapshot().connections < wanted
         && Instant::now() < until
         && !worker.has_ended()
@@ -37,7 +39,7 @@ pub(crate) async fn wait_for_connections(guard: &Guard) {
     }
 }
 
-/// Gives the device new sockets; the other ends of those that it took.
+/// Passes `count` new sockets to the kernel for a device. Returns the other ends of those that it accepted.
 pub(crate) async fn reconfigure(
     cx: &Context,
     guard: &Guard,
@@ -45,7 +47,7 @@ pub(crate) async fn reconfigure(
     count: u32,
     deadline: Instant,
 ) -> Result<Vec<OwnedFd>> {
-    let (kernel_ends, ends) = socket_pairs(count)?;
+    let (kernel_ends, worker_ends) = socket_pairs(count)?;
     let identity = guard.record.identity();
     cx.kernel
         .command("give the device new connections", deadline, move |kernel| {
@@ -53,21 +55,21 @@ pub(crate) async fn reconfigure(
         })
         .await?;
     cx.point("reconfigured, not served").await;
-    Ok(ends.into_iter().filter(|end| !hung_up(end)).collect())
+    Ok(worker_ends.into_iter().filter(|end| !hung_up(end)).collect())
 }
 
-/// Connected pairs: the kernel's ends, and the worker's.
+/// Creates connected pairs of sockets. Returns the ends for the kernel and the ends for the worker.
 pub(crate) fn socket_pairs(count: u32) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
     (0..count)
         .map(|_| UnixStream::pair().map(|(kernel, worker)| (kernel.into(), worker.into())))
         .collect::<std::io::Result<_>>()
         .map_err(|error| {
-            Error::from_io("cannot make sockets for the kernel", error)
+            Error::from_io("cannot create sockets for the kernel", error)
                 .with_repair("raise the daemon's limit of open files (LimitNOFILE=)")
         })
 }
 
-/// Whether nobody has the other end.
+/// Returns whether the other end of the socket is closed.
 pub(crate) fn hung_up(socket: &OwnedFd) -> bool {
     let mut set = [PollFd::new(socket.as_fd(), PollFlags::empty())];
     let polled = poll(&mut set, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
@@ -79,10 +81,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dropped_socket_shows() {
-        let (kernel, ours) = socket_pairs(1).unwrap();
-        assert!(!hung_up(&ours[0]));
+    fn a_dropped_socket_is_detected() {
+        let (kernel, worker) = socket_pairs(1).unwrap();
+        assert!(!hung_up(&worker[0]));
         drop(kernel);
-        assert!(hung_up(&ours[0]));
+        assert!(hung_up(&worker[0]));
     }
 }

@@ -1,4 +1,4 @@
-//! Starts a worker of the next generation and opens the volume in it.
+//! Starts a worker of the next generation, which opens the volume.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -15,19 +15,19 @@ use cleat_core::error::Result;
 use cleat_statistics::Page;
 use cleat_worker::protocol::Start;
 
-/// Bounds on single steps, within that of the whole.
+/// The timeout for the start, without the time that a backend may need in addition.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// For a worker that is being started to keep others from it: longer, and it is not the machine that
-/// it waits for.
-const TURN_LIMIT: Duration = Duration::from_secs(2);
+/// How long a starting worker keeps its start permit. A worker that takes longer waits for its backend, not
+/// for the machine.
+const PERMIT_LIMIT: Duration = Duration::from_secs(2);
 
 pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
-    let _unlocking = unlock_permit(cx, guard, deadline).await?;
-    let turn = start_permit(cx, deadline).await?;
+    let _unlock_permit = unlock_permit(cx, guard, deadline).await?;
+    let permit = start_permit(cx, deadline).await?;
     let deadline =
         within(deadline, START_LIMIT + unlock::extra_open_time(cx.registry, &guard.record.uri));
-    // The process waits; only when it can be found again after a crash is it told anything.
+    // The process receives no command before it is recorded, so that it can be found after a crash.
     let launched = cx.workers.launch().await?;
     cx.point("worker launched").await;
     guard.record.generation += 1;
@@ -36,14 +36,14 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     cx.point("worker recorded").await;
     let start = Start { take_over: guard.take_over, ..start_message(cx, &guard.record, false) };
     let page = guard.statistics.clone();
-    // Of a worker whose end is proved: what it was serving, it serves no more.
+    // The end of the previous worker is proved, so its connections and requests no longer count.
     page.iter().for_each(Page::take_over);
     let mut starting = pin!(cx.workers.start(launched, start, page, Vec::new(), deadline));
-    let started = match timeout(TURN_LIMIT, &mut starting).await {
+    let started = match timeout(PERMIT_LIMIT, &mut starting).await {
         Ok(started) => started,
         Err(_) => {
-            // It waits for its backend, which takes nothing from others.
-            drop(turn);
+            // The worker waits for its backend, and other workers may start.
+            drop(permit);
             starting.await
         }
     };

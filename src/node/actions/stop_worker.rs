@@ -1,4 +1,4 @@
-//! Stops a worker, and kills one that does not stop. Its end is proved before this succeeds.
+//! Stops a worker, and kills it if it does not stop. Succeeds only when its end is proved.
 
 use std::time::Duration;
 
@@ -11,10 +11,13 @@ use crate::worker_start::within;
 use crate::workers::{Worker, stop_process, stops_listening};
 use cleat_core::error::{Error, ErrorKind, Result};
 
+/// How long a worker may take to end before it is killed.
 pub(crate) const STOP_GRACE: Duration = Duration::from_secs(2);
 
+/// As `STOP_GRACE`, in a forced unmap.
 pub(crate) const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
 
+/// The timeout for stopping a worker, SIGKILL included.
 const STOP_LIMIT: Duration = Duration::from_secs(7);
 
 pub(crate) async fn stop_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
@@ -23,7 +26,7 @@ pub(crate) async fn stop_worker(cx: &Context, guard: &mut Guard, deadline: Insta
     Ok(())
 }
 
-/// Ends a worker that nothing is asked of any more, whether it speaks to us or not.
+/// Ends a worker, whether the supervisor has a channel to it or not.
 pub(crate) async fn end_worker(
     cx: &Context,
     guard: &Guard,
@@ -31,7 +34,7 @@ pub(crate) async fn end_worker(
     id: Option<WorkerId>,
     deadline: Instant,
 ) -> Result<()> {
-    // By force, all the time that is left may go into this.
+    // A forced unmap may use all of its remaining time.
     let (grace, deadline) = match guard.record.intent {
         Intent::Forced(_) => (FORCED_STOP_GRACE, deadline),
         Intent::Mapped | Intent::Unmapped => (STOP_GRACE, within(deadline, STOP_LIMIT)),
@@ -44,13 +47,13 @@ pub(crate) async fn end_worker(
     match cx.workers.find(id)? {
         Some(process) => stop_process(&process, deadline).await,
         None if stops_listening(socket).await => Ok(()),
-        None => Err(unseen(id.pid)),
+        None => Err(in_other_namespace(id.pid)),
     }
 }
 
-/// Somebody listens for a worker whose process cannot be seen.
-fn unseen(pid: u32) -> Error {
-    let message = format!("worker {pid} lives on where it cannot be seen from here");
+/// A process listens on the worker's socket, but the worker is not in this pid namespace.
+fn in_other_namespace(pid: u32) -> Error {
+    let message = format!("cannot end worker {pid}: it runs in another pid namespace");
     Error::new(ErrorKind::Unavailable, message)
         .with_repair("end it in the pid namespace that it was started in")
 }

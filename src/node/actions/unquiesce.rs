@@ -12,19 +12,19 @@ use crate::records::store;
 use crate::worker_start::within;
 use cleat_core::error::Result;
 
-/// For a thaw; what hangs goes on behind the scenes.
+/// The timeout for a thaw. A thaw that takes longer continues on its thread.
 const THAW_LIMIT: Duration = Duration::from_secs(5);
 
-/// The same where a forced unmap waits for it.
+/// The timeout for a thaw in a forced unmap.
 const FORCED_THAW_LIMIT: Duration = Duration::from_millis(500);
 
-/// How soon a thaw that was put off is tried again.
-const AGAIN_AFTER: Duration = Duration::from_secs(5);
+/// The delay before a deferred thaw is retried.
+const RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// Ends it.
+/// Ends the quiescing of a mapping's device. If this fails and the mapping stays, it is deferred.
 ///
 /// # Errors
-/// `TimedOut` where it cannot be done now, and the mapping is to go; else it is put off.
+/// Returns the error of the thaw or of the record if the mapping is to be removed.
 pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let by_hook = guard.record.quiesced.as_ref().is_some_and(|quiesced| quiesced.hook.is_some());
     let limit = match guard.record.intent {
@@ -32,25 +32,25 @@ pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant
         Intent::Mapped | Intent::Unmapped if by_hook => cx.settings.quiesce.limit,
         Intent::Mapped | Intent::Unmapped => THAW_LIMIT,
     };
-    let early = why_early(guard);
+    let early = early_end_reason(guard);
     let thawed = unquiesce_device(cx, guard, within(deadline, limit)).await;
     let name = guard.record.name.clone();
     match thawed {
         Ok(()) => {
             guard.quiesce.retry_at = None;
-            tracing::info!(mapping = name, "quiet no more");
-            if let Some(why) = early {
-                let why = format!("its last snapshot may not be consistent: {why}");
-                tracing::warn!(mapping = name, "{why}");
-                guard.quiesce.warning = Some(why);
+            tracing::info!(mapping = name, "the device is no longer quiesced");
+            if let Some(reason) = early {
+                let warning = format!("its last snapshot may not be consistent: {reason}");
+                tracing::warn!(mapping = name, "{warning}");
+                guard.quiesce.warning = Some(warning);
             } else if guard.quiesce.answered.is_some_and(|answered| answered.until.is_some()) {
                 guard.quiesce.warning = None;
             }
             Ok(())
         }
         Err(error) if guard.record.intent == Intent::Mapped => {
-            tracing::warn!(mapping = name, "not thawed yet: {}", error.report());
-            let at = Instant::now() + AGAIN_AFTER;
+            tracing::warn!(mapping = name, "cannot thaw the device yet: {}", error.report());
+            let at = Instant::now() + RETRY_DELAY;
             guard.quiesce.retry_at = Some(at);
             cx.wake_at(&name, at);
             Ok(())
@@ -59,8 +59,8 @@ pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant
     }
 }
 
-/// Ends it on the way of a forced unmap: a file system that is frozen is not unmounted. A failure is
-/// noted in the report.
+/// Ends the quiescing during a forced unmap, because a frozen file system cannot be unmounted. A failure
+/// is only noted in the report.
 pub(crate) async fn try_unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant) {
     if let Err(error) = unquiesce(cx, guard, deadline).await {
         guard.note(error.report());
@@ -75,8 +75,9 @@ async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) ->
         None => None,
     };
     if let Some(Err(error)) = &by_hook {
-        // What is mounted is not to stay frozen.
-        tracing::error!(mapping = guard.record.name, "thawed without it: {}", error.report());
+        // The mounted file systems must not stay frozen.
+        let name = &guard.record.name;
+        tracing::error!(mapping = name, "thawing without the hook: {}", error.report());
     }
     if !matches!(by_hook, Some(Ok(()))) {
         let until = deadline.max(Instant::now() + FORCED_THAW_LIMIT);
@@ -90,13 +91,13 @@ async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) ->
     guard.record.quiesced = None;
     let stored = store(cx, guard).await;
     if stored.is_err() {
-        // Thawing once more does no harm.
+        // The next attempt thaws again, which does no harm.
         guard.record.quiesced = Some(quiesced);
     }
     stored
 }
 
-/// Ends it for every mapping: nobody would, once this supervisor is gone.
+/// Ends the quiescing of every mapping, because no supervisor would do it after this one has ended.
 pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
     for mapping in cx.register.all() {
         if mapping.view().record.quiesced.is_none() {
@@ -107,17 +108,21 @@ pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
             Err(error) => Err(error),
         };
         if let Err(error) = thawed {
-            tracing::error!(mapping = mapping.name, "stays frozen: {}", error.report());
+            tracing::error!(
+                mapping = mapping.name,
+                "the device stays quiesced: {}",
+                error.report()
+            );
         }
     }
 }
 
-/// Why it ends before the snapshot has been made, where it does.
-fn why_early(guarded: &Guarded) -> Option<&'static str> {
+/// Returns why the quiescing ends before the snapshot has been made; `None` if it does not.
+fn early_end_reason(guarded: &Guarded) -> Option<&'static str> {
     let Some(Answered { pid, snapshot, until }) = guarded.quiesce.answered else {
-        return Some("the daemon that had made it quiet has ended");
+        return Some("the daemon that had quiesced the device has ended");
     };
-    // Refused, and told so.
+    // The worker was told that the device is not quiesced.
     let until = until?;
     match &guarded.worker {
         Some(worker) if worker.id().pid == pid && !worker.has_ended() => {
@@ -125,10 +130,10 @@ fn why_early(guarded: &Guarded) -> Option<&'static str> {
                 return None;
             }
             Some(match Instant::now() < until {
-                true => "its backend or its mapping went away meanwhile",
+                true => "the backend or the mapping was lost meanwhile",
                 false => "it took longer than map.quiesce_deadline",
             })
         }
-        _ => Some("the worker that had asked for it has ended"),
+        _ => Some("the worker that had requested it has ended"),
     }
 }

@@ -18,11 +18,11 @@ pub(crate) async fn wait_for_device(
         .iter()
         .find(|device| device.connected && device.identity().as_ref() == Some(&identity))
         .ok_or_else(|| {
-            let message = format!("the device of {name} vanished while it was set up");
+            let message = format!("the device of {name} was disconnected while it was set up");
             Error::new(ErrorKind::Unavailable, message)
         })?;
     let (index, size) = (device.index, guard.record.volume.map_or(device.size, |v| v.size));
-    // After a resize the device is larger than the record: the device is what counts.
+    // After a resize the record may be older than the device, so the size of the device counts.
     let size = if guard.record.established { device.size } else { size };
     let paths = cx
         .kernel

@@ -1,4 +1,4 @@
-//! What a forced unmap has done so far, and what it reports in the end.
+//! The progress of a forced unmap, and its report.
 
 use std::time::Duration;
 
@@ -8,62 +8,67 @@ use crate::planner::Action;
 use cleat_core::error::Error;
 use cleat_kernel::{DeviceIndex, Holder};
 
-/// What a forced unmap did.
+/// The report of a forced unmap.
 #[derive(Debug, Clone, Default)]
 pub struct Forced {
-    /// What was done, in order.
-    pub steps: Vec<Done>,
-    /// Mounts that are gone.
+    /// The steps that were done, in order.
+    pub steps: Vec<ForcedStep>,
+    /// The mounts that were removed.
     pub unmounted: Vec<Holder>,
-    /// The device that stays until its holders let go; everything on it fails.
+    /// The device that stays until its holders close it. All of its I/O fails.
     pub device_left: Option<DeviceIndex>,
-    /// Who holds it.
+    /// The holders of that device.
     pub holders: Vec<Holder>,
-    /// Why it is not known whether the backend has got its last request.
+    /// Why it is not proved that the backend executes no request any more; `None` if it is proved.
     pub unproven: Option<String>,
 }
 
-/// One step of it.
+/// A step of a forced unmap.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Done {
-    /// What.
+pub struct ForcedStep {
+    /// The name of the step.
     pub step: &'static str,
-    /// How long it took.
+    /// The duration of the step.
     pub took: Duration,
-    /// What was special about it; empty otherwise.
+    /// What was unusual about the step; empty if nothing was.
     pub note: String,
 }
 
-/// What is remembered while it is going on.
+/// The progress of a forced unmap.
 #[derive(Debug, Default)]
 pub struct ForceProgress {
-    pub(crate) steps: Vec<Done>,
-    pub(crate) under_way: Option<(&'static str, Instant)>,
+    /// The steps that are done.
+    pub(crate) steps: Vec<ForcedStep>,
+    /// The step that is running, and when it began.
+    pub(crate) running: Option<(&'static str, Instant)>,
+    /// What was unusual about the running step.
     pub(crate) note: String,
+    /// The mounts that were found.
     pub(crate) mounts: Vec<Holder>,
-    /// The device that stayed when it was severed.
-    pub(crate) left: Option<DeviceIndex>,
+    /// The device that was disconnected and still has holders.
+    pub(crate) device_left: Option<DeviceIndex>,
+    /// Why it is not proved that the backend executes no request any more.
     pub(crate) unproven: Option<String>,
 }
 
 impl ForceProgress {
     pub(crate) fn begin(&mut self, step: &'static str) {
-        self.under_way = Some((step, Instant::now()));
+        self.running = Some((step, Instant::now()));
     }
 
     pub(crate) fn end(&mut self) {
-        let Some((step, began)) = self.under_way.take() else { return };
+        let Some((step, began)) = self.running.take() else { return };
         let note = std::mem::take(&mut self.note);
-        tracing::info!(step, took = ?began.elapsed(), note, "done by force");
-        self.steps.push(Done { step, took: began.elapsed(), note });
+        tracing::info!(step, took = ?began.elapsed(), note, "a step of a forced unmap is done");
+        self.steps.push(ForcedStep { step, took: began.elapsed(), note });
     }
 
-    /// The error of a forced unmap that did not get to its end.
+    /// Returns the error of a forced unmap that did not finish.
     pub(crate) fn unfinished(self, error: Error, name: &str) -> Error {
         let mut done: Vec<&str> = self.steps.iter().map(|done| done.step).collect();
         done.dedup();
         let done = if done.is_empty() { "nothing".to_owned() } else { done.join(", ") };
-        let step = self.under_way.map_or("the report", |(step, _)| step);
+        let step = self.running.map_or("the report", |(step, _)| step);
         let note = if self.note.is_empty() { String::new() } else { format!(" ({})", self.note) };
         let message = format!(
             "{name} is not unmapped yet; done: {done}; not done: {step}{note}: {}",
@@ -71,13 +76,13 @@ impl ForceProgress {
         );
         let repair = error.repair().map(|repair| format!("{repair}; ")).unwrap_or_default();
         Error::new(error.kind(), message).with_repair(format!(
-            "{repair}it is tried again by itself, and by the same command; see cleat status {name}"
+            "{repair}the daemon retries it, and so does the same command; see: cleat status {name}"
         ))
     }
 }
 
-/// What a step is called in a report.
-pub(super) fn name(action: Action) -> &'static str {
+/// Returns the name of an action in reports.
+pub(super) fn step_name(action: Action) -> &'static str {
     match action {
         Action::RecordUnmapping => "record",
         Action::FailIo => "fail I/O",
@@ -85,9 +90,9 @@ pub(super) fn name(action: Action) -> &'static str {
         Action::Unmount(..) => "unmount",
         Action::ForceDisconnect(_) => "disconnect",
         Action::StopWorker => "end the worker",
-        Action::ProveNoWrites => "prove silence",
-        Action::WaitForConnect => "await the kernel",
-        Action::RemoveRecord => "forget",
+        Action::ProveNoWrites => "prove no writes",
+        Action::WaitForConnect => "wait for the kernel",
+        Action::RemoveRecord => "remove the record",
         _ => "other",
     }
 }

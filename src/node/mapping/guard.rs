@@ -6,23 +6,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::{OwnedMutexGuard, watch};
 
 use super::Mapping;
-use super::force_progress::name;
+use super::force_progress::step_name;
 use super::guarded::Guarded;
 use crate::planner::Action;
 
-/// The right to change a mapping. Its fields end in the order in which they stand here.
+/// The right to change a mapping. Its fields are dropped in this order.
 pub struct Guard {
-    /// Before the lock is free: whoever finds it taken from here on waits for another call.
+    /// Dropped before the lock is released: a call that finds the lock taken must wait only for the
+    /// supervisor's own work.
     background: Option<BackgroundEntry>,
     guarded: OwnedMutexGuard<Guarded>,
-    /// After the lock is free: what happened until then is not missed.
+    /// Dropped after the lock is released, so that events until then are not missed.
     mapping: WakeOnDrop,
 }
 
-/// Has a mapping looked at where something happened while somebody had its guard.
+/// On drop, schedules a reconcile if an event arrived while the guard was held.
 struct WakeOnDrop(Arc<Mapping>);
 
-/// Counts one that looks after a mapping by itself.
+/// Counts a reconcile by the supervisor itself, on no request of a caller.
 pub(super) struct BackgroundEntry(Arc<Mapping>);
 
 impl BackgroundEntry {
@@ -38,7 +39,7 @@ impl Drop for BackgroundEntry {
     }
 }
 
-/// Takes back that a call waits, however it ends.
+/// Clears the flag that a call waits, also if the call is cancelled.
 pub(super) struct CallWaiting<'a>(pub(super) &'a AtomicBool);
 
 impl Drop for CallWaiting<'_> {
@@ -47,7 +48,7 @@ impl Drop for CallWaiting<'_> {
     }
 }
 
-/// Counts a forced unmap that wants the guard.
+/// Counts a forced unmap that waits for the guard.
 pub(super) struct ForceWaiting<'a>(&'a watch::Sender<u32>);
 
 impl<'a> ForceWaiting<'a> {
@@ -68,42 +69,45 @@ impl Guard {
         Self { background: None, guarded, mapping: WakeOnDrop(Arc::clone(mapping)) }
     }
 
-    /// Marks that the supervisor entered by itself, so that calls wait for it.
+    /// Marks the guard as the supervisor's own, so that calls wait for it.
     pub(super) fn set_background(&mut self, background: BackgroundEntry) {
         self.background = Some(background);
     }
 
-    /// Whether the supervisor looks after the mapping by itself, and nobody waits for it.
+    /// Returns whether the supervisor took the guard by itself, and no caller waits for its work.
     pub fn is_background(&self) -> bool {
         self.background.is_some()
     }
 
-    /// Whose.
+    /// Returns the mapping that the guard belongs to.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping.0
     }
 
+    /// Sets the note of the running step of a forced unmap.
     pub(crate) fn note(&mut self, note: String) {
         if let Some(progress) = &mut self.teardown.force {
             progress.note = note;
         }
     }
 
-    pub(crate) fn unproven(&mut self, why: String) {
-        tracing::warn!(mapping = self.mapping().name, "silence of the volume is not proved: {why}");
+    /// Reports that a forced unmap could not prove that the backend executes no request any more.
+    pub(crate) fn set_unproven(&mut self, cause: String) {
+        let name = &self.mapping().name;
+        tracing::warn!(mapping = name, "cannot prove the end of all writes to the volume: {cause}");
         if let Some(progress) = &mut self.teardown.force {
-            progress.unproven = Some(why);
+            progress.unproven = Some(cause);
         }
     }
 
-    /// A step begins; told in the report of a forced unmap.
+    /// Records the begin of an action for the report of a forced unmap.
     pub(crate) fn step_begins(&mut self, action: Action) {
         if let Some(progress) = &mut self.teardown.force {
-            progress.begin(name(action));
+            progress.begin(step_name(action));
         }
     }
 
-    /// It has been done.
+    /// Records the end of that action.
     pub(crate) fn step_ends(&mut self) {
         if let Some(progress) = &mut self.teardown.force {
             progress.end();
@@ -127,7 +131,7 @@ impl std::ops::DerefMut for Guard {
 impl Drop for WakeOnDrop {
     fn drop(&mut self) {
         if self.0.wake_on_release.swap(false, Ordering::SeqCst) {
-            // A full queue: the next sweep finds it.
+            // If the queue is full, the next sweep finds the mapping.
             let _ = self.0.work_queue.try_send(self.0.name.clone());
         }
     }

@@ -30,24 +30,24 @@ pub struct Guarded {
     pub upgrade_refusal: Option<String>,
     /// A growth of the device that failed: when to try it again, and why it failed.
     pub resize_deferred: Option<(Instant, String)>,
-    /// How the mapping has been doing.
+    /// The failures and repairs of the mapping.
     pub health: Health,
-    /// What was done for snapshots.
+    /// The quiescing for snapshots.
     pub quiesce: QuiesceState,
-    /// How far taking the mapping down has come.
+    /// The progress of removing the mapping.
     pub teardown: Teardown,
 }
 
-/// How a mapping has been doing: what decides whether and when a repair is tried.
+/// The failures and repairs of a mapping. They decide whether and when a repair is tried.
 #[derive(Debug, Default)]
 pub struct Health {
     /// Repairs in a row that failed or did not last.
     pub failures: u32,
-    /// What went wrong with its workers.
+    /// The failures of the mapping's workers.
     pub worker_failures: WorkerFailures,
     /// Since when the mapping has worked without interruption.
     pub working_since: Option<Instant>,
-    /// Since when no worker has served the device for long.
+    /// Since when no worker has served the device without interruption.
     pub unserved_since: Option<Instant>,
     /// No repair starts before this time.
     pub retry_at: Option<Instant>,
@@ -56,7 +56,7 @@ pub struct Health {
 /// What this supervisor has done for snapshots of a mapping's volume.
 #[derive(Debug, Default)]
 pub struct QuiesceState {
-    /// The last snapshot that a worker got an answer about.
+    /// The last snapshot request that was answered.
     pub answered: Option<Answered>,
     /// The next attempt to unquiesce does not start before this time.
     pub retry_at: Option<Instant>,
@@ -64,12 +64,12 @@ pub struct QuiesceState {
     pub warning: Option<String>,
 }
 
-/// How far taking a mapping down has come.
+/// The progress of removing a mapping.
 #[derive(Debug, Default)]
 pub struct Teardown {
-    /// Whether the journal says that the mapping is to be taken down.
+    /// Whether the journal says that the mapping is to be removed.
     pub recorded: bool,
-    /// Whether the mapping is gone. A task that waited for the guard looks the name up again.
+    /// Whether the mapping was removed. A task that waited for the guard looks up the name again.
     pub removed: bool,
     /// Whether no request of its worker can reach the backend any more.
     pub no_writes_proved: bool,
@@ -97,7 +97,7 @@ impl Guarded {
     }
 }
 
-/// A snapshot that a worker got an answer about.
+/// A worker's request for a snapshot that was answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answered {
     /// The pid of the worker.

@@ -1,7 +1,7 @@
-//! One mapping in the supervisor's memory, its guard, and the register of all.
+//! A mapping in the supervisor's memory, its guard, and the register of all mappings.
 //!
-//! Who changes a mapping holds its [`Guard`]; a second one is refused at once. Who only looks reads
-//! the [`View`], which never waits.
+//! A task that changes a mapping holds its [`Guard`]. A second task that wants it gets an error at once.
+//! Readers use the [`View`], which never blocks.
 
 mod force_progress;
 mod guard;
@@ -20,7 +20,7 @@ use crate::planner::{Record, State};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 
-pub use force_progress::{Done, ForceProgress, Forced};
+pub use force_progress::{ForceProgress, Forced, ForcedStep};
 pub use guard::Guard;
 pub use guarded::{Answered, Guarded, Health, QuiesceState, Teardown};
 pub use register::Register;
@@ -28,39 +28,39 @@ pub use view::{Change, OutageView, View, node_of};
 
 use guard::{BackgroundEntry, CallWaiting, ForceWaiting};
 
-/// A mapping.
+/// A mapping of this supervisor.
 pub struct Mapping {
-    /// Its name; never changes.
+    /// The name, which never changes.
     pub name: String,
-    /// Its id; never changes.
+    /// The id, which never changes.
     pub mapping_id: String,
     guarded: Arc<tokio::sync::Mutex<Guarded>>,
     view: Mutex<View>,
     statistics: Mutex<Option<Page>>,
-    /// Something happened while somebody held the guard.
+    /// Whether an event arrived while the guard was held.
     wake_on_release: AtomicBool,
-    /// How many look after it by themselves, or try to; at most one of them has the guard.
+    /// The number of the supervisor's own tasks that have the guard or try to get it. At most one has it.
     background_entries: AtomicU32,
-    /// A call waits for a keeper to be done.
+    /// Whether a call waits for such a task.
     call_waiting: AtomicBool,
-    /// Forced unmaps that wait for the guard: whoever has it gives way.
+    /// The number of forced unmaps that wait for the guard. Its holder then cancels its work.
     force_waiting: watch::Sender<u32>,
-    /// Held while a record is being written, beyond the end of a call that gave way.
+    /// Held while a record is being written, also after the call for it was cancelled.
     writing: Arc<tokio::sync::Mutex<()>>,
-    /// A write of its record was given up, and has ended since.
+    /// Whether a write of the record was abandoned, and has ended since.
     record_uncertain: AtomicBool,
-    /// Somebody waits for the end of such a write.
+    /// Whether a task waits for the end of an abandoned write.
     store_again_scheduled: AtomicBool,
-    /// Held while the kernel connects a device, however long nobody waits for it any more.
+    /// Held while the kernel connects a device, also after the call for it was cancelled.
     connecting: Arc<tokio::sync::Mutex<()>>,
     work_queue: mpsc::Sender<String>,
 }
 
-/// How long a call waits for what the supervisor does by itself, most of which only looks.
+/// How long a call waits for the supervisor's own work on the mapping, most of which is only observing.
 const BACKGROUND_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Mapping {
-    /// Of a record. `attention` gets its name when it should be looked at.
+    /// Creates the mapping of a record. `work_queue` gets its name when it is to be reconciled.
     pub fn new(record: Record, work_queue: mpsc::Sender<String>) -> Self {
         let view = View {
             record: record.clone(),
@@ -92,10 +92,10 @@ impl Mapping {
         }
     }
 
-    /// The right to change it, at once.
+    /// Takes the guard without waiting.
     ///
     /// # Errors
-    /// `Aborted` when somebody else has it.
+    /// Returns `Aborted` if another task has the guard.
     pub fn try_lock(self: &Arc<Self>) -> Result<Guard> {
         let guarded = Arc::clone(&self.guarded).try_lock_owned().map_err(|_| self.busy())?;
         Ok(self.guard(guarded))
@@ -105,11 +105,11 @@ impl Mapping {
         Guard::new(self, guarded)
     }
 
-    /// The right to change it, for a call: not queued behind another call, but the supervisor's own
-    /// looking after the mapping, which no caller knows of, is waited for.
+    /// Takes the guard for a call. Does not wait for another call, but waits up to 2 s for the supervisor's
+    /// own work on the mapping, which callers cannot know of.
     ///
     /// # Errors
-    /// `Aborted` when another call has it, or a repair takes long.
+    /// Returns `Aborted` if another call has the guard, or if a repair takes longer.
     pub async fn lock_for_call(self: &Arc<Self>) -> Result<Guard> {
         let error = match self.try_lock() {
             Ok(guard) => return Ok(guard),
@@ -118,18 +118,19 @@ impl Mapping {
         if self.background_entries.load(Ordering::SeqCst) == 0
             || self.call_waiting.swap(true, Ordering::SeqCst)
         {
-            // A keeper that was about to leave, and is not counted any more, has left by now.
+            // A task of the supervisor that is not counted any more may still have held the lock. After
+            // the yield it has released it.
             tokio::task::yield_now().await;
             return self.try_lock().map_err(|_| error);
         }
-        let _awaiting = CallWaiting(&self.call_waiting);
+        let _waiting = CallWaiting(&self.call_waiting);
         let guarded = timeout(BACKGROUND_TIMEOUT, Arc::clone(&self.guarded).lock_owned());
         let guarded = guarded.await.map_err(|_| error)?;
         Ok(self.guard(guarded))
     }
 
-    /// The right to change it, for the supervisor itself. When somebody else has it, the mapping is
-    /// looked at afterwards.
+    /// Takes the guard for the supervisor's own work. If another task has it, returns `None`, and the
+    /// mapping is reconciled when the guard is released.
     pub fn try_lock_in_background(self: &Arc<Self>) -> Option<Guard> {
         let background = BackgroundEntry::new(self);
         self.wake_on_release.store(true, Ordering::SeqCst);
@@ -139,44 +140,44 @@ impl Mapping {
         Some(guard)
     }
 
-    /// The right to change it, for a forced unmap: whoever has it gives way, unless it is another
-    /// forced unmap, which is waited for.
+    /// Takes the guard for a forced unmap. The current holder cancels its work, unless it is another
+    /// forced unmap; that one is waited for.
     ///
     /// # Errors
-    /// `TimedOut` at `deadline`.
+    /// Returns `TimedOut` at `deadline`.
     pub async fn lock_by_force(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
-        let _wanting = ForceWaiting::new(&self.force_waiting);
+        let _waiting = ForceWaiting::new(&self.force_waiting);
         let guarded = timeout_at(deadline, Arc::clone(&self.guarded).lock_owned()).await;
         let guarded = guarded.map_err(|_| {
-            let message = format!("another forced unmap of {} is under way", self.name);
+            let message = format!("another forced unmap of {} is in progress", self.name);
             Error::new(ErrorKind::TimedOut, message).with_repair("try again when it has ended")
         })?;
         Ok(self.guard(guarded))
     }
 
-    /// Does `work`, which has the guard or is given it, until a forced unmap wants it. Plans may be
-    /// cut anywhere, and so may this; what is under way on other threads ends there.
+    /// Runs `work`, which has or takes the guard, and cancels it when a forced unmap waits for the guard.
+    /// This is safe because plans may be interrupted anywhere. Work on other threads continues there.
     ///
     /// # Errors
-    /// What `work` gives; `Aborted` when it gave way.
+    /// Returns the error of `work`, and `Aborted` if it was cancelled.
     pub async fn until_forced<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let mut wanted = self.force_waiting.subscribe();
+        let mut waiting = self.force_waiting.subscribe();
         tokio::select! {
             biased;
-            _ = wanted.wait_for(|count| *count > 0) => {
-                let message = format!("it gave way to a forced unmap of {}", self.name);
+            _ = waiting.wait_for(|count| *count > 0) => {
+                let message = format!("cancelled by a forced unmap of {}", self.name);
                 Err(Error::new(ErrorKind::Aborted, message))
             }
             done = work => done,
         }
     }
 
-    /// The right to write its record; kept by the thread that writes.
+    /// Waits for the right to write the record. The thread that writes keeps it.
     pub async fn write_permit(&self) -> OwnedMutexGuard<()> {
         Arc::clone(&self.writing).lock_owned().await
     }
 
-    /// A write of its record was given up: has the mapping looked at once that has ended.
+    /// Schedules a reconcile for the time at which an abandoned write of the record has ended.
     pub fn store_again_later(self: &Arc<Self>) {
         if self.store_again_scheduled.swap(true, Ordering::SeqCst) {
             return;
@@ -186,50 +187,50 @@ impl Mapping {
             drop(mapping.write_permit().await);
             mapping.store_again_scheduled.store(false, Ordering::SeqCst);
             mapping.record_uncertain.store(true, Ordering::SeqCst);
-            // A full queue: the next sweep finds it.
+            // If the queue is full, the next sweep finds the mapping.
             let _ = mapping.work_queue.try_send(mapping.name.clone());
         });
     }
 
-    /// Whether the journal may say something else than what holds.
+    /// Returns whether the record in the journal may differ from the one in memory.
     pub fn is_record_uncertain(&self) -> bool {
         self.record_uncertain.load(Ordering::SeqCst)
     }
 
-    /// The journal says what holds.
+    /// Marks the record in the journal as equal to the one in memory.
     pub fn set_record_certain(&self) {
         self.record_uncertain.store(false, Ordering::SeqCst);
     }
 
-    /// The right to have its device connected, kept by the thread that does so; `None` while the
-    /// kernel has not ended an earlier attempt.
+    /// Returns the right to connect a device, which the connecting thread keeps; `None` while the kernel
+    /// executes an earlier attempt.
     pub fn connect_permit(&self) -> Option<OwnedMutexGuard<()>> {
         Arc::clone(&self.connecting).try_lock_owned().ok()
     }
 
-    /// Whether the kernel may still make a device of it.
+    /// Returns whether the kernel may still create a device of the mapping.
     pub fn is_connecting(&self) -> bool {
         self.connecting.try_lock().is_err()
     }
 
-    /// Waits until the kernel makes no device of it any more.
+    /// Waits until the kernel creates no device of the mapping any more.
     ///
     /// # Errors
-    /// `TimedOut`.
+    /// Returns `TimedOut` at `deadline`.
     pub async fn wait_for_connect(&self, deadline: Instant) -> Result<()> {
         timeout_at(deadline, self.connecting.lock()).await.map(drop).map_err(|_| {
-            let message = format!("the kernel may still connect a device of {}", self.name);
+            let message = format!("the kernel may still connect a device for {}", self.name);
             Error::new(ErrorKind::TimedOut, message)
-                .with_repair("see the kernel's log for what the command waits for")
+                .with_repair("see the kernel's log (dmesg) for the cause")
         })
     }
 
     fn busy(&self) -> Error {
-        let message = format!("another operation on {} is under way", self.name);
+        let message = format!("another operation on {} is in progress", self.name);
         Error::new(ErrorKind::Aborted, message).with_repair("try again when it has ended")
     }
 
-    /// How it is doing.
+    /// Returns the current view.
     pub fn view(&self) -> View {
         let mut view = lock(&self.view).clone();
         if let (Some(outage), Some(page)) = (&mut view.outage, self.statistics()) {
@@ -238,12 +239,12 @@ impl Mapping {
         view
     }
 
-    /// Its counters, if it ever had any.
+    /// Returns the counters of the mapping's requests, if a worker was ever started.
     pub fn statistics(&self) -> Option<Page> {
         lock(&self.statistics).clone()
     }
 
-    /// Changes what everybody sees; says whether anything did change.
+    /// Changes the view. Returns the new view if it differs from the old one.
     pub fn update(&self, change: impl FnOnce(&mut View)) -> Option<View> {
         let mut view = lock(&self.view);
         let before = view.clone();
@@ -251,13 +252,13 @@ impl Mapping {
         (*view != before).then(|| view.clone())
     }
 
-    /// Shows the counters of a worker.
+    /// Sets the counters that readers get.
     pub fn show_statistics(&self, page: Option<Page>) {
         *lock(&self.statistics) = page;
     }
 }
 
-/// The lock, whoever panicked with it: every change under it is complete.
+/// Locks a mutex, also after a panic of another holder: every change under it is complete.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -267,18 +268,18 @@ mod tests {
     use super::*;
     use crate::planner::tests::record;
 
-    /// Whoever is called to a mapping can enter it: the lock is free before the call goes out.
+    /// The guard is released before the name goes to the work queue, so its receiver can take the guard.
     #[test]
-    fn what_happens_under_a_guard_is_looked_at_once_the_guard_is_free() {
-        let (work_queue, mut called) = mpsc::channel(8);
+    fn an_event_under_a_guard_schedules_a_reconcile_after_its_release() {
+        let (work_queue, mut scheduled) = mpsc::channel(8);
         let mapping = Arc::new(Mapping::new(record(1, true), work_queue));
-        let (looked, seen) = std::sync::mpsc::channel();
-        let looker = {
+        let (done, reconciled) = std::sync::mpsc::channel();
+        let receiver = {
             let mapping = Arc::clone(&mapping);
             std::thread::spawn(move || {
-                while let Some(name) = called.blocking_recv() {
+                while let Some(name) = scheduled.blocking_recv() {
                     assert!(name.is_empty() || mapping.try_lock().is_ok());
-                    if name.is_empty() || looked.send(()).is_err() {
+                    if name.is_empty() || done.send(()).is_err() {
                         return;
                     }
                 }
@@ -293,11 +294,11 @@ mod tests {
             };
             assert!(mapping.try_lock_in_background().is_none());
             drop(guard);
-            // The next guard must not be what the looker finds.
-            seen.recv_timeout(Duration::from_secs(10)).unwrap();
+            // The receiver must not find the next guard.
+            reconciled.recv_timeout(Duration::from_secs(10)).unwrap();
         }
         let end = mapping.work_queue.blocking_send(String::new());
         end.unwrap();
-        looker.join().unwrap();
+        receiver.join().unwrap();
     }
 }

@@ -6,15 +6,16 @@ use std::sync::{Arc, Mutex};
 use super::{Guard, Mapping, lock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Every mapping, by name.
+/// All mappings, by name.
 #[derive(Default)]
 pub struct Register(Mutex<BTreeMap<String, Arc<Mapping>>>);
 
 impl Register {
-    /// The mapping called `name`, or else the new one that `make` gives, and whether it is new.
+    /// Returns the mapping with this name. If there is none, inserts the one that `make` returns, and returns
+    /// its guard, too.
     ///
     /// # Errors
-    /// `NoSpace` beyond `limit` mappings.
+    /// Returns `NoSpace` if there are `limit` mappings already.
     pub fn find_or_insert(
         &self,
         name: &str,
@@ -26,33 +27,33 @@ impl Register {
             return Ok((Arc::clone(mapping), None));
         }
         if mappings.len() >= limit {
-            let message = format!("{limit} mappings exist, which is the daemon's limit");
+            let message = format!("the daemon has {limit} mappings, which is its limit");
             return Err(Error::new(ErrorKind::NoSpace, message)
                 .with_repair("unmap some, or raise limits.mappings in the configuration"));
         }
         let mapping = Arc::new(make());
-        // Entered before anybody else can see it.
+        // No other task can see the mapping yet, so the guard is free.
         let guard = mapping.try_lock()?;
         mappings.insert(name.to_owned(), Arc::clone(&mapping));
         Ok((mapping, Some(guard)))
     }
 
-    /// The mapping called `name`.
+    /// Returns the mapping with this name.
     pub fn get(&self, name: &str) -> Option<Arc<Mapping>> {
         lock(&self.0).get(name).cloned()
     }
 
-    /// All, in the order of their names.
+    /// Returns all mappings, sorted by name.
     pub fn all(&self) -> Vec<Arc<Mapping>> {
         lock(&self.0).values().cloned().collect()
     }
 
-    /// The ids of all.
+    /// Returns the ids of all mappings.
     pub fn ids(&self) -> BTreeSet<String> {
         lock(&self.0).values().map(|mapping| mapping.mapping_id.clone()).collect()
     }
 
-    /// Forgets `mapping`, if it is still the one of its name.
+    /// Removes `mapping`, if the register still has it under its name.
     pub fn remove(&self, mapping: &Arc<Mapping>) {
         let mut mappings = lock(&self.0);
         if mappings.get(&mapping.name).is_some_and(|found| Arc::ptr_eq(found, mapping)) {

@@ -1,4 +1,4 @@
-//! What everybody may read of a mapping at any time, without its guard.
+//! The part of a mapping that can be read at any time, without its guard.
 
 use std::path::PathBuf;
 
@@ -6,71 +6,72 @@ use crate::planner::{ObservedDevice, Record, State};
 use cleat_core::error::ErrorKind;
 use cleat_kernel::{DeviceIndex, DevicePaths, Holder};
 
-/// What everybody may see at any time.
+/// The state of a mapping that can be read at any time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct View {
-    /// What is wanted.
+    /// The record: the desired state.
     pub record: Record,
-    /// How it is doing.
+    /// The state of the mapping.
     pub state: State,
-    /// Why, beyond the state: the last failure of a repair under way, say.
+    /// Details of the state, for example the last failure of a repair in progress.
     pub message: String,
-    /// Its device.
+    /// The device of the mapping.
     pub device: Option<ObservedDevice>,
-    /// Where the device is.
+    /// The paths of the device.
     pub paths: Option<DevicePaths>,
-    /// 0: none.
+    /// The process number of the worker; 0 without a worker.
     pub worker_pid: u32,
-    /// Its build.
+    /// The build of the worker.
     pub worker_build: String,
-    /// Who holds it, where somebody has looked.
+    /// The holders of the device, as far as they were looked up.
     pub holders: Vec<Holder>,
-    /// The backend cannot be reached.
+    /// The outage of the backend, if it cannot be reached.
     pub outage: Option<OutageView>,
-    /// How its last worker ended, where one did that was not asked to.
+    /// How the last worker ended that was not stopped by the supervisor.
     pub last_exit: Option<String>,
 }
 
 impl View {
-    /// The device's node, as far as known.
+    /// Returns the path of the device's node, as far as it is known.
     pub fn node(&self) -> Option<PathBuf> {
         let known = self.paths.as_ref().map(|paths| paths.node.clone());
         known.or_else(|| self.device.map(|device| node_of(device.index)))
     }
 
-    /// Whether nothing can be written: asked for, or the nature of the volume (a snapshot).
+    /// Returns whether the device refuses writes, by request or because the volume cannot be written (a
+    /// snapshot).
     pub fn is_read_only(&self) -> bool {
-        let by_itself = self.record.volume.is_some_and(|volume| volume.is_read_only());
-        self.record.options.read_only || by_itself
+        let by_volume = self.record.volume.is_some_and(|volume| volume.is_read_only());
+        self.record.options.read_only || by_volume
     }
 
-    /// Whether somebody else owns the volume now.
+    /// Returns whether another client owns the volume now.
     pub fn is_fenced(&self) -> bool {
         matches!(&self.state, State::Failed(failure) if failure.kind == ErrorKind::Fenced)
     }
 }
 
-/// An outage of a mapping's backend, as everybody may see it.
+/// An outage of a mapping's backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutageView {
-    /// When it was noticed.
+    /// When the outage was noticed, in milliseconds since the Unix epoch.
     pub since_unix_ms: u64,
-    /// Why, as far as known.
+    /// The cause, as far as it is known.
     pub reason: Option<String>,
-    /// Requests that wait in the worker.
+    /// The number of requests that wait in the worker.
     pub queued: u64,
 }
 
-/// `/dev/nbdN`.
+/// Returns the path of a device's node, `/dev/nbdN`.
 pub fn node_of(index: DeviceIndex) -> PathBuf {
     PathBuf::from(format!("/dev/nbd{index}"))
 }
 
-/// A mapping as it is now, or that it is no more.
+/// A change of a mapping's view, or its removal.
 #[derive(Debug, Clone)]
 pub struct Change {
-    /// As it is, or was.
+    /// The new view, or the last one of a mapping that was removed.
     pub view: View,
-    /// Whether it is gone.
+    /// Whether the mapping was removed.
     pub removed: bool,
 }

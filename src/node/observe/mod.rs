@@ -1,4 +1,4 @@
-//! Observes a mapping for the planner: the kernel's devices, the holders, the worker.
+//! Observes a mapping for the planner: its devices, their holders, and the workers.
 
 mod quiesce;
 mod worker;
@@ -16,7 +16,10 @@ use cleat_core::error::Result;
 use cleat_kernel::Device;
 use worker::{WorkerSlot, observe_worker};
 
-/// What is, as far as a mapping is concerned.
+/// Observes a mapping. Adopts workers that an earlier supervisor left.
+///
+/// # Errors
+/// Returns an error if the kernel's devices cannot be listed or a worker cannot be looked up.
 pub(crate) async fn observe(
     cx: &Context,
     guard: &mut Guard,

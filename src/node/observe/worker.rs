@@ -13,16 +13,16 @@ use crate::workers::{Process, Worker, has_ended, stops_listening};
 use cleat_core::error::Result;
 use cleat_worker::protocol::ToWorker;
 
-/// For a worker to answer on its control socket.
+/// The timeout for a worker to answer on its control socket.
 const ADOPT_LIMIT: Duration = Duration::from_secs(5);
 
-/// As above, when it is killed if it does not.
+/// The same in a forced unmap, which kills a worker that does not answer.
 const FORCED_ADOPT_LIMIT: Duration = Duration::from_millis(500);
 
-/// For a process that does not listen to have ended: it was perhaps on its way out.
+/// How long to wait for the end of a process that does not listen, since it may be ending.
 const ENDING_LIMIT: Duration = Duration::from_secs(1);
 
-/// Which of a mapping's workers, of which there are two during a hand-over.
+/// One of the workers of a mapping, which has two during a handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WorkerSlot {
     Worker,
@@ -41,15 +41,15 @@ impl WorkerSlot {
 pub(crate) async fn observe_worker(
     cx: &Context,
     guard: &mut Guard,
-    seat: WorkerSlot,
+    slot: WorkerSlot,
     deadline: Instant,
 ) -> Result<ObservedWorker> {
-    let (worker, id) = match seat {
+    let (worker, id) = match slot {
         WorkerSlot::Worker => (&guard.worker, guard.record.worker),
         WorkerSlot::Predecessor => (&guard.predecessor, guard.record.predecessor),
     };
     let process = match worker {
-        Some(worker) if worker.has_ended() => return Ok(worker_ended(cx, guard, seat)),
+        Some(worker) if worker.has_ended() => return Ok(worker_ended(cx, guard, slot)),
         Some(worker) if worker.is_fenced() => return Ok(ObservedWorker::Fenced),
         Some(worker) if !worker.is_broken() => return Ok(alive(worker)),
         Some(worker) => worker.process(),
@@ -61,24 +61,24 @@ pub(crate) async fn observe_worker(
             }
         }
     };
-    adopt_worker(cx, guard, seat, process, deadline).await
+    adopt_worker(cx, guard, slot, process, deadline).await
 }
 
-/// No process has the worker's number. In a pid namespace other than that of the supervisor
-/// before, this would prove nothing; that nobody listens on its control socket does.
+/// Observes a worker whose process does not exist in this pid namespace. This proves its end only if
+/// no process listens on its control socket, because the worker may run in another pid namespace.
 async fn unseen_worker(cx: &Context, guard: &Guard, pid: u32) -> ObservedWorker {
     let mapping_id = &guard.record.mapping_id;
     if stops_listening(|| cx.workers.sockets.probe_worker(mapping_id, pid)).await {
         return ObservedWorker::Gone;
     }
-    let reason = "cannot be seen from here: is this another pid namespace?".to_owned();
+    let reason = "is not visible to the daemon, probably in another pid namespace".to_owned();
     ObservedWorker::Unreachable { pid, reason }
 }
 
 async fn adopt_worker(
     cx: &Context,
     guard: &mut Guard,
-    seat: WorkerSlot,
+    slot: WorkerSlot,
     process: Arc<Process>,
     deadline: Instant,
 ) -> Result<ObservedWorker> {
@@ -91,23 +91,32 @@ async fn adopt_worker(
     let mapping_id = guard.record.mapping_id.clone();
     match cx.workers.adopt(&mapping_id, Arc::clone(&process), limit).await {
         Ok(worker) => {
-            tracing::info!(mapping = guard.mapping().name, pid = process.id.pid, "adopted");
-            // Who changed its policy last may have died before it was told; and who unmapped it by
-            // force, where that could not be recorded.
-            let mut orders = vec![ToWorker::SetPolicy(guard.record.options.policy)];
+            tracing::info!(
+                mapping = guard.mapping().name,
+                pid = process.id.pid,
+                "adopted a worker"
+            );
+            // The previous supervisor may have ended before it sent a changed policy. Or it had begun a
+            // forced unmap that could not be recorded.
+            let mut commands = vec![ToWorker::SetPolicy(guard.record.options.policy)];
             if guard.record.intent == Intent::Mapped {
-                orders.push(ToWorker::FailIo { fail: false });
+                commands.push(ToWorker::FailIo { fail: false });
             }
-            for order in orders {
-                if let Err(error) = worker.call(order, Vec::new(), limit).await {
-                    tracing::warn!(mapping = guard.mapping().name, "adopted: {}", error.report());
+            for command in commands {
+                if let Err(error) = worker.call(command, Vec::new(), limit).await {
+                    let name = &guard.mapping().name;
+                    tracing::warn!(
+                        mapping = name,
+                        "cannot set up an adopted worker: {}",
+                        error.report()
+                    );
                 }
             }
             guard.mapping().show_statistics(Some(worker.statistics.clone()));
             guard.statistics = Some(worker.statistics.clone());
-            let seen = alive(&worker);
-            *seat.of(guard) = Some(worker);
-            Ok(seen)
+            let observed = alive(&worker);
+            *slot.of(guard) = Some(worker);
+            Ok(observed)
         }
         Err(error) => {
             let until = Instant::now() + ending;
@@ -116,17 +125,17 @@ async fn adopt_worker(
             }
             if has_ended(&process) {
                 process.handle.reap();
-                return Ok(worker_ended(cx, guard, seat));
+                return Ok(worker_ended(cx, guard, slot));
             }
             Ok(ObservedWorker::Unreachable { pid: process.id.pid, reason: error.report() })
         }
     }
 }
 
-/// The worker's end is proved.
-fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> ObservedWorker {
-    let worker = seat.of(guard).take();
-    // One of two may end: that is what a hand-over comes to, either way.
+/// Handles the end of a worker, which is proved.
+fn worker_ended(cx: &Context, guard: &mut Guard, slot: WorkerSlot) -> ObservedWorker {
+    let worker = slot.of(guard).take();
+    // The end of one of two workers is the normal end of a handover.
     if guard.record.predecessor.is_some() {
         return ObservedWorker::Gone;
     }
@@ -136,7 +145,7 @@ fn worker_ended(cx: &Context, guard: &mut Guard, seat: WorkerSlot) -> ObservedWo
     }
     if worker.is_some() && guard.record.established && guard.record.intent == Intent::Mapped {
         let how = guard.health.worker_failures.last_exit().unwrap_or_default();
-        tracing::warn!(mapping = guard.mapping().name, "its worker has died: {how}");
+        tracing::warn!(mapping = guard.mapping().name, "the worker has died: {how}");
         count_failure(cx, guard);
     }
     ObservedWorker::Gone

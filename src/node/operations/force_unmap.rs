@@ -1,19 +1,20 @@
-//! `unmap --force`: the mapping goes, whatever hangs and whoever holds it.
+//! `unmap --force`: removes a mapping also if its device has holders or a component does not answer.
 //!
-//! In this order, each step bounded, all within the deadline of the call:
-//! 1. The wish is recorded. From here on it is never taken back: a supervisor that dies goes on with
-//!    it, and so does this one when the deadline is over.
-//! 2. The worker answers every request with an error, those under way included. So nobody waits any
-//!    more, for as long as it lives. One that does not do so (stopped, hung) is killed at once, since
-//!    DISCONNECT sends through its sockets and would wait for it.
-//! 3. Lazy unmounts, of file systems that are thawed (`quiesce`). What they write back is answered, or, without a worker, waits for step 4.
-//! 4. DISCONNECT, on a thread that can be given up. What is open stays open, and fails.
-//! 5. The worker's end, proved.
-//! 6. The end of what it had under way at the backend: the worker has said so in step 2, or its claim
-//!    on the volume is free again, which the kernel, or the storage, gives back no sooner.
+//! The steps run in this order, each with a timeout, and all within the deadline of the call:
+//! 1. The intent is recorded. From here on it is never taken back: the next supervisor continues it after
+//!    a crash, and this one after the deadline.
+//! 2. The worker answers every request with an error, also those in flight. From then on no process waits
+//!    for I/O, as long as the worker lives. A worker that does not do so (stopped, hung) is killed at once,
+//!    because DISCONNECT sends through its sockets and would wait for it.
+//! 3. The file systems are thawed (`quiesce`) and unmounted lazily. The worker answers their writeback;
+//!    without a worker it waits for step 4.
+//! 4. DISCONNECT runs on a thread that can be abandoned. Open files stay open, and their I/O fails.
+//! 5. The worker is stopped, and its end is proved.
+//! 6. The end of its requests at the backend is proved: either the worker reported it in step 2, or its
+//!    claim on the volume is free, which the kernel or the storage releases no sooner.
 //!
-//! Whoever still holds the device keeps its number, not the volume: that can be mapped again at once,
-//! under the same name, as another device.
+//! Remaining holders keep the number of the device, but not the volume. The volume can be mapped again at
+//! once, under the same name, as another device.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,14 +34,14 @@ use crate::workers::stop_process;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{Device, DeviceIndex, Identity, UnmountScope};
 
-/// Kept back from the deadline for the report.
+/// The part of the time before the deadline that is reserved for the report.
 const REPORT_TIME: Duration = Duration::from_millis(200);
 
-/// Takes a mapping, or a device of ours without a record, down by force. `None`: there is none.
+/// Removes a mapping or an orphan by force. Returns `None` if there is none.
 ///
 /// # Errors
-/// `TimedOut` when not all of it could be done by `deadline`: what was, stands in the message,
-/// and the rest is tried again behind the scenes.
+/// Returns `TimedOut` if steps are left at `deadline`. The message lists the steps that were done, and the
+/// supervisor retries the others in the background.
 pub(crate) async fn force_unmap(
     cx: &Context,
     target: &str,
@@ -57,7 +58,7 @@ pub(crate) async fn force_unmap(
     let mut guard = mapping.lock_by_force(deadline).await?;
     let identity = guard.record.identity();
     if guard.teardown.removed {
-        // By another forced unmap, which this one has waited for.
+        // Another forced unmap, which this one has waited for, has removed the mapping.
         let progress = ForceProgress::default();
         return Ok(Some(report(cx, progress, &identity, deadline).await));
     }
@@ -72,21 +73,22 @@ pub(crate) async fn force_unmap(
     let outcome = match converged {
         Ok(Ok(State::Unmapped)) => Ok(()),
         Ok(Ok(other)) => {
-            let message = format!("a forced unmap came to rest in {other:?}");
+            let message = format!("internal: the forced unmap ended in state {other:?}");
             Err(Error::new(ErrorKind::Internal, message))
         }
         Ok(Err(error)) => Err(error),
-        Err(_) => Err(Error::new(ErrorKind::TimedOut, "the time is over")),
+        Err(_) => Err(Error::new(ErrorKind::TimedOut, "the deadline has passed")),
     };
     let progress = guard.teardown.force.take().unwrap_or_default();
     let Err(error) = outcome else {
         tracing::warn!(mapping = mapping.name, "unmapped by force");
         return Ok(Some(report(cx, progress, &identity, deadline).await));
     };
-    // Out of time while it was being recorded: the journal may hold it, now or later, so it stands.
-    let recording = error.kind() == ErrorKind::TimedOut && progress.under_way.is_some();
+    // If the deadline passed while the intent was being written, the journal may contain it, now or later.
+    // Then the intent stays.
+    let recording = error.kind() == ErrorKind::TimedOut && progress.running.is_some();
     if progress.steps.is_empty() && !recording && before.0 == Intent::Mapped {
-        // It could not even be recorded: nothing has been done.
+        // The intent was not recorded, and nothing was done.
         (guard.record.intent, guard.teardown.recorded) = before;
         return Err(error);
     }
@@ -95,7 +97,7 @@ pub(crate) async fn force_unmap(
     Err(error)
 }
 
-/// A device of ours without a record: what can be done without one.
+/// Removes an orphan by force, as far as this is possible without a record.
 async fn force_unmap_orphan(
     cx: &Context,
     index: DeviceIndex,
@@ -108,7 +110,7 @@ async fn force_unmap_orphan(
     let done = force_disconnect_orphan(cx, &mut progress, index, &identity, unmount, until);
     let outcome = timeout_at(until, done).await;
     let outcome =
-        outcome.unwrap_or_else(|_| Err(Error::new(ErrorKind::TimedOut, "the time is over")));
+        outcome.unwrap_or_else(|_| Err(Error::new(ErrorKind::TimedOut, "the deadline has passed")));
     match outcome {
         Ok(()) => Ok(report(cx, progress, &identity, deadline).await),
         Err(error) => Err(progress.unfinished(error, &format!("/dev/nbd{index}"))),
@@ -126,7 +128,7 @@ async fn force_disconnect_orphan(
     let id = identity.mapping_id();
     progress.begin("fail I/O");
     let process = cx.workers.listener(id).await?.map(Arc::new);
-    let mut silent = cx.force_disconnected.contains(index, identity);
+    let mut no_writes_proved = cx.force_disconnected.contains(index, identity);
     if let Some(process) = &process {
         let adopted = cx.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_LIMIT));
         let failed = match adopted.await {
@@ -134,7 +136,7 @@ async fn force_disconnect_orphan(
             Err(error) => Err(error),
         };
         match failed {
-            Ok(at_backend) => silent = at_backend == 0,
+            Ok(at_backend) => no_writes_proved = at_backend == 0,
             Err(error) => {
                 let killed = actions::kill(Some(Arc::clone(process)), deadline).await;
                 progress.note = format!("{}; {killed}", error.report());
@@ -154,30 +156,31 @@ async fn force_disconnect_orphan(
         cx.workers.sockets.remove(id);
         progress.end();
     }
-    if !silent {
-        progress.unproven = Some("the device had no record, which names its volume".to_owned());
+    if !no_writes_proved {
+        progress.unproven = Some("without a record the volume is not known".to_owned());
     }
     Ok(())
 }
 
-/// What is left of a device that was severed.
+/// Reports a forced unmap, and what is left of the device.
 async fn report(
     cx: &Context,
     progress: ForceProgress,
     identity: &Identity,
     deadline: Instant,
 ) -> Forced {
-    let ForceProgress { steps, mounts, left, unproven, .. } = progress;
-    let mut forced = Forced { steps, unproven, device_left: left, ..Forced::default() };
+    let ForceProgress { steps, mounts, device_left, unproven, .. } = progress;
+    let mut forced = Forced { steps, unproven, device_left, ..Forced::default() };
     let ours = |d: &&Device| d.connected && d.identity().as_ref() == Some(identity);
     match devices(cx, deadline).await {
         Ok(devices) => forced.device_left = devices.iter().find(ours).map(|d| d.index),
-        // Then it is as it was when it was severed.
+        // The state right after the disconnect is reported.
         Err(error) => tracing::warn!("{}", error.report()),
     }
     if let Some(index) = forced.device_left {
-        let look = cx.urgent.wait("look for holders", deadline, None, move |k, _| k.holders(index));
-        match look.await {
+        let holders =
+            cx.urgent.wait("look for holders", deadline, None, move |k, _| k.holders(index));
+        match holders.await {
             Ok(holders) => forced.holders = holders,
             Err(error) => tracing::warn!(device = index, "{}", error.report()),
         }

@@ -1,11 +1,13 @@
-//! A planned hand-over: a worker of the build at hand succeeds the one that serves, and the device
-//! waits only from the moment that the old one's connections rest until the new one reads.
+//! A planned handover: a worker of the current build replaces the worker that serves. The device pauses
+//! only from the moment at which the old worker has stopped its connections until the new one reads.
 //!
-//! The order, which makes every crash recoverable: the new process is recorded beside the old one
-//! before it is told anything; it opens the volume and is found to answer before the old one is asked
-//! for anything that costs time. Who serves is decided by the handover word (`statistics::handover`), and how it
-//! ends by the planner, which looks at it: forwards, ending the old worker, or backwards, ending the
-//! new one.
+//! The order makes every crash recoverable:
+//! 1. The new process is recorded beside the old one before it receives a command.
+//! 2. The new worker opens the volume, and answers a ping.
+//! 3. Only then the old worker stops its connections.
+//!
+//! The handover word (`statistics::handover`) decides which worker serves. The planner reads it and ends
+//! the handover: it stops the old worker, or the new one.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -24,21 +26,22 @@ use crate::workers::{Launched, unexpected};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::protocol::{FromWorker, ToWorker};
 
-/// For the new worker to open the volume.
+/// The timeout for the new worker to open the volume.
 const OPEN_LIMIT: Duration = Duration::from_secs(20);
 
-/// For the old worker to bring its connections to rest; what the backend does not finish in this
-/// time keeps the volume where it is.
-const REST_LIMIT: Duration = Duration::from_secs(2);
+/// How long the old worker may take to stop its connections. If the backend does not finish its requests in
+/// this time, the old worker keeps the volume.
+const OFFER_LIMIT: Duration = Duration::from_secs(2);
 
-/// For an answer that should come at once.
+/// The timeout for an answer that needs no work.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// Has a new worker succeed the one that serves. The mapping must be at rest. Returns how long
-/// nobody served.
+/// Replaces the worker of a mapping by a new one. No plan for the mapping may be pending. Returns how long
+/// no worker served.
 ///
 /// # Errors
-/// Anything; then the old worker serves on, unless the error's report says otherwise.
+/// Returns the error of the step that failed. The old worker then continues to serve, unless the error
+/// says otherwise.
 pub(crate) async fn hand_over(
     cx: &Context,
     guard: &mut Guard,
@@ -50,21 +53,21 @@ pub(crate) async fn hand_over(
     if answer != FromWorker::HandoverPrepared {
         return Err(unexpected(&answer));
     }
-    let unlocking = unlock_permit(cx, guard, deadline).await?;
-    let turn = start_permit(cx, deadline).await?;
+    let unlock_permit = unlock_permit(cx, guard, deadline).await?;
+    let start_permit = start_permit(cx, deadline).await?;
     let launched = cx.workers.launch().await?;
     cx.point("successor launched").await;
     record_successor(cx, guard, &launched).await?;
     cx.point("successor recorded").await;
-    let passed = start_successor(cx, guard, launched, prepared, deadline).await;
-    drop((turn, unlocking));
-    if passed.is_ok() {
+    let handed_over = start_successor(cx, guard, launched, prepared, deadline).await;
+    drop((start_permit, unlock_permit));
+    if handed_over.is_ok() {
         wait_for_connections(guard).await;
     }
-    cx.point("passed or not").await;
-    // Forwards or backwards, by what is to be seen.
+    cx.point("handed over or failed").await;
+    // The planner ends the handover according to the handover word.
     let state = reconcile(cx, guard, deadline).await;
-    match (passed, state) {
+    match (handed_over, state) {
         (Ok(pause), Ok(State::Mapped)) => Ok(pause),
         (Err(error), Ok(State::Mapped)) => Err(error),
         (Err(error), Ok(State::Failed(failure))) => {
@@ -73,7 +76,7 @@ pub(crate) async fn hand_over(
         }
         (Ok(_), Ok(State::Failed(failure))) => Err(failure.into_error()),
         (_, Ok(state)) => {
-            let message = format!("the hand-over came to rest in {state:?}");
+            let message = format!("internal: the handover ended in state {state:?}");
             Err(Error::new(ErrorKind::Internal, message))
         }
         (Ok(_), Err(after)) => Err(after),
@@ -89,7 +92,7 @@ async fn record_successor(cx: &Context, guard: &mut Guard, launched: &Launched) 
     guard.record.generation += 1;
     guard.record.predecessor = guard.record.worker;
     guard.record.worker = Some(launched.id());
-    // Together with the record: this may be cut off while it is being stored.
+    // Changed together with the record, because this function may be cancelled while the record is written.
     guard.predecessor = guard.worker.take();
     let stored = store(cx, guard).await;
     if stored.is_err() {
@@ -99,7 +102,7 @@ async fn record_successor(cx: &Context, guard: &mut Guard, launched: &Launched) 
     stored
 }
 
-/// From the start of the new process to the moment that it serves.
+/// Starts the volume in the new process, and switches to it. Returns the pause of the device.
 async fn start_successor(
     cx: &Context,
     guard: &mut Guard,
@@ -115,46 +118,51 @@ async fn start_successor(
     let new = started.map_err(|failed| failed.error)?;
     let volume = device_properties(&guard.record, &new.ready);
     let before = guard.record.volume;
-    // From here on the planner ends it, where this comes to nothing.
+    // From here on, the planner stops the new worker if the handover fails.
     let new = guard.worker.insert(new);
     let volume = volume?;
     if before.is_some_and(|before| volume.size < before.size) {
-        let message = "the new worker finds the volume smaller than its device";
+        let message = "in the new worker the volume is smaller than its device";
         return Err(Error::new(ErrorKind::Internal, message));
     }
     cx.point("successor ready").await;
-    // Before the device has to wait for it.
+    // The device does not pause for a new worker that does not answer.
     new.call(ToWorker::Ping, Vec::new(), within(deadline, ANSWER_LIMIT)).await?;
     cx.point("before the pause").await;
     switch(cx, guard).await
 }
 
-/// The only part in which the device waits.
+/// Passes the connections from the old worker to the new one. The device pauses only here.
 async fn switch(cx: &Context, guard: &Guard) -> Result<Duration> {
     let (Some(old), Some(new)) = (&guard.predecessor, &guard.worker) else {
         return Err(no_worker(&guard.record));
     };
     let began = Instant::now();
-    let limit_ms = u32::try_from(REST_LIMIT.as_millis()).unwrap_or(u32::MAX);
-    let rest = ToWorker::OfferHandover { generation: guard.record.generation, limit_ms };
-    let rested = old.exchange(rest, Vec::new(), began + REST_LIMIT + ANSWER_LIMIT).await?;
-    cx.point("at rest").await;
-    let (FromWorker::HandoverOffered { unread, state }, descriptors) = rested else {
-        return Err(unexpected(&rested.0));
+    let limit_ms = u32::try_from(OFFER_LIMIT.as_millis()).unwrap_or(u32::MAX);
+    let offer = ToWorker::OfferHandover { generation: guard.record.generation, limit_ms };
+    let offered = old.exchange(offer, Vec::new(), began + OFFER_LIMIT + ANSWER_LIMIT).await?;
+    cx.point("handover offered").await;
+    let (FromWorker::HandoverOffered { unread, state }, descriptors) = offered else {
+        return Err(unexpected(&offered.0));
     };
     let take = ToWorker::TakeOver { unread, state };
     let taken = new.call(take, descriptors, Instant::now() + ANSWER_LIMIT).await;
     let pause = began.elapsed();
     cx.point("taken over").await;
     if let Err(error) = taken {
-        // At once: nobody serves. Where the new one was faster all the same, the old one ends.
+        // No worker may be serving, so the old one resumes at once. If the new worker has taken over
+        // nevertheless, the old one does not resume.
         let until = Instant::now() + ANSWER_LIMIT;
         let _ = old.call(ToWorker::CancelHandover, Vec::new(), until).await;
         let page = guard.statistics.as_ref();
         if !page.is_some_and(|page| page.is_handed_over_to(guard.record.generation)) {
             return Err(error);
         }
-        tracing::warn!(mapping = guard.record.name, "taken over late: {}", error.report());
+        tracing::warn!(
+            mapping = guard.record.name,
+            "the new worker took over without an answer: {}",
+            error.report()
+        );
         return Ok(began.elapsed());
     }
     Ok(pause)

@@ -14,41 +14,42 @@ use crate::status::publish_failure;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy;
 
-/// A wish to map, checked.
+/// A validated request to map a volume.
 #[derive(Debug, Clone)]
 pub struct MapSpec {
-    /// The mapping's name.
+    /// The name of the mapping.
     pub name: String,
-    /// The volume.
+    /// The URI of the volume.
     pub uri: String,
-    /// Nothing is ever written.
+    /// Whether the device refuses writes.
     pub read_only: bool,
-    /// 0: whatever is there, or the default.
+    /// The number of connections; 0 for that of the existing mapping, or the default.
     pub connections: u32,
-    /// 0: as above.
+    /// The block size in bytes; 0 as above.
     pub block_size: u32,
-    /// 0: as above.
+    /// How long I/O waits for a worker, in seconds; 0 as above.
     pub dead_connection_timeout_s: u32,
-    /// What differs from the defaults.
+    /// The differences from the default policy.
     pub policy: policy::Change,
-    /// Take the volume from whoever has it.
+    /// Whether to take the volume from its present owner.
     pub take_over: bool,
-    /// Made quiet for snapshots.
+    /// Whether the device is quiesced for snapshots.
     pub quiesce: bool,
 }
 
-/// Plans that may follow each other before something is wrong with the planner or the world.
-const MAX_ROUNDS: u32 = 8;
+/// The number of attempts to find or insert a mapping that is removed meanwhile.
+const MAX_ATTEMPTS: u32 = 8;
 
-/// For undoing what a failed map has begun.
+/// The timeout for undoing a failed map.
 pub(crate) const UNDO_LIMIT: Duration = Duration::from_secs(20);
 
 /// Maps a volume, or returns the mapping that is there already.
 ///
 /// # Errors
-/// Anything; then nothing is left behind, or the error says what is.
+/// Returns the error of the step that failed. Nothing is left of the mapping then, unless the error says
+/// otherwise.
 pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
-    for _ in 0..MAX_ROUNDS {
+    for _ in 0..MAX_ATTEMPTS {
         let make = || Mapping::new(new_record(cx, spec), cx.work_queue.clone());
         let limit = cx.settings.mappings;
         let (mapping, fresh) = cx.register.find_or_insert(&spec.name, limit, make)?;
@@ -61,7 +62,10 @@ pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Resu
             return mapping.until_forced(map_existing(cx, guard, spec, deadline)).await;
         }
     }
-    Err(Error::new(ErrorKind::Aborted, format!("{} comes and goes too quickly", spec.name)))
+    Err(Error::new(
+        ErrorKind::Aborted,
+        format!("cannot map {}: other calls keep removing it", spec.name),
+    ))
 }
 
 async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<View> {
@@ -73,7 +77,7 @@ async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<Vi
             return Ok(guard.mapping().view());
         }
         Ok(State::Failed(failure)) => failure.into_error(),
-        Ok(other) => Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}")),
+        Ok(other) => unexpected_state(&guard.record.name, &other),
         Err(error) => error,
     };
     tracing::warn!(mapping = guard.mapping().name, "map failed: {}", error.report());
@@ -102,25 +106,30 @@ async fn map_existing(
             .with_repair("choose another name, or unmap it first"));
     }
     if guard.record.intent != Intent::Mapped {
-        let message = format!("{} is being taken down", spec.name);
+        let message = format!("{} is being unmapped", spec.name);
         return Err(Error::new(ErrorKind::Aborted, message));
     }
-    // Who asks again wants it tried again.
+    // An explicit retry resets the failure count.
     guard.health.failures = 0;
     guard.health.retry_at = None;
     guard.take_over = spec.take_over;
     let converged = reconcile_with_retries(cx, &mut guard, deadline).await;
-    // It was said for this once.
+    // The permission holds only for this call.
     guard.take_over = false;
     match converged {
         Ok(State::Mapped) => Ok(guard.mapping().view()),
         Ok(State::Failed(failure)) => Err(failure.into_error()),
-        Ok(other) => Err(Error::new(ErrorKind::Internal, format!("map came to rest in {other:?}"))),
+        Ok(other) => Err(unexpected_state(&spec.name, &other)),
         Err(error) => {
             after_failure(cx, &mut guard, &error);
             Err(error)
         }
     }
+}
+
+fn unexpected_state(name: &str, state: &State) -> Error {
+    let message = format!("internal: reconcile of mapping {name} ended in state {state:?}");
+    Error::new(ErrorKind::Internal, message)
 }
 
 fn new_record(cx: &Context, spec: &MapSpec) -> Record {
@@ -140,7 +149,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
                 spec.dead_connection_timeout_s,
                 defaults.dead_connection_timeout_s,
             ),
-            // With several connections a short tick kills live sockets under load.
+            // With several connections, a short delay makes the kernel drop live sockets under load.
             replay_delay_ms: if connections == 1 { defaults.replay_delay_ms } else { 0 },
             policy: spec.policy.apply(defaults.policy),
             quiesce: spec.quiesce,
@@ -158,7 +167,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
     }
 }
 
-/// What a mapping has that a request for the same name does not ask for.
+/// Returns the first difference between a mapping and a request for its name.
 fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
     let options = &record.options;
     let differs = |asked: u32, is: u32| asked != 0 && asked != is;

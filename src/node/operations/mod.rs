@@ -1,4 +1,4 @@
-//! The operations that users ask for, a file each.
+//! The operations that users request, one file each.
 
 pub(crate) mod force_unmap;
 pub(crate) mod handover;

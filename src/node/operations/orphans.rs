@@ -1,4 +1,5 @@
-//! Devices with an identity of cleat and without a record: removed as users ask, or at the start.
+//! Removes orphans: devices with an identity of cleat and without a record. Users request it, and the
+//! daemon does it when it starts.
 
 use tokio::time::Instant;
 
@@ -10,7 +11,10 @@ use crate::workers::{Probe, stops_listening};
 use cleat_core::error::Result;
 use cleat_kernel::{DeviceIndex, Identity};
 
-/// Disconnects an orphan that nobody holds, as a user asked.
+/// Disconnects an orphan.
+///
+/// # Errors
+/// Returns `InUse` if the device has holders, and errors of the kernel.
 pub(crate) async fn disconnect_orphan(
     cx: &Context,
     index: DeviceIndex,
@@ -24,7 +28,7 @@ pub(crate) async fn disconnect_orphan(
     }
     let mapping_id = identity.mapping_id().to_owned();
     if cx.workers.sockets.probe(&mapping_id) == Probe::Answers {
-        // Its page cache is written back through the worker, which ends by the disconnect.
+        // The worker still serves the writeback of the page cache. It ends after the disconnect.
         cx.kernel
             .wait("flush an orphan", deadline, None, move |k, until| k.flush(index, until))
             .await?;
@@ -41,19 +45,21 @@ pub(crate) async fn disconnect_orphan(
     Ok(())
 }
 
-/// Removes or reports devices of ours without a record.
+/// Disconnects orphans whose worker has ended and that have no holders, and reports all others.
 ///
 /// # Errors
-/// When the kernel cannot be asked.
+/// Returns an error if the kernel's devices cannot be listed.
 pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()> {
     let orphans = orphans(cx, deadline).await?;
     let mut known = cx.register.ids();
     known.extend(orphans.iter().map(|(_, identity)| identity.mapping_id().to_owned()));
     for (device, identity) in orphans {
         let name = format!("/dev/nbd{} ({})", device.index, identity.as_str());
-        // Absent proves nothing: the worker may belong to a daemon with other directories.
+        // A missing socket proves nothing: the worker may belong to a daemon with other directories.
         if cx.workers.sockets.probe(identity.mapping_id()) != Probe::Refused {
-            cx.found(format!("{name} has no record; it was left alone"));
+            cx.found(format!(
+                "{name} has no record, and its worker may be running: left connected"
+            ));
             continue;
         }
         match disconnect_orphan(cx, device.index, identity, deadline).await {
@@ -63,7 +69,7 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
             }
         }
     }
-    // What is left of mappings that have ended otherwise.
+    // Sockets that removed mappings have left.
     for (id, _) in cx.workers.sockets.all().iter().filter(|(id, _)| !known.contains(id)) {
         if cx.workers.sockets.probe(id) == Probe::Refused {
             cx.workers.sockets.remove(id);

@@ -1,8 +1,8 @@
-//! What an earlier supervisor left: journal, devices and workers brought together again.
+//! Restores the mappings of an earlier supervisor from the journal, the devices and the workers.
 //!
-//! Recovery decides nothing by itself: it makes mappings out of records and has each planned anew.
-//! A map that was never answered is undone. What has no record is reported, and removed only when
-//! its worker is proved gone and nobody holds it.
+//! Recovery decides nothing itself: it makes mappings from records and plans each of them. A map that did
+//! not finish is undone. A device without a record is reported. It is removed only if the end of its
+//! worker is proved and it has no holders.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,37 +18,37 @@ use crate::planner::{Intent, Record, State};
 use crate::reconcile::{reconcile_in_background, take_down};
 use cleat_core::error::{ErrorKind, Result};
 
-/// Mappings that are brought back at the same time.
-const AT_ONCE: usize = 16;
+/// The number of mappings that are restored at the same time.
+const MAX_CONCURRENT: usize = 16;
 
-/// For all mappings together, before the daemon serves.
+/// The timeout for restoring all mappings before the daemon serves.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(10);
 
-/// Brings everything back that an earlier supervisor left. What needs longer than
-/// [`RECOVERY_LIMIT`] goes on by itself: a backend that hangs keeps no other volume without a
-/// supervisor, and the service manager from ending one that it takes for stuck.
+/// Restores the mappings of an earlier supervisor. Mappings that need longer than [`RECOVERY_LIMIT`] are
+/// restored in the background, so that one backend that does not answer neither leaves other volumes
+/// without a supervisor nor makes the service manager restart the daemon.
 ///
 /// # Errors
-/// When the journal cannot be read at all.
+/// Returns an error if the journal cannot be read, or if a void record cannot be processed.
 pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
     let journal = Arc::clone(&cx.journal);
     let loaded = blocking(move || journal.load()).await?;
     for rejected in loaded.rejected {
         cx.found(rejected.to_string());
     }
-    let room = Arc::new(Semaphore::new(AT_ONCE));
+    let permits = Arc::new(Semaphore::new(MAX_CONCURRENT));
     let mut tasks = tokio::task::JoinSet::new();
     for record in loaded.records {
         let Some(mapping) = restore_mapping(cx, record).await? else { continue };
-        let (context, room) = (Arc::clone(cx), Arc::clone(&room));
+        let (context, permits) = (Arc::clone(cx), Arc::clone(&permits));
         tasks.spawn(async move {
             // The semaphore is never closed.
-            let _permit = room.acquire().await;
-            let brought = mapping.until_forced(async {
+            let _permit = permits.acquire().await;
+            let recovered = mapping.until_forced(async {
                 recover_mapping(&context, &mapping).await;
                 Ok(())
             });
-            if let Err(error) = brought.await {
+            if let Err(error) = recovered.await {
                 tracing::info!(mapping = mapping.name, "{}", error.report());
             }
         });
@@ -56,25 +56,25 @@ pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
     let until = Instant::now() + RECOVERY_LIMIT;
     while let Ok(Some(ended)) = timeout_at(until, tasks.join_next()).await {
         if let Err(error) = ended {
-            cx.found(format!("bringing back a mapping failed: {error}"));
+            cx.found(format!("restoring a mapping failed: {error}"));
         }
     }
     if !tasks.is_empty() {
         let left = tasks.len();
-        cx.found(format!("{left} mappings took long to bring back; the daemon began without"));
+        cx.found(format!("the daemon started while {left} mappings were still being restored"));
         tasks.detach_all();
     }
     Ok(())
 }
 
-/// Makes a mapping of a record, unless the record is void.
+/// Makes a mapping from a record. Returns `None` for a record of an earlier boot or a duplicate name.
 async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapping>>> {
     if record.boot_id != cx.settings.boot_id {
         cx.found(format!(
-            "{} ({}) was mapped before the last boot and is mapped no more",
+            "{} ({}) was mapped before the last boot, and is not mapped now",
             record.name, record.uri
         ));
-        // Left there, it is as void at the next start.
+        // If the removal fails, the next start tries it again.
         if let Err(error) = remove_record(cx, record).await {
             cx.found(error.report());
         }
@@ -84,7 +84,7 @@ async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapp
     let make = || Mapping::new(record, cx.work_queue.clone());
     let (mapping, guard) = cx.register.find_or_insert(&name, usize::MAX, make)?;
     if guard.is_none() {
-        cx.found(format!("{name} has two records; that of mapping {id} is left alone"));
+        cx.found(format!("{name} has two records; the one of mapping {id} is ignored"));
         return Ok(None);
     }
     Ok(Some(mapping))
@@ -97,7 +97,7 @@ async fn remove_record(cx: &Context, record: Record) -> Result<()> {
 }
 
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
-    // Nobody else can have it yet; if somebody did, that one would look after it.
+    // After `RECOVERY_LIMIT` a call may have the guard. It then reconciles the mapping.
     if let Ok(mut guard) = mapping.try_lock() {
         guard.teardown.recorded = guard.record.intent != Intent::Mapped;
         if !guard.record.established && guard.record.intent == Intent::Mapped {
@@ -109,7 +109,7 @@ async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
                     return;
                 }
                 Err(error) if error.kind() == ErrorKind::InUse && !guard.teardown.recorded => {
-                    // Somebody uses it already: finish it instead.
+                    // The device has holders already, so the map is completed instead.
                     guard.record.intent = Intent::Mapped;
                 }
                 Err(error) => {
@@ -123,9 +123,9 @@ async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
     let view = mapping.view();
     match &view.state {
         State::Mapped => {
-            tracing::info!(mapping = mapping.name, device = ?view.node(), "still mapped");
+            tracing::info!(mapping = mapping.name, device = ?view.node(), "restored");
         }
         State::Failed(_) => cx.found(format!("{}: {}", mapping.name, view.message)),
-        state => tracing::info!(mapping = mapping.name, ?state, "brought back"),
+        state => tracing::info!(mapping = mapping.name, ?state, "restored"),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use crate::actions::resize_device::{
-    FLOW_LIMIT, block_size, record_size, request_size, resize_device,
+    DRAIN_LIMIT, block_size, record_size, request_size, resize_device,
 };
 use crate::context::Context;
 use crate::find::{get, lock_mapped, not_mapped};
@@ -18,20 +18,20 @@ use crate::workers::Worker;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::protocol::ToWorker;
 
-/// A size that a user wants.
+/// A requested size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NewSize {
-    /// In bytes; 0: that of the volume at the backend.
+    /// The size in bytes; 0 for the size of the volume at the backend.
     pub bytes: u64,
-    /// Whether what lies behind a smaller size may be lost.
+    /// Whether the data beyond a smaller size may be lost.
     pub shrink: bool,
 }
 
 /// Sets the size of a volume and of its device.
 ///
 /// # Errors
-/// `InvalidArgument` for what would shrink the device unasked; `InUse` for shrinking one that
-/// somebody holds; `Unavailable` while the backend does not answer.
+/// Returns `InvalidArgument` if the device would shrink without `shrink`, `InUse` if a device to shrink
+/// has holders, and `Unavailable` if the backend does not answer.
 pub(crate) async fn resize(
     cx: &Context,
     target: &str,
@@ -49,7 +49,7 @@ async fn resize_mapping(
     deadline: Instant,
 ) -> Result<View> {
     let mut guard = lock_mapped(mapping).await?;
-    // Whoever asks wants it tried now.
+    // An explicit request retries a deferred growth at once.
     guard.resize_deferred = None;
     let state = reconcile(cx, &mut guard, deadline).await?;
     let (Some(device), Some(made_of)) = (mapping.view().device, guard.record.volume) else {
@@ -64,12 +64,12 @@ async fn resize_mapping(
     let block = u64::from(made_of.block_size);
     if !wanted.bytes.is_multiple_of(block) {
         let message =
-            format!("{} bytes are not a multiple of the block size, {block}", wanted.bytes);
+            format!("size {} is not a multiple of the block size, {block} bytes", wanted.bytes);
         return Err(Error::new(ErrorKind::InvalidArgument, message));
     }
     let resized = resize_both(cx, &guard, device, wanted, deadline).await;
     if resized.is_err() {
-        // The volume may have become larger all the same: its device is to follow then.
+        // The volume may have grown nevertheless. Then the reconcile grows the device.
         cx.wake(&mapping.name);
     }
     resized?;
@@ -99,7 +99,7 @@ async fn resize_both(
     }
 }
 
-/// The backend first: a device must never be larger than its volume.
+/// Grows the volume first, then the device: a device must never be larger than its volume.
 async fn grow_both(
     cx: &Context,
     guard: &Guard,
@@ -121,10 +121,11 @@ async fn grow_both(
     if size == device.size {
         return Ok(());
     }
-    resize_device(cx, guard, device.index, size, FLOW_LIMIT, deadline).await
+    resize_device(cx, guard, device.index, size, DRAIN_LIMIT, deadline).await
 }
 
-/// The device first, for the same reason; and back, when the backend does not follow.
+/// Shrinks the device first, then the volume, and restores the size of the device if the volume cannot be
+/// shrunk.
 async fn shrink_both(
     cx: &Context,
     guard: &Guard,
@@ -137,19 +138,23 @@ async fn shrink_both(
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
     if size == 0 {
-        let message = "a device of 0 bytes is none";
+        let message = "size must be greater than 0";
         return Err(Error::new(ErrorKind::InvalidArgument, message));
     }
     check_unused(cx, guard, device.index, deadline).await?;
-    resize_device(cx, guard, device.index, size, FLOW_LIMIT, deadline).await?;
+    resize_device(cx, guard, device.index, size, DRAIN_LIMIT, deadline).await?;
     cx.point("device shrunk, volume not").await;
     let command = ToWorker::Resize { size, shrink: true };
     let Err(error) = request_size(guard, command, deadline).await else { return Ok(()) };
-    // What the backend did in the end, the next look tells: the device follows a larger volume.
+    // The next observation shows the size of the volume. The device grows again if the volume is larger.
     let until = Instant::now() + COMMAND_TIMEOUT;
     let (index, before) = (device.index, device.size);
-    if let Err(back) = resize_device(cx, guard, index, before, FLOW_LIMIT, until).await {
-        tracing::warn!(mapping = guard.record.name, "stays shrunk: {}", back.report());
+    if let Err(undo) = resize_device(cx, guard, index, before, DRAIN_LIMIT, until).await {
+        tracing::warn!(
+            mapping = guard.record.name,
+            "cannot restore the size of the device: {}",
+            undo.report()
+        );
     }
     Err(error)
 }
@@ -160,9 +165,9 @@ fn has_shrunk(guard: &Guard, device: ObservedDevice) -> bool {
 
 fn would_shrink(guard: &Guard, device: ObservedDevice, size: u64) -> Error {
     let name = &guard.record.name;
-    let message = format!("{name} is {} bytes long and would shrink to {size}", device.size);
+    let message = format!("{name} has {} bytes and would shrink to {size} bytes", device.size);
     Error::new(ErrorKind::InvalidArgument, message).with_repair(
-        "what lies behind the new end would be lost: make the filesystem smaller first, unmount it, \
-         then cleat resize --shrink",
+        "data beyond the new size would be lost; to shrink: shrink the filesystem, unmount it, then \
+         cleat resize --shrink",
     )
 }

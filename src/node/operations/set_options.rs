@@ -14,7 +14,7 @@ use cleat_worker::protocol::ToWorker;
 /// Replaces the faults that a `fault:` volume injects.
 ///
 /// # Errors
-/// `Unsupported` for any other volume.
+/// Returns `Unsupported` for any other volume.
 #[cfg(feature = "fault")]
 pub(crate) async fn set_fault(
     cx: &Context,
@@ -29,11 +29,11 @@ pub(crate) async fn set_fault(
     mapping.until_forced(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
 }
 
-/// Changes what happens in an outage of the backend, and how fast a mapping may go. What is asked
-/// for is kept even where there is no worker to be told: the next one is.
+/// Changes the behaviour in an outage of the backend, and the rate limits. The change is recorded also if
+/// the mapping has no worker; the next worker gets it.
 ///
 /// # Errors
-/// `InvalidArgument` when nothing is asked for; what the journal or the worker gives.
+/// Returns `InvalidArgument` for an empty change, and errors of the journal and of the worker.
 pub(crate) async fn set_policy(
     cx: &Context,
     target: &str,
@@ -41,8 +41,8 @@ pub(crate) async fn set_policy(
     deadline: Instant,
 ) -> Result<View> {
     if change.is_empty() {
-        return Err(Error::new(ErrorKind::InvalidArgument, "nothing is to be changed")
-            .with_repair("say what: cleat set --help"));
+        return Err(Error::new(ErrorKind::InvalidArgument, "no option to change was given")
+            .with_repair("see: cleat set --help"));
     }
     let mapping = get(cx, target, deadline).await?;
     let mut guard = lock_mapped(&mapping).await?;

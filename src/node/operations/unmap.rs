@@ -1,4 +1,4 @@
-//! Unmaps a volume that nobody uses.
+//! Unmaps a volume whose device has no holders.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use crate::retry::after_failure;
 use crate::status::publish;
 use cleat_core::error::{ErrorKind, Result};
 
-/// Takes a mapping down. Says whether there was one.
+/// Removes a mapping or an orphan. Returns whether there was one.
 ///
 /// # Errors
-/// `InUse`, naming the holders; then the mapping stays as it is.
+/// Returns `InUse`, with the holders, if the device has any. The mapping then stays as it is.
 pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Result<bool> {
     let mapping = match find(cx, target, deadline).await? {
         Target::Mapping(mapping) => mapping,
@@ -37,7 +37,7 @@ pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Resu
 async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<()> {
     let mapping = Arc::clone(guard.mapping());
     let (intent, view) = (guard.record.intent, mapping.view());
-    // What was begun by force is finished by force.
+    // A forced unmap that has begun stays a forced unmap.
     if intent == Intent::Mapped {
         guard.record.intent = Intent::Unmapped;
     }
@@ -52,7 +52,7 @@ async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Resu
             guard.teardown.recorded = false;
         }
         publish(cx, &mapping, |now| *now = view);
-        // What has happened to it meanwhile shows after another look.
+        // Events may have been missed meanwhile.
         cx.wake(&mapping.name);
     } else {
         after_failure(cx, &mut guard, &error);

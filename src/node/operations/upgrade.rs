@@ -1,4 +1,4 @@
-//! Upgrades: the daemon becomes what is on disk, then its workers, one by one.
+//! Upgrades: the daemon restarts as the installed build, then replaces its workers one by one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,22 +22,22 @@ use cleat_api::v1::{self as api, upgrade_event::Outcome};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker::version::BUILD;
 
-/// How long the caller gets to hear that the daemon starts anew, before it does.
-const LAST_WORD_LIMIT: Duration = Duration::from_secs(1);
+/// How long the daemon waits before its restart for the caller to receive the event and hang up.
+const HANG_UP_LIMIT: Duration = Duration::from_secs(1);
 
-/// Between two looks whether somebody else is still busy with a volume.
-const BUSY_PAUSE: Duration = Duration::from_millis(500);
+/// The interval between attempts to take the guard of a mapping.
+const GUARD_RETRY_DELAY: Duration = Duration::from_millis(500);
 
-/// For calls to the kernel that are under way.
-const STUCK_LIMIT: Duration = Duration::from_secs(3);
+/// How long a restart waits for running calls to the kernel.
+const KERNEL_IDLE_LIMIT: Duration = Duration::from_secs(3);
 
 type Events = mpsc::Sender<Result<api::UpgradeEvent, Status>>;
 
-/// Upgrades, and tells what becomes of each part as it happens. When nobody listens any more it
-/// ends after the volume at hand.
+/// Upgrades the daemon and the workers, and sends an event for each part. If the receiver is dropped, the
+/// upgrade ends after the current volume.
 ///
 /// # Errors
-/// `NotFound` for a target that is not mapped; then nothing has been done.
+/// Returns `NotFound` if a target is not mapped. Nothing is upgraded then.
 pub(crate) async fn upgrade(
     cx: &Arc<Context>,
     request: api::UpgradeRequest,
@@ -58,10 +58,10 @@ pub(crate) async fn upgrade(
             return;
         }
         for mapping in mappings {
-            let enter = mapping.lock_for_call();
-            let event = upgrade_mapping(&context, &mapping, enter, request.force, limit).await;
+            let lock = mapping.lock_for_call();
+            let event = upgrade_mapping(&context, &mapping, lock, request.force, limit).await;
             if events.send(Ok(event)).await.is_err() {
-                tracing::info!("nobody waits for the upgrade any more; it ends here");
+                tracing::info!("the caller of the upgrade has hung up: the upgrade ends");
                 return;
             }
         }
@@ -69,12 +69,12 @@ pub(crate) async fn upgrade(
     Ok(receiver)
 }
 
-/// Has the workers that another build has left handed over to such of this one, each as soon as
-/// nobody else is busy with its volume. What fails stays as it is, and is logged.
+/// Replaces the workers of other builds by workers of this build, each when its guard is free. A failure is
+/// logged, and that worker stays.
 pub(crate) async fn upgrade_all_workers(cx: &Context, limit: Duration) {
     for mapping in cx.register.all() {
-        // As one that looks after the volume by itself: calls wait for it.
-        let enter = async {
+        // Taken in the background, so that calls wait for the handover.
+        let lock = async {
             let until = Instant::now() + limit;
             loop {
                 if let Some(guard) = mapping.try_lock_in_background() {
@@ -83,18 +83,19 @@ pub(crate) async fn upgrade_all_workers(cx: &Context, limit: Duration) {
                 if Instant::now() >= until {
                     return mapping.try_lock();
                 }
-                sleep(BUSY_PAUSE).await;
+                sleep(GUARD_RETRY_DELAY).await;
             }
         };
-        upgrade_mapping(cx, &mapping, enter, false, limit).await;
+        upgrade_mapping(cx, &mapping, lock, false, limit).await;
     }
 }
 
-/// Returns whether the daemon starts anew: then the caller asks the next one for the rest.
+/// Returns whether the daemon restarts. The caller then requests the upgrade of the workers from the new
+/// daemon.
 async fn upgrade_daemon(cx: &Context, events: &Events) -> bool {
     let mut event =
         api::UpgradeEvent { from_version: BUILD.to_owned(), ..api::UpgradeEvent::default() };
-    let found = match binary_on_disk(cx).await {
+    let new_binary = match binary_on_disk(cx).await {
         Ok(Binary::Current) => {
             event.set_outcome(Outcome::Current);
             None
@@ -112,27 +113,26 @@ async fn upgrade_daemon(cx: &Context, events: &Events) -> bool {
         }
     };
     let _ = events.send(Ok(event)).await;
-    let Some(path) = found else { return false };
-    // The caller hangs up when it has heard; one that does not must not keep the old build.
-    let _ = tokio::time::timeout(LAST_WORD_LIMIT, events.closed()).await;
+    let Some(path) = new_binary else { return false };
+    // The caller hangs up after the event. A caller that does not must not prevent the restart.
+    let _ = tokio::time::timeout(HANG_UP_LIMIT, events.closed()).await;
     cx.restart.send_replace(Some(path));
     true
 }
 
 async fn binary_on_disk(cx: &Context) -> Result<Binary> {
     let binary = blocking(restart::on_disk).await?;
-    // A thread that the kernel does not let go would keep the process from going on as another
-    // executable, and everything else in it.
     for mapping in cx.register.all() {
         check_not_quiesced(&mapping.view().record)?;
     }
-    let until = Instant::now() + STUCK_LIMIT;
+    // A thread that is blocked in the kernel would block `execve`, and with it the whole daemon.
+    let until = Instant::now() + KERNEL_IDLE_LIMIT;
     if binary != Binary::Current
         && !(cx.kernel.wait_until_idle(until).await && cx.urgent.wait_until_idle(until).await)
     {
-        let message = "a call to the kernel is stuck; the daemon cannot start anew";
+        let message = "cannot restart the daemon: a call to the kernel does not return";
         return Err(Error::new(ErrorKind::Unavailable, message)
-            .with_repair("see the kernel's log for what it waits for"));
+            .with_repair("see the kernel's log (dmesg) for the cause"));
     }
     Ok(binary)
 }
@@ -140,7 +140,7 @@ async fn binary_on_disk(cx: &Context) -> Result<Binary> {
 async fn upgrade_mapping(
     cx: &Context,
     mapping: &Arc<Mapping>,
-    enter: impl Future<Output = Result<Guard>>,
+    lock: impl Future<Output = Result<Guard>>,
     force: bool,
     limit: Duration,
 ) -> api::UpgradeEvent {
@@ -149,7 +149,7 @@ async fn upgrade_mapping(
         from_version: mapping.view().worker_build,
         ..api::UpgradeEvent::default()
     };
-    let upgraded = upgrade_worker(cx, mapping, enter, force, limit);
+    let upgraded = upgrade_worker(cx, mapping, lock, force, limit);
     match mapping.until_forced(upgraded).await {
         Ok(None) => event.set_outcome(Outcome::Current),
         Ok(Some(pause)) => {
@@ -163,21 +163,26 @@ async fn upgrade_mapping(
             event.set_outcome(Outcome::Failed);
             event.message = error.report();
             event.repair = error.repair().unwrap_or_default().to_owned();
-            tracing::warn!(mapping = mapping.name, "not handed over: {}", event.message);
+            tracing::warn!(
+                mapping = mapping.name,
+                "cannot hand over to a new worker: {}",
+                event.message
+            );
         }
     }
     event
 }
 
-/// `None`: its worker is of this build already, or it is not mapped any more.
+/// Hands the mapping over to a new worker, and returns the pause. Returns `None` if its worker is of this
+/// build already, or if it is not mapped any more.
 async fn upgrade_worker(
     cx: &Context,
     mapping: &Arc<Mapping>,
-    enter: impl Future<Output = Result<Guard>>,
+    lock: impl Future<Output = Result<Guard>>,
     force: bool,
     limit: Duration,
 ) -> Result<Option<Duration>> {
-    let mut guard = enter.await?;
+    let mut guard = lock.await?;
     let deadline = Instant::now() + limit + unlock::extra_open_time(cx.registry, &guard.record.uri);
     if guard.teardown.removed || guard.record.intent != Intent::Mapped {
         return Ok(None);
@@ -186,7 +191,7 @@ async fn upgrade_worker(
         State::Mapped => {}
         State::Failed(failure) => return Err(failure.into_error()),
         state => {
-            let message = format!("{} is not at rest: {state:?}", mapping.name);
+            let message = format!("cannot hand over {} in state {state:?}", mapping.name);
             return Err(Error::new(ErrorKind::Unavailable, message));
         }
     }
@@ -197,32 +202,33 @@ async fn upgrade_worker(
         return Ok(None);
     }
     guard.upgrade_refusal = None;
-    let passed = hand_over(cx, &mut guard, deadline).await;
-    // What lasts, and not what another attempt may change.
-    let refusal = passed.as_ref().err().filter(|error| error.kind() == ErrorKind::Unsupported);
+    let handed_over = hand_over(cx, &mut guard, deadline).await;
+    // Only a lasting cause is shown, not one that another attempt may not meet.
+    let refusal = handed_over.as_ref().err().filter(|error| error.kind() == ErrorKind::Unsupported);
     if let Some(error) = refusal {
-        let why = error.report();
+        let cause = error.report();
         let message =
-            format!("its worker stays until it is unmapped, and cannot be handed over: {why}");
+            format!("its worker cannot be handed over, and stays until it is unmapped: {cause}");
         guard.upgrade_refusal = Some(message.clone());
         publish(cx, mapping, |view| {
-            // Of one that fails it is of more use to know why.
+            // The message of a failed mapping says why it failed.
             if view.state == State::Mapped {
                 view.message = message;
             }
         });
     }
-    passed.map(Some)
+    handed_over.map(Some)
 }
 
-/// Refuses what would end a moment that a snapshot needs.
+/// Checks that the mapping is not quiesced, since a restart or a handover would end that too early.
 ///
 /// # Errors
-/// `Unavailable` while a mapping is quiet.
+/// Returns `Unavailable` while the mapping is quiesced.
 fn check_not_quiesced(record: &Record) -> Result<()> {
     if record.quiesced.is_none() {
         return Ok(());
     }
-    let message = format!("a snapshot of {} is being made: it is quiet for that", record.name);
+    let message =
+        format!("a snapshot of {} is being made, and its device is quiesced", record.name);
     Err(Error::new(ErrorKind::Unavailable, message).with_repair("try again in a moment"))
 }

@@ -284,8 +284,8 @@ fn a_call_for_a_mapping_with_an_operation_in_progress_is_refused_at_once() {
         (first.await.unwrap(), again, unmap)
     });
     assert_code(results.0, Code::DeadlineExceeded, "");
-    assert_code(results.1, Code::Aborted, "under way");
-    assert_code(results.2, Code::Aborted, "under way");
+    assert_code(results.1, Code::Aborted, "in progress");
+    assert_code(results.2, Code::Aborted, "in progress");
     machine.assert_clean();
 }
 

@@ -66,8 +66,8 @@ fn a_forced_unmap_of_an_idle_mapping_reports_all_steps() {
         "unmount",
         "disconnect",
         "end the worker",
-        "prove silence",
-        "forget",
+        "prove no writes",
+        "remove the record",
     ];
     assert_eq!(steps(&response), expected);
     assert!(response.steps.iter().all(|step| step.note.is_empty()), "{response:?}");
@@ -202,7 +202,7 @@ fn requests_that_hang_fail_and_do_not_reach_the_backend() {
     let hanging = std::thread::spawn(move || kernel.write(index, 0, &[2; 512]));
     wait_until("the write hangs", || supervisor.stats().in_flight == 1);
     let response = force(&supervisor, "a");
-    assert!(note(&response, "fail I/O").contains("1 requests hang"), "{response:?}");
+    assert!(note(&response, "fail I/O").contains("not answered 1 requests"), "{response:?}");
     assert!(hanging.join().unwrap().is_err());
     assert_eq!(response.unproven, "");
     machine.assert_clean();
@@ -327,9 +327,9 @@ fn a_forced_unmap_aborts_other_calls_for_the_mapping() {
     let asked = UnmapRequest { target: "a".into(), ..Default::default() };
     let unmap = supervisor.spawn(async move { client.unmap(asked).await });
     std::thread::sleep(Duration::from_millis(300));
-    assert_code(supervisor.unmap("a"), Code::Aborted, "under way");
+    assert_code(supervisor.unmap("a"), Code::Aborted, "in progress");
     force(&supervisor, "a");
-    assert_code(supervisor.block_on(unmap).unwrap(), Code::Aborted, "gave way");
+    assert_code(supervisor.block_on(unmap).unwrap(), Code::Aborted, "cancelled by a forced unmap");
     machine.assert_clean();
     // A map call in progress.
     machine.kernel.inject(Call::WaitReady, Fault::Hang);
@@ -340,7 +340,7 @@ fn a_forced_unmap_aborts_other_calls_for_the_mapping() {
         machine.kernel.devices().unwrap().iter().any(|d| d.connected)
     });
     force(&supervisor, "a");
-    assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "gave way");
+    assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "cancelled by a forced unmap");
     machine.assert_clean();
 }
 
@@ -355,8 +355,8 @@ fn no_device_is_connected_after_a_forced_unmap_during_a_connect() {
     wait_until("the worker runs", || machine.workers().len() == 1);
     std::thread::sleep(Duration::from_millis(500));
     let response = force(&supervisor, "a");
-    assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "gave way");
-    assert!(steps(&response).contains(&"await the kernel"), "{response:?}");
+    assert_code(supervisor.block_on(map).unwrap(), Code::Aborted, "cancelled by a forced unmap");
+    assert!(steps(&response).contains(&"wait for the kernel"), "{response:?}");
     machine.assert_clean();
     std::thread::sleep(Duration::from_secs(1));
     assert!(machine.kernel.devices().unwrap().iter().all(|device| !device.connected));
@@ -411,7 +411,7 @@ fn a_forced_unmap_succeeds_only_when_the_claim_is_released() {
     let asked = UnmapRequest { timeout_ms: 2500, ..forced("a") };
     let status = supervisor.block_on(supervisor.client().unmap(asked)).unwrap_err();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
-    assert!(status.message().contains("not done: prove silence"), "{status}");
+    assert!(status.message().contains("not done: prove no writes"), "{status}");
     assert!(machine.kernel.devices().unwrap().iter().all(|device| !device.connected));
     drop(file);
     force(&supervisor, "a");

@@ -99,7 +99,7 @@ fn a_policy_change_applies_at_once_and_survives_worker_and_supervisor() {
     supervisor.set_fault("");
     let nothing = SetOptionsRequest { target: "a".into(), ..Default::default() };
     let refused = supervisor.block_on(supervisor.client().set_options(nothing));
-    assert_code(refused, Code::InvalidArgument, "nothing");
+    assert_code(refused, Code::InvalidArgument, "no option");
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }

@@ -330,7 +330,7 @@ fn longest_round_with_hung_successor(point: &'static str) -> Duration {
 
 #[test]
 fn a_handover_fails_when_the_new_worker_dies() {
-    for point in ["successor ready", "before the pause", "at rest"] {
+    for point in ["successor ready", "before the pause", "handover offered"] {
         some_run_within(Duration::from_secs(1), || longest_round_with_dead_successor(point));
     }
 }
@@ -355,7 +355,7 @@ fn longest_round_with_dead_successor(point: &'static str) -> Duration {
 
 #[test]
 fn an_old_worker_that_dies_during_a_handover_is_replaced() {
-    for point in ["successor recorded", "successor ready", "at rest", "taken over"] {
+    for point in ["successor recorded", "successor ready", "handover offered", "taken over"] {
         let (machine, supervisor, mapping) =
             start_acting(point, |_, serving| kill(serving, Signal::SIGKILL));
         let load = Load::on(&machine, &mapping);

@@ -73,7 +73,7 @@ fn a_forced_unmap_in_an_outage_ends_in_time_and_no_late_write_is_executed() {
     wait_for_standstill(&load);
     let begun = Instant::now();
     // While the OSD does not answer, cleat cannot check that no request is in flight.
-    assert_code(scene.supervisor.force("a"), Code::DeadlineExceeded, "not done: prove silence");
+    assert_code(scene.supervisor.force("a"), Code::DeadlineExceeded, "not done: prove no writes");
     println!("figures: by force, with the OSD stopped: {:?}", begun.elapsed());
     let (done, last) = (load.done(), load.begun());
     assert!(load.stop().iter().all(Result::is_err), "a waiting write succeeded");

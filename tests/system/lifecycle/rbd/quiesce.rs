@@ -132,15 +132,15 @@ fn mounted_file_systems_are_frozen_during_a_snapshot() {
     let at = |wanted: &str| -> Vec<usize> {
         points.iter().filter(|(point, _)| point == wanted).map(|(_, frozen)| *frozen).collect()
     };
-    assert_eq!(at("quiet recorded"), [0, 0]);
-    assert_eq!(at("quiet, not answered"), [1, 1]);
+    assert_eq!(at("quiesce recorded"), [0, 0]);
+    assert_eq!(at("quiesced, not answered"), [1, 1]);
     assert_eq!(at("thawed"), [0, 0]);
     let mapping = scene.supervisor.get("frozen").unwrap();
     assert_eq!(mapping.message, "", "{mapping:?}");
     // With `--skip-quiesce` the snapshot does not wait.
     let skipped = Scene::snap(shared(), "frozen@three", &["--skip-quiesce"]);
     skipped.recv_timeout(RBD_LIMIT).unwrap().unwrap();
-    assert_eq!(frozen_at.try_iter().filter(|(point, _)| point.starts_with("quiet")).count(), 0);
+    assert_eq!(frozen_at.try_iter().filter(|(point, _)| point.starts_with("quiesce")).count(), 0);
     scene.release(index);
     scene.supervisor.unmap("frozen").unwrap();
     scene.machine.assert_clean();
@@ -148,7 +148,7 @@ fn mounted_file_systems_are_frozen_during_a_snapshot() {
 
 #[test]
 fn the_next_supervisor_thaws_after_a_crash_at_any_point() {
-    for point in ["quiet recorded", "frozen", "quiet, not answered"] {
+    for point in ["quiesce recorded", "frozen", "quiesced, not answered"] {
         let (sender, halted) = channel();
         let sender = Mutex::new(sender);
         let halt = move |at: &str| at == point && sender.lock().unwrap().send(()).is_ok();
@@ -158,7 +158,7 @@ fn the_next_supervisor_thaws_after_a_crash_at_any_point() {
         let mapping = scene.quiesced(&image);
         let made = Scene::snap(shared(), &format!("{image}@s"), &[]);
         halted.recv_timeout(RBD_LIMIT).unwrap();
-        let frozen = if point == "quiet recorded" { 0 } else { 2 };
+        let frozen = if point == "quiesce recorded" { 0 } else { 2 };
         assert_eq!(scene.frozen(), frozen, "{point}");
         let Scene { supervisor, machine, cluster } = scene;
         supervisor.crash();
@@ -190,7 +190,7 @@ fn a_worker_that_dies_while_its_device_is_frozen_is_replaced_and_the_device_thaw
     let struck = Arc::clone(&victim);
     let kill_worker = move |point: &str| {
         let pid = *struck.lock().unwrap();
-        if point == "quiet, not answered" && pid != 0 {
+        if point == "quiesced, not answered" && pid != 0 {
             kill(pid, Signal::SIGKILL);
         }
         false
@@ -219,7 +219,7 @@ fn stuck(change: impl FnOnce(&Machine, &mut Config)) -> (Scene<'static>, Mapping
     let cluster = own_cluster();
     let armed = AtomicBool::new(true);
     let pause = move |point: &str| {
-        if point == "quiet, not answered" && armed.swap(false, Ordering::SeqCst) {
+        if point == "quiesced, not answered" && armed.swap(false, Ordering::SeqCst) {
             cluster.tell("pause osd");
         }
         false
