@@ -1,4 +1,4 @@
-//! Error numbers on the wire: the only file that maps them ("Values" in proto.md).
+//! The error numbers of the protocol ("Error values"). No other file maps them.
 
 use cleat_core::request::IoError;
 
@@ -10,7 +10,7 @@ const ENOSPC: u32 = 28;
 const ENOTSUP: u32 = 95;
 const ESHUTDOWN: u32 = 108;
 
-/// What a reply's error field says; zero is success.
+/// Returns the value of a reply's error field. Zero is success.
 pub fn to_wire(result: Result<(), IoError>) -> u32 {
     match result {
         Ok(()) => 0,
@@ -24,7 +24,10 @@ pub fn to_wire(result: Result<(), IoError>) -> u32 {
     }
 }
 
-/// What a server's reply means for a client of ours.
+/// Returns the result that the error field of a server's reply stands for.
+///
+/// # Errors
+/// Returns an error for every value except zero.
 pub fn from_wire(error: u32) -> Result<(), IoError> {
     match error {
         0 => Ok(()),
@@ -34,8 +37,8 @@ pub fn from_wire(error: u32) -> Result<(), IoError> {
         ENOSPC => Err(IoError::NoSpace),
         ENOTSUP => Err(IoError::Unsupported),
         ESHUTDOWN => Err(IoError::Shutdown),
-        // "SHOULD treat an unexpected error value as if it had been NBD_EINVAL."
-        // (EOVERFLOW, too: it belongs to requests that this crate never sends.)
+        // "The client SHOULD treat an unexpected error value as if it had been NBD_EINVAL." This includes
+        // NBD_EOVERFLOW, which a server sends for requests that this crate never makes.
         _ => Err(IoError::Invalid),
     }
 }
@@ -45,14 +48,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_those_of_the_specification() {
+    fn error_numbers_match_the_specification() {
         assert_eq!(to_wire(Ok(())), 0);
         let wire: Vec<u32> = IoError::ALL.iter().map(|&kind| to_wire(Err(kind))).collect();
         assert_eq!(wire, [5, 108, 28, 22, 1, 95, 12, 108, 5]);
     }
 
     #[test]
-    fn every_failure_stays_a_failure_and_unknown_ones_are_invalid() {
+    fn errors_survive_the_wire_and_unknown_numbers_are_invalid() {
         for kind in IoError::ALL {
             let back = from_wire(to_wire(Err(kind)));
             assert_eq!(to_wire(back), to_wire(Err(kind)));

@@ -1,12 +1,16 @@
-//! The NBD protocol, as the NBD project's `doc/proto.md` has it, without any I/O.
+//! The NBD protocol without any I/O, as specified in `doc/proto.md` of the NBD project
+//! (<https://github.com/NetworkBlockDevice/nbd>). Section names in quotes in this crate refer to that
+//! document.
 //!
-//! Comes in: bytes of one connection, in any pieces. Goes out: requests, checked, and the bytes to
-//! answer with. The phases are [`handshake`], which a client of ours begins with, and
-//! [`transmission`], which the kernel begins with (netlink told it the rest). [`wire`] is the codec
-//! under both, and [`errno`] the only place that knows error numbers on the wire.
+//! - Input: the bytes of one connection, split in any way.
+//! - Output: checked requests, and the bytes of the replies.
 //!
-//! What may never happen here: a system call, a wait, a panic whatever the peer sends, or memory
-//! taken by a number that the peer chose.
+//! A client of `cleat serve` starts with the [`handshake`]. The kernel's driver starts directly with
+//! [`transmission`], because netlink has configured the rest. Both use the codec in [`wire`]. [`structured`]
+//! encodes structured replies, and [`errno`] is the only module that knows the error numbers of the protocol.
+//!
+//! Never allowed here: a system call, a wait, a panic caused by input, or an allocation whose size a peer
+//! has chosen.
 
 pub mod errno;
 pub mod handshake;

@@ -1,25 +1,27 @@
-//! The codec: numbers of the protocol, and what they look like as bytes (big-endian throughout).
+//! The codec: the constants of the protocol, and its messages as bytes. All integers are big-endian
+//! ("Conventions").
 
 use cleat_core::request::IoError;
 use cleat_core::volume::{BlockSizes, Features};
 
 use super::errno;
 
-// The handshake ("Fixed newstyle negotiation").
+// The handshake ("Newstyle negotiation", "Fixed newstyle negotiation").
 
-/// The server's first eight bytes.
+/// The first eight bytes that the server sends.
 pub const INIT_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
-/// The server's next eight bytes, and the first of each option request.
+/// The next eight bytes that the server sends, and the first eight bytes of each option.
 pub const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-/// The first eight bytes of each reply to an option.
+/// The first eight bytes of each option reply.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
-/// Handshake flag of either side: errors in options do not end the connection.
+/// Handshake and client flag: the side supports fixed newstyle, in which an unknown option gets an error
+/// reply and does not end the connection.
 pub const FLAG_FIXED_NEWSTYLE: u16 = 1 << 0;
-/// Handshake flag of either side: the reply to EXPORT_NAME has no padding.
+/// Handshake and client flag: the reply to EXPORT_NAME has no padding.
 pub const FLAG_NO_ZEROES: u16 = 1 << 1;
 
-/// Options that a client may send.
+/// The options that a client may send ("Option types").
 pub mod option {
     #![allow(missing_docs)]
     pub const EXPORT_NAME: u32 = 1;
@@ -34,7 +36,7 @@ pub mod option {
     pub const EXTENDED_HEADERS: u32 = 11;
 }
 
-/// Types of replies to options.
+/// The types of option replies ("Option reply types").
 pub mod reply {
     #![allow(missing_docs)]
     pub const ACK: u32 = 1;
@@ -46,11 +48,12 @@ pub mod reply {
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
     pub const ERR_BLOCK_SIZE_REQD: u32 = ERROR | 8;
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
-    /// Set in every reply that is an error.
+    /// The bit that is set in the type of every error.
     pub const ERROR: u32 = 1 << 31;
 }
 
-/// Information about an export, asked for by number in INFO and GO.
+/// The kinds of information about an export that a client may request with INFO and GO ("Option reply
+/// types").
 pub mod info {
     #![allow(missing_docs)]
     pub const EXPORT: u16 = 0;
@@ -59,34 +62,37 @@ pub mod info {
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// Bytes of an option request before its data.
+/// The length of an option without its data, in bytes.
 pub const OPTION_HEADER_LEN: usize = 16;
 
-/// An option request's header.
+/// The header of an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OptionHeader {
-    /// See [`option`].
+    /// The number of the option: see [`option`].
     pub option: u32,
-    /// Bytes of data that follow, as the client says.
+    /// The length in bytes of the data that follows. The client has chosen it, and it is not checked.
     pub length: u32,
 }
 
 impl OptionHeader {
-    /// Reads one; `None` when its magic number is wrong.
+    /// Parses a header. Returns `None` if its magic number is wrong.
     pub fn parse(bytes: &[u8; OPTION_HEADER_LEN]) -> Option<Self> {
         (be64(bytes, 0) == OPTION_MAGIC)
             .then(|| Self { option: be32(bytes, 8), length: be32(bytes, 12) })
     }
 }
 
-/// Appends the server's greeting.
+/// Appends the server's greeting, which ends with the handshake flags.
 pub fn put_greeting(out: &mut Vec<u8>) {
     out.extend(INIT_MAGIC.to_be_bytes());
     out.extend(OPTION_MAGIC.to_be_bytes());
     out.extend((FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES).to_be_bytes());
 }
 
-/// Appends a reply of type `kind` to `option`. `data` is ours, and short.
+/// Appends a reply of type `kind` to `option`.
+///
+/// # Panics
+/// Panics if `data` has 4 GiB or more. The server creates the data itself, and it is short.
 pub fn put_option_reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
@@ -96,7 +102,7 @@ pub fn put_option_reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) 
     out.extend(data);
 }
 
-/// The data of an INFO reply with INFO_EXPORT.
+/// Returns the data of an INFO reply of kind [`info::EXPORT`]. `size` is in bytes.
 pub fn info_export(size: u64, transmission_flags: u16) -> [u8; 12] {
     let mut data = [0; 12];
     data[..2].copy_from_slice(&info::EXPORT.to_be_bytes());
@@ -105,7 +111,7 @@ pub fn info_export(size: u64, transmission_flags: u16) -> [u8; 12] {
     data
 }
 
-/// The data of an INFO reply with INFO_BLOCK_SIZE.
+/// Returns the data of an INFO reply of kind [`info::BLOCK_SIZE`].
 pub fn info_block_size(sizes: BlockSizes) -> [u8; 14] {
     let mut data = [0; 14];
     data[..2].copy_from_slice(&info::BLOCK_SIZE.to_be_bytes());
@@ -117,7 +123,7 @@ pub fn info_block_size(sizes: BlockSizes) -> [u8; 14] {
 
 // Transmission.
 
-/// Transmission flags.
+/// The transmission flags ("Transmission flags").
 pub mod flag {
     #![allow(missing_docs)]
     pub const HAS_FLAGS: u16 = 1 << 0;
@@ -132,7 +138,7 @@ pub mod flag {
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
-/// Request types.
+/// The types of requests ("Request types").
 pub mod command {
     #![allow(missing_docs)]
     pub const READ: u16 = 0;
@@ -145,7 +151,7 @@ pub mod command {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// Flags of a request.
+/// The flags of requests ("Command flags").
 pub mod command_flag {
     #![allow(missing_docs)]
     pub const FUA: u16 = 1 << 0;
@@ -155,7 +161,8 @@ pub mod command_flag {
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
-/// The transmission flags that a volume's features lead to, in the handshake and in netlink alike.
+/// Returns the transmission flags for a volume with these features. The handshake and netlink use the same
+/// flags.
 pub fn transmission_flags(features: Features) -> u16 {
     let writable = !features.read_only;
     let wanted = [
@@ -172,30 +179,30 @@ pub fn transmission_flags(features: Features) -> u16 {
     set.fold(flag::HAS_FLAGS, |flags, (flag, _)| flags | flag)
 }
 
-/// Bytes of a request before its payload.
+/// The length of a request without its payload, in bytes ("Request message").
 pub const REQUEST_LEN: usize = 28;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 
-/// A request as it stands on the wire.
+/// The header of a request, as it is sent. No field is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {
-    /// See [`command_flag`].
+    /// The flags of the request: see [`command_flag`].
     pub flags: u16,
-    /// See [`command`].
+    /// The type of the request: see [`command`].
     pub command: u16,
-    /// The client's number for the request; it comes back with the reply.
+    /// The number with which the client identifies the request. The reply repeats it.
     pub cookie: u64,
-    /// First byte.
+    /// The first byte of the range.
     pub offset: u64,
-    /// Bytes.
+    /// The length of the range in bytes.
     pub length: u32,
 }
 
 impl RequestHeader {
-    /// Reads one; the wrong magic number where there is one.
+    /// Parses a header.
     ///
     /// # Errors
-    /// The number that stands where the magic should.
+    /// Returns the first 32 bits if they are not the magic number of a request.
     pub fn parse(bytes: &[u8; REQUEST_LEN]) -> Result<Self, u32> {
         match be32(bytes, 0) {
             REQUEST_MAGIC => Ok(Self {
@@ -209,7 +216,7 @@ impl RequestHeader {
         }
     }
 
-    /// The bytes, as a client sends them.
+    /// Returns the header as bytes.
     pub fn encode(&self) -> [u8; REQUEST_LEN] {
         let mut bytes = [0; REQUEST_LEN];
         bytes[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
@@ -222,11 +229,11 @@ impl RequestHeader {
     }
 }
 
-/// Bytes of a simple reply before its payload.
+/// The length of a simple reply without its payload, in bytes ("Simple reply message").
 pub const SIMPLE_REPLY_LEN: usize = 16;
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// A simple reply's header. The data of a successful read follows it.
+/// Returns the header of a simple reply. The data of a successful read must follow it.
 pub fn simple_reply(cookie: u64, result: Result<(), IoError>) -> [u8; SIMPLE_REPLY_LEN] {
     let mut bytes = [0; SIMPLE_REPLY_LEN];
     bytes[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
@@ -235,24 +242,24 @@ pub fn simple_reply(cookie: u64, result: Result<(), IoError>) -> [u8; SIMPLE_REP
     bytes
 }
 
-/// Reads a simple reply's header, as a client does: the cookie and how the request ended; `None`
-/// when it is not one.
+/// Parses the header of a simple reply for a client. Returns the cookie and the result of the request, or
+/// `None` if the magic number is wrong.
 pub fn parse_simple_reply(bytes: &[u8; SIMPLE_REPLY_LEN]) -> Option<(u64, Result<(), IoError>)> {
     (be32(bytes, 0) == SIMPLE_REPLY_MAGIC)
         .then(|| (be64(bytes, 8), errno::from_wire(be32(bytes, 4))))
 }
 
-/// The 16-bit number at `at`, which is inside.
+/// Returns the 16-bit number at `at`. Panics if `bytes` ends before it.
 pub(super) fn be16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// The 32-bit number at `at`, which is inside.
+/// Returns the 32-bit number at `at`. Panics if `bytes` ends before it.
 pub(super) fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from(be16(bytes, at)) << 16 | u32::from(be16(bytes, at + 2))
 }
 
-/// The 64-bit number at `at`, which is inside.
+/// Returns the 64-bit number at `at`. Panics if `bytes` ends before it.
 pub(super) fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
@@ -262,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_has_the_bytes_of_the_specification() {
+    fn a_request_is_encoded_as_specified() {
         let request =
             RequestHeader { flags: 1, command: 6, cookie: 0x0102, offset: 0x1000, length: 512 };
         let bytes = request.encode();
@@ -276,21 +283,21 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_has_the_bytes_of_the_specification() {
+    fn a_reply_is_encoded_as_specified() {
         let bytes = simple_reply(0xabcd, Err(IoError::NoSpace));
         assert_eq!(bytes, [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 28, 0, 0, 0, 0, 0, 0, 0xab, 0xcd]);
         assert_eq!(parse_simple_reply(&bytes), Some((0xabcd, Err(IoError::NoSpace))));
     }
 
     #[test]
-    fn the_greeting_is_fixed_newstyle() {
+    fn the_greeting_offers_fixed_newstyle() {
         let mut out = Vec::new();
         put_greeting(&mut out);
         assert_eq!(out, *b"NBDMAGICIHAVEOPT\0\x03");
     }
 
     #[test]
-    fn flags_follow_the_features_and_read_only_wins() {
+    fn transmission_flags_match_the_features_and_read_only_excludes_writes() {
         let all = Features::ALL;
         assert_eq!(transmission_flags(all), 0b1101_0110_1101);
         assert_eq!(transmission_flags(Features { read_only: true, ..all }), 0b101_0000_1111);
