@@ -1,10 +1,10 @@
-//! The composition: the backends of this program, one line each. No other code names a concrete backend.
+//! The list of backends of this program, one line each. No other code of this crate names a concrete backend.
 
 use cleat_backend::uri::{StoreUri, VolumeUri};
 use cleat_backend::{Registry, Unavailable};
 use cleat_core::error::Result;
 
-/// The backends. A new one is a crate and a line here.
+/// The backends. A new backend is a crate and a line here.
 pub static REGISTRY: Registry = Registry::new(&[
     cleat_backend::mem::BACKEND,
     cleat_backend::file::BACKEND,
@@ -26,7 +26,7 @@ pub static REGISTRY: Registry = Registry::new(&[
 /// Parses the URI of a volume, for the command line.
 ///
 /// # Errors
-/// As [`Registry::volume`].
+/// Returns the errors of [`Registry::volume`].
 pub fn volume(text: &str) -> Result<VolumeUri> {
     REGISTRY.volume(text)
 }
@@ -34,7 +34,7 @@ pub fn volume(text: &str) -> Result<VolumeUri> {
 /// Parses the URI of a store, for the command line.
 ///
 /// # Errors
-/// As [`Registry::store`].
+/// Returns the errors of [`Registry::store`].
 pub fn store(text: &str) -> Result<StoreUri> {
     REGISTRY.store(text)
 }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scheme_that_is_known_by_name_only_is_refused_with_the_reason() {
+    fn a_planned_scheme_is_refused_with_the_reason() {
         let error = volume("s3://b/p").expect_err("not supported");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.message().contains("s3:"), "{error}");

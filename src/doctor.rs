@@ -1,36 +1,39 @@
-//! Preflight: what cleat needs of the machine, each finding with its repair.
+//! Checks whether the machine has what cleat needs. Each finding has a repair.
 //!
-//! Comes in: files of the machine (under a root that tests replace) and a few real attempts: a ring,
-//! a netlink question, a Landlock ruleset. Goes out: [`Check`]s, in a fixed order. What may never
-//! happen here: a change to the machine. Loading a module is left to the first map.
+//! - Input: files of the machine, below a root that tests replace, and a few real attempts: a ring, a netlink
+//!   request, a Landlock ruleset.
+//! - Output: [`Check`]s in a fixed order.
+//!
+//! Never allowed here: a change to the machine. The first map loads the kernel module.
 
 mod files;
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use caps::{CapSet, Capability};
 use landlock::{ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 use nix::sys::resource::{Resource, getrlimit};
 
+use cleat_core::clock::{Clock as _, SystemClock};
 use cleat_core::error::ErrorKind;
 use cleat_node::config::Config;
 use cleat_sys::ring::Ring;
 
-/// How a finding is to be taken, from harmless to fatal.
+/// The severity of a finding, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// In order.
+    /// No problem.
     Ok,
-    /// Works, but with less than could be had.
+    /// cleat works, but with restrictions.
     Warning,
     /// Volumes cannot be mapped.
     Error,
 }
 
 impl Verdict {
-    /// As a word.
+    /// Returns the verdict as a word.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -40,16 +43,16 @@ impl Verdict {
     }
 }
 
-/// One finding.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
-    /// What was looked at, as one word; stable for scripts.
+    /// The name of the check, one word. Names are stable, for scripts.
     pub name: &'static str,
-    /// How it is to be taken.
+    /// The severity.
     pub verdict: Verdict,
-    /// What was found, as a sentence without a period.
+    /// The finding, a sentence without a period.
     pub finding: String,
-    /// What to do; empty when in order.
+    /// What to do; empty for [`Verdict::Ok`].
     pub repair: String,
 }
 
@@ -69,16 +72,17 @@ impl Check {
     }
 }
 
-/// The machine that is examined.
+/// The machine to check.
 #[derive(Debug, Clone)]
 struct Machine {
     root: PathBuf,
     run_directory: PathBuf,
-    /// That workers are put into.
+    /// The configured control group of the workers.
     cgroup: Option<PathBuf>,
 }
 
-/// Examines this machine, for a supervisor with that configuration.
+/// Checks this machine for a supervisor with this configuration. Blocks for up to 5 s if the nbd driver does
+/// not reply.
 pub fn examine(config: &Config) -> Vec<Check> {
     let run_directory = config.runtime_dir.clone();
     let cgroup = config.workers.cgroup.clone();
@@ -101,31 +105,32 @@ pub fn examine(config: &Config) -> Vec<Check> {
     checks
 }
 
-/// How long the driver may take to answer.
+/// The timeout for a reply of the nbd driver.
 const NETLINK_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn netlink() -> Check {
     const NAME: &str = "netlink";
-    match cleat_kernel::real::probe(Instant::now() + NETLINK_TIMEOUT) {
+    match cleat_kernel::real::probe(SystemClock.now() + NETLINK_TIMEOUT) {
         Ok(()) => Check::ok(NAME, "the nbd driver answers over generic netlink"),
         Err(error) if error.kind() == ErrorKind::Unsupported => Check::warning(
             NAME,
-            "the nbd driver is not loaded, so it was not asked",
-            "run `modprobe nbd`; the first map tries that by itself",
+            "the nbd driver is not loaded and was not tested",
+            "run `modprobe nbd`; otherwise the first map does it",
         ),
         Err(error) => {
-            let repair = error.repair().unwrap_or("see `dmesg`; a stuck command blocks all others");
+            let repair =
+                error.repair().unwrap_or("check `dmesg`; a command that hangs blocks all others");
             Check::error(NAME, error.report(), repair)
         }
     }
 }
 
-/// What the supervisor needs, and what for.
+/// The capabilities that the supervisor needs, with the severity and the consequence of their absence.
 const CAPABILITIES: [(Capability, Verdict, &str); 4] = [
     (Capability::CAP_SYS_ADMIN, Verdict::Error, "configures nbd devices"),
-    (Capability::CAP_SYS_RESOURCE, Verdict::Warning, "keeps workers out of memory reclaim"),
-    (Capability::CAP_SYS_PTRACE, Verdict::Warning, "sees who holds a device"),
-    (Capability::CAP_DAC_READ_SEARCH, Verdict::Warning, "sees who holds a device"),
+    (Capability::CAP_SYS_RESOURCE, Verdict::Warning, "excludes workers from memory reclaim"),
+    (Capability::CAP_SYS_PTRACE, Verdict::Warning, "finds the holders of a device"),
+    (Capability::CAP_DAC_READ_SEARCH, Verdict::Warning, "finds the holders of a device"),
 ];
 
 fn capabilities() -> Check {
@@ -133,10 +138,10 @@ fn capabilities() -> Check {
     let has = |capability| caps::has_cap(None, CapSet::Effective, capability).unwrap_or(false);
     let missing: Vec<_> = CAPABILITIES.iter().filter(|(needed, ..)| !has(*needed)).collect();
     let Some(verdict) = missing.iter().map(|(_, verdict, _)| *verdict).max() else {
-        return Check::ok(NAME, "every capability that the supervisor uses is there");
+        return Check::ok(NAME, "the process has every capability that the supervisor uses");
     };
     let list = missing.iter().map(|(capability, _, why)| format!("{capability} ({why})"));
-    let finding = format!("missing: {}", list.collect::<Vec<_>>().join(", "));
+    let finding = format!("missing capabilities: {}", list.collect::<Vec<_>>().join(", "));
     let repair = "run it as root; in a container, privileged or with these capabilities";
     Check { name: NAME, verdict, finding, repair: repair.into() }
 }
@@ -148,19 +153,19 @@ fn udev() -> Check {
         (true, true) => Check::ok(NAME, format!("udevd runs and {rule} is installed")),
         (true, false) => Check::warning(
             NAME,
-            format!("udevd runs, but {rule} is not installed: cleat makes the symlinks itself"),
+            format!("udevd runs, but {rule} is not installed: cleat creates the symlinks itself"),
             "run `make install`, or copy systemd/60-cleat.rules to /etc/udev/rules.d and run \
              `udevadm control --reload`",
         ),
         (false, _) => Check::warning(
             NAME,
-            "no udevd is seen: cleat makes the symlinks itself, partitions get none",
+            "udevd was not found: cleat creates the symlinks itself, and partitions have none",
             "start systemd-udevd; in a container, mount the host's /run/udev",
         ),
     }
 }
 
-/// Descriptors that a supervisor needs with some hundred volumes.
+/// The number of descriptors that a supervisor needs for several hundred volumes.
 const DESCRIPTORS_WANTED: u64 = 4096;
 
 fn limits() -> Check {
@@ -168,7 +173,7 @@ fn limits() -> Check {
     let soft = match getrlimit(Resource::RLIMIT_NOFILE) {
         Ok((soft, _)) => soft,
         Err(errno) => {
-            return Check::warning(NAME, format!("RLIMIT_NOFILE: {errno}"), "see `ulimit -n`");
+            return Check::warning(NAME, format!("RLIMIT_NOFILE: {errno}"), "check `ulimit -n`");
         }
     };
     let locked = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(0, |(soft, _)| soft);
@@ -180,7 +185,7 @@ fn limits() -> Check {
     Check::ok(NAME, finding)
 }
 
-/// What the backends need of this machine.
+/// The backends' own checks of this machine.
 fn backends() -> impl Iterator<Item = Check> {
     crate::backends::REGISTRY.backends().filter_map(|backend| {
         let name = backend.scheme();
@@ -198,18 +203,18 @@ impl Machine {
     fn io_uring(&self) -> Check {
         const NAME: &str = "io_uring";
         let error = match Ring::new(8) {
-            Ok(_) => return Check::ok(NAME, "a ring can be made"),
+            Ok(_) => return Check::ok(NAME, "a ring can be created"),
             Err(error) => error,
         };
         let repair = match self.read("proc/sys/kernel/io_uring_disabled").as_deref() {
             Some("1" | "2") => "run `sysctl kernel.io_uring_disabled=0`",
-            None => "the kernel has no io_uring: use one with CONFIG_IO_URING",
+            None => "the kernel has no io_uring: use a kernel with CONFIG_IO_URING",
             Some(_) => {
                 "a seccomp profile forbids it: allow io_uring_setup, io_uring_enter and \
                  io_uring_register, or run the container unconfined"
             }
         };
-        Check::error(NAME, format!("no ring can be made: {error}"), repair)
+        Check::error(NAME, format!("cannot create a ring: {error}"), repair)
     }
 
     fn sandbox(&self) -> Check {
@@ -220,12 +225,14 @@ impl Machine {
             .and_then(Ruleset::create);
         let seccomp = self.read("proc/sys/kernel/seccomp/actions_avail").is_some();
         match (ruleset.is_ok(), seccomp) {
-            (true, true) => Check::ok(NAME, "workers can be confined by Landlock and seccomp"),
+            (true, true) => Check::ok(NAME, "Landlock and seccomp can confine workers"),
             (landlock, _) => {
                 let missing = if landlock { "seccomp" } else { "Landlock" };
                 Check::warning(
                     NAME,
-                    format!("workers are confined less: the kernel offers no {missing}"),
+                    format!(
+                        "the confinement of workers is incomplete: the kernel has no {missing}"
+                    ),
                     "add landlock to the lsm= kernel parameter; use a kernel with \
                      CONFIG_SECURITY_LANDLOCK and CONFIG_SECCOMP_FILTER",
                 )
@@ -239,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_finding_that_is_not_in_order_has_a_repair() {
+    fn every_warning_and_error_has_a_repair() {
         let run = tempfile::tempdir().unwrap();
         let mut config = Config { runtime_dir: run.path().to_owned(), ..Config::default() };
         config.workers.cgroup = Some(run.path().join("no-cgroup"));

@@ -1,5 +1,5 @@
-//! The connection to the daemon: gRPC over its unix socket, every call bounded in time, every
-//! failure turned into an error that names cause and repair.
+//! The connection to the daemon: gRPC over its unix socket. Every call has a timeout, and every failure
+//! becomes an error with a cause and a hint.
 
 use std::future::Future;
 use std::io;
@@ -15,19 +15,20 @@ use super::{DEFAULT_SOCKET, Globals, output};
 use cleat_api::v1::node_client::NodeClient;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Bound on the connection being made.
+/// The timeout for connecting to the socket.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Bound on calls that only ask.
+/// The timeout for calls that change nothing on a device.
 pub(super) const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the daemon gets on top of a bound that it was told, to answer that the bound has ended.
-pub(super) const GRACE: Duration = Duration::from_secs(2);
+/// The time that the client waits beyond a timeout that the daemon enforces, so that the daemon's own error
+/// arrives.
+pub(super) const REPLY_MARGIN: Duration = Duration::from_secs(2);
 
-/// The daemon's bound on `map` and `unmap` where none is given.
+/// The default timeout of `map`, `unmap` and similar operations.
 pub(super) const OPERATION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The metadata key of an error's repair, see `node.proto`.
+/// The metadata key of an error's hint, see `node.proto`.
 const REPAIR_KEY: &str = "cleat-repair";
 
 /// A connection to the daemon.
@@ -42,7 +43,7 @@ pub(super) struct Client {
 /// Connects to the daemon and runs `command` with the connection, on this thread.
 ///
 /// # Errors
-/// When there is no daemon, or what `command` gives.
+/// Returns an error if the daemon cannot be reached, and the errors of `command`.
 pub(super) fn run<T, F>(globals: &Globals, command: impl FnOnce(Client) -> F) -> Result<T>
 where
     F: Future<Output = Result<T>>,
@@ -50,7 +51,7 @@ where
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .map_err(|error| Error::from_io("the client cannot start", error))?;
+        .map_err(|error| Error::from_io("cannot start the client's runtime", error))?;
     runtime.block_on(async {
         let socket = globals.socket.as_deref().unwrap_or(Path::new(DEFAULT_SOCKET));
         let client = Client::connect(socket).await?;
@@ -67,8 +68,8 @@ impl Client {
             .await
             .map_err(|_| no_answer(socket, CONNECT_TIMEOUT))?
             .map_err(|error| cannot_connect(socket, error))?;
-        // The stream is made here, for errors that name their cause, and used once: the channel
-        // outlives no call of this process, so it never needs another.
+        // The stream is connected here, because tonic's own error would not name the cause. One stream is
+        // enough: the process ends before a reconnect could be useful.
         let mut stream = Some(stream);
         let connector = tower::service_fn(move |_| {
             let stream = stream.take().map(TokioIo::new);
@@ -87,16 +88,16 @@ impl Client {
         })
     }
 
-    /// The connection, for services beside the control API.
+    /// Returns the connection, for services other than the control API.
     #[cfg(feature = "fault")]
     pub(super) fn channel(&self) -> Channel {
         self.channel.clone()
     }
 
-    /// Makes one call, for at most `timeout`.
+    /// Makes one call and waits for its reply for at most `timeout`.
     ///
     /// # Errors
-    /// What the daemon answers; `TimedOut` when it does not.
+    /// Returns the daemon's error, or `TimedOut` if there is no reply in time.
     pub(super) async fn call<T, F>(
         &self,
         timeout: Duration,
@@ -112,13 +113,12 @@ impl Client {
         }
     }
 
-    /// The error that `status` stands for.
+    /// Converts `status` into an error.
     pub(super) fn error(&self, status: &Status) -> Error {
         if is_transport(status) {
-            let message =
-                format!("the daemon at {} broke the connection off", self.socket.display());
+            let message = format!("the daemon at {} closed the connection", self.socket.display());
             return Error::new(ErrorKind::Unavailable, message)
-                .with_repair("look into its log: journalctl -u cleat, then try again");
+                .with_repair("check its log with `journalctl -u cleat`, then try again");
         }
         let error = Error::new(kind_of(status.code()), status.message());
         match repair_of(status) {
@@ -128,12 +128,13 @@ impl Client {
     }
 }
 
-/// `duration` as the API counts it.
+/// Returns `duration` in milliseconds, as in the API; `u32::MAX` if it is longer.
 pub(super) fn milliseconds(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// A status that this side made, because the connection failed: it has a source.
+/// Returns whether the client created the status because the connection failed. Only such a status has a
+/// source.
 fn is_transport(status: &Status) -> bool {
     std::error::Error::source(status).is_some()
 }
@@ -163,36 +164,37 @@ fn repair_of(status: &Status) -> Option<String> {
 fn cannot_connect(socket: &Path, source: io::Error) -> Error {
     let path = socket.display();
     let error = match source.kind() {
-        io::ErrorKind::NotFound => {
-            Error::new(ErrorKind::Unavailable, format!("no daemon: there is no socket at {path}"))
-                .with_repair(START)
-        }
+        io::ErrorKind::NotFound => Error::new(
+            ErrorKind::Unavailable,
+            format!("cannot connect to the daemon: there is no socket at {path}"),
+        )
+        .with_repair(START),
         io::ErrorKind::PermissionDenied => {
-            let message = format!("no permission to talk to the daemon at {path}");
+            let message = format!("no permission to connect to the daemon at {path}");
             Error::new(ErrorKind::PermissionDenied, message)
                 .with_repair("run the command as root: sudo cleat …")
         }
         io::ErrorKind::ConnectionRefused if is_socket(socket) => {
-            let message = format!("no daemon: nobody listens on the socket {path}");
+            let message = format!("cannot connect to the daemon: no process listens on {path}");
             Error::new(ErrorKind::Unavailable, message).with_repair(START)
         }
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotADirectory => {
             Error::new(ErrorKind::InvalidArgument, format!("{path} is not a unix socket"))
-                .with_repair("give the daemon's socket with --socket PATH or CLEAT_SOCKET")
+                .with_repair("set the daemon's socket with --socket PATH or CLEAT_SOCKET")
         }
         io::ErrorKind::InvalidInput => {
-            let message = format!("{path} cannot be the path of a unix socket");
+            let message = format!("{path} is not a valid path for a unix socket");
             Error::new(ErrorKind::InvalidArgument, message)
-                .with_repair("a socket's path has at most 107 bytes")
+                .with_repair("use a path of at most 107 bytes")
         }
-        _ => Error::new(ErrorKind::Unavailable, format!("the daemon at {path} cannot be reached"))
+        _ => Error::new(ErrorKind::Unavailable, format!("cannot connect to the daemon at {path}"))
             .with_repair(START),
     };
     error.with_source(source)
 }
 
-/// How a daemon is started.
-const START: &str = "start it: systemctl start cleat (or, without systemd: cleat node)";
+/// The hint to start the daemon.
+const START: &str = "start it with `systemctl start cleat` or, without systemd, `cleat node`";
 
 fn is_socket(path: &Path) -> bool {
     use std::os::unix::fs::FileTypeExt;
@@ -200,16 +202,16 @@ fn is_socket(path: &Path) -> bool {
 }
 
 fn no_grpc(socket: &Path) -> Error {
-    let message = format!("whoever listens on {} is not a cleat daemon", socket.display());
+    let message = format!("the process that listens on {} is not a cleat daemon", socket.display());
     Error::new(ErrorKind::Unavailable, message)
-        .with_repair("give the daemon's socket with --socket PATH or CLEAT_SOCKET")
+        .with_repair("set the daemon's socket with --socket PATH or CLEAT_SOCKET")
 }
 
 fn no_answer(socket: &Path, timeout: Duration) -> Error {
     let bound = humantime::format_duration(timeout);
     let message = format!("the daemon at {} did not answer within {bound}", socket.display());
     Error::new(ErrorKind::TimedOut, message)
-        .with_repair("look into its log: journalctl -u cleat; ask again with: cleat status")
+        .with_repair("check its log with `journalctl -u cleat` and its state with `cleat status`")
 }
 
 #[cfg(test)]
@@ -217,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_keeps_its_kind_and_its_repair() {
+    fn an_error_of_the_daemon_keeps_its_kind_and_its_repair() {
         let client_error = |code| {
             let mut status = Status::new(code, "cause");
             let repair = "modprobe nbd".parse().expect("plain ASCII");
@@ -232,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_beyond_the_apis_range_are_its_longest() {
+    fn durations_are_clamped_to_the_range_of_the_api() {
         assert_eq!(milliseconds(Duration::from_secs(5)), 5000);
         assert_eq!(milliseconds(Duration::MAX), u32::MAX);
     }

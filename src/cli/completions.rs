@@ -1,4 +1,4 @@
-//! `cleat completions`: what a shell needs to complete cleat's command line.
+//! `cleat completions`: prints completion scripts for shells.
 
 use clap::CommandFactory;
 
@@ -10,7 +10,7 @@ Examples:
   For this shell only:
     $ source <(cleat completions bash)
 
-  For everybody:
+  For all users:
     $ cleat completions bash > /usr/share/bash-completion/completions/cleat
     $ cleat completions zsh > /usr/share/zsh/vendor-completions/_cleat
     $ cleat completions fish > /usr/share/fish/vendor_completions.d/cleat.fish
@@ -27,7 +27,7 @@ pub(super) struct Completions {
 /// Runs the command.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// Returns an error if stdout cannot be written.
 pub(super) fn run(args: &Completions) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "cleat", &mut script);

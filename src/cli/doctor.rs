@@ -1,4 +1,4 @@
-//! `cleat doctor`: what this machine lacks, each finding with its repair. Needs no daemon.
+//! `cleat doctor`: checks this machine and prints each finding with its repair. It needs no daemon.
 
 use std::path::PathBuf;
 
@@ -13,20 +13,20 @@ use cleat_node::config::Config;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  What is missing, and how is it repaired?
+  All findings, with their repairs:
     $ cleat doctor
 
-  Only what is wrong, for a script:
+  Only warnings and errors, for a script:
     $ cleat doctor -o json | jq '.checks[] | select(.verdict != \"ok\")'
 ";
 
 /// Check this machine: module, kernel, permissions, udev, limits, libraries
 ///
-/// Changes nothing. The exit code tells the worst finding: 0 all is well, 20 a warning, 21 an error.
+/// Changes nothing. The exit code is that of the worst finding: 0 ok, 20 a warning, 21 an error.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Doctor {
-    /// The daemon's configuration file [default: /etc/cleat/cleat.toml, which may be absent]
+    /// The daemon's configuration file [default: /etc/cleat/cleat.toml, if it exists]
     #[arg(long, value_name = "PATH")]
     config: Option<PathBuf>,
 }
@@ -38,13 +38,13 @@ struct Findings {
     checks: Vec<view::Check>,
 }
 
-/// Runs the command; returns the exit code of the worst finding.
+/// Runs the command. Returns the exit code of the worst finding.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// Returns an error if stdout cannot be written.
 pub(super) fn run(globals: &Globals, args: &Doctor) -> Result<u8> {
     let (config, configuration) = match Config::load(args.config.as_deref()) {
-        Ok(config) => (config, ok("the configuration can be read")),
+        Ok(config) => (config, ok("the configuration is valid")),
         Err(error) => {
             let finding = view::Check {
                 verdict: Verdict::Error,

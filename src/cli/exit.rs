@@ -1,18 +1,18 @@
-//! Exit codes: one per kind of error, so that a script can react without reading text.
+//! Exit codes: one for each kind of error, so that a script can react without parsing messages.
 
 use cleat_core::error::ErrorKind;
 
-/// Everything went well.
+/// The command succeeded.
 pub const OK: u8 = 0;
 /// `doctor`: the worst finding is a warning.
 pub const DOCTOR_WARNING: u8 = 20;
 /// `doctor`: at least one finding is an error.
 pub const DOCTOR_ERROR: u8 = 21;
-
-/// `unmap --force`: done, but something is left of it, which the report names.
+/// `unmap --force`: done, but the device or pending requests may remain. The output names them.
 pub const LEFT_BEHIND: u8 = 22;
 
-/// The exit code that stands for `kind`. Part of the interface: a code never changes its meaning.
+/// Returns the exit code for an error of this kind. The codes are part of the interface: a code never changes
+/// its meaning.
 pub fn code(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::Internal => 1,
@@ -30,13 +30,13 @@ pub fn code(kind: ErrorKind) -> u8 {
     }
 }
 
-/// Every exit code with its meaning, for the manual and the help.
+/// All exit codes with their meanings, for the manual.
 pub const TABLE: [(u8, &str); 16] = [
     (OK, "done"),
-    (1, "an unexpected failure: I/O, an answer of the kernel, a defect in cleat"),
-    (2, "wrong usage or argument: option, URI, option key, size"),
+    (1, "an unexpected failure: I/O, a reply of the kernel, a defect in cleat"),
+    (2, "wrong usage or an invalid argument: option, URI, option key, size"),
     (3, "no such mapping, volume, device or file"),
-    (4, "a mapping or a volume of that name exists with other properties"),
+    (4, "a mapping or a volume with that name exists with other properties"),
     (5, "the device or the volume is in use; the message names the holders"),
     (
         6,
@@ -46,14 +46,14 @@ pub const TABLE: [(u8, &str); 16] = [
     (8, "a part of the system is missing: kernel module, library, feature"),
     (9, "the daemon or the backend cannot be reached"),
     (10, "the deadline of the call has passed"),
-    (11, "no space or memory left, or no free device"),
+    (11, "no space left, no memory left, or no free device"),
     (12, "fenced: another client owns the volume now"),
     (DOCTOR_WARNING, "doctor: the worst finding is a warning"),
     (DOCTOR_ERROR, "doctor: at least one finding is an error"),
     (
         LEFT_BEHIND,
-        "unmap --force: done, but a process still holds the device, or it is not proved \
-         that the volume has received its last request",
+        "unmap --force: done, but a process still holds the device, or requests may still \
+         reach the volume",
     ),
 ];
 
@@ -77,7 +77,7 @@ mod tests {
     ];
 
     #[test]
-    fn every_kind_has_a_code_of_its_own_and_an_entry_in_the_table() {
+    fn every_kind_has_its_own_code_and_an_entry_in_the_table() {
         let mut codes: Vec<u8> = KINDS.map(code).to_vec();
         assert!(codes.iter().all(|code| TABLE.iter().any(|(entry, _)| entry == code)));
         codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR, LEFT_BEHIND]);

@@ -1,4 +1,4 @@
-//! `cleat fault`: makes a `fault:` volume misbehave. For tests; release packages leave it out.
+//! `cleat fault`: injects faults into a `fault:` volume. For tests; release packages do not have it.
 
 use super::Globals;
 use super::client::{self, QUERY_TIMEOUT};
@@ -8,11 +8,11 @@ use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Let every tenth read or write fail, after 10 ms:
+  Make every tenth read or write fail, after 10 ms:
     $ cleat map 'fault:mem:1G' --name bad
     $ cleat fault bad 'latency=10ms&error=broken&rate=0.1&ops=read,write'
 
-  And let it be well again:
+  Remove the faults:
     $ cleat fault bad ''
 ";
 
@@ -20,9 +20,9 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Fault {
-    /// The mapping's name, its device or its URI
+    /// The mapping's name, device or URI
     target: String,
-    /// The faults, as key=value&key=value; empty for none
+    /// The faults, as key=value&key=value; empty: no faults
     ///
     /// latency=10ms, jitter=5ms, hang=true; error=KIND (retry, fenced, nospace, invalid, readonly,
     /// unsupported, nomemory, shutdown, broken); rate=0.1; ops=read,write; from=1G, to=2G; seed=42
@@ -32,7 +32,7 @@ pub(super) struct Fault {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers.
+/// Returns the daemon's error.
 pub(super) fn run(globals: &Globals, args: Fault) -> Result<()> {
     let request = SetFaultRequest { target: args.target, plan: args.plan };
     client::run(globals, async |client| {

@@ -1,4 +1,4 @@
-//! `cleat ls`: all mappings.
+//! `cleat ls`: lists all mappings.
 
 use serde::Serialize;
 
@@ -17,8 +17,8 @@ Examples:
 
 /// List the mappings of this node
 ///
-/// Devices that carry cleat's identity but that the daemon has no record of are listed in the state
-/// `orphan`, as are those that were unmapped by force and are still held: `-o json` names by whom.
+/// The state `orphan` marks devices of cleat that the daemon has no record of, and devices that remain after
+/// a forced unmap because they are held. `-o json` shows the holders.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "list", after_long_help = EXAMPLES)]
 pub(super) struct Ls {}
@@ -32,7 +32,7 @@ struct Listing<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers.
+/// Returns the daemon's error.
 pub(super) fn run(globals: &Globals, _args: &Ls) -> Result<()> {
     let response = client::run(globals, async |client| {
         client.call(QUERY_TIMEOUT, async |mut node| node.list(ListRequest {}).await).await

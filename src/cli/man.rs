@@ -1,4 +1,4 @@
-//! `cleat man`: the manual, made from the same definitions as `--help`, one page a command.
+//! `cleat man`: generates the manual from the definitions of `--help`, one page per command.
 
 use std::fmt::Write as _;
 use std::io;
@@ -16,7 +16,7 @@ Examples:
   Read it:
     $ cleat man | man -l -
 
-  One page a command, as packages want them:
+  One page per command, for packages:
     $ cleat man --directory /usr/share/man/man1
     $ man cleat-map
 ";
@@ -25,7 +25,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Man {
-    /// Write cleat.1, cleat-map.1 and so on into this directory, which is made if needed
+    /// Write cleat.1, cleat-map.1 and so on to this directory, which is created if needed
     #[arg(long, value_name = "DIR")]
     directory: Option<PathBuf>,
 }
@@ -33,7 +33,7 @@ pub(super) struct Man {
 /// Runs the command.
 ///
 /// # Errors
-/// When the pages cannot be written.
+/// Returns an error if a page cannot be written.
 pub(super) fn run(args: &Man) -> Result<()> {
     let mut root = Cli::command().disable_help_subcommand(true);
     root.build();
@@ -44,7 +44,7 @@ pub(super) fn run(args: &Man) -> Result<()> {
     write_pages(directory, &root)
 }
 
-/// The page of a command, and those of the commands under it.
+/// Writes the pages of a command and of its subcommands.
 fn write_pages(directory: &Path, command: &Command) -> Result<()> {
     let name = command.get_display_name().unwrap_or_else(|| command.get_name());
     let path = directory.join(format!("{name}.1"));
@@ -57,11 +57,11 @@ fn write_pages(directory: &Path, command: &Command) -> Result<()> {
 fn page(command: &Command) -> io::Result<Vec<u8>> {
     let is_root = command.get_name() == "cleat";
     let source = concat!("cleat ", env!("CARGO_PKG_VERSION"));
-    // The examples get a section of their own instead of the generated EXTRA.
+    // The examples get the section EXAMPLES instead of the generated EXTRA.
     let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
     let page = Page::new(command.clone());
     let name = command.get_display_name().unwrap_or_else(|| command.get_name());
-    // Without a date, so that the same source makes the same page.
+    // The title has no date, so that the same source generates the same page.
     let title = format!(".TH {} 1 \"\" \"{source}\" \"cleat manual\"\n", name.to_uppercase());
     let mut out = title.into_bytes();
     page.render_name_section(&mut out)?;
@@ -85,7 +85,7 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     Ok(out)
 }
 
-/// A section whose lines stay as they are.
+/// Writes a section whose lines are not filled.
 fn verbatim(out: &mut Vec<u8>, heading: &str, text: &str) -> io::Result<()> {
     let mut roff = Roff::new();
     roff.control("SH", [heading]);
@@ -109,7 +109,7 @@ fn see_also(out: &mut Vec<u8>, this: &str) -> io::Result<()> {
     roff.to_writer(out)
 }
 
-/// The table of exit codes, as text.
+/// Returns the table of exit codes as text.
 pub(super) fn exit_codes() -> String {
     exit::TABLE.iter().fold(String::new(), |mut text, (code, meaning)| {
         // Writing to a String cannot fail.
@@ -119,18 +119,18 @@ pub(super) fn exit_codes() -> String {
 }
 
 const ENVIRONMENT: &str = "\
-CLEAT_SOCKET  the daemon's socket, where --socket is not given
-NO_COLOR      when set, help and usage are printed without colours";
+CLEAT_SOCKET  the daemon's socket, if --socket is not given
+NO_COLOR      if set, help and usage are printed without colours";
 
 const FILES: &str = "\
 /etc/cleat/cleat.toml            the daemon's configuration
 /run/cleat/cleat.sock            the control socket of the daemon
-/var/lib/cleat/                  what is mapped, so that it survives a restart
+/var/lib/cleat/                  the journal of mappings
 /dev/nbdX                        the devices
-/dev/disk/by-id/cleat-NAME       their stable names";
+/dev/disk/by-id/cleat-NAME       stable names of the devices";
 
 pub(super) const JSON: &str = "\
-With -o json each command prints one document (stats: one a line). Fields are only ever added.
+With -o json each command prints one document (stats: one per line). Later versions only add fields.
 A field without a value is null. Sizes are in bytes, times in seconds since the epoch.
 
 map, set, resize, status TARGET: a mapping
@@ -138,10 +138,10 @@ map, set, resize, status TARGET: a mapping
   dead_connection_timeout_s on_outage iops bytes_per_s fenced outage quiesce quiet worker_pid
   worker_version last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
-  fenced   true: another client owns the volume now; the state is failed until it is mapped again
-  outage   {since_unix_ms, reason, queued, policy}: the backend cannot be reached; or null
-  quiesce  whether it is made quiet for snapshots
-  quiet    {since_unix_ms, hook}: it is, just now; hook is null where its file systems are frozen
+  fenced   true: another client owns the volume; the state is failed until it is mapped again
+  outage   {since_unix_ms, reason, queued, policy} while the backend cannot be reached; or null
+  quiesce  whether the device is quiesced for snapshots
+  quiet    {since_unix_ms, hook} while it is quiesced; or null. hook is null if file systems are frozen
   holders  {kind: mount, path, filesystem, namespace_pid} | {kind: process, pid, command}
            | {kind: device, name}
 ls         {mappings: [mapping]}
@@ -157,12 +157,12 @@ stats      {at_ms, latency_bounds_ns, volumes: [{name, device, connections, in_f
            rates: {OPERATION: {iops, bytes_per_s, errors_per_s, mean_latency_us, latency}}}]}
   latency  {p50_us, p90_us, p99_us, p999_us, max_us}
 volume create, resize, clone, flatten, snapshot create, remove, protect, unprotect, rollback,
-trash restore: {volume, changed}; changed is false where nothing had to be done
+trash restore: {volume, changed}; changed is false if nothing had to be done
 volume remove      {volume, changed, trash: trashed | null}
   trashed  {id, name, removed_at_s, kept_until_s}
 volume list        {volumes: [{name, uri, id, size_bytes, parent, snapshots, watchers,
                    error: {kind, message, repair} | null}], next}
-  next     what --after takes for the rest, or null
+  next     the value of --after for the next part of the list, or null
 volume info        {name, uri, id, size_bytes, used_bytes, created_at_s, objects, object_size_bytes,
                    object_prefix, stripe_unit_bytes, stripe_count, data_pool, features, flags,
                    parent: {name, image_id, in_trash, overlap_bytes} | null, snapshots: [snapshot],
@@ -175,17 +175,17 @@ volume trash purge {removed: [trashed], failed: [{trashed's, kind, message, repa
 fence ls           {volume, clients: [client]}
   client   {address, node, boot_id, mapping_id, generation, since_s, claim, holds_lock, watches,
            cut_off_until}
-  claim    held, released or taken; null where none is remembered
+  claim    held, released or taken; null if the volume has no record of a claim
 fence add          {volume, cut_off: [address]}
 fence clear        {volume, address, changed}
-progress   {progress: {operation, volume, done, total}}, lines on stderr while a volume command works
+progress   {progress: {operation, volume, done, total}}, lines on stderr while a volume command runs
 errors     {error: {kind, message, repair, exit_code}}, on stderr";
 
 fn cannot_write(path: &Path, error: io::Error) -> Error {
-    Error::from_io(format!("{} cannot be written", path.display()), error)
-        .with_repair("name another directory, or write to it as root")
+    Error::from_io(format!("cannot write {}", path.display()), error)
+        .with_repair("use another directory, or run the command as root")
 }
 
 fn not_rendered(error: io::Error) -> Error {
-    Error::from_io("the manual cannot be rendered", error)
+    Error::from_io("cannot render the manual", error)
 }

@@ -1,4 +1,4 @@
-//! `cleat metrics`: what Prometheus would get.
+//! `cleat metrics`: prints the metrics as Prometheus receives them.
 
 use std::io::{ErrorKind as Io, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -11,41 +11,41 @@ use cleat_core::error::{Error, ErrorKind, Result};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Everything that is measured of one volume:
+  All metrics of one volume:
     $ cleat metrics | grep 'volume=\"data\"'
 
-  From a daemon that serves them over TCP:
+  From a daemon that serves metrics over TCP:
     $ cleat metrics 127.0.0.1:9599
 
-  As Prometheus fetches them, with [metrics] listen = \"127.0.0.1:9599\" in cleat.toml:
+  A configuration of Prometheus, with [metrics] listen = \"127.0.0.1:9599\" in cleat.toml:
     scrape_configs:
       - job_name: cleat
         static_configs:
           - targets: ['127.0.0.1:9599']
 
-  How it would be done by hand:
+  The same with curl:
     $ curl --unix-socket /run/cleat/metrics.sock http://cleat/metrics
 ";
 
-/// Bound on each step of the exchange.
-const STEP_LIMIT: Duration = Duration::from_secs(10);
+/// The timeout of each step: connecting, one read, one write.
+const STEP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest text, in bytes: tens of thousands of volumes.
+/// The maximum size of the metrics in bytes, enough for tens of thousands of volumes.
 const MAX_TEXT: u64 = 1 << 30;
 
 /// Print the metrics that the daemon serves for Prometheus
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Metrics {
-    /// The endpoint: a socket's path, or an address and a port [default: metrics.sock beside the
-    /// daemon's socket]
+    /// The endpoint: the path of a socket, or an address and a port [default: metrics.sock in the
+    /// directory of the daemon's socket]
     endpoint: Option<String>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// `Unavailable` when nobody serves metrics there.
+/// Returns `Unavailable` if no metrics are served at the endpoint.
 pub(super) fn run(globals: &Globals, args: Metrics) -> Result<()> {
     let socket = globals.socket.as_deref().unwrap_or(Path::new(DEFAULT_SOCKET));
     let beside = || socket.with_file_name("metrics.sock").to_string_lossy().into_owned();
@@ -54,38 +54,41 @@ pub(super) fn run(globals: &Globals, args: Metrics) -> Result<()> {
         true => over_unix(Path::new(&endpoint)),
         false => over_tcp(&endpoint),
     };
-    let answer = answer.map_err(|error| unreached(&endpoint, error))?;
+    let answer = answer.map_err(|error| cannot_reach(&endpoint, error))?;
     output::bytes(body(&answer)?)
 }
 
-fn unreached(endpoint: &str, error: std::io::Error) -> Error {
+fn cannot_reach(endpoint: &str, error: std::io::Error) -> Error {
     let (kind, repair) = match error.kind() {
         Io::InvalidInput => (
             ErrorKind::InvalidArgument,
-            "write the path of a socket with a '/', or an address as 127.0.0.1:9599",
+            "use the path of a socket with a '/', or an address such as 127.0.0.1:9599",
         ),
         Io::NotFound | Io::ConnectionRefused => (
             ErrorKind::Unavailable,
-            "is the daemon running? where it serves metrics, metrics.listen in its \
-             configuration says",
+            "check with `cleat status` that the daemon runs, and use the endpoint of \
+             metrics.listen in its configuration",
         ),
         Io::PermissionDenied => (
             ErrorKind::PermissionDenied,
-            "run it as root, or see metrics.socket_mode in cleat.toml",
+            "run it as root, or change metrics.socket_mode in cleat.toml",
         ),
         Io::TimedOut | Io::WouldBlock => {
-            (ErrorKind::TimedOut, "look into the daemon's log: journalctl -u cleat")
+            (ErrorKind::TimedOut, "check the daemon's log with `journalctl -u cleat`")
         }
-        _ => (ErrorKind::Unavailable, "see whether that is the address of the daemon's metrics"),
+        _ => (
+            ErrorKind::Unavailable,
+            "use the endpoint of metrics.listen in the daemon's configuration",
+        ),
     };
-    let message = format!("no metrics from {endpoint}");
+    let message = format!("cannot read metrics from {endpoint}");
     Error::new(kind, message).with_source(error).with_repair(repair)
 }
 
 fn over_unix(path: &Path) -> std::io::Result<Vec<u8>> {
     let stream = UnixStream::connect(PathBuf::from(path))?;
-    stream.set_read_timeout(Some(STEP_LIMIT))?;
-    stream.set_write_timeout(Some(STEP_LIMIT))?;
+    stream.set_read_timeout(Some(STEP_TIMEOUT))?;
+    stream.set_write_timeout(Some(STEP_TIMEOUT))?;
     exchange(stream)
 }
 
@@ -93,10 +96,10 @@ fn over_tcp(address: &str) -> std::io::Result<Vec<u8>> {
     let addresses = address.to_socket_addrs()?;
     let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
     for address in addresses {
-        match TcpStream::connect_timeout(&address, STEP_LIMIT) {
+        match TcpStream::connect_timeout(&address, STEP_TIMEOUT) {
             Ok(stream) => {
-                stream.set_read_timeout(Some(STEP_LIMIT))?;
-                stream.set_write_timeout(Some(STEP_LIMIT))?;
+                stream.set_read_timeout(Some(STEP_TIMEOUT))?;
+                stream.set_write_timeout(Some(STEP_TIMEOUT))?;
                 return exchange(stream);
             }
             Err(error) => last = error,
@@ -105,7 +108,7 @@ fn over_tcp(address: &str) -> std::io::Result<Vec<u8>> {
     Err(last)
 }
 
-/// HTTP/1.0: the answer comes as it is and ends with the connection.
+/// Makes a request with HTTP/1.0: the response is not chunked and ends with the connection.
 fn exchange(mut stream: impl Read + Write) -> std::io::Result<Vec<u8>> {
     stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n")?;
     let mut answer = Vec::new();
@@ -124,9 +127,9 @@ fn body(answer: &[u8]) -> Result<&[u8]> {
         return Ok(body);
     }
     let status: String = String::from_utf8_lossy(status).chars().take(80).collect();
-    let message = format!("no metrics are served there: {status:?}");
+    let message = format!("the endpoint does not serve metrics: it answered {status:?}");
     Err(Error::new(ErrorKind::Unavailable, message)
-        .with_repair("name the endpoint of metrics.listen, not the daemon's control socket"))
+        .with_repair("use the endpoint of metrics.listen, not the daemon's control socket"))
 }
 
 #[cfg(test)]
@@ -134,8 +137,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stands_in_the_way_has_its_own_repair() {
-        let error = |source| unreached("host:1", source);
+    fn each_failure_to_connect_has_its_own_repair() {
+        let error = |source| cannot_reach("host:1", source);
         let unknown = error(std::io::Error::other("failed to lookup address information"));
         assert_eq!(unknown.kind(), ErrorKind::Unavailable);
         assert!(!unknown.repair().expect("there is one").contains("root"), "{unknown:?}");

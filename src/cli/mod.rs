@@ -1,10 +1,13 @@
-//! The command line: what the user types becomes one call, its result becomes text or JSON.
+//! The command line: each command makes one call or a few calls and prints the result as text or JSON.
 //!
-//! Comes in: arguments and environment. Goes out: stdout for results, stderr for errors and notes,
-//! an exit code ([`exit`]). One file per subcommand holds its clap types, its examples (shown by
-//! `--help` and in the manual alike) and its printing. What may never happen here: a decision about
-//! a device. Clients know the daemon only through its API ([`client`]); `node`, `worker` and `serve`
-//! hand over to `control`, `worker` and `data`. Nothing prints but [`output`].
+//! - Input: arguments and environment.
+//! - Output: results on stdout, errors and notes on stderr, and an exit code ([`exit`]).
+//!
+//! Each subcommand has a file with its clap types, its examples (for `--help` and the manual) and its output.
+//! Commands reach the daemon only through its API ([`client`]). `node` runs the daemon of `cleat-node`, and
+//! `serve` the server of `cleat-export`. Only [`output`] prints.
+//!
+//! Never allowed here: a decision about a device.
 
 mod client;
 mod completions;
@@ -42,30 +45,30 @@ use clap::{CommandFactory, FromArgMatches};
 use cleat_core::error::{Error, ErrorKind, Result};
 use output::Format;
 
-/// Where the daemon listens, unless told otherwise.
+/// The daemon's default socket.
 pub const DEFAULT_SOCKET: &str = "/run/cleat/cleat.sock";
 
 const EXAMPLES: &str = "\
 Examples:
-  Is this machine ready?
+  Check this machine:
     $ cleat doctor
 
   Start the daemon:
     $ sudo systemctl start cleat
 
-  Make a volume a device, put a filesystem on it, take it away again:
+  Map a volume to a device, create a filesystem on it, and unmap it:
     $ dev=$(cleat map file:/var/lib/images/a.img)
     $ mkfs.ext4 \"$dev\" && mount \"$dev\" /mnt
     $ umount /mnt && cleat unmap \"$dev\"
 
-Each command has examples of its own: cleat map --help
+Each command has examples: cleat map --help
 ";
 
-/// Make volumes fast to this node as block devices
+/// Attach volumes to this node as block devices
 ///
-/// The daemon (`cleat node`) turns volumes - raw files, block devices, memory, RBD images - into
-/// block devices /dev/nbdX and holds them: one process a volume, which outlives the daemon. The other
-/// commands talk to it over its socket.
+/// The daemon (`cleat node`) maps volumes - raw files, block devices, memory, RBD images - to block devices
+/// /dev/nbdX. One process serves each volume and continues when the daemon ends. The other commands connect
+/// to the daemon's socket.
 #[derive(Debug, clap::Parser)]
 #[command(
     name = "cleat",
@@ -83,20 +86,20 @@ pub struct Cli {
     command: Command,
 }
 
-/// Options of every command.
+/// The options of every command.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Global options")]
 pub struct Globals {
     /// The daemon's socket [default: /run/cleat/cleat.sock]
     #[arg(long, global = true, env = "CLEAT_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// Whether `socket` was typed, and is not from the environment.
+    /// Whether `socket` comes from the command line and not from the environment.
     #[arg(skip)]
     pub socket_typed: bool,
-    /// How results are shown [default: what suits the command]
+    /// The format of results [default: depends on the command]
     #[arg(short, long, global = true, value_name = "FORMAT")]
     pub output: Option<Format>,
-    /// Say more on stderr; twice: more still
+    /// Print more on stderr; twice: even more
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
 }
@@ -167,8 +170,8 @@ fn run(cli: Cli) -> Result<u8> {
     .map(|()| exit::OK)
 }
 
-/// Help and version are results; everything else that clap says is an error of usage, and looks as
-/// every other error.
+/// Prints what clap returned instead of a command. Help and version are results. Everything else is an error of
+/// usage, in the form of all errors.
 fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     let rendered = error.render();
     match error.kind() {
@@ -191,25 +194,25 @@ fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
 fn usage_error(refused: &clap::Error) -> Error {
     let error = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
     let kind = refused.kind();
-    // The second kind is what it becomes when CLEAT_SOCKET is set.
-    let nothing = [Usage::DisplayHelpOnMissingArgumentOrSubcommand, Usage::MissingSubcommand];
-    if nothing.contains(&kind) {
-        return error("no command was given").with_repair("see what there is: cleat --help");
+    // clap returns the second kind if CLEAT_SOCKET is set.
+    let missing = [Usage::DisplayHelpOnMissingArgumentOrSubcommand, Usage::MissingSubcommand];
+    if missing.contains(&kind) {
+        return error("no command was given").with_repair("list the commands with `cleat --help`");
     }
-    // clap's text: "error: " and the cause, then paragraphs of tips and the usage.
+    // The text of clap is "error: " and the cause, followed by paragraphs of tips and the usage.
     let rendered = refused.render().to_string();
     let text = rendered.strip_prefix("error: ").unwrap_or(&rendered).trim();
     let (cause, rest) = text.split_once("\n\n").unwrap_or((text, ""));
     let cause = cause.split_whitespace().collect::<Vec<_>>().join(" ");
     let usage = rest.lines().find_map(|line| line.trim().strip_prefix("Usage: "));
     let tip = rest.lines().find_map(|line| line.trim().strip_prefix("tip: "));
-    // Where one of our own types refused its value, it knows best.
+    // If a value parser of cleat refused the value, its error has the best hint.
     let source = std::error::Error::source(refused).and_then(|e| e.downcast_ref::<Error>());
     let repair: Vec<String> = [
         source.and_then(Error::repair).map(str::to_owned),
         tip.map(str::to_owned),
         usage.map(|usage| format!("usage: {usage}")),
-        Some("see --help for what is possible, with examples".to_owned()),
+        Some("see --help for all options, with examples".to_owned()),
     ]
     .into_iter()
     .flatten()
@@ -217,7 +220,7 @@ fn usage_error(refused: &clap::Error) -> Error {
     error(&cause).with_repair(repair.join("\n"))
 }
 
-/// The format asked for, as far as it can be told from arguments that were not understood.
+/// Returns the requested output format, as far as arguments that clap has refused show it.
 fn wanted_format(arguments: &[OsString]) -> Option<Format> {
     let words: Vec<&str> = arguments.iter().filter_map(|word| word.to_str()).collect();
     let apart = words.windows(2).any(|pair| matches!(pair, ["-o" | "--output", "json"]));
@@ -235,20 +238,20 @@ mod tests {
     }
 
     #[test]
-    fn every_visible_command_teaches_with_examples_and_is_in_the_readme() {
+    fn every_visible_command_has_examples_and_is_in_the_readme() {
         let readme = include_str!("../../README.md");
         for command in Cli::command().get_subcommands() {
             let name = command.get_name();
-            assert_teaches(command);
+            assert_has_examples(command);
             let shown = readme.contains(&format!("`cleat {name}`"));
             assert!(shown || command.is_hide_set() || name == "fault", "{name} is missing");
         }
     }
 
-    fn assert_teaches(command: &clap::Command) {
+    fn assert_has_examples(command: &clap::Command) {
         let help = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
         assert!(help.starts_with("Examples:\n"), "{} has no examples", command.get_name());
-        command.get_subcommands().for_each(assert_teaches);
+        command.get_subcommands().for_each(assert_has_examples);
     }
 
     #[test]
@@ -264,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_volume_uri_knows_of_its_repair_is_not_lost() {
+    fn the_hint_of_a_refused_uri_is_shown() {
         let words = ["cleat", "serve", "/dev/vdb", "--listen", "127.0.0.1:0"].map(OsString::from);
         let error = usage_error(&parse(&words).expect_err("it has no scheme"));
         assert!(error.message().contains("has no scheme"), "{}", error.message());
@@ -272,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_was_typed_is_told_from_one_of_the_environment() {
+    fn a_socket_from_the_command_line_differs_from_one_of_the_environment() {
         let typed = |line: &str| {
             let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
             parse(&words).expect("the line is right").globals.socket_typed
@@ -283,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_wanted_even_where_the_rest_is_not_understood() {
+    fn the_json_format_is_found_in_refused_arguments() {
         let wanted = |line: &str| {
             let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
             wanted_format(&words)

@@ -1,4 +1,4 @@
-//! `cleat node`: the daemon.
+//! `cleat node`: runs the daemon.
 
 use std::path::PathBuf;
 
@@ -9,42 +9,42 @@ use cleat_telemetry::Format;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  As systemd does it:
+  As in the systemd unit:
     $ cleat node
 
-  Beside another one, for a test:
+  A second daemon, for a test:
     $ cleat node --runtime-dir /tmp/c/run --state-dir /tmp/c/state
     $ cleat --socket /tmp/c/run/cleat.sock ls
 ";
 
-/// Run the daemon: devices stay mapped when it ends
+/// Run the daemon; devices stay mapped when it ends
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Node {
-    /// The configuration file [default: /etc/cleat/cleat.toml, which may be absent]
+    /// The configuration file [default: /etc/cleat/cleat.toml, if it exists]
     #[arg(long, value_name = "PATH")]
     config: Option<PathBuf>,
-    /// Where sockets are
+    /// The directory of the sockets
     #[arg(long, value_name = "PATH")]
     runtime_dir: Option<PathBuf>,
-    /// Where the journal of mappings is
+    /// The directory of the journal of mappings
     #[arg(long, value_name = "PATH")]
     state_dir: Option<PathBuf>,
-    /// The form of logs: auto, human, json, journald
+    /// The format of the log: auto, human, json, journald
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<Format>,
-    /// What is logged: error, warn, info, debug, trace, or a filter
+    /// The log level: error, warn, info, debug, trace, or a filter
     #[arg(long, value_name = "LEVEL")]
     log_level: Option<String>,
-    /// Unmap everything that nobody uses when the daemon ends
+    /// Unmap all devices that are not in use when the daemon ends
     #[arg(long)]
     unmap_on_shutdown: bool,
 }
 
-/// Runs the daemon until it is told to end.
+/// Runs the daemon until a signal ends it.
 ///
 /// # Errors
-/// When it cannot start.
+/// Returns an error if the configuration is invalid or the daemon cannot start.
 pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
     let mut config = Config::load(args.config.as_deref())?;
     if let Some(path) = args.runtime_dir {

@@ -1,5 +1,7 @@
-//! The only place of the command line that prints. Everything goes to a locked stdout; a reader
-//! that went away (`cleat ls | head -1`) ends the printing quietly, not with a panic.
+//! All output of the command line. No other module prints.
+//!
+//! Each write locks its stream. If the reader of stdout has closed it (`cleat ls | head -1`), the output ends
+//! without an error or a panic.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -12,80 +14,80 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// How results are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
-    /// Columns for the eye
+    /// A table
     Table,
-    /// More columns
+    /// A table with more columns
     Wide,
-    /// One JSON document with a stable schema, see cleat(1); errors on stderr as JSON, too
+    /// One JSON document with a stable schema, see cleat(1); errors on stderr are JSON, too
     Json,
 }
 
-/// Writes `text` to stdout as it is.
+/// Writes `text` to stdout unchanged.
 ///
 /// # Errors
-/// When stdout cannot be written, other than for lack of a reader.
+/// Returns an error if stdout cannot be written. A reader that has closed the pipe is not an error.
 pub fn text(text: &str) -> Result<()> {
     bytes(text.as_bytes())
 }
 
-/// Writes `content` to stdout as it is.
+/// Writes `content` to stdout unchanged.
 ///
 /// # Errors
-/// As [`text`].
+/// Returns the errors of [`text`].
 pub fn bytes(content: &[u8]) -> Result<()> {
     live(content).map(drop)
 }
 
-/// Writes `value` as one indented JSON document.
+/// Writes `value` to stdout as one indented JSON document.
 ///
 /// # Errors
-/// As [`text`].
+/// Returns the errors of [`text`].
 pub fn json(value: &impl Serialize) -> Result<()> {
     let document = serde_json::to_string_pretty(value).map_err(not_json)?;
     text(&(document + "\n"))
 }
 
-/// Writes `value` as JSON on one line, for streams. Returns whether anybody still reads.
+/// Writes `value` to stdout as JSON on one line, for streams. Returns false if the reader has closed stdout.
 ///
 /// # Errors
-/// As [`text`].
+/// Returns the errors of [`text`].
 pub fn json_line(value: &impl Serialize) -> Result<bool> {
     live((serde_json::to_string(value).map_err(not_json)? + "\n").as_bytes())
 }
 
-/// As [`bytes`], for endless output: returns whether anybody still reads.
+/// Writes `content` to stdout unchanged, for endless output. Returns false if the reader has closed stdout.
 ///
 /// # Errors
-/// As [`text`].
+/// Returns the errors of [`text`].
 pub fn live(content: &[u8]) -> Result<bool> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(content).and_then(|()| stdout.flush()) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
-        Err(error) => Err(Error::from_io("stdout cannot be written", error)),
+        Err(error) => Err(Error::from_io("cannot write to stdout", error)),
     }
 }
 
-/// Whether stdout is a terminal.
+/// Returns whether stdout is a terminal.
 pub fn is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
-/// Whether stderr is a terminal.
+/// Returns whether stderr is a terminal.
 pub fn is_stderr_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
-/// Writes `text` to stderr as it is: a bar that moves, a line for a program.
-pub fn aside(text: &str) {
+/// Writes `text` to stderr unchanged. For progress: a bar on a terminal, a line for a program.
+pub fn progress(text: &str) {
     let mut stderr = io::stderr().lock();
-    // Nobody is left to tell when stderr is gone.
+    // An error is ignored: there is no other place to report it.
     let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
 }
 
-/// Tells the user something on stderr that is no result and no error.
+/// Writes a line to stderr that is neither a result nor an error.
 pub fn note(message: &str) {
-    // Nobody is left to tell when stderr is gone.
+    // An error is ignored: there is no other place to report it.
     let _ = writeln!(io::stderr().lock(), "cleat: {}", printable(message));
 }
 
@@ -129,11 +131,11 @@ fn error_as_json(error: &Error, exit_code: u8) -> String {
 }
 
 fn not_json(error: serde_json::Error) -> Error {
-    Error::new(ErrorKind::Internal, "the result cannot be written as JSON").with_source(error)
+    Error::new(ErrorKind::Internal, "cannot encode the result as JSON").with_source(error)
 }
 
-/// `text` without characters that a terminal would act on: names, paths and commands come from
-/// others.
+/// Returns `text` with its control characters escaped. Names, paths and commands come from other parties and
+/// must not control the terminal.
 pub fn printable(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     for character in text.chars() {
@@ -146,7 +148,7 @@ pub fn printable(text: &str) -> String {
     clean
 }
 
-/// Columns of text, each as wide as its widest cell; two spaces between, none after the last.
+/// A table of text. Each column is as wide as its widest cell, with two spaces between columns.
 #[derive(Debug)]
 pub struct Table {
     rows: Vec<Vec<String>>,
@@ -154,25 +156,25 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table with these headings.
+    /// Creates a table with these headings.
     pub fn new(headings: &[&str]) -> Self {
         Self { rows: vec![headings.iter().map(ToString::to_string).collect()], right: Vec::new() }
     }
 
-    /// Aligns these columns (from 0) to the right: numbers.
+    /// Aligns these columns, counted from 0, to the right. For numbers.
     #[must_use]
     pub fn align_right(mut self, columns: impl IntoIterator<Item = usize>) -> Self {
         self.right = columns.into_iter().collect();
         self
     }
 
-    /// Adds a row. An empty cell shows as `-`.
+    /// Adds a row. An empty cell is shown as `-`.
     pub fn row(&mut self, cells: Vec<String>) {
         let show = |cell: String| if cell.is_empty() { "-".to_owned() } else { printable(&cell) };
         self.rows.push(cells.into_iter().map(show).collect());
     }
 
-    /// The table as text, each line ended.
+    /// Returns the table as text. Every line ends with a line break.
     pub fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width_of = |column: usize| {
@@ -199,7 +201,7 @@ impl Table {
     }
 }
 
-/// Returns a volume's URI without its options, which a person who gave them need not read again.
+/// Returns a volume's URI without its options, for messages to the user who has typed them.
 pub(super) fn short(uri: &str) -> &str {
     uri.split_once('?').map_or(uri, |(location, _)| location)
 }
@@ -217,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_printed_can_steer_the_terminal() {
+    fn control_characters_are_escaped() {
         assert_eq!(printable("a\x1b[2Jb\n\u{9b}c é"), "a\\u{1b}[2Jb\\n\\u{9b}c é");
         let mut table = Table::new(&["COMMAND"]);
         table.row(vec!["evil\x1b]0;title\x07".into()]);
@@ -225,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_shows_its_repair_on_lines_of_its_own() {
+    fn an_error_shows_its_repair_on_separate_lines() {
         let error = Error::new(ErrorKind::Unavailable, "no daemon").with_repair("one\ntwo");
         let expected = "cleat: error: no daemon\n  repair: one\n          two\n";
         assert_eq!(error_as_text(&error), expected);

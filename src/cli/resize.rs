@@ -1,6 +1,6 @@
-//! `cleat resize`: another size, online.
+//! `cleat resize`: changes the size of a volume and its device, online.
 
-use super::client::{self, GRACE, OPERATION_TIMEOUT};
+use super::client::{self, OPERATION_TIMEOUT, REPLY_MARGIN};
 use super::output::{self, Format};
 use super::{Globals, view};
 use cleat_api::v1::ResizeRequest;
@@ -9,15 +9,15 @@ use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Grow the volume and its device, then the filesystem on it, all mounted:
+  Grow a mounted volume and its device, then the filesystem:
     $ cleat resize data 20G
     $ resize2fs /dev/disk/by-id/cleat-data
 
-  The file grew by other means; the device follows by itself within seconds, or at once:
+  After the volume was resized by other means: update the device now and not within seconds:
     $ truncate -s 20G /var/lib/images/a.img
     $ cleat resize data
 
-  Make it smaller, once the filesystem on it is, and nothing holds the device:
+  Shrink a volume that is not in use, after its filesystem:
     $ umount /mnt && e2fsck -f /dev/disk/by-id/cleat-data
     $ resize2fs /dev/disk/by-id/cleat-data 5G
     $ cleat resize data 5G --shrink
@@ -25,18 +25,17 @@ Examples:
 
 /// Change a volume's size, online
 ///
-/// Without SIZE the device takes over the size that the volume has now. A volume becomes smaller only
-/// with --shrink, and only while nothing has its device mounted or open: what is on it must have been
-/// made to fit before. Not all volumes can.
+/// Without SIZE, the device gets the volume's current size. A volume is shrunk only with --shrink, and only
+/// while its device is neither mounted nor open; shrink the filesystem first. Some volumes cannot be resized.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Resize {
-    /// The mapping's name, its device or its URI
+    /// The mapping's name, device or URI
     target: String,
     /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(allow_negative_numbers = true, value_parser = parse_size)]
     size: Option<u64>,
-    /// Allow a smaller size: what lies behind the new end is lost
+    /// Allow a smaller size; the data behind the new end is lost
     #[arg(long)]
     shrink: bool,
 }
@@ -44,7 +43,7 @@ pub(super) struct Resize {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers.
+/// Returns the daemon's error.
 pub(super) fn run(globals: &Globals, args: Resize) -> Result<()> {
     let request = ResizeRequest {
         target: args.target,
@@ -52,7 +51,7 @@ pub(super) fn run(globals: &Globals, args: Resize) -> Result<()> {
         allow_shrink: args.shrink,
     };
     let mapping: view::Mapping = client::run(globals, async |client| {
-        let limit = OPERATION_TIMEOUT + GRACE;
+        let limit = OPERATION_TIMEOUT + REPLY_MARGIN;
         client.call(limit, async |mut node| node.resize(request).await).await
     })?
     .into();

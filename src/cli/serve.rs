@@ -1,4 +1,4 @@
-//! `cleat serve`: a volume for NBD clients, without daemon and device.
+//! `cleat serve`: serves a volume to NBD clients, without a daemon and a device.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,15 +17,15 @@ use cleat_telemetry::{Format, Log};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Serve an image on a unix socket, and look at it:
+  Serve an image on a unix socket, and inspect it:
     $ cleat serve file:/var/lib/images/a.img --socket /run/a.sock &
     $ nbdinfo 'nbd+unix:///?socket=/run/a.sock'
 
-  A gigabyte of memory on TCP, for this machine only:
+  One gibibyte of memory on TCP, for this machine only:
     $ cleat serve mem:1G --listen 127.0.0.1:10809
 
-The NBD URI to connect to is printed on stdout once clients can connect. SIGTERM and SIGINT end it
-after the running requests, or at once (exit code 6) while the volume is not open yet.
+The NBD URI is printed on stdout as soon as clients can connect. SIGTERM and SIGINT end the server after
+the requests in flight, or at once (exit code 6) if the volume is not open yet.
 ";
 
 /// Serve a volume to NBD clients (qemu, libnbd, nbd-client)
@@ -36,24 +36,24 @@ pub(super) struct Serve {
     /// The volume
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
-    /// Serve on a unix socket at this path, which only this user can use
-    // The same id as the global option, which it hides.
+    /// Serve on a unix socket at this path, which only the current user can open
+    // Has the id of the global option and hides it.
     #[arg(id = "socket", long = "socket", value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Serve on this TCP address, to whoever reaches it
+    /// Serve on this TCP address, to every client that can reach it
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<SocketAddr>,
-    /// Never write to the volume
+    /// Open the volume read-only
     #[arg(long)]
     read_only: bool,
-    /// Take the volume from whoever has claimed it (rbd:): that client is cut off first, for good
+    /// Take the volume from the client that has claimed it (rbd:), which is fenced first
     #[arg(long)]
     take_over: bool,
-    /// Clients at one time
+    /// The maximum number of clients at the same time
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u16).range(1..=SLOTS as i64))]
     connections: u16,
-    /// The export's name; clients may also leave it empty
+    /// The export's name; clients may also use the empty name
     #[arg(long, value_name = "NAME", default_value = "")]
     export_name: String,
     #[command(flatten)]
@@ -63,19 +63,19 @@ pub(super) struct Serve {
 /// Runs the command: serves until a signal ends it.
 ///
 /// # Errors
-/// When the volume cannot be opened, or the address not be used.
+/// Returns an error if the volume cannot be opened or the address cannot be used.
 pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
     let level = ["warn", "info", "debug"].get(usize::from(globals.verbose)).unwrap_or(&"trace");
     Log { format: Format::Auto, filter: (*level).to_owned() }.init()?;
-    // CLEAT_SOCKET stands for the daemon's socket, which is not ours to replace.
+    // CLEAT_SOCKET is the daemon's socket, which this server must not replace.
     let typed = args.socket.filter(|_| globals.socket_typed);
     let address = match (args.listen, typed) {
         (Some(address), _) => Address::Tcp(address),
         (None, Some(path)) => Address::Unix(path),
         (None, None) => {
-            let message = "nothing says where to serve the volume";
+            let message = "no address to serve the volume on";
             return Err(Error::new(ErrorKind::InvalidArgument, message)
-                .with_repair("give --socket PATH or --listen IP:PORT"));
+                .with_repair("add --socket PATH or --listen IP:PORT"));
         }
     };
     let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s } = args.policy;
@@ -93,12 +93,12 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         policy,
     };
     serve::run(&options, |address| {
-        // Whoever started the server without reading its output still gets the server.
+        // The server also runs if the reader of its output has gone.
         let _ = output::text(&format!("{}\n", uri(address, &options.export_name)));
     })
 }
 
-/// The NBD URI, as the NBD project's doc/uri.md has it.
+/// Returns the NBD URI of the export, as specified in `doc/uri.md` of the NBD project.
 fn uri(address: &Address, export: &str) -> String {
     match address {
         Address::Unix(path) => {

@@ -1,4 +1,4 @@
-//! `cleat set`: another policy for a mapping that exists.
+//! `cleat set`: changes the policy of a mapping.
 
 use super::client::{self, QUERY_TIMEOUT};
 use super::output::{self, Format};
@@ -10,49 +10,49 @@ use cleat_core::policy::{MAX_IOPS, OnOutage, RateLimits};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Let I/O wait two minutes for a backend that cannot be reached, then fail:
+  In an outage of the backend, let I/O wait for two minutes and then fail:
     $ cleat set data --on-outage queue:2m
 
-  A backend that will not come back: fail what waits, now:
+  Fail all waiting I/O now, because the backend will not come back:
     $ cleat set data --on-outage fail
 
-  At most 500 requests and 50 MiB per second; then no limit again:
+  Limit a mapping to 500 requests and 50 MiB per second; remove the limits:
     $ cleat set data --iops 500 --bps 50M
     $ cleat set data --iops 0 --bps 0
 ";
 
-/// Change what a mapping does in an outage, and how fast it may go
+/// Change a mapping's behaviour in an outage, and its limits
 ///
-/// Live: what waits already follows the new policy. Kept for as long as the mapping lives, whatever
-/// becomes of its worker or the daemon.
+/// The change takes effect immediately, also for requests that already wait. It lasts until the volume is
+/// unmapped, across restarts of the worker and the daemon.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 #[command(group = clap::ArgGroup::new("change").required(true).multiple(true)
           .args(["on_outage", "iops", "bps"]))]
 pub(super) struct Set {
-    /// The mapping's name, its device or its URI
+    /// The mapping's name, device or URI
     target: String,
     #[command(flatten)]
     policy: PolicyArgs,
 }
 
-/// Options of whatever serves a volume.
+/// The policy options of `map`, `set` and `serve`.
 #[derive(Debug, Clone, Copy, Default, clap::Args)]
 pub(super) struct PolicyArgs {
-    /// What becomes of I/O while the backend cannot be reached: queue, queue:DURATION or fail
+    /// What happens to I/O while the backend cannot be reached: queue, queue:DURATION or fail
     ///
-    /// `queue`: it waits and is repeated, however long that takes. `queue:30s`: so until the outage
-    /// has lasted so long; then it fails. `fail`: it fails at once. A full pool of RBD counts, too, for
-    /// what needs more room.
+    /// `queue`: requests wait and are retried without a time limit. `queue:30s`: requests fail when the
+    /// outage has lasted 30 seconds. `fail`: requests fail at once. A full RBD pool counts as an outage for
+    /// requests that need more space.
     #[arg(long, value_name = "POLICY")]
     pub(super) on_outage: Option<OnOutage>,
-    /// The most requests per second, flushes not counted; 0: no limit
+    /// The maximum number of requests per second, without flushes; 0: no limit
     #[arg(long, value_name = "N", allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(..=MAX_IOPS))]
     pub(super) iops: Option<u64>,
-    /// The most bytes read and written per second, such as 100M; 0: no limit
+    /// The maximum number of bytes read and written per second, such as 100M; 0: no limit
     ///
-    /// A tenth of a second's worth may come at once; in the long run the rate is kept exactly.
+    /// Bursts may have the size of a tenth of a second; the average rate is exact.
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = bytes_per_s)]
     pub(super) bps: Option<u64>,
 }
@@ -60,7 +60,7 @@ pub(super) struct PolicyArgs {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers.
+/// Returns the daemon's error.
 pub(super) fn run(globals: &Globals, args: Set) -> Result<()> {
     let PolicyArgs { on_outage, iops, bps } = args.policy;
     let request = SetOptionsRequest {

@@ -1,12 +1,12 @@
-//! Sizes as people read them, durations as they write them.
+//! Formats sizes and parses durations.
 
 use std::time::Duration;
 
-/// Binary units, smallest first.
+/// The binary units, smallest first.
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/// A size for the eye, rounded to three digits or so: `1.5 GiB`.
-#[allow(clippy::cast_precision_loss)] // For the eye only; the exact figure stands in the JSON.
+/// Formats a size with one decimal, such as `1.5 GiB`.
+#[allow(clippy::cast_precision_loss, reason = "the exact value is in the JSON output")]
 pub(super) fn human(bytes: u64) -> String {
     if bytes < 1024 {
         return format!("{bytes} B");
@@ -20,15 +20,15 @@ pub(super) fn human(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// Parses a duration such as `5s`, `500ms`, `1m 30s`; above zero and at most a day.
+/// Parses a duration such as `5s`, `500ms` or `1m 30s`, from 1 ms to 24 h.
 ///
 /// # Errors
-/// What is wrong with `text`, as a sentence.
+/// Returns a message if `text` is not a duration or is out of range.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let duration = humantime::parse_duration(text)
         .map_err(|error| format!("{error}; write a number with its unit, such as 5s or 500ms"))?;
     if duration < Duration::from_millis(1) || duration > Duration::from_secs(24 * 3600) {
-        return Err("a time limit lies between 1ms and 24h".to_owned());
+        return Err("the duration must be between 1ms and 24h".to_owned());
     }
     Ok(duration)
 }
@@ -48,10 +48,10 @@ mod tests {
     }
 
     #[test]
-    fn durations_have_a_unit_and_a_bound() {
+    fn durations_need_a_unit_and_are_bounded() {
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
         for wrong in ["5", "0s", "25h", "soon", ""] {
-            assert!(duration(wrong).is_err(), "{wrong} was taken for a duration");
+            assert!(duration(wrong).is_err(), "{wrong} was accepted");
         }
     }
 }

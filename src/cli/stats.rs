@@ -1,6 +1,6 @@
-//! `cleat stats`: what the volumes do, live.
+//! `cleat stats`: shows the statistics of volumes, live.
 //!
-//! The daemon sends counters; the rates between two readings are made in `reading`.
+//! The daemon sends counters. `reading` computes the rates between two readings.
 
 mod reading;
 
@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio_stream::StreamExt as _;
 use tonic::Streaming;
 
-use super::client::{self, Client, GRACE, QUERY_TIMEOUT, milliseconds};
+use super::client::{self, Client, QUERY_TIMEOUT, REPLY_MARGIN, milliseconds};
 use super::output::{self, Format, Table};
 use super::{Globals, size};
 use cleat_api::v1::{StatsRequest, StatsResponse};
@@ -18,19 +18,19 @@ use reading::{Latency, Reading};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  All mappings, refreshed every second on a terminal, a line a second elsewhere:
+  All mappings, every second (a terminal is refreshed, other output gets new lines):
     $ cleat stats
 
   One of them, ten readings, two seconds apart:
     $ cleat stats data --interval 2s --count 10
 
-  How long do requests take? A line for each operation that was used in the last two seconds:
+  The latency of each operation that was used in the last two seconds:
     $ cleat stats data --latency --interval 2s
 
   The counters since the volume was mapped, once:
     $ cleat stats data --total
 
-  As a stream of JSON documents, one a line:
+  A stream of JSON documents, one per line:
     $ cleat stats -o json | jq -c '.volumes[] | [.name, .rates.read.iops]'
 ";
 
@@ -38,16 +38,16 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Stats {
-    /// The mapping's name, its device or its URI; without it: all of them
+    /// The mapping's name, device or URI [default: all mappings]
     target: Option<String>,
-    /// Time between two readings, from 100ms
+    /// The time between two readings, at least 100ms
     #[arg(long, value_name = "DURATION", value_parser = interval, default_value = "1s")]
     interval: Duration,
-    /// End after this many readings
+    /// Stop after this many readings
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     count: Option<u32>,
-    /// Show how latency is distributed, by operation: the times that 50, 90, 99 and 99.9 % of the
-    /// requests, and all of them, stayed below, rounded up to a power of two
+    /// Show the distribution of the latency of each operation: the percentiles 50, 90, 99 and 99.9 and the
+    /// maximum, rounded up to a power of two
     #[arg(long, conflicts_with = "total")]
     latency: bool,
     /// Show the counters since the volume was mapped, once
@@ -58,7 +58,7 @@ pub(super) struct Stats {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers; `Unavailable` when it ends the stream.
+/// Returns the daemon's error, or `Unavailable` if the daemon ends the stream.
 pub(super) fn run(globals: &Globals, args: Stats) -> Result<()> {
     let target = args.target.clone().unwrap_or_default();
     if args.total {
@@ -81,7 +81,7 @@ async fn live(globals: &Globals, client: &Client, target: String, args: &Stats) 
     let request = StatsRequest { target, interval_ms: milliseconds(args.interval) };
     let mut stream = subscribe(client, request).await?;
     let limit = args.interval + QUERY_TIMEOUT;
-    // The first reading is what the first rates count from.
+    // The first reading is only the base of the first rates.
     let mut before = next(client, &mut stream, limit).await?;
     let mut shown = 0;
     while args.count.is_none_or(|count| shown < count) {
@@ -96,7 +96,7 @@ async fn live(globals: &Globals, client: &Client, target: String, args: &Stats) 
     Ok(())
 }
 
-/// Shows one reading; returns whether anybody still reads.
+/// Prints one reading. Returns false if the reader has closed stdout.
 fn show(globals: &Globals, reading: &Reading, latency: bool, first: bool) -> Result<bool> {
     if globals.output == Some(Format::Json) {
         return output::json_line(reading);
@@ -106,7 +106,7 @@ fn show(globals: &Globals, reading: &Reading, latency: bool, first: bool) -> Res
         false => rates_table(reading, globals.output == Some(Format::Wide)),
     };
     if output::is_terminal() {
-        // Home, the table, erase the rest of each line and of the screen: no flicker.
+        // Overwriting in place, and erasing the rest of each line and of the screen, avoids flicker.
         let frame = table.replace('\n', "\x1b[K\r\n");
         let clear = if first { "\x1b[2J" } else { "" };
         return output::live(format!("{clear}\x1b[H{frame}\x1b[J").as_bytes());
@@ -125,17 +125,17 @@ async fn next(
     stream: &mut Streaming<StatsResponse>,
     limit: Duration,
 ) -> Result<StatsResponse> {
-    match tokio::time::timeout(limit + GRACE, stream.next()).await {
+    match tokio::time::timeout(limit + REPLY_MARGIN, stream.next()).await {
         Ok(Some(Ok(response))) => Ok(response),
         Ok(Some(Err(status))) => Err(client.error(&status)),
-        Ok(None) => Err(Error::new(ErrorKind::Unavailable, "the daemon ended the statistics")
-            .with_repair("see whether it was stopped: systemctl status cleat")),
-        Err(_) => Err(Error::new(ErrorKind::TimedOut, "the daemon sends no more statistics")
-            .with_repair("look into its log: journalctl -u cleat")),
+        Ok(None) => Err(Error::new(ErrorKind::Unavailable, "the daemon has ended the statistics")
+            .with_repair("check whether it was stopped with `systemctl status cleat`")),
+        Err(_) => Err(Error::new(ErrorKind::TimedOut, "the daemon has stopped sending statistics")
+            .with_repair("check its log with `journalctl -u cleat`")),
     }
 }
 
-/// Operations that move no data and are summed up in the table.
+/// Operations without data, which the table shows as a sum.
 const OTHERS: [&str; 3] = ["trim", "write_zeroes", "cache"];
 
 fn rates_table(reading: &Reading, wide: bool) -> String {
@@ -180,7 +180,7 @@ fn latency_cells(latencies: &Latency) -> impl Iterator<Item = String> {
     latencies.columns().into_iter().map(latency)
 }
 
-/// A line for each operation that has been used since the reading before.
+/// Returns a table with a line for each operation that was used since the previous reading.
 fn latency_table(reading: &Reading) -> String {
     let headings = [&["NAME", "OPERATION", "/s", "MEAN"][..], &LATENCY].concat();
     let mut table = Table::new(&headings).align_right(2..9);
@@ -236,7 +236,7 @@ fn latency(us: Option<f64>) -> String {
 fn interval(text: &str) -> Result<Duration, String> {
     let interval = size::duration(text)?;
     if interval < Duration::from_millis(100) {
-        return Err("readings lie at least 100ms apart".to_owned());
+        return Err("the interval must be at least 100ms".to_owned());
     }
     Ok(interval)
 }
@@ -275,7 +275,7 @@ mod tests {
         let table = latency_table(&reading);
         let cells: Vec<&str> = table.lines().nth(1).expect("a line").split_whitespace().collect();
         assert_eq!(cells[..7], ["data", "read", "100", "0", "us", "1", "us"]);
-        // Without requests there is nothing to say, and a daemon that sends no buckets is understood.
+        // Without requests, and without buckets from the daemon, there is no latency.
         let idle = Reading::new(Some(&now), &now);
         assert_eq!(idle.volumes[0].rates("read").latency, Latency::default());
         assert_eq!(latency_table(&idle).lines().count(), 1);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_what_happened_between_two_readings() {
+    fn rates_are_computed_between_two_readings() {
         let before = reading_of(1000, 100, 4096 * 100, 5_000_000);
         let now = reading_of(3000, 300, 4096 * 300, 25_000_000);
         let reading = Reading::new(Some(&before), &now);

@@ -1,4 +1,4 @@
-//! `cleat status`: the daemon, or one mapping with everything that is known of it.
+//! `cleat status`: shows the daemon's state, or one mapping with all its properties.
 
 use std::fmt::Write as _;
 
@@ -12,10 +12,10 @@ use cleat_core::error::Result;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Is the daemon well, and everything it needs?
+  The daemon and its checks:
     $ cleat status
 
-  One mapping, with who holds its device:
+  One mapping, with the holders of its device:
     $ cleat status data
     $ cleat status /dev/nbd1 -o json | jq .holders
 ";
@@ -24,7 +24,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Status {
-    /// The mapping's name, its device or its URI; without it: the daemon
+    /// The mapping's name, device or URI [default: show the daemon]
     target: Option<String>,
 }
 
@@ -41,7 +41,7 @@ struct Daemon {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers.
+/// Returns the daemon's error.
 pub(super) fn run(globals: &Globals, args: Status) -> Result<()> {
     match args.target {
         Some(target) => mapping(globals, target),
@@ -63,7 +63,7 @@ fn mapping(globals: &Globals, target: String) -> Result<()> {
 }
 
 fn daemon(globals: &Globals) -> Result<()> {
-    let daemon = client::run(globals, ask_daemon)?;
+    let daemon = client::run(globals, query_daemon)?;
     if globals.output == Some(Format::Json) {
         return output::json(&daemon);
     }
@@ -88,7 +88,7 @@ fn daemon(globals: &Globals) -> Result<()> {
     output::text(&text)
 }
 
-async fn ask_daemon(client: Client) -> Result<Daemon> {
+async fn query_daemon(client: Client) -> Result<Daemon> {
     let health =
         client.call(QUERY_TIMEOUT, async |mut node| node.health(HealthRequest {}).await).await?;
     let list = client.call(QUERY_TIMEOUT, async |mut node| node.list(ListRequest {}).await).await?;

@@ -1,10 +1,10 @@
-//! `cleat unmap`: the device goes away.
+//! `cleat unmap`: removes the device of a mapping.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-use super::client::{self, GRACE, OPERATION_TIMEOUT, milliseconds};
+use super::client::{self, OPERATION_TIMEOUT, REPLY_MARGIN, milliseconds};
 use super::output::{self, Format};
 use super::{Globals, exit, size, view};
 use cleat_api::v1;
@@ -17,46 +17,46 @@ Examples:
     $ cleat unmap /dev/nbd1
     $ cleat unmap file:/var/lib/images/a.img
 
-  While it is in use it stays, and whoever holds it is named:
+  A device in use is not unmapped; the error names its holders:
     $ cleat unmap data
     cleat: error: data is in use: mounted on /mnt (ext4)
       repair: umount /mnt; or cleat unmap data --force, which gives up what is not written yet
 
-  Its volume does not answer any more, and programs hang on it:
+  The volume does not answer any more, and programs hang:
     $ cleat unmap data --force
     cleat: data: no longer mounted at /mnt (ext4)
     cleat: data: fail I/O: 4 requests hang at the backend
 
-  The same within 3 seconds, leaving mounts alone; somebody keeps the device open:
+  The same within 3 seconds and without unmounting; a process keeps the device open:
     $ cleat unmap data --force --unmount none --deadline 3s
-    cleat: data is gone, and its name and volume are free; /dev/nbd1, on which everything fails, \
-stays as long as it is open in process 4711 (dd)
+    cleat: data is unmapped, and its name and volume are free; /dev/nbd1 remains, and all its I/O \
+fails, until its holders close it: open in process 4711 (dd)
     $ echo $?
     22
 ";
 
-/// Take a mapping's device away
+/// Unmap a volume: remove its device
 ///
-/// Refuses while the device is open or mounted, naming who holds it. Else everything is flushed to
-/// the volume, the device is disconnected, and the command returns when it is gone. Unmapping what
-/// is not mapped succeeds.
+/// Fails while the device is open or mounted, and names the holders. Otherwise the daemon flushes all data
+/// to the volume and disconnects the device; the command returns when the device is gone. It also succeeds
+/// if the target is not mapped.
 ///
-/// By force, nothing is refused or waited for: every request fails from the first moment on, mounts
-/// are taken away, the device is disconnected and its worker ended. What was not written is lost.
-/// When the command succeeds, nothing reaches the volume any more; another call for the mapping that
-/// was under way has ended. When its deadline ends it (exit status 10), the daemon goes on by itself.
+/// With --force, nothing is refused or waited for: all requests fail immediately, mounts are detached, the
+/// device is disconnected and its worker is ended. Data that was not written is lost. When the command
+/// succeeds, no request reaches the volume any more, and other calls for the mapping have ended. If the
+/// deadline passes (exit status 10), the daemon continues the forced unmap in the background.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Unmap {
-    /// The mapping's name, its device or its URI
+    /// The mapping's name, device or URI
     target: String,
-    /// Do it although the device is in use or the volume does not answer; pending I/O fails
+    /// Unmap even if the device is in use or the volume does not answer; pending I/O fails
     #[arg(long)]
     force: bool,
-    /// Which mounts of the device to take away by force; they are unmounted lazily [default: all]
+    /// Which mounts of the device to detach with --force (lazy unmount) [default: all]
     #[arg(long, value_name = "WHICH", requires = "force")]
     unmount: Option<Unmount>,
-    /// Give up after this long [default: 30s; by force, 5s]
+    /// Fail after this time [default: 30s; with --force, 5s]
     #[arg(long, visible_alias = "timeout", value_name = "DURATION", value_parser = size::duration)]
     deadline: Option<Duration>,
 }
@@ -64,11 +64,11 @@ pub(super) struct Unmap {
 /// The values of `--unmount`.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Unmount {
-    /// Those in every mount namespace, containers included
+    /// The mounts in every mount namespace, containers included
     All,
-    /// Those in the daemon's own mount namespace
+    /// The mounts in the daemon's mount namespace
     Own,
-    /// None: whoever uses them gets errors
+    /// No mounts: programs that use them get errors
     None,
 }
 
@@ -76,17 +76,17 @@ enum Unmount {
 #[derive(Debug, Serialize)]
 struct Unmapped {
     target: String,
-    /// False when nothing was mapped under that target.
+    /// False if no mapping matched the target.
     was_mapped: bool,
-    /// With `--force`: who still holds the device.
+    /// With `--force`: the remaining holders of the device.
     remaining_holders: Vec<view::Holder>,
-    /// With `--force`: what was done, in order.
+    /// With `--force`: the steps that were done, in order.
     steps: Vec<Step>,
-    /// With `--force`: mounts that were taken away.
+    /// With `--force`: the mounts that were detached.
     unmounted: Vec<view::Holder>,
-    /// With `--force`: the device that stays until its holders let go.
+    /// With `--force`: the device that remains until its holders close it.
     device_left: Option<String>,
-    /// With `--force`: why it is not known whether the volume has got its last request.
+    /// With `--force`: why requests may still reach the volume.
     unproven: Option<String>,
 }
 
@@ -100,7 +100,7 @@ struct Step {
 /// Runs the command.
 ///
 /// # Errors
-/// What the daemon answers.
+/// Returns the daemon's error.
 pub(super) fn run(globals: &Globals, args: Unmap) -> Result<u8> {
     let default = if args.force { Duration::from_secs(5) } else { OPERATION_TIMEOUT };
     let deadline = args.deadline.unwrap_or(default);
@@ -117,13 +117,13 @@ pub(super) fn run(globals: &Globals, args: Unmap) -> Result<u8> {
         unmount: unmount.into(),
     };
     let response = client::run(globals, async |client| {
-        client.call(deadline + GRACE, async |mut node| node.unmap(request).await).await
+        client.call(deadline + REPLY_MARGIN, async |mut node| node.unmap(request).await).await
     })?;
     let unmapped = Unmapped::new(args.target, response);
     if globals.output == Some(Format::Json) {
         output::json(&unmapped)?;
     } else {
-        unmapped.tell(globals.verbose > 0);
+        unmapped.print(globals.verbose > 0);
     }
     let left = unmapped.device_left.is_some() || unmapped.unproven.is_some();
     Ok(if left { exit::LEFT_BEHIND } else { exit::OK })
@@ -147,7 +147,7 @@ impl Unmapped {
         }
     }
 
-    fn tell(&self, verbose: bool) {
+    fn print(&self, verbose: bool) {
         let target = &self.target;
         if !self.was_mapped {
             output::note(&format!("{target} was not mapped"));
@@ -164,19 +164,19 @@ impl Unmapped {
         }
         if let Some(why) = &self.unproven {
             output::note(&format!(
-                "it is not known whether the volume of {target} has got its last request: {why}"
+                "cannot prove that no request reaches the volume of {target} any more: {why}"
             ));
         }
         if let Some(device) = &self.device_left {
             let holders: Vec<String> =
                 self.remaining_holders.iter().map(ToString::to_string).collect();
             let holders = match holders.is_empty() {
-                true => "somebody keeps it".to_owned(),
-                false => format!("it is {}", holders.join(", ")),
+                true => "unknown".to_owned(),
+                false => holders.join(", "),
             };
             output::note(&format!(
-                "{target} is gone, and its name and volume are free; {device}, on which everything \
-                 fails, stays as long as {holders}"
+                "{target} is unmapped, and its name and volume are free; {device} remains, and all \
+                 its I/O fails, until its holders close it: {holders}"
             ));
         }
     }

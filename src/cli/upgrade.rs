@@ -1,20 +1,21 @@
-//! `cleat upgrade`: daemon and workers become the build on disk, while everything is in use.
+//! `cleat upgrade`: replaces the daemon and its workers by the installed build while devices are in use.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 use tokio_stream::StreamExt as _;
 
-use super::client::{self, Client, GRACE, OPERATION_TIMEOUT, QUERY_TIMEOUT};
+use super::client::{self, Client, OPERATION_TIMEOUT, QUERY_TIMEOUT, REPLY_MARGIN};
 use super::output::{self, Format};
 use super::{Globals, view};
 use cleat_api::v1::upgrade_event::Outcome;
 use cleat_api::v1::{HealthRequest, UpgradeEvent, UpgradeRequest};
+use cleat_core::clock::{Clock as _, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  After a new build was put in the old one's place (systemctl reload cleat does the same):
+  After the installation of a new build (systemctl reload cleat does the same):
     $ cleat upgrade
     daemon: restarted, 0.1.0 (5c1dcf6) -> 0.2.0 (8ac53d1)
     data: handed over, paused 12.3 ms, 0.1.0 (5c1dcf6) -> 0.2.0 (8ac53d1)
@@ -22,25 +23,25 @@ Examples:
   One volume first:
     $ cleat upgrade data
 
-  Back to the old build: put it in its place, and once more:
+  Back to the old build, after its installation:
     $ cleat upgrade
 ";
 
-/// Bring the daemon and its workers to the build on disk, while devices are in use
+/// Upgrade the daemon and its workers to the installed build, while devices are in use
 ///
-/// The daemon goes on as the executable that is now in its place. Then, one volume after the other,
-/// a new worker opens the volume, the old one finishes the running requests, and the device's
-/// connection changes hands: the kernel notices nothing. What fails leaves the old worker serving.
-/// Downgrading works the same.
+/// The daemon executes the installed build in place of itself. Then each volume is handed over, one after
+/// the other: a new worker opens the volume, the old worker finishes the requests in flight, and the new
+/// worker takes over the device's connection. The device stays connected. If a handover fails, the old
+/// worker continues to serve. A downgrade works the same way.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Upgrade {
-    /// Names, devices or URIs of mappings; without any: all of them
+    /// Names, devices or URIs of mappings [default: all mappings]
     targets: Vec<String>,
-    /// Leave the daemon as it is
+    /// Do not restart the daemon
     #[arg(long)]
     workers_only: bool,
-    /// Also workers that are of the daemon's build already
+    /// Also replace workers that already have the daemon's build
     #[arg(long)]
     force: bool,
 }
@@ -48,12 +49,12 @@ pub(super) struct Upgrade {
 /// The result in JSON.
 #[derive(Debug, Default, Serialize)]
 struct Upgraded {
-    /// Null with `--workers-only`.
+    /// The daemon's result; null with `--workers-only`.
     daemon: Option<Part>,
     volumes: Vec<Part>,
 }
 
-/// What became of one part.
+/// The result for the daemon or one volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Part {
     /// Null for the daemon.
@@ -61,24 +62,24 @@ struct Part {
     /// restarted, handed_over, current, failed
     outcome: &'static str,
     from_version: String,
-    /// As before, where nothing has changed.
+    /// The same as `from_version` if nothing has changed.
     to_version: String,
-    /// How long nobody served the device; null where it was not handed over.
+    /// The time in which no worker served the device; null if there was no handover.
     paused_us: Option<u32>,
     message: Option<String>,
     repair: Option<String>,
 }
 
-/// For the daemon to be there as the other build: it looks at every device first.
-const RESTART_LIMIT: Duration = Duration::from_secs(60);
+/// The timeout for the restart of the daemon, which observes every device before it answers.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Between two attempts to reach it.
-const RESTART_PAUSE: Duration = Duration::from_millis(100);
+/// The interval between two attempts to connect to the restarted daemon.
+const RESTART_POLL: Duration = Duration::from_millis(100);
 
 /// Runs the command.
 ///
 /// # Errors
-/// `Unavailable` when some part stays as it was; what the daemon answers.
+/// Returns the daemon's error, or `Unavailable` if the daemon or a worker was not replaced.
 pub(super) fn run(globals: &Globals, args: Upgrade) -> Result<()> {
     let mut done = Upgraded::default();
     let mut request = UpgradeRequest {
@@ -86,49 +87,56 @@ pub(super) fn run(globals: &Globals, args: Upgrade) -> Result<()> {
         workers_only: args.workers_only,
         force: args.force,
     };
-    let asked = request.clone();
+    let first = request.clone();
     let restarting =
-        client::run(globals, async |client| follow(globals, &client, asked, &mut done).await)?;
+        client::run(globals, async |client| follow(globals, &client, first, &mut done).await)?;
     if let Some(binary) = restarting {
-        wait_for(globals, &binary)?;
+        wait_for_daemon(globals, &binary)?;
         request.workers_only = true;
         client::run(globals, async |client| follow(globals, &client, request, &mut done).await)?;
     }
     finish(globals, &done)
 }
 
-/// Waits until the daemon answers as the executable `binary`.
-fn wait_for(globals: &Globals, binary: &str) -> Result<()> {
-    let until = Instant::now() + RESTART_LIMIT;
+/// Waits until the daemon that runs the executable `binary` answers.
+fn wait_for_daemon(globals: &Globals, binary: &str) -> Result<()> {
+    let deadline = SystemClock.now() + RESTART_TIMEOUT;
     loop {
-        let asked = client::run(globals, async |client| {
+        let health = client::run(globals, async |client| {
             client.call(QUERY_TIMEOUT, async |mut node| node.health(HealthRequest {}).await).await
         });
-        if asked.as_ref().is_ok_and(|health| health.binary == binary) {
+        if health.as_ref().is_ok_and(|health| health.binary == binary) {
             return Ok(());
         }
-        if Instant::now() >= until {
-            let message = "the daemon has not come back as the other build";
-            let error = Error::new(ErrorKind::TimedOut, message)
-                .with_repair("look into its log: journalctl -u cleat; devices are served on");
-            return Err(match asked {
+        if SystemClock.now() >= deadline {
+            let message = "the daemon has not restarted as the new build";
+            let error = Error::new(ErrorKind::TimedOut, message).with_repair(
+                "check its log with `journalctl -u cleat`; devices are still being served",
+            );
+            return Err(match health {
                 Err(source) => error.with_source(source),
                 Ok(_) => error,
             });
         }
-        std::thread::sleep(RESTART_PAUSE);
+        pause(RESTART_POLL);
     }
 }
 
-/// Shows what the daemon says. Returns what it goes on as, if it does.
+#[allow(clippy::disallowed_methods, reason = "the command has nothing else to do meanwhile")]
+fn pause(time: Duration) {
+    std::thread::sleep(time);
+}
+
+/// Prints the events of an upgrade. Returns the executable as which the daemon restarts, if it restarts.
 async fn follow(
     globals: &Globals,
     client: &Client,
     request: UpgradeRequest,
     done: &mut Upgraded,
 ) -> Result<Option<String>> {
-    // The daemon bounds each volume by itself.
-    let limit = OPERATION_TIMEOUT * 2 + crate::backends::REGISTRY.max_extra_open_time() + GRACE;
+    // The daemon enforces its own timeout for each volume.
+    let limit =
+        OPERATION_TIMEOUT * 2 + crate::backends::REGISTRY.max_extra_open_time() + REPLY_MARGIN;
     let mut stream = client.call(limit, async |mut node| node.upgrade(request).await).await?;
     loop {
         let event = match tokio::time::timeout(limit, stream.next()).await {
@@ -136,9 +144,9 @@ async fn follow(
             Ok(Some(Err(status))) => return Err(client.error(&status)),
             Ok(None) => return Ok(None),
             Err(_) => {
-                let message = "the daemon does not say any more how far it is";
+                let message = "the daemon has stopped reporting the progress of the upgrade";
                 return Err(Error::new(ErrorKind::TimedOut, message)
-                    .with_repair("look into its log: journalctl -u cleat"));
+                    .with_repair("check its log with `journalctl -u cleat`"));
             }
         };
         let binary = event.binary.clone();
@@ -166,9 +174,10 @@ fn finish(globals: &Globals, done: &Upgraded) -> Result<()> {
     if failed == 0 {
         return Ok(());
     }
-    let message = format!("{failed} of {} parts stay as they were", parts().count());
-    Err(Error::new(ErrorKind::Unavailable, message)
-        .with_repair("each says why; what stays is served by its old worker: upgrade again"))
+    let message = format!("{failed} of {} parts were not upgraded", parts().count());
+    Err(Error::new(ErrorKind::Unavailable, message).with_repair(
+        "the reasons are printed above; the old workers continue to serve; retry with `cleat upgrade`",
+    ))
 }
 
 fn line(part: &Part) -> String {
@@ -186,9 +195,9 @@ fn line(part: &Part) -> String {
         }
         ("failed", _) => {
             let repair = part.repair.iter().map(|repair| format!("; {repair}")).collect::<String>();
-            format!("stays as it was: {}{repair}", part.message.as_deref().unwrap_or_default())
+            format!("not upgraded: {}{repair}", part.message.as_deref().unwrap_or_default())
         }
-        _ => format!("of this build already, {}", part.from_version),
+        _ => format!("already has this build, {}", part.from_version),
     };
     format!("{}\n", output::printable(&format!("{name}: {what}")))
 }
@@ -199,7 +208,7 @@ impl From<UpgradeEvent> for Part {
             Outcome::HandedOver => "handed_over",
             Outcome::Current => "current",
             Outcome::Restarting => "restarted",
-            // A newer daemon may know more ways to fail.
+            // An outcome that this client does not know counts as a failure.
             Outcome::Failed | Outcome::Unspecified => "failed",
         };
         let to = if event.to_version.is_empty() { &event.from_version } else { &event.to_version };
@@ -233,9 +242,9 @@ mod tests {
             ..event(Outcome::HandedOver)
         };
         assert_eq!(line(&handed.into()), "data: handed over, paused 12.3 ms, 1 (a) -> 2 (b)\n");
-        assert_eq!(line(&event(Outcome::Current).into()), "data: of this build already, 1 (a)\n");
+        assert_eq!(line(&event(Outcome::Current).into()), "data: already has this build, 1 (a)\n");
         let failed = UpgradeEvent { message: "it hangs".to_owned(), ..event(Outcome::Failed) };
-        assert_eq!(line(&failed.into()), "data: stays as it was: it hangs\n");
+        assert_eq!(line(&failed.into()), "data: not upgraded: it hangs\n");
         let daemon = UpgradeEvent {
             name: String::new(),
             to_version: "2 (b)".to_owned(),
@@ -245,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_of_one_part_is_one_of_the_command() {
+    fn the_command_fails_if_one_part_fails() {
         let globals = Globals { socket: None, socket_typed: false, output: None, verbose: 0 };
         let mut done = Upgraded::default();
         done.volumes.push(event(Outcome::HandedOver).into());

@@ -1,3 +1,3 @@
-//! What this binary is: version, build and features.
+//! The version, build and features of this binary.
 
 pub(super) use cleat_worker::version::LONG;

@@ -1,7 +1,7 @@
-//! What the commands show: the documented JSON schema, mirrored from the control API, and the same
-//! things as text.
+//! Mappings and checks as the commands print them: the documented JSON schema, which mirrors the control API,
+//! and text.
 //!
-//! Fields are only added, never renamed or given another meaning. A field that has no value is
+//! Fields of the schema are only added. They never get another name or meaning. A field without a value is
 //! null, not missing. Sizes are in bytes, times in seconds since the epoch.
 
 use std::time::{Duration, SystemTime};
@@ -12,6 +12,7 @@ use super::output::Table;
 use super::size;
 use crate::doctor::{self, Verdict};
 use cleat_api::v1;
+use cleat_core::clock::{Clock as _, SystemClock};
 
 /// One mapping.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -20,7 +21,7 @@ pub(super) struct Mapping {
     pub uri: String,
     /// mapping, mapped, recovering, failed, unmapping, orphan
     pub state: &'static str,
-    /// Why the state is what it is.
+    /// The reason for the state.
     pub message: Option<String>,
     /// `/dev/nbdX`
     pub device: Option<String>,
@@ -28,27 +29,27 @@ pub(super) struct Mapping {
     pub symlink: Option<String>,
     pub size_bytes: u64,
     pub block_size: u32,
-    /// As asked for, or by the nature of the volume.
+    /// As requested, or because the volume is always read-only.
     pub read_only: bool,
-    /// As asked for; 0 is the daemon's default.
+    /// As requested; 0 is the daemon's default.
     pub connections: u32,
-    /// As asked for; 0 is the daemon's default.
+    /// As requested; 0 is the daemon's default.
     pub dead_connection_timeout_s: u32,
     /// queue, queue:DURATION, fail
     pub on_outage: Option<String>,
-    /// Per second; 0 is no limit.
+    /// The limit of requests per second; 0 is no limit.
     pub iops: u64,
-    /// 0 is no limit.
+    /// The limit of bytes per second; 0 is no limit.
     pub bytes_per_s: u64,
-    /// Somebody else owns the volume now; nothing is written from here until it is mapped anew.
+    /// Another client owns the volume. This node does not write to it until it is mapped again.
     pub fenced: bool,
-    /// The backend cannot be reached.
+    /// The current outage of the backend.
     pub outage: Option<Outage>,
-    /// Whether it is made quiet for snapshots.
+    /// Whether the device is quiesced for snapshots.
     pub quiesce: bool,
-    /// It is quiet for a snapshot just now.
-    pub quiet: Option<Quiet>,
-    /// How its last worker ended, where one did that was not asked to.
+    /// The current quiesce.
+    pub quiet: Option<Quiesced>,
+    /// How the last worker ended, if it ended unexpectedly.
     pub last_worker_end: Option<String>,
     pub worker_pid: Option<u32>,
     /// The build of the worker.
@@ -66,21 +67,21 @@ pub(super) struct Outage {
     /// Milliseconds since the epoch.
     pub since_unix_ms: u64,
     pub reason: Option<String>,
-    /// Requests that wait.
+    /// The number of requests that wait.
     pub queued: u64,
     pub policy: String,
 }
 
-/// A device that is quiet for a snapshot.
+/// A device that is quiesced for a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(super) struct Quiet {
+pub(super) struct Quiesced {
     /// Milliseconds since the epoch.
     pub since_unix_ms: u64,
-    /// The program that made it so; null: its file systems are frozen.
+    /// The hook that quiesces the device; null if its file systems are frozen instead.
     pub hook: Option<String>,
 }
 
-/// Who uses a device.
+/// A holder of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(super) enum Holder {
@@ -126,9 +127,10 @@ impl From<v1::Mapping> for Mapping {
                 policy: outage.policy,
             }),
             quiesce: options.quiesce,
-            quiet: mapping
-                .quiet
-                .map(|quiet| Quiet { since_unix_ms: quiet.since_unix_ms, hook: text(quiet.hook) }),
+            quiet: mapping.quiet.map(|quiet| Quiesced {
+                since_unix_ms: quiet.since_unix_ms,
+                hook: text(quiet.hook),
+            }),
             last_worker_end: text(mapping.last_worker_end),
             worker_pid: number(mapping.worker_pid),
             worker_version: text(mapping.worker_version),
@@ -163,7 +165,7 @@ impl From<v1::Check> for Check {
         let verdict = match check.verdict() {
             v1::check::Verdict::Ok => Verdict::Ok,
             v1::check::Verdict::Warning => Verdict::Warning,
-            // What cannot be told is no good news.
+            // A verdict that this client does not know may be serious.
             v1::check::Verdict::Error | v1::check::Verdict::Unspecified => Verdict::Error,
         };
         Self { name: check.name, verdict, finding: check.finding, repair: text(check.repair) }
@@ -193,19 +195,19 @@ impl std::fmt::Display for Holder {
             Self::Process { pid, command } => write!(f, "open in process {pid} ({command})"),
             Self::Device { name } if name == "swap" => f.write_str("used as swap"),
             Self::Device { name } => write!(f, "under the block device {name}"),
-            Self::Unknown => f.write_str("held in a way that this version does not know"),
+            Self::Unknown => f.write_str("held in a way that this version of cleat does not know"),
         }
     }
 }
 
-/// For people: what happens, since when, why, and what becomes of I/O.
+/// The outage as text: its start, its duration, its reason, and what happens to requests.
 impl std::fmt::Display for Outage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let since = SystemTime::UNIX_EPOCH + Duration::from_millis(self.since_unix_ms);
-        let lasts = SystemTime::now().duration_since(since).unwrap_or_default();
+        let lasts = SystemClock.wall().duration_since(since).unwrap_or_default();
         write!(
             f,
-            "the backend does not answer since {} ({})",
+            "the backend has not answered since {} ({})",
             humantime::format_rfc3339_seconds(since),
             humantime::format_duration(Duration::from_secs(lasts.as_secs()))
         )?;
@@ -217,19 +219,19 @@ impl std::fmt::Display for Outage {
     }
 }
 
-/// For people: since when, and by what.
-impl std::fmt::Display for Quiet {
+/// The quiesce as text: its start and its hook.
+impl std::fmt::Display for Quiesced {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let since = SystemTime::UNIX_EPOCH + Duration::from_millis(self.since_unix_ms);
         let since = humantime::format_rfc3339_seconds(since);
         match &self.hook {
-            None => write!(f, "its file systems are frozen for a snapshot since {since}"),
+            None => write!(f, "file systems frozen for a snapshot since {since}"),
             Some(hook) => write!(f, "for a snapshot since {since}, by {hook}"),
         }
     }
 }
 
-/// Mappings as columns.
+/// Returns a table of mappings.
 pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
     let mut headings = vec!["NAME", "DEVICE", "SIZE", "STATE", "URI"];
     if wide {
@@ -275,7 +277,7 @@ pub(super) fn mappings(mappings: &[Mapping], wide: bool) -> String {
     table.render()
 }
 
-/// One mapping, a property a line.
+/// Returns one mapping as text with one property per line.
 pub(super) fn details(mapping: &Mapping) -> String {
     let mut table = Table::new(&["NAME", &super::output::printable(&mapping.name)]);
     let mut line = |label: &str, value: String| table.row(vec![label.to_owned(), value]);
@@ -288,7 +290,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
         line("outage", outage.to_string());
     }
     if let Some(quiet) = &mapping.quiet {
-        line("quiet", quiet.to_string());
+        line("quiesced", quiet.to_string());
     }
     line("device", or_empty(mapping.device.as_deref()));
     line("symlink", or_empty(mapping.symlink.as_deref()));
@@ -308,7 +310,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
     line("mapping id", or_empty(mapping.mapping_id.as_deref()));
     line("mapped", mapping.mapped_at_s.map_or(String::new(), |at| format!("{} ago", age(at))));
     if mapping.holders.is_empty() {
-        line("held by", "nobody".to_owned());
+        line("held by", "none".to_owned());
     }
     for holder in &mapping.holders {
         line("held by", holder.to_string());
@@ -316,7 +318,7 @@ pub(super) fn details(mapping: &Mapping) -> String {
     table.render()
 }
 
-/// Checks, each with its repair underneath.
+/// Returns checks as text. Each is followed by its repair.
 pub(super) fn checks(checks: &[Check]) -> String {
     let width = checks.iter().map(|check| check.name.chars().count()).max().unwrap_or(0);
     let mut text = String::new();
@@ -360,11 +362,11 @@ fn connections(mapping: &Mapping) -> String {
 }
 
 fn age(since_s: u64) -> String {
-    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
-    humantime::format_duration(Duration::from_secs(now.saturating_sub(since_s))).to_string()
+    let age_s = SystemClock.unix_s().saturating_sub(since_s);
+    humantime::format_duration(Duration::from_secs(age_s)).to_string()
 }
 
-/// `None` for what is empty.
+/// Returns `None` if `value` is empty.
 pub(super) fn text(value: String) -> Option<String> {
     Some(value).filter(|value| !value.is_empty())
 }

@@ -1,4 +1,4 @@
-//! Findings that files of the machine give.
+//! The checks that read files of the machine.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,11 @@ use super::{Check, Machine};
 
 /// The oldest kernel that is tested.
 const KERNEL_TESTED: (u32, u32) = (6, 1);
-/// The backend identifier, without which a device cannot be told from another.
+/// The first kernel with the backend identifier, which identifies a device of cleat.
 const KERNEL_NEEDED: (u32, u32) = (5, 14);
-/// WRITE_ZEROES reaches the server.
+/// The first kernel whose nbd driver sends WRITE_ZEROES.
 const KERNEL_WRITE_ZEROES: (u32, u32) = (6, 12);
-/// Of the initial pid namespace (include/linux/proc_ns.h, PROC_PID_INIT_INO).
+/// The initial pid namespace (include/linux/proc_ns.h, PROC_PID_INIT_INO).
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
 impl Machine {
@@ -21,7 +21,7 @@ impl Machine {
         const NAME: &str = "kernel";
         let release = self.release();
         let Some(version) = parse_version(&release) else {
-            let finding = format!("the kernel's version {release:?} is not understood");
+            let finding = format!("cannot parse the kernel's version {release:?}");
             return Check::warning(NAME, finding, "use a Linux kernel from 6.1");
         };
         if version < KERNEL_NEEDED {
@@ -47,12 +47,12 @@ impl Machine {
             fs::read_to_string(modules.join(list)).is_ok_and(|list| has_module(&list, "nbd"))
         });
         if known {
-            return Check::ok(NAME, "the nbd module is there, and is loaded by the first map");
+            return Check::ok(NAME, "the nbd module exists, and the first map loads it");
         }
         Check::error(
             NAME,
-            "the kernel has no nbd driver, or its module is not seen from here",
-            "run `modprobe nbd` (in a container: on the host); where there is no such module, \
+            "the kernel has no nbd driver, or its module is not visible here",
+            "run `modprobe nbd` (in a container: on the host); if there is no such module, \
              install the kernel's full or -extra package (on Talos: machine.kernel.modules)",
         )
     }
@@ -66,16 +66,16 @@ impl Machine {
         }
         Check::error(
             NAME,
-            "not the initial user namespace, where alone the kernel lets nbd be configured",
+            "not the initial user namespace; the kernel permits the configuration of nbd only there",
             "run it on the host, or in a container without user namespaces (not rootless)",
         )
     }
 
-    /// Device nodes must appear by themselves.
+    /// /dev must be a devtmpfs, in which the kernel creates device nodes.
     pub(super) fn dev(&self) -> Check {
         const NAME: &str = "dev";
         let mounts = fs::read(self.path("proc/self/mountinfo")).unwrap_or_default();
-        // The last mount on a place is the one that is seen.
+        // The last mount on a path covers the earlier ones.
         let dev =
             cleat_kernel::parse_mountinfo(&mounts).filter(|mount| mount.path == Path::new("/dev"));
         match dev.last().map(|mount| mount.filesystem) {
@@ -83,8 +83,10 @@ impl Machine {
             kind => Check::error(
                 NAME,
                 match kind {
-                    Some(kind) => format!("/dev is a {kind}: no device node appears in it"),
-                    None => "/dev is not a mount: no device node appears in it".into(),
+                    Some(kind) => {
+                        format!("/dev is a {kind}: the kernel creates no device nodes in it")
+                    }
+                    None => "/dev is not a mount: the kernel creates no device nodes in it".into(),
                 },
                 "mount a devtmpfs on /dev; in a container, mount the host's /dev",
             ),
@@ -97,24 +99,24 @@ impl Machine {
         let existing = directory.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"));
         let shown = directory.display();
         match access(existing, AccessFlags::W_OK | AccessFlags::X_OK) {
-            Ok(()) => Check::ok(NAME, format!("{shown} can be written")),
+            Ok(()) => Check::ok(NAME, format!("{shown} is writable")),
             Err(errno) => Check::error(
                 NAME,
-                format!("{} cannot be written: {errno}", existing.display()),
+                format!("cannot write to {}: {errno}", existing.display()),
                 format!("run it as root, or make {shown} writable for the supervisor's user"),
             ),
         }
     }
 
-    /// The driver's events reach the initial network namespace only (on 6.1 its commands work only
-    /// from there, too), and the holders of a device are seen in one's own pid namespace only.
+    /// The driver's events reach only the initial network namespace; on Linux 6.1 its commands also work only
+    /// there. The holders of a device are visible only in the same pid namespace.
     pub(super) fn namespaces(&self) -> Check {
         const NAME: &str = "namespaces";
         let link = |path: &str| fs::read_link(self.path(path)).ok();
         if link("proc/self/ns/pid").is_some_and(|pid| pid != Path::new(INITIAL_PID_NAMESPACE)) {
             return Check::warning(
                 NAME,
-                "a pid namespace of its own: who holds a device outside is not seen",
+                "not the host's pid namespace: holders of devices outside of it are not found",
                 "in a pod, set hostPID: true and hostNetwork: true",
             );
         }
@@ -124,12 +126,12 @@ impl Machine {
             }
             (Some(_), Some(_)) => Check::warning(
                 NAME,
-                "a network namespace of its own: the kernel's and udev's events do not arrive",
+                "not the host's network namespace: events of the kernel and of udev do not arrive",
                 "in a pod, set hostNetwork: true",
             ),
             _ => Check::warning(
                 NAME,
-                "the network namespace of process 1 cannot be seen",
+                "cannot read the network namespace of process 1",
                 "run it as root",
             ),
         }
@@ -138,31 +140,28 @@ impl Machine {
     pub(super) fn systemd(&self) -> Check {
         const NAME: &str = "systemd";
         if self.path("run/systemd/system").is_dir() {
-            return Check::ok(NAME, "systemd is there");
+            return Check::ok(NAME, "systemd runs");
         }
         if self.cgroup.is_some() {
-            return Check::ok(
-                NAME,
-                "no systemd is seen; workers have a control group of their own",
-            );
+            return Check::ok(NAME, "systemd was not found; workers have their own control group");
         }
         Check::warning(
             NAME,
-            "no systemd is seen: workers do not outlive the supervisor's control group",
+            "systemd was not found: workers end with the supervisor's control group",
             "run cleat as a systemd unit (`make install`); in a pod, set workers.cgroup",
         )
     }
 
-    /// Where workers are put.
+    /// The configured control group of the workers must exist and be writable.
     pub(super) fn cgroup(&self) -> Check {
         const NAME: &str = "worker_cgroup";
         let Some(group) = &self.cgroup else {
             return Check::ok(NAME, "workers stay in the supervisor's control group");
         };
         match cleat_kernel::cgroup::check(group) {
-            Ok(()) => Check::ok(NAME, format!("workers are put into {}", group.display())),
+            Ok(()) => Check::ok(NAME, format!("workers run in {}", group.display())),
             Err(error) => {
-                let repair = error.repair().unwrap_or("name another in workers.cgroup");
+                let repair = error.repair().unwrap_or("set another group in workers.cgroup");
                 Check::warning(NAME, error.report(), repair)
             }
         }
@@ -181,13 +180,13 @@ impl Machine {
     }
 }
 
-/// Major and minor of `6.12.9-cloud-amd64`.
+/// Returns major and minor version of a release such as `6.12.9-cloud-amd64`.
 fn parse_version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// Whether a list as depmod writes it (`kernel/drivers/block/nbd.ko.xz: …`) has the module.
+/// Returns whether a list of depmod, with lines such as `kernel/drivers/block/nbd.ko.xz: …`, has the module.
 fn has_module(list: &str, name: &str) -> bool {
     list.lines().any(|line| {
         let path = line.split(':').next().unwrap_or_default();
@@ -220,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_judged_by_their_version() {
+    fn the_kernel_check_depends_on_the_version() {
         assert_eq!(kernel("5.10.0-33-amd64\n").verdict, Verdict::Error);
         assert_eq!(kernel("5.15.0\n").verdict, Verdict::Warning);
         assert!(kernel("6.1.0-56-cloud-amd64\n").finding.contains("without write-zeroes"));
@@ -229,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_is_loaded_or_loadable_or_missing() {
+    fn a_module_is_loaded_loadable_or_missing() {
         let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
         let (_root, missing) = machine(&[release]);
         assert_eq!(missing.module().verdict, Verdict::Error);
@@ -245,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rootless_container_is_told_apart() {
+    fn a_rootless_container_is_detected() {
         let (_root, host) = machine(&[("proc/self/uid_map", "         0   0 4294967295\n")]);
         assert_eq!(host.user_namespace().verdict, Verdict::Ok);
         let (_root, rootless) = machine(&[("proc/self/uid_map", "0 1000 1\n")]);
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dev_without_nodes_is_seen() {
+    fn a_dev_without_device_nodes_is_detected() {
         let line = |kind| format!("20 1 0:5 / /dev rw - {kind} udev rw\n");
         let host = line("devtmpfs");
         let (_root, host) = machine(&[("proc/self/mountinfo", &host)]);
@@ -264,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn namespaces_are_compared() {
+    fn namespaces_are_compared_with_those_of_the_host() {
         let (root, machine) = machine(&[]);
         let namespaces = |pid: &str, own: &str| {
             let _ = fs::remove_dir_all(root.path().join("proc"));

@@ -45,7 +45,7 @@ fn waited_out() {
         assert_eq!(now["outage"]["reason"], "injected: error=retry", "{now}");
         assert!(now["outage"]["queued"].as_u64() > Some(0), "nothing waits: {now}");
         let text = cleat_ok(&["status", "away"]);
-        assert!(text.contains("the backend does not answer since"), "{text}");
+        assert!(text.contains("the backend has not answered since"), "{text}");
         cleat_ok(&["fault", "away", ""]);
         until("the outage is over", || status("away")["outage"].is_null());
         std::thread::sleep(Duration::from_secs(3));

@@ -1,4 +1,4 @@
-//! What two readings of the daemon's counters say together, as the JSON schema shows it.
+//! Rates and latencies from two readings of the daemon's counters, in the form of the JSON schema.
 
 use std::collections::BTreeMap;
 
@@ -10,9 +10,9 @@ use cleat_statistics::quantile;
 /// One reading.
 #[derive(Debug, Serialize)]
 pub(super) struct Reading {
-    /// Monotonic, of the daemon.
+    /// The time of the reading: the daemon's monotonic clock, in milliseconds.
     pub(super) at_ms: u64,
-    /// Of all `latency_buckets`; the last bucket has none.
+    /// The upper bounds of the buckets in all `latency_buckets`. The last bucket has none.
     pub(super) latency_bounds_ns: Vec<u64>,
     pub(super) volumes: Vec<Volume>,
 }
@@ -24,15 +24,15 @@ pub(super) struct Volume {
     pub(super) device: String,
     pub(super) connections: u32,
     pub(super) in_flight: u32,
-    /// Since the volume was mapped, by operation.
+    /// The counters since the volume was mapped, by operation.
     pub(super) counters: BTreeMap<String, Counters>,
-    /// Since the volume was mapped, by kind.
+    /// The number of errors since the volume was mapped, by kind.
     pub(super) errors: BTreeMap<String, u64>,
-    /// Since the reading before, by operation; null with `--total`.
+    /// The rates since the previous reading, by operation; null with `--total`.
     pub(super) rates: Option<BTreeMap<String, Rates>>,
 }
 
-/// What has been counted of one operation.
+/// The counters of one operation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub(super) struct Counters {
     pub(super) count: u64,
@@ -43,18 +43,19 @@ pub(super) struct Counters {
     pub(super) latency: Latency,
 }
 
-/// What happened between two readings.
+/// The rates of one operation between two readings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(super) struct Rates {
     pub(super) iops: f64,
     pub(super) bytes_per_s: f64,
     pub(super) errors_per_s: f64,
-    /// Null when nothing ended in between.
+    /// Null if no request completed between the readings.
     pub(super) mean_latency_us: Option<f64>,
     pub(super) latency: Latency,
 }
 
-/// How long requests took: bounds below which so many stayed. Null without requests.
+/// The distribution of latency: each value is the bound that this share of the requests stayed below. Null
+/// without requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(super) struct Latency {
     pub(super) p50_us: Option<f64>,
@@ -83,7 +84,7 @@ impl Reading {
 }
 
 impl Volume {
-    /// `before`: the reading before, which may not have this volume, and how long ago it was.
+    /// `before` is the previous reading of this volume, if it had one, and the milliseconds since then.
     fn new(now: &VolumeStats, before: Option<(Option<&VolumeStats>, u64)>, bounds: &[u64]) -> Self {
         let counters = counters_by_name(now, bounds);
         let rates = before.map(|(old, elapsed_ms)| {
@@ -136,7 +137,8 @@ impl Counters {
 }
 
 impl Rates {
-    /// Counters that went down belong to another mapping of the same name: they count from zero.
+    /// Computes the rates from the counters of two readings. A count that has decreased belongs to another
+    /// mapping with the same name, so the rates start from zero.
     fn between(before: Option<&Counters>, now: &Counters, elapsed_ms: u64, bounds: &[u64]) -> Self {
         let none = Counters::default();
         let before = before.filter(|before| before.count <= now.count).unwrap_or(&none);
@@ -164,7 +166,7 @@ impl Rates {
 impl Latency {
     fn new(buckets: &[u64], bounds: &[u64]) -> Self {
         let below_us = |share| {
-            // What is above all bounds is told by the last of them.
+            // The last bucket has no bound; the last bound stands for it.
             let bound = |index: usize| bounds.get(index).or(bounds.last());
             quantile(buckets, share).and_then(bound).map(|ns| *ns as f64 / 1000.0)
         };
@@ -177,7 +179,7 @@ impl Latency {
         }
     }
 
-    /// In the order of the table's columns.
+    /// Returns the values in the order of the table's columns.
     pub(super) fn columns(&self) -> [Option<f64>; 5] {
         [self.p50_us, self.p90_us, self.p99_us, self.p999_us, self.max_us]
     }

@@ -65,7 +65,7 @@ fn without_a_daemon_the_error_names_the_command_that_starts_it() {
     let directory = TempDir::new().expect("a directory");
     let missing = cleat("ls", &directory.path().join("cleat.sock"));
     assert_eq!(missing.code, 9, "{}", missing.stderr);
-    assert!(missing.stderr.contains("no daemon: there is no socket"), "{}", missing.stderr);
+    assert!(missing.stderr.contains("there is no socket at"), "{}", missing.stderr);
     assert!(missing.stderr.contains("systemctl start cleat"), "{}", missing.stderr);
 
     // A daemon that was killed leaves its socket behind.
@@ -73,7 +73,7 @@ fn without_a_daemon_the_error_names_the_command_that_starts_it() {
     drop(UnixListener::bind(&left_behind).expect("a socket"));
     let dead = cleat("ls", &left_behind);
     assert_eq!(dead.code, 9, "{}", dead.stderr);
-    assert!(dead.stderr.contains("nobody listens"), "{}", dead.stderr);
+    assert!(dead.stderr.contains("no process listens"), "{}", dead.stderr);
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn missing_permission_on_the_socket_is_reported() {
     command.arg("ls").env("CLEAT_SOCKET", &daemon.socket);
     let run = Run::from(command.output().expect("the binary runs"));
     assert_eq!(run.code, 7, "{}", run.stderr);
-    assert!(run.stderr.contains("no permission to talk to the daemon"), "{}", run.stderr);
+    assert!(run.stderr.contains("no permission to connect to the daemon"), "{}", run.stderr);
     assert!(run.stderr.contains("as root"), "{}", run.stderr);
 }
 
@@ -258,8 +258,8 @@ fn unmap_sends_its_deadline_and_prints_the_remaining_holders() {
     assert_eq!(
         run.stderr,
         "cleat: data: no longer mounted at /mnt (ext4)\ncleat: data: fail I/O: late\n\
-         cleat: data is gone, and its name and volume are free; /dev/nbd7, on which everything \
-         fails, stays as long as it is mounted at /mnt (ext4)\n"
+         cleat: data is unmapped, and its name and volume are free; /dev/nbd7 remains, and all \
+         its I/O fails, until its holders close it: mounted at /mnt (ext4)\n"
     );
     let Seen::Unmap(seen) = daemon.seen() else { panic!("the daemon was asked to unmap") };
     assert_eq!((seen.target.as_str(), seen.force, seen.timeout_ms), ("data", true, 5000));
@@ -292,9 +292,9 @@ fn an_upgrade_continues_with_the_restarted_daemon() {
     assert_eq!(run.code, 9, "{}", run.stderr);
     let lines = "daemon: restarted, 1 (a) -> 2 (b)\n\
                  data: handed over, paused 12.3 ms, 1 (a) -> 2 (b)\n\
-                 other: stays as it was: its backend hangs\n";
+                 other: not upgraded: its backend hangs\n";
     assert_eq!(run.stdout, lines);
-    assert!(run.stderr.contains("1 of 3 parts stay"), "{}", run.stderr);
+    assert!(run.stderr.contains("1 of 3 parts were not upgraded"), "{}", run.stderr);
 
     let run = cleat("upgrade -o json --workers-only", &daemon.socket);
     assert_eq!(run.code, 9);
