@@ -1,41 +1,43 @@
-//! Who reads the sockets during a planned hand-over: one word of the page, which both workers share.
+//! The handover word of the page, which determines which of two workers reads the sockets in a handover.
 //!
-//! The old worker offers it to the next generation once its connections are at rest. Whoever changes
-//! the word from "offered" first has the sockets: the new one by taking it, the old one by taking it
-//! back. So there is never a second reader, and whoever of the three processes dies or stops, one
-//! look at the word tells who serves.
+//! The old worker offers the sockets to the next generation when its connections are idle. The worker that
+//! first changes the word from "offered" owns the sockets: the new worker by accepting the offer, or the old
+//! worker by withdrawing it. So there is never a second reader. If the supervisor or a worker dies or hangs,
+//! the word still shows which worker serves.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
 
 use super::{HANDOVER, Page};
 
-/// In the lowest two bits, beside the generation that it was offered to.
+// The states, in the lowest two bits. The other bits are the generation that gets the offer.
 const HELD: u64 = 0;
 const OFFERED: u64 = 1;
 const TAKEN: u64 = 2;
 
 impl Page {
-    /// Offers the sockets to the worker of `generation`. Only who serves may.
+    /// Offers the sockets to the worker of `generation`. Only the worker that owns the sockets may call this.
     pub fn offer_handover(&self, generation: u64) {
         self.memory.words()[HANDOVER].store(word(generation, OFFERED), Release);
     }
 
-    /// Takes the sockets, as the worker of `generation`. From here on they are its own.
+    /// Accepts the offer as the worker of `generation`. Returns whether this worker owns the sockets now; false
+    /// means that there is no offer for it.
     pub fn accept_handover(&self, generation: u64) -> bool {
         self.change(generation, OFFERED, TAKEN)
     }
 
-    /// Takes back what was offered to `generation`. False when it was faster.
+    /// Withdraws the offer to `generation`. Returns false if there is no such offer any more, because that worker
+    /// has accepted it.
     pub fn withdraw_handover(&self, generation: u64) -> bool {
         self.change(generation, OFFERED, HELD)
     }
 
-    /// Offers again what `generation` has taken and not used: it has not read a byte.
+    /// Restores the offer that `generation` has accepted. That worker must not have read any bytes.
     pub fn decline_handover(&self, generation: u64) {
         self.change(generation, TAKEN, OFFERED);
     }
 
-    /// Whether the worker of `generation` has taken the sockets.
+    /// Returns whether the worker of `generation` has accepted the sockets.
     pub fn is_handed_over_to(&self, generation: u64) -> bool {
         self.memory.words()[HANDOVER].load(Acquire) == word(generation, TAKEN)
     }
@@ -57,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_of_two_gets_it() {
+    fn exactly_one_worker_gets_the_sockets() {
         let (page, file) = Page::create().unwrap();
         let other = Page::from_fd(file).unwrap();
         for generation in 1..500 {
@@ -78,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn an_earlier_offer_counts_no_more() {
+    fn an_earlier_offer_is_no_longer_valid() {
         let (page, _file) = Page::create().unwrap();
         assert!(!page.accept_handover(1) && !page.withdraw_handover(1));
         page.offer_handover(1);

@@ -1,15 +1,20 @@
-//! The statistics page: counters that connection threads write and anybody with the memory file
-//! reads, the supervisor first of all.
+//! The statistics page: counters in shared memory. Connection threads write them, and every process with the
+//! memory file can read them, mainly the supervisor.
 //!
-//! Comes in: how requests ended. Goes out: a [`Snapshot`]. Each connection has a slot of its own
-//! with a single writer, so a count is a load and a store, without lock prefix or system call.
-//! Slots keep their counts when a connection ends and the next one goes on from there. What may
-//! never happen here: a wait. A snapshot may be a few requests out of step with itself.
+//! - Input: the results of requests.
+//! - Output: a [`Snapshot`].
 //!
-//! Layout, in 64-bit words, little-endian as the machine: a header of [`HEADER_WORDS`] (magic,
-//! version, operations, error kinds, buckets, slots), then [`SLOTS`] slots of [`SLOT_WORDS`].
-//! The version is raised when a word changes its meaning; new ones take places that were zero.
-//! Builds differ in how many operations and error kinds they know, within the places there are.
+//! Each connection has its own slot with a single writer, so a count is a load and a store, without a lock
+//! prefix or a system call. A slot keeps its counts when a connection ends, and the next connection continues
+//! from them. The counters of a snapshot are not read at the same instant, so they may differ by a few
+//! requests.
+//!
+//! Never allowed here: a wait.
+//!
+//! The page consists of 64-bit words in the byte order of the machine: a header of [`HEADER_WORDS`] (magic,
+//! version, numbers of operations, error kinds, buckets and slots), then [`SLOTS`] slots of [`SLOT_WORDS`].
+//! The version is incremented when a word changes its meaning. New words use places that were zero. Builds may
+//! have different numbers of operations and error kinds, within the reserved places.
 
 mod handover;
 
@@ -17,102 +22,95 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
 
-use nix::time::{ClockId, clock_gettime};
-
+use cleat_core::clock::{Clock as _, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op};
 use cleat_sys::shared::SharedMemory;
 
-/// Connections that can be counted apart at one time.
+/// The maximum number of connections at the same time that have their own counters.
 pub const SLOTS: usize = 64;
 
-/// Latency buckets per operation. Bucket 0 counts what took less than [`FIRST_BUCKET_NS`]; bucket
-/// `i` what took less than `FIRST_BUCKET_NS << i`; the last one the rest, too.
+/// The number of latency buckets per operation. Bucket `i` counts the requests that took less than
+/// `FIRST_BUCKET_NS << i` and are in no earlier bucket. The last bucket also counts all slower requests.
 pub const BUCKETS: usize = 32;
 
 /// The upper bound of the first latency bucket, in nanoseconds.
 pub const FIRST_BUCKET_NS: u64 = 1024;
 
-/// A page, made by [`Page::create`] or received from the process that made it.
+/// A statistics page, created by [`Page::create`] or received from the process that created it.
 #[derive(Debug, Clone)]
 pub struct Page {
     memory: Arc<SharedMemory>,
-    /// Slots that have a recorder in this process, one bit each.
+    /// One bit for each slot that has a recorder in this process.
     taken: Arc<AtomicU64>,
 }
 
-/// The single writer of one slot. Dropping it frees the slot; its counts stay.
+/// The single writer of one slot. Dropping it frees the slot, whose counts remain.
 #[derive(Debug)]
 pub struct Recorder {
     memory: Arc<SharedMemory>,
     taken: Arc<AtomicU64>,
     slot: usize,
-    /// Whether it has begun to write.
-    begun: bool,
+    /// Whether it has started to write.
+    started: bool,
 }
 
-/// What a page says at one moment, summed over its connections.
+/// The values of a page at one moment, as sums over its connections.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Per operation, in the order of [`Op::ALL`].
+    /// The counts per operation, in the order of [`Op::ALL`].
     pub ops: [OpSnapshot; Op::ALL.len()],
     /// Failed requests by kind, in the order of [`IoError::ALL`].
     pub errors: [u64; IoError::ALL.len()],
-    /// Requests that are running now.
+    /// The number of requests in flight.
     pub in_flight: u64,
-    /// Connections that are being served now.
+    /// The number of connections that are served.
     pub connections: u64,
-    /// When the oldest running request came, in nanoseconds of [`now_ns`]; 0: none is running.
+    /// The arrival of the oldest request in flight, on the clock of [`now_ns`]; 0 if there is none.
     pub oldest_ns: u64,
-    /// Requests that wait for a backend which cannot be reached; running ones, too.
+    /// The number of requests that wait for an unreachable backend. They also count as in flight.
     pub queued: u64,
-    /// Since when a backend cannot be reached, on the boot-time clock; 0: it can.
+    /// The start of the outage, on the clock of [`boot_now_ns`]; 0 if there is no outage.
     pub outage_since_ns: u64,
-    /// Time in outages that are over, summed over the connections.
+    /// The total time of the outages that are over, in nanoseconds, as a sum over the connections.
     pub stalled_ns: u64,
-    /// Time in which a limit held requests back, summed over the connections.
+    /// The total time in which a limit delayed requests, in nanoseconds, as a sum over the connections.
     pub limited_ns: u64,
 }
 
-/// One operation's counts since the page was made.
+/// The counts of one operation since the page was created.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OpSnapshot {
-    /// Requests that ended, failed ones included.
+    /// The number of requests that completed, failed ones included.
     pub count: u64,
-    /// Bytes of those that succeeded.
+    /// The number of bytes of the successful requests.
     pub bytes: u64,
-    /// Requests that failed.
+    /// The number of requests that failed.
     pub errors: u64,
-    /// Time from receipt to completion, summed up, in nanoseconds.
+    /// The total time from receipt to completion, in nanoseconds.
     pub total_ns: u64,
-    /// Requests by latency, see [`BUCKETS`].
+    /// The number of requests by latency: see [`BUCKETS`].
     pub latency: [u64; BUCKETS],
 }
 
-/// The clock of [`Snapshot::oldest_ns`], the same in every process of the machine: nanoseconds since
-/// its boot, without the time that it slept.
+/// Returns the time on the clock of [`Snapshot::oldest_ns`], CLOCK_MONOTONIC in nanoseconds. It is the same in
+/// every process of the machine.
 pub fn now_ns() -> u64 {
-    clock_ns(ClockId::CLOCK_MONOTONIC)
+    SystemClock.monotonic_ns()
 }
 
-/// The clock of [`Snapshot::outage_since_ns`]: nanoseconds since the boot.
+/// Returns the time on the clock of [`Snapshot::outage_since_ns`], CLOCK_BOOTTIME in nanoseconds. It is the same
+/// in every process of the machine.
 pub fn boot_now_ns() -> u64 {
-    clock_ns(ClockId::CLOCK_BOOTTIME)
-}
-
-fn clock_ns(clock: ClockId) -> u64 {
-    let now = clock_gettime(clock).map(Duration::from).unwrap_or_default();
-    // 64 bits of nanoseconds last for 584 years.
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+    SystemClock.boot_ns()
 }
 
 impl Page {
-    /// Makes an empty page, and a descriptor of it for another process.
+    /// Creates an empty page, and a descriptor of it for another process.
     ///
     /// # Errors
-    /// When the process has no memory or descriptor left.
+    /// Returns an error if the process has no memory or descriptor left.
     pub fn create() -> Result<(Self, OwnedFd)> {
         let failed = |error| Error::from_io("cannot create the statistics page", error);
         let memory = SharedMemory::create("cleat-statistics", PAGE_BYTES).map_err(failed)?;
@@ -123,10 +121,10 @@ impl Page {
         Ok((Self::new(memory), file))
     }
 
-    /// Maps a page that another process made.
+    /// Maps a page that another process has created.
     ///
     /// # Errors
-    /// `InvalidArgument` when it is not a page, or one of another version.
+    /// Returns `InvalidArgument` if the file is not a statistics page or has another version.
     pub fn from_fd(file: OwnedFd) -> Result<Self> {
         let memory = SharedMemory::from_fd(file, PAGE_BYTES).map_err(|error| {
             Error::new(ErrorKind::InvalidArgument, "not a statistics page").with_source(error)
@@ -138,29 +136,29 @@ impl Page {
         if !fits {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
-                format!("the statistics page is not one of version {VERSION}"),
+                format!("the statistics page does not have version {VERSION}"),
             ));
         }
         Ok(Self::new(memory))
     }
 
-    /// A descriptor of the page, for another process.
+    /// Returns a descriptor of the page, for another process.
     ///
     /// # Errors
-    /// When the process has no descriptor left.
+    /// Returns an error if the process has no descriptor left.
     pub fn file(&self) -> io::Result<OwnedFd> {
         self.memory.file().as_fd().try_clone_to_owned()
     }
 
-    /// The writer of `slot`; `None` when there is no such slot, or it has one in this process.
+    /// Returns the writer of `slot`, or `None` if there is no such slot or it has a writer in this process.
     pub fn recorder(&self, slot: usize) -> Option<Recorder> {
         let mut recorder = self.reserve(slot)?;
         recorder.begin();
         Some(recorder)
     }
 
-    /// A writer that writes nothing before [`Recorder::begin`]: somebody else may still count in its
-    /// slot. `None` when every slot has one.
+    /// Returns a writer that writes nothing before [`Recorder::begin`], because another process may still write
+    /// to its slot. Returns `None` if every slot has a writer in this process.
     pub fn silent_recorder(&self) -> Option<Recorder> {
         (0..SLOTS).find_map(|slot| self.reserve(slot))
     }
@@ -170,33 +168,34 @@ impl Page {
             return None;
         }
         let (memory, taken) = (Arc::clone(&self.memory), Arc::clone(&self.taken));
-        Some(Recorder { memory, taken, slot, begun: false })
+        Some(Recorder { memory, taken, slot, started: false })
     }
 
-    /// The writer of some free slot; `None` when every slot has one.
+    /// Returns the writer of any free slot, or `None` if every slot has a writer in this process.
     pub fn any_recorder(&self) -> Option<Recorder> {
         (0..SLOTS).find_map(|slot| self.recorder(slot))
     }
 
-    /// Forgets the connections and running requests of a process that died with them. For the one
-    /// that takes its place, before it serves.
+    /// Clears the connections and requests in flight of a process that has died. The process that replaces it
+    /// must call this before it serves.
     pub fn take_over(&self) {
         for slot in 0..self.used() {
             disconnect(slot_words(&self.memory, slot));
         }
     }
 
-    /// Counts that the device's dead connections were replaced. For the supervisor alone.
+    /// Counts a reconnect: the supervisor has replaced the device's dead connections. Only the supervisor may
+    /// call this.
     pub fn count_reconnect(&self) {
         self.memory.words()[RECONNECTS].fetch_add(1, Relaxed);
     }
 
-    /// How often the device's dead connections were replaced.
+    /// Returns the number of reconnects: see [`Page::count_reconnect`].
     pub fn reconnects(&self) -> u64 {
         self.memory.words()[RECONNECTS].load(Relaxed)
     }
 
-    /// What the page says now.
+    /// Returns the current values of the page. It never blocks.
     pub fn snapshot(&self) -> Snapshot {
         let mut sum = Snapshot::default();
         for slot in 0..self.used() {
@@ -205,7 +204,8 @@ impl Page {
         sum
     }
 
-    /// Slots that may have been written. Reading the others would only fill them with memory.
+    /// Returns the number of slots that may have been written. Reading the other slots would only allocate their
+    /// memory.
     fn used(&self) -> usize {
         let used = self.memory.words()[USED].load(Relaxed);
         usize::try_from(used).map_or(SLOTS, |used| used.min(SLOTS))
@@ -217,22 +217,23 @@ impl Page {
 }
 
 impl Recorder {
-    /// Shows the connection as served. Does nothing the second time.
+    /// Starts to write: the connection counts as served. A second call does nothing.
     pub fn begin(&mut self) {
-        if !self.begun {
-            self.begun = true;
+        if !self.started {
+            self.started = true;
             self.memory.words()[USED].fetch_max(self.slot as u64 + 1, Relaxed);
             disconnect(slot_words(&self.memory, self.slot));
             self.word(CONNECTED).store(1, Relaxed);
         }
     }
 
-    /// Writes no more: somebody else counts in this slot.
+    /// Stops writing because another process writes to this slot now. Dropping the recorder then does not change
+    /// the slot.
     pub fn leave(&mut self) {
-        self.begun = false;
+        self.started = false;
     }
 
-    /// Counts a request that ended: `bytes` is its length, of which nothing counts on failure.
+    /// Counts a completed request. `bytes` is its length, which is not counted if the request failed.
     pub fn ended(&self, op: Op, bytes: u64, latency_ns: u64, result: Result<(), IoError>) {
         let words = slot_words(&self.memory, self.slot);
         let op = &words[OPS + op as usize * OP_WORDS..][..OP_WORDS];
@@ -248,29 +249,29 @@ impl Recorder {
         }
     }
 
-    /// Says how many requests are running now.
+    /// Sets the number of requests in flight.
     pub fn set_in_flight(&self, requests: u64) {
         self.word(IN_FLIGHT).store(requests, Relaxed);
     }
 
-    /// Says when the oldest running request came, on the clock of [`now_ns`]; 0: none is running.
+    /// Sets the arrival of the oldest request in flight, on the clock of [`now_ns`]; 0 if there is none.
     pub fn set_oldest(&self, oldest_ns: u64) {
         self.word(OLDEST_NS).store(oldest_ns, Relaxed);
     }
 
-    /// Says how many requests wait for the backend, and since when it cannot be reached (on the
-    /// boot-time clock, 0: it can).
+    /// Sets the number of requests that wait for an unreachable backend, and the start of the outage on the
+    /// clock of [`boot_now_ns`], 0 if there is no outage.
     pub fn set_outage(&self, queued: u64, since_ns: u64) {
         self.word(QUEUED).store(queued, Relaxed);
         self.word(OUTAGE_SINCE_NS).store(since_ns, Relaxed);
     }
 
-    /// Counts the time of an outage that is over.
+    /// Adds the duration of an outage that is over.
     pub fn stalled(&self, time_ns: u64) {
         add(self.word(STALLED_NS), time_ns);
     }
 
-    /// Counts time in which a limit held requests back.
+    /// Adds time in which a limit delayed requests.
     pub fn limited(&self, time_ns: u64) {
         add(self.word(LIMITED_NS), time_ns);
     }
@@ -282,7 +283,7 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        if self.begun {
+        if self.started {
             disconnect(slot_words(&self.memory, self.slot));
         }
         self.taken.fetch_and(!(1 << self.slot), Relaxed);
@@ -290,17 +291,17 @@ impl Drop for Recorder {
 }
 
 impl Snapshot {
-    /// The counts of one operation.
+    /// Returns the counts of one operation.
     pub fn op(&self, op: Op) -> &OpSnapshot {
         &self.ops[op as usize]
     }
 
-    /// How often requests failed in this way.
+    /// Returns the number of requests that failed with this kind of error.
     pub fn errors_of(&self, kind: IoError) -> u64 {
         self.errors[kind as usize]
     }
 
-    /// Whoever has the page may have written anything: no sum may panic.
+    /// Adds the values of one slot. A process with the page may have written any values, so the sums saturate.
     fn add(&mut self, words: &[AtomicU64]) {
         let add = |sum: &mut u64, index: usize| {
             *sum = sum.saturating_add(words[index].load(Relaxed));
@@ -335,22 +336,22 @@ impl Snapshot {
 }
 
 impl OpSnapshot {
-    /// The latency, in nanoseconds, that `share` (0 to 1) of the requests stayed below: the upper
-    /// bound of its bucket. `None` when nothing was counted.
+    /// Returns the latency in nanoseconds that `share` (0 to 1) of the requests stayed below, rounded up to the
+    /// bound of its bucket. Returns `None` if no request was counted.
     pub fn quantile_ns(&self, share: f64) -> Option<u64> {
         quantile(&self.latency, share).map(|index| FIRST_BUCKET_NS << index)
     }
 }
 
-/// The bucket in which `share` (0 to 1) of what was counted has been reached; `None` when nothing was
-/// counted.
+/// Returns the first bucket that, together with those before it, has `share` (0 to 1) of all counts. Returns
+/// `None` if all buckets are zero.
 pub fn quantile(buckets: &[u64], share: f64) -> Option<usize> {
     let total = buckets.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
     let wanted = (total as f64 * share).ceil().max(1.0);
-    let mut seen = 0_u64;
+    let mut sum = 0_u64;
     buckets.iter().position(|count| {
-        seen = seen.saturating_add(*count);
-        total > 0 && seen as f64 >= wanted
+        sum = sum.saturating_add(*count);
+        total > 0 && sum as f64 >= wanted
     })
 }
 
@@ -358,21 +359,22 @@ const MAGIC: u64 = u64::from_le_bytes(*b"cleatst\0");
 const VERSION: u64 = 1;
 const HEADER: [u64; 6] =
     [MAGIC, VERSION, Op::ALL.len() as u64, IoError::ALL.len() as u64, BUCKETS as u64, SLOTS as u64];
-/// Header words that may be smaller or larger than ours: operations and kinds that have a place.
+/// The maximum of the header words that may differ from [`HEADER`]: the numbers of operations and error kinds
+/// that have a reserved place. Zero for a word that may not differ.
 const MOST: [u64; 6] = [0, 0, ((SLOT_WORDS - OPS) / OP_WORDS) as u64, (OPS - KINDS) as u64, 0, 0];
-/// In the header: one more than the highest slot that ever had a writer.
+/// Word of the header: one more than the highest slot that ever had a writer.
 const USED: usize = HEADER.len();
-/// In the header: see `handover`.
+/// Word of the header: see `handover`.
 const HANDOVER: usize = USED + 1;
-/// In the header: see [`Page::count_reconnect`].
+/// Word of the header: see [`Page::count_reconnect`].
 const RECONNECTS: usize = HANDOVER + 1;
-/// Words before the first slot; the unused ones are zero.
+/// The number of words before the first slot. Unused words are zero.
 const HEADER_WORDS: usize = 512;
-/// Words of one slot: a whole number of cache lines, with room for more counters.
+/// The number of words of one slot: a whole number of cache lines, with places for more counters.
 const SLOT_WORDS: usize = 512;
 const PAGE_BYTES: u64 = ((HEADER_WORDS + SLOTS * SLOT_WORDS) * 8) as u64;
 
-// Inside a slot.
+// Indices of words in a slot.
 const CONNECTED: usize = 0;
 const IN_FLIGHT: usize = 1;
 const QUEUED: usize = 2;
@@ -383,7 +385,7 @@ const OLDEST_NS: usize = 6;
 const KINDS: usize = 16;
 const OPS: usize = 64;
 const OP_WORDS: usize = 64;
-// Inside an operation.
+// Indices of words in the part of a slot for one operation.
 const COUNT: usize = 0;
 const BYTES: usize = 1;
 const ERRORS: usize = 2;
@@ -393,13 +395,13 @@ const LATENCY: usize = 16;
 const _: () = assert!(KINDS + IoError::ALL.len() <= OPS);
 const _: () = assert!(LATENCY + BUCKETS <= OP_WORDS);
 const _: () = assert!(OPS + Op::ALL.len() * OP_WORDS <= SLOT_WORDS);
-const _: () = assert!(SLOTS <= 64, "a bit each in `taken`");
+const _: () = assert!(SLOTS <= 64, "`taken` has 64 bits");
 
 fn slot_words(memory: &SharedMemory, slot: usize) -> &[AtomicU64] {
     &memory.words()[HEADER_WORDS + slot * SLOT_WORDS..][..SLOT_WORDS]
 }
 
-/// Clears what is true of a connection only while it lives.
+/// Clears the words that are valid only while the connection is served.
 fn disconnect(words: &[AtomicU64]) {
     for index in [CONNECTED, IN_FLIGHT, QUEUED, OUTAGE_SINCE_NS, OLDEST_NS] {
         words[index].store(0, Relaxed);
@@ -421,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_recorded_shows_in_the_reader_of_the_file() {
+    fn a_reader_of_the_file_sees_what_is_recorded() {
         let (page, file) = Page::create().unwrap();
         let reader = Page::from_fd(file).unwrap();
         let (first, second) = (page.recorder(0).unwrap(), page.recorder(5).unwrap());
@@ -456,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_forgets_what_died_with_its_predecessor() {
+    fn take_over_clears_the_connections_of_a_dead_process() {
         let (page, file) = Page::create().unwrap();
         let dead = page.recorder(2).unwrap();
         dead.ended(Op::Flush, 0, 9, Ok(()));
@@ -471,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_full_of_nonsense_is_read_all_the_same() {
+    fn a_page_with_arbitrary_values_can_be_read() {
         let (page, file) = Page::create().unwrap();
         let both = [page.recorder(0).unwrap(), page.recorder(1).unwrap()];
         let words = page.memory.words();
@@ -483,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_writer_leaves_the_slot_alone() {
+    fn a_silent_recorder_does_not_change_the_slot_before_it_starts() {
         let (page, file) = Page::create().unwrap();
         let old = page.recorder(0).unwrap();
         old.set_in_flight(7);
@@ -502,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_a_build_that_knows_more_or_fewer_kinds_is_read() {
+    fn a_page_of_a_build_with_more_or_fewer_kinds_can_be_read() {
         let (page, file) = Page::create().unwrap();
         let words = page.memory.words();
         let read = |file: &OwnedFd| Page::from_fd(file.try_clone().unwrap());
@@ -519,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn an_outage_began_with_the_first_connection_that_met_it() {
+    fn an_outage_starts_with_the_first_connection_that_reports_it() {
         let (page, _file) = Page::create().unwrap();
         let all = [0, 1, 2].map(|slot| page.recorder(slot).unwrap());
         assert_eq!(page.snapshot().outage_since_ns, 0);
@@ -542,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_double_and_quantiles_name_their_bound() {
+    fn bucket_bounds_double_and_quantiles_return_the_bound() {
         assert_eq!([0, 1023, 1024, 2047, 2048].map(bucket), [0, 0, 1, 1, 2]);
         assert_eq!(bucket(u64::MAX), BUCKETS - 1);
         let mut op = OpSnapshot::default();
