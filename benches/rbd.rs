@@ -261,7 +261,7 @@ impl Contestant {
     }
 }
 
-/// The CPU time in seconds of this process and of all children that it has waited for.
+/// Returns the CPU time in seconds of this process and of all children that it has waited for.
 fn own_cpu_seconds() -> f64 {
     [UsageWho::RUSAGE_SELF, UsageWho::RUSAGE_CHILDREN]
         .iter()

@@ -69,15 +69,15 @@ impl Client {
     pub fn run(&mut self, load: Load, depth: usize, time: Duration) -> f64 {
         let reply_len = REPLY_LEN + if load.write { 0 } else { load.block };
         // Long replies are received one at a time, so that none has to be moved.
-        let room = if reply_len > LONG { reply_len } else { LONG };
-        self.input.resize(room.max(self.input.len()), 0);
+        let capacity = if reply_len > LONG { reply_len } else { LONG };
+        self.input.resize(capacity.max(self.input.len()), 0);
         self.payload.resize(load.block, FILL);
         let begin = Instant::now();
         (0..depth).for_each(|_| self.queue(load));
         self.send();
         let (mut filled, mut done, mut running) = (0, 0u64, depth);
         while running > 0 {
-            let received = self.stream.read(&mut self.input[filled..room]).unwrap();
+            let received = self.stream.read(&mut self.input[filled..capacity]).unwrap();
             assert!(received > 0, "the server closed the connection");
             filled += received;
             let replies = filled / reply_len;
@@ -131,7 +131,7 @@ const FILL: u8 = 0x5a;
 /// The length from which on payloads are not batched, in bytes.
 const LONG: usize = 256 << 10;
 
-/// The CPU time that a process has used, in seconds.
+/// Returns the CPU time that a process has used, in seconds.
 pub fn cpu_seconds(pid: u32) -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();

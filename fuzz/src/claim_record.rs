@@ -6,10 +6,10 @@ use cleat_rbd::reprint_claim;
 
 const IMAGE: &str = "10226b8b4567";
 
-/// The longest text in a claim, in bytes.
+/// The maximum length of a text in a claim, in bytes.
 const TEXT_MAX: usize = 256;
 
-/// The most clients that a claim remembers.
+/// The maximum number of fenced clients in a claim.
 const CUT_MAX: usize = 16;
 
 /// Checks that a claim that is accepted is bounded, that its addresses can be passed to the cluster's

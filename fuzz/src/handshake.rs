@@ -1,4 +1,4 @@
-//! The NBD handshake, fed with what a client may send.
+//! The NBD handshake with arbitrary input of a client.
 //!
 //! Input: one byte for the export's properties, one for the split, then the client's bytes.
 
@@ -8,21 +8,20 @@ use cleat_nbd::wire::{OPTION_HEADER_LEN, OPTION_REPLY_MAGIC, put_greeting, reply
 
 use crate::pieces::{ends, take};
 
-/// The most bytes that one call may leave to be sent: the bound of the handshake itself, plus one
-/// answer.
+/// The maximum number of bytes to be sent after one call: the bound of the handshake, plus one reply.
 const OUT_MAX: usize = 32 << 10;
 
-/// What a run of the handshake led to.
+/// The result of a handshake.
 #[derive(Debug, PartialEq)]
 struct Outcome {
-    eaten: usize,
+    consumed: usize,
     sent: Vec<u8>,
     step: Step,
     agreed: Agreed,
 }
 
-/// Checks that the split of the client's bytes does not matter, that what is kept and what is to be
-/// sent stay bounded, and that the answers are well framed: one final reply to each option.
+/// Checks that the split of the client's bytes does not matter, that the unconsumed bytes and the bytes to be
+/// sent are bounded, and that the replies are framed correctly: one final reply to each option.
 pub(crate) fn check(mut data: &[u8]) {
     let (properties, seed) = (take(&mut data), take(&mut data));
     let whole = negotiate(properties, data, 0);
@@ -30,7 +29,10 @@ pub(crate) fn check(mut data: &[u8]) {
     assert_eq!(whole, split, "the split of the stream matters");
     if let Some(finals) = final_replies(&whole) {
         // An option has at least a header, and the client's flags come first.
-        assert!(finals * OPTION_HEADER_LEN + 4 <= whole.eaten.max(4), "more replies than options");
+        assert!(
+            finals * OPTION_HEADER_LEN + 4 <= whole.consumed.max(4),
+            "more replies than options"
+        );
     }
 }
 
@@ -41,28 +43,29 @@ fn negotiate(properties: u8, stream: &[u8], seed: u8) -> Outcome {
     put_greeting(&mut greeting);
     assert_eq!(out, greeting);
     out.clear();
-    let (mut eaten, mut sent) = (0, Vec::new());
+    let (mut consumed, mut sent) = (0, Vec::new());
     for end in ends(seed, stream.len()) {
         loop {
-            let (bytes, step) = handshake.advance(&stream[eaten..end], &mut out);
-            eaten += bytes;
+            let (bytes, step) = handshake.advance(&stream[consumed..end], &mut out);
+            consumed += bytes;
             assert!(out.len() <= OUT_MAX, "{} bytes wait to be sent", out.len());
             let idle = bytes == 0 && out.is_empty();
             sent.append(&mut out);
             if step != Step::Continue {
-                return Outcome { eaten, sent, step, agreed: handshake.agreed() };
+                return Outcome { consumed, sent, step, agreed: handshake.agreed() };
             }
             if idle {
                 break;
             }
         }
-        let kept = end - eaten;
+        let kept = end - consumed;
         assert!(kept < MAX_OPTION_DATA as usize + OPTION_HEADER_LEN, "{kept} bytes are kept");
     }
-    Outcome { eaten, sent, step: Step::Continue, agreed: handshake.agreed() }
+    Outcome { consumed, sent, step: Step::Continue, agreed: handshake.agreed() }
 }
 
-/// Bit 0: blocks that a client has to ask for. Bit 1: no description. Bit 2: read-only.
+/// Returns an export with these properties. Bit 0: the client must request block sizes. Bit 1: no description.
+/// Bit 2: read-only.
 fn export(properties: u8) -> Export {
     let bit = |number: u8| properties >> number & 1 == 1;
     Export {
@@ -78,7 +81,7 @@ fn export(properties: u8) -> Export {
     }
 }
 
-/// Counts the acknowledgements and errors; `None` after EXPORT_NAME, whose answer has no frame.
+/// Counts the acknowledgements and errors. Returns `None` after EXPORT_NAME, whose reply has no frame.
 fn final_replies(outcome: &Outcome) -> Option<usize> {
     let (mut rest, mut finals) = (outcome.sent.as_slice(), 0);
     while !rest.is_empty() {

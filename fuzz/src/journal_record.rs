@@ -3,7 +3,7 @@
 use cleat_node::journal::reprint_record;
 use serde_json::Value;
 
-/// The longest input that is tried, in bytes: the longest record that the journal reads.
+/// The maximum length of the input in bytes: that of a record that the journal reads.
 const RECORD_MAX: usize = 64 << 10;
 
 const MAPPING_ID: &str = "00000000000000aa";

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use cleat_kernel::{Identity, Mount, parse_mountinfo};
 
-/// Checks that no more mounts come out than lines went in, that a mount is read back from its own
+/// Checks that there are no more mounts than lines, that a mount is read back from its own
 /// line, and that an identity is accepted only if it is safe as a file name.
 pub(crate) fn check(data: &[u8]) {
     let mounts: Vec<Mount> = parse_mountinfo(data).collect();
@@ -25,7 +25,7 @@ pub(crate) fn check(data: &[u8]) {
     }
 }
 
-/// The line of mountinfo that the kernel would show for `mount`.
+/// Returns the line of mountinfo that the kernel would show for `mount`.
 fn line(mount: &Mount) -> Vec<u8> {
     [
         format!("1 2 {}:{} / ", mount.number.major, mount.number.minor).as_bytes(),

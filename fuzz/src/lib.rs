@@ -1,10 +1,11 @@
 //! Fuzz targets: one function for each parser of bytes that cleat did not write itself.
 //!
-//! Comes in: arbitrary bytes. Goes out: nothing, or a panic that names the property which does not
-//! hold. A target checks more than the absence of panics: that the split of a byte stream does not
-//! matter, that what was parsed is printed and parsed again to the same value, that accepted values
-//! are inside their bounds. [`run`] also checks, for every target, that the memory that was taken is
-//! bounded by the input.
+//! - Input: arbitrary bytes.
+//! - Output: nothing, or a panic that names the violated property.
+//!
+//! A target checks more than the absence of panics: the split of a byte stream does not matter, a parsed value
+//! is printed and parsed again to the same value, and accepted values are inside their bounds. [`run`] also
+//! checks, for every target, that the input bounds the allocated memory.
 //!
 //! The same functions run under libFuzzer (`fuzz_targets/`, nightly) and in `tests/fuzz.rs`
 //! (stable). `cleat_fuzz` is for tests only; nothing depends on it.
@@ -25,14 +26,14 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-/// The heap that a target may take whatever its input, in bytes: fixed buffers of parsers and of the
-/// target itself.
+/// The heap that a target may allocate for any input, in bytes: fixed buffers of parsers and of the target
+/// itself.
 const HEAP_FIXED: usize = 256 << 10;
 
-/// The heap that a target may take for each byte of its input, in bytes.
+/// The heap that a target may allocate for each byte of its input, in bytes.
 const HEAP_PER_BYTE: usize = 256;
 
-/// A target's name, and what it checks.
+/// A target's name, and the function that checks one input.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target. The name is that of the binary, of the corpus directory and of the smoke test.
@@ -47,11 +48,11 @@ pub const TARGETS: &[Target] = &[
     ("claim_record", claim_record::check),
 ];
 
-/// Runs the target `name` on `data`, and checks the memory that it took. Other threads must not
-/// allocate meanwhile.
+/// Runs the target `name` on `data`, and checks the memory that it allocates. Other threads must not allocate
+/// at the same time.
 ///
 /// # Panics
-/// When a property does not hold, or no target has that name.
+/// Panics if a property is violated, or if no target has that name.
 pub fn run(name: &str, data: &[u8]) {
     let target = TARGETS.iter().find(|(known, _)| *known == name);
     let (_, check) = target.unwrap_or_else(|| panic!("there is no fuzz target {name}"));

@@ -2,7 +2,7 @@
 
 use cleat_core::random::Random;
 
-/// The most pieces that a stream is split into by lengths drawn at random.
+/// The maximum number of pieces if a stream is split at random.
 const PIECES_MAX: usize = 64;
 
 /// Takes one byte off `data`; 0 when it is empty.

@@ -1,5 +1,5 @@
-//! Structured replies: the chunks that are sent, read back as a client does, and the meta context
-//! queries that a client negotiates them with.
+//! Structured replies: the chunks of the server, parsed as a client does, and the queries with which a client
+//! negotiates the metadata context.
 //!
 //! Input: 24 bytes for the fields of replies; the rest is the data of a SET_META_CONTEXT option.
 
@@ -15,8 +15,8 @@ use cleat_nbd::wire::{OPTION_MAGIC, option, reply};
 
 const NAME: &str = "disk";
 
-/// Checks that every chunk is read back with the fields that it was made of, and that a context is
-/// selected exactly when the client asked for it by its name.
+/// Checks that every chunk is parsed to the fields from which it was created, and that a context is selected
+/// exactly if the client has requested it by its name.
 pub(crate) fn check(data: &[u8]) {
     let (fields, query) = data.split_at(data.len().min(24));
     let mut padded = [0; 24];
@@ -52,7 +52,7 @@ fn chunks(cookie: u64, offset: u64, length: u32) {
     }
 }
 
-/// Every four bytes of `lengths` are an extent.
+/// Checks a block status whose extents are the groups of four bytes in `lengths`.
 fn extents(cookie: u64, lengths: &[u8]) {
     let extents: Vec<Extent> = lengths
         .as_chunks::<4>()
@@ -68,14 +68,15 @@ fn extents(cookie: u64, lengths: &[u8]) {
     assert_eq!((kind, echoed), (chunk::BLOCK_STATUS, cookie));
     assert_eq!(length as usize, bytes.len() - CHUNK_HEADER_LEN);
     assert_eq!(bytes[CHUNK_HEADER_LEN..STATUS_HEADER_LEN], ALLOCATION_ID.to_be_bytes());
-    for (place, extent) in bytes[STATUS_HEADER_LEN..].chunks(EXTENT_LEN).zip(&extents) {
+    for (descriptor, extent) in bytes[STATUS_HEADER_LEN..].chunks(EXTENT_LEN).zip(&extents) {
         let length = u32::try_from(extent.length).expect("it was made of 32 bits");
-        assert_eq!(place[..4], length.to_be_bytes());
-        assert_eq!(place[4..], if extent.hole { 3_u32 } else { 0 }.to_be_bytes());
+        assert_eq!(descriptor[..4], length.to_be_bytes());
+        assert_eq!(descriptor[4..], if extent.hole { 3_u32 } else { 0 }.to_be_bytes());
     }
 }
 
-/// Negotiates structured replies, sends `query` as SET_META_CONTEXT, and begins.
+/// Negotiates structured replies, sends `query` as SET_META_CONTEXT, starts transmission, and checks whether
+/// the context is selected.
 fn contexts(query: &[u8]) {
     let request = |option: u32, data: &[u8]| {
         let length = u32::try_from(data.len()).expect("it is bounded").to_be_bytes();
@@ -96,17 +97,17 @@ fn contexts(query: &[u8]) {
     assert_eq!(handshake.advance(&stream, &mut out), (stream.len(), Step::Transmission));
     let agreed = handshake.agreed();
     assert!(agreed.structured);
-    let asked = parse(query);
-    let for_export = asked.as_ref().filter(|(name, _)| name == NAME.as_bytes());
+    let parsed = parse(query);
+    let for_export = parsed.as_ref().filter(|(name, _)| name == NAME.as_bytes());
     let wanted = for_export.is_some_and(|(_, queries)| queries.contains(&ALLOCATION.to_vec()));
-    assert_eq!(agreed.allocation, wanted, "{asked:?}");
+    assert_eq!(agreed.allocation, wanted, "{parsed:?}");
     // The reply after that of STRUCTURED_REPLY, which has no data.
     let kind = u32::from_be_bytes(*out[32..].first_chunk().expect("there is a second reply"));
-    assert_eq!(asked.is_none(), kind == reply::ERR_INVALID, "{asked:?} led to {kind:#x}");
+    assert_eq!(parsed.is_none(), kind == reply::ERR_INVALID, "{parsed:?} led to {kind:#x}");
 }
 
-/// The name of the export and the queries, as doc/proto.md describes them; `None` when a length is
-/// wrong. Written apart from the parser that it checks.
+/// Returns the name of the export and the queries, as doc/proto.md describes them, or `None` if a length is
+/// wrong. It shares no code with the parser that it checks.
 fn parse(data: &[u8]) -> Option<(Vec<u8>, Vec<Vec<u8>>)> {
     let mut rest = data.iter().copied();
     let number = |rest: &mut dyn Iterator<Item = u8>| {

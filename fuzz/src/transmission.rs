@@ -1,4 +1,4 @@
-//! The NBD transmission phase, fed with what a client or the kernel may send.
+//! The NBD transmission phase with arbitrary input of a client or the kernel.
 //!
 //! Input: one byte for the volume's features, one for the split, then the client's bytes.
 
@@ -22,15 +22,15 @@ pub(crate) fn check(mut data: &[u8]) {
     let (features, agreed) = mode(properties);
     for event in &whole {
         match event {
-            Event::Request { request, .. } => judge(request, features),
+            Event::Request { request, .. } => check_request(request, features),
             Event::Write { request, .. } => {
                 assert_eq!(request.op, Op::Write);
                 assert!(request.length <= MAX_PAYLOAD.into(), "a payload of {}", request.length);
-                judge(request, features);
+                check_request(request, features);
             }
             Event::Status { offset, length, .. } => {
                 assert!(agreed.allocation, "BLOCK_STATUS without its context");
-                inside(*offset, *length);
+                check_range(*offset, *length);
             }
             Event::Violation(Violation::Payload(length)) => assert!(*length > MAX_SKIPPED),
             _ => {}
@@ -41,8 +41,8 @@ pub(crate) fn check(mut data: &[u8]) {
     }
 }
 
-/// What the stream amounts to, in pieces of `seed`. Payloads are taken on the way, or skipped, by
-/// the request's cookie.
+/// Returns the events of the stream, split according to `seed`. The request's cookie determines whether a
+/// payload is taken or skipped.
 fn events(properties: u8, stream: &[u8], seed: u8) -> Vec<Event> {
     let (features, agreed) = mode(properties);
     let blocks = BlockSizes { minimum: BLOCK, preferred: 4096, maximum: MAX_PAYLOAD };
@@ -58,8 +58,8 @@ fn events(properties: u8, stream: &[u8], seed: u8) -> Vec<Event> {
             if payload > 0 {
                 break;
             }
-            let (eaten, event) = parser.next(&stream[pos..end], SIZE);
-            pos += eaten;
+            let (consumed, event) = parser.next(&stream[pos..end], SIZE);
+            pos += consumed;
             match event {
                 Event::Starved => break,
                 Event::Write { cookie, .. } if cookie & 1 == 1 => parser.skip_payload(),
@@ -70,7 +70,7 @@ fn events(properties: u8, stream: &[u8], seed: u8) -> Vec<Event> {
                 }
                 _ => {}
             }
-            assert!(eaten >= REQUEST_LEN, "an event without a request");
+            assert!(consumed >= REQUEST_LEN, "an event without a request");
             events.push(event);
         }
         assert!(payload > 0 || end - pos < REQUEST_LEN, "a whole request is left");
@@ -78,7 +78,8 @@ fn events(properties: u8, stream: &[u8], seed: u8) -> Vec<Event> {
     events
 }
 
-/// Bits 0 to 5: features of the volume. Bit 6: structured replies and BLOCK_STATUS.
+/// Returns the mode for these properties. Bits 0 to 5: features of the volume. Bit 6: structured replies and
+/// BLOCK_STATUS.
 fn mode(properties: u8) -> (Features, Agreed) {
     let bit = |number: u8| properties >> number & 1 == 1;
     let features = Features {
@@ -93,7 +94,7 @@ fn mode(properties: u8) -> (Features, Agreed) {
     (features, Agreed { structured: bit(6), allocation: bit(6) })
 }
 
-fn judge(request: &Request, features: Features) {
+fn check_request(request: &Request, features: Features) {
     let Request { op, flags, offset, length } = *request;
     assert!(!(features.read_only && op.modifies()), "{op:?} on a read-only volume");
     assert!(features.fua || !flags.fua, "FUA was not offered");
@@ -107,11 +108,11 @@ fn judge(request: &Request, features: Features) {
     assert!(offered, "{op:?} was not offered");
     match op {
         Op::Flush => assert_eq!((offset, length), (0, 0)),
-        _ => inside(offset, length),
+        _ => check_range(offset, length),
     }
 }
 
-fn inside(offset: u64, length: u64) {
+fn check_range(offset: u64, length: u64) {
     let end = offset.checked_add(length).expect("a range does not wrap");
     assert!(length > 0 && end <= SIZE, "{length} bytes at {offset} in a volume of {SIZE}");
     assert_eq!((offset | length) % u64::from(BLOCK), 0, "{length} bytes at {offset}: alignment");

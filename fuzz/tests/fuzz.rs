@@ -2,7 +2,7 @@
 //! corpus from a seed.
 //!
 //! `CLEAT_FUZZ_RUNS` sets the mutations for each target, `CLEAT_FUZZ_SEED` another seed. An input
-//! that fails is written to `fuzz/artifacts/<target>/`; each later run begins with it, and libFuzzer
+//! that fails is written to `fuzz/artifacts/<target>/`; each later run starts with it, and libFuzzer
 //! takes it as an argument.
 #![allow(clippy::unwrap_used)]
 
@@ -13,10 +13,10 @@ use std::sync::{Mutex, PoisonError};
 
 use cleat_core::random::Random;
 
-/// Mutations for each target in a plain run.
+/// The number of mutations for each target, unless `CLEAT_FUZZ_RUNS` is set.
 const RUNS: u64 = 4000;
 
-/// The longest mutated input, in bytes.
+/// The maximum length of a mutated input, in bytes.
 const LENGTH_MAX: usize = 8 << 10;
 
 /// Targets run one at a time, since each measures the memory of the whole process.
@@ -29,7 +29,7 @@ macro_rules! smoke {
             smoke(stringify!($name));
         })*
 
-        /// A target without a smoke test would never run.
+        /// Returns a target without a smoke test would never run.
         #[test]
         fn every_target_is_here() {
             let known: Vec<_> = cleat_fuzz::TARGETS.iter().map(|(name, _)| *name).collect();
@@ -89,7 +89,7 @@ fn keep(target: &str, input: &[u8]) -> PathBuf {
     path
 }
 
-/// The files of a target, by name.
+/// Returns the files of a target, by name.
 fn inputs(kind: &str, target: &str) -> Vec<(PathBuf, Vec<u8>)> {
     let Ok(entries) = fs::read_dir(directory(kind, target)) else { return Vec::new() };
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
