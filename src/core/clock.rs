@@ -1,6 +1,6 @@
 //! The clock that the code of cleat reads: one trait, so that tests can set the time.
 //!
-//! Code that decides by time gets a [`Clock`] from its caller and reads no clock of the system by
+//! Code that decides by time gets a [`Clock`] from its caller and does not read a clock of the system
 //! itself. [`SystemClock`] is the real one. [`ManualClock`] moves only when a test moves it.
 
 use std::fmt::Debug;
@@ -11,7 +11,7 @@ use nix::time::{ClockId, clock_gettime};
 
 /// A source of time. Reading it never blocks.
 pub trait Clock: Debug + Send + Sync {
-    /// The monotonic time, for deadlines and durations. It does not count time in which the machine
+    /// Returns the monotonic time, for deadlines and durations. It does not count time in which the machine
     /// is suspended.
     fn now(&self) -> Instant;
 
@@ -23,8 +23,8 @@ pub trait Clock: Debug + Send + Sync {
     /// suspended.
     fn boot_ns(&self) -> u64;
 
-    /// The wall clock. An administrator or NTP may set it, forwards and backwards: it is for people
-    /// and logs, never for deadlines.
+    /// Returns the wall clock. An administrator or NTP may set it forwards and backwards, so it is only
+    /// for output and logs, never for deadlines.
     fn wall(&self) -> SystemTime;
 
     /// Milliseconds of the wall clock since the Unix epoch; 0 if the clock is set before it.
@@ -38,7 +38,7 @@ pub trait Clock: Debug + Send + Sync {
         self.unix_ms() / 1000
     }
 
-    /// The time that has passed since `earlier`; zero if `earlier` lies in the future.
+    /// Returns the time that has passed since `earlier`; zero if `earlier` lies in the future.
     fn elapsed_since(&self, earlier: Instant) -> Duration {
         self.now().saturating_duration_since(earlier)
     }
@@ -73,7 +73,7 @@ fn system_ns(clock: ClockId) -> u64 {
     nanoseconds(now)
 }
 
-/// 64 bits of nanoseconds last for 584 years.
+/// Returns `duration` in nanoseconds. 64 bits suffice for 584 years.
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -93,7 +93,7 @@ const MANUAL_EPOCH: Duration = Duration::from_secs(1_893_456_000);
 const MANUAL_START: Duration = Duration::from_secs(1);
 
 impl ManualClock {
-    /// Makes a clock that stands still.
+    /// Creates a clock that stands still.
     #[allow(clippy::disallowed_methods, reason = "an `Instant` has no other origin")]
     pub fn new() -> Self {
         Self { began: Instant::now(), elapsed_ns: AtomicU64::new(0) }

@@ -9,7 +9,7 @@ use std::fmt;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The class of an error, by the reaction that it requires. Each kind has one gRPC status
-/// code (`control::admin`) and one exit code (`cli::exit`).
+/// code (`cleat_node::api`) and one exit code (`cli::exit`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ErrorKind {
@@ -17,7 +17,7 @@ pub enum ErrorKind {
     InvalidArgument,
     /// The volume, device or file does not exist.
     NotFound,
-    /// A mapping of that name exists with other properties.
+    /// A mapping with that name exists with other properties.
     AlreadyExists,
     /// The device or the volume is in use. The message names the holders.
     InUse,
@@ -35,8 +35,8 @@ pub enum ErrorKind {
     NoSpace,
     /// Another client owns the volume now; this one was fenced.
     Fenced,
-    /// An unexpected failure: an I/O error, an unexpected answer of the kernel, a defect. A kind that only
-    /// a newer build knows is read as this one.
+    /// An unexpected failure: an I/O error, an unexpected reply of the kernel, a defect. A kind that only
+    /// a newer build knows is parsed as this one.
     #[serde(other)]
     Internal,
 }
@@ -52,7 +52,7 @@ pub struct Error {
 }
 
 impl Error {
-    /// Makes an error of `kind`. `message` states what failed and why, without a final period.
+    /// Creates an error of `kind`. `message` states what failed and why, without a final period.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), repair: None, source: None }
     }
@@ -91,17 +91,17 @@ impl Error {
         Self::new(kind, message).with_source(source)
     }
 
-    /// The kind, which prescribes the caller's reaction.
+    /// Returns the kind, which prescribes the caller's reaction.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The message alone, without sources.
+    /// Returns the message alone, without sources.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// The message and the messages of all sources, separated by ": ", on one line.
+    /// Returns the message and the messages of all sources, separated by ": ", on one line.
     pub fn report(&self) -> String {
         let mut report = self.message.clone();
         let mut source = std::error::Error::source(self);
@@ -113,7 +113,7 @@ impl Error {
         report
     }
 
-    /// The repair hint, if there is one.
+    /// Returns the repair hint, if there is one.
     pub fn repair(&self) -> Option<&str> {
         self.repair.as_deref()
     }

@@ -25,7 +25,7 @@ impl Policy {
     /// succeed later. Refusing the record instead would lose the mapping.
     ///
     /// # Errors
-    /// Those of `source`, when its input is malformed.
+    /// Returns the error of `source` if its input is malformed.
     pub fn understood<'de, D: Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
         let value = serde_json::Value::deserialize(source)?;
         Ok(Self::deserialize(&value).unwrap_or_else(|error| {
@@ -95,14 +95,14 @@ impl Change {
         }
     }
 
-    /// Whether the change leaves everything as it is.
+    /// Returns whether the change changes nothing.
     pub fn is_empty(self) -> bool {
         self == Self::default()
     }
 }
 
 impl OnOutage {
-    /// How long an outage may last before requests fail; `None` means without a limit.
+    /// Returns how long an outage may last before requests fail; `None` means without a limit.
     pub fn max_queue_time(self) -> Option<Duration> {
         match self {
             Self::Queue => None,
@@ -131,7 +131,7 @@ impl FromStr for OnOutage {
     fn from_str(text: &str) -> Result<Self> {
         let wrong = |why: String| {
             Error::new(ErrorKind::InvalidArgument, why)
-                .with_repair("write queue (no limit), queue:30s (fail after 30 s) or fail")
+                .with_repair("use queue (no limit), queue:30s (fail after 30 s) or fail")
         };
         let limit = match text {
             "queue" => return Ok(Self::Queue),
@@ -140,7 +140,7 @@ impl FromStr for OnOutage {
         };
         let shown: String = text.chars().take(40).collect();
         let limit = limit.and_then(|limit| humantime::parse_duration(limit).ok());
-        let limit = limit.ok_or_else(|| wrong(format!("{shown:?} is no outage policy")))?;
+        let limit = limit.ok_or_else(|| wrong(format!("{shown:?} is not an outage policy")))?;
         // Whole milliseconds, so that the text loses nothing.
         let limit = Duration::from_millis(u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
         if !(Duration::from_millis(1)..=MAX_QUEUE_TIME).contains(&limit) {
@@ -168,12 +168,12 @@ impl RateLimits {
     /// Checks that each limit is zero or within its bounds.
     ///
     /// # Errors
-    /// `InvalidArgument` for a limit out of bounds.
+    /// Returns `InvalidArgument` for a limit out of bounds.
     pub fn check(self) -> Result<Self> {
         let Self { iops, bytes_per_s } = self;
         let invalid = |message| {
             Err(Error::new(ErrorKind::InvalidArgument, message)
-                .with_repair("give another limit, or 0 for none"))
+                .with_repair("use another limit, or 0 for no limit"))
         };
         if iops > MAX_IOPS {
             return invalid(format!("a limit of {iops} requests per second is above {MAX_IOPS}"));

@@ -14,10 +14,10 @@ use crate::error::{Error, Result};
 pub struct Random(AtomicU64);
 
 impl Random {
-    /// Makes a generator that the kernel seeds. Blocks only in the first seconds of a boot.
+    /// Creates a generator with a seed from the kernel. Blocks only in the first seconds of a boot.
     ///
     /// # Errors
-    /// When /dev/urandom cannot be read.
+    /// Returns an error if /dev/urandom cannot be read.
     pub fn from_kernel() -> Result<Self> {
         let mut seed = [0; 8];
         std::fs::File::open("/dev/urandom")
@@ -26,7 +26,7 @@ impl Random {
         Ok(Self::seeded(u64::from_ne_bytes(seed)))
     }
 
-    /// Makes a generator that gives the same sequence for the same seed.
+    /// Creates a generator that returns the same sequence for the same seed.
     pub fn seeded(seed: u64) -> Self {
         Self(AtomicU64::new(seed))
     }

@@ -26,12 +26,12 @@ impl Op {
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Trim, Self::WriteZeroes, Self::Cache];
 
-    /// Whether the operation changes the content of the volume. A read-only volume refuses it.
+    /// Returns whether the operation changes the content of the volume. A read-only volume refuses it.
     pub fn modifies(self) -> bool {
         matches!(self, Self::Write | Self::Trim | Self::WriteZeroes)
     }
 
-    /// The operation's name in logs, statistics and metrics.
+    /// Returns the operation's name in logs, statistics and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -122,7 +122,7 @@ impl IoError {
         Self::Broken,
     ];
 
-    /// The kind's name in statistics and metrics.
+    /// Returns the kind's name in statistics and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Retry => "retry",
@@ -137,7 +137,8 @@ impl IoError {
         }
     }
 
-    /// The kind for an error number of the operating system, as I/O on a local file or device returns it.
+    /// Returns the kind for an error number of the operating system, as I/O on a local file or device returns
+    /// it.
     pub fn from_errno(errno: i32) -> Self {
         match errno {
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Self::NoSpace,

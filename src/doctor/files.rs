@@ -152,7 +152,7 @@ impl Machine {
         )
     }
 
-    /// The configured control group of the workers must exist and be writable.
+    /// The daemon must be able to move workers to the configured control group, outside of its own group.
     pub(super) fn cgroup(&self) -> Check {
         const NAME: &str = "worker_cgroup";
         let Some(group) = &self.cgroup else {

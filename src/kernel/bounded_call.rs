@@ -1,4 +1,4 @@
-//! Calls that the kernel may never return from, on threads of their own. The caller waits until its
+//! Calls that the kernel may never return from, on separate threads. The caller waits until its
 //! deadline and continues; the thread stays behind and is counted, so that a kernel that hangs costs a
 //! bounded number of threads.
 
@@ -10,7 +10,7 @@ use crossbeam_channel::{RecvTimeoutError, SendError, bounded};
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Runs calls on threads of their own, with a bound on the threads that were left behind.
+/// Runs calls on separate threads, with a bound on the threads whose callers have timed out.
 #[derive(Debug, Clone)]
 pub(super) struct BoundedCalls {
     stuck: Arc<AtomicUsize>,
@@ -27,7 +27,7 @@ impl BoundedCalls {
     /// its result to `late`. Blocks until `deadline` at most.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline; `Unavailable` when too many calls are stuck already.
+    /// Returns `TimedOut` at the deadline; `Unavailable` if too many calls are stuck already.
     pub(super) fn run<T: Send + 'static>(
         &self,
         what: &str,

@@ -25,7 +25,7 @@ const MEMBERS: &str = "cgroup.procs";
 /// need not exist yet. Changes nothing.
 ///
 /// # Errors
-/// The reason why it is not possible, with a repair.
+/// Returns the reason, with a repair, if it is not possible.
 pub fn check(group: &Path) -> Result<()> {
     let there = if group.exists() { group } else { group.parent().unwrap_or(group) };
     let seen = open(there).and_then(|directory| members(&directory).map(drop));
@@ -43,9 +43,9 @@ pub fn check(group: &Path) -> Result<()> {
 /// Moves a process into `group`, which is created if its parent exists.
 ///
 /// # Errors
-/// When the process stays in its group; the error has a repair.
+/// Returns an error if the process stays in its group; the error has a repair.
 pub fn move_process(group: &Path, pid: u32) -> Result<()> {
-    // On a thread of its own: a thread that left the process's own namespace must do nothing else.
+    // On a separate thread: a thread that has left the process's own namespace must do nothing else.
     let attempt = || {
         // The kernel checks the cgroup namespace of the process that opened the file, and a container's
         // own namespace does not allow groups outside of it (cgroup_procs_write_permission). If the
@@ -85,7 +85,7 @@ fn members(directory: &impl AsFd) -> io::Result<File> {
     Ok(openat(directory, MEMBERS, OFlag::O_WRONLY | OFlag::O_CLOEXEC, Mode::empty())?.into())
 }
 
-/// Whether a group is the group of this process, or inside it. False if that is the root group, which
+/// Returns whether a group is the group of this process, or inside it. False if that is the root group, which
 /// cannot be killed.
 fn is_within_ours(group: &Path) -> bool {
     let own = std::process::id().to_string();

@@ -30,7 +30,7 @@ impl Hub {
     /// most [`START_TIMEOUT`].
     ///
     /// # Errors
-    /// `TimedOut`, and what netlink reports.
+    /// Returns `TimedOut` at the deadline, and the errors of netlink.
     pub(super) fn start() -> Result<Self> {
         let failed = |message: &str, error: std::io::Error| Error::from_io(message, error);
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;

@@ -2,12 +2,14 @@
 //! trait.
 //!
 //! Input: what a device should be. Output: what it is. Every call of [`Kernel`] may block, up to the
-//! deadline where it takes one, so callers run the calls on threads of their own. This crate never
+//! deadline if it has one, so callers run the calls on separate threads. This crate never
 //! decides which device to use, keep or remove: that is the planner's task (`cleat-node`). It names no
 //! backend.
 //!
 //! [`real`] is the kernel of this machine. The module `sim` (feature `sim`) is a simulated kernel with
 //! scripted failures, for tests; the same lifecycle tests run on both.
+
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests wait in real time"))]
 
 mod bounded_call;
 pub mod cgroup;
@@ -53,7 +55,7 @@ pub struct ConnectSpec {
     pub identity: Identity,
     /// How long new requests wait after the last connection died, before they fail.
     pub dead_connection_timeout: Duration,
-    /// How long a request may take before the driver gives up its socket (NBD_ATTR_TIMEOUT). Zero
+    /// How long a request may take before the driver drops its socket (NBD_ATTR_TIMEOUT). Zero
     /// leaves the driver's check every 30 s, which does not give up sockets of a single connection.
     pub request_timeout: Duration,
     /// The value for `/sys/block/nbdN/queue/io_timeout`, written before the first request: the time
@@ -71,7 +73,7 @@ pub struct Device {
     pub connected: bool,
     /// The process that configured the device, as the kernel recorded it.
     pub pid: Option<u32>,
-    /// The backend identifier. Other programs set identifiers of their own.
+    /// The backend identifier. Other programs set other identifiers.
     pub backend: Option<String>,
     /// The size in bytes.
     pub size: u64,
@@ -137,7 +139,7 @@ pub trait Kernel: Send + Sync {
     /// identity are in place before the device appears. Blocks for at most 10 s.
     ///
     /// # Errors
-    /// `Unsupported` without the nbd module; `PermissionDenied` without CAP_SYS_ADMIN; `NoSpace` when
+    /// Returns `Unsupported` without the nbd module; `PermissionDenied` without CAP_SYS_ADMIN; `NoSpace` if
     /// no device is left; `TimedOut`. After an error no device stays connected.
     fn connect(&self, spec: ConnectSpec) -> Result<DeviceIndex>;
 
@@ -145,7 +147,8 @@ pub trait Kernel: Send + Sync {
     /// when no connection is dead, so the caller must check its own ends. Blocks for at most 10 s.
     ///
     /// # Errors
-    /// `NotFound` when the device is not connected or has another identity; `TimedOut`.
+    /// Returns `NotFound` if the device is not connected or has another identity, and `TimedOut` at the
+    /// deadline.
     fn reconfigure(
         &self,
         index: DeviceIndex,
@@ -156,7 +159,7 @@ pub trait Kernel: Send + Sync {
     /// Sets a new size, in bytes. Blocks for at most 10 s.
     ///
     /// # Errors
-    /// As [`Kernel::reconfigure`].
+    /// Returns the errors of [`Kernel::reconfigure`].
     fn resize(&self, index: DeviceIndex, identity: &Identity, size: u64) -> Result<()>;
 
     /// Disconnects a device. Returns when the device is free (sysfs `pid` is gone) and its udev
@@ -164,7 +167,7 @@ pub trait Kernel: Send + Sync {
     /// success.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline; the kernel may still carry out the command later.
+    /// Returns `TimedOut` at the deadline; the kernel may still carry out the command later.
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()>;
 
     /// Unmounts the device and its partitions lazily, in the namespaces of `which`, together with what
@@ -172,7 +175,7 @@ pub trait Kernel: Send + Sync {
     /// gone. Returns when the mounts are gone and their dirty data is written, or has failed.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline; the unmount continues in the background. A mount that cannot be
+    /// Returns `TimedOut` at the deadline; the unmount continues in the background. A mount that cannot be
     /// removed is no error: [`Kernel::holders`] lists it.
     fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()>;
 
@@ -182,8 +185,8 @@ pub trait Kernel: Send + Sync {
     /// stays frozen.
     ///
     /// # Errors
-    /// `NotFound` when the device is not connected as `identity`; `Unsupported` when a file system
-    /// cannot be frozen, or is on another block device on top of this one; `TimedOut` at the deadline.
+    /// Returns `NotFound` if the device is not connected as `identity`; `Unsupported` if a file system cannot
+    /// be frozen, or is on another block device on top of this one; `TimedOut` at the deadline.
     fn freeze(
         &self,
         index: DeviceIndex,
@@ -196,7 +199,7 @@ pub trait Kernel: Send + Sync {
     /// [`Kernel::freeze`] returned. A file system that is not frozen is success.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline, when the backend does not answer; the thaw continues in the
+    /// Returns `TimedOut` at the deadline, if the backend does not answer; the thaw continues in the
     /// background.
     fn thaw(
         &self,
@@ -211,7 +214,7 @@ pub trait Kernel: Send + Sync {
     /// connected, or has another identity by now, counts as free.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline; the kernel may still carry out the command later.
+    /// Returns `TimedOut` at the deadline; the kernel may still carry out the command later.
     fn force_disconnect(
         &self,
         index: DeviceIndex,
@@ -222,23 +225,23 @@ pub trait Kernel: Send + Sync {
     /// Returns every nbd device that exists, connected or not.
     ///
     /// # Errors
-    /// When sysfs cannot be read.
+    /// Returns an error if sysfs cannot be read.
     fn devices(&self) -> Result<Vec<Device>>;
 
     /// Returns the users of the device: mounts in every mount namespace that this process can see,
     /// openers, block devices on top of it, swap. The list is a snapshot and may change at any time.
     ///
     /// # Errors
-    /// When /proc or sysfs cannot be read, or the machine has more processes, open files or mounts
-    /// than the bounds of this crate allow.
+    /// Returns an error if /proc or sysfs cannot be read, or the machine has more processes, open files or
+    /// mounts than the bounds of this crate allow.
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>>;
 
     /// Waits until the device node and the symlink of `identity` exist and the size is right. Returns
     /// both paths.
     ///
     /// # Errors
-    /// `TimedOut`: the message names what is missing, the hint the probable cause (udevd does not run,
-    /// the rules are not installed). `NotFound` as soon as the device is no longer connected as
+    /// Returns `TimedOut`: the message names what is missing, the hint the probable cause (udevd does not
+    /// run, the rules are not installed). `NotFound` as soon as the device is no longer connected as
     /// `identity`.
     fn wait_ready(
         &self,
@@ -251,15 +254,15 @@ pub trait Kernel: Send + Sync {
     /// Writes the dirty pages of the device to it (`fsync` of the device node).
     ///
     /// # Errors
-    /// When the device cannot be opened or written; `TimedOut` at the deadline, when the backend does
-    /// not answer: the flush continues in the background.
+    /// Returns an error if the device cannot be opened or written; `TimedOut` at the deadline, when the
+    /// backend does not answer: the flush continues in the background.
     fn flush(&self, index: DeviceIndex, deadline: Instant) -> Result<()>;
 
     /// Returns a channel of events, which ends when the receiver is dropped. Events may be lost when a
     /// socket overflows, so a caller must also poll.
     ///
     /// # Errors
-    /// When the kernel refuses the subscription.
+    /// Returns an error if the kernel refuses the subscription.
     fn events(&self) -> Result<crossbeam_channel::Receiver<KernelEvent>>;
 
     /// Returns the number of calls that missed their deadline and have not returned yet.

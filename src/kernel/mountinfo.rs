@@ -31,7 +31,7 @@ pub fn parse_mountinfo(text: &[u8]) -> impl Iterator<Item = Mount> {
     text.split(|byte| *byte == b'\n').filter_map(parse_mount)
 }
 
-/// `36 35 98:0 /root /mount/point options [optional]... - type source super-options`
+/// Parses a line such as `36 35 98:0 /root /mount/point options [optional]... - type source super-options`.
 pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let number = parse_number(std::str::from_utf8(fields.nth(2)?).ok()?)?;

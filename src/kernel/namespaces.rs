@@ -41,7 +41,7 @@ pub(super) struct Namespace {
 /// each time on a thread of its own. Blocks until `deadline` at most. Returns what each action returned.
 ///
 /// # Errors
-/// `TimedOut` when an action runs at the deadline; what /proc reports.
+/// Returns `TimedOut` if an action still runs at the deadline; otherwise the errors of reading /proc.
 pub(super) fn in_namespaces<T: Send + 'static>(
     proc: &Proc,
     threads: &BoundedCalls,

@@ -34,7 +34,7 @@ impl<T> SharedScan<T> {
     /// result that is older than the call.
     ///
     /// # Errors
-    /// Those of `scan`. They are not shared.
+    /// Returns the errors of `scan`. They are not shared.
     pub(super) fn get(&self, scan: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
         let called = SystemClock.now();
         let mut state = self.state();

@@ -53,17 +53,17 @@ pub(super) enum Missing {
     WrongSymlink(PathBuf),
 }
 
-/// Whether udevd runs on this machine and this process sees it.
+/// Returns whether udevd runs on this machine and this process sees it.
 pub fn udevd_runs() -> bool {
     Path::new(UDEV_CONTROL).exists()
 }
 
-/// Whether udevd has processed all its events (`udevadm settle` waits for the same).
+/// Returns whether udevd has processed all its events (`udevadm settle` waits for the same).
 pub(super) fn udevd_idle() -> bool {
     !Path::new(UDEV_QUEUE).exists()
 }
 
-/// Whether the rule is installed in a directory that udevd of this mount namespace reads.
+/// Returns whether the rule is installed in a directory that udevd of this mount namespace reads.
 pub fn rule_installed() -> bool {
     RULE_DIRECTORIES.iter().any(|directory| Path::new(directory).join(RULE).exists())
 }
@@ -80,7 +80,7 @@ impl Names {
         self.dev.join(format!("nbd{index}"))
     }
 
-    /// Whether this process makes the symlinks, rather than udevd.
+    /// Returns whether this process makes the symlinks, rather than udevd.
     pub(super) fn makes_symlinks(&self) -> bool {
         !udevd_runs() || !rule_installed() || self.run != Path::new(RUN_DIRECTORY)
     }
@@ -152,7 +152,7 @@ impl Names {
         fs::rename(&temporary, &symlink).map_err(failed)
     }
 
-    /// Whether the symlink leads to this device.
+    /// Returns whether the symlink leads to this device.
     pub(super) fn symlink_leads_to(&self, index: DeviceIndex, identity: &Identity) -> bool {
         let target = fs::read_link(self.paths(index, identity).symlink);
         let name = format!("nbd{index}");

@@ -20,7 +20,7 @@ const ROUNDS_MAX: u32 = 256;
 /// Unmounts `disk` and its partitions lazily in the namespaces of `which`.
 ///
 /// # Errors
-/// `TimedOut` when an unmount runs at the deadline; what /proc reports.
+/// Returns `TimedOut` if an unmount still runs at the deadline; otherwise the errors of reading /proc.
 pub(super) fn unmount(
     proc: &Proc,
     threads: &BoundedCalls,

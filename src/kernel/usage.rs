@@ -206,21 +206,21 @@ type Opens = (Vec<DeviceNumber>, Vec<DeviceNumber>);
 type View = (PathBuf, Option<(u64, u64)>);
 
 impl Mount {
-    /// Whether the file system may be on a block device: not on memory or a network, and not the kernel's
-    /// own.
+    /// Returns whether the file system may be on a block device: not on memory or a network, and not the
+    /// kernel's own.
     fn may_be_on_a_device(&self) -> bool {
         self.number.major != 0 || Path::new(&self.source).starts_with("/dev")
     }
 
-    /// Whether the file system is on the disk or a partition of it. A file system with a device number of
-    /// its own (btrfs: major 0) is recognised by its source.
+    /// Returns whether the file system is on the disk or a partition of it. A file system with a device
+    /// number of its own (btrfs: major 0) is recognised by its source.
     pub(super) fn is_on(&self, disk: &Disk) -> bool {
         disk.numbers.contains(&self.number)
             || self.number.major == 0 && is_ours(Path::new(&self.source), disk)
     }
 }
 
-/// Whether a path names the disk or a partition: by the kernel's name for it, or by its number.
+/// Returns whether a path names the disk or a partition: by the kernel's name for it, or by its number.
 fn is_ours(path: &Path, disk: &Disk) -> bool {
     let Ok(name) = path.strip_prefix("/dev") else { return false };
     let by_name = disk.names.iter().any(|ours| OsStr::new(ours) == name.as_os_str());
@@ -281,7 +281,7 @@ broken line
 
     /// Two namespaces, three processes: each namespace is read once, each mount listed once.
     #[test]
-    fn every_mount_is_listed_once_and_our_own_first() {
+    fn every_mount_is_listed_once_and_those_of_this_namespace_first() {
         let root = tempfile::tempdir().unwrap();
         let elsewhere = b"50 49 43:32 / /container rw - ext4 /dev/nbd1 rw\n";
         for (process, namespace) in [("self", 1), ("10", 1), ("20", 2), ("30", 2)] {

@@ -16,10 +16,10 @@ mod raw {
     ioctl_readwrite!(fithaw, b'X', 120, libc::c_int);
 }
 
-/// The size of a block device, in bytes (BLKGETSIZE64).
+/// Returns the size of a block device, in bytes (BLKGETSIZE64).
 ///
 /// # Errors
-/// `ENOTTY` when it is not a block device.
+/// Returns `ENOTTY` if it is not a block device.
 pub fn device_size(device: impl AsFd) -> io::Result<u64> {
     let mut size = 0_u64;
     // SAFETY: the kernel stores 8 bytes, and `size` has 8 bytes, whatever the pointer is called.
@@ -27,10 +27,10 @@ pub fn device_size(device: impl AsFd) -> io::Result<u64> {
     Ok(size)
 }
 
-/// The logical block size of a block device: the unit of direct access (BLKSSZGET).
+/// Returns the logical block size of a block device: the unit of direct access (BLKSSZGET).
 ///
 /// # Errors
-/// As [`device_size`].
+/// Returns the errors of [`device_size`].
 pub fn logical_block_size(device: impl AsFd) -> io::Result<u32> {
     let mut size = 0;
     // SAFETY: the kernel stores one c_int in `size`.
@@ -38,10 +38,10 @@ pub fn logical_block_size(device: impl AsFd) -> io::Result<u32> {
     u32::try_from(size).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
-/// The physical block size of a block device: the unit with the best performance (BLKPBSZGET).
+/// Returns the physical block size of a block device: the unit with the best performance (BLKPBSZGET).
 ///
 /// # Errors
-/// As [`device_size`].
+/// Returns the errors of [`device_size`].
 pub fn physical_block_size(device: impl AsFd) -> io::Result<u32> {
     let mut size = 0;
     // SAFETY: the kernel stores one c_uint in `size`.
@@ -53,7 +53,7 @@ pub fn physical_block_size(device: impl AsFd) -> io::Result<u32> {
 /// to the file system block until [`thaw`]. Blocks until the device has taken the data.
 ///
 /// # Errors
-/// `EBUSY` when the file system is frozen already, `EOPNOTSUPP` when it does not support freezing,
+/// Returns `EBUSY` if the file system is frozen already, `EOPNOTSUPP` if it does not support freezing,
 /// `EPERM` without CAP_SYS_ADMIN.
 pub fn freeze(file: impl AsFd) -> io::Result<()> {
     // SAFETY: the kernel does not use the argument (ioctl_fsfreeze).
@@ -65,7 +65,7 @@ pub fn freeze(file: impl AsFd) -> io::Result<()> {
 /// the device does not answer.
 ///
 /// # Errors
-/// `EINVAL` when the file system is not frozen, `EPERM` without CAP_SYS_ADMIN.
+/// Returns `EINVAL` if the file system is not frozen, `EPERM` without CAP_SYS_ADMIN.
 pub fn thaw(file: impl AsFd) -> io::Result<()> {
     // SAFETY: the kernel does not use the argument (ioctl_fsthaw).
     unsafe { raw::fithaw(file.as_fd().as_raw_fd(), std::ptr::null_mut())? };
@@ -81,11 +81,11 @@ pub struct DirectAlignment {
     pub offset: u32,
 }
 
-/// The alignment that direct I/O on `file` requires, as its file system reports it (STATX_DIOALIGN,
+/// Returns the alignment that direct I/O on `file` requires, as its file system reports it (STATX_DIOALIGN,
 /// Linux 6.1). `None` when the file system does not report it; zeroes when it does not support direct I/O.
 ///
 /// # Errors
-/// Those of `statx`.
+/// Returns the errors of `statx`.
 pub fn direct_alignment(file: impl AsFd) -> io::Result<Option<DirectAlignment>> {
     let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
     let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::DIOALIGN);

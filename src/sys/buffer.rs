@@ -64,17 +64,17 @@ impl Buffer {
         Self { base, capacity, header_len: 0, len }
     }
 
-    /// The maximum length of the payload, in bytes; a multiple of [`ALIGNMENT`].
+    /// Returns the maximum length of the payload, in bytes; a multiple of [`ALIGNMENT`].
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// The payload's length, in bytes.
+    /// Returns the payload's length, in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the payload is empty.
+    /// Returns whether the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -82,20 +82,20 @@ impl Buffer {
     /// Sets the length of the payload. Added bytes hold what was stored there before, or zeroes.
     ///
     /// # Panics
-    /// When `len` exceeds the capacity.
+    /// Panics if `len` exceeds the capacity.
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.capacity, "{len} bytes in a buffer of {}", self.capacity);
         self.len = len;
     }
 
-    /// The payload.
+    /// Returns the payload.
     pub fn payload(&self) -> &[u8] {
         // SAFETY: the payload's `len` <= capacity bytes lie inside the allocation and were
         // initialised (to zero at the least) when it was made.
         unsafe { std::slice::from_raw_parts(self.payload_ptr(), self.len) }
     }
 
-    /// The payload, mutable.
+    /// Returns the payload, mutable.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `payload`; `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.payload_ptr(), self.len) }
@@ -104,7 +104,7 @@ impl Buffer {
     /// Stores `header` directly before the payload; [`Buffer::wire`] then begins with it.
     ///
     /// # Panics
-    /// When the header is longer than [`HEADROOM`].
+    /// Panics if the header is longer than [`HEADROOM`].
     pub fn set_header(&mut self, header: &[u8]) {
         assert!(header.len() <= HEADROOM, "a header of {} bytes", header.len());
         self.header_len = header.len();
@@ -116,7 +116,7 @@ impl Buffer {
         room.copy_from_slice(header);
     }
 
-    /// The header and the payload, as they are sent.
+    /// Returns the header and the payload, as they are sent.
     pub fn wire(&self) -> &[u8] {
         let start = HEADROOM - self.header_len;
         // SAFETY: header and payload are adjacent, initialised and inside the allocation.
@@ -130,7 +130,7 @@ impl Buffer {
         self.header_len = 0;
     }
 
-    /// The address of the payload, valid for `capacity` bytes until the buffer is dropped.
+    /// Returns the address of the payload, valid for `capacity` bytes until the buffer is dropped.
     pub fn payload_ptr(&self) -> *mut u8 {
         // SAFETY: HEADROOM bytes precede the payload in the same allocation.
         unsafe { self.base.as_ptr().add(HEADROOM) }

@@ -19,18 +19,18 @@ pub struct DeviceNumber {
     pub minor: u32,
 }
 
-/// The descriptor of a netlink socket, to poll it.
+/// Returns the descriptor of a netlink socket, to poll it.
 pub fn of_netlink(socket: &NlSocketHandle) -> BorrowedFd<'_> {
     // SAFETY: the handle owns the descriptor, closes it only when dropped, and stays borrowed for
     // as long as the result lives.
     unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) }
 }
 
-/// The number of the block device at `path`, symlinks followed; `None` for any other file. Does not
+/// Returns the number of the block device at `path`, symlinks followed; `None` for any other file. Does not
 /// contact file servers (AT_STATX_DONT_SYNC), so that a dead one cannot block the caller.
 ///
 /// # Errors
-/// Those of `statx`.
+/// Returns the errors of `statx`.
 pub fn block_device(path: &Path) -> io::Result<Option<DeviceNumber>> {
     Ok(match backing_device(path)? {
         BackingDevice::Device(number) => Some(number),
@@ -48,11 +48,11 @@ pub enum BackingDevice {
     Filesystem(DeviceNumber),
 }
 
-/// The device at `path`, or the file system that the file is stored on. Does not contact file servers, as
-/// [`block_device`].
+/// Returns the device at `path`, or the file system that the file is stored on. Does not contact file
+/// servers, as [`block_device`].
 ///
 /// # Errors
-/// Those of `statx`.
+/// Returns the errors of `statx`.
 pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
     let found = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE)?;
     let is_block = FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice;
@@ -72,7 +72,7 @@ pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
 /// close-on-exec. Works once per process.
 ///
 /// # Errors
-/// `EBADF` when the descriptor is not open; `EBUSY` on a second call.
+/// Returns `EBADF` if the descriptor is not open; `EBUSY` on a second call.
 pub fn inherited_descriptor(number: RawFd) -> io::Result<OwnedFd> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     // SAFETY: the number is only borrowed for this call, and fcntl checks that it is open.

@@ -42,7 +42,7 @@ fn run(entry: &squeue::Entry) -> i32 {
 /// Attaches to another process as a debugger. Returns zero or a negated errno.
 pub fn trace(pid: libc::pid_t) -> i32 {
     let nothing = std::ptr::null_mut::<libc::c_void>();
-    // SAFETY: PTRACE_SEIZE uses no memory of ours.
+    // SAFETY: PTRACE_SEIZE uses no memory of this process.
     let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, nothing, nothing) };
     if result == 0 { 0 } else { -nix::errno::Errno::last_raw() }
 }

@@ -14,23 +14,23 @@ const APPLICATION: u128 = 0x6b1f_0d3a_9a5e_4c0f_8c1d_2e7b_54a9_60c3;
 /// `RAMFS_MAGIC` of linux/magic.h.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 
-/// The host name of the kernel.
+/// Returns the host name of the kernel.
 ///
 /// # Errors
-/// When /proc is not mounted.
+/// Returns an error if /proc is not mounted.
 pub fn host_name() -> io::Result<String> {
     line("/proc/sys/kernel/hostname")
 }
 
-/// The id of the current boot. It changes with each boot.
+/// Returns the id of the current boot. It changes with each boot.
 ///
 /// # Errors
-/// As [`host_name`].
+/// Returns the errors of [`host_name`].
 pub fn boot_id() -> io::Result<String> {
     line("/proc/sys/kernel/random/boot_id")
 }
 
-/// A hash of the machine id, which is the same after each boot; empty when no such id is known. In a
+/// Returns a hash of the machine id, which is the same after each boot; empty when no such id is known. In a
 /// container, the host's id is used if it is visible, because the container's own id may be temporary.
 pub fn machine_id_hash() -> String {
     let opened = match File::open("/proc/1/root/etc/machine-id") {
@@ -43,7 +43,7 @@ pub fn machine_id_hash() -> String {
     opened.ok().and_then(|file| lasting_id(file).map(hashed)).unwrap_or_default()
 }
 
-/// The machine id in `file`. `None` for a file in memory: such an id is generated at each boot.
+/// Returns the machine id in `file`. `None` for a file in memory: such an id is generated at each boot.
 fn lasting_id(file: File) -> Option<u128> {
     let kind = fstatfs(&file).ok()?.filesystem_type();
     if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&kind) {

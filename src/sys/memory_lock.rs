@@ -9,7 +9,7 @@ use nix::sys::mman::{MlockAllFlags, mlockall, munlockall};
 /// stacks, and the address space that the allocator has reserved are not locked.
 ///
 /// # Errors
-/// `EPERM` or `ENOMEM` when RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
+/// Returns `EPERM` or `ENOMEM` if RLIMIT_MEMLOCK forbids it and CAP_IPC_LOCK is missing.
 pub fn lock_touched_memory() -> io::Result<()> {
     mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT))?;
     unlock_reserves().inspect_err(|_| {
@@ -37,8 +37,8 @@ fn unlock_reserves() -> io::Result<()> {
     Ok(())
 }
 
-/// The address range of a line of /proc/self/maps (proc_pid_maps(5)), if it is a stack or reserved address
-/// space.
+/// Returns the address range of a line of /proc/self/maps (proc_pid_maps(5)), if it is a stack or reserved
+/// address space.
 fn reserve(line: &str) -> Option<(usize, usize)> {
     let mut fields = line.split_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;

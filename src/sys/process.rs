@@ -21,7 +21,7 @@ impl PidFd {
     /// Opens the process that has the number `pid` now.
     ///
     /// # Errors
-    /// `ESRCH` when no process has that number.
+    /// Returns `ESRCH` if no process has that number.
     pub fn open(pid: u32) -> io::Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
@@ -32,7 +32,7 @@ impl PidFd {
     /// Kills the process with SIGKILL. Succeeds when the process has ended already.
     ///
     /// # Errors
-    /// `EPERM` when this process may not signal it.
+    /// Returns `EPERM` if this process may not signal it.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.0, rustix::process::Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -48,7 +48,7 @@ impl PidFd {
     /// Returns another descriptor of the same process.
     ///
     /// # Errors
-    /// `EMFILE` when this process has no descriptor left.
+    /// Returns `EMFILE` if this process has no descriptor left.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
     }
@@ -64,7 +64,7 @@ impl AsFd for PidFd {
 /// (proc_pid_stat(5)). Together with the pid it names one process of one boot.
 ///
 /// # Errors
-/// `NotFound` when no process has that number; otherwise the error of the read from /proc.
+/// Returns `NotFound` if no process has that number; otherwise the error of the read from /proc.
 pub fn started_ticks(pid: u32) -> io::Result<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
     parse_started_ticks(&stat).ok_or_else(|| io::Error::other("cannot read /proc/pid/stat"))
@@ -78,17 +78,17 @@ fn parse_started_ticks(stat: &[u8]) -> Option<u64> {
     fields.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// The inode number of this process's pid namespace.
+/// Returns the inode number of this process's pid namespace.
 ///
 /// # Errors
-/// When /proc is not mounted.
+/// Returns an error if /proc is not mounted.
 pub fn pid_namespace() -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt;
     Ok(std::fs::metadata("/proc/self/ns/pid")?.ino())
 }
 
-/// Whether no process, zombies included, has this number in our pid namespace. Returns false when that is
-/// not known.
+/// Returns whether no process, zombies included, has this number in the pid namespace of this process.
+/// Returns false if that is not known.
 pub fn is_gone(pid: u32) -> bool {
     let Ok(pid) = libc::pid_t::try_from(pid) else { return true };
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None) == Err(nix::Error::ESRCH)
@@ -107,7 +107,7 @@ pub fn exit_now(code: u8) -> ! {
 /// (PR_SET_IO_FLUSHER, prctl(2)).
 ///
 /// # Errors
-/// `EPERM` without CAP_SYS_RESOURCE; `EINVAL` before Linux 5.6.
+/// Returns `EPERM` without CAP_SYS_RESOURCE; `EINVAL` before Linux 5.6.
 pub fn set_io_flusher() -> io::Result<()> {
     Ok(configure_io_flusher_behavior(true)?)
 }
@@ -115,9 +115,9 @@ pub fn set_io_flusher() -> io::Result<()> {
 /// Ignores a signal in this process and in its children.
 ///
 /// # Errors
-/// `EINVAL` for signals that cannot be ignored.
+/// Returns `EINVAL` for signals that cannot be ignored.
 pub fn ignore_signal(which: Signal) -> io::Result<()> {
-    // SAFETY: SIG_IGN installs no handler, so no code of ours runs in signal context.
+    // SAFETY: SIG_IGN installs no handler, so no code of this program runs in signal context.
     unsafe { signal(which, SigHandler::SigIgn) }.map(drop).map_err(io::Error::from)
 }
 
@@ -125,7 +125,7 @@ pub fn ignore_signal(which: Signal) -> io::Result<()> {
 /// descriptor above it.
 ///
 /// # Errors
-/// When the process cannot be started.
+/// Returns an error if the process cannot be started.
 pub fn spawn_with_channel(
     command: &mut Command,
     channel: &OwnedFd,

@@ -27,7 +27,7 @@ impl SendList {
     /// Makes a list for up to `pieces` pieces, at most 1024 (IOV_MAX).
     ///
     /// # Panics
-    /// When `pieces` is 0 or above 1024.
+    /// Panics if `pieces` is 0 or above 1024.
     pub fn new(pieces: usize) -> Self {
         assert!((1..=1024).contains(&pieces), "{pieces} pieces");
         Self {
@@ -41,18 +41,18 @@ impl SendList {
         }
     }
 
-    /// Whether the list contains no piece.
+    /// Returns whether the list contains no piece.
     pub fn is_empty(&self) -> bool {
         self.vectors.is_empty()
     }
 
-    /// Whether another piece fits.
+    /// Returns whether another piece fits.
     pub fn has_room(&self) -> bool {
         self.vectors.len() < self.vectors.capacity()
             && self.small.capacity() - self.small.len() >= SMALL
     }
 
-    /// The number of bytes that have not been sent yet.
+    /// Returns the number of bytes that have not been sent yet.
     pub fn unsent(&self) -> usize {
         self.unsent
     }
@@ -60,7 +60,7 @@ impl SendList {
     /// Adds a copy of `bytes`.
     ///
     /// # Panics
-    /// When there is no room ([`SendList::has_room`]), or for more than [`SMALL`] bytes.
+    /// Panics if there is no room ([`SendList::has_room`]), or for more than [`SMALL`] bytes.
     pub fn push_small(&mut self, bytes: &[u8]) {
         assert!(self.has_room() && bytes.len() <= SMALL);
         let at = self.small.len();
@@ -81,7 +81,7 @@ impl SendList {
     /// Adds a buffer's header and payload.
     ///
     /// # Panics
-    /// When there is no room ([`SendList::has_room`]).
+    /// Panics if there is no room ([`SendList::has_room`]).
     pub fn push_buffer(&mut self, buffer: Buffer) {
         assert!(self.has_room());
         let wire = buffer.wire();
@@ -94,7 +94,7 @@ impl SendList {
     /// Records that the next `bytes` bytes have been sent.
     ///
     /// # Panics
-    /// When fewer bytes are unsent.
+    /// Panics if fewer bytes are unsent.
     pub fn advance(&mut self, mut bytes: usize) {
         assert!(bytes <= self.unsent, "{bytes} bytes of {} unsent", self.unsent);
         self.unsent -= bytes;
@@ -118,7 +118,8 @@ impl SendList {
         self.buffers.drain(..)
     }
 
-    /// The unsent pieces as a message for the kernel. The ring owns the list while the kernel reads it.
+    /// Returns the unsent pieces as a message for the kernel. The ring owns the list while the kernel reads
+    /// it.
     pub(super) fn message(&mut self) -> *const libc::msghdr {
         let left = &mut self.vectors[self.first..];
         self.message.msg_iov = if left.is_empty() { null_mut() } else { left.as_mut_ptr() };

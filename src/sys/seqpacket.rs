@@ -24,8 +24,8 @@ const ROOM: usize = 253;
 /// Sends one packet. Does not raise SIGPIPE.
 ///
 /// # Errors
-/// `WouldBlock` on a non-blocking socket whose peer is slow; `EPIPE` when the peer has closed its socket;
-/// `InvalidInput` for more than [`MAX_DESCRIPTORS`] descriptors.
+/// Returns `WouldBlock` on a non-blocking socket whose peer is slow; `EPIPE` if the peer has closed its
+/// socket; `InvalidInput` for more than [`MAX_DESCRIPTORS`] descriptors.
 pub fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -47,8 +47,8 @@ pub fn send(
 /// length of 0 means that the peer has closed its socket.
 ///
 /// # Errors
-/// `WouldBlock` on a non-blocking socket; `InvalidData` for a packet that is longer than
-/// `buffer`, or for more than [`MAX_DESCRIPTORS`] descriptors.
+/// Returns `WouldBlock` on a non-blocking socket; `InvalidData` for a packet that is longer than `buffer`, or
+/// for more than [`MAX_DESCRIPTORS`] descriptors.
 pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(ROOM))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -36,7 +36,7 @@ impl SharedMemory {
     /// `name` appears only in `/proc/*/maps`.
     ///
     /// # Errors
-    /// `EINVAL` for a length of zero or beyond the address space; otherwise the errors of the kernel.
+    /// Returns `EINVAL` for a length of zero or beyond the address space; otherwise the errors of the kernel.
     pub fn create(name: &str, len: u64) -> io::Result<Self> {
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let file = memfd_create(name, flags)?;
@@ -50,7 +50,7 @@ impl SharedMemory {
     /// shrinking.
     ///
     /// # Errors
-    /// `EINVAL` when it is not; otherwise the errors of the kernel.
+    /// Returns `EINVAL` if it is not; otherwise the errors of the kernel.
     pub fn from_fd(file: OwnedFd, len: u64) -> io::Result<Self> {
         // Fails with EINVAL when it is not a memory file.
         let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS)?);
@@ -66,28 +66,28 @@ impl SharedMemory {
     /// Maps a memory file of any length from another process. It must be sealed against shrinking.
     ///
     /// # Errors
-    /// As [`SharedMemory::from_fd`].
+    /// Returns the errors of [`SharedMemory::from_fd`].
     pub fn whole(file: OwnedFd) -> io::Result<Self> {
         let len = u64::try_from(fstat(&file)?.st_size).map_err(|_| invalid())?;
         Self::from_fd(file, len)
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the length is zero; it never is.
+    /// Returns whether the length is zero; it never is.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The memory file, to be sent to another process.
+    /// Returns the memory file, to be sent to another process.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// The memory as 64-bit words, without a remainder of less than 8 bytes.
+    /// Returns the memory as 64-bit words, without a remainder of less than 8 bytes.
     pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping is page-aligned, `len` bytes long, initialised by the kernel, and
         // lives as long as `self`; concurrent access through other atomics is allowed.
@@ -98,7 +98,7 @@ impl SharedMemory {
     /// mix old and new bytes.
     ///
     /// # Panics
-    /// When the range is not inside the memory.
+    /// Panics if the range is not inside the memory.
     pub fn read_at(&self, offset: u64, target: &mut [u8]) {
         let source = self.range(offset, target.len() as u64);
         // SAFETY: `range` has checked `target.len()` bytes from `source`, which belong to the
@@ -109,7 +109,7 @@ impl SharedMemory {
     /// Copies `source` to the memory at `offset`.
     ///
     /// # Panics
-    /// When the range is not inside the memory.
+    /// Panics if the range is not inside the memory.
     pub fn write_at(&self, offset: u64, source: &[u8]) {
         let target = self.range(offset, source.len() as u64);
         // SAFETY: as in `read_at`, with the sides exchanged.
@@ -119,7 +119,7 @@ impl SharedMemory {
     /// Fills a range with zeroes. Its pages stay allocated.
     ///
     /// # Panics
-    /// When the range is not inside the memory.
+    /// Panics if the range is not inside the memory.
     pub fn fill_zero(&self, offset: u64, len: u64) {
         let target = self.range(offset, len);
         type Fill = unsafe extern "C" fn(*mut libc::c_void, i32, usize) -> *mut libc::c_void;
@@ -132,10 +132,10 @@ impl SharedMemory {
     /// Makes a range read as zeroes, and returns its whole pages to the system.
     ///
     /// # Errors
-    /// Those of `fallocate`; each byte of the range is then either unchanged or zero.
+    /// Returns the errors of `fallocate`; each byte of the range is then either unchanged or zero.
     ///
     /// # Panics
-    /// When the range is not inside the memory.
+    /// Panics if the range is not inside the memory.
     pub fn punch_hole(&self, offset: u64, len: u64) -> io::Result<()> {
         self.range(offset, len);
         if len == 0 {

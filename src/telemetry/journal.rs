@@ -21,7 +21,7 @@ impl Journal {
     /// Opens a socket, and checks that journald listens.
     ///
     /// # Errors
-    /// When journald does not listen on its socket.
+    /// Returns an error if journald does not listen on its socket.
     pub(super) fn new() -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
         // journald ignores an empty datagram.
@@ -53,7 +53,7 @@ fn entry(event: &Event<'_>) -> Vec<u8> {
     fields.0
 }
 
-/// The priority of syslog(3): 3 is an error, 7 is for debugging.
+/// Returns the priority of syslog(3): 3 is an error, 7 is for debugging.
 fn priority(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,

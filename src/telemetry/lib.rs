@@ -38,7 +38,7 @@ pub enum Format {
 /// The number of log lines that this process dropped.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// The number of log lines that this process dropped because the receiver did not take them at once.
+/// Returns the number of log lines that this process dropped because the receiver did not take them at once.
 pub fn dropped_lines() -> u64 {
     DROPPED.load(Ordering::Relaxed)
 }
@@ -60,7 +60,7 @@ impl Log {
     /// Checks that `filter` is valid.
     ///
     /// # Errors
-    /// The reason why it is not, for the user.
+    /// Returns the reason, for an error message, if the filter is not valid.
     pub fn check_filter(filter: &str) -> Result<(), String> {
         if filter.trim().is_empty() {
             return Err("it is empty".to_owned());
@@ -74,8 +74,8 @@ impl Log {
         EnvFilter::builder().parse(filter).map(|_| ()).map_err(|error| error.to_string())
     }
 
-    /// The same choice with `Auto` replaced by the actual format. The supervisor passes it to workers,
-    /// which inherit its stderr.
+    /// Returns the same choice with `Auto` replaced by the actual format. The supervisor passes it to
+    /// workers, which inherit its stderr.
     #[must_use]
     pub fn decided(&self) -> Self {
         let format = match self.format {
@@ -89,7 +89,7 @@ impl Log {
     /// Starts the log output of this process. It must be called once, before the first event.
     ///
     /// # Errors
-    /// `InvalidArgument` for an invalid filter; `Internal` when it is called a second time.
+    /// Returns `InvalidArgument` for an invalid filter; `Internal` if it is called a second time.
     pub fn init(&self) -> Result<()> {
         let filter = EnvFilter::builder().parse(&self.filter).map_err(|error| {
             Error::new(ErrorKind::InvalidArgument, "invalid log filter").with_source(error)
@@ -149,7 +149,7 @@ impl FromStr for Format {
             "json" => Ok(Self::Json),
             "journald" => Ok(Self::Journald),
             other => {
-                let message = format!("{other:?} is no log format");
+                let message = format!("{other:?} is not a log format");
                 Err(Error::new(ErrorKind::InvalidArgument, message)
                     .with_repair("use auto, human, json or journald"))
             }
@@ -157,7 +157,7 @@ impl FromStr for Format {
     }
 }
 
-/// Whether stderr is the stream that systemd connected to the journal (systemd.exec(5),
+/// Returns whether stderr is the stream that systemd connected to the journal (systemd.exec(5),
 /// $JOURNAL_STREAM). The variable alone is no proof, because shells that a service starts inherit it.
 fn stderr_is_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };

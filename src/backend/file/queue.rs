@@ -206,7 +206,7 @@ impl FileQueue {
     /// Gives whoever waits another try.
     fn resume(&mut self, ring: &mut Ring) {
         for _ in 0..self.waiting.len() {
-            if ring.room() == 0 {
+            if ring.free_slots() == 0 {
                 return;
             }
             if let Some((id, buffer)) = self.waiting.pop_front() {
@@ -214,7 +214,7 @@ impl FileQueue {
             }
         }
         if !matches!(self.zeroes, Zeroes::InUse)
-            && ring.room() > 0
+            && ring.free_slots() > 0
             && let Some(id) = self.waiting_for_zeroes.pop_front()
         {
             self.submit(id, None, ring);

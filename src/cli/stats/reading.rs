@@ -84,7 +84,8 @@ impl Reading {
 }
 
 impl Volume {
-    /// `before` is the previous reading of this volume, if it had one, and the milliseconds since then.
+    /// Creates the values of a volume. `before` is the previous reading of this volume, if it had one, and the
+    /// milliseconds since then.
     fn new(now: &VolumeStats, before: Option<(Option<&VolumeStats>, u64)>, bounds: &[u64]) -> Self {
         let counters = counters_by_name(now, bounds);
         let rates = before.map(|(old, elapsed_ms)| {
@@ -130,7 +131,7 @@ impl Counters {
         }
     }
 
-    /// The mean latency since the volume was mapped.
+    /// Returns the mean latency since the volume was mapped.
     pub(super) fn mean_us(&self) -> Option<f64> {
         (self.count > 0).then(|| self.total_ns as f64 / 1000.0 / self.count as f64)
     }

@@ -3,7 +3,7 @@
 //!
 //! Freezing writes the dirty data, and thawing writes a superblock, both through the device: neither returns
 //! while the backend does not answer. So both run on threads that can be left behind, and a freeze that the
-//! caller has given up is undone by its own thread. A frozen file system is kept open. So it cannot be
+//! caller has timed out is undone by its own thread. A frozen file system is kept open. So it cannot be
 //! unmounted, which would leave it frozen and out of reach, and it can be thawed without another search.
 
 mod filesystems;
@@ -193,8 +193,8 @@ impl Devices {
         self.lock().get_mut(&index).map(action)
     }
 
-    /// Freezes the file systems one after the other, on a thread of its own. After the caller has given
-    /// up, it thaws a file system as soon as it is frozen, and stops.
+    /// Freezes the file systems one after the other, on a thread of its own. After the caller has timed
+    /// out, it thaws a file system as soon as it is frozen, and stops.
     fn freeze(
         &self,
         index: DeviceIndex,
@@ -305,7 +305,7 @@ mod tests {
         freezes.freeze(&proc, 9, &disk, soon()).unwrap();
     }
 
-    /// The thread that freezes continues after its caller gave up: nothing stays frozen.
+    /// A freeze that continues after its caller has timed out leaves nothing frozen.
     #[test]
     fn a_freeze_that_was_given_up_keeps_nothing() {
         let freezes = Freezes::default();

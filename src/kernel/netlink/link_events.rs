@@ -15,7 +15,7 @@ impl LinkEvents {
     /// Subscribes to the driver's multicast group. The driver sends only to the initial network namespace.
     ///
     /// # Errors
-    /// `Unsupported` without the driver; what netlink reports otherwise.
+    /// Returns `Unsupported` without the driver; otherwise the errors of netlink.
     pub(crate) fn subscribe() -> Result<Self> {
         let socket = open()?;
         let family = resolve(&socket)?;

@@ -32,7 +32,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 const CONNECTIONS_MAX: usize = 128;
 
 /// Sends commands one at a time; the driver executes one at a time, too. So no CONNECT of this process
-/// happens between the check of a device and its DISCONNECT. A command whose caller gave up never runs after
+/// happens between the check of a device and its DISCONNECT. A command whose caller has timed out never runs after
 /// a later one, and does not start once its deadline has passed.
 #[derive(Debug, Clone)]
 pub(super) struct Netlink {
@@ -157,7 +157,7 @@ impl Netlink {
 /// Checks that the kernel has the netlink family of the driver.
 ///
 /// # Errors
-/// `Unsupported` when it is missing; what netlink reports otherwise.
+/// Returns `Unsupported` if it is missing; otherwise the errors of netlink.
 pub(super) fn probe() -> Result<()> {
     resolve(&open()?).map(drop)
 }

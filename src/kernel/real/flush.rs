@@ -28,7 +28,7 @@ impl Flushes {
     /// Runs `call`, which flushes the device node `node`. Blocks until `deadline` at most.
     ///
     /// # Errors
-    /// `TimedOut` at the deadline, or at once while an earlier flush of `node` runs.
+    /// Returns `TimedOut` at the deadline, or at once while an earlier flush of `node` runs.
     pub(super) fn run(
         &self,
         node: &Path,

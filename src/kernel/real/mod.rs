@@ -108,7 +108,7 @@ impl RealKernel {
     /// 10 s.
     ///
     /// # Errors
-    /// As [`Kernel::connect`].
+    /// Returns the errors of [`Kernel::connect`].
     pub fn status(&self) -> Result<Vec<(DeviceIndex, bool)>> {
         self.netlink.status(SystemClock.now() + COMMAND_TIMEOUT)
     }
@@ -117,7 +117,7 @@ impl RealKernel {
 /// Checks that the nbd driver answers. Does not load it. Blocks until `deadline` at most.
 ///
 /// # Errors
-/// `Unsupported` when it is not loaded; `TimedOut` when a stuck command blocks it.
+/// Returns `Unsupported` if it is not loaded; `TimedOut` if a stuck command blocks it.
 pub fn probe(deadline: Instant) -> Result<()> {
     BoundedCalls::new(1).run("answer for nbd", deadline, netlink::probe, |_| ())?
 }

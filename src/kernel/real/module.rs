@@ -15,7 +15,7 @@ impl RealKernel {
     /// Loads the driver if it is missing and loading is allowed. Blocks for at most [`MODPROBE_TIMEOUT`].
     ///
     /// # Errors
-    /// `Unsupported` with the output of modprobe.
+    /// Returns `Unsupported` with the output of modprobe.
     pub(super) fn load_module(&self) -> Result<()> {
         // This directory also exists for a built-in driver, because nbd has parameters.
         let loaded = self.sysfs.0.join("module/nbd");

@@ -14,7 +14,7 @@ impl RealKernel {
     /// Removes names without a device, which an earlier supervisor left behind.
     ///
     /// # Errors
-    /// When sysfs cannot be read.
+    /// Returns an error if sysfs cannot be read.
     pub(super) fn clear_leftovers(&self) -> Result<()> {
         let devices = self.sysfs.devices()?;
         let alive: Vec<_> = devices.iter().filter_map(Device::identity).collect();
@@ -44,7 +44,7 @@ impl RealKernel {
     /// properties are gone.
     ///
     /// # Errors
-    /// When sysfs cannot be read.
+    /// Returns an error if sysfs cannot be read.
     pub(super) fn withdraw(
         &self,
         index: DeviceIndex,

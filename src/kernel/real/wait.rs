@@ -43,7 +43,7 @@ impl RealKernel {
             let until = deadline.min(now + pause);
             match events {
                 Some((events, index)) => wait_for_event(events, index, until),
-                None => std::thread::sleep(until - now),
+                None => sleep_until(until),
             }
             pause = (pause * 2).min(POLL_MAX);
         }
@@ -57,11 +57,15 @@ fn wait_for_event(events: &Receiver<KernelEvent>, index: DeviceIndex, until: Ins
             Ok(KernelEvent::Changed(changed)) if changed == index => return,
             Ok(_) => {}
             Err(RecvTimeoutError::Timeout) => return,
-            Err(RecvTimeoutError::Disconnected) => {
-                return std::thread::sleep(until.saturating_duration_since(SystemClock.now()));
-            }
+            Err(RecvTimeoutError::Disconnected) => return sleep_until(until),
         }
     }
+}
+
+/// Sleeps while the kernel sends no events.
+#[allow(clippy::disallowed_methods, reason = "the state of the kernel is polled in real time")]
+fn sleep_until(until: Instant) {
+    std::thread::sleep(until.saturating_duration_since(SystemClock.now()));
 }
 
 pub(super) fn not_ready(

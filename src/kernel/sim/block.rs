@@ -68,7 +68,7 @@ impl SimKernel {
     /// Starts a request. Does not wait.
     ///
     /// # Errors
-    /// ENXIO when the device is not connected.
+    /// Returns ENXIO if the device is not connected.
     pub fn submit(&self, index: DeviceIndex, io: Io) -> io::Result<Ticket> {
         let mut state = self.state();
         let config = state.devices.get(&index).and_then(|device| device.config.as_ref());
@@ -79,7 +79,7 @@ impl SimKernel {
         Ok(ticket)
     }
 
-    /// Whether requests are in flight.
+    /// Returns whether requests are in flight.
     pub fn has_requests(&self) -> bool {
         !self.state().requests.is_empty()
     }
@@ -179,7 +179,7 @@ impl State {
 }
 
 impl Request {
-    /// Whether the connection is dead and the driver would send the request again.
+    /// Returns whether the connection is dead and the driver would send the request again.
     fn may_be_repeated(&self, config: &Config, now: Instant) -> bool {
         let Some((connection, at)) = &self.sent else { return false };
         let old = now.saturating_duration_since(*at) >= REQUEUE;

@@ -233,6 +233,7 @@ impl SimKernel {
             }
             Some(Fault::Slow(time)) => {
                 drop(state);
+                #[allow(clippy::disallowed_methods, reason = "the caller waits in real time, too")]
                 std::thread::sleep(time);
                 state = self.state();
             }

@@ -63,7 +63,7 @@ impl SimKernel {
         self.notify();
     }
 
-    /// Whether [`SimKernel::vanish`] or a fault has disconnected the device of `identity`.
+    /// Returns whether [`SimKernel::vanish`] or a fault has disconnected the device of `identity`.
     pub fn has_vanished(&self, identity: &Identity) -> bool {
         self.state().vanished.contains(identity.as_str())
     }
@@ -95,7 +95,7 @@ impl SimKernel {
         self.notify();
     }
 
-    /// Whether a device is disconnected, and stays configured only because it is held.
+    /// Returns whether a device is disconnected, and stays configured only because it is held.
     pub fn is_disconnected(&self, index: DeviceIndex) -> bool {
         let state = self.state();
         let config = state.devices.get(&index).and_then(|device| device.config.as_ref());

@@ -166,7 +166,7 @@ impl Connection {
         before == ConnectionState::Alive
     }
 
-    /// Whether the peer has closed or shut down its end.
+    /// Returns whether the peer has closed or shut down its end.
     fn hung_up(&self) -> bool {
         // POLLHUP and POLLERR are always reported.
         let mut fds = [PollFd::new(self.socket.as_fd(), PEER_CLOSED)];

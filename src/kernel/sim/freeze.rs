@@ -33,7 +33,8 @@ impl SimKernel {
         others.map(|frozen| frozen.path.clone()).collect()
     }
 
-    /// Whether a write to the device, as it was configured for `identity`, ends, with or without an error.
+    /// Returns whether a write to the device, as it was configured for `identity`, ends, with or without an
+    /// error.
     pub fn answers(&self, index: DeviceIndex, identity: &Identity) -> bool {
         self.state().answers(index, identity)
     }
@@ -105,7 +106,7 @@ impl SimKernel {
 }
 
 impl State {
-    /// See [`SimKernel::answers`].
+    /// Implements [`SimKernel::answers`] for a locked state.
     fn answers(&self, index: DeviceIndex, identity: &Identity) -> bool {
         let config = self.devices.get(&index).and_then(|device| device.config.as_ref());
         config.is_none_or(|config| {

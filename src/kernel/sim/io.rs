@@ -33,7 +33,8 @@ impl SimKernel {
     /// Reads `length` bytes at `offset`.
     ///
     /// # Errors
-    /// When the server refuses the request, or every connection stays dead for the dead-connection timeout.
+    /// Returns an error if the server refuses the request, or every connection stays dead for the
+    /// dead-connection timeout.
     pub fn read(&self, index: DeviceIndex, offset: u64, length: u32) -> io::Result<Vec<u8>> {
         let mut data = vec![0; length as usize];
         let deadline = SystemClock.now() + REPLY_TIMEOUT;
@@ -44,7 +45,7 @@ impl SimKernel {
     /// Writes `data` at `offset`.
     ///
     /// # Errors
-    /// As [`SimKernel::read`].
+    /// Returns the errors of [`SimKernel::read`].
     pub fn write(&self, index: DeviceIndex, offset: u64, data: &[u8]) -> io::Result<()> {
         let length = u32::try_from(data.len()).map_err(io::Error::other)?;
         let deadline = SystemClock.now() + REPLY_TIMEOUT;

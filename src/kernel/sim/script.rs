@@ -139,12 +139,12 @@ pub(super) fn random_fault(random: &Random, call: Call, per_mille: u32) -> Optio
     choices.get(index).copied()
 }
 
-/// The error of an injected failure.
+/// Returns the error of an injected failure.
 pub(super) fn failure(call: Call, kind: ErrorKind) -> Error {
     Error::new(kind, format!("the simulated kernel failed {call:?}"))
 }
 
-/// The error of a call that missed its deadline.
+/// Returns the error of a call that missed its deadline.
 pub(super) fn timed_out(call: Call) -> Error {
     Error::new(ErrorKind::TimedOut, format!("the simulated kernel did not finish {call:?} in time"))
 }

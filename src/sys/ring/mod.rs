@@ -35,18 +35,18 @@ impl Token {
         Self(Self::BACKEND | u64::from(layer) << 32 | u64::from(value))
     }
 
-    /// The layer of the backend that submitted the operation.
+    /// Returns the layer of the backend that submitted the operation.
     pub fn layer(self) -> u8 {
         (self.0 >> 32 & 0xff) as u8
     }
 
-    /// The lower half: the value that the owner chose.
+    /// Returns the lower half: the value that the owner chose.
     #[expect(clippy::cast_possible_truncation, reason = "only the lower half is wanted")]
     pub fn value(self) -> u32 {
         self.0 as u32
     }
 
-    /// Whether a backend submitted the operation.
+    /// Returns whether a backend submitted the operation.
     pub fn is_backend(self) -> bool {
         self.0 & Self::BACKEND != 0
     }
@@ -106,7 +106,7 @@ impl Ring {
     /// Makes a ring for at most `entries` operations in flight.
     ///
     /// # Errors
-    /// `EPERM`/`ENOSYS` where a seccomp profile or `kernel.io_uring_disabled` forbids io_uring.
+    /// Returns `EPERM`/`ENOSYS` if a seccomp profile or `kernel.io_uring_disabled` forbids io_uring.
     pub fn new(entries: u32) -> io::Result<Self> {
         let (uring, restricted) = build(entries)?;
         uring.submitter().register_files_sparse(FILE_SLOTS)?;
@@ -123,7 +123,7 @@ impl Ring {
         })
     }
 
-    /// Whether the kernel refuses every operation that this type does not offer.
+    /// Returns whether the kernel refuses every operation that this type does not offer.
     pub fn is_restricted(&self) -> bool {
         self.restricted
     }
@@ -131,7 +131,7 @@ impl Ring {
     /// Adds a file or socket to the ring's table.
     ///
     /// # Errors
-    /// `ENOSPC` when the table is full.
+    /// Returns `ENOSPC` if the table is full.
     pub fn register(&mut self, file: BorrowedFd<'_>) -> io::Result<FileSlot> {
         if self.files == FILE_SLOTS {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
@@ -142,8 +142,8 @@ impl Ring {
         Ok(FileSlot(slot))
     }
 
-    /// The number of operations that can be started before one in flight has to complete.
-    pub fn room(&self) -> usize {
+    /// Returns the number of operations that can be started before one in flight has to complete.
+    pub fn free_slots(&self) -> usize {
         self.free.len()
     }
 
@@ -151,7 +151,7 @@ impl Ring {
     /// call.
     ///
     /// # Errors
-    /// As [`Ring::submit_and_wait`].
+    /// Returns the errors of [`Ring::submit_and_wait`].
     pub fn submit(&mut self) -> io::Result<()> {
         entered(self.uring.submit())
     }
@@ -160,15 +160,15 @@ impl Ring {
     /// or a temporary lack of memory it returns early, with or without a completion.
     ///
     /// # Errors
-    /// The other errors of `io_uring_enter`.
+    /// Returns the other errors of `io_uring_enter`.
     pub fn submit_and_wait(&mut self) -> io::Result<()> {
         entered(self.uring.submit_and_wait(1))
     }
 
-    /// As [`Ring::submit_and_wait`], but waits no longer than `limit`. An expired limit is no error.
+    /// Like [`Ring::submit_and_wait`], but waits no longer than `limit`. An expired limit is not an error.
     ///
     /// # Errors
-    /// As [`Ring::submit_and_wait`].
+    /// Returns the errors of [`Ring::submit_and_wait`].
     pub fn submit_and_wait_for(&mut self, limit: Duration) -> io::Result<()> {
         let limit = types::Timespec::from(limit);
         let arguments = types::SubmitArgs::new().timespec(&limit);

@@ -160,7 +160,7 @@ impl Ring {
     }
 }
 
-/// The address and the length of the payload from `from` to its end.
+/// Returns the address and the length of the payload from `from` to its end.
 fn part(buffer: &Buffer, from: usize) -> (*mut u8, u32) {
     assert!(from <= buffer.len(), "from {from} in a payload of {} bytes", buffer.len());
     let len = u32::try_from(buffer.len() - from).expect("a payload is always smaller than 4 GiB");

@@ -23,7 +23,7 @@ pub(super) fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     Ok((IoUring::new(entries)?, false))
 }
 
-/// The operations that the ring permits.
+/// Returns the operations that the ring permits.
 pub(super) fn restrictions() -> [Restriction; 13] {
     // From <linux/io_uring.h>; the io-uring crate does not export them.
     const REGISTER_FILES_UPDATE: u8 = 6;

@@ -27,7 +27,7 @@ fn file_operations_return_their_buffers_and_tokens() {
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     assert!(ring.fallocate(slot, mode, 0, 102, Token(4)));
     assert_eq!(wait(&mut ring).result, 0);
-    assert_eq!(ring.room(), 8);
+    assert_eq!(ring.free_slots(), 8);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_full_ring_returns_the_buffer() {
         ring.receive(socket, Buffer::zeroed(9), 0, false, Token(token)).unwrap();
     }
     let back = ring.receive(socket, Buffer::zeroed(9), 0, false, Token(2)).unwrap_err();
-    assert_eq!((back.len(), ring.room()), (9, 0));
+    assert_eq!((back.len(), ring.free_slots()), (9, 0));
     assert!(!ring.poll_readable(socket, Token(3)));
 }
 
@@ -160,7 +160,7 @@ fn slots_of_the_ring_are_reused() {
     let slot = ring.register(file.as_fd()).unwrap();
     let (mut started, mut ended) = (0, 0);
     while ended < 1000 {
-        while started < 1000 && ring.room() > 0 {
+        while started < 1000 && ring.free_slots() > 0 {
             let buffer = Buffer::zeroed(8);
             ring.write(slot, buffer, 0, started * 8, false, Token(started)).unwrap();
             started += 1;
