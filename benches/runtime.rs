@@ -4,9 +4,11 @@
 
 #![allow(
     clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
     clippy::print_stdout,
     clippy::unwrap_used,
-    unreachable_pub
+    unreachable_pub,
+    reason = "a benchmark measures real time, prints figures, and fails by panicking"
 )]
 
 mod common;

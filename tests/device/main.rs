@@ -7,9 +7,10 @@
 //! their name.
 
 #![allow(
+    clippy::disallowed_methods,
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "a test prints figures, and fails by panicking"
+    reason = "a test prints figures, fails by panicking, and waits in real time"
 )]
 
 mod campaign;

@@ -2,9 +2,10 @@
 
 #![allow(
     clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "a test fails by panicking, and prints figures"
+    reason = "a test fails by panicking, prints figures, and waits in real time"
 )]
 
 mod data_path;

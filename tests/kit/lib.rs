@@ -8,10 +8,11 @@
 
 #![allow(
     clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
     clippy::missing_panics_doc,
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "the kit is test code: it fails by panicking, and prints what a test prints"
+    reason = "the kit is test code: it fails by panicking, prints what a test prints, and waits in real time"
 )]
 
 #[cfg(feature = "daemon")]

@@ -1,5 +1,9 @@
 //! Creates, lists, changes, locks and removes images on a real cluster.
-#![allow(clippy::unwrap_used)]
+#![allow(
+    clippy::disallowed_methods,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and waits in real time"
+)]
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
