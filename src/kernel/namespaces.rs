@@ -26,9 +26,9 @@ use super::sysfs::Disk;
 use super::usage::{MOUNTINFO_MAX, Proc, too_much};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// The most namespaces that may have the device mounted; each needs a thread.
+/// The maximum number of namespaces that may have the device mounted; each needs a thread.
 const NAMESPACES_MAX: usize = 1024;
-/// The most threads at the same time.
+/// The maximum number of threads at the same time.
 const AT_ONCE: usize = 32;
 
 /// A mount namespace, and whether it is the one of this process.

@@ -14,7 +14,8 @@ use super::sysfs::Disk;
 use super::usage::Proc;
 use cleat_core::error::Result;
 
-/// The most passes over one namespace. Each pass unmounts at least one mount of a stack of mounts.
+/// The maximum number of passes over one namespace. Each pass unmounts at least one mount of a stack of
+/// mounts.
 const ROUNDS_MAX: u32 = 256;
 
 /// Unmounts `disk` and its partitions lazily in the namespaces of `which`.

@@ -19,7 +19,7 @@ use super::sysfs::Disk;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor::{BackingDevice, DeviceNumber, backing_device, block_device};
 
-/// The most bytes of one mountinfo that are read. A mount takes about 150 bytes.
+/// The maximum number of bytes that are read of one mountinfo. A mount takes about 150 bytes.
 pub(super) const MOUNTINFO_MAX: u64 = 64 << 20;
 const PROCESSES_MAX: usize = 1 << 17;
 const DESCRIPTORS_MAX: usize = 1 << 21;

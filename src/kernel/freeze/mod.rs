@@ -24,7 +24,8 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::block;
 use cleat_sys::descriptor::DeviceNumber;
 
-/// The most threads that may be stuck: one or two for each device, since each waits for its own backend.
+/// The maximum number of threads that may be stuck: one or two for each device, since each waits for its own
+/// backend.
 const STUCK_MAX: usize = 64;
 
 /// The file systems that this process has frozen.

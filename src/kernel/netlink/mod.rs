@@ -28,12 +28,13 @@ use super::{ConnectSpec, DeviceIndex, Identity};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// The most connections of one device. More bring no speed, and the list must fit one attribute (64 KiB).
+/// The maximum number of connections of one device. More connections are not faster, and the list must fit
+/// one attribute (64 KiB).
 const CONNECTIONS_MAX: usize = 128;
 
 /// Sends commands one at a time; the driver executes one at a time, too. So no CONNECT of this process
-/// happens between the check of a device and its DISCONNECT. A command whose caller has timed out never runs after
-/// a later one, and does not start once its deadline has passed.
+/// happens between the check of a device and its DISCONNECT. A command whose caller has timed out never runs
+/// after a later one, and does not start once its deadline has passed.
 #[derive(Debug, Clone)]
 pub(super) struct Netlink {
     threads: BoundedCalls,

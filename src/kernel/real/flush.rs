@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::bounded_call::BoundedCalls;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// The most flushes that may be stuck, one for each device: each waits for its own backend.
+/// The maximum number of flushes that may be stuck, one for each device: each waits for its own backend.
 const STUCK_FLUSHES: usize = 64;
 
 /// The flushes in progress, at most one for each device: a second one would wait for the same backend.

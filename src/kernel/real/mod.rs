@@ -38,9 +38,11 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(200);
 /// The number of events that are kept for a call that waits for a device; the first one is enough.
 const WAIT_QUEUE: usize = 32;
-/// The most netlink commands that may be stuck. They share one lock, so more would only wait behind these.
+/// The maximum number of netlink commands that may be stuck. They share one lock, so more would only wait
+/// behind these.
 const STUCK_COMMANDS: usize = 8;
-/// The most unmounts that may be stuck, one for each device and namespace: each waits for its own backend.
+/// The maximum number of unmounts that may be stuck, one for each device and namespace: each waits for its own
+/// backend.
 const STUCK_UNMOUNTS: usize = 64;
 /// How long short-lived openers of a device, such as udev probes, may take to close it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -66,7 +66,7 @@ pub struct Script {
     pub faults_per_mille: u32,
     /// The number of nbd devices at the start (`nbds_max`); further ones are created on demand.
     pub devices: u32,
-    /// The most devices; CONNECT fails with `NoSpace` beyond.
+    /// The maximum number of devices; CONNECT fails with `NoSpace` beyond.
     pub devices_max: u32,
     /// The time from CONNECT until the symlink exists.
     pub symlink_delay: Duration,
