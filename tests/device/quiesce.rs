@@ -180,7 +180,7 @@ impl Brake {
     }
 
     fn release(&self) {
-        self.0.stand(Some(0));
+        self.0.set_default_answer(Some(0));
     }
 }
 
