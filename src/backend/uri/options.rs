@@ -1,16 +1,22 @@
-//! What stands behind the `?`, and percent encoding.
+//! The options of a URI, which follow the `?`, and percent encoding.
 
 use std::fmt;
+
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
 
 use super::invalid;
 use cleat_core::error::Result;
 
-/// Options that nobody has taken yet: keys are unique.
+/// Options that have not been taken yet. Keys are unique.
 #[derive(Debug, Default)]
 pub struct Options(Vec<(String, String)>);
 
 impl Options {
-    /// Reads `key=value&…`.
+    /// Parses `key=value&…`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an option without a value, for a key that occurs twice, and for a value
+    /// that is not UTF-8 or has an invalid percent sequence.
     pub fn parse(text: &str) -> Result<Self> {
         let mut options = Self::default();
         for pair in text.split('&').filter(|pair| !pair.is_empty()) {
@@ -28,13 +34,16 @@ impl Options {
         Ok(options)
     }
 
-    /// Takes the value of `key`.
+    /// Removes the option `key` and returns its value.
     pub fn take(&mut self, key: &str) -> Option<String> {
         let index = self.0.iter().position(|(known, _)| known == key)?;
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Takes the value of `key`, which must be `true` or `false`.
+    /// Removes the option `key`, whose value must be `true` or `false`, and returns its value.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for any other value.
     pub fn flag(&mut self, key: &str) -> Result<Option<bool>> {
         match self.take(key).as_deref() {
             None => Ok(None),
@@ -44,7 +53,7 @@ impl Options {
         }
     }
 
-    /// Takes the options whose keys begin with `prefix`, and cuts it off them.
+    /// Removes the options whose keys begin with `prefix`, and returns them without the prefix.
     pub fn split_prefix(&mut self, prefix: &str) -> Self {
         let (with, without) =
             std::mem::take(&mut self.0).into_iter().partition(|(key, _)| key.starts_with(prefix));
@@ -54,12 +63,15 @@ impl Options {
         Self(with.into_iter().map(cut).collect())
     }
 
-    /// What is left, as it was written.
+    /// Returns the options that have not been taken, as keys and values.
     pub fn into_pairs(self) -> Vec<(String, String)> {
         self.0
     }
 
-    /// Cuts `prefix` off the keys that have it.
+    /// Removes `prefix` from the keys that begin with it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a key then occurs twice.
     #[cfg(feature = "fault")]
     pub fn merge(&mut self, prefix: &str) -> Result<()> {
         for (key, value) in self.split_prefix(prefix).0 {
@@ -71,7 +83,10 @@ impl Options {
         Ok(())
     }
 
-    /// Ends the reading: what is left is unknown to `owner`.
+    /// Checks that all options have been taken. `owner` and its `valid` options are for the message.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an option that is left.
     pub fn finish(self, owner: &str, valid: &[&str]) -> Result<()> {
         let Some((key, _)) = self.0.first() else { return Ok(()) };
         let error = invalid(format!("{owner} has no option {key:?}"));
@@ -83,52 +98,51 @@ impl Options {
     }
 }
 
-/// Turns each `%XX` into its byte.
+/// Decodes percent encoding: each `%XX` becomes the byte with that hexadecimal number. Unlike
+/// `percent_encoding`, which leaves an invalid sequence as it is, this refuses it.
+///
+/// # Errors
+/// `InvalidArgument` for a `%` that is not followed by two hexadecimal digits.
 pub fn decode(text: &str) -> Result<Vec<u8>> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let [first, tail @ ..] = rest {
-        rest = tail;
-        if *first != b'%' {
-            bytes.push(*first);
-            continue;
-        }
-        let (Some(high), Some(low)) = (hex(tail.first()), hex(tail.get(1))) else {
-            return Err(invalid(format!("{text:?} has a % that no two hexadecimal digits follow"))
-                .with_repair("write %25 for the character % itself"));
-        };
-        bytes.push(high << 4 | low);
-        rest = &tail[2..];
+    let is_valid = |at: usize| {
+        let digits = text.as_bytes().get(at + 1..at + 3);
+        digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit))
+    };
+    if text.match_indices('%').any(|(at, _)| !is_valid(at)) {
+        return Err(invalid(format!("{text:?} has a % that no two hexadecimal digits follow"))
+            .with_repair("write %25 for the character % itself"));
     }
-    Ok(bytes)
+    Ok(percent_decode_str(text).collect())
 }
 
-fn hex(digit: Option<&u8>) -> Option<u8> {
-    match digit? {
-        digit @ b'0'..=b'9' => Some(digit - b'0'),
-        digit @ b'a'..=b'f' => Some(digit - b'a' + 10),
-        digit @ b'A'..=b'F' => Some(digit - b'A' + 10),
-        _ => None,
-    }
-}
+/// The bytes that [`Encoded`] escapes: all except letters, digits and a few marks without a meaning in
+/// these URIs.
+const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'/')
+    .remove(b'-')
+    .remove(b'.')
+    .remove(b'_')
+    .remove(b'~')
+    .remove(b'+')
+    .remove(b',')
+    .remove(b':')
+    .remove(b'@')
+    .remove(b'=');
 
-/// Bytes as they are written in a URI.
+/// Displays bytes with percent encoding. The digits are lower-case, as in every canonical URI of cleat.
 pub struct Encoded<'a>(pub &'a [u8]);
 
 impl fmt::Display for Encoded<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for byte in self.0 {
-            if byte.is_ascii_alphanumeric() || b"/-._~+,:@=".contains(byte) {
-                write!(f, "{}", *byte as char)?;
-            } else {
-                write!(f, "%{byte:02x}")?;
-            }
-        }
-        Ok(())
+        // Each part is either one escaped byte or a run of bytes that need no escape.
+        percent_encode(self.0, ESCAPED).try_for_each(|part| match part.strip_prefix('%') {
+            Some(digits) => write!(f, "%{}", digits.to_ascii_lowercase()),
+            None => f.write_str(part),
+        })
     }
 }
 
-/// Options as they stand behind a URI; nothing where there are none.
+/// Displays options as they follow a URI; nothing if there are none.
 pub(super) struct Query<'a>(pub(super) &'a [(String, String)]);
 
 impl fmt::Display for Query<'_> {
@@ -138,5 +152,30 @@ impl fmt::Display for Query<'_> {
             write!(f, "{separator}{key}={}", Encoded(value.as_bytes()))?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn invalid_percent_sequences_are_refused() {
+        for text in ["%", "a%", "%4", "%4g", "%g4", "%%41", "%+1", "%4\u{e4}"] {
+            assert!(decode(text).is_err(), "{text:?}");
+        }
+        for (text, bytes) in
+            [("%41%2f%2F", &b"A//"[..]), ("%2541", b"%41"), ("\u{e4}", b"\xc3\xa4")]
+        {
+            assert_eq!(decode(text).unwrap(), bytes, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn every_byte_survives_encoding_and_decoding() {
+        let bytes: Vec<u8> = (0..=255).collect();
+        let text = Encoded(&bytes).to_string();
+        assert!(text.contains("%00") && text.contains("%ff") && text.contains("%25"), "{text}");
+        assert_eq!(decode(&text).unwrap(), bytes);
     }
 }
