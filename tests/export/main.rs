@@ -16,3 +16,4 @@ mod handover;
 mod interop;
 mod limits;
 mod outage;
+mod toy_backend;
