@@ -1,4 +1,4 @@
-//! Who opens a volume: what its claim will say, and what proves that an earlier one has ended.
+//! The identity with which a process claims a volume, and the proof that an earlier process has ended.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,64 +6,68 @@ use cleat_core::error::{Error, Result};
 use cleat_sys::host;
 use cleat_sys::process::{is_gone, pid_namespace, started_ticks};
 
-/// Names that many machines have: they prove nothing.
-const NO_NAMES: [&str; 4] = ["", "localhost", "localhost.localdomain", "(none)"];
+/// Host names that many machines have, so that they do not identify a node.
+const COMMON_NAMES: [&str; 4] = ["", "localhost", "localhost.localdomain", "(none)"];
 
-/// Who opens a volume to write to it. The default is nobody in particular, who takes over from nobody.
+/// The identity of a process that opens a volume for writing. The default has no identity and takes over
+/// from no other claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Claimant {
     /// The node's name, unique in the cluster.
     pub node: String,
-    /// What tells the node from another one of the same name, where it is known.
+    /// A hash of the machine id, which distinguishes nodes of the same name; empty if it is not known.
     pub machine: String,
-    /// The boot of its kernel.
+    /// The boot id of the node's kernel.
     pub boot_id: String,
-    /// The mapping; each has but one process at a time, and the end of the one before is proved.
+    /// The mapping. It has one process at a time, and a new one starts only after the end of the previous one
+    /// was proved.
     pub mapping_id: String,
-    /// Told to take the volume from whoever has it.
+    /// Take the volume over from any other claim, because the user asked for it.
     pub take_over: bool,
-    /// The mapping has a device already, whose users rely on what the volume held: they can go on only
-    /// if nobody else has had it since.
+    /// The mapping already has a device, whose users rely on the content of the volume. They can continue only
+    /// if no other client has claimed the volume since.
     pub resumes: bool,
-    /// The process.
+    /// The process; `None` where `/proc` could not be read.
     pub process: Option<ProcessMark>,
 }
 
 impl Claimant {
-    /// This process, which serves a volume by itself, on the node that is configured as `node`.
+    /// Returns the identity of this process, which serves a volume without a supervisor. `node` is the
+    /// configured name of the node; empty for the host name.
     ///
     /// # Errors
-    /// When /proc is not there.
+    /// Returns an error if `/proc` cannot be read.
     pub fn alone(node: &str, take_over: bool) -> Result<Self> {
         let (node, machine, boot_id) = (node_name(node)?, host::machine_id_hash(), boot_id()?);
         let process = ProcessMark::own();
-        // Like the process, unique for this boot.
+        // Unique during this boot, as the process is.
         let mark = process.map(|mark| format!("process-{}-{}", mark.pid, mark.started_ticks));
         let mapping_id = mark.unwrap_or_default();
         Ok(Self { node, machine, boot_id, mapping_id, take_over, resumes: false, process })
     }
 }
 
-/// A process, so that it can be told whether it has ended. Means something during the same boot only.
+/// Identifies a process, so that its end can be proved later. Valid during one boot of the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMark {
-    /// Its number.
+    /// The process number.
     pub pid: u32,
-    /// When it was started, in clock ticks since boot.
+    /// The start time in clock ticks since boot (field 22 of `/proc/PID/stat`).
     pub started_ticks: u64,
-    /// Where it has that number.
+    /// The inode of the pid namespace in which the process has this number.
     pub pid_namespace: u64,
 }
 
 impl ProcessMark {
-    /// This process; `None` where /proc is not to be read.
+    /// Returns the mark of this process; `None` if `/proc` cannot be read.
     pub fn own() -> Option<Self> {
         let pid = std::process::id();
         let started_ticks = started_ticks(pid).ok()?;
         Some(Self { pid, started_ticks, pid_namespace: pid_namespace().ok()? })
     }
 
-    /// Whether the process is proved gone, from where `own` is.
+    /// Returns whether it is proved that the process has ended. `own` is the mark of the calling process:
+    /// numbers can be compared only within one pid namespace, so the result is false in another one.
     pub fn has_ended(&self, own: Option<&Self>) -> bool {
         let same_place = own.is_some_and(|own| own.pid_namespace == self.pid_namespace);
         let reused = || started_ticks(self.pid).is_ok_and(|ticks| ticks != self.started_ticks);
@@ -71,28 +75,28 @@ impl ProcessMark {
     }
 }
 
-/// What this node is called: as configured, else as the host is.
+/// Returns the name of this node: `configured`, or the host name if that is empty.
 ///
 /// # Errors
-/// When /proc is not there.
+/// Returns an error if `/proc` cannot be read.
 pub fn node_name(configured: &str) -> Result<String> {
     match configured {
-        "" => host::host_name().map_err(|e| Error::from_io("cannot read the host's name", e)),
+        "" => host::host_name().map_err(|e| Error::from_io("cannot read the host name", e)),
         name => Ok(name.to_owned()),
     }
 }
 
-/// Of the kernel now running.
+/// Returns the boot id of the running kernel.
 ///
 /// # Errors
 /// As [`node_name`].
 pub fn boot_id() -> Result<String> {
-    host::boot_id().map_err(|e| Error::from_io("cannot read the boot's id", e))
+    host::boot_id().map_err(|e| Error::from_io("cannot read the boot id", e))
 }
 
-/// Whether a node's name tells one node from all others.
-pub fn is_telling(node: &str) -> bool {
-    !NO_NAMES.contains(&node)
+/// Returns whether a node's name identifies one node.
+pub fn is_unique_name(node: &str) -> bool {
+    !COMMON_NAMES.contains(&node)
 }
 
 #[cfg(test)]
@@ -100,11 +104,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_end_is_proved_only_from_the_same_place() {
+    fn an_end_is_proved_only_in_the_same_pid_namespace() {
         let own = ProcessMark::own().unwrap();
         assert!(!own.has_ended(Some(&own)));
         let earlier = ProcessMark { started_ticks: own.started_ticks - 1, ..own };
-        assert!(earlier.has_ended(Some(&own)), "its number is another's");
+        assert!(earlier.has_ended(Some(&own)), "another process has its number");
         let mut child = std::process::Command::new("/bin/true").spawn().unwrap();
         let pid = child.id();
         child.wait().unwrap();
@@ -113,7 +117,7 @@ mod tests {
         assert!(!gone.has_ended(None));
         let elsewhere = ProcessMark { pid_namespace: 1, ..own };
         assert!(!gone.has_ended(Some(&elsewhere)));
-        // A number that is no process's, ever.
+        // No process ever has this number.
         assert!(ProcessMark { pid: u32::MAX, ..own }.has_ended(Some(&own)));
     }
 }

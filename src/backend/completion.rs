@@ -1,13 +1,13 @@
-//! Completions from foreign threads: how a thread that is not the connection's own (of librbd, of an async
-//! runtime, a timer) finishes an operation of a request and wakes the connection's loop.
+//! Completions from foreign threads: a thread that is not the connection's own (of librbd, of an async
+//! runtime, a timer) completes an operation of a request and wakes the connection's loop.
 //!
 //! A connection makes one [`channel`]. It gives the [`Completer`] to its [`ImageQueue`], which passes
 //! clones of it to the threads that carry operations out, and keeps the [`Completions`] for itself. A
-//! completion travels through a bounded queue; an eventfd that the connection's ring polls makes the loop
-//! turn. The loop passes each completion to [`ImageQueue::on_completion`].
+//! completion travels through a bounded queue; an eventfd that the connection's ring polls wakes the
+//! loop. The loop passes each completion to [`ImageQueue::on_completion`].
 //!
 //! Invariant: of each request at most one operation runs on a foreign thread, so the queue, which has a
-//! place per request number, always has room. [`Completer::complete`] never blocks and never allocates.
+//! place per request number, is never full. [`Completer::complete`] never blocks and never allocates.
 //!
 //! After the connection has ended, the completions of its operations are dropped with their buffers.
 //!
@@ -22,7 +22,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use crate::waker::Waker;
 use crate::{Outcome, RequestId};
 
-/// Makes both ends for a connection with at most `depth` requests in flight. `waker` wakes the
+/// Makes both ends of the queue for a connection with at most `depth` requests in flight. `waker` wakes the
 /// connection's loop.
 pub fn channel(waker: Waker, depth: usize) -> (Completer, Completions) {
     let (sender, receiver) = bounded(depth);
@@ -46,7 +46,7 @@ pub struct Completions {
 
 #[derive(Debug)]
 struct Signal {
-    /// The loop was woken and has not begun to take completions since: another wake-up is not needed.
+    /// The loop was woken and has not started to take completions since: it needs no other wake-up.
     pending: AtomicBool,
     waker: Waker,
 }
@@ -63,7 +63,7 @@ impl Completer {
         self.signal.raise();
     }
 
-    /// Whether `other` belongs to the same connection.
+    /// Returns whether `other` belongs to the same connection.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.signal, &other.signal)
     }
@@ -76,15 +76,15 @@ impl Completions {
         self.receiver.try_recv().ok()
     }
 
-    /// From here on, a completion wakes the loop again.
+    /// Resets the signal, so that the next completion wakes the loop again.
     pub fn accept(&self) {
-        // An exchange, which synchronizes with the last `raise`: what was sent before it is seen.
+        // An exchange synchronizes with the last `raise`, so that completions sent before it are visible.
         self.signal.pending.swap(false, Ordering::AcqRel);
     }
 }
 
 impl Signal {
-    /// Wakes the loop, unless it is about to take completions anyway.
+    /// Wakes the loop, unless a wake-up is already pending.
     fn raise(&self) {
         if !self.pending.swap(true, Ordering::AcqRel) {
             self.waker.wake();
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn many_completions_are_one_wake_up_until_they_are_accepted() {
+    fn completions_cause_one_wake_up_until_they_are_accepted() {
         let waker = Waker::new().unwrap();
         let (completer, completions) = channel(waker.clone(), 4);
         completer.complete(1, DONE);
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn every_completion_is_taken_whatever_the_threads_interleave() {
+    fn no_completion_is_lost_when_threads_interleave() {
         const EACH: usize = 20_000;
         let waker = Waker::new().unwrap();
         let (completer, completions) = channel(waker.clone(), 2 * EACH);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_is_gone_frees_what_completes_later() {
+    fn completions_after_the_end_of_the_connection_free_their_buffers() {
         let (completer, completions) = channel(Waker::new().unwrap(), 1);
         drop(completions);
         let buffer = Some(Buffer::zeroed(512));

@@ -1,4 +1,4 @@
-//! What of a range holds data: for whoever copies a volume without its holes.
+//! Finds out which parts of a range hold data, so that a client can copy a volume without its holes.
 
 use std::io;
 use std::ops::Range;
@@ -8,25 +8,25 @@ use cleat_core::volume::Extent;
 use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
 
-/// Collects the extents of a range from where its data lies.
+/// Builds the list of extents of a range from the positions of its data.
 pub struct Layout {
     position: u64,
     end: u64,
-    /// Extents begin and end at multiples of this.
+    /// Extents begin and end at multiples of this, in bytes.
     alignment: u64,
     limit: usize,
     extents: Vec<Extent>,
 }
 
 impl Layout {
-    /// Of `range`, which is aligned; at most `limit` extents, of which there may be any number.
+    /// Starts the list for `range`, which is aligned. The list has at most `limit` extents.
     pub fn new(range: Range<u64>, alignment: u32, limit: usize) -> Self {
         let (position, end) = (range.start, range.end);
         Self { position, end, alignment: alignment.into(), limit, extents: Vec::new() }
     }
 
-    /// There is data in `range`, and none between the data before and this. Data must come in order;
-    /// what overlaps, or lies outside, does no harm. Returns whether more is of use.
+    /// Adds data in `range`; between it and the data added before there is a hole. Data must be added in
+    /// order; it may overlap and may lie outside of the list's range. Returns whether the list can take more.
     pub fn data(&mut self, range: Range<u64>) -> bool {
         let start = range.start - range.start % self.alignment;
         let end = range.end.checked_next_multiple_of(self.alignment).unwrap_or(self.end);
@@ -35,12 +35,13 @@ impl Layout {
         !self.is_complete()
     }
 
-    /// Whether nothing can be added any more.
+    /// Returns whether the list is full or covers its range.
     pub fn is_complete(&self) -> bool {
         self.position == self.end || self.extents.len() > self.limit
     }
 
-    /// The extents, when no more data comes up to `known`: what lies behind that is left out.
+    /// Returns the extents up to the position `known`, up to which all data was added. Leaves out the rest
+    /// of the range.
     pub fn finish(mut self, known: u64) -> Vec<Extent> {
         self.up_to(known - known % self.alignment, true);
         self.extents.truncate(self.limit);
@@ -61,11 +62,11 @@ impl Layout {
     }
 }
 
-/// Adds the data of a sparse file in `range` of it, which stands at `base` of the volume. Returns how
-/// far it is known.
+/// Adds the data of a sparse file in `range` (lseek(2), `SEEK_DATA`). The start of the file is at `base` of
+/// the volume. Returns the position in the volume up to which all data was added.
 ///
 /// # Errors
-/// What the kernel gives; EINVAL for files that do not tell.
+/// Returns the kernel's error; EINVAL for files that do not report holes.
 pub fn of_file(
     file: impl AsFd,
     range: Range<u64>,
@@ -82,13 +83,13 @@ pub fn of_file(
         }
         let end = end.min(range.end);
         layout.data(base + start..base + end);
-        // Somebody may have punched it meanwhile.
+        // The range may have become a hole between the two calls.
         position = end.max(position + 1);
     }
     Ok(base + if layout.is_complete() { position.min(range.end) } else { range.end })
 }
 
-/// `None` beyond the last data, and beyond the end.
+/// Returns `None` behind the last data and behind the end of the file.
 fn seek(file: impl AsFd, position: u64, whence: Whence) -> io::Result<Option<u64>> {
     let position = i64::try_from(position).map_err(|_| io::Error::from(Errno::EINVAL))?;
     match lseek(file, position, whence) {
@@ -107,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sparse_file_is_told_by_the_kernel() {
+    fn the_kernel_reports_the_holes_of_a_sparse_file() {
         let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.set_len(4 << 20).unwrap();
         file.write_all_at(&vec![1; 65536], 1 << 20).unwrap();
@@ -129,9 +130,9 @@ mod tests {
     }
 
     proptest! {
-        /// Data is never called a hole, the extents lie in the range, and holes are aligned.
+        /// Data is never reported as a hole, the extents lie in the range, and holes are aligned.
         #[test]
-        fn every_byte_of_data_is_told(
+        fn every_byte_of_data_is_reported(
             (start, length) in (0u64..64, 1u64..64),
             power in 0u32..3,
             limit in 1usize..6,

@@ -1,11 +1,10 @@
-//! Any volume, with injected faults: latency, hangs and errors, by operation, range and rate. For
-//! tests; not part of release packages.
+//! Injects faults into the requests of another volume: latency, hangs and errors, by operation, range and
+//! rate. For tests; not part of release packages.
 //!
-//! What happens to the n-th request of the volume follows from the plan's seed and n alone. The plan
-//! can be replaced while the volume is in use ([`SetFault`]): that releases every request
-//! that hangs. What is held back lives in the thread's own queue, so that a shutdown frees it
-//! without waiting. Once an injected error was `fenced`, the volume stays fenced, as the contract
-//! demands of every backend.
+//! The seed of the plan and the number of a request determine what happens to the request. The plan can be
+//! replaced while the volume is in use ([`SetFault`]), which releases every request that hangs. A delayed
+//! request is stored in the queue of its thread, so that a shutdown frees it without waiting. After an
+//! injected error `fenced` the volume stays fenced, as the contract requires of every backend.
 
 mod plan;
 mod queue;
@@ -28,23 +27,23 @@ use queue::FaultQueue;
 pub use spec::BACKEND;
 use timer::Timer;
 
-/// A volume that misbehaves on demand.
+/// A volume with injected faults.
 struct FaultImage {
     inner: Arc<dyn Image>,
     shared: Arc<Shared>,
 }
 
-/// What the queues of a volume share.
+/// The state that the queues of a volume share.
 struct Shared {
     plan: Mutex<Arc<Plan>>,
-    /// Raised with every new plan.
+    /// The number of the plan, which every new plan increments.
     plan_number: AtomicU64,
-    /// Requests so far, over all queues.
+    /// The number of requests so far, in all queues.
     requests: AtomicU64,
     fenced: AtomicBool,
     /// Wakes the owner of the volume when an injected error has fenced it.
     watcher: OnceLock<Waker>,
-    /// Requests that hang until a plan with another number is in force.
+    /// Requests that hang until a plan with another number is set.
     hanging: Mutex<Vec<Hanging>>,
     timer: Mutex<Option<Arc<Timer>>>,
 }
@@ -54,14 +53,14 @@ struct Hanging {
     id: RequestId,
 }
 
-/// The end of a delay. What becomes of the request is decided by its queue.
+/// The end of a delay. The queue of the request decides how the request continues.
 const RELEASED: Outcome = Outcome { result: Ok(()), buffer: None };
 
 impl Shared {
-    /// Completes an operation of the request `id` as soon as the plan is no longer number `plan_number`.
+    /// Completes an operation of the request `id` as soon as the plan `plan_number` is replaced.
     fn complete_with_next_plan(&self, plan_number: u64, completer: &Completer, id: RequestId) {
         let mut hanging = lock(&self.hanging);
-        // A new plan raises its number before it releases what hangs.
+        // A new plan sets its number before it releases the requests that hang.
         if self.plan_number.load(Ordering::Acquire) == plan_number {
             hanging.push(Hanging { completer: completer.clone(), id });
         } else {
@@ -69,16 +68,16 @@ impl Shared {
         }
     }
 
-    /// Forgets the requests of a connection that has ended.
+    /// Removes the requests of a connection that has ended.
     fn forget(&self, completer: &Completer) {
         lock(&self.hanging).retain(|hanging| !hanging.completer.is_same(completer));
     }
 }
 
-/// The variable of the environment that names a point at which the process is to die.
+/// The environment variable with the name of the point at which the process aborts.
 pub const DIE_AT: &str = "CLEAT_FAULT_DIE_AT";
 
-/// A point that a test may have the process die at, as by a crash: nothing of it runs any more.
+/// Aborts the process, as a crash would, if the environment variable [`DIE_AT`] has the value `name`.
 pub fn crash_point(name: &str) {
     if std::env::var(DIE_AT).is_ok_and(|wanted| wanted == name) {
         std::process::abort();
@@ -86,7 +85,7 @@ pub fn crash_point(name: &str) {
 }
 
 impl FaultImage {
-    /// `inner`, behind the faults of `plan`.
+    /// Wraps `inner` with the faults of `plan`.
     fn wrap(inner: Arc<dyn Image>, plan: Plan) -> Self {
         let shared = Shared {
             plan: Mutex::new(Arc::new(plan)),
@@ -193,7 +192,7 @@ impl Image for FaultImage {
 }
 
 impl FaultImage {
-    /// The wrapped volume's handover.
+    /// Returns the handover of the wrapped volume.
     fn inner_handover(&self) -> Result<&dyn Handover> {
         self.inner.handover().ok_or_else(|| {
             Error::new(ErrorKind::Internal, "the wrapped volume cannot be handed over")

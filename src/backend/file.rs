@@ -1,19 +1,20 @@
-//! Raw files and block devices. Everything is served by the ring of the connection's own thread.
+//! Raw files and block devices. The ring of each connection's thread serves all requests.
 //!
-//! - FLUSH is `fdatasync`, FUA is `RWF_DSYNC`. Once an `fdatasync` has failed, every later FLUSH
-//!   fails too: the kernel tells of a lost page once and then calls it clean (see `queue`).
-//! - TRIM punches a hole, also on block devices: there the kernel zeroes what the device can zero
-//!   without writing, and refuses otherwise, in which case the trim is ignored. A bare discard
-//!   (BLKDISCARD) would free more on devices that know only that, but leaves the content
-//!   undefined, and a range that once read as zero must never turn back.
-//! - WRITE_ZEROES punches, or zeroes the range and keeps it allocated; where the file system can do
-//!   neither, zeroes are written in bounded pieces.
-//! - Errors of a lost transport below (`IoError::from_errno`) are `Retry`, except where a sync may
-//!   have failed: a page that could not be written back is lost, and no repetition brings it back. So
-//!   only direct access sits out an outage of the storage below.
-//! - CACHE lets the kernel read ahead, a bounded part of the range.
-//! - A writable volume is claimed: a file by an OFD lock on all of it (which excludes qemu as
-//!   well), a device by O_EXCL (which excludes mounts). Both hold on this node only.
+//! - FLUSH is `fdatasync`, FUA is `RWF_DSYNC`. After one failed `fdatasync` every later FLUSH fails, too:
+//!   the kernel reports a lost page once and then marks it clean (see `queue`).
+//! - TRIM punches a hole, also on block devices: there the kernel zeroes the range if the device can do
+//!   that without writing, and refuses otherwise; the trim then does nothing. A bare discard
+//!   (BLKDISCARD) would free more on devices that support only that, but it leaves the content
+//!   undefined, and a range that has read as zeroes must never show its old content again.
+//! - WRITE_ZEROES punches a hole, or zeroes the range and keeps it allocated; on a file system that supports
+//!   neither, it writes zeroes in pieces of a bounded length.
+//! - Errors of a lost transport below the file (`IoError::from_errno`) are `Retry`, unless a sync may
+//!   have failed: a page that could not be written back is lost, and no repetition restores it. Only
+//!   direct access can therefore wait for the end of an outage of the storage below.
+//! - CACHE makes the kernel read ahead a part of the range, of a bounded length.
+//! - A writable volume is claimed: a file by an OFD lock on the whole file (which excludes qemu, too), a
+//!   device by O_EXCL (which excludes mounts). Both are effective on this node only.
+//! - Acknowledged writes are in the page cache or on the disk, and survive the worker.
 
 mod claim;
 mod queue;
@@ -46,10 +47,10 @@ use queue::{Abilities, FileQueue};
 pub use registration::BACKEND;
 use spec::FileSpec;
 
-/// The longest payload of one request: what NBD clients expect to be able to send.
+/// The longest payload of one request in bytes, the length that NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
 
-/// How often the size is read again: the kernel sends no notification when a file or device grows.
+/// How often the size is read: the kernel sends no notification when a file or device grows.
 const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// An open file or block device.
@@ -65,20 +66,23 @@ struct FileImage {
 }
 
 impl FileImage {
-    /// Opens `spec`, claiming it unless `read_only`.
+    /// Opens the volume of `spec`, and claims it unless `read_only` is set.
     fn open(spec: &FileSpec, read_only: bool) -> Result<Self> {
         let path = spec.path.display().to_string();
         let (device, missing) = inspect(spec, read_only)?;
         let file = open(spec, read_only, device)?;
         let metadata = file.metadata().map_err(|e| Error::from_io(format!("stat {path}"), e))?;
         if metadata.file_type().is_block_device() != device {
-            return Err(Error::new(ErrorKind::Aborted, format!("{path} was replaced meanwhile")));
+            return Err(Error::new(
+                ErrorKind::Aborted,
+                format!("{path} was replaced while it was opened"),
+            ));
         }
         if !device && !read_only {
             claim::lock(&file, &path)?;
             create(spec, &file).inspect_err(|_| {
                 if missing {
-                    // Ours, locked, and empty: nothing is left behind.
+                    // This call created the file, locked it, and left it empty.
                     let _ = std::fs::remove_file(&spec.path);
                 }
             })?;
@@ -87,10 +91,10 @@ impl FileImage {
         if image.refresh_size()? == 0 {
             let error = invalid(format!("{} is empty", image.path));
             return Err(if device {
-                error.with_repair("the device has no medium, or its driver is not set up")
+                error.with_repair("insert a medium into the device, or set up its driver")
             } else {
                 error.with_repair(format!(
-                    "give it a size with `truncate -s 10G {}`, or let cleat do so with ?create=10G",
+                    "give it a size: truncate -s 10G {}; or let cleat do it with ?create=10G",
                     image.path
                 ))
             });
@@ -98,18 +102,22 @@ impl FileImage {
         Ok(image)
     }
 
-    /// The open description of a process that serves `spec`: its lock, or O_EXCL, is in both hands.
+    /// Opens the volume with the open file description of the process that still serves it. Both processes
+    /// then have its lock, or O_EXCL.
     fn open_successor(spec: &FileSpec, files: HandoverFiles, read_only: bool) -> Result<Self> {
         let path = spec.path.display();
         let [file]: [OwnedFd; 1] = files.descriptors.try_into().map_err(|got: Vec<_>| {
-            invalid(format!("{path} was handed over with {} descriptors, not one", got.len()))
+            invalid(format!("the handover of {path} has {} descriptors instead of one", got.len()))
         })?;
-        let failed = |e: nix::Error| Error::from_io(format!("cannot look at {path}"), e.into());
+        let failed =
+            |e: nix::Error| Error::from_io(format!("cannot read the flags of {path}"), e.into());
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL).map_err(failed)?);
         let wanted = if read_only { OFlag::O_RDONLY } else { OFlag::O_RDWR };
         let direct = flags.contains(OFlag::O_DIRECT);
         if flags & OFlag::O_ACCMODE != wanted || direct != spec.direct {
-            return Err(invalid(format!("{path} was handed over, open in another way")));
+            return Err(invalid(format!(
+                "the handover of {path} has a file that is open in another mode"
+            )));
         }
         let image = Self::of(spec, file.into(), read_only)?;
         image.refresh_size()?;
@@ -154,7 +162,7 @@ impl Image for FileImage {
             trim: true,
             write_zeroes: true,
             fast_zero: true,
-            // Direct access goes past what would be read ahead.
+            // Direct access does not use pages that were read ahead.
             cache: !self.direct,
             multi_connection: true,
             keeps_acknowledged_writes: true,
@@ -163,7 +171,7 @@ impl Image for FileImage {
 
     fn queue(&self, ring: &mut Ring, _completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let slot = ring.register(self.file.as_fd()).map_err(|e| {
-            Error::from_io(format!("cannot put {} into the thread's ring", self.path), e)
+            Error::from_io(format!("cannot register {} in the ring of the thread", self.path), e)
         })?;
         let abilities = Arc::clone(&self.abilities);
         Ok(Box::new(FileQueue::new(slot, self.blocks.minimum, abilities)))
@@ -175,12 +183,12 @@ impl Image for FileImage {
         } else {
             self.file.metadata().map(|metadata| metadata.len())
         }
-        .map_err(|e| Error::from_io(format!("cannot ask {} for its size", self.path), e))?;
+        .map_err(|e| Error::from_io(format!("cannot read the size of {}", self.path), e))?;
         let size = raw - raw % u64::from(self.blocks.minimum);
         if size != raw && self.size() != size {
             tracing::warn!(
                 path = %self.path, size = raw, block_size = self.blocks.minimum,
-                "the size is no multiple of the block size; the last {} bytes are not served",
+                "the size is not a multiple of the block size; the last {} bytes are not served",
                 raw - size
             );
         }
@@ -215,7 +223,7 @@ impl Resize for FileImage {
         let now = self.refresh_size()?;
         if size < now {
             let (size, now) = (Size(size), Size(now));
-            return Err(invalid(format!("{} holds {now}; {size} would cut it off", self.path)));
+            return Err(invalid(format!("cannot grow {} to {size}: it has {now}", self.path)));
         }
         self.set_length(size)
     }
@@ -225,7 +233,7 @@ impl Shrink for FileImage {
     fn shrink_to(&self, size: u64) -> Result<()> {
         self.check_resizable(size)?;
         if size == 0 {
-            return Err(invalid(format!("{} cannot be made empty", self.path)));
+            return Err(invalid(format!("cannot shrink {} to nothing", self.path)));
         }
         self.set_length(size)
     }
@@ -235,13 +243,13 @@ impl Extents for FileImage {
     fn list(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Extent>> {
         let range = offset..offset + length;
         let mut layout = Layout::new(range.clone(), self.blocks.minimum, limit);
-        // Block devices do not tell, nor do some file systems.
+        // Block devices and some file systems do not report holes.
         match extents::of_file(&self.file, range, 0, &mut layout) {
             Ok(known) => Ok(layout.finish(known)),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 Ok(vec![Extent { length, hole: false }])
             }
-            Err(e) => Err(Error::from_io(format!("cannot ask {} for its holes", self.path), e)),
+            Err(e) => Err(Error::from_io(format!("cannot find the holes of {}", self.path), e)),
         }
     }
 }
@@ -249,7 +257,9 @@ impl Extents for FileImage {
 impl Handover for FileImage {
     fn prepare(&self) -> Result<HandoverFiles> {
         let file = self.file.as_fd().try_clone_to_owned();
-        let file = file.map_err(|e| Error::from_io(format!("cannot share {}", self.path), e))?;
+        let file = file.map_err(|e| {
+            Error::from_io(format!("cannot duplicate the descriptor of {}", self.path), e)
+        })?;
         Ok(HandoverFiles { descriptors: vec![file] })
     }
 
@@ -266,7 +276,7 @@ impl Handover for FileImage {
         if state.sync_failed {
             self.abilities.set_sync_failed();
         }
-        // It may have grown since this one opened it.
+        // The file may have grown since this process opened it.
         self.refresh_size().map(drop)
     }
 }
@@ -276,16 +286,18 @@ impl FileImage {
         if self.device {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("{} is a block device, whose size is not cleat's to change", self.path),
+                format!("{} is a block device, which cleat cannot resize", self.path),
             )
-            .with_repair("resize it where it comes from (lvextend, losetup -c, …), then refresh"));
+            .with_repair(
+                "resize the device with its own tool (lvextend, losetup -c, …); cleat then follows",
+            ));
         }
         if self.read_only {
             return Err(Error::new(ErrorKind::PermissionDenied, "the volume is read-only"));
         }
         if !size.is_multiple_of(u64::from(self.blocks.minimum)) {
             let block = self.blocks.minimum;
-            return Err(invalid(format!("{size} is no multiple of the block size, {block}")));
+            return Err(invalid(format!("{size} is not a multiple of the block size, {block}")));
         }
         Ok(())
     }
@@ -299,8 +311,8 @@ impl FileImage {
     }
 }
 
-/// Looks before it opens, since opening some kinds of file blocks (a FIFO) or acts (a tape).
-/// Returns whether it is a block device, and whether it is missing and to be made.
+/// Checks the type of the file before it is opened, because to open some types blocks (a FIFO) or has an
+/// effect (a tape). Returns whether it is a block device, and whether it is missing and must be created.
 fn inspect(spec: &FileSpec, read_only: bool) -> Result<(bool, bool)> {
     let path = spec.path.display();
     let kind = match std::fs::metadata(&spec.path) {
@@ -311,10 +323,10 @@ fn inspect(spec: &FileSpec, read_only: bool) -> Result<(bool, bool)> {
             }
             return Err(Error::new(ErrorKind::NotFound, format!("{path} does not exist"))
                 .with_repair(format!(
-                    "create it with `truncate -s 10G {path}`, or let cleat do so with ?create=10G"
+                    "create it: truncate -s 10G {path}; or let cleat do it with ?create=10G"
                 )));
         }
-        Err(error) => return Err(Error::from_io(format!("cannot look at {path}"), error)),
+        Err(error) => return Err(Error::from_io(format!("cannot stat {path}"), error)),
     };
     if kind.is_block_device() || kind.is_file() {
         return Ok((kind.is_block_device(), false));
@@ -338,7 +350,7 @@ fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
         options.read(true).write(!read_only).create(create).mode(0o600).custom_flags(flags);
         options.open(&spec.path)
     };
-    let error = match claim::patiently(open, |e| e.raw_os_error() == Some(libc::EBUSY)) {
+    let error = match claim::retry_while_busy(open, |e| e.raw_os_error() == Some(libc::EBUSY)) {
         Ok(file) => return Ok(file),
         Err(error) => error,
     };
@@ -348,12 +360,12 @@ fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
             ErrorKind::Unsupported,
             format!("the file system of {path} does not support direct I/O"),
         )
-        .with_repair("leave direct=true out")
+        .with_repair("remove direct=true from the URI")
         .with_source(error),
         Some(libc::ENOENT) if spec.create.is_some() && !read_only => {
             let directory = spec.path.parent().unwrap_or(Path::new("/")).display();
             Error::new(ErrorKind::NotFound, format!("the directory of {path} does not exist"))
-                .with_repair(format!("make it first: mkdir -p {directory}"))
+                .with_repair(format!("create it first: mkdir -p {directory}"))
         }
         Some(libc::EROFS | libc::EACCES | libc::EPERM) if !read_only => {
             Error::new(ErrorKind::PermissionDenied, format!("{path} cannot be opened for writing"))
@@ -364,35 +376,36 @@ fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
     })
 }
 
-/// Gives a missing or empty file its size: a crash between open and here leaves an empty one.
+/// Sets the size of an empty file. A file that existed may be empty because an earlier call was killed
+/// between its creation and this step.
 fn create(spec: &FileSpec, file: &File) -> Result<()> {
     let Some(size) = spec.create else { return Ok(()) };
     let path = spec.path.display();
-    let made = || -> io::Result<()> {
+    let set_size = || -> io::Result<()> {
         if file.metadata()?.len() != 0 {
             return Ok(());
         }
         file.set_len(size)?;
         file.sync_all()?;
-        // The name must be as durable as what FLUSH promises of the content.
+        // The name of the file must be durable before a FLUSH reports the content as durable.
         sync_directory(&spec.path)
     };
-    made().map_err(|e| Error::from_io(format!("cannot make {path} with {}", Size(size)), e))
+    set_size().map_err(|e| Error::from_io(format!("cannot create {path} with {}", Size(size)), e))
 }
 
-/// Makes it durable that `path` is there, or is not.
+/// Makes the creation or removal of `path` durable.
 fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 fn block_sizes(file: &File, direct: bool, device: bool, path: &str) -> Result<BlockSizes> {
-    let failed = |e| Error::from_io(format!("cannot ask {path} for its block size"), e);
+    let failed = |e| Error::from_io(format!("cannot read the block size of {path}"), e);
     let (mut minimum, mut preferred) = (1, 4096);
     if device {
         minimum = block::logical_block_size(file).map_err(failed)?;
         preferred = block::physical_block_size(file).map_err(failed)?.max(preferred);
     } else if direct {
-        // Before Linux 6.1 nobody says: a page is enough everywhere.
+        // Before Linux 6.1 the kernel does not report the alignment; a page is sufficient everywhere.
         minimum = match block::direct_alignment(file).map_err(failed)? {
             Some(alignment) if alignment.memory as usize <= ALIGNMENT => alignment.offset,
             Some(_) => 0,
@@ -406,9 +419,9 @@ fn block_sizes(file: &File, direct: bool, device: bool, path: &str) -> Result<Bl
     if !minimum.is_power_of_two() || minimum > 65536 {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            format!("{path} does not support direct I/O that cleat can do"),
+            format!("{path} does not support direct I/O with an alignment that cleat can use"),
         )
-        .with_repair("leave direct=true out"));
+        .with_repair("remove direct=true from the URI"));
     }
     let preferred = preferred.max(minimum).checked_next_power_of_two().unwrap_or(minimum);
     Ok(BlockSizes { minimum, preferred, maximum: MAX_PAYLOAD })

@@ -1,12 +1,14 @@
 //! A planned handover of a volume from one process to another. At no moment do both processes write,
 //! and at no moment is the volume without a claim that another node respects:
 //!
-//! 1. [`Handover::prepare`] in the old process, which continues to serve: it returns what the new
-//!    process opens the volume with.
+//! 1. [`Handover::prepare`] in the old process, which continues to serve, returns the files with which the
+//!    new process opens the volume.
 //! 2. [`VolumeSpec::open_successor`](crate::VolumeSpec::open_successor) in the new process.
-//! 3. The old process completes every request, then calls [`Handover::release`].
-//! 4. [`Handover::take_over`] in the new process, which serves from here on; or [`Handover::resume`]
-//!    in the old process, which continues to serve.
+//! 3. The old process completes every request, stops its background work
+//!    ([`BackgroundWork::stop`](crate::BackgroundWork::stop)), and calls [`Handover::release`].
+//! 4. [`Handover::take_over`] in the new process, which serves from then on; or [`Handover::resume`]
+//!    and [`BackgroundWork::restart`](crate::BackgroundWork::restart) in the old process, which continues
+//!    to serve.
 //!
 //! Two kinds of claim fit this order. A claim that belongs to an open file description (a lock, O_EXCL,
 //! or memory itself) is held by both processes from step 2 on and is never interrupted. A claim that
@@ -22,35 +24,35 @@ use cleat_core::error::Result;
 /// Passes an open volume to a successor process; see the module's documentation for the order of the
 /// calls.
 pub trait Handover {
-    /// Returns what a successor in another process opens the volume with. The volume stays open here,
-    /// and continues to be served.
+    /// Returns the files with which a successor in another process opens the volume. The volume stays open in
+    /// this process, which continues to serve it.
     ///
     /// # Errors
-    /// What the operating system returns when a descriptor cannot be duplicated.
+    /// Returns the operating system's error if a descriptor cannot be duplicated.
     fn prepare(&self) -> Result<HandoverFiles>;
 
-    /// Releases the claim once no request is in flight, and returns the state that the successor needs.
-    /// Nothing is written until [`Handover::resume`].
+    /// Releases the claim, and returns the state that the successor needs. No request may be in flight. The
+    /// process writes nothing until [`Handover::resume`].
     ///
     /// # Errors
-    /// The backend's error; the volume is then still claimed here.
+    /// Returns the backend's error; this process then still has the claim.
     fn release(&self) -> Result<HandoverState>;
 
-    /// Undoes [`Handover::release`] when no successor has taken over: acquires the claim again.
+    /// Acquires the claim again after [`Handover::release`], when no successor has taken over.
     ///
     /// # Errors
-    /// The backend's error; `Fenced` when another client has claimed the volume meanwhile.
+    /// Returns the backend's error; `Fenced` if another client has claimed the volume since.
     fn resume(&self) -> Result<()>;
 
-    /// In the successor: acquires the claim after the predecessor has released it, and before the first
+    /// Acquires the claim in the successor, after the predecessor has released it, and before the first
     /// request.
     ///
     /// # Errors
-    /// The backend's error; the predecessor can then resume.
+    /// Returns the backend's error; the predecessor can then resume.
     fn take_over(&self, state: &HandoverState) -> Result<()>;
 }
 
-/// Open file descriptions that a successor opens the volume with.
+/// The files with which a successor opens the volume.
 #[derive(Debug)]
 pub struct HandoverFiles {
     /// Descriptors that carry the claim. Empty where the successor opens the volume by itself and
@@ -58,14 +60,14 @@ pub struct HandoverFiles {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// What the old process knows and its successor must not forget.
+/// The state of the old process that its successor must keep.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HandoverState {
-    /// A sync of written data has failed once, so no later success of a sync can be trusted.
+    /// A sync of written data has failed once, so that no later success of a sync proves anything.
     pub sync_failed: bool,
     /// Another client owns the volume.
     pub fenced: bool,
-    /// The faults that are injected at present; only in test builds.
+    /// The present fault plan; only in test builds.
     pub faults: Option<String>,
 }

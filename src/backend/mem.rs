@@ -1,6 +1,8 @@
-//! Volumes in memory: for tests, scratch space and measurements. Every request ends at once.
+//! Volumes in memory: for tests, scratch space and measurements. Every request completes at once.
 //!
-//! The memory takes room only where it was written. It is gone with the worker.
+//! The volume uses memory only for ranges that were written. Its content is lost when the worker dies, so it
+//! reports `keeps_acknowledged_writes: false`: its device then fails and never gets another worker. A
+//! planned handover keeps the content, because the next worker receives the memory files.
 
 mod spec;
 
@@ -19,11 +21,12 @@ use cleat_sys::ring::{Completion, Ring};
 use cleat_sys::shared::SharedMemory;
 pub use spec::BACKEND;
 
-/// How often a volume can grow. A memory file's size is sealed, so that no access can fault; a
-/// volume that grows gets a further one.
+/// The maximum number of memory files of a volume. The size of a memory file is sealed, so that no access
+/// to it can fault; each time the volume grows, it gets one more file.
 const SEGMENTS: usize = 64;
 
-/// Below this many bytes, zeroing in place is cheaper than giving pages back and faulting new ones.
+/// The length in bytes from which punching a hole is cheaper than writing zeroes. Below it, freeing the
+/// pages and faulting new ones costs more.
 const PUNCH_FROM: u64 = 64 << 10;
 
 /// A volume in memory.
@@ -32,10 +35,12 @@ struct MemImage {
     read_only: bool,
 }
 
-/// Segments in order, without gaps; only ever added to, so readers need no lock.
+/// The memory of a volume: segments in order, without gaps. Segments are only added, so readers need no
+/// lock.
 struct Memory {
     segments: [OnceLock<Segment>; SEGMENTS],
     size: AtomicU64,
+    /// The number of segments. Locked while a segment is added.
     growing: Mutex<usize>,
 }
 
@@ -45,18 +50,18 @@ struct Segment {
 }
 
 impl MemImage {
-    /// Makes an empty volume.
+    /// Creates a volume of `size` zero bytes.
     fn create(size: u64, read_only: bool) -> Result<Self> {
         let memory = Memory::empty();
         memory.grow(size)?;
         Ok(Self { memory: Arc::new(memory), read_only })
     }
 
-    /// The volume of another process, whose memory files these are.
+    /// Opens the volume of another process, which passes its memory files.
     fn open_successor(files: HandoverFiles, read_only: bool) -> Result<Self> {
         let memory = Memory::empty();
         for file in files.descriptors {
-            let foreign = |e| invalid("a descriptor is not memory of a volume").with_source(e);
+            let foreign = |e| invalid("a descriptor is not the memory of a volume").with_source(e);
             memory.add(&mut memory.lock(), SharedMemory::whole(file).map_err(foreign)?)?;
         }
         if memory.size.load(Ordering::Acquire) == 0 {
@@ -78,13 +83,13 @@ impl Image for MemImage {
     fn features(&self) -> Features {
         Features {
             read_only: self.read_only,
-            // Every completed write is as durable as this volume ever gets.
+            // A completed write is as durable as it can be here, so both are free.
             flush: true,
             fua: true,
             trim: true,
             write_zeroes: true,
             fast_zero: true,
-            // All of it is in memory.
+            // The whole volume is in memory already.
             cache: false,
             multi_connection: true,
             keeps_acknowledged_writes: false,
@@ -130,8 +135,10 @@ impl Extents for MemImage {
             let from = offset.max(start) - start;
             let to = (offset + length).saturating_sub(start).min(memory.len() as u64);
             if from < to && !layout.is_complete() {
-                known = extents::of_file(memory.file(), from..to, start, &mut layout)
-                    .map_err(|e| Error::from_io("cannot ask for the memory's holes", e))?;
+                known =
+                    extents::of_file(memory.file(), from..to, start, &mut layout).map_err(|e| {
+                        Error::from_io("cannot find the holes in the volume's memory", e)
+                    })?;
             }
         }
         Ok(layout.finish(known))
@@ -175,14 +182,17 @@ impl Memory {
         let start = self.size.load(Ordering::Acquire);
         if size < start {
             let (size, now) = (Size(size), Size(start));
-            return Err(invalid(format!("the volume holds {now}; {size} would cut it off")));
+            return Err(invalid(format!("the volume has {now}, which is more than {size}")));
         }
         if size == start {
             return Ok(());
         }
         let memory = SharedMemory::create("cleat-mem", size - start).map_err(|e| {
-            Error::new(ErrorKind::NoSpace, format!("no memory for {} more", Size(size - start)))
-                .with_source(e)
+            Error::new(
+                ErrorKind::NoSpace,
+                format!("cannot allocate memory for {} more", Size(size - start)),
+            )
+            .with_source(e)
         })?;
         self.add(&mut count, memory)
     }
@@ -193,21 +203,24 @@ impl Memory {
 
     fn add(&self, count: &mut usize, memory: SharedMemory) -> Result<()> {
         let Some(segment) = self.segments.get(*count) else {
-            let message = format!("a volume in memory can grow {} times, no more", SEGMENTS - 1);
+            let message = format!("a volume in memory can grow at most {} times", SEGMENTS - 1);
             return Err(Error::new(ErrorKind::NoSpace, message));
         };
         let start = self.size.load(Ordering::Acquire);
         let size = start + memory.len() as u64;
         if segment.set(Segment { start, memory }).is_err() {
-            return Err(Error::new(ErrorKind::Internal, "a memory segment was set twice"));
+            return Err(Error::new(
+                ErrorKind::Internal,
+                "internal: a memory segment was added twice",
+            ));
         }
         *count += 1;
         self.size.store(size, Ordering::Release);
         Ok(())
     }
 
-    /// Calls `act` with each piece of the range: its segment, the offset in it, and the position in
-    /// the range.
+    /// Splits the range at the bounds of segments and calls `act` with each piece: its segment, the offset
+    /// in the segment, and the position in the range.
     fn pieces(
         &self,
         offset: u64,
@@ -228,7 +241,7 @@ impl Memory {
                 return Ok(());
             }
         }
-        // Requests come checked against the size, which only grows.
+        // Requests were checked against the size, which only grows.
         Err(IoError::Invalid)
     }
 
@@ -264,7 +277,7 @@ impl MemQueue {
             }),
             (Op::Read | Op::Write, None) => Err(IoError::Invalid),
             (Op::Trim, _) => self.memory.zero(request, false),
-            // Keeping a large range means touching every page of it, which is not fast.
+            // To keep a large range allocated, every page of it is touched, which is not fast.
             (Op::WriteZeroes, _) if flags.fast_zero && flags.no_hole && length >= PUNCH_FROM => {
                 Err(IoError::Unsupported)
             }

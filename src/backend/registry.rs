@@ -1,4 +1,4 @@
-//! The list of backends, made by the composition and passed to everything that reads a URI.
+//! The list of backends. The composition makes it and passes it to all code that parses a URI.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -100,7 +100,7 @@ fn alternatives<'a>(texts: impl Iterator<Item = &'a str>) -> String {
     }
 }
 
-/// A scheme that this build knows by name only. Its volumes are refused with the reason.
+/// A scheme whose volumes this build cannot serve. Its URIs are refused with the reason.
 #[derive(Debug)]
 pub struct Unavailable {
     /// The scheme.

@@ -1,4 +1,4 @@
-//! What a backend registers, and what it knows about a volume or a store that a URI names.
+//! The registration of a backend, and its view of a volume or a store that a URI names.
 //!
 //! A backend implements [`Backend`] once, and has a static value of it that the composition lists in its
 //! [`Registry`](crate::Registry). Parsing a URI yields a [`VolumeSpec`] or a [`StoreSpec`], which does
@@ -35,8 +35,8 @@ pub trait Backend: Send + Sync {
         &[]
     }
 
-    /// Parses what stands behind the scheme's colon. Does no I/O. Must reject options that it does not
-    /// know ([`Options::finish`]). `nested` parses the URI of a wrapped volume.
+    /// Parses the part of the URI behind the scheme's colon. Does no I/O. Must reject options that it does
+    /// not know ([`Options::finish`]). `nested` parses the URI of a wrapped volume.
     ///
     /// # Errors
     /// `InvalidArgument`, with the valid choices as the repair; `Unsupported` for volumes that this build
@@ -71,14 +71,15 @@ pub trait StoreParser {
     /// Returns the forms of the URI, for error messages.
     fn forms(&self) -> &'static [&'static str];
 
-    /// Parses what stands behind the scheme's colon. Does no I/O.
+    /// Parses the part of the URI behind the scheme's colon. Does no I/O.
     ///
     /// # Errors
     /// `InvalidArgument`, with the valid choices as the repair.
     fn parse_store(&self, location: &str, options: Options) -> Result<Arc<dyn StoreSpec>>;
 }
 
-/// A volume, and how it is reached. Never contains a secret, only the path of a file that holds it.
+/// A volume, and how it is accessed. It never contains a secret, only the path of a file that holds one; see
+/// [`Credentials`](crate::Credentials).
 pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// Returns the scheme of the volume's URI.
     fn scheme(&self) -> &'static str;
@@ -108,7 +109,7 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     fn open_successor(&self, options: &OpenOptions, files: HandoverFiles)
     -> Result<Arc<dyn Image>>;
 
-    /// Loads what the process can no longer read once it is confined, such as shared libraries. Starts no
+    /// Loads files that the process cannot read once it is confined, such as shared libraries. Starts no
     /// thread, and does not access the volume.
     ///
     /// # Errors
@@ -117,7 +118,8 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns when the process that opens the volume can be confined, and what must stay accessible.
+    /// Returns when the process that opens the volume can be confined, and which files and sockets must stay
+    /// accessible.
     fn confinement(&self) -> Confinement {
         Confinement::AfterOpen
     }
@@ -140,8 +142,8 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the access to the volume's clients and their fencing; `None` for volumes of one machine,
-    /// whose writers the kernel keeps apart.
+    /// Returns the access to the volume's clients and their fencing; `None` for volumes of one machine, where
+    /// the kernel excludes a second writer. Does not open the volume.
     ///
     /// # Errors
     /// `InvalidArgument` for a volume without a single writer; `Unsupported` when a library is missing.
@@ -170,7 +172,7 @@ pub struct Stored {
     pub snapshot: Option<String>,
 }
 
-/// A place that holds volumes, and how it is reached.
+/// A place that holds volumes, and how it is accessed.
 pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
     /// Returns the scheme of the store's URI.
     fn scheme(&self) -> &'static str;
@@ -212,19 +214,19 @@ pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
 /// How a volume is opened, beyond what its URI says.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OpenOptions {
-    /// Nothing is ever written, and no claim is made.
+    /// Open the volume without a claim, and never write to it.
     pub read_only: bool,
     /// The identity of the claim, where a volume has a claim that outlives processes.
     pub claimant: Claimant,
-    /// Snapshots are to be announced ([`SnapshotQuiesce`](crate::SnapshotQuiesce)). A volume whose
-    /// backend has no snapshots opens all the same.
+    /// Announce snapshots ([`SnapshotQuiesce`](crate::SnapshotQuiesce)). A backend without snapshots ignores
+    /// it.
     pub snapshots: bool,
 }
 
-/// When a process that serves a volume can give up its access to the system, and what must stay.
+/// When a process that serves a volume can give up its access to the system, and which access it keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Confinement {
-    /// After [`VolumeSpec::open`], which starts no thread: everything that will ever be used is open.
+    /// After [`VolumeSpec::open`], which starts no thread: everything that the process will use is open then.
     AfterOpen,
     /// Before [`VolumeSpec::open`], because opening starts threads, which can only be confined from
     /// their start on.

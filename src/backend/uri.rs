@@ -5,22 +5,22 @@
 //! mem:SIZE                              memory; lost when the worker ends
 //! file:/absolute/path                   a raw file or a block device
 //!     direct=true|false                 bypass the page cache (O_DIRECT); default false
-//!     create=SIZE                       create the file, sparse, where it is missing or empty
+//!     create=SIZE                       create the file, sparse, if it is missing or empty
 //! rbd:pool[/namespace]/image[@snapshot] an RBD image of Ceph, or one of its snapshots
-//!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and what it names
+//!     conf=PATH keyring=PATH            Ceph's files; default /etc/ceph/ceph.conf and its keyring
 //!     id=NAME                           the client, without `client.`; default admin
-//!     encryption=luks1|luks2|luks       how the content is encrypted, and the file whose content is
-//!     passphrase_file=PATH              the passphrase; for a clone, comma-separated, the parent's next
+//!     encryption=luks1|luks2|luks       the encryption of the content, and the file with its
+//!     passphrase_file=PATH              passphrase; for a clone, followed by those of the parent, with commas
 //!     trim=true|false                   free trimmed space; default true, unless encrypted
 //!     lock=exclusive|shared             shared: several clients write and none is fenced, which destroys
-//!                                       content that does not expect it; default exclusive
+//!                                       file systems that are not made for it; default exclusive
 //!     config.OPTION=VALUE               an option of Ceph, for this volume
 //! fault:URI                             (feature `fault`) any other volume, with injected faults
 //!     fault.KEY=VALUE                   see `fault::plan`; other options are the inner volume's
 //! ```
 //!
-//! A `%XX` in the location or in a value stands for that byte; `?` and `%` in a path must be written
-//! so. Sizes take the suffixes K, M, G, T, P, E (also Ki, Mi, …): powers of 1024. Credentials are never
+//! `%XX` in the location or in a value stands for the byte with that hexadecimal number; `?` and `%` in a
+//! path must be written this way. Sizes take the suffixes K, M, G, T, P, E (also Ki, Mi, …): powers of 1024. Credentials are never
 //! part of a URI.
 
 mod options;
@@ -48,8 +48,8 @@ pub const MAX_URI: usize = 4096;
 /// The longest name that [`VolumeUri::default_name`] returns, and that a mapping may have, in bytes.
 pub const MAX_NAME: usize = 128;
 
-/// A volume, and how it is opened. `Display` is canonical: equal volumes with equal options have equal
-/// text, and the text parses back to an equal value.
+/// A volume, and how it is opened. `Display` is canonical: equal volumes with equal options have the same
+/// text, and the text parses to an equal value.
 #[derive(Clone)]
 pub struct VolumeUri {
     spec: Arc<dyn VolumeSpec>,
@@ -57,7 +57,7 @@ pub struct VolumeUri {
 }
 
 impl VolumeUri {
-    /// Makes the URI of what a backend has parsed or made.
+    /// Makes the URI of a volume that a backend has parsed or made.
     pub fn new(spec: Arc<dyn VolumeSpec>) -> Self {
         let text = text(spec.scheme(), &spec.location(), &spec.options());
         Self { spec, text }
@@ -68,7 +68,7 @@ impl VolumeUri {
         &*self.spec
     }
 
-    /// Returns the part before the colon.
+    /// Returns the part of the URI before the colon.
     pub fn scheme(&self) -> &'static str {
         self.spec.scheme()
     }
@@ -81,7 +81,7 @@ impl VolumeUri {
         self.spec.open(options)
     }
 
-    /// Opens the volume beside the process that serves it; see [`VolumeSpec::open_successor`].
+    /// Opens the volume while another process still serves it; see [`VolumeSpec::open_successor`].
     ///
     /// # Errors
     /// As [`VolumeSpec::open_successor`].
@@ -111,7 +111,7 @@ impl VolumeUri {
         })
     }
 
-    /// Returns the store that holds the volume, its name there, and that of the snapshot.
+    /// Returns the store that holds the volume, its name in the store, and the name of the snapshot.
     ///
     /// # Errors
     /// `Unsupported` for volumes that are not kept in a store.
@@ -145,9 +145,9 @@ impl VolumeUri {
         }
     }
 
-    /// Returns a mapping's name made from the volume, `[A-Za-z0-9][A-Za-z0-9._-]{0,127}`. Options do not
-    /// enter. Where characters are replaced (other than `/`, which becomes `-`), a hash keeps the names of
-    /// different volumes apart.
+    /// Returns a name for a mapping of the volume, `[A-Za-z0-9][A-Za-z0-9._-]{0,127}`. The name does not depend
+    /// on the options. If characters are replaced (other than `/`, which becomes `-`), a hash distinguishes
+    /// the names of different volumes.
     pub fn default_name(&self) -> String {
         let location = self.spec.location();
         let mut name = String::from(self.scheme());
@@ -199,7 +199,7 @@ impl fmt::Display for VolumeUri {
     }
 }
 
-/// A place that holds volumes, and how it is reached: `rbd:pool[/namespace]`, `file:/directory`, with
+/// A place that holds volumes, and how it is accessed: `rbd:pool[/namespace]`, `file:/directory`, with
 /// the options of the volumes. `Display` is canonical.
 #[derive(Clone)]
 pub struct StoreUri {
@@ -208,7 +208,7 @@ pub struct StoreUri {
 }
 
 impl StoreUri {
-    /// Makes the URI of what a backend has parsed or made.
+    /// Makes the URI of a store that a backend has parsed or made.
     pub fn new(spec: Arc<dyn StoreSpec>) -> Self {
         let text = text(spec.scheme(), &spec.location(), &spec.options());
         Self { spec, text }
@@ -273,12 +273,12 @@ impl fmt::Display for StoreUri {
     }
 }
 
-/// Returns an `InvalidArgument` error, the kind of nearly every error of a URI.
+/// Returns an `InvalidArgument` error with `message`, the kind of nearly every error of a URI.
 pub fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidArgument, message)
 }
 
-/// Reads the value of the option `key`, an absolute path.
+/// Parses the value of the option `key`, an absolute path.
 ///
 /// # Errors
 /// `InvalidArgument` for a relative path or a zero byte.
@@ -294,7 +294,7 @@ fn text(scheme: &str, location: &str, options: &[(String, String)]) -> String {
     format!("{scheme}:{location}{}", options::Query(options))
 }
 
-/// Computes 64-bit FNV-1a, which is stable over versions and machines, unlike std's hasher.
+/// Computes 64-bit FNV-1a. Unlike the hasher of `std`, it is the same in all versions and on all machines.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)

@@ -1,4 +1,4 @@
-//! Waking a thread that waits with `poll` or on a ring.
+//! Wakes a thread that waits with `poll` or on a ring.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ impl Waker {
     /// Makes a waker.
     ///
     /// # Errors
-    /// `EMFILE` or `ENFILE` when no descriptor is left.
+    /// `EMFILE` or `ENFILE` if no descriptor is left.
     pub fn new() -> std::io::Result<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         Ok(Self(Arc::new(EventFd::from_flags(flags)?)))
@@ -21,7 +21,7 @@ impl Waker {
 
     /// Makes [`Waker::descriptor`] readable. Never blocks.
     pub fn wake(&self) {
-        // It fails only after 2^64 - 1 wake-ups that were not taken.
+        // The write fails only after 2^64 - 1 wake-ups that were not taken.
         let _ = self.0.write(1);
     }
 
@@ -30,9 +30,9 @@ impl Waker {
         self.0.as_fd()
     }
 
-    /// Takes the wake-ups so far: the descriptor is no longer readable. Never blocks.
+    /// Takes all pending wake-ups, so that the descriptor is no longer readable. Never blocks.
     pub fn take(&self) {
-        // EAGAIN when there were none.
+        // The read fails with EAGAIN if there were none.
         let _ = self.0.read();
     }
 }

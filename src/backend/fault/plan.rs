@@ -1,15 +1,15 @@
-//! Which requests are to suffer, and how; its text, and the draw.
+//! The fault plan: which requests fail or are delayed; its text, and the random choice.
 //!
 //! ```text
-//! latency=10ms        hold each request back for so long (at most 1h), then go on
-//! jitter=5ms          and for up to so much longer, drawn evenly
-//! hang=true           hold it back until the plan is replaced
+//! latency=10ms        delay each request by this time (at most 1h)
+//! jitter=5ms          and by up to this much more, evenly distributed
+//! hang=true           delay it until the plan is replaced
 //! error=KIND          then fail it: retry, fenced, nospace, invalid, readonly, unsupported,
 //!                     nomemory, shutdown, broken
 //! rate=0.1            only this share of the requests (default 1: all)
-//! ops=read,write      only these: read, write, flush, trim, write_zeroes, cache (default: all)
-//! from=1G  to=2G      only those that touch these bytes (FLUSH has no range: it is then left out)
-//! seed=42             of every draw (default 0)
+//! ops=read,write      only these operations: read, write, flush, trim, write_zeroes, cache (default: all)
+//! from=1G  to=2G      only requests that touch these bytes (not FLUSH, which has no range)
+//! seed=42             the seed of the random choices (default 0)
 //! ```
 //!
 //! In a `fault:` URI each key has the prefix `fault.`; in a plan set at run time it may have it.
@@ -22,7 +22,7 @@ use crate::uri::{Options, Size, invalid, parse_size_or_zero};
 use cleat_core::error::{Error, Result};
 use cleat_core::request::{IoError, Op, Request};
 
-/// What marks the options of a URI that are meant for us.
+/// The prefix of the options of a URI that belong to the plan.
 pub(super) const PREFIX: &str = "fault.";
 
 /// The faults of a volume. The default has none.
@@ -32,21 +32,21 @@ pub(super) struct Plan {
     jitter: Duration,
     hang: bool,
     error: Option<IoError>,
-    /// In millionths; `None` is all.
+    /// The share of the requests, in millionths; `None` for all.
     rate: Option<u32>,
-    /// Bit n is `Op::ALL[n]`; zero is all.
+    /// The operations: bit n stands for `Op::ALL[n]`; zero for all.
     ops: u8,
     from: Option<u64>,
     to: Option<u64>,
     seed: u64,
 }
 
-/// What befalls one request.
+/// The fault of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fate {
-    /// Held back for so long; `None`: until the plan is replaced.
+    /// The delay; `None` until the plan is replaced.
     pub(super) delay: Option<Duration>,
-    /// Then failed; else served.
+    /// The error after the delay; `None` if the request is then served.
     pub(super) error: Option<IoError>,
 }
 
@@ -56,7 +56,7 @@ const MILLION: u32 = 1_000_000;
 const KEYS: [&str; 9] = ["latency", "jitter", "hang", "error", "rate", "ops", "from", "to", "seed"];
 
 impl Plan {
-    /// Reads the options that were meant for it.
+    /// Parses the options of the plan, without the prefix.
     pub(crate) fn parse(mut options: Options) -> Result<Self> {
         let plan = Self {
             latency: delay(&mut options, "latency")?,
@@ -78,7 +78,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// What was set, in canonical order.
+    /// Returns the options that were set, in canonical order.
     pub(crate) fn options(&self) -> Vec<(String, String)> {
         let mut options = Vec::new();
         let mut add = |key: &str, value: Option<String>| {
@@ -100,12 +100,12 @@ impl Plan {
         options
     }
 
-    /// Whether it plays a backend that cannot be reached.
+    /// Returns whether the plan simulates a backend that cannot be reached.
     pub(super) fn is_outage(&self) -> bool {
         self.error == Some(IoError::Retry)
     }
 
-    /// What befalls the volume's request number `number`; `None`: nothing.
+    /// Returns the fault of the volume's request number `number`; `None` if it has none.
     pub(super) fn fate(&self, number: u64, request: &Request) -> Option<Fate> {
         let delayed = !self.latency.is_zero() || !self.jitter.is_zero();
         if !(delayed || self.hang || self.error.is_some()) || !self.concerns(request) {
@@ -182,7 +182,7 @@ fn kind(text: &str) -> Result<IoError> {
 fn rate(text: &str) -> Result<Option<u32>> {
     let share = text.parse::<f64>().ok().filter(|share| (0.0..=1.0).contains(share));
     let share = share.ok_or_else(|| invalid(format!("rate is from 0 to 1, not {text:?}")))?;
-    // In range, as just checked; whoever writes 1 means all.
+    // The share is in range, as checked above. A share of 1 means all.
     #[allow(clippy::cast_possible_truncation, reason = "from 0 to 1000000")]
     let millionths = (share * f64::from(MILLION)).round() as u32;
     Ok((millionths < MILLION).then_some(millionths))
@@ -201,12 +201,12 @@ fn ops(text: &str) -> Result<u8> {
     Ok(ops)
 }
 
-/// `1500us`, but `2ms` for `2000us`.
+/// Shortens whole milliseconds: `1500us` stays, `2000us` becomes `2ms`.
 fn short(us: String) -> String {
     us.strip_suffix("000us").filter(|ms| !ms.is_empty()).map(|ms| format!("{ms}ms")).unwrap_or(us)
 }
 
-/// The finaliser of splitmix64: every bit of the result depends on every bit of `x`.
+/// Computes the finaliser of splitmix64: every bit of the result depends on every bit of `x`.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_concerns_what_it_names() {
+    fn a_plan_affects_only_the_requests_that_it_names() {
         let plan: Plan = "error=nospace&ops=write,trim&from=1M&to=2M".parse().unwrap();
         let fails = |op, offset, length| plan.fate(0, &request(op, offset, length)).is_some();
         assert!(fails(Op::Write, 1 << 20, 512));
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_is_kept_and_the_seed_decides() {
+    fn the_seed_determines_which_requests_fail_at_a_given_rate() {
         let hits = |text: &str| -> Vec<u64> {
             let plan: Plan = text.parse().unwrap();
             (0..10_000).filter(|n| plan.fate(*n, &request(Op::Read, 0, 1)).is_some()).collect()
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn an_error_names_its_cause() {
         for (text, cause) in [
             ("latency=10", "latency"),
             ("latency=2h", "1h"),

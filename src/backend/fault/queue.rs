@@ -1,4 +1,4 @@
-//! The data half: holds requests back, fails them, or hands them on.
+//! The data half of a volume with faults: delays requests, fails them, or passes them to the wrapped volume.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ pub(super) struct FaultQueue {
     completer: Completer,
     plan: Arc<Plan>,
     plan_number: u64,
-    /// Bounded by the connection's in-flight limit.
+    /// Delayed requests. The connection's limit of requests in flight bounds them.
     held: Vec<Held>,
 }
 
@@ -50,7 +50,7 @@ impl FaultQueue {
         }
     }
 
-    /// Fails a request, or lets the inner volume serve it.
+    /// Fails a request, or starts it in the wrapped volume.
     fn proceed(
         &mut self,
         id: RequestId,
@@ -80,7 +80,7 @@ impl Drop for FaultQueue {
 }
 
 impl ImageQueue for FaultQueue {
-    /// What is held is with the backend, as far as anybody can tell.
+    /// A delayed request stands for one that hangs at the backend, so it stays in flight.
     fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
         self.inner.abandon(done);
     }
@@ -109,11 +109,11 @@ impl ImageQueue for FaultQueue {
     }
 
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)> {
-        // Nothing here submits to the ring by itself, so the completion is the inner volume's.
+        // This queue submits nothing to the ring by itself, so the completion belongs to the wrapped volume.
         self.inner.on_ring(completion, ring)
     }
 
-    /// Of a held request, the completion is the end of its delay. Every other one is the inner volume's.
+    /// Takes the end of a delay, or passes the completion to the wrapped volume.
     fn on_completion(
         &mut self,
         id: RequestId,

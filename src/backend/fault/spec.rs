@@ -1,4 +1,4 @@
-//! `fault:URI?fault.KEY=VALUE…`.
+//! The registration and the URI of volumes with faults: `fault:URI?fault.KEY=VALUE…`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,9 +39,9 @@ impl Backend for Faults {
 /// A volume with injected faults.
 #[derive(Debug)]
 struct FaultSpec {
-    /// The volume underneath; never a `fault:` itself.
+    /// The wrapped volume; never a `fault:` volume.
     inner: Arc<dyn VolumeSpec>,
-    /// The faults to begin with.
+    /// The initial faults.
     plan: Plan,
 }
 
@@ -83,7 +83,7 @@ impl VolumeSpec for FaultSpec {
         self.inner.prepare()
     }
 
-    /// The timer thread starts with the first queue, after the volume was opened.
+    /// As the wrapped volume: the timer thread starts with the first queue, after the open.
     fn confinement(&self) -> Confinement {
         self.inner.confinement()
     }

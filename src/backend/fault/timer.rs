@@ -1,4 +1,4 @@
-//! One thread that completes operations at given times.
+//! A thread that completes operations at given times.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -11,7 +11,7 @@ use super::lock;
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, Result};
 
-/// Ends, and joins its thread, when dropped.
+/// The thread, which the drop of this value ends and joins.
 pub(super) struct Timer {
     state: Arc<(Mutex<State>, Condvar)>,
     thread: Option<JoinHandle<()>>,
@@ -19,7 +19,7 @@ pub(super) struct Timer {
 
 #[derive(Default)]
 struct State {
-    /// Bounded by the requests in flight: each is waited for at most once.
+    /// The operations to complete, the earliest first. Each request in flight has at most one.
     due: BinaryHeap<Reverse<Alarm>>,
     ended: bool,
 }
@@ -37,7 +37,7 @@ impl Timer {
         let thread = std::thread::Builder::new()
             .name("fault-timer".to_owned())
             .spawn(move || run(&shared.0, &shared.1))
-            .map_err(|e| Error::from_io("cannot start the thread that times faults", e))?;
+            .map_err(|e| Error::from_io("cannot start the timer thread of a fault volume", e))?;
         Ok(Self { state, thread: Some(thread) })
     }
 
@@ -74,7 +74,7 @@ impl Drop for Timer {
         lock(&self.state.0).ended = true;
         self.state.1.notify_one();
         if let Some(thread) = self.thread.take() {
-            // It panics nowhere; and if it did, its end is all that matters here.
+            // A panic of the thread is its end, too.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! Who may write: one opener at a time, and the name of the other one where it can be found.
+//! Claims of files and devices: one writer at a time, and the name of the present holder, if it can be found.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,18 +13,23 @@ use nix::sys::stat::{major, minor};
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// How often, and how far apart, a busy file is tried again. A process that was killed with requests
-/// in flight lets go of its files a moment after it is gone, when its ring has been torn down.
+/// The number of attempts to claim a busy file. A process that was killed with requests in flight releases
+/// its files a moment after its end, when the kernel has destroyed its ring.
 const ATTEMPTS: u32 = 20;
+
+/// The time between two attempts.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Processes that are looked at to find a holder; there is no bound on how many a machine has.
+/// The maximum number of processes that a search for a holder examines.
 const MAX_PROCESSES: usize = 10_000;
 
-/// Claims the whole file for writing.
+/// Claims the whole file for writing. Blocks for about a second while the file is busy.
+///
+/// # Errors
+/// `InUse` if another process holds the lock; the kernel's error otherwise.
 pub(super) fn lock(file: &File, path: &str) -> Result<()> {
-    // An open-file-description lock (fcntl(2)): it lasts as long as the description, so neither a
-    // fork nor closing another descriptor of the file loses it.
+    // An open-file-description lock (fcntl(2)): it exists as long as the description, so that neither a
+    // fork nor the close of another descriptor of the file releases it.
     #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
     let whole = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -34,28 +39,32 @@ pub(super) fn lock(file: &File, path: &str) -> Result<()> {
         l_pid: 0,
     };
     let attempt = || fcntl(file.as_fd(), FcntlArg::F_OFD_SETLK(&whole)).map_err(io::Error::from);
-    let Err(error) = patiently(attempt, |e| e.kind() == io::ErrorKind::WouldBlock) else {
+    let Err(error) = retry_while_busy(attempt, |e| e.kind() == io::ErrorKind::WouldBlock) else {
         return Ok(());
     };
     if error.kind() != io::ErrorKind::WouldBlock {
         return Err(Error::from_io(format!("cannot lock {path}"), error)
-            .with_repair("put the file on a file system that supports locks"));
+            .with_repair("move the file to a file system that supports locks"));
     }
     let holder = lock_holder(file).unwrap_or_else(|| "another process".to_owned());
     Err(Error::new(ErrorKind::InUse, format!("{path} is being written by {holder}"))
         .with_repair("unmap it there first, or map it read-only here"))
 }
 
-/// The error for a block device that O_EXCL found busy.
+/// Returns the error for a block device that O_EXCL reports as busy.
 pub(super) fn device_in_use(path: &Path) -> Error {
     let users = device_users(path).unwrap_or_default();
     let by = if users.is_empty() { "another user".to_owned() } else { users.join(", ") };
     Error::new(ErrorKind::InUse, format!("{} is held by {by}", path.display()))
-        .with_repair("let go of it there (umount, swapoff, dmsetup remove), or map it read-only")
+        .with_repair("release it there (umount, swapoff, dmsetup remove), or map it read-only")
 }
 
-/// Calls `attempt` until it gives anything but `busy`, at most for about a second.
-pub(super) fn patiently<T>(
+/// Calls `attempt` until it returns anything but a `busy` error, for about a second at most.
+#[allow(
+    clippy::disallowed_methods,
+    reason = "waits for another process, while no request is served"
+)]
+pub(super) fn retry_while_busy<T>(
     attempt: impl Fn() -> io::Result<T>,
     busy: impl Fn(&io::Error) -> bool,
 ) -> io::Result<T> {
@@ -68,7 +77,8 @@ pub(super) fn patiently<T>(
     attempt()
 }
 
-/// The process that has a lock on `file`, as /proc/PID/fdinfo shows it. Needs to be allowed to look.
+/// Returns the process that has a lock on `file`, from `/proc/PID/fdinfo`; `None` if there is none, or if
+/// this process may not read the files of the holder.
 pub(super) fn lock_holder(file: &File) -> Option<String> {
     let ours = file.metadata().ok()?;
     let processes = fs::read_dir("/proc").ok()?.flatten().take(MAX_PROCESSES);
@@ -99,7 +109,7 @@ fn describe(pid: u32) -> String {
     }
 }
 
-/// Mounts of a block device in our namespace, and devices stacked on it.
+/// Returns the mounts of a block device in this mount namespace, and the devices that are stacked on it.
 fn device_users(path: &Path) -> io::Result<Vec<String>> {
     let device = fs::metadata(path)?.rdev();
     let number = format!("{}:{}", major(device), minor(device));

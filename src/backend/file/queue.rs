@@ -1,7 +1,7 @@
-//! The data half of a file: a small state machine for each request, on the thread's own ring.
+//! The data half of a file: a small state machine for each request, on the ring of the thread.
 //!
-//! Each request has at most one operation in the ring. What finds the ring full waits here, in
-//! order, for the next completion; the connection's in-flight limit bounds how many can wait.
+//! Each request has at most one operation in the ring. A request that finds the ring full waits here, in
+//! order, for the next completion. The connection's limit of requests in flight bounds the waiting ones.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,34 +12,34 @@ use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 
-/// One write of zeroes, in bytes, where they have to be written.
+/// The length in bytes of one write of zeroes, where zeroes have to be written.
 const ZEROES: usize = 256 << 10;
 
-/// One `fallocate` that may turn into writing, in bytes: it occupies a kernel thread and cannot be
-/// cancelled, so it must not take long.
+/// The length in bytes of one `fallocate` that may have to write zeroes: it occupies a kernel thread and
+/// cannot be cancelled, so it must be short.
 const SLOW_ALLOCATION: u64 = 32 << 20;
 
-/// What is read ahead for one CACHE, in bytes, at most: it occupies a kernel thread as well.
+/// The maximum length in bytes of the read-ahead for one CACHE, which also occupies a kernel thread.
 const MAX_READ_AHEAD: u64 = 8 << 20;
 
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// What all queues of a file have learnt about it.
+/// What the queues of a file have found out about it.
 #[derive(Debug)]
 pub(super) struct Abilities {
     device: bool,
-    /// Past the page cache.
+    /// The file is open with O_DIRECT.
     direct: bool,
     punch: AtomicBool,
     zero_range: AtomicBool,
-    /// An `fdatasync` has failed. The kernel reports lost pages once for each open description,
-    /// which all queues share, and then calls them clean: a later success would be a lie.
+    /// An `fdatasync` has failed. The kernel reports lost pages once for each open file description,
+    /// which all queues share, and then marks them clean: a later success would prove nothing.
     sync_failed: AtomicBool,
 }
 
 impl Abilities {
-    /// Everything is possible until an attempt shows that it is not.
+    /// Assumes that every operation is supported until an attempt fails.
     pub(super) fn new(device: bool, direct: bool) -> Self {
         Self {
             device,
@@ -50,18 +50,18 @@ impl Abilities {
         }
     }
 
-    /// Whether an `fdatasync` has failed.
+    /// Returns whether an `fdatasync` has failed.
     pub(super) fn sync_failed(&self) -> bool {
         self.sync_failed.load(Ordering::Relaxed)
     }
 
-    /// An `fdatasync` has failed, here or in a process that had this open description before.
+    /// Records that an `fdatasync` has failed, here or in a process that had this open file description before.
     pub(super) fn set_sync_failed(&self) {
         self.sync_failed.store(true, Ordering::Relaxed);
     }
 }
 
-/// What a request does next.
+/// The next operation of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Transfer,
@@ -76,31 +76,31 @@ enum Step {
 struct Task {
     request: Request,
     step: Step,
-    /// Bytes that are done.
+    /// The number of bytes that are done.
     progress: u64,
-    /// Bytes that the operation in the ring covers.
+    /// The number of bytes that the operation in the ring covers.
     attempted: u64,
-    /// No other step begins.
+    /// The request starts no further step.
     abandoned: bool,
 }
 
-/// Either the request goes on, or it has ended.
+/// The next step of a request, or its end (`Ok(None)` or an error).
 type Next = Result<Option<Step>, IoError>;
 
-/// A file's queue on one thread.
+/// The queue of a file on one thread.
 pub(super) struct FileQueue {
     file: FileSlot,
     block: u32,
     abilities: Arc<Abilities>,
     tasks: Vec<Option<Task>>,
-    /// Found the ring full.
+    /// Requests that found the ring full, with their buffers.
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
-    /// Wait for the zeroes to come back.
+    /// Requests that wait for the buffer of zeroes.
     waiting_for_zeroes: VecDeque<RequestId>,
     zeroes: Zeroes,
 }
 
-/// The one buffer of zeroes of a queue, made when it is first needed.
+/// The buffer of zeroes of a queue, which is allocated at its first use.
 enum Zeroes {
     Unmade,
     Here(Buffer),
@@ -120,7 +120,7 @@ impl FileQueue {
         }
     }
 
-    /// The first step of a request, or its end.
+    /// Returns the first step of a request, or its end.
     fn first(&self, request: &Request) -> Next {
         match request.op {
             Op::Read | Op::Write => Ok(Some(Step::Transfer)),
@@ -133,10 +133,10 @@ impl FileQueue {
         }
     }
 
-    /// The best way to zero that is still believed to work.
+    /// Returns the best way to zero a range that has not failed so far.
     fn zeroing(&self, request: &Request) -> Next {
         let Request { flags, .. } = request;
-        // Whether a device zeroes fast while keeping the range, only the punching way would tell.
+        // Only a punched hole is known to be fast on a device; zeroing that keeps the range may write.
         let zero_range_is_fast = !self.abilities.device;
         if !flags.no_hole && self.abilities.punch.load(Ordering::Relaxed) {
             return Ok(Some(Step::Punch));
@@ -148,7 +148,7 @@ impl FileQueue {
         if flags.fast_zero { Err(IoError::Unsupported) } else { Ok(Some(Step::WriteZeroes)) }
     }
 
-    /// Puts the task's next operation into the ring, or into line.
+    /// Submits the next operation of the task to the ring, or queues the request if the ring is full.
     fn submit(&mut self, id: RequestId, buffer: Option<Buffer>, ring: &mut Ring) {
         let Some(task) = self.tasks[id as usize].as_mut() else { return };
         let token = Token::backend(0, id);
@@ -197,13 +197,13 @@ impl FileQueue {
             }
         };
         if !started {
-            // The ring has more room than the connection needs for itself, so it is full of operations
-            // of this queue: the completion of one of them brings this request back.
+            // The ring has more entries than the connection needs for itself, so operations of this queue
+            // fill it: the completion of one of them resumes this request.
             self.waiting.push_back((id, returned));
         }
     }
 
-    /// Gives whoever waits another try.
+    /// Submits requests that wait for an entry of the ring or for the buffer of zeroes.
     fn resume(&mut self, ring: &mut Ring) {
         for _ in 0..self.waiting.len() {
             if ring.free_slots() == 0 {
@@ -221,7 +221,8 @@ impl FileQueue {
         }
     }
 
-    /// What comes after an operation, if anybody waits for it.
+    /// Returns the next step after an operation with `result`, or the end of the request. An abandoned request
+    /// has no next step.
     fn next(&self, task: &mut Task, result: i32) -> Next {
         match self.advance(task, result) {
             Ok(Some(_)) if task.abandoned => Err(IoError::Broken),
@@ -229,7 +230,7 @@ impl FileQueue {
         }
     }
 
-    /// What an operation's result means for its task.
+    /// Applies the result of an operation to its task.
     fn advance(&self, task: &mut Task, result: i32) -> Next {
         if result < 0 {
             return self.failed(task, -result);
@@ -242,9 +243,9 @@ impl FileQueue {
                     if moved == task.attempted {
                         return Ok(Some(task.step));
                     }
-                    // Direct I/O goes on at a block's boundary. No step forward means that there
-                    // is nothing more: the file was cut off underneath, and its missing part must
-                    // not read as zeroes.
+                    // Direct I/O continues at the boundary of a block. Without progress, the end of the file
+                    // is reached: another process has truncated it, and the missing part must not read as
+                    // zeroes.
                     let cut = task.progress % u64::from(self.block);
                     if moved <= cut {
                         return Err(IoError::Broken);
@@ -268,7 +269,7 @@ impl FileQueue {
     fn failed(&self, task: &mut Task, errno: i32) -> Next {
         let error = IoError::from_errno(errno);
         match task.step {
-            // Advice that was not taken.
+            // The kernel did not take the advice, which is no failure.
             Step::ReadAhead => return Ok(None),
             _ if errno == libc::EINTR => return Ok(Some(task.step)),
             Step::Punch | Step::ZeroRange if error == IoError::Unsupported => {
@@ -284,8 +285,8 @@ impl FileQueue {
                     self.zeroing(&task.request)
                 };
             }
-            // Through the page cache it is as much a sync as a write, and what failed may be the sync,
-            // of other pages, too: to repeat it would hide that.
+            // Through the page cache, a durable write is a write and a sync, and the sync may have failed for
+            // pages of other writes, too. A repetition would hide that.
             Step::Transfer
                 if task.request.flags.fua
                     && (error == IoError::Broken
@@ -296,7 +297,7 @@ impl FileQueue {
             }
             Step::Sync => {
                 self.abilities.set_sync_failed();
-                // Whatever it was, the data is not durable and will not be.
+                // For any error, the data is not durable, and no repetition makes it durable.
                 return Err(if error == IoError::NoSpace { error } else { IoError::Broken });
             }
             _ => {}
@@ -400,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_sync_is_never_forgotten_by_any_queue() {
+    fn after_a_failed_sync_all_queues_refuse_to_flush() {
         let abilities = Arc::new(Abilities::new(false, false));
         let (one, two) = (queue(&abilities, 1), queue(&abilities, 1));
         let flush = task(Op::Flush, Flags::default(), Step::Sync, 0);
@@ -414,13 +415,13 @@ mod tests {
         let fua = Flags { fua: true, ..Flags::default() };
         let mut write = task(Op::Write, fua, Step::Transfer, 512);
         assert_eq!(one.advance(&mut write, -libc::ENOSPC), Err(IoError::NoSpace));
-        assert_eq!(one.first(&flush.request), Ok(Some(Step::Sync)), "no room is no lost page");
+        assert_eq!(one.first(&flush.request), Ok(Some(Step::Sync)), "ENOSPC does not lose a page");
         assert_eq!(one.advance(&mut write, -libc::EIO), Err(IoError::Broken));
         assert_eq!(one.first(&flush.request), Err(IoError::Broken));
     }
 
     #[test]
-    fn a_lost_transport_is_sat_out_where_no_page_can_be_lost() {
+    fn a_lost_transport_is_retried_where_no_page_can_be_lost() {
         let fua = Flags { fua: true, ..Flags::default() };
         for (direct, flags, expected) in [
             (false, Flags::default(), IoError::Retry),
@@ -439,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_supported_is_done_another_way_and_remembered() {
+    fn an_unsupported_operation_is_replaced_by_another_from_then_on() {
         let none = Flags::default();
         let fast = Flags { fast_zero: true, ..none };
         let abilities = Arc::new(Abilities::new(false, false));
@@ -457,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_not_asked_to_keep_a_range_fast() {
+    fn a_device_refuses_fast_zeroing_that_keeps_the_range() {
         let device = queue(&Arc::new(Abilities::new(true, false)), 512);
         let flags = Flags { no_hole: true, fast_zero: true, fua: false };
         let mut zero = task(Op::WriteZeroes, flags, Step::Punch, 1 << 30);
@@ -469,11 +470,11 @@ mod tests {
         assert_eq!(device.advance(&mut zero, 0), Ok(Some(Step::ZeroRange)), "piece by piece");
         assert_eq!(zero.progress, SLOW_ALLOCATION);
         zero.abandoned = true;
-        assert_eq!(device.next(&mut zero, 0), Err(IoError::Broken), "nobody waits");
+        assert_eq!(device.next(&mut zero, 0), Err(IoError::Broken), "the request was abandoned");
     }
 
     #[test]
-    fn short_transfers_go_on_at_a_block_and_nothing_is_an_end() {
+    fn short_transfers_continue_at_a_block_and_fail_without_progress() {
         let abilities = Arc::new(Abilities::new(false, false));
         let direct = queue(&abilities, 512);
         let mut read = task(Op::Read, Flags::default(), Step::Transfer, 4096);

@@ -111,7 +111,7 @@ impl StoreSpec for DirectorySpec {
         let spec = self.file(name)?;
         if snapshot.is_some() {
             return Err(Error::new(ErrorKind::Unsupported, "a file has no snapshots").with_repair(
-                "keep the volume in RBD, or take snapshots of the file system that it is on",
+                "keep the volume in RBD, or take snapshots of the file system that holds it",
             ));
         }
         Ok(Arc::new(spec))
@@ -124,7 +124,7 @@ impl StoreSpec for DirectorySpec {
     fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>> {
         let other: &dyn Any = other;
         if !other.is::<Self>() {
-            return Err(invalid("the two volumes are not of one kind"));
+            return Err(invalid("the two stores belong to different backends"));
         }
         Ok(Arc::new(self.clone()))
     }

@@ -1,4 +1,4 @@
-//! `file:/path?direct=…&create=…`, and `file:/directory` as a store.
+//! The URIs `file:/path?direct=…&create=…` for a volume and `file:/directory` for a store.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
@@ -11,11 +11,11 @@ use crate::uri::{Options, decode, invalid, parse_size};
 /// A file or a block device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FileSpec {
-    /// Absolute.
+    /// The absolute path.
     pub(super) path: PathBuf,
-    /// Bypass the page cache.
+    /// Bypass the page cache (O_DIRECT).
     pub(super) direct: bool,
-    /// The size in bytes to create the file with, where it is missing or empty.
+    /// The size in bytes with which the file is created if it is missing or empty.
     pub(super) create: Option<u64>,
 }
 
@@ -35,7 +35,7 @@ impl FileSpec {
 /// A directory of files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DirectorySpec {
-    /// Absolute.
+    /// The absolute path.
     pub(super) path: PathBuf,
 }
 
@@ -54,7 +54,7 @@ impl DirectorySpec {
     }
 }
 
-/// Parses what stands behind `file:`.
+/// Parses the part of the URI behind `file:`.
 fn path(location: &str) -> Result<PathBuf> {
     // RFC 8089 has both file:/path and file:///path.
     let location = location.strip_prefix("//").unwrap_or(location);
@@ -67,8 +67,8 @@ fn path(location: &str) -> Result<PathBuf> {
         return Err(invalid("a path cannot contain a zero byte (%00)"));
     }
     let path = PathBuf::from(OsString::from_vec(bytes));
-    // One spelling for each path: no doubled or trailing slashes, no `.`. `..` stays, since what it
-    // means depends on symbolic links.
+    // Each path has one spelling: without doubled or trailing slashes and without `.`. `..` stays, because
+    // its meaning depends on symbolic links.
     Ok(path.components().filter(|part| *part != Component::CurDir).collect())
 }
 
@@ -89,7 +89,7 @@ mod tests {
 
     proptest! {
     #[test]
-    fn any_path_survives_the_round_trip(
+    fn every_path_is_printed_and_parsed_unchanged(
         parts in prop::collection::vec(prop::collection::vec(1_u8..=255, 1..30), 1..8),
         direct: bool,
         create in prop::option::of(1..MAX_SIZE),

@@ -1,8 +1,8 @@
-//! Files as a whole; the directory is the [`Store`]. Block devices are only described: they are made,
-//! resized and removed where they come from.
+//! The management of files; their directory is the [`Store`]. Block devices are only described, because
+//! other tools create, resize and remove them.
 //!
-//! A file is removed, or made smaller, by whoever has its lock, as for writing to it. It grows without:
-//! whoever serves it follows.
+//! To remove a file or to make it smaller, a call takes the lock that a writer has. To make it larger needs no
+//! lock: a worker that serves the file notices the new size.
 
 use std::fs::{self, File};
 use std::io;
@@ -19,10 +19,10 @@ use crate::store::{Entry, Info, Layout, Listing, Lock, Page, Progress, Removal, 
 use crate::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Most files that a directory may have to be listed.
+/// The maximum number of files in a directory that can be listed.
 const MAX_FILES: usize = 1 << 20;
 
-/// A directory.
+/// A directory as a store.
 pub(super) struct FileStore {
     directory: DirectorySpec,
 }
@@ -31,9 +31,9 @@ impl FileStore {
     pub(super) fn open(directory: &DirectorySpec) -> Result<Self> {
         let shown = directory.path.display();
         let metadata = fs::metadata(&directory.path)
-            .map_err(|error| Error::from_io(format!("cannot look at {shown}"), error))?;
+            .map_err(|error| Error::from_io(format!("cannot stat {shown}"), error))?;
         if !metadata.is_dir() {
-            return Err(invalid(format!("{shown} is no directory")));
+            return Err(invalid(format!("{shown} is not a directory")));
         }
         Ok(Self { directory: directory.clone() })
     }
@@ -46,7 +46,8 @@ impl FileStore {
         self.directory.volume(name, snapshot).map(VolumeUri::new).map(|uri| uri.to_string())
     }
 
-    /// The file `name`, to be changed; `None` where there is none and it is not to be made.
+    /// Opens the file of `spec` for writing, and creates it if `spec` has a size for that. Returns `None` if it
+    /// does not exist.
     fn file(&self, spec: &FileSpec) -> Result<Option<File>> {
         let path = spec.path.display();
         let (device, missing) = match inspect(spec, false) {
@@ -54,16 +55,16 @@ impl FileStore {
             other => other?,
         };
         if device {
-            let message = format!("{path} is a block device, which is not cleat's to change");
+            let message = format!("{path} is a block device, which cleat cannot change");
             return Err(Error::new(ErrorKind::Unsupported, message).with_repair(
-                "do it where the device comes from (lvcreate, lvextend, lvremove, …)",
+                "change the device with its own tool (lvcreate, lvextend, lvremove, …)",
             ));
         }
         if !missing && fs::symlink_metadata(&spec.path).is_ok_and(|found| found.is_symlink()) {
             let target = fs::canonicalize(&spec.path)
                 .map_err(|error| Error::from_io(format!("cannot follow {path}"), error))?;
             return Err(invalid(format!("{path} is a symbolic link"))
-                .with_repair(format!("name what it points to: file:{}", target.display())));
+                .with_repair(format!("name its target: file:{}", target.display())));
         }
         open(spec, false, false).map(Some)
     }
@@ -72,31 +73,34 @@ impl FileStore {
 impl Store for FileStore {
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
         if *layout != Layout::default() {
-            let message = "a file has no features, objects, stripes or pool of its own";
+            let message = "a file has no features, objects, stripes or pool";
             return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_repair("leave these options out, or create an RBD image"));
+                .with_repair("remove these options, or create an RBD image"));
         }
         let spec = self.spec(name, Some(size))?;
         let missing = !spec.path.exists();
         let path = spec.path.display().to_string();
         let Some(file) = self.file(&spec)? else {
-            return Err(Error::new(ErrorKind::Aborted, format!("{path} was removed meanwhile")));
+            return Err(Error::new(
+                ErrorKind::Aborted,
+                format!("{path} was removed while it was created"),
+            ));
         };
         match length(&file, &path)? {
-            // Just made, or by a call that was cut off.
+            // This call created the file, or an earlier one that was killed.
             0 => {}
             is if is == size => return Ok(false),
             is => {
                 let (is, size) = (Size(is), Size(size));
                 let message = format!("{path} exists with a size of {is}, not {size}");
                 return Err(Error::new(ErrorKind::AlreadyExists, message)
-                    .with_repair("choose another name, or the size that it has"));
+                    .with_repair("use another name, or the present size"));
             }
         }
         claim::lock(&file, &path)?;
         create(&spec, &file).inspect_err(|_| {
             if missing {
-                // Ours, locked, and empty: nothing is left behind.
+                // This call created the file, locked it, and left it empty.
                 let _ = fs::remove_file(&spec.path);
             }
         })?;
@@ -110,16 +114,18 @@ impl Store for FileStore {
             return Ok(Removed { changed: false, trash: None });
         };
         if how != Removal::Now {
-            return Err(Error::new(ErrorKind::Unsupported, "files have no trash").with_repair(
-                "repeat with --now: the file is deleted, and cannot be brought back",
-            ));
+            return Err(Error::new(ErrorKind::Unsupported, "files have no trash")
+                .with_repair("repeat with --now, which deletes the file for good"));
         }
         claim::lock(&file, &path)?;
         let failed = |error| Error::from_io(format!("cannot remove {path}"), error);
-        let (ours, there) =
+        let (opened, found) =
             (file.metadata().map_err(failed)?, fs::metadata(&spec.path).map_err(failed)?);
-        if (ours.dev(), ours.ino()) != (there.dev(), there.ino()) {
-            return Err(Error::new(ErrorKind::Aborted, format!("{path} was replaced meanwhile")));
+        if (opened.dev(), opened.ino()) != (found.dev(), found.ino()) {
+            return Err(Error::new(
+                ErrorKind::Aborted,
+                format!("{path} was replaced while it was opened"),
+            ));
         }
         fs::remove_file(&spec.path).and_then(|()| sync_directory(&spec.path)).map_err(failed)?;
         Ok(Removed { changed: true, trash: None })
@@ -137,8 +143,8 @@ impl Store for FileStore {
         }
         if size < now && !shrink {
             let (size, now) = (Size(size), Size(now));
-            return Err(invalid(format!("{path} holds {now}, more than {size}")).with_repair(
-                "make what is on it smaller, then repeat with --shrink: the rest is cut off",
+            return Err(invalid(format!("{path} has {now}, which is more than {size}")).with_repair(
+                "make its file system smaller, then repeat with --shrink, which deletes the rest",
             ));
         }
         if size < now {
@@ -152,7 +158,7 @@ impl Store for FileStore {
         Ok(true)
     }
 
-    /// Names that are not UTF-8 cannot be named here either, and do not show.
+    /// Leaves out files whose names are not UTF-8, because no call can name them.
     fn list(&self, page: &Page) -> Result<Listing> {
         let shown = self.directory.path.display();
         let failed = |error| Error::from_io(format!("cannot read {shown}"), error);
@@ -176,7 +182,7 @@ impl Store for FileStore {
         for (name, entry) in files {
             let metadata = match entry.metadata() {
                 Ok(metadata) => metadata,
-                // Removed meanwhile.
+                // The file was removed since the directory was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => return Err(failed(error)),
             };
@@ -206,7 +212,7 @@ impl Store for FileStore {
         let lock = |client| Lock { client, cookie: None, address: None };
         Ok(Info {
             size_bytes: metadata.len(),
-            // stat(2): in units of 512 bytes, whatever the block size.
+            // stat(2): the unit is 512 bytes for every block size.
             used_bytes: Some(metadata.blocks() * 512),
             locks: claim::lock_holder(&file).map(lock).into_iter().collect(),
             ..info
@@ -214,7 +220,8 @@ impl Store for FileStore {
     }
 }
 
-/// Makes the file `size` bytes long, and never shorter: somebody else may make it longer just now.
+/// Makes the file at least `size` bytes long. It never makes the file shorter, because another process may
+/// make it longer at the same time.
 fn grow(file: &File, path: &str, size: u64) -> Result<io::Result<()>> {
     let last = i64::try_from(size - 1)
         .map_err(|_| invalid(format!("{} is too large for a file", Size(size))))?;
@@ -241,7 +248,7 @@ mod tests {
 
     fn store(directory: &Path) -> FileStore {
         let directory = DirectorySpec { path: directory.to_owned() };
-        FileStore::open(&directory).expect("it is there")
+        FileStore::open(&directory).expect("it exists")
     }
 
     fn on(_: u64, _: u64) -> ControlFlow<()> {
@@ -249,19 +256,19 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_made_once_grows_under_its_user_and_goes() {
+    fn a_file_is_created_grows_in_use_and_is_removed() {
         let directory = tempfile::tempdir().expect("a directory");
         let store = store(directory.path());
         let layout = Layout::default();
         assert!(store.create("a", 1 << 20, &layout).expect("it is new"));
-        assert!(!store.create("a", 1 << 20, &layout).expect("it is there"));
+        assert!(!store.create("a", 1 << 20, &layout).expect("it exists"));
         let error = store.create("a", 2 << 20, &layout).expect_err("another size");
         assert_eq!(error.kind(), ErrorKind::AlreadyExists);
         assert!(error.message().contains("1M, not 2M"), "{}", error.message());
 
-        // An empty one is what a call leaves that is cut off.
+        // A call that was killed leaves an empty file.
         File::create(directory.path().join("half")).expect("a file");
-        assert!(store.create("half", 4096, &layout).expect("it goes on"));
+        assert!(store.create("half", 4096, &layout).expect("it continues"));
 
         let spec = store.spec("a", None).expect("a name");
         let user = FileImage::open(&spec, false).expect("a user");
@@ -276,15 +283,16 @@ mod tests {
             assert!(error.message().contains(&std::process::id().to_string()), "{error}");
         }
         drop(user);
-        let error = store.resize("a", 4096, false, &mut on).expect_err("not asked to shrink");
+        let error =
+            store.resize("a", 4096, false, &mut on).expect_err("a shrink must be requested");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(store.resize("a", 4096, true, &mut on).expect("it shrinks"));
-        assert_eq!(store.info("a", None).expect("it is there").size_bytes, 4096);
+        assert_eq!(store.info("a", None).expect("it exists").size_bytes, 4096);
         let keep = Removal::Trash { keep: std::time::Duration::from_secs(1) };
         let error = store.remove("a", keep, &mut on).expect_err("there is no trash");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(store.remove("a", Removal::Now, &mut on).expect("it goes").changed);
-        assert!(!store.remove("a", keep, &mut on).expect("it is gone").changed);
+        assert!(store.remove("a", Removal::Now, &mut on).expect("it is removed").changed);
+        assert!(!store.remove("a", keep, &mut on).expect("it was removed").changed);
         assert!(!directory.path().join("a").exists());
     }
 
@@ -307,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn links_and_strange_wishes_are_refused() {
+    fn links_and_unsupported_options_are_refused() {
         let directory = tempfile::tempdir().expect("a directory");
         let store = store(directory.path());
         store.create("a", 4096, &Layout::default()).expect("it is new");

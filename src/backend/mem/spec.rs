@@ -1,4 +1,4 @@
-//! `mem:SIZE`.
+//! The registration and the URI of volumes in memory: `mem:SIZE`.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ impl Backend for Mem {
 /// A volume in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct MemSpec {
-    /// In bytes; never zero.
+    /// The size in bytes; never zero.
     size: u64,
 }
 

@@ -1,16 +1,19 @@
-//! What is done to volumes as a whole, where they are kept: made, removed, resized, listed, cloned,
-//! with their snapshots. For the command line and for controllers; the daemon is not needed for it.
+//! The management of volumes and snapshots in the place that stores them: create, remove, resize, list,
+//! clone. The command line and controllers use it without the daemon.
 //!
 //! The contract of every [`Store`]:
-//! - Repeating a call is safe. What is already as it was wanted succeeds, and the result says that
-//!   nothing was changed; what exists with other properties is `AlreadyExists`, naming the difference.
-//! - Nothing that is in use is taken away: `InUse` names by whom.
-//! - A call ends. Reaching the storage has a limit; so has every operation, but those that tell of
-//!   their progress, which may take as long as they get on. These can be told to end: what that
-//!   leaves stands in the error, and another call goes on from there. What hit its limit may still
-//!   take effect later.
-//! - What only some backends can do is a capability of the store: [`SnapshotStore`], [`CloneStore`],
-//!   [`TrashStore`].
+//! - A call can be repeated. If the result already exists, the call succeeds and returns that it changed
+//!   nothing. If something else exists under the name, it fails with `AlreadyExists` and names the
+//!   difference.
+//! - A call removes nothing that is in use: it fails with `InUse` and names the user.
+//! - A call ends within a limit, and so does the connection to the storage. Operations that report
+//!   progress have no limit while they make progress, but the caller can stop them; the error then says
+//!   what is left, and another call continues. A call that reached its limit may still take effect later.
+//! - Operations that only some backends support are capabilities of the store: [`SnapshotStore`],
+//!   [`CloneStore`], [`TrashStore`].
+//!
+//! Fields of results that a backend does not have are `None` (null in JSON), or empty. Every method returns
+//! the backend's error if the storage refuses the call or does not answer.
 
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -19,41 +22,42 @@ use serde::Serialize;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Told several times a second how much of how much is done; both are zero until that is known.
-/// `Break` asks the operation to end.
+/// Receives the progress of an operation several times a second: the amount that is done and the total,
+/// in units of the operation, both zero until they are known. The operation stops if it returns `Break`.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
 
-/// Where volumes are kept. Names are those of [`crate::uri::VolumeUri::store_location`]. Results of
-/// type `bool` say whether anything had to be changed.
+/// A place that holds volumes. Names are those of [`crate::uri::VolumeUri::store_location`]. Results of
+/// type `bool` say whether the call changed anything.
 pub trait Store: Send + Sync {
-    /// Makes a volume.
+    /// Creates a volume of `size` bytes.
     ///
     /// # Errors
-    /// `AlreadyExists` where it has other properties; what the backend gives.
+    /// `AlreadyExists` if the volume exists with other properties; the backend's error.
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool>;
 
-    /// Takes a volume away.
+    /// Removes a volume.
     ///
     /// # Errors
-    /// `InUse` while somebody has it open, and with snapshots; what the backend gives.
+    /// `InUse` while a client has it open, and while it has snapshots; the backend's error.
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed>;
 
-    /// Gives a volume another size, a smaller one only with `shrink` and while nobody has it open.
+    /// Sets the size of a volume to `size` bytes. A smaller size requires `shrink`, and that no client has
+    /// the volume open.
     ///
     /// # Errors
-    /// `InvalidArgument` for a smaller size without `shrink`; `InUse`; what the backend gives.
+    /// `InvalidArgument` for a smaller size without `shrink`; `InUse`; the backend's error.
     fn resize(&self, name: &str, size: u64, shrink: bool, progress: Progress<'_>) -> Result<bool>;
 
-    /// A part of the volumes, in the order of their names.
+    /// Returns a part of the list of volumes, which is sorted by name.
     ///
     /// # Errors
-    /// What the backend gives.
+    /// Returns the backend's error.
     fn list(&self, page: &Page) -> Result<Listing>;
 
-    /// What there is to be known of a volume, or of it as it was at a snapshot.
+    /// Describes a volume, or one of its snapshots.
     ///
     /// # Errors
-    /// `NotFound`; what the backend gives.
+    /// `NotFound`; the backend's error.
     fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info>;
 
     /// Returns the capability to take snapshots.
@@ -61,7 +65,7 @@ pub trait Store: Send + Sync {
         None
     }
 
-    /// Returns the capability to make writable volumes from snapshots.
+    /// Returns the capability to create writable volumes from snapshots.
     fn clones(&self) -> Option<&dyn CloneStore> {
         None
     }
@@ -72,19 +76,19 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// Takes, lists and removes snapshots of volumes. Results of type `bool` say whether anything had to be
-/// changed.
+/// Takes, lists and removes snapshots of volumes. Results of type `bool` say whether the call changed
+/// anything.
 pub trait SnapshotStore {
     /// Returns the snapshots of the volume `name`, oldest first.
     ///
     /// # Errors
-    /// The backend's error.
+    /// Returns the backend's error.
     fn list(&self, name: &str) -> Result<Vec<Snapshot>>;
 
     /// Takes a snapshot. Clients that have the volume open continue.
     ///
     /// # Errors
-    /// The backend's error.
+    /// Returns the backend's error.
     fn create(&self, name: &str, snapshot: &str) -> Result<bool>;
 
     /// Removes a snapshot.
@@ -99,139 +103,150 @@ pub trait SnapshotStore {
     /// `InUse` when the protection is to end and clones need it; the backend's error.
     fn protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool>;
 
-    /// Restores the content that the volume had at the snapshot. What was written since is lost.
+    /// Restores the content of the volume at the snapshot. All writes since are lost.
     ///
     /// # Errors
     /// `InUse` while a client has the volume open; the backend's error.
     fn rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()>;
 }
 
-/// Makes writable volumes from snapshots. Results of type `bool` say whether anything had to be changed.
+/// Creates writable volumes from snapshots. Results of type `bool` say whether the call changed anything.
 pub trait CloneStore {
-    /// Makes the volume `name` as a clone of a snapshot, which may be in another store of the backend.
+    /// Creates the volume `name` as a clone of a snapshot, which may be in another store of the backend.
     ///
     /// # Errors
-    /// `AlreadyExists` where `name` is not a clone of that snapshot; the backend's error.
+    /// `AlreadyExists` if a volume `name` exists that is not a clone of that snapshot; the backend's error.
     fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool>;
 
     /// Makes a clone independent of its parent.
     ///
     /// # Errors
-    /// The backend's error.
+    /// Returns the backend's error.
     fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool>;
 }
 
-/// Keeps removed volumes for a while. Results of type `bool` say whether anything had to be changed.
+/// Keeps removed volumes for a while. Results of type `bool` say whether the call changed anything.
 pub trait TrashStore {
     /// Returns the volumes in the trash, oldest first.
     ///
     /// # Errors
-    /// The backend's error.
+    /// Returns the backend's error.
     fn entries(&self) -> Result<Vec<Trashed>>;
 
-    /// Moves a volume back out of the trash, under the name `new_name` where that is given. `id`
-    /// selects one of several volumes that had the same name.
+    /// Moves a volume back out of the trash, with the name `new_name` if that is given. `id` selects one of
+    /// several volumes that had the same name.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidArgument` where several had the name; `AlreadyExists` where it is taken.
+    /// `NotFound`; `InvalidArgument` if several volumes had the name; `AlreadyExists` if a volume has it now.
     fn restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool>;
 
-    /// Deletes volumes in the trash for good: these `ids`, or all; before their time only with `force`.
-    /// A volume that cannot be deleted, for example because it is in use, does not stop the others.
+    /// Deletes volumes in the trash for good: those with these `ids`, or all if there are none. Volumes that
+    /// must be kept longer are deleted only with `force`. A volume that cannot be deleted, for example
+    /// because it is in use, does not stop the others.
     ///
     /// # Errors
-    /// `NotFound` for an id that does not exist; `Aborted` when `progress` asked for the end; the
-    /// backend's error.
+    /// `NotFound` for an id that does not exist; `Aborted` if `progress` stopped the operation; the backend's
+    /// error.
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
 }
 
-/// How a new volume lies in its storage; what is left out, the storage decides.
+/// How the storage lays out a new volume. The storage chooses what is `None`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Layout {
-    /// By the names that `rbd` gives them; those that these need come along.
+    /// The features, by their names in `rbd`. Features that these require are added.
     pub features: Option<Vec<String>>,
-    /// In bytes, a power of two.
+    /// The size of an object in bytes, a power of two.
     pub object_size: Option<u64>,
-    /// In bytes, with the number of objects that stripes are laid over.
+    /// The stripe unit in bytes, and the number of objects that a stripe covers.
     pub stripes: Option<(u64, u64)>,
-    /// The pool that the data goes to.
+    /// The pool that stores the data.
     pub data_pool: Option<String>,
-    /// For a clone: with 1 the snapshot must be protected, and stay; with 2, the default, not.
+    /// The format of a clone: with 1 the snapshot must be protected and must stay; with 2, the default, not.
     pub clone_format: Option<u8>,
 }
 
-/// What a clone is made of.
+/// The snapshot from which a clone is created.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
-    /// Where the volume is; reached by the clone's client, whatever its own options say.
+    /// The store of the volume. The clone's client accesses it; the access options of this store are ignored.
     pub store: &'a dyn super::StoreSpec,
+    /// The volume.
     pub name: &'a str,
+    /// The snapshot of the volume.
     pub snapshot: &'a str,
 }
 
-/// Where a volume goes when it is removed.
+/// How a volume is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// Into the trash, which keeps it at least this long.
+    /// The volume is moved to the trash, which keeps it for at least this time.
     Trash { keep: Duration },
-    /// Its data is deleted.
+    /// The data of the volume is deleted.
     Now,
 }
 
-/// What removing a volume has done.
+/// The result of the removal of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Removed {
-    /// False when there was no such volume.
+    /// Whether there was a volume to remove.
     pub changed: bool,
-    /// Where it is now, unless it was deleted.
+    /// The entry in the trash, unless the volume was deleted.
     pub trash: Option<Trashed>,
 }
 
-/// Which part of a list is wanted.
+/// Selects a part of a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Page {
-    /// Only names behind this one.
+    /// Return only names after this one.
     pub after: Option<String>,
-    /// At most so many.
+    /// The maximum number of entries.
     pub limit: usize,
-    /// Asks each volume for its size and the rest.
+    /// Read the size and the other details of each volume.
     pub details: bool,
 }
 
 /// A part of a list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Listing {
+    /// The volumes of this part.
     pub volumes: Vec<Entry>,
-    /// The last name, where there are more behind it.
+    /// The last name of this part, if the list continues.
     pub next: Option<String>,
 }
 
-/// A volume of a list; what costs a question of its own is null where it was not asked for.
+/// A volume of a list. Without [`Page::details`], the fields that need a call per volume are null.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Entry {
+    /// The name in the store.
     pub name: String,
+    /// The URI of the volume.
     pub uri: String,
-    /// Stays when the volume is renamed.
+    /// The id, which does not change when the volume is renamed.
     pub id: Option<String>,
+    /// The size of the volume.
     pub size_bytes: Option<u64>,
-    /// The snapshot that it was cloned from, and whether that is of a volume in the trash.
+    /// The snapshot from which the volume was cloned, with a remark if its volume is in the trash.
     pub parent: Option<String>,
+    /// The number of snapshots.
     pub snapshots: Option<usize>,
-    /// How many clients have it open for writing.
+    /// The number of clients that have the volume open for writing.
     pub watchers: Option<usize>,
-    /// Why it could not be asked.
+    /// Why the details could not be read.
     pub error: Option<Failure>,
 }
 
-/// What is wrong with one of several, which does not keep the others.
+/// The error of one volume of several. The others are not affected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Failure {
+    /// The kind of the error.
     pub kind: ErrorKind,
+    /// The message with its causes.
     pub message: String,
+    /// What the user can do.
     pub repair: Option<String>,
 }
 
-/// In one line, with what can be done about it.
+/// Prints the error and the repair in one line.
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.message)?;
@@ -246,46 +261,62 @@ impl From<&Error> for Failure {
     }
 }
 
-/// What there is to be known of a volume. What the backend does not have is null, or empty.
+/// The description of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Info {
+    /// The name in the store.
     pub name: String,
+    /// The URI of the volume.
     pub uri: String,
+    /// The id, which does not change when the volume is renamed.
     pub id: Option<String>,
+    /// The size of the volume.
     pub size_bytes: u64,
-    /// Of its own, as it is now; null where it could not be told quickly.
+    /// The space that the present content uses, without its parent and its snapshots; null if the storage
+    /// cannot report it quickly.
     pub used_bytes: Option<u64>,
+    /// The time of creation, in seconds since the epoch.
     pub created_at_s: Option<i64>,
+    /// The number of objects.
     pub objects: Option<u64>,
+    /// The size of an object.
     pub object_size_bytes: Option<u64>,
+    /// The common prefix of the names of the objects.
     pub object_prefix: Option<String>,
+    /// The length of a stripe in one object.
     pub stripe_unit_bytes: Option<u64>,
+    /// The number of objects that a stripe covers.
     pub stripe_count: Option<u64>,
-    /// Where that is not the volume's own pool.
+    /// The pool that stores the data, if it is not the volume's own pool.
     pub data_pool: Option<String>,
+    /// The features, by their names in `rbd`.
     pub features: Vec<String>,
-    /// What is wrong with the features' own records.
+    /// The records of features (for example the object map) that are not valid.
     pub flags: Vec<String>,
+    /// The snapshot from which the volume was cloned.
     pub parent: Option<Parent>,
+    /// The snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
-    /// Null where this client may not look for them everywhere.
+    /// The clones of the volume's snapshots; null if this client may not search everywhere for them.
     pub clones: Option<Vec<String>>,
-    /// What the mapping that may write has said of itself.
+    /// The claim of the mapping that may write.
     pub claim: Option<serde_json::Value>,
-    /// Who has it open for writing. Readers do not show.
+    /// The clients that have the volume open for writing.
     pub watchers: Vec<Watcher>,
+    /// The locks on the volume.
     pub locks: Vec<Lock>,
 }
 
-/// What a clone was made of.
+/// The snapshot from which a volume was cloned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Parent {
-    /// `pool[/namespace]/image@snapshot`; of an image in the trash, as it was called.
+    /// `pool[/namespace]/image@snapshot`; for an image in the trash, with its former name.
     pub name: String,
+    /// The id of the image.
     pub image_id: String,
-    /// Whether the image lies in the trash.
+    /// Whether the image is in the trash.
     pub in_trash: bool,
-    /// Bytes from the beginning that may still be read from it.
+    /// The number of bytes, from the start of the volume, that may still be read from the parent.
     pub overlap_bytes: u64,
 }
 
@@ -299,49 +330,61 @@ impl std::fmt::Display for Parent {
 /// A snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
+    /// The number of the snapshot.
     pub id: u64,
+    /// The name.
     pub name: String,
-    /// Of the volume when it was taken.
+    /// The size of the volume at the snapshot.
     pub size_bytes: u64,
+    /// The time of the snapshot, in seconds since the epoch.
     pub created_at_s: i64,
+    /// Whether the snapshot is protected from removal.
     pub protected: bool,
-    /// `user`; `trash` for one that was removed and stays until its last clone is gone; `mirror` for
-    /// one of mirroring; `other` for those of groups.
+    /// `user`; `trash` for a removed snapshot that stays until its last clone is removed; `mirror` for
+    /// a snapshot of mirroring; `other` for snapshots of groups.
     pub kind: &'static str,
 }
 
 /// A client that has a volume open for writing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Watcher {
+    /// The name of the client.
     pub client: String,
+    /// The address of the client.
     pub address: String,
 }
 
 /// A lock on a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Lock {
+    /// The client or process that holds the lock.
     pub client: String,
+    /// The cookie of the lock.
     pub cookie: Option<String>,
+    /// The address of the client.
     pub address: Option<String>,
 }
 
 /// A volume in the trash.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Trashed {
+    /// The id of the volume.
     pub id: String,
-    /// What it was called.
+    /// The former name.
     pub name: String,
+    /// The time of the removal, in seconds since the epoch.
     pub removed_at_s: i64,
-    /// Until then only `force` removes it for good.
+    /// The time, in seconds since the epoch, before which only `force` deletes the volume for good.
     pub kept_until_s: i64,
 }
 
-/// What was removed from the trash for good.
+/// The result of a purge of the trash.
 #[derive(Debug)]
 pub struct Purged {
+    /// The volumes that were deleted.
     pub removed: Vec<Trashed>,
-    /// What could not be, and why.
+    /// The volumes that could not be deleted, with the reason.
     pub failed: Vec<(Trashed, Error)>,
-    /// What is to be kept longer.
+    /// The volumes that must be kept longer.
     pub waiting: Vec<Trashed>,
 }

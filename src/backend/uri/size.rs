@@ -1,4 +1,4 @@
-//! Sizes as people write them: `4096`, `512M`, `1G`, `1Gi`; always powers of 1024.
+//! The notation of sizes: `4096`, `512M`, `1G`, `1Gi`. Every unit is a power of 1024.
 
 use std::fmt;
 
@@ -10,10 +10,11 @@ pub const MAX_SIZE: u64 = 1 << 62;
 
 const UNITS: [char; 6] = ['K', 'M', 'G', 'T', 'P', 'E'];
 
-/// Reads a size in bytes: digits, and one of K, M, G, T, P, E, in either case, perhaps with an `i`.
+/// Parses a size in bytes: digits, then optionally one of K, M, G, T, P, E in upper or lower case, then
+/// optionally an `i`.
 ///
 /// # Errors
-/// `InvalidArgument` for anything else, for zero, and above 4 EiB.
+/// `InvalidArgument` for any other text, for zero, and above 4 EiB.
 pub fn parse_size(text: &str) -> Result<u64> {
     let wrong = || {
         invalid(format!("{text:?} is not a size")).with_repair(
@@ -41,12 +42,12 @@ pub fn parse_size(text: &str) -> Result<u64> {
         .filter(|size| *size <= MAX_SIZE)
         .ok_or_else(|| invalid(format!("{text:?} is above the largest size, 4E")))?;
     if size == 0 {
-        return Err(invalid("a size of zero makes no volume"));
+        return Err(invalid("a size must be greater than zero"));
     }
     Ok(size)
 }
 
-/// As [`parse_size`], with `0` for none.
+/// Parses a size as [`parse_size`] does, and accepts `0`, which stands for no limit or no size.
 ///
 /// # Errors
 /// As [`parse_size`].

@@ -1,4 +1,4 @@
-//! The grammar, on the backends of this crate.
+//! Tests of the URI grammar, with the backends of this crate.
 
 use proptest::prelude::*;
 
@@ -109,7 +109,7 @@ fn files_are_found_in_their_directories_and_back() {
 }
 
 #[test]
-fn what_is_no_store_or_no_name_is_refused() {
+fn invalid_stores_and_names_are_refused() {
     for (text, cause) in [
         ("file:var", "absolute"),
         ("file:/var?direct=true", "\"direct\""),

@@ -10,7 +10,7 @@
 //! `--take-over`. If it has announced a claim, it is treated as if it had written the claim.
 
 use super::record::{Claim, Client};
-use cleat_backend::claimant::{Claimant, is_telling};
+use cleat_backend::claimant::{Claimant, is_unique_name};
 
 /// The client that holds the image's lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -123,7 +123,7 @@ fn may_replace(client: &Client, claimant: &Claimant) -> bool {
 pub(crate) fn is_same_node(client: &Client, node: &str, machine: &str) -> bool {
     let other_machine =
         !client.machine.is_empty() && !machine.is_empty() && client.machine != machine;
-    client.node == node && is_telling(node) && !other_machine
+    client.node == node && is_unique_name(node) && !other_machine
 }
 
 #[cfg(test)]

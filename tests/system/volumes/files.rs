@@ -72,7 +72,7 @@ fn commands_that_files_do_not_support_are_refused() {
         (&["create", &uri("b.img"), "8M", "--object-size", "4M"], 8, "no features, objects"),
         (&["create", &uri("no/b.img"), "8M"], 3, "No such file"),
         (&["resize", &uri("none.img"), "8M"], 3, "does not exist"),
-        (&["list", &image], 2, "is no directory"),
+        (&["list", &image], 2, "is not a directory"),
     ];
     for (words, code, cause) in cases {
         let run = volume(words);
