@@ -16,7 +16,7 @@ mod outage_monitor;
 pub mod process;
 pub mod protocol;
 mod quiesce;
-pub mod refuse;
+mod refuse;
 mod resize;
 pub mod sandbox;
 mod session;

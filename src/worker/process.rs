@@ -1,18 +1,18 @@
-//! `cleat worker`: from an inherited descriptor to a confined process with an open volume.
+//! `cleat worker`: from an inherited descriptor to a confined process that serves.
 //!
-//! What a worker is to the system:
-//! - SIGTERM, SIGINT and SIGHUP are ignored: a service manager or a terminal that stops the
-//!   supervisor must not take mapped devices along. A worker ends by `Stop`, by its device's
-//!   disconnect, or by SIGKILL.
-//! - The out-of-memory killer takes it late (-999): to free its memory, which is little, it would
-//!   fail every write that waits to be cleaned.
-//! - It is an I/O flusher: its allocations never wait for dirty pages that wait for it.
-//! - Code and data that are mapped at the start are locked once touched, so that what the loop runs
-//!   cannot be swapped out, to its own device for instance. Request buffers are not: they give
-//!   pages back when idle, which locked memory cannot.
-//! - No core dumps: they would hold users' data.
+//! A worker process has these properties:
+//! - It ignores SIGTERM, SIGINT and SIGHUP: a service manager or a terminal that stops the supervisor must
+//!   not end mapped devices. A worker ends by `Stop`, by the disconnect of its device, or by SIGKILL.
+//! - The out-of-memory killer selects it late (`oom_score_adj` -999): it uses little memory, and every write
+//!   that waits to be cleaned would fail with it.
+//! - It is an I/O flusher: its allocations never wait for dirty pages that wait for this worker.
+//! - Code and data that are mapped at the start are locked once touched, so that the kernel cannot swap the
+//!   data path out, for example to its own device. Request buffers are not locked: they return pages to the
+//!   system when idle, which locked memory cannot.
+//! - It leaves no core dumps, which would contain users' data.
 
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use nix::sys::signal::Signal;
 use nix::sys::socket::{getsockopt, sockopt};
 
 use super::channel::Channel;
-use super::protocol::{CHANNEL_FD, Start, ToWorker};
+use super::protocol::{CHANNEL_FD, Refuse, Start, ToWorker};
+use super::refuse::RefusingWorker;
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
 use super::version::{Spoken, binary_id};
@@ -35,34 +36,45 @@ use cleat_statistics::Page;
 use cleat_sys::{descriptor, memory_lock, process};
 use cleat_telemetry::Log;
 
-/// How long a new worker waits to be told what to do, in milliseconds.
-const START_PATIENCE_MS: u16 = 60_000;
+/// How long a new worker waits for its first message, in milliseconds.
+const START_TIMEOUT_MS: u16 = 60_000;
 
 const OOM_SCORE_ADJ: &str = "-999";
 
-/// The whole life of a worker process; returns its exit code.
+/// What a worker process does after its start.
+enum Role {
+    /// It serves its volume.
+    Volume(Box<Session>),
+    /// It answers every request with an error.
+    Refusing(Box<RefusingWorker>),
+}
+
+/// Runs a worker process from its start to its end, and returns its exit code.
 pub fn main(registry: Registry) -> u8 {
     let channel = match inherited_channel() {
         Ok(channel) => channel,
         Err(error) => {
-            // Started by hand: there is nobody else to tell.
+            // A user started the process: there is no supervisor to report to.
             let line = format!("cleat worker is started by cleat node only: {}\n", error.report());
             let _ = io::Write::write_all(&mut io::stderr(), line.as_bytes());
             return 2;
         }
     };
-    let session = match start(&channel, registry) {
-        Ok(session) => session,
+    let ended = match start(&channel, registry) {
+        Ok(Role::Volume(session)) => {
+            let image = session.image();
+            let ended = session.run(channel);
+            image.close();
+            ended
+        }
+        Ok(Role::Refusing(worker)) => worker.run(&channel),
         Err(error) => {
             tracing::error!(error = %error.report(), "the worker could not start");
-            // The supervisor may be gone; the exit code says it too.
+            // The supervisor may be gone; the exit code reports the failure, too.
             let _ = channel.send_failure(&error);
             return 1;
         }
     };
-    let image = session.image();
-    let ended = session.run(channel);
-    image.close();
     match ended {
         Ok(()) => 0,
         Err(error) => {
@@ -78,22 +90,38 @@ fn inherited_channel() -> Result<Channel> {
     Channel::new(descriptor)
 }
 
-fn start(channel: &Channel, registry: Registry) -> Result<Session> {
+fn start(channel: &Channel, registry: Registry) -> Result<Role> {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGPIPE] {
         process::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
     }
-    let First { start, listener, page, inheritance } = first_message(channel)?;
-    // Before the confinement, since it may open a socket.
+    match first_message(channel)? {
+        (ToWorker::Start(start), descriptors) => {
+            let session = start_session(*start, descriptors, registry)?;
+            Ok(Role::Volume(Box::new(session)))
+        }
+        (ToWorker::Refuse(refuse), descriptors) => {
+            let worker = start_refusing(*refuse, descriptors)?;
+            Ok(Role::Refusing(Box::new(worker)))
+        }
+        _ => Err(invalid("the first message must be start or refuse")),
+    }
+}
+
+/// Opens the volume of a worker and confines the process.
+fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) -> Result<Session> {
+    let Start { version: newest, oldest, .. } = start;
+    Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
+    check_names(&start.name, &start.mapping_id)?;
+    let Inherited { listener, page, handover } = inherited(&start, descriptors)?;
+    // Before the confinement, because it may open a socket.
     start.log.parse::<Log>()?.init()?;
     let uri = registry.volume(&start.uri)?;
-    // What it loads is to be locked like the rest.
+    // Before the memory is locked, so that the libraries that it loads are locked, too.
     uri.spec().prepare()?;
-    settle(&start.name);
+    prepare_process(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
-    let (image, report) = open_confined(&uri, &options(&start), inheritance)?;
-    for (layer, reason) in &report.missing {
-        tracing::warn!(layer, %reason, "a layer of the worker's confinement is missing");
-    }
+    let (image, report) = open_confined(&uri, &options(&start), handover)?;
+    log_missing_layers(&report);
     tracing::info!(
         mapping = %start.name,
         mapping_id = %start.mapping_id,
@@ -106,7 +134,30 @@ fn start(channel: &Channel, registry: Registry) -> Result<Session> {
     Session::new(start, image, page, listener, binary)
 }
 
-/// What the volume is opened with. Of the process, before it may no longer look at itself.
+/// Confines the process of a worker without a volume. It opens no file and needs no storage.
+fn start_refusing(start: Refuse, descriptors: Vec<OwnedFd>) -> Result<RefusingWorker> {
+    let Refuse { version: newest, oldest, .. } = start;
+    Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
+    check_names(&start.name, &start.mapping_id)?;
+    let Ok([page]) = <[OwnedFd; 1]>::try_from(descriptors) else {
+        return Err(invalid("refuse needs 1 descriptor: the statistics page"));
+    };
+    let page = Page::from_fd(page)?;
+    start.log.parse::<Log>()?.init()?;
+    prepare_process(&start.name);
+    log_missing_layers(&sandbox::confine(&Needs::default()));
+    tracing::info!(mapping = %start.name, "every request of the device fails");
+    RefusingWorker::new(start, page)
+}
+
+fn log_missing_layers(report: &Report) {
+    for (layer, reason) in &report.missing {
+        tracing::warn!(layer, %reason, "a layer of the worker's confinement is missing");
+    }
+}
+
+/// Returns the options that the volume is opened with. Must be called before the confinement, after which the
+/// process cannot read its own entry in /proc.
 fn options(start: &Start) -> OpenOptions {
     let claimant = Claimant {
         node: start.node.clone(),
@@ -120,16 +171,16 @@ fn options(start: &Start) -> OpenOptions {
     OpenOptions { read_only: start.read_only, claimant, snapshots: start.quiesce }
 }
 
-/// Opens the volume and confines the process, in the order that the backend asks for.
+/// Opens the volume and confines the process, in the order that the backend requires.
 fn open_confined(
     uri: &VolumeUri,
     options: &OpenOptions,
-    inheritance: Option<HandoverFiles>,
+    handover: Option<HandoverFiles>,
 ) -> Result<(Arc<dyn Image>, Report)> {
     let when = uri.spec().confinement();
     let needs = Needs::from(&when);
-    let open = || match inheritance {
-        Some(inheritance) => uri.open_successor(options, inheritance),
+    let open = || match handover {
+        Some(files) => uri.open_successor(options, files),
         None => uri.open(options),
     };
     Ok(match when {
@@ -144,44 +195,46 @@ fn open_confined(
     })
 }
 
-/// What a worker is told first.
-struct First {
-    start: Start,
+/// The descriptors of a start message.
+struct Inherited {
+    /// The control socket, on which later supervisors connect.
     listener: UnixListener,
+    /// The statistics page.
     page: Page,
-    /// Of a successor.
-    inheritance: Option<HandoverFiles>,
+    /// For a successor, the files of its predecessor.
+    handover: Option<HandoverFiles>,
 }
 
-fn first_message(channel: &Channel) -> Result<First> {
-    use std::os::fd::AsFd;
+/// Waits for the first message of the supervisor.
+fn first_message(channel: &Channel) -> Result<(ToWorker, Vec<OwnedFd>)> {
     let mut set = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
-    let ready = poll(&mut set, PollTimeout::from(START_PATIENCE_MS));
+    let ready = poll(&mut set, PollTimeout::from(START_TIMEOUT_MS));
     if !ready.is_ok_and(|count| count > 0) {
-        return Err(Error::new(ErrorKind::TimedOut, "the supervisor did not say what to do"));
+        let message = format!("no message came from the supervisor for {START_TIMEOUT_MS} ms");
+        return Err(Error::new(ErrorKind::TimedOut, message));
     }
-    let Some((command, descriptors)) = channel.receive()? else {
-        return Err(Error::new(ErrorKind::Unavailable, "the supervisor is gone"));
-    };
-    let invalid = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
-    let ToWorker::Start(start) = command else {
-        return Err(invalid("the first message must be start"));
-    };
-    let start = *start;
-    let Start { version: newest, oldest, .. } = start;
-    Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
-    let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic());
-    let short = |text: &str| !text.is_empty() && text.len() <= MAX_NAME && plain(text);
-    if !short(&start.name) || !short(&start.mapping_id) {
-        return Err(invalid("the mapping's name or id is not a plain word of 1 to 128 bytes"));
+    let gone = || Error::new(ErrorKind::Unavailable, "the supervisor has closed the channel");
+    channel.receive()?.ok_or_else(gone)
+}
+
+fn check_names(name: &str, mapping_id: &str) -> Result<()> {
+    let printable = |text: &str| text.bytes().all(|b| b.is_ascii_graphic());
+    let valid = |text: &str| (1..=MAX_NAME).contains(&text.len()) && printable(text);
+    if valid(name) && valid(mapping_id) {
+        return Ok(());
     }
+    Err(invalid("the mapping's name or id is not a plain word of 1 to 128 bytes"))
+}
+
+/// Checks the descriptors of a start message.
+fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
     let mut descriptors = descriptors.into_iter();
     let (Some(listener), Some(page)) = (descriptors.next(), descriptors.next()) else {
         return Err(invalid("start needs 2 descriptors: control socket and page"));
     };
-    let inheritance = HandoverFiles { descriptors: descriptors.collect() };
-    if !start.successor && !inheritance.descriptors.is_empty() {
-        return Err(invalid("start came with descriptors that only a successor has a use for"));
+    let files = HandoverFiles { descriptors: descriptors.collect() };
+    if !start.successor && !files.descriptors.is_empty() {
+        return Err(invalid("start has descriptors that only a successor uses"));
     }
     let listens = getsockopt(&listener, sockopt::AcceptConn).unwrap_or(false);
     let kind = getsockopt(&listener, sockopt::SockType);
@@ -189,19 +242,24 @@ fn first_message(channel: &Channel) -> Result<First> {
         return Err(invalid("the first descriptor is not a listening SOCK_SEQPACKET socket"));
     }
     let listener = UnixListener::from(listener);
-    // A connection that is gone before it is accepted must not stop the control thread.
+    // A connection that is closed before it is accepted must not stop the control thread.
     listener.set_nonblocking(true).map_err(|e| Error::from_io("the control socket", e))?;
     let page = Page::from_fd(page)?;
-    let inheritance = start.successor.then_some(inheritance);
-    if inheritance.is_none() {
-        // A worker that died left its connections in it. A predecessor serves on.
+    let handover = start.successor.then_some(files);
+    if handover.is_none() {
+        // A dead worker has left its connections in the page. A predecessor still serves its own.
         page.take_over();
     }
-    Ok(First { start, listener, page, inheritance })
+    Ok(Inherited { listener, page, handover })
 }
 
-/// Makes the process what the room's head says. Each failure costs robustness, not function.
-fn settle(name: &str) {
+fn invalid(message: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, message)
+}
+
+/// Applies the process properties that the module's documentation lists. A failure makes the process less
+/// robust, but it can serve.
+fn prepare_process(name: &str) {
     let attempt = |what: &str, outcome: io::Result<()>| {
         if let Err(error) = outcome {
             tracing::warn!(%error, "the worker could not {what}");

@@ -39,6 +39,11 @@ pub enum ToWorker {
     /// For a successor: then, what its predecessor's `HandoverPrepared` carried.
     /// Answered by `Ready` or `Failed`.
     Start(Box<Start>),
+    /// The first message on an inherited channel to a worker without a volume, for a device that no worker
+    /// will serve again. The worker answers every request with an I/O error and accepts `Serve`, `Ping` and
+    /// `Stop`. It has no control socket, and it ends when the channel ends. Descriptor: one memory file for
+    /// the statistics page. Answered by `Ready` or `Failed`.
+    Refuse(Box<Refuse>),
     /// The first message on a connection to the control socket. Answered by `Ready`, with the
     /// statistics page as descriptor.
     Adopt {
@@ -145,6 +150,23 @@ pub struct Start {
     /// Tell of snapshots that are about to be made of the volume, and keep them waiting for `Quiesced`.
     #[serde(default)]
     pub quiesce: bool,
+}
+
+/// What a worker without a volume needs to know.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refuse {
+    /// The newest version that the supervisor speaks.
+    pub version: u32,
+    /// The oldest version that the supervisor speaks.
+    pub oldest: u32,
+    /// The supervisor's build.
+    pub build: String,
+    /// The mapping whose device the worker serves.
+    pub mapping_id: String,
+    /// The mapping's name, for logs and the process title.
+    pub name: String,
+    /// Where logs go, as in [`Start`].
+    pub log: String,
 }
 
 /// From the worker.

@@ -369,13 +369,14 @@ impl Session {
             }
             // What is answered elsewhere, or with descriptors, never comes here.
             ToWorker::Start(_)
+            | ToWorker::Refuse(_)
             | ToWorker::Adopt { .. }
             | ToWorker::Stop
             | ToWorker::RefreshSize
             | ToWorker::Resize { .. }
             | ToWorker::PrepareHandover
             | ToWorker::OfferHandover { .. } => {
-                let message = "only the first message on a channel can be start or adopt";
+                let message = "only the first message on a channel can be start, refuse or adopt";
                 Err(Error::new(ErrorKind::InvalidArgument, message))
             }
         }

@@ -416,7 +416,7 @@ async fn everything_is_known(world: &World, executor: &Arc<Executor>) {
         let stray = state
             .workers
             .values()
-            .filter(|worker| !worker.stopped && !worker.mapping_id().is_some_and(is_known));
+            .filter(|worker| !worker.stopped && !worker.owner().is_some_and(is_known));
         stray.map(|worker| worker.id.pid).collect()
     };
     if !unknown().is_empty() {

@@ -9,7 +9,7 @@ use cleat_core::error::ErrorKind;
 use cleat_node::planner::WorkerId;
 use cleat_statistics::{Page, Recorder};
 use cleat_sys::seqpacket;
-use cleat_worker::protocol::{Failure, FromWorker, Outage, Start};
+use cleat_worker::protocol::{Failure, FromWorker, Outage, Refuse, Start};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::eventfd::EventFd;
 
@@ -34,6 +34,8 @@ pub(crate) struct Worker {
     /// When a SIGKILL takes effect.
     pub(crate) dying: Option<Instant>,
     pub(crate) start: Option<Start>,
+    /// The start message of a worker without a volume, which answers every request with an error.
+    refuse: Option<Refuse>,
     pub(crate) fenced: bool,
     /// Whether it has reported a wrong size of its volume.
     pub(crate) has_lied: bool,
@@ -87,6 +89,7 @@ impl Worker {
             was_stopped: false,
             dying: None,
             start: None,
+            refuse: None,
             fenced: false,
             has_lied: quirks_lie,
             epoch: 0,
@@ -115,6 +118,12 @@ impl Worker {
     /// The mapping of the worker, once it has received its start message.
     pub(crate) fn mapping_id(&self) -> Option<&str> {
         self.start.as_ref().map(|start| start.mapping_id.as_str())
+    }
+
+    /// The mapping whose device it serves, with or without a volume.
+    pub(crate) fn owner(&self) -> Option<&str> {
+        let refuse = self.refuse.as_ref().map(|refuse| refuse.mapping_id.as_str());
+        self.mapping_id().or(refuse)
     }
 
     /// Whether it answers the commands of a supervisor.
@@ -192,7 +201,11 @@ impl Worker {
             return Turn::Ends;
         }
         let mut moved = self.serve(around, true);
-        if self.disconnecting && self.connections.is_empty() {
+        if self.refuse.is_some() && self.channel.is_none() {
+            // It never outlives its supervisor.
+            return Turn::Ends;
+        }
+        if self.refuse.is_none() && self.disconnecting && self.connections.is_empty() {
             self.report(&FromWorker::Disconnected, &[]);
             if !self.quirks.never_ends {
                 return Turn::Ends;

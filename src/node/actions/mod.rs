@@ -72,7 +72,7 @@ pub(crate) async fn run(
         Action::StopPredecessor => handover::stop_predecessor(cx, guard, deadline).await,
         Action::RestorePredecessor => handover::restore_predecessor(cx, guard).await,
         Action::WaitForConnect => guard.mapping().wait_for_connect(deadline).await,
-        Action::RemoveRecord => remove_record::remove_record(cx, guard).await,
+        Action::RemoveRecord => remove_record::remove_record(cx, guard, deadline).await,
         Action::FailIo => fail_io::fail_io(cx, guard, deadline).await,
         Action::Unmount(index, unmount) => {
             unmount::run(cx, guard, index, unmount, deadline).await;

@@ -2,14 +2,23 @@
 
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
 use super::refuse_io::stop_refusing_io;
 use crate::context::Context;
 use crate::mapping::{Change, Guard};
 use crate::records;
 use cleat_core::error::Result;
 
-pub(crate) async fn remove_record(cx: &Context, guard: &mut Guard) -> Result<()> {
-    stop_refusing_io(guard).await?;
+pub(crate) async fn remove_record(
+    cx: &Context,
+    guard: &mut Guard,
+    deadline: Instant,
+) -> Result<()> {
+    if let Err(error) = stop_refusing_io(guard, deadline).await {
+        // It has no volume: it cannot write, and it has been killed.
+        tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
+    }
     let id = guard.record.mapping_id.clone();
     // The record is removed last: without it no supervisor would look for the socket.
     cx.workers.sockets.remove(&id);

@@ -1,4 +1,4 @@
-//! The sockets between the kernel and the worker.
+//! The sockets between the kernel and a worker.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -9,8 +9,9 @@ use tokio::time::{Instant, sleep};
 
 use crate::context::Context;
 use crate::mapping::Guard;
-use crate::worker_start::no_worker;
-use cleat_core::error::{Error, Result};
+use crate::worker_start::{no_worker, within};
+use crate::workers::Worker;
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::DeviceIndex;
 
 /// The timeout for a worker to take new sockets.
@@ -39,8 +40,50 @@ pub(crate) async fn wait_for_connections(guard: &Guard) {
     }
 }
 
+/// How long the kernel may take to notice that the sockets of the worker before are closed.
+const DEAD_LINK_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Passes new sockets to the kernel until it has replaced `missing` dead connections, and the other ends to
+/// `worker`.
+///
+/// RECONFIGURE replaces only dead connections and silently drops the other sockets
+/// (nbd_genl_reconfigure). A dropped socket shows as a hang-up on its other end. The worker gets only the
+/// ends of sockets that the kernel accepted.
+///
+/// # Errors
+/// `Unavailable` if the kernel still counts old connections as alive after 3 s; errors of the worker.
+pub(crate) async fn replace_connections(
+    cx: &Context,
+    guard: &Guard,
+    worker: &Worker,
+    index: DeviceIndex,
+    missing: u32,
+    deadline: Instant,
+) -> Result<()> {
+    let until = within(deadline, DEAD_LINK_TIMEOUT);
+    let mut missing = missing;
+    loop {
+        let accepted = reconfigure(cx, guard, index, missing, deadline).await?;
+        missing -= u32::try_from(accepted.len()).unwrap_or(missing).min(missing);
+        if !accepted.is_empty() {
+            worker.serve(accepted, within(deadline, SERVE_LIMIT)).await?;
+        }
+        if missing == 0 {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let message = format!(
+                "cannot reconnect /dev/nbd{index}: the kernel still treats {missing} of its old \
+                 connections as alive"
+            );
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
 /// Passes `count` new sockets to the kernel for a device. Returns the other ends of those that it accepted.
-pub(crate) async fn reconfigure(
+async fn reconfigure(
     cx: &Context,
     guard: &Guard,
     index: DeviceIndex,

@@ -28,7 +28,7 @@ pub(crate) async fn run(
     deadline: Instant,
 ) {
     let served = guard.worker.as_ref().is_some_and(|worker| !worker.has_ended());
-    let limit = match served || guard.refusing.is_some() {
+    let limit = match served || guard.is_refusing() {
         true => UNMOUNT_LIMIT,
         false => UNMOUNT_LIMIT_UNSERVED,
     };

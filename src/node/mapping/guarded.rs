@@ -5,10 +5,9 @@ use tokio::time::Instant;
 use super::force_progress::ForceProgress;
 use crate::planner::Record;
 use crate::worker_failures::WorkerFailures;
-use crate::workers::Worker;
+use crate::workers::{RefusingWorker, Worker};
 use cleat_kernel::DevicePaths;
 use cleat_statistics::Page;
-use cleat_worker::refuse::Refusing;
 
 /// What the guard of a mapping protects.
 pub struct Guarded {
@@ -22,8 +21,8 @@ pub struct Guarded {
     pub statistics: Option<Page>,
     /// The paths of the device, once udev has made them.
     pub paths: Option<DevicePaths>,
-    /// What answers every request with an error in place of a worker.
-    pub refusing: Option<Refusing>,
+    /// The worker that answers every request with an error because no worker serves the volume.
+    pub refusing: Option<RefusingWorker>,
     /// Whether the caller of the current map allows taking the volume from its present owner.
     pub take_over: bool,
     /// Why an upgrade left the worker at its old build.
@@ -94,6 +93,11 @@ impl Guarded {
             quiesce: QuiesceState::default(),
             teardown: Teardown::default(),
         }
+    }
+
+    /// Whether a worker without a volume answers the requests of the device.
+    pub(crate) fn is_refusing(&self) -> bool {
+        self.refusing.as_ref().is_some_and(RefusingWorker::serves)
     }
 }
 

@@ -64,7 +64,7 @@ pub(crate) async fn observe(
         failures,
         history,
         unserved_too_long,
-        refusing: guard.refusing.is_some(),
+        refusing: guard.is_refusing(),
         resize_deferred,
         quiesced: quiesce::observe(guard),
         connecting: guard.mapping().is_connecting(),

@@ -7,6 +7,7 @@
 mod link;
 mod process;
 mod reader;
+mod refusing;
 mod socket_owner;
 mod sockets;
 mod start;
@@ -24,6 +25,7 @@ use socket_owner::listener_of;
 
 pub use process::{Handle, Launcher, Process, Processes};
 pub use reader::WorkerEvent;
+pub use refusing::RefusingWorker;
 pub(crate) use sockets::{ControlSockets, Probe, stops_listening};
 pub(crate) use start::Launched;
 pub use worker::Worker;

@@ -31,10 +31,15 @@ impl Launched {
     pub fn id(&self) -> WorkerId {
         self.process.id
     }
+
+    /// The process, and the supervisor's end of its channel.
+    pub(super) fn into_parts(self) -> (Process, Link) {
+        (self.process, self.link)
+    }
 }
 
 /// Why a worker did not open its volume.
-enum NotOpened {
+pub(super) enum NotOpened {
     /// The worker reported an error, or the timeout passed.
     Refused(Error),
     /// The channel to the worker broke before an answer.
@@ -42,7 +47,7 @@ enum NotOpened {
 }
 
 impl NotOpened {
-    fn into_error(self) -> Error {
+    pub(super) fn into_error(self) -> Error {
         match self {
             Self::Refused(error) | Self::Broken(error) => error,
         }
@@ -197,7 +202,7 @@ impl Workers {
     }
 }
 
-async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
+pub(super) async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
     use NotOpened::{Broken, Refused};
     match link.receive().await.map_err(|error| Broken(channel_broke(error)))? {
         Some((FromWorker::Ready(ready), descriptors)) => {

@@ -9,7 +9,7 @@ use cleat_core::volume::Features;
 use cleat_nbd::wire::transmission_flags;
 use cleat_statistics::Page;
 use cleat_sys::seqpacket;
-use cleat_worker::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Start, ToWorker};
+use cleat_worker::protocol::{FromWorker, PROTOCOL_VERSION, Ready, Refuse, Start, ToWorker};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{Turn, Worker, refusal, set_nonblocking};
@@ -102,8 +102,27 @@ impl Worker {
             Message::Command(ToWorker::Start(start), descriptors) if self.start.is_none() => {
                 self.begin(*start, descriptors, around)
             }
+            Message::Command(ToWorker::Refuse(refuse), descriptors) if self.start.is_none() => {
+                self.begin_refusing(*refuse, descriptors, around)
+            }
             Message::Command(command, descriptors) => self.execute(command, descriptors, around),
         }
+    }
+
+    fn begin_refusing(
+        &mut self,
+        refuse: Refuse,
+        descriptors: Vec<OwnedFd>,
+        around: &mut Surroundings<'_>,
+    ) -> Turn {
+        tracing::debug!(pid = self.id.pid, id = refuse.mapping_id, "WORLD refuses");
+        let Ok([page]) = <[OwnedFd; 1]>::try_from(descriptors) else {
+            around.violation("a worker without a volume gets only its page".into());
+            return Turn::Ends;
+        };
+        (self.page, self.refuse, self.fails_io) = (Page::from_fd(page).ok(), Some(refuse), true);
+        let ready = FromWorker::Ready(self.describe());
+        if self.answer(&ready) { Turn::Moved } else { Turn::Ends }
     }
 
     fn begin(
@@ -275,7 +294,7 @@ impl Worker {
             oldest: 0,
             build: String::new(),
             binary: self.binary.clone(),
-            mapping_id: start.map_or_else(String::new, |start| start.mapping_id.clone()),
+            mapping_id: self.owner().unwrap_or_default().to_owned(),
             generation: start.map_or(0, |start| start.generation),
             pid: self.id.pid,
             size: self.size.saturating_add_signed(self.quirks.size_lie),

@@ -13,7 +13,7 @@ use std::time::Duration;
 use cleat_core::error::ErrorKind;
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_core::request::{IoError, Op};
-use cleat_worker::protocol::{FromWorker, ToWorker};
+use cleat_worker::protocol::{FromWorker, PROTOCOL_VERSION, Refuse, ToWorker};
 use test_kit::worker::{Worker, adopt, failure, receive, seqpacket_pair, start_message};
 use test_kit::{memory, nbd::kernel as nbd};
 
@@ -261,6 +261,30 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
 }
 
 #[cfg(feature = "fault")]
+#[test]
+fn a_worker_without_a_volume_is_confined_and_fails_every_request_until_its_channel_ends() {
+    let mut worker = Worker::launch();
+    let page = worker.page.file().unwrap();
+    let refuse = Refuse {
+        version: PROTOCOL_VERSION,
+        oldest: PROTOCOL_VERSION,
+        build: "the supervisor of a test".to_owned(),
+        mapping_id: "0123abcd".to_owned(),
+        name: "test-volume".to_owned(),
+        log: String::new(),
+    };
+    worker.send(&ToWorker::Refuse(Box::new(refuse)), &[page.as_fd()]);
+    assert!(matches!(worker.receive(), FromWorker::Ready(_)));
+    let sockets = worker.serve(2);
+    assert_eq!(worker.status("CapEff"), "0000000000000000");
+    assert_eq!(worker.status("NoNewPrivs"), "1");
+    assert_eq!(worker.status("Seccomp"), "2");
+    assert!(sockets.iter().all(|socket| nbd::write(socket, 0, &[1; 4096]) != 0));
+    assert_eq!(failure(worker.call(&ToWorker::RefreshSize)).0, ErrorKind::Unsupported);
+    worker.channel = None;
+    assert_eq!(worker.exit().code(), Some(0));
+}
+
 #[test]
 fn a_worker_with_a_hung_volume_stops_and_a_fenced_one_reports_it() {
     let (mut worker, sockets) = Worker::serving("fault:mem:1M?fault.hang=true&fault.ops=write", 1);

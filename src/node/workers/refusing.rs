@@ -1,0 +1,86 @@
+//! Workers without a volume, which answer every request of a device with an I/O error.
+//!
+//! Such a worker has no control socket and is not in the journal: it ends when its channel closes, at the latest
+//! with this supervisor, and the next supervisor starts another one. Starting it needs no storage and no file.
+
+use std::sync::Arc;
+
+use tokio::time::{Instant, timeout_at};
+
+use super::Workers;
+use super::process::Process;
+use super::start::{NotOpened, expect_ready};
+use super::worker::{Worker, channel_broke, exit_of};
+use crate::planner::Record;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_statistics::Page;
+use cleat_worker::protocol::{Refuse, ToWorker};
+use cleat_worker::version::Spoken;
+
+/// A worker without a volume. Dropping it ends its process.
+pub struct RefusingWorker {
+    /// The worker, as the supervisor exchanges messages with it.
+    pub(crate) worker: Worker,
+    /// Whether it has got the connections of the device.
+    pub(crate) has_connections: bool,
+    /// Ends and reaps the process, last.
+    _process: EndedOnDrop,
+}
+
+impl RefusingWorker {
+    /// Whether it answers the requests of the device.
+    pub(crate) fn serves(&self) -> bool {
+        self.has_connections && !self.worker.has_ended()
+    }
+}
+
+impl Workers {
+    /// Starts a worker that answers every request of `record`'s device with an error. It has no connections
+    /// yet.
+    ///
+    /// # Errors
+    /// Returns an error if no process can be started, and `TimedOut` if it is not ready at `deadline`. Then the
+    /// process is ended.
+    pub(crate) async fn start_refusing(
+        &self,
+        record: &Record,
+        deadline: Instant,
+    ) -> Result<RefusingWorker> {
+        let (process, link) = self.launch().await?.into_parts();
+        let process = EndedOnDrop(Arc::new(process));
+        let Spoken { newest: version, oldest, build } = Spoken::here();
+        let (mapping_id, name) = (record.mapping_id.clone(), record.name.clone());
+        let refuse = Refuse { version, oldest, build, mapping_id, name, log: self.log.clone() };
+        let (page, _) = Page::create()?;
+        let file = page.file().map_err(|e| Error::from_io("cannot share statistics", e))?;
+        let starting = async {
+            let command = ToWorker::Refuse(Box::new(refuse));
+            link.send(&command, &[file]).await.map_err(channel_broke)?;
+            expect_ready(&link).await.map_err(NotOpened::into_error)
+        };
+        let started = timeout_at(deadline, starting).await;
+        let (ready, _) = started.map_err(|_| {
+            Error::new(ErrorKind::TimedOut, "the worker that fails the I/O did not start in time")
+        })??;
+        let (watched, events) = (Arc::clone(&process.0), self.events.clone());
+        let worker = Worker::watch(&record.mapping_id, watched, link, ready, page, events)?;
+        Ok(RefusingWorker { worker, has_connections: false, _process: process })
+    }
+}
+
+/// Kills its process when it is dropped, and reaps it in the background.
+struct EndedOnDrop(Arc<Process>);
+
+impl Drop for EndedOnDrop {
+    fn drop(&mut self) {
+        let _ = self.0.handle.kill();
+        let process = Arc::clone(&self.0);
+        // Without a runtime the supervisor is about to end, and its children become those of init.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(async move {
+                let _ = exit_of(&process).await;
+                process.handle.reap();
+            });
+        }
+    }
+}
