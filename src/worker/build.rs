@@ -1,4 +1,4 @@
-//! Tells the binary what it was built from.
+//! Passes the commit, the profile, the target and the compiler to the crate.
 
 use std::env;
 use std::process::Command;
@@ -6,7 +6,7 @@ use std::process::Command;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=build.rs");
     let profile = env::var("PROFILE")?;
-    // Only a release names its commit: elsewhere each commit would rebuild everything.
+    // Only a release contains its commit. In other profiles, each commit would rebuild everything.
     let commit = if profile == "release" { commit() } else { "development build".to_owned() };
     let rustc = output(&env::var("RUSTC")?, &["--version"]).unwrap_or_else(|| "rustc".to_owned());
     let fault = env::var_os("CARGO_FEATURE_FAULT").is_some();
@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The commit, as git or the packager (CLEAT_COMMIT) tells it.
+/// Returns the commit, from the packager (CLEAT_COMMIT) or from git.
 fn commit() -> String {
     println!("cargo:rerun-if-env-changed=CLEAT_COMMIT");
     if let Ok(commit) = env::var("CLEAT_COMMIT") {

@@ -1,4 +1,4 @@
-//! The worker's end of a channel to a supervisor: messages of [`super::protocol`], one a packet.
+//! The worker's end of a channel to a supervisor: one message of [`super::protocol`] in each packet.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -13,22 +13,22 @@ use super::version::BUILD;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::seqpacket;
 
-/// How long the other side may keep us waiting in the middle of an exchange, in seconds. A
-/// supervisor that is stopped must not stop the worker's control thread for good.
-const PATIENCE_S: i64 = 5;
+/// The timeout of a send or a receive, in seconds. A supervisor that is stopped (SIGSTOP) must not block the
+/// worker's control thread without a limit.
+const TIMEOUT_S: i64 = 5;
 
 /// A connected SOCK_SEQPACKET unix socket.
 #[derive(Debug)]
 pub struct Channel(OwnedFd);
 
-/// A command that arrived, with its descriptors; `None`: the other side is gone.
+/// A received command with its descriptors; `None` at the end of the channel.
 pub type Incoming = Option<(ToWorker, Vec<OwnedFd>)>;
 
 impl Channel {
     /// Takes a connected socket.
     ///
     /// # Errors
-    /// `InvalidArgument` when it is not a SOCK_SEQPACKET socket.
+    /// Returns `InvalidArgument` if it is not a SOCK_SEQPACKET socket.
     pub fn new(socket: OwnedFd) -> Result<Self> {
         let failed = |error: nix::Error| {
             Error::new(ErrorKind::InvalidArgument, "the channel is not a usable socket")
@@ -40,27 +40,27 @@ impl Channel {
                 "the channel is not a SOCK_SEQPACKET socket",
             ));
         }
-        // Blocking, with a bound: its other end may be non-blocking, that is another description.
+        // Blocking, with a timeout. The other end is another open file description and may be non-blocking.
         let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL).map_err(failed)?);
         fcntl(&socket, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK)).map_err(failed)?;
-        let patience = TimeVal::new(PATIENCE_S, 0);
-        setsockopt(&socket, SendTimeout, &patience).map_err(failed)?;
-        setsockopt(&socket, ReceiveTimeout, &patience).map_err(failed)?;
+        let timeout = TimeVal::new(TIMEOUT_S, 0);
+        setsockopt(&socket, SendTimeout, &timeout).map_err(failed)?;
+        setsockopt(&socket, ReceiveTimeout, &timeout).map_err(failed)?;
         Ok(Self(socket))
     }
 
-    /// Accepts a connection; `None` when the caller is neither root nor our own user.
+    /// Accepts a connection. Returns `None` if the peer's user is neither root nor the worker's own.
     ///
     /// # Errors
-    /// When nobody is there any more, or the process has no descriptor left.
+    /// Returns an error if the peer has closed the connection, or if no descriptor is left.
     pub fn accept(listener: &UnixListener) -> Result<Option<Self>> {
-        // The type is for stream sockets, but accept4(2) is the same for every connected kind.
+        // The type is for stream sockets, but accept4(2) is the same for every connection-based type.
         let (socket, _) = listener
             .accept()
             .map_err(|e| Error::from_io("cannot accept on the control socket", e))?;
         let socket = OwnedFd::from(socket);
         let credentials = getsockopt(&socket, PeerCredentials)
-            .map_err(|e| Error::from_io("cannot tell who connected", e.into()))?;
+            .map_err(|e| Error::from_io("cannot read the credentials of a connection", e.into()))?;
         let own = nix::unistd::geteuid().as_raw();
         if credentials.uid() != 0 && credentials.uid() != own {
             tracing::warn!(
@@ -73,17 +73,17 @@ impl Channel {
         Self::new(socket).map(Some)
     }
 
-    /// The next message. Call it when the socket is readable.
+    /// Receives the next message. Blocks for at most 5 s if the socket is not readable.
     ///
     /// # Errors
-    /// `InvalidArgument` for what is no message; `Unavailable` when the channel breaks.
+    /// Returns `InvalidArgument` for an invalid message, `Unsupported` for a command that this build does not
+    /// know, and `Unavailable` if the channel breaks.
     pub fn receive(&self) -> Result<Incoming> {
         let mut buffer = vec![0; MAX_PACKET];
         let (length, descriptors) =
             seqpacket::receive(self.0.as_fd(), &mut buffer).map_err(|e| match e.kind() {
                 std::io::ErrorKind::InvalidData => {
-                    Error::new(ErrorKind::InvalidArgument, "the message does not fit")
-                        .with_source(e)
+                    Error::new(ErrorKind::InvalidArgument, "the message is too long").with_source(e)
                 }
                 _ => broken(e),
             })?;
@@ -91,34 +91,35 @@ impl Channel {
             return Ok(None);
         }
         let message = &buffer[..length];
-        let command = match pretends_ignorance(message) {
+        let command = match simulated_unknown(message) {
             None => serde_json::from_slice(message),
             Some(error) => Err(error),
         }
-        .map_err(|error| not_understood(message, error))?;
+        .map_err(|error| invalid_message(message, error))?;
         Ok(Some((command, descriptors)))
     }
 
-    /// Sends a message.
+    /// Sends a message with descriptors. Blocks for at most 5 s.
     ///
     /// # Errors
-    /// `Unavailable` when the other side is gone, or takes nothing for too long.
+    /// Returns `Unavailable` if the channel is closed, or if the other side does not receive for 5 s.
     pub fn send(&self, message: &FromWorker, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        let bytes = serde_json::to_vec(message)
-            .map_err(|e| Error::new(ErrorKind::Internal, "cannot encode").with_source(e))?;
+        let bytes = serde_json::to_vec(message).map_err(|e| {
+            Error::new(ErrorKind::Internal, "cannot encode a message").with_source(e)
+        })?;
         if bytes.len() > MAX_PACKET {
             return Err(Error::new(ErrorKind::Internal, "the message is too long"));
         }
         seqpacket::send(self.0.as_fd(), &bytes, descriptors).map_err(broken)
     }
 
-    /// Sends that the last command failed.
+    /// Reports that the last command failed.
     ///
     /// # Errors
     /// As [`Channel::send`].
     pub fn send_failure(&self, error: &Error) -> Result<()> {
         let mut message = error.report();
-        // Whatever a backend put into its text: it must fit into a packet.
+        // The text of a backend may be longer than a packet.
         let end = (0..=MESSAGE_BYTES).rev().find(|end| message.is_char_boundary(*end));
         message.truncate(end.unwrap_or(0));
         let repair = error.repair().map(|text| text.chars().take(1024).collect());
@@ -132,16 +133,18 @@ impl AsFd for Channel {
     }
 }
 
+/// The maximum length of the message of a failure.
 const MESSAGE_BYTES: usize = 8192;
 
-/// A message, as far as its name goes.
+/// The name of a command, without its fields.
 #[derive(serde::Deserialize)]
 struct Named {
     command: String,
 }
 
-/// A test has a worker pretend to be older, by a command that it does not know.
-fn pretends_ignorance(message: &[u8]) -> Option<serde_json::Error> {
+/// Returns an error for the command that a test selects with `CLEAT_TEST_UNKNOWN`, as an older build does that
+/// does not know it.
+fn simulated_unknown(message: &[u8]) -> Option<serde_json::Error> {
     if !cfg!(feature = "fault") {
         return None;
     }
@@ -150,10 +153,11 @@ fn pretends_ignorance(message: &[u8]) -> Option<serde_json::Error> {
     (command == unknown).then(|| serde::de::Error::unknown_variant(&command, &[]))
 }
 
-/// A command of a newer supervisor is refused by its name, so that it can tell who must be replaced.
-fn not_understood(message: &[u8], error: serde_json::Error) -> Error {
+/// Makes the error for a message that cannot be parsed. A command that only a newer build knows is refused by
+/// name, and the error names this build, so that the reader knows which side is older.
+fn invalid_message(message: &[u8], error: serde_json::Error) -> Error {
     let named = serde_json::from_slice::<Named>(message).ok();
-    // serde's words for a tag that is not in the enum.
+    // serde's message for a tag that is not in the enum.
     match named.filter(|_| error.to_string().starts_with("unknown variant")) {
         Some(Named { command }) => {
             let command: String = command.chars().take(64).collect();

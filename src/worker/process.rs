@@ -27,7 +27,7 @@ use super::protocol::{CHANNEL_FD, Refuse, Start, ToWorker};
 use super::refuse::RefusingWorker;
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
-use super::version::{Spoken, binary_id};
+use super::version::{ProtocolVersions, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
 use cleat_backend::{Confinement, HandoverFiles, Image, OpenOptions, Registry};
@@ -109,8 +109,7 @@ fn start(channel: &Channel, registry: Registry) -> Result<Role> {
 
 /// Opens the volume of a worker and confines the process.
 fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) -> Result<Session> {
-    let Start { version: newest, oldest, .. } = start;
-    Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
+    check_version(start.version, start.oldest, &start.build)?;
     check_names(&start.name, &start.mapping_id)?;
     let Inherited { listener, page, handover } = inherited(&start, descriptors)?;
     // Before the confinement, because it may open a socket.
@@ -136,8 +135,7 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
 
 /// Confines the process of a worker without a volume. It opens no file and needs no storage.
 fn start_refusing(start: Refuse, descriptors: Vec<OwnedFd>) -> Result<RefusingWorker> {
-    let Refuse { version: newest, oldest, .. } = start;
-    Spoken::here().common(&Spoken { newest, oldest, build: start.build.clone() })?;
+    check_version(start.version, start.oldest, &start.build)?;
     check_names(&start.name, &start.mapping_id)?;
     let Ok([page]) = <[OwnedFd; 1]>::try_from(descriptors) else {
         return Err(invalid("refuse needs 1 descriptor: the statistics page"));
@@ -215,6 +213,11 @@ fn first_message(channel: &Channel) -> Result<(ToWorker, Vec<OwnedFd>)> {
     }
     let gone = || Error::new(ErrorKind::Unavailable, "the supervisor has closed the channel");
     channel.receive()?.ok_or_else(gone)
+}
+
+fn check_version(newest: u32, oldest: u32, build: &str) -> Result<()> {
+    let supervisor = ProtocolVersions { newest, oldest, build: build.to_owned() };
+    ProtocolVersions::of_this_build().common(&supervisor).map(drop)
 }
 
 fn check_names(name: &str, mapping_id: &str) -> Result<()> {

@@ -1,163 +1,172 @@
-//! What supervisor and worker say to each other, over a SOCK_SEQPACKET unix socket: one JSON message
-//! a packet (at most [`MAX_PACKET`] bytes), descriptors beside it as SCM_RIGHTS.
+//! The messages between supervisor and worker over a SOCK_SEQPACKET unix socket: one JSON message in each packet
+//! of at most [`MAX_PACKET`] bytes, with descriptors as SCM_RIGHTS.
 //!
-//! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the
-//! channel as the descriptor [`CHANNEL_FD`]; a supervisor that comes later connects to the worker's
-//! `control_socket`. The newest connection is the one in charge.
+//! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the channel as the
+//! descriptor [`CHANNEL_FD`]. A later supervisor connects to the worker's control socket and sends `Adopt`. The
+//! connection that was adopted last is in charge.
 //!
-//! Old and new builds speak to each other: fields are only added, with defaults, and unknown ones are
-//! ignored; a command that a worker does not know it refuses by name; what a newer worker says by
-//! itself an older supervisor passes over. So no command is ever answered by an event that is younger
-//! than it.
+//! Supervisor and worker may be of different builds. Both send their versions in the first message (see
+//! `version`); without a common version the first message fails with an error that names both builds. Within a
+//! version, fields are only added, unknown fields are ignored, a worker refuses an unknown command by name, and a
+//! supervisor ignores an unknown event. So the answer to a command is never an event that is newer than the
+//! command.
 
 use serde::{Deserialize, Serialize};
 
 use cleat_backend::HandoverState;
 use cleat_core::policy::Policy;
 
-/// The newest version that this build speaks. Raised when a message changes its meaning. Both sides
-/// say theirs in the first message; see `version`.
+/// The newest version of the protocol that this build supports. It is raised when a message changes its meaning.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// The oldest version that this build speaks.
+/// The oldest version of the protocol that this build supports.
 pub const OLDEST_PROTOCOL: u32 = 1;
 
 /// The descriptor under which a worker inherits its end of the channel.
 pub const CHANNEL_FD: i32 = 3;
 
-/// The longest message, in bytes.
+/// The maximum length of a message in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
 
 pub use cleat_sys::seqpacket::MAX_DESCRIPTORS;
 
-/// To the worker.
+/// A command of the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum ToWorker {
-    /// The first message on an inherited channel. Descriptors: one listening SOCK_SEQPACKET socket
-    /// (the control socket, for supervisors to come), one memory file for the statistics page.
-    /// For a successor: then, what its predecessor's `HandoverPrepared` carried.
-    /// Answered by `Ready` or `Failed`.
+    /// The first message on an inherited channel. Descriptors: a listening SOCK_SEQPACKET socket (the control
+    /// socket, for later supervisors) and a memory file for the statistics page; for a successor, then the
+    /// descriptors of its predecessor's `HandoverPrepared`. Answered by `Ready` or `Failed`.
     Start(Box<Start>),
     /// The first message on an inherited channel to a worker without a volume, for a device that no worker
     /// will serve again. The worker answers every request with an I/O error and accepts `Serve`, `Ping` and
-    /// `Stop`. It has no control socket, and it ends when the channel ends. Descriptor: one memory file for
-    /// the statistics page. Answered by `Ready` or `Failed`.
+    /// `Stop`. It has no control socket, and it ends when the channel ends. Descriptor: a memory file for the
+    /// statistics page. Answered by `Ready` or `Failed`.
     Refuse(Box<Refuse>),
-    /// The first message on a connection to the control socket. Answered by `Ready`, with the
-    /// statistics page as descriptor.
+    /// The first message on a connection to the control socket. Answered by `Ready`, with the statistics page
+    /// as descriptor, or by `Failed`.
     Adopt {
+        /// The newest version that the supervisor supports.
         version: u32,
-        #[serde(default)]
+        /// The oldest version that the supervisor supports.
         oldest: u32,
-        #[serde(default)]
+        /// The supervisor's build.
         build: String,
+        /// The mapping whose worker the supervisor expects.
         mapping_id: String,
     },
-    /// Serve these kernel connections. Descriptors: one connected stream socket each.
-    /// Answered by `Serving`.
+    /// Serve these kernel connections. Descriptors: one connected stream socket for each. Answered by
+    /// `Serving`.
     Serve,
-    /// Close every connection after its running requests and exit. Answered by the end of the
-    /// channel.
+    /// Close every connection after its running requests, and exit. Answered by the end of the channel.
     Stop,
-    /// Ask for the backend's size again. Answered by `Size`.
+    /// Read the volume's size from the backend. Answered by `Size`.
     RefreshSize,
-    /// Change the size at the backend; make it smaller only with `shrink`. Answered by `Size`.
+    /// Change the volume's size at the backend. Answered by `Size`.
     Resize {
+        /// The new size in bytes.
         size: u64,
-        #[serde(default)]
+        /// Whether the new size may be smaller than the present one.
         shrink: bool,
     },
-    /// Follow another policy from now on, what waits already included. Answered by `Done`.
+    /// Apply another policy, also to requests that wait already. Answered by `Done`.
     SetPolicy(Policy),
     /// Replace the injected faults. Answered by `Done`.
     #[cfg(feature = "fault")]
-    SetFault { plan: String },
-    /// Answered by `Done`: the worker's control thread is alive.
+    SetFault {
+        /// The fault plan.
+        plan: String,
+    },
+    /// Check that the worker's control thread runs. Answered by `Done`.
     Ping,
-    // --- planned hand-over, see `handover`
-    /// Give what a successor opens the volume with, and serve on. Answered by `HandoverPrepared`.
+    // --- planned handover, see `handover`
+    /// Return what a successor opens the volume with, and continue to serve. Answered by `HandoverPrepared`.
     PrepareHandover,
-    /// Bring every connection to rest within the limit and offer the sockets to the worker of
-    /// `generation`. Answered by `HandoverOffered`, or `Failed` with everything as it was. Without another
-    /// word for a second, the worker takes them back and serves on.
-    OfferHandover { generation: u64, limit_ms: u32 },
-    /// Serve these kernel connections, which the predecessor has brought to rest. Descriptors and
-    /// fields as in its `HandoverOffered`. Answered by `Serving`, or `Failed` with nothing touched.
+    /// Pause every connection and offer the sockets to a successor. Answered by `HandoverOffered`, or by `Failed`
+    /// with everything as before. Without another message within a second, the worker withdraws the offer and
+    /// continues to serve.
+    OfferHandover {
+        /// The successor's generation.
+        generation: u64,
+        /// How long pausing may take, in milliseconds.
+        limit_ms: u32,
+    },
+    /// Serve these kernel connections, which the predecessor has paused. Descriptors and fields as in its
+    /// `HandoverOffered`. Answered by `Serving`, or by `Failed` with the connections untouched.
     TakeOver {
+        /// The number of unread bytes of each connection.
         unread: Vec<u32>,
-        #[serde(default)]
+        /// The state of the volume.
         state: HandoverState,
     },
-    /// There is no successor after all: serve on. Answered by `Done`; or by the end of the channel,
-    /// when the successor was faster.
+    /// Continue to serve: there is no successor. Answered by `Done`, or by the end of the channel if the
+    /// successor has already taken the connections.
     CancelHandover,
     // --- forced unmap
-    /// With `fail`: answer every request, running ones and those to come, with an I/O error, and
-    /// start nothing more at the backend. Answered by `IoFails`. Without: serve again; `Done`.
-    FailIo { fail: bool },
+    /// With `fail`: answer every request, running ones included, with an I/O error, and start nothing more at
+    /// the backend; answered by `IoFails`. Without: serve again; answered by `Done`.
+    FailIo {
+        /// Whether requests fail.
+        fail: bool,
+    },
     // --- snapshots
-    /// What `SnapshotPending` has reported: the volume is quiesced (0), or an errno why it is not, which makes the
-    /// snapshot fail. Answered by `Done`; `Failed` with `NotFound` when that one waits no more.
-    Quiesced { snapshot: u64, errno: i32 },
+    /// Whether the volume is quiesced for the snapshot that `SnapshotPending` has reported. Answered by `Done`, or
+    /// by `Failed` with `NotFound` if that snapshot does not wait any more.
+    Quiesced {
+        /// The number of the snapshot.
+        snapshot: u64,
+        /// 0, or the errno with which the snapshot fails.
+        errno: i32,
+    },
 }
 
-/// What a new worker needs to know.
+/// The start message of a worker that serves a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
-    /// The newest version that the supervisor speaks.
+    /// The newest version that the supervisor supports.
     pub version: u32,
-    /// The oldest; 0: only the newest.
-    #[serde(default)]
+    /// The oldest version that the supervisor supports.
     pub oldest: u32,
     /// The supervisor's build.
-    #[serde(default)]
     pub build: String,
     /// The mapping that this worker serves.
     pub mapping_id: String,
     /// The mapping's name, for logs and the process title.
     pub name: String,
-    /// Raised with every new worker of the mapping.
+    /// The number of the worker among those of the mapping; it rises with every new worker.
     pub generation: u64,
-    /// The volume.
+    /// The URI of the volume.
     pub uri: String,
-    /// Open it so that nothing is ever written.
+    /// Whether the volume is opened such that nothing is ever written.
     pub read_only: bool,
-    /// Where logs go: the supervisor's choice, see `telemetry`.
+    /// The supervisor's choice of format and filter of the log, see `telemetry`.
     pub log: String,
-    /// Another worker serves the volume; this one opens it with what that one bequeathed, and waits
-    /// for `TakeOver`.
-    #[serde(default)]
+    /// Whether another worker serves the volume. This one then opens the volume with the files of that one, and
+    /// waits for `TakeOver`.
     pub successor: bool,
-    /// What happens in an outage, and how fast the volume may go.
-    #[serde(default, deserialize_with = "Policy::understood")]
+    /// The outage policy and the rate limits. A policy that only a newer build knows is read as the default.
+    #[serde(deserialize_with = "Policy::understood")]
     pub policy: Policy,
     /// The node's name, for the volume's claim.
-    #[serde(default)]
     pub node: String,
-    /// What tells the node from another one of the same name, likewise.
-    #[serde(default)]
+    /// An identifier of the machine, for the volume's claim: it distinguishes nodes of the same name.
     pub machine: String,
-    /// The node's boot, likewise.
-    #[serde(default)]
+    /// The boot id of the node, for the volume's claim.
     pub boot_id: String,
-    /// Take the volume from whoever has it.
-    #[serde(default)]
+    /// Whether the volume is taken from its present owner.
     pub take_over: bool,
-    /// The mapping has a device: see `backend::claimant`.
-    #[serde(default)]
+    /// Whether the mapping has a device, see `backend::claimant`.
     pub resumes: bool,
-    /// Tell of snapshots that are about to be made of the volume, and keep them waiting for `Quiesced`.
-    #[serde(default)]
+    /// Whether to report snapshots that are about to be made, and to let them wait for `Quiesced`.
     pub quiesce: bool,
 }
 
-/// What a worker without a volume needs to know.
+/// The start message of a worker without a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refuse {
-    /// The newest version that the supervisor speaks.
+    /// The newest version that the supervisor supports.
     pub version: u32,
-    /// The oldest version that the supervisor speaks.
+    /// The oldest version that the supervisor supports.
     pub oldest: u32,
     /// The supervisor's build.
     pub build: String,
@@ -169,56 +178,63 @@ pub struct Refuse {
     pub log: String,
 }
 
-/// From the worker.
+/// An event of the worker: the answer to a command, or a report without a command.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum FromWorker {
-    /// The volume is open, the worker confined.
+    /// The volume is open, and the worker is confined.
     Ready(Ready),
-    /// The last command failed; after `Start`, the worker exits.
+    /// The last command failed. If it was the first, the worker exits.
     Failed(Failure),
     /// The connections are being served.
     Serving,
-    /// The volume's size in bytes.
-    Size { size: u64 },
-    /// The last command was carried out.
+    /// The volume's size.
+    Size {
+        /// The size in bytes.
+        size: u64,
+    },
+    /// The last command was executed.
     Done,
-    // --- planned hand-over
-    /// Descriptors: what a successor opens the volume with; perhaps none.
+    // --- planned handover
+    /// A successor can open the volume. Descriptors: what it opens the volume with; there may be none.
     HandoverPrepared,
-    /// Every connection rests. Descriptors: where any bytes are unread, a memory file of exactly
-    /// those bytes, one connection's after the other's; then the connections' sockets.
+    /// Every connection is paused. Descriptors: if any bytes are unread, a memory file with exactly those
+    /// bytes, in the order of the connections; then the sockets of the connections.
     HandoverOffered {
-        /// How many bytes of each connection.
+        /// The number of unread bytes of each connection.
         unread: Vec<u32>,
-        #[serde(default)]
+        /// The state of the volume.
         state: HandoverState,
     },
     // --- forced unmap
-    /// Every connection has answered all that it had; so many requests have not ended at the backend.
-    IoFails { at_backend: u32 },
-    // --- by itself
-    /// By itself: every kernel connection has ended in order (the device was disconnected), and the
-    /// worker is about to exit.
+    /// Every connection has answered all its requests with an error.
+    IoFails {
+        /// How many requests have not ended at the backend.
+        at_backend: u32,
+    },
+    // --- reports without a command
+    /// A report: the kernel has disconnected the device, and the worker is about to exit.
     Disconnected,
-    /// By itself: the volume was lost to somebody else.
+    /// A report: another client owns the volume now.
     Fenced,
-    /// By itself: the backend cannot be reached, or why not has changed; `None`: it can again. Told to
-    /// every supervisor that adopts the worker meanwhile. How many requests wait is in the statistics.
+    /// A report: an outage of the backend has begun, has ended (`None`), or has another reason. A new supervisor
+    /// gets it again while the outage lasts. The number of waiting requests is in the statistics page.
     Outage {
-        /// The one that lasts.
+        /// The present outage.
         outage: Option<Outage>,
     },
-    /// By itself: a snapshot of the volume waits for it to be quiesced, or is being made; `None`: it is
-    /// over. Told to every supervisor that adopts the worker while it waits.
+    /// A report: a snapshot of the volume waits until the volume is quiesced, or is being made; `None`: it has
+    /// ended. A new supervisor gets it again while the snapshot waits.
     SnapshotPending {
-        /// Its number.
+        /// The number of the snapshot.
         snapshot: Option<u64>,
     },
-    // Resizer.
-    /// By itself: the volume has another size at the backend, in bytes.
-    SizeChanged { size: u64 },
-    /// Of a newer build. Never sent.
+    /// A report: the volume has another size at the backend.
+    SizeChanged {
+        /// The size in bytes.
+        size: u64,
+    },
+    /// An event that only a newer build knows. Never sent.
     #[serde(other)]
     Unknown,
 }
@@ -226,55 +242,51 @@ pub enum FromWorker {
 /// An outage of the backend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outage {
-    /// When it was noticed, in milliseconds since the epoch.
+    /// When it was noticed, in milliseconds since the Unix epoch.
     pub since_unix_ms: u64,
-    /// What the backend knows of it.
-    #[serde(default)]
+    /// The reason, if the backend knows it.
     pub reason: Option<String>,
 }
 
-/// What the device needs to know of the volume.
+/// The properties of a worker and of its volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// The newest version that the worker speaks.
+    /// The newest version that the worker supports.
     pub version: u32,
-    /// The oldest; 0: only the newest.
-    #[serde(default)]
+    /// The oldest version that the worker supports.
     pub oldest: u32,
-    /// The worker's build, for people.
-    #[serde(default)]
+    /// The worker's build, for the reader.
     pub build: String,
-    /// Of its executable, see `version::binary_id`.
-    #[serde(default)]
+    /// The identity of the worker's executable, see `version::binary_id`.
     pub binary: String,
-    /// As in `Start`.
+    /// The mapping, as in the start message.
     pub mapping_id: String,
-    /// As in `Start`.
+    /// The generation, as in `Start`; 0 for a worker without a volume.
     pub generation: u64,
-    /// Of the worker.
+    /// The worker's process id.
     pub pid: u32,
-    /// In bytes.
+    /// The volume's size in bytes.
     pub size: u64,
-    /// See `backend::BlockSizes`.
+    /// See `core::volume::BlockSizes`.
     pub minimum_block: u32,
-    /// See `backend::BlockSizes`.
+    /// See `core::volume::BlockSizes`.
     pub preferred_block: u32,
-    /// NBD transmission flags that the volume's features lead to.
+    /// The NBD transmission flags that follow from the volume's features.
     pub transmission_flags: u16,
-    /// See `backend::Features`.
+    /// See `core::volume::Features`.
     pub outlives_worker: bool,
-    /// Kernel connections that are being served.
+    /// The number of kernel connections that are being served.
     pub connections: u32,
 }
 
-/// An [`cleat_core::error::Error`] on its way between processes.
+/// An [`cleat_core::error::Error`] in a message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// See `error::ErrorKind`.
+    /// The kind of the error.
     pub kind: cleat_core::error::ErrorKind,
     /// The message and its sources.
     pub message: String,
-    /// What the reader can do about it.
+    /// The repair hint, if there is one.
     pub repair: Option<String>,
 }
 
@@ -284,7 +296,7 @@ mod tests {
     use cleat_core::error::ErrorKind;
 
     #[test]
-    fn what_a_newer_worker_says_is_no_nonsense() {
+    fn unknown_events_and_fields_of_a_newer_worker_are_ignored() {
         let event = r#"{"event":"warmed_up","by":{"degrees":3},"of":[1]}"#;
         assert_eq!(serde_json::from_str::<FromWorker>(event).unwrap(), FromWorker::Unknown);
         let event = r#"{"event":"failed","kind":"rate_limited","message":"m","repair":null,"x":1}"#;

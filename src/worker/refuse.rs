@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::Channel;
 use super::protocol::{FromWorker, Ready, Refuse, ToWorker};
-use super::version::Spoken;
+use super::version::ProtocolVersions;
 use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Request};
@@ -102,7 +102,7 @@ impl RefusingWorker {
     }
 
     fn ready(&self) -> Ready {
-        let Spoken { newest, oldest, build } = Spoken::here();
+        let ProtocolVersions { newest, oldest, build } = ProtocolVersions::of_this_build();
         let blocks = NoVolume.block_sizes();
         Ready {
             version: newest,

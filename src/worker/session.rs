@@ -21,7 +21,7 @@ use super::outage_monitor::OutageMonitor;
 use super::protocol::{FromWorker, Ready, Start, ToWorker};
 use super::quiesce::SnapshotQuiesce;
 use super::resize::{Resizer, SizeRequest};
-use super::version::Spoken;
+use super::version::ProtocolVersions;
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::IoError;
@@ -423,7 +423,11 @@ impl Session {
                 if self.end_offer() == Next::Exit {
                     return Next::Exit;
                 }
-                self.adopt(&channel, &Spoken { newest: version, oldest, build }, &mapping_id)
+                self.adopt(
+                    &channel,
+                    &ProtocolVersions { newest: version, oldest, build },
+                    &mapping_id,
+                )
             }
             Ok(Some(_)) => Err(Error::new(
                 ErrorKind::InvalidArgument,
@@ -442,8 +446,13 @@ impl Session {
         Next::Continue
     }
 
-    fn adopt(&mut self, channel: &Channel, supervisor: &Spoken, mapping_id: &str) -> Result<()> {
-        Spoken::here().common(supervisor)?;
+    fn adopt(
+        &mut self,
+        channel: &Channel,
+        supervisor: &ProtocolVersions,
+        mapping_id: &str,
+    ) -> Result<()> {
+        ProtocolVersions::of_this_build().common(supervisor)?;
         if mapping_id != self.start.mapping_id {
             let message = format!("this worker serves the mapping {}", self.start.mapping_id);
             return Err(Error::new(ErrorKind::InvalidArgument, message));
@@ -468,7 +477,7 @@ impl Session {
     fn ready(&self) -> Ready {
         let blocks = self.image.block_sizes();
         let features = self.image.features();
-        let Spoken { newest, oldest, build } = Spoken::here();
+        let ProtocolVersions { newest, oldest, build } = ProtocolVersions::of_this_build();
         Ready {
             version: newest,
             oldest,

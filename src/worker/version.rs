@@ -1,8 +1,7 @@
-//! Which versions of the worker protocol a build speaks, and what it is called.
+//! The name of this build, and the versions of the worker protocol that it supports.
 //!
-//! Supervisor and worker are of different builds from an upgrade of the one to that of the other, in
-//! either direction. Each says the newest and the oldest version that it speaks; the newest common
-//! one counts.
+//! Between the upgrade of the supervisor and that of a worker, the two are of different builds, in either order.
+//! Each side sends the newest and the oldest version that it supports, and both use the newest common one.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -10,10 +9,10 @@ use std::path::Path;
 use super::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// This build, for people.
+/// The name of this build, for the reader.
 pub const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("CLEAT_COMMIT"), ")");
 
-/// The output of `--version`, after the name.
+/// The output of `--version`, after the program's name.
 pub const LONG: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     " (",
@@ -29,57 +28,53 @@ pub const LONG: &str = concat!(
     env!("CLEAT_FEATURES"),
 );
 
-/// What one side speaks.
+/// The versions of the worker protocol that one side supports.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Spoken {
+pub struct ProtocolVersions {
     /// The newest version.
     pub newest: u32,
-    /// The oldest version; 0: only the newest.
+    /// The oldest version.
     pub oldest: u32,
-    /// The build; empty where it does not say.
+    /// The name of the build.
     pub build: String,
 }
 
-impl Spoken {
-    /// By this build.
-    pub fn here() -> Self {
-        let (oldest, newest) = pretended().unwrap_or((OLDEST_PROTOCOL, PROTOCOL_VERSION));
+impl ProtocolVersions {
+    /// Returns the versions of this build.
+    pub fn of_this_build() -> Self {
+        let (oldest, newest) = simulated().unwrap_or((OLDEST_PROTOCOL, PROTOCOL_VERSION));
         Self { newest, oldest, build: BUILD.to_owned() }
     }
 
-    /// The newest version that both speak.
+    /// Returns the newest version that both sides support.
     ///
     /// # Errors
-    /// `Unsupported`, naming both builds.
+    /// Returns `Unsupported`, with the names of both builds, if there is none.
     pub fn common(&self, other: &Self) -> Result<u32> {
         let newest = self.newest.min(other.newest);
-        if newest >= self.least().max(other.least()) {
+        if newest >= self.oldest.max(other.oldest) {
             return Ok(newest);
         }
         let message = format!(
-            "no common version of the worker protocol: {self} on this side, {other} on the other"
+            "no common version of the worker protocol: {self} on this side, {other} on the other side"
         );
-        Err(Error::new(ErrorKind::Unsupported, message)
-            .with_repair("go there by a build in between, or unmap the volume and map it again"))
-    }
-
-    fn least(&self) -> u32 {
-        if self.oldest == 0 { self.newest } else { self.oldest }
+        Err(Error::new(ErrorKind::Unsupported, message).with_repair(
+            "upgrade by way of a build in between, or unmap the volume and map it again",
+        ))
     }
 }
 
-impl std::fmt::Display for Spoken {
+impl std::fmt::Display for ProtocolVersions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let build = if self.build.is_empty() { "an unnamed build" } else { &self.build };
-        match (self.least(), self.newest) {
-            (oldest, newest) if oldest == newest => write!(f, "{build} speaks {newest}"),
-            (oldest, newest) => write!(f, "{build} speaks {oldest} to {newest}"),
+        match (self.oldest, self.newest) {
+            (oldest, newest) if oldest == newest => write!(f, "{} supports {newest}", self.build),
+            (oldest, newest) => write!(f, "{} supports {oldest} to {newest}", self.build),
         }
     }
 }
 
-/// The identity of an executable file: two processes with the same one run the same build, whatever
-/// it calls itself. Empty when it cannot be told, which equals nothing.
+/// Returns the identity of an executable file. Two processes with the same identity run the same build. An empty
+/// string means that the identity is unknown; it equals no other.
 pub fn binary_id(path: &Path) -> String {
     std::fs::metadata(path).map_or_else(
         |_| String::new(),
@@ -87,8 +82,8 @@ pub fn binary_id(path: &Path) -> String {
     )
 }
 
-/// Versions that a test has a worker pretend, as "oldest-newest".
-fn pretended() -> Option<(u32, u32)> {
+/// Returns the versions that a test sets with `CLEAT_TEST_PROTOCOL`, in the form "oldest-newest".
+fn simulated() -> Option<(u32, u32)> {
     if !cfg!(feature = "fault") {
         return None;
     }
@@ -101,24 +96,24 @@ fn pretended() -> Option<(u32, u32)> {
 mod tests {
     use super::*;
 
-    fn spoken(oldest: u32, newest: u32, build: &str) -> Spoken {
-        Spoken { newest, oldest, build: build.to_owned() }
+    fn versions(oldest: u32, newest: u32, build: &str) -> ProtocolVersions {
+        ProtocolVersions { newest, oldest, build: build.to_owned() }
     }
 
     #[test]
-    fn the_newest_common_version_counts() {
+    fn the_newest_common_version_is_used() {
         for (a, b, common) in [
-            (spoken(1, 3, "a"), spoken(2, 5, "b"), Some(3)),
-            (spoken(1, 1, "a"), spoken(0, 1, "b"), Some(1)),
-            (spoken(0, 2, "a"), spoken(1, 3, "b"), Some(2)),
-            (spoken(0, 3, "a"), spoken(1, 2, "b"), None),
-            (spoken(1, 2, "a"), spoken(3, 4, "b"), None),
+            (versions(1, 3, "a"), versions(2, 5, "b"), Some(3)),
+            (versions(1, 1, "a"), versions(1, 1, "b"), Some(1)),
+            (versions(2, 2, "a"), versions(1, 3, "b"), Some(2)),
+            (versions(3, 3, "a"), versions(1, 2, "b"), None),
+            (versions(1, 2, "a"), versions(3, 4, "b"), None),
         ] {
             assert_eq!(a.common(&b).ok(), common, "{a}, {b}");
             assert_eq!(b.common(&a).ok(), common, "{b}, {a}");
         }
-        let error = spoken(1, 2, "new").common(&spoken(3, 4, "")).unwrap_err();
-        assert!(error.message().contains("new speaks 1 to 2"), "{error}");
-        assert!(error.message().contains("an unnamed build speaks 3 to 4"), "{error}");
+        let error = versions(1, 2, "new").common(&versions(3, 3, "old")).unwrap_err();
+        assert!(error.message().contains("new supports 1 to 2"), "{error}");
+        assert!(error.message().contains("old supports 3"), "{error}");
     }
 }

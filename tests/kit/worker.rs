@@ -39,7 +39,7 @@ pub fn start_message(uri: &str) -> Start {
         uri: uri.to_owned(),
         read_only: false,
         log: String::new(),
-        oldest: 0,
+        oldest: PROTOCOL_VERSION,
         build: "the supervisor of a test".to_owned(),
         successor: false,
         policy: Policy::default(),
@@ -209,7 +209,7 @@ impl Drop for Worker {
 pub fn adopt(channel: &OwnedFd, mapping_id: &str) -> (FromWorker, Vec<OwnedFd>) {
     let adopt = ToWorker::Adopt {
         version: PROTOCOL_VERSION,
-        oldest: 0,
+        oldest: PROTOCOL_VERSION,
         build: String::new(),
         mapping_id: mapping_id.to_owned(),
     };

@@ -15,7 +15,7 @@ use crate::planner::Record;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_worker::protocol::{Refuse, ToWorker};
-use cleat_worker::version::Spoken;
+use cleat_worker::version::ProtocolVersions;
 
 /// A worker without a volume. Dropping it ends its process.
 pub struct RefusingWorker {
@@ -48,7 +48,7 @@ impl Workers {
     ) -> Result<RefusingWorker> {
         let (process, link) = self.launch().await?.into_parts();
         let process = EndedOnDrop(Arc::new(process));
-        let Spoken { newest: version, oldest, build } = Spoken::here();
+        let ProtocolVersions { newest: version, oldest, build } = ProtocolVersions::of_this_build();
         let (mapping_id, name) = (record.mapping_id.clone(), record.name.clone());
         let refuse = Refuse { version, oldest, build, mapping_id, name, log: self.log.clone() };
         let (page, _) = Page::create()?;

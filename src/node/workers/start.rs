@@ -18,7 +18,7 @@ use crate::worker_failures::StartFailure;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, Ready, Start, ToWorker};
-use cleat_worker::version::Spoken;
+use cleat_worker::version::ProtocolVersions;
 
 /// A worker process that has received no message yet. It exits by itself if this is dropped.
 pub struct Launched {
@@ -92,7 +92,7 @@ impl Workers {
         deadline: Instant,
     ) -> Result<Worker, StartFailure> {
         start.log.clone_from(&self.log);
-        let Spoken { newest, oldest, build } = Spoken::here();
+        let ProtocolVersions { newest, oldest, build } = ProtocolVersions::of_this_build();
         (start.version, start.oldest, start.build) = (newest, oldest, build);
         let Launched { process, link } = launched;
         let pid = process.id.pid;
@@ -180,7 +180,8 @@ impl Workers {
                 let message = format!("its control socket belongs to user {uid}");
                 return Err(Error::new(ErrorKind::PermissionDenied, message));
             }
-            let Spoken { newest: version, oldest, build } = Spoken::here();
+            let ProtocolVersions { newest: version, oldest, build } =
+                ProtocolVersions::of_this_build();
             let mapping_id = mapping_id.to_owned();
             let adopt = ToWorker::Adopt { version, oldest, build, mapping_id: mapping_id.clone() };
             link.send(&adopt, &[]).await.map_err(channel_broke)?;
@@ -207,7 +208,9 @@ pub(super) async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), N
     match link.receive().await.map_err(|error| Broken(channel_broke(error)))? {
         Some((FromWorker::Ready(ready), descriptors)) => {
             let (newest, oldest, build) = (ready.version, ready.oldest, ready.build.clone());
-            Spoken::here().common(&Spoken { newest, oldest, build }).map_err(Refused)?;
+            ProtocolVersions::of_this_build()
+                .common(&ProtocolVersions { newest, oldest, build })
+                .map_err(Refused)?;
             Ok((ready, descriptors))
         }
         Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),

@@ -291,7 +291,7 @@ impl Worker {
         };
         Ready {
             version: PROTOCOL_VERSION,
-            oldest: 0,
+            oldest: PROTOCOL_VERSION,
             build: String::new(),
             binary: self.binary.clone(),
             mapping_id: self.owner().unwrap_or_default().to_owned(),

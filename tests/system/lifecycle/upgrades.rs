@@ -454,7 +454,7 @@ fn a_handover_between_builds_without_a_common_protocol_version_is_refused() {
     machine.variable = Some(("CLEAT_TEST_PROTOCOL", "7-9"));
     let supervisor = machine.start();
     let event = supervisor.fail_to_hand_over();
-    for part in ["speaks 7 to 9", "speaks 1", env!("CARGO_PKG_VERSION")] {
+    for part in ["supports 7 to 9", "supports 1", env!("CARGO_PKG_VERSION")] {
         assert!(event.message.contains(part), "{event:?} does not contain {part}");
     }
     assert!(!event.repair.is_empty());

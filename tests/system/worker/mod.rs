@@ -181,7 +181,7 @@ fn invalid_start_messages_are_refused_with_a_reason() {
     for (text, kind, reason) in [
         ("garbage".to_owned(), ErrorKind::InvalidArgument, "protocol"),
         (String::from("{\"command\":\"ping\"}"), ErrorKind::InvalidArgument, "must be start"),
-        (changed("version", 99.into()), ErrorKind::Unsupported, "speaks 99"),
+        (changed("oldest", 99.into()), ErrorKind::Unsupported, "supports 99"),
         (changed("uri", "mem:1X".into()), ErrorKind::InvalidArgument, "1X"),
         (changed("uri", long.into()), ErrorKind::InvalidArgument, "longer"),
         (changed("uri", "file:/missing".into()), ErrorKind::NotFound, "/missing"),
