@@ -1,4 +1,4 @@
-//! A volume for this room's tests: it holds nothing, and does what a test tells it.
+//! A volume without content for the tests of this crate; a test sets how it behaves.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,13 @@ use cleat_sys::ring::Ring;
 #[derive(Default)]
 pub(super) struct FakeImage {
     size: AtomicU64,
-    /// The size is asked for under this lock.
+    /// A read of the size waits for this lock.
     pub(super) turn: Mutex<()>,
     /// Whether it has the capability to announce snapshots.
     announces_snapshots: bool,
     /// The snapshot that waits.
     pub(super) waiting: Mutex<Option<u64>>,
-    /// What snapshots were answered.
+    /// The answers to snapshots.
     pub(super) answers: Mutex<Vec<(u64, Result<(), i32>)>>,
 }
 

@@ -1,13 +1,16 @@
-//! The worker process: one a volume. It receives its volume and sockets over an inherited
-//! descriptor, opens the backend, gives up every privilege, and runs the data path.
+//! The worker process: one for each volume. It receives its volume and sockets over an inherited descriptor,
+//! opens the backend, gives up every privilege, and runs the data path.
 //!
-//! Comes in: commands of [`protocol`] and kernel sockets, over a [`channel`]. Goes out: answers, and
-//! events (device disconnected, volume fenced, backend out of reach). [`process`] is the way from
-//! start to an open volume, [`sandbox`] what is given up on it, `session` the control thread from then
-//! on, `succession` its part in a planned hand-over.
+//! - Input: commands of [`protocol`] and kernel sockets, over a [`channel`].
+//! - Output: answers, and reports (device disconnected, volume fenced, outage of the backend).
 //!
-//! What may never happen here: an end that nobody asked for while a device is served; a privilege
-//! after `Ready`; a wait for the supervisor without bound; work for the data path on this thread.
+//! [`process`] covers the time from the start to an open volume, [`sandbox`] the confinement, and `session` the
+//! control thread of the open volume, with its part in a planned handover. `refuse` is a worker without a
+//! volume, which answers every request with an error.
+//!
+//! The following never happens here: a worker that serves a device ends without a command or a disconnect; a
+//! privilege remains after `Ready`; the control thread waits for the supervisor without a timeout, or does work
+//! of the data path.
 
 pub mod channel;
 #[cfg(test)]

@@ -1,49 +1,59 @@
-//! Notices from the statistics page when an outage of the backend begins and ends, and puts it into
-//! words for the supervisor.
+//! Reports the beginning and the end of an outage of the backend, which the statistics page shows.
+//!
+//! Invariant: the time of the beginning is computed once for each outage, because the clocks may be set while
+//! it lasts.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::Duration;
 
 use super::protocol::{FromWorker, Outage};
 use cleat_backend::Image;
-use cleat_statistics::{Page, boot_now_ns};
+use cleat_core::clock::Clock;
+use cleat_statistics::Page;
 
-/// The longest reason that is passed on, in characters.
+/// The maximum length of a reason, in characters.
 const MAX_REASON: usize = 1024;
 
-/// What the supervisor has been told.
-#[derive(Debug, Default)]
+/// The outage that was last reported. See the file's comment.
+#[derive(Debug)]
 pub(super) struct OutageMonitor {
-    told: Option<Outage>,
+    clock: Arc<dyn Clock>,
+    reported: Option<Outage>,
+    /// The beginning of that outage on the clock of boot time, in nanoseconds.
     since_ns: u64,
 }
 
 impl OutageMonitor {
-    /// Whether there is an outage.
-    pub(super) fn lasts(&self) -> bool {
-        self.told.is_some()
+    /// Makes the monitor of a volume without an outage.
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+        Self { clock, reported: None, since_ns: 0 }
     }
 
-    /// What there is to tell, if it is not what was told last.
-    pub(super) fn look(&mut self, page: &Page, image: &dyn Image) -> Option<FromWorker> {
+    /// Whether an outage lasts.
+    pub(super) fn lasts(&self) -> bool {
+        self.reported.is_some()
+    }
+
+    /// Returns what should be reported, if it differs from the last report.
+    pub(super) fn check(&mut self, page: &Page, image: &dyn Image) -> Option<FromWorker> {
         let since_ns = page.snapshot().outage_since_ns;
         let now = match since_ns {
             0 => None,
             _ => {
                 let reason =
                     image.failure_reason().map(|text| text.chars().take(MAX_REASON).collect());
-                // Computed once an outage: the clocks may be set meanwhile.
-                let since_unix_ms = match &self.told {
-                    Some(told) if self.since_ns == since_ns => told.since_unix_ms,
-                    _ => unix_ms(since_ns),
+                let since_unix_ms = match &self.reported {
+                    Some(reported) if self.since_ns == since_ns => reported.since_unix_ms,
+                    _ => self.unix_ms(since_ns),
                 };
                 Some(Outage { since_unix_ms, reason })
             }
         };
         self.since_ns = since_ns;
-        if self.told == now {
+        if self.reported == now {
             return None;
         }
-        match (&self.told, &now) {
+        match (&self.reported, &now) {
             (None, Some(Outage { reason, .. })) => tracing::warn!(
                 reason = reason.as_deref().unwrap_or("unknown"),
                 "the backend does not answer"
@@ -51,19 +61,46 @@ impl OutageMonitor {
             (Some(_), None) => tracing::info!("the backend answers again"),
             _ => {}
         }
-        self.told = now;
+        self.reported = now;
         Some(self.message())
     }
 
-    /// What was told last.
+    /// The last report.
     pub(super) fn message(&self) -> FromWorker {
-        FromWorker::Outage { outage: self.told.clone() }
+        FromWorker::Outage { outage: self.reported.clone() }
+    }
+
+    /// Converts a time on the clock of boot time to milliseconds since the Unix epoch.
+    fn unix_ms(&self, boot_ns: u64) -> u64 {
+        let age = Duration::from_nanos(self.clock.boot_ns().saturating_sub(boot_ns));
+        let age_ms = u64::try_from(age.as_millis()).unwrap_or(u64::MAX);
+        self.clock.unix_ms().saturating_sub(age_ms)
     }
 }
 
-/// A moment on the boot-time clock in milliseconds since the epoch.
-fn unix_ms(boot_ns: u64) -> u64 {
-    let age = Duration::from_nanos(boot_now_ns().saturating_sub(boot_ns));
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.saturating_sub(age).as_millis()).unwrap_or(u64::MAX)
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_image::FakeImage;
+    use cleat_core::clock::ManualClock;
+
+    #[test]
+    fn an_outage_is_reported_at_its_beginning_and_end_with_the_time_of_its_beginning() {
+        let clock = Arc::new(ManualClock::new());
+        let (page, _) = Page::create().unwrap();
+        let recorder = page.any_recorder().unwrap();
+        let (image, mut monitor) = (FakeImage::default(), OutageMonitor::new(clock.clone()));
+        assert_eq!(monitor.check(&page, &image), None);
+        let (since_ns, since_unix_ms) = (clock.boot_ns(), clock.unix_ms());
+        recorder.set_outage(1, since_ns);
+        clock.advance(Duration::from_secs(30));
+        let outage = Some(Outage { since_unix_ms, reason: None });
+        assert_eq!(monitor.check(&page, &image), Some(FromWorker::Outage { outage }));
+        assert!(monitor.lasts());
+        clock.advance(Duration::from_secs(30));
+        assert_eq!(monitor.check(&page, &image), None);
+        recorder.set_outage(0, 0);
+        assert_eq!(monitor.check(&page, &image), Some(FromWorker::Outage { outage: None }));
+        assert!(!monitor.lasts());
+    }
 }

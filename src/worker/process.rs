@@ -31,6 +31,7 @@ use super::version::{ProtocolVersions, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
 use cleat_backend::{Confinement, HandoverFiles, Image, OpenOptions, Registry};
+use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_sys::{descriptor, memory_lock, process};
@@ -130,7 +131,7 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
         confinement = ?report.applied,
         "the volume is open"
     );
-    Session::new(start, image, page, listener, binary)
+    Session::new(start, image, page, listener, binary, Arc::new(SystemClock))
 }
 
 /// Confines the process of a worker without a volume. It opens no file and needs no storage.

@@ -1,92 +1,109 @@
-//! Snapshots that wait for the volume to be quiet: told to the supervisor, who sees to it, and has the
-//! privilege to, and answered as it says. Nothing waits here, and nothing waits for a supervisor without
-//! end: librbd would give up after 50 s, and who makes the snapshot asks it again, for ever.
+//! Snapshots that wait until the volume is quiesced. The worker reports each to the supervisor, which has the
+//! privileges to freeze file systems, and passes its answer to the backend.
+//!
+//! Invariants: nothing blocks here; a snapshot gets exactly one answer, at the latest [`ANSWER_TIMEOUT`] after
+//! it was reported, or at once without a supervisor. Without an answer, librbd would give up after 50 s, and the
+//! client that makes the snapshot would request it again without end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::protocol::FromWorker;
 use cleat_backend::{Image, Waker};
+use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// For the supervisor to answer. Looked at every few seconds (`resize` wakes the control thread).
-const PATIENCE: Duration = Duration::from_secs(40);
+/// How long the supervisor may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// What is known of snapshots.
+/// The snapshot that waits. See the file's comment.
 pub(super) struct SnapshotQuiesce {
     image: Arc<dyn Image>,
-    /// The one that the supervisor knows of.
-    told: Option<u64>,
-    /// Whether that one waits no more.
+    clock: Arc<dyn Clock>,
+    /// The snapshot that was last reported to the supervisor.
+    reported: Option<u64>,
+    /// Whether that snapshot has got its answer.
     answered: bool,
-    /// Until when it waits.
-    until: Instant,
+    /// When its timeout ends.
+    deadline: Instant,
 }
 
 impl SnapshotQuiesce {
-    /// Has `waker` woken by snapshots, where they are `wanted`.
-    pub(super) fn start(
-        image: Arc<dyn Image>,
-        waker: Waker,
-        wanted: bool,
-        in_charge: bool,
-    ) -> Result<Self> {
-        if wanted {
-            let quiesce = image.snapshot_quiesce().ok_or_else(|| {
-                let message = "this volume's backend does not announce snapshots";
-                Error::new(ErrorKind::Unsupported, message)
-                    .with_repair("map it without --quiesce: only images of RBD can")
-            })?;
-            quiesce.watch(waker, in_charge)?;
-        }
-        Ok(Self { image, told: None, answered: false, until: Instant::now() })
+    /// Makes the state of a volume without a snapshot.
+    pub(super) fn new(image: Arc<dyn Image>, clock: Arc<dyn Clock>) -> Self {
+        let deadline = clock.now();
+        Self { image, clock, reported: None, answered: false, deadline }
+    }
+
+    /// Makes snapshots of the volume wait, and wakes `waker` for each. With `in_charge`, from now on; otherwise once
+    /// this process has taken the volume over.
+    ///
+    /// # Errors
+    /// `Unsupported` if the backend does not announce snapshots.
+    pub(super) fn watch(&self, waker: Waker, in_charge: bool) -> Result<()> {
+        let quiesce = self.image.snapshot_quiesce().ok_or_else(|| {
+            let message = "this volume's backend does not announce snapshots";
+            Error::new(ErrorKind::Unsupported, message)
+                .with_repair("map it without --quiesce: only images of RBD can")
+        })?;
+        quiesce.watch(waker, in_charge)
     }
 
     /// Whether a snapshot waits, or is being made.
-    pub(super) fn is_wanted(&self) -> bool {
-        self.waiting().is_some()
+    pub(super) fn is_pending(&self) -> bool {
+        self.pending().is_some()
     }
 
-    fn waiting(&self) -> Option<u64> {
+    fn pending(&self) -> Option<u64> {
         self.image.snapshot_quiesce()?.pending()
     }
 
-    fn give(&self, number: u64, result: Result<(), i32>) -> bool {
+    fn pass_on(&self, number: u64, result: Result<(), i32>) -> bool {
         self.image.snapshot_quiesce().is_some_and(|quiesce| quiesce.answer(number, result))
     }
 
-    /// What there is to tell, if it is not what was told last. Without a supervisor nobody will make the
-    /// volume quiesce.
-    pub(super) fn look(&mut self, supervised: bool) -> Option<FromWorker> {
-        let waiting = self.waiting();
-        if self.told != waiting {
-            (self.told, self.answered) = (waiting, false);
-            self.until = Instant::now() + PATIENCE;
-        } else if self.answered || waiting.is_none() || supervised && Instant::now() < self.until {
-            return None;
-        }
-        let deserted = !supervised || Instant::now() >= self.until;
-        if let Some(number) = waiting.filter(|_| deserted) {
-            tracing::warn!("no supervisor makes the volume quiet: a snapshot of it is refused");
-            self.answered = self.give(number, Err(libc::EAGAIN));
-            return None;
-        }
-        Some(FromWorker::SnapshotPending { snapshot: waiting })
+    /// The time until the snapshot that waits is refused; `None` without one.
+    pub(super) fn timeout(&self, now: Instant) -> Option<Duration> {
+        self.unanswered()?;
+        Some(self.deadline.saturating_duration_since(now))
     }
 
-    /// To be told to another supervisor: that a snapshot waits which none has answered.
-    pub(super) fn start_over(&self) -> Option<FromWorker> {
-        let waiting = self.told.filter(|_| !self.answered);
-        waiting.map(|waiting| FromWorker::SnapshotPending { snapshot: Some(waiting) })
+    /// Returns what should be reported, if it was not reported yet. Refuses a snapshot that no supervisor
+    /// will answer.
+    pub(super) fn check(&mut self, supervised: bool) -> Option<FromWorker> {
+        let now = self.clock.now();
+        let pending = self.pending();
+        if self.reported != pending {
+            (self.reported, self.answered) = (pending, false);
+            self.deadline = now + ANSWER_TIMEOUT;
+        } else if self.answered || pending.is_none() || supervised && now < self.deadline {
+            return None;
+        }
+        let refused = !supervised || now >= self.deadline;
+        if let Some(number) = pending.filter(|_| refused) {
+            tracing::warn!("no supervisor quiesces the volume: a snapshot of it is refused");
+            self.answered = self.pass_on(number, Err(libc::EAGAIN));
+            return None;
+        }
+        Some(FromWorker::SnapshotPending { snapshot: pending })
     }
 
-    /// The supervisor's answer: 0, or an errno why not.
+    /// Returns the report of a snapshot without an answer, for a new supervisor.
+    pub(super) fn unanswered(&self) -> Option<FromWorker> {
+        let number = self.reported.filter(|_| !self.answered)?;
+        Some(FromWorker::SnapshotPending { snapshot: Some(number) })
+    }
+
+    /// Passes on the supervisor's answer: 0, or the errno with which the snapshot fails.
+    ///
+    /// # Errors
+    /// `NotFound` if that snapshot does not wait any more.
     pub(super) fn answer(&mut self, number: u64, errno: i32) -> Result<()> {
         let result = if errno == 0 { Ok(()) } else { Err(errno) };
-        if self.told == Some(number) {
+        if self.reported == Some(number) {
             self.answered = true;
         }
-        match self.give(number, result) {
+        match self.pass_on(number, result) {
             true => Ok(()),
             false => Err(Error::new(ErrorKind::NotFound, "that snapshot does not wait any more")),
         }
@@ -97,63 +114,64 @@ impl SnapshotQuiesce {
 mod tests {
     use super::*;
     use crate::fake_image::FakeImage;
+    use cleat_core::clock::ManualClock;
 
-    fn fixture() -> (Arc<FakeImage>, SnapshotQuiesce) {
+    fn fixture() -> (Arc<FakeImage>, Arc<ManualClock>, SnapshotQuiesce) {
         let image = Arc::new(FakeImage::with_snapshots());
-        let until = Instant::now();
-        let quiesce = SnapshotQuiesce { image: image.clone(), told: None, answered: false, until };
-        (image, quiesce)
+        let clock = Arc::new(ManualClock::new());
+        let quiesce = SnapshotQuiesce::new(image.clone(), clock.clone());
+        (image, clock, quiesce)
     }
 
     #[test]
-    fn a_snapshot_is_told_once_and_again_to_the_next_supervisor_while_it_waits() {
-        let (image, mut quiesce) = fixture();
-        assert_eq!((quiesce.look(true), quiesce.start_over()), (None, None));
+    fn a_snapshot_is_reported_once_and_again_to_the_next_supervisor_while_it_waits() {
+        let (image, _, mut quiesce) = fixture();
+        assert_eq!((quiesce.check(true), quiesce.unanswered()), (None, None));
         *image.waiting.lock().unwrap() = Some(1);
-        let told = Some(FromWorker::SnapshotPending { snapshot: Some(1) });
-        assert_eq!((quiesce.look(true), quiesce.look(true)), (told.clone(), None));
-        assert_eq!(quiesce.start_over(), told);
+        let report = Some(FromWorker::SnapshotPending { snapshot: Some(1) });
+        assert_eq!((quiesce.check(true), quiesce.check(true)), (report.clone(), None));
+        assert_eq!(quiesce.unanswered(), report);
         quiesce.answer(1, 0).unwrap();
-        assert_eq!((quiesce.start_over(), quiesce.look(true)), (None, None));
+        assert_eq!((quiesce.unanswered(), quiesce.check(true)), (None, None));
         *image.waiting.lock().unwrap() = None;
-        assert_eq!(quiesce.look(true), Some(FromWorker::SnapshotPending { snapshot: None }));
+        assert_eq!(quiesce.check(true), Some(FromWorker::SnapshotPending { snapshot: None }));
         assert_eq!(quiesce.answer(1, 0).unwrap_err().kind(), ErrorKind::NotFound);
     }
 
     #[test]
     fn without_a_supervisor_a_snapshot_is_refused_once_whenever_it_came() {
-        for before in [true, false] {
-            let (image, mut quiesce) = fixture();
+        for supervised_before in [true, false] {
+            let (image, _, mut quiesce) = fixture();
             *image.waiting.lock().unwrap() = Some(3);
-            assert_eq!(quiesce.look(before).is_some(), before);
-            // What there is to tell then, nobody hears.
-            let _ = (quiesce.look(false), quiesce.look(false));
+            assert_eq!(quiesce.check(supervised_before).is_some(), supervised_before);
+            // Without a supervisor, reports go nowhere.
+            let _ = (quiesce.check(false), quiesce.check(false));
             assert_eq!(*image.answers.lock().unwrap(), [(3, Err(libc::EAGAIN))]);
         }
     }
 
     #[test]
-    fn a_supervisor_that_says_nothing_is_not_waited_for_without_end() {
-        let (image, mut quiesce) = fixture();
+    fn a_snapshot_is_refused_when_the_supervisor_does_not_answer_in_time() {
+        let (image, clock, mut quiesce) = fixture();
         *image.waiting.lock().unwrap() = Some(5);
-        assert!(quiesce.look(true).is_some());
-        assert_eq!(quiesce.look(true), None);
+        assert!(quiesce.check(true).is_some());
+        assert_eq!(quiesce.timeout(clock.now()), Some(ANSWER_TIMEOUT));
+        clock.advance(ANSWER_TIMEOUT - Duration::from_millis(1));
+        assert_eq!(quiesce.check(true), None);
         assert_eq!(*image.answers.lock().unwrap(), []);
-        quiesce.until = Instant::now();
-        assert_eq!(quiesce.look(true), None);
+        clock.advance(Duration::from_millis(1));
+        assert_eq!(quiesce.check(true), None);
         assert_eq!(*image.answers.lock().unwrap(), [(5, Err(libc::EAGAIN))]);
-        assert_eq!(quiesce.look(true), Some(FromWorker::SnapshotPending { snapshot: None }));
+        assert_eq!(quiesce.check(true), Some(FromWorker::SnapshotPending { snapshot: None }));
+        assert_eq!(quiesce.timeout(clock.now()), None);
     }
 
     #[test]
-    fn a_volume_that_tells_nothing_of_snapshots_is_refused() {
-        let image: Arc<dyn Image> = Arc::new(FakeImage::default());
-        let start = |wanted| {
-            SnapshotQuiesce::start(Arc::clone(&image), Waker::new().unwrap(), wanted, true)
-        };
-        let error = start(true).err().unwrap();
+    fn a_volume_that_does_not_announce_snapshots_is_refused() {
+        let clock = Arc::new(ManualClock::new());
+        let quiesce = SnapshotQuiesce::new(Arc::new(FakeImage::default()), clock);
+        let error = quiesce.watch(Waker::new().unwrap(), true).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.repair().unwrap().contains("--quiesce"), "{error}");
-        assert!(start(false).is_ok());
     }
 }

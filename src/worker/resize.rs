@@ -1,10 +1,12 @@
-//! The volume's size, asked for and changed on a thread of its own: a backend that hangs must not
-//! take the control thread with it, which has to answer for the worker all the same.
+//! Reads and changes the volume's size on a thread of its own, so that a backend that hangs does not block the
+//! control thread.
 //!
-//! The thread also reads the size as often as the backend asks for
-//! ([`Image::size_check_interval`]), so that a volume that has grown at the backend is noticed. A
-//! backend that is notified of changes stores the size that [`Image::size`] returns and wakes the control
-//! thread.
+//! The thread also reads the size at the interval that the backend requests ([`Image::size_check_interval`]), so
+//! that the worker notices a volume that has grown at the backend. A backend that is notified of changes stores the
+//! size that [`Image::size`] returns and wakes the control thread.
+//!
+//! Invariants: at most two requests are unanswered, one that the thread executes and one that waits; an answer
+//! is sent to the supervisor only if it belongs to the supervisor's last request.
 
 use std::sync::Arc;
 
@@ -13,25 +15,25 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounde
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// Enough for what a backend's library does; touched pages are what costs memory.
+/// Enough for the library of a backend. Only touched pages use memory.
 const STACK_BYTES: usize = 256 << 10;
 
-/// What the control thread knows of the size, and the way to the thread that asks.
+/// The control thread's end of the queues to the thread. See the file's comment.
 pub(super) struct Resizer {
     image: Arc<dyn Image>,
-    orders: Sender<(u64, SizeRequest)>,
+    requests: Sender<(u64, SizeRequest)>,
     answers: Receiver<(u64, Result<u64>)>,
-    /// The number of the last order.
+    /// The number of the last request.
     last: u64,
-    /// Orders that have not been answered, whoever waits for them.
-    under_way: u32,
-    /// The order whose answer the supervisor waits for.
-    owed: Option<u64>,
-    /// What the supervisor knows.
-    told: u64,
+    /// Requests without an answer, of earlier supervisors, too.
+    unanswered: u32,
+    /// The request whose answer the supervisor waits for.
+    awaited: Option<u64>,
+    /// The size that was last reported to the supervisor.
+    reported: u64,
 }
 
-/// What the supervisor may ask for.
+/// A request of the supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SizeRequest {
     Refresh,
@@ -40,10 +42,13 @@ pub(super) enum SizeRequest {
 }
 
 impl Resizer {
-    /// Starts the thread, which ends with this; `waker` wakes the control thread.
+    /// Starts the thread, which ends when the resizer is dropped. `waker` wakes the control thread.
+    ///
+    /// # Errors
+    /// Returns an error if the thread cannot be started.
     pub(super) fn start(image: Arc<dyn Image>, waker: Waker) -> Result<Self> {
-        let (orders, incoming) = bounded(1);
-        // An order under way and one that waits: nobody ever waits to answer.
+        let (requests, incoming) = bounded(1);
+        // One request is executed and one waits, so the thread never waits to send an answer.
         let (outgoing, answers) = bounded(2);
         image.watch_changes(waker.clone());
         let thread = SizeThread { image: Arc::clone(&image), waker, failing: false };
@@ -51,94 +56,99 @@ impl Resizer {
             .name("size".to_owned())
             .stack_size(STACK_BYTES)
             .spawn(move || thread.run(&incoming, &outgoing))
-            .map_err(|e| Error::from_io("cannot start the thread that asks for the size", e))?;
-        let told = image.size();
-        Ok(Self { image, orders, answers, last: 0, under_way: 0, owed: None, told })
+            .map_err(|e| Error::from_io("cannot start the thread for sizes", e))?;
+        let reported = image.size();
+        Ok(Self { image, requests, answers, last: 0, unanswered: 0, awaited: None, reported })
     }
 
-    /// Has the thread carry `order` out; the answer comes through [`Resizer::answer`].
+    /// Passes `request` to the thread. [`Resizer::answer`] returns the answer later.
     ///
     /// # Errors
-    /// `Unavailable` while earlier orders are stuck at the backend.
-    pub(super) fn order(&mut self, order: SizeRequest) -> Result<()> {
+    /// `Unavailable` while earlier requests wait for the backend.
+    pub(super) fn request(&mut self, request: SizeRequest) -> Result<()> {
         self.last += 1;
-        match self.orders.try_send((self.last, order)) {
+        match self.requests.try_send((self.last, request)) {
             Ok(()) => {
-                self.owed = Some(self.last);
-                self.under_way += 1;
+                self.awaited = Some(self.last);
+                self.unanswered += 1;
                 Ok(())
             }
             Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                let message = "the backend has not answered earlier questions for the size";
+                let message = "the backend has not answered earlier requests for the size";
                 Err(Error::new(ErrorKind::Unavailable, message)
-                    .with_repair("see whether the backend can be reached"))
+                    .with_repair("check whether the backend can be reached"))
             }
         }
     }
 
-    /// The answer that the supervisor waits for, once it is there.
+    /// Returns the answer that the supervisor waits for, once the backend has given it.
     pub(super) fn answer(&mut self) -> Option<Result<u64>> {
         while let Ok((number, answer)) = self.answers.try_recv() {
-            self.under_way -= 1;
-            if self.owed == Some(number) {
-                self.owed = None;
-                self.told = *answer.as_ref().unwrap_or(&self.told);
+            self.unanswered -= 1;
+            if self.awaited == Some(number) {
+                self.awaited = None;
+                self.reported = *answer.as_ref().unwrap_or(&self.reported);
                 return Some(answer);
             }
         }
         None
     }
 
-    /// Orders that the backend may not have carried out yet.
-    pub(super) fn under_way(&self) -> u32 {
-        self.under_way
+    /// The number of requests that the backend may not have executed yet.
+    pub(super) fn unanswered(&self) -> u32 {
+        self.unanswered
     }
 
-    /// The size, where it is not the one that the supervisor knows. Not while it waits for an
-    /// answer, which says it too.
+    /// Returns the size if it differs from the one that was last reported. Returns `None` while the supervisor
+    /// waits for an answer, which contains the size.
     pub(super) fn change(&mut self) -> Option<u64> {
         let size = self.image.size();
-        let changed = self.owed.is_none() && size != self.told;
+        let changed = self.awaited.is_none() && size != self.reported;
         changed.then(|| {
-            self.told = size;
+            self.reported = size;
             size
         })
     }
 
-    /// Another supervisor is told `size`; it waits for no answer of ours.
+    /// Starts over with a new supervisor, to which `size` is reported. It does not get the answers to the
+    /// requests of the last one.
     pub(super) fn start_over(&mut self, size: u64) {
-        self.owed = None;
-        self.told = size;
+        self.awaited = None;
+        self.reported = size;
     }
 }
 
-/// The thread.
+/// The thread for sizes.
 struct SizeThread {
     image: Arc<dyn Image>,
     waker: Waker,
+    /// Whether the last read failed.
     failing: bool,
 }
 
 impl SizeThread {
-    fn run(mut self, orders: &Receiver<(u64, SizeRequest)>, answers: &Sender<(u64, Result<u64>)>) {
+    fn run(
+        mut self,
+        requests: &Receiver<(u64, SizeRequest)>,
+        answers: &Sender<(u64, Result<u64>)>,
+    ) {
         let interval = self.image.size_check_interval();
         loop {
             let received = match interval {
-                Some(interval) => orders.recv_timeout(interval),
-                None => orders.recv().map_err(RecvTimeoutError::from),
+                Some(interval) => requests.recv_timeout(interval),
+                None => requests.recv().map_err(RecvTimeoutError::from),
             };
             match received {
-                Ok((number, order)) => {
-                    let answer = self.carry_out(order);
+                Ok((number, request)) => {
+                    let answer = self.execute(request);
                     if answers.send((number, answer)).is_err() {
                         return;
                     }
                     self.waker.wake();
                 }
                 Err(RecvTimeoutError::Timeout) => {
-                    self.look();
-                    // Even without a change: the control thread has other conditions to check that nothing
-                    // notifies it of.
+                    self.refresh();
+                    // Also without a change: the control thread checks conditions that cause no event.
                     self.waker.wake();
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
@@ -146,8 +156,8 @@ impl SizeThread {
         }
     }
 
-    fn carry_out(&self, order: SizeRequest) -> Result<u64> {
-        match order {
+    fn execute(&self, request: SizeRequest) -> Result<u64> {
+        match request {
             SizeRequest::Refresh => {}
             SizeRequest::Resize(size) => match self.image.resize() {
                 Some(resize) => resize.grow(size)?,
@@ -161,7 +171,7 @@ impl SizeThread {
         self.image.refresh_size()
     }
 
-    fn look(&mut self) {
+    fn refresh(&mut self) {
         let before = self.image.size();
         match self.image.refresh_size() {
             Ok(size) => {
@@ -171,9 +181,9 @@ impl SizeThread {
                 }
             }
             Err(error) => {
-                // Once: a backend that is away for hours must not fill the log.
+                // Logged once: a backend that does not answer for hours must not fill the log.
                 if !std::mem::replace(&mut self.failing, true) {
-                    tracing::warn!("the volume's size cannot be asked for: {}", error.report());
+                    tracing::warn!("cannot read the volume's size: {}", error.report());
                 }
             }
         }
@@ -189,49 +199,50 @@ mod tests {
     use std::time::Duration;
 
     use cleat_backend::Resize;
+    use cleat_core::clock::{Clock, SystemClock};
 
     use super::*;
     use crate::fake_image::FakeImage;
 
     fn answer(resizer: &mut Resizer) -> Result<u64> {
-        let until = std::time::Instant::now() + Duration::from_secs(10);
+        let deadline = SystemClock.now() + Duration::from_secs(10);
         loop {
             if let Some(answer) = resizer.answer() {
                 return answer;
             }
-            assert!(std::time::Instant::now() < until, "no answer");
-            std::thread::sleep(Duration::from_millis(1));
+            assert!(SystemClock.now() < deadline, "no answer");
+            std::thread::yield_now();
         }
     }
 
     #[test]
-    fn an_order_is_answered_and_tells_no_change_besides() {
+    fn a_request_is_answered_and_its_size_is_not_reported_again() {
         let image = Arc::new(FakeImage::default());
         let mut resizer = Resizer::start(image.clone(), Waker::new().unwrap()).unwrap();
         assert_eq!(resizer.change(), None);
-        resizer.order(SizeRequest::Resize(4096)).unwrap();
+        resizer.request(SizeRequest::Resize(4096)).unwrap();
         assert_eq!(answer(&mut resizer).unwrap(), 4096);
         assert_eq!(resizer.change(), None);
-        resizer.order(SizeRequest::Shrink(512)).unwrap();
+        resizer.request(SizeRequest::Shrink(512)).unwrap();
         assert_eq!(answer(&mut resizer).unwrap_err().kind(), ErrorKind::Unsupported);
-        // As a backend does that is told of changes.
+        // As a backend does that gets notifications of changes.
         image.grow(8192).unwrap();
         assert_eq!((resizer.change(), resizer.change()), (Some(8192), None));
     }
 
     #[test]
-    fn a_backend_that_hangs_costs_two_orders_and_no_answer_goes_to_the_wrong_one() {
+    fn while_a_backend_hangs_two_requests_fit_and_each_gets_its_own_answer() {
         let image = Arc::new(FakeImage::default());
         let mut resizer = Resizer::start(image.clone(), Waker::new().unwrap()).unwrap();
         let hangs = image.turn.lock().unwrap();
-        resizer.order(SizeRequest::Resize(512)).unwrap();
+        resizer.request(SizeRequest::Resize(512)).unwrap();
         while resizer.image.size() == 0 {
             std::thread::yield_now();
         }
-        // Another supervisor comes and asks, too.
+        // Another supervisor adopts the worker and sends a request, too.
         resizer.start_over(512);
-        resizer.order(SizeRequest::Resize(1024)).unwrap();
-        let error = resizer.order(SizeRequest::Refresh).unwrap_err();
+        resizer.request(SizeRequest::Resize(1024)).unwrap();
+        let error = resizer.request(SizeRequest::Refresh).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(resizer.answer().is_none());
         drop(hangs);

@@ -1,19 +1,21 @@
-//! What a worker gives up before it serves: everything but the descriptors that it has.
+//! The confinement of a worker: it gives up everything but the descriptors that it has.
 //!
-//! In this order, each layer where the kernel has it and the process may; what is missing is told
-//! in the [`Report`], never an error, because a worker without a layer still serves:
+//! The layers are applied in this order, each where the kernel has it and the process may use it. A missing
+//! layer is listed in the [`Report`] and is never an error, because a worker without a layer still serves:
 //!
-//! 1. A network namespace of its own, empty: io_uring can make sockets past any system call filter.
-//! 2. `no_new_privs`, and no core dumps or tracing by equals (`PR_SET_DUMPABLE` 0).
-//! 3. Landlock: no file can be opened, made, removed or executed, by io_uring neither; no TCP port
-//!    bound or reached; no signal sent and no abstract socket reached outside.
-//! 4. Every capability dropped from every set.
-//! 5. seccomp, on all threads: the system calls of [`filter`], EPERM for the rest. Not "kill": a
-//!    library that tries something new falls back, and a killed worker costs a volume.
+//! 1. An empty network namespace of its own: io_uring can make sockets in spite of any system call filter.
+//! 2. `no_new_privs`, and neither core dumps nor tracing by processes of the same user (`PR_SET_DUMPABLE` 0).
+//! 3. Landlock: no file can be opened, made, removed or executed, also not by io_uring; no TCP port can be
+//!    bound or reached; no signal can be sent to a process outside, and no abstract socket outside can be
+//!    reached.
+//! 4. Every capability is dropped from every set.
+//! 5. seccomp, on all threads: the system calls of [`filter`] are allowed, and the others fail with EPERM. They do
+//!    not kill the process, because a library that tries a new call falls back to an old one, and a killed
+//!    worker costs a volume.
 //!
-//! Stays: memory, threads, time, io_uring and reads, writes, sizes and holes of what is open.
-//! A backend whose threads start when it opens is confined before, with the paths it will read and,
-//! if it says so, with sockets of AF_UNIX, AF_INET and AF_INET6; never AF_NETLINK.
+//! What remains: memory, threads, time, io_uring, and reads, writes, sizes and holes of open files. A backend
+//! whose library starts threads when it opens a volume is confined before that, with the paths that it will read
+//! and, if it declares so, with sockets of AF_UNIX, AF_INET and AF_INET6; never with AF_NETLINK.
 
 mod filter;
 
@@ -28,21 +30,21 @@ use nix::sched::CloneFlags;
 
 use cleat_backend::Confinement;
 
-/// What will stay possible.
+/// What remains possible under the confinement.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Files and directories that can still be opened for reading.
     pub paths: Vec<PathBuf>,
-    /// Sockets.
+    /// Whether the worker may use sockets.
     pub network: bool,
 }
 
-/// Which layers are in place.
+/// The result of the confinement.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Layers that are in place.
     pub applied: Vec<&'static str>,
-    /// Layers that are not, or in part, and why.
+    /// Layers that are not in place, or only in part, each with the reason.
     pub missing: Vec<(&'static str, String)>,
 }
 
@@ -57,8 +59,8 @@ impl From<&Confinement> for Needs {
     }
 }
 
-/// Confines this process for good. To be called while it has one thread: of the layers, only the
-/// system call filter reaches threads that exist.
+/// Confines this process for the rest of its life. Must be called while the process has one thread: of the layers,
+/// only the system call filter applies to threads that exist already.
 pub fn confine(needs: &Needs) -> Report {
     let mut report = Report::default();
     let mut layer = |name, outcome: Result<(), String>| match outcome {
@@ -83,7 +85,7 @@ fn single_thread() -> Result<(), String> {
 }
 
 fn restrict_files(needs: &Needs) -> Result<(), String> {
-    // What the kernel does not know of these is left out by the crate, and told in the status.
+    // The crate omits the rights that this kernel does not know, and reports that in the status.
     let newest = ABI::V6;
     let mut ruleset = Ruleset::default()
         .handle_access(AccessFs::from_all(newest))
@@ -100,15 +102,17 @@ fn restrict_files(needs: &Needs) -> Result<(), String> {
         .map_err(text)?;
     match status.ruleset {
         RulesetStatus::FullyEnforced => Ok(()),
-        RulesetStatus::PartiallyEnforced => Err("enforced as far as this kernel knows it".into()),
+        RulesetStatus::PartiallyEnforced => {
+            Err("this kernel enforces only a part of the rules".into())
+        }
         RulesetStatus::NotEnforced => Err("this kernel has no Landlock (5.13) enabled".into()),
     }
 }
 
 fn drop_capabilities() -> Result<(), String> {
     let mut failures = Vec::new();
-    // The bounding set needs CAP_SETPCAP, so it goes first, capability by capability; the ambient
-    // set cannot hold what the others do not.
+    // Dropping from the bounding set needs CAP_SETPCAP, so this set is first, one capability at a time. The
+    // ambient set cannot contain a capability that the permitted and inheritable sets do not contain.
     for capability in caps::read(None, CapSet::Bounding).map_err(text)? {
         if let Err(error) = caps::drop(None, CapSet::Bounding, capability) {
             failures.push(error.to_string());
@@ -119,8 +123,8 @@ fn drop_capabilities() -> Result<(), String> {
             failures.push(format!("{set:?}: {error}"));
         }
     }
-    // Unprivileged, the bounding set stays; without any capability, and with no_new_privs, it
-    // means nothing.
+    // An unprivileged process cannot change its bounding set. Without any capability and with no_new_privs,
+    // that set has no effect.
     let powerless = [CapSet::Effective, CapSet::Permitted, CapSet::Inheritable]
         .iter()
         .all(|set| caps::read(None, *set).is_ok_and(|left| left.is_empty()));

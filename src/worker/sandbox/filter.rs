@@ -1,4 +1,4 @@
-//! The system calls of a worker, for x86_64 and aarch64.
+//! The system calls that a worker may use, on x86_64 and aarch64.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +10,11 @@ use seccompiler::{
 
 use super::Needs;
 
-/// Restricts this process, all threads, to the list below.
+/// Restricts all threads of this process to the lists below.
 pub(super) fn apply(needs: &Needs) -> Result<(), String> {
     let text = |e: seccompiler::Error| e.to_string();
-    // clone3 takes its flags in memory, where no filter can see them. "Not implemented" makes the
-    // C library use clone, whose flags are checked.
+    // clone3 takes its flags in memory, which no filter can read. ENOSYS makes the C library use clone, whose
+    // flags are checked.
     let refusals: Rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let refuse =
         compile(refusals, SeccompAction::Allow, SeccompAction::Errno(libc::ENOSYS.unsigned_abs()))?;
@@ -46,14 +46,14 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     let mut rules: Rules = ANY.iter().map(|call| (*call, Vec::new())).collect();
     #[cfg(target_arch = "x86_64")]
     rules.extend(X86_64.iter().map(|call| (*call, Vec::new())));
-    // Threads, nothing else: no process, no namespace.
+    // Only threads: no process and no namespace.
     rules.insert(libc::SYS_clone, vec![when(0, all_bits(libc::CLONE_THREAD as u64))?]);
     rules.insert(libc::SYS_ioctl, IOCTLS.iter().map(|n| when(1, is(*n))).collect::<Backend<_>>()?);
     rules.insert(
         libc::SYS_prctl,
         PRCTLS.iter().map(|n| when(0, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
     );
-    // Of an open file; a path could only be looked at, not opened, but is nobody's business.
+    // Only for an open file. A path could not be opened, but its metadata could be read.
     rules.insert(
         libc::SYS_statx,
         vec![when(2, all_bits(libc::AT_EMPTY_PATH.unsigned_abs().into()))?],
@@ -62,13 +62,13 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         libc::SYS_newfstatat,
         vec![when(3, all_bits(libc::AT_EMPTY_PATH.unsigned_abs().into()))?],
     );
-    // Our own limits, to be read.
+    // Only to read the limits of this process.
     let own = condition(0, is(0))?;
     let read = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, read])?]);
-    // abort() signals its own process; tgkill cannot name another one.
+    // abort() sends a signal to its own process; tgkill must not name another one.
     rules.insert(libc::SYS_tgkill, vec![when(0, is(std::process::id().into()))?]);
-    // Whether a process is there, as kill(2) with no signal tells.
+    // Only signal 0, which checks whether a process exists and sends nothing.
     rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
     if !needs.paths.is_empty() {
         rules.extend(PATHS.iter().map(|call| (*call, Vec::new())));
@@ -87,7 +87,7 @@ fn when(argument: u8, test: (SeccompCmpOp, u64)) -> Backend<SeccompRule> {
 }
 
 fn condition(argument: u8, (operator, value): (SeccompCmpOp, u64)) -> Backend<SeccompCondition> {
-    // The kernel looks at the lower half of these arguments only, and so must we.
+    // The kernel reads only the lower half of these arguments, so the filter must do the same.
     SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
 }
 
@@ -99,10 +99,10 @@ fn all_bits(mask: u64) -> (SeccompCmpOp, u64) {
     (SeccompCmpOp::MaskedEq(mask), mask)
 }
 
-/// BLKGETSIZE64, for a device's new size.
+/// BLKGETSIZE64, for the new size of a device.
 const IOCTLS: [u64; 1] = [0x8008_1272];
 
-/// The thread's name, and names of memory areas, which newer C libraries give.
+/// The name of the thread, and the names of memory areas, which newer C libraries set.
 const PRCTLS: [i32; 2] = [libc::PR_SET_NAME, libc::PR_SET_VMA];
 
 const ANY: &[c_long] = &[
@@ -168,7 +168,7 @@ const ANY: &[c_long] = &[
     libc::SYS_timerfd_create,
     libc::SYS_timerfd_settime,
     libc::SYS_getrandom,
-    // mimalloc asks for the node where there are several.
+    // mimalloc reads the NUMA node if there are several.
     libc::SYS_getcpu,
     libc::SYS_gettid,
     libc::SYS_getpid,
@@ -179,7 +179,7 @@ const ANY: &[c_long] = &[
     libc::SYS_getrusage,
     libc::SYS_uname,
     libc::SYS_sysinfo,
-    // Signals to itself.
+    // Signals to this process.
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
@@ -191,8 +191,8 @@ const ANY: &[c_long] = &[
 const X86_64: &[c_long] =
     &[libc::SYS_poll, libc::SYS_epoll_create, libc::SYS_epoll_wait, libc::SYS_time];
 
-/// For backends that read configuration while they open; Landlock says which, and restricts no look at
-/// whether a file is there.
+/// For backends that read configuration while they open a volume. Landlock restricts which files they read, but not
+/// the check whether a file exists.
 const PATHS: &[c_long] = &[
     libc::SYS_openat,
     libc::SYS_statx,
@@ -201,13 +201,13 @@ const PATHS: &[c_long] = &[
     libc::SYS_getdents64,
     libc::SYS_faccessat,
     libc::SYS_getcwd,
-    // Of libcryptsetup: memory that is not to be swapped out, and locks of its own.
+    // For libcryptsetup: memory that must not be swapped out, and its own locks.
     libc::SYS_mlock,
     libc::SYS_munlock,
     libc::SYS_fstatfs,
     libc::SYS_flock,
 ];
 
-/// For backends that speak over a network. Librados wakes its own threads through pipes.
+/// For backends that use a network. Librados wakes its own threads through pipes.
 const NETWORK: &[c_long] =
     &[libc::SYS_connect, libc::SYS_bind, libc::SYS_sendmmsg, libc::SYS_recvmmsg, libc::SYS_pipe2];

@@ -1,6 +1,6 @@
-//! The proof: a process that is confined tries what it must not be able to do, and what it must.
+//! A confined process tries what it must not be able to do, and what it must be able to do.
 //!
-//! The attempts run in a process of their own, this test binary started anew with one test.
+//! Each attempt runs in a process of its own, which is this test binary with one test selected.
 
 use std::fs::File;
 use std::net::{TcpListener, UdpSocket};
@@ -19,8 +19,8 @@ use cleat_sys::ring::{Ring, Token};
 
 const PROBE: &str = "CLEAT_TEST_CONFINED";
 
-/// Runs `test`, which calls this, in a process of its own, and returns `true`; there, returns
-/// `false`.
+/// Called by the test `test`: runs that test in a process of its own and returns `true`. In that process, it
+/// returns `false`.
 fn in_a_process_of_its_own(test: &str) -> bool {
     if std::env::var_os(PROBE).is_some() {
         return false;
@@ -31,14 +31,14 @@ fn in_a_process_of_its_own(test: &str) -> bool {
         .env(PROBE, "1")
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    let complaint = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("1 passed"), "{said}\n{complaint}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stdout.contains("1 passed"), "{stdout}\n{stderr}");
     true
 }
 
-/// What the kernel here should have: a layer that is missing is a failure of these tests, except
-/// for those that only root or a newer kernel has; and the test harness has a thread of its own. Returns whether there is Landlock at all.
+/// Confines the process. A missing layer fails the test, except for layers that need root or a newer kernel, and for
+/// the single thread, because the test harness has another one. Returns whether the kernel has Landlock.
 fn confined(needs: &Needs) -> bool {
     let report = confine(needs);
     let excused = ["empty network", "landlock", "single thread"];
@@ -69,7 +69,7 @@ fn a_confined_process_can_reach_nothing() {
     assert!(std::fs::remove_file(&secret).is_err());
     assert!(std::fs::read_dir("/proc/self/fd").is_err());
     assert!(std::fs::metadata(&secret).is_err());
-    // io_uring goes around the filter; Landlock stops it, where the kernel has that.
+    // io_uring bypasses the filter. Landlock restricts it, too, if the kernel has Landlock.
     if landlock {
         assert_eq!(open_by_ring(&secret), -libc::EACCES);
     }
@@ -77,7 +77,7 @@ fn a_confined_process_can_reach_nothing() {
         let raw = socket(family, SockType::Raw, SockFlag::empty(), None);
         assert_eq!(raw.err(), Some(nix::Error::EPERM), "{family:?}");
     }
-    // A socket that io_uring makes past the filter reaches nobody.
+    // A socket that io_uring makes, which the filter does not see, reaches no peer.
     if nix::unistd::geteuid().is_root() {
         assert!(connect_by_ring(tcp.local_addr().unwrap().port()) < 0);
     }
@@ -93,7 +93,7 @@ fn a_confined_process_can_reach_nothing() {
     assert_eq!(nix::unistd::setuid(1.into()).err(), Some(nix::Error::EPERM));
     assert!(nix::mount::umount("/proc").is_err());
     assert!(std::env::set_current_dir("/").is_err());
-    assert!(caps::read(None, CapSet::Effective).is_err(), "not even asking");
+    assert!(caps::read(None, CapSet::Effective).is_err(), "reading is refused, too");
     drop(listener);
 }
 
@@ -111,7 +111,7 @@ fn a_confined_process_can_serve() {
     let memory = open("mem:1M");
     confined(&Needs::default());
 
-    // A thread, a ring, and the file that was open.
+    // A thread, a ring, and the file that was opened before.
     let work = move || {
         let mut ring = Ring::new(8).unwrap();
         let (completer, _completions) = channel(Waker::new().unwrap(), 1);
@@ -130,14 +130,15 @@ fn a_confined_process_can_serve() {
     };
     std::thread::Builder::new().name("work".to_owned()).spawn(work).unwrap().join().unwrap();
     memory.resize().unwrap().grow(2 << 20).unwrap();
-    // A panic is told and caught.
+    // A panic is reported and caught.
     assert!(std::panic::catch_unwind(|| panic!("as expected")).is_err());
+    #[allow(clippy::disallowed_methods, reason = "the call itself is tested")]
     std::thread::sleep(std::time::Duration::from_millis(1));
 }
 
 #[test]
-fn a_process_with_needs_gets_those_and_no_more() {
-    if in_a_process_of_its_own("a_process_with_needs_gets_those_and_no_more") {
+fn a_process_with_needs_gets_only_these() {
+    if in_a_process_of_its_own("a_process_with_needs_gets_only_these") {
         return;
     }
     let directory = tempfile::tempdir().unwrap().keep();
@@ -145,7 +146,8 @@ fn a_process_with_needs_gets_those_and_no_more() {
     std::fs::write(&config, b"config").unwrap();
     std::fs::write(&secret, b"secret").unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    // From here on the standard library takes a refused statx(2) for an error of the file.
+    // Called before the filter: the standard library then knows that statx(2) exists, and takes EPERM for an error
+    // of the file.
     assert!(!directory.join("missing").exists());
     let landlock = confined(&Needs { paths: vec![config.clone()], network: true });
 
