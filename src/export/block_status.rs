@@ -131,7 +131,7 @@ fn answer_all(image: &dyn Image, clock: &dyn Clock, questions: &Receiver<Questio
     }
 }
 
-/// Lists the extents; a volume that cannot say where its holes are is data throughout.
+/// Lists the extents; a volume that cannot list its holes is reported as data.
 fn list(image: &dyn Image, question: &Question) -> cleat_core::error::Result<Vec<Extent>> {
     let Question { offset, length, limit, .. } = *question;
     match image.extents() {

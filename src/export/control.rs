@@ -16,7 +16,7 @@ pub(super) enum Desired {
     /// Parse no more requests, answer the running ones, and stay paused; see `handover`. The only level
     /// that can be taken back.
     Pause,
-    /// End once paused, and leave the socket open: another process has it from now on.
+    /// End once paused, and leave the socket open: another process serves it from now on.
     Leave,
     /// Parse no more requests, answer the running ones, and close.
     Stop,

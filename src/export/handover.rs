@@ -45,7 +45,7 @@ impl Server {
         self.controls().iter().for_each(|control| control.resume());
     }
 
-    /// Ends every paused connection without closing its socket: another process has it. Blocks for at most
+    /// Ends every paused connection without closing its socket, which another process serves. Blocks for at most
     /// 5 seconds.
     ///
     /// # Errors

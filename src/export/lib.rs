@@ -1,13 +1,14 @@
 //! The data path of one volume: sockets to NBD to requests to the backend, and back.
 //!
-//! Comes in: connected sockets, of the kernel's driver or of NBD clients, and an open volume. Goes
-//! out: how each connection ended. A connection has a thread of its own with a ring of its own
-//! ([`connection`]); they share nothing but the volume. [`server`] owns the threads, [`serve`]
-//! puts a listening socket in front of it.
+//! - Input: connected sockets, of the kernel's driver or of NBD clients, and an open volume.
+//! - Output: how each connection ended.
 //!
-//! What may never happen here: an allocation, lock, log line or format per request; a queue or
-//! buffer without bound; one connection's end, error or panic that takes another one along. No
-//! async runtime, no control, no kernel interface is named in here.
+//! A connection has a thread and a ring of its own ([`connection`]); the connections share only the volume, its
+//! policy and its statistics page. [`server`] owns the threads, and [`serve`] adds a listening socket.
+//!
+//! The following never happens here: an allocation, lock, log line or format per request; a queue or buffer without
+//! a bound; the end, error or panic of one connection that ends another one. The crate uses no async runtime,
+//! no control API and no kernel interface.
 
 mod block_status;
 mod buffer_pool;
@@ -34,43 +35,43 @@ mod throttle;
 /// How a connection ended.
 #[derive(Debug, thiserror::Error)]
 pub enum End {
-    /// by the client, in order
+    /// The client sent a disconnect request.
     #[error("the client disconnected")]
     Disconnected,
-    /// by us, after the running requests
+    /// The server stopped the connection after its running requests.
     #[error("stopped")]
     Stopped,
-    /// by us, at rest: the socket is served by another process
+    /// The connection was paused, and another process serves the socket.
     #[error("handed over")]
     HandedOver,
-    /// by us, at once
+    /// The server ended the connection at once.
     #[error("aborted")]
     Aborted,
-    /// the stream ended where more should have come
+    /// The stream ended without a disconnect request.
     #[error("the client closed the connection without a disconnect request")]
     Closed,
-    /// the handshake came to nothing
+    /// The negotiation failed.
     #[error(transparent)]
     Refused(cleat_nbd::handshake::Refusal),
-    /// the client did not get through the handshake in time
+    /// The negotiation took too long.
     #[error("the client did not complete the handshake in time")]
     HandshakeTimeout,
-    /// what came is not NBD
+    /// The client violated the NBD protocol.
     #[error(transparent)]
     Violation(cleat_nbd::transmission::Violation),
-    /// the socket failed
+    /// The socket failed.
     #[error("the socket failed: {0}")]
     Socket(std::io::Error),
-    /// the ring failed
+    /// The ring failed.
     #[error("io_uring failed: {0}")]
     Ring(std::io::Error),
-    /// a defect, in this program
+    /// The connection's thread panicked, which is a defect of this program.
     #[error("the connection's thread panicked: {0}")]
     Panicked(String),
 }
 
 impl End {
-    /// Whether the peer knows that the connection is over and expects no more of it.
+    /// Returns whether the peer expects the end of the connection.
     pub fn is_orderly(&self) -> bool {
         matches!(
             self,

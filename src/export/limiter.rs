@@ -1,11 +1,11 @@
-//! How fast a volume may go: requests and bytes per second, on all its connections together.
+//! The rate limits of a volume: requests and bytes per second, on all its connections together.
 //!
 //! A bucket is one number, the time at which all that was admitted would be done at the rate (the
 //! "theoretical arrival time" of GCRA, ITU-T I.371). A request is admitted when that time is at most
 //! [`BURST_NS`] ahead, and moves it by its cost. So an idle volume may do a tenth of a second's work
-//! at once, a request of any size is admitted sometime, what was too much is paid back by waiting,
-//! and in the long run the rate is kept exactly. Two connections that look at the same moment may
-//! both be admitted where one should be: that is paid back, too.
+//! at once, a request of any size is admitted at some time, an excess is compensated by waiting,
+//! and in the long run the rate is kept exactly. Two connections that check at the same moment may
+//! both be admitted although only one should be; later requests compensate for that, too.
 //!
 //! A flush costs nothing and is not held back itself. It waits behind requests that came before it on
 //! its connection, which are left in the socket.
@@ -31,7 +31,7 @@ pub(super) struct Limiter {
 
 #[derive(Debug, Default)]
 struct Bucket {
-    /// Per second; zero: no limit.
+    /// The rate per second; zero means no limit.
     rate: AtomicU64,
     done_at_ns: AtomicU64,
 }
@@ -43,7 +43,7 @@ impl Limiter {
         self.bytes.set(limits.bytes_per_s);
     }
 
-    /// Admits `request`, or says how long it has to wait before it may ask again, in nanoseconds.
+    /// Admits `request`, or returns how long it has to wait before the next attempt, in nanoseconds.
     pub(super) fn admit(&self, request: &Request, now_ns: u64) -> Result<(), u64> {
         if request.op == Op::Flush {
             return Ok(());

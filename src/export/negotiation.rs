@@ -13,7 +13,7 @@ use cleat_sys::ring::Completion;
 use cleat_sys::send_list::SendList;
 
 /// How long a client may take for the negotiation. Without a limit, a silent client would keep its place
-/// for ever.
+/// without end.
 const NEGOTIATION_LIMIT: Duration = Duration::from_secs(30);
 
 /// Negotiates with the client. Returns what was agreed; the connection is then in transmission, and bytes
@@ -33,7 +33,7 @@ pub(super) fn negotiate(
     let mut negotiation = Negotiation { link, received, control, sending: None };
     loop {
         let (eaten, step) = handshake.advance(negotiation.received.unread(), &mut out);
-        negotiation.received.eat(eaten);
+        negotiation.received.consume(eaten);
         let sent = negotiation.send(&mut out);
         match step {
             // A client that aborts need not wait for the last reply.

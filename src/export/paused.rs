@@ -7,18 +7,18 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// A connection that is paused: nothing runs, every reply has left.
+/// A paused connection: no request runs, and every reply has been sent.
 #[derive(Debug)]
 pub struct PausedConnection {
     /// A descriptor of its socket.
     pub socket: OwnedFd,
-    /// Bytes that were received and not parsed: whichever process goes on begins with them.
+    /// Bytes that were received and not parsed. The process that continues begins with them.
     pub unread: Vec<u8>,
 }
 
-/// Where a connection's thread publishes that it is paused, and another thread waits for it.
+/// A slot in which a connection's thread publishes that it is paused, and for which another thread waits.
 ///
-/// Invariant: what is published is never older than the pause it belongs to, and is taken once.
+/// Invariant: a published value belongs to the present pause, and is taken once.
 #[derive(Debug, Default)]
 pub(super) struct PauseSlot {
     state: Mutex<State>,
@@ -30,7 +30,7 @@ enum State {
     #[default]
     Running,
     Paused(io::Result<PausedConnection>),
-    /// It was paused, and what it has published was taken.
+    /// The connection was paused, and the published value was taken.
     Taken,
     Ended,
 }
@@ -49,7 +49,7 @@ impl PauseSlot {
         }
     }
 
-    /// Drops what was published and calls `resume`, which ends the pause, in one step.
+    /// Drops the published value and calls `resume`, which ends the pause, in one step.
     pub(super) fn clear(&self, resume: impl FnOnce()) {
         let mut state = self.lock();
         if !matches!(*state, State::Ended) {
@@ -58,13 +58,13 @@ impl PauseSlot {
         resume();
     }
 
-    /// Takes note that the connection is over.
+    /// Publishes that the connection has ended.
     pub(super) fn end(&self) {
         *self.lock() = State::Ended;
         self.changed.notify_all();
     }
 
-    /// Waits until the connection is paused, at most for `limit`, and takes what it has published.
+    /// Waits until the connection is paused, at most for `limit`, and takes the published value.
     ///
     /// # Errors
     /// `TimedOut` when its requests do not end in time; `Aborted` when the connection has ended; the error
@@ -81,7 +81,7 @@ impl PauseSlot {
                 *state = State::Running;
                 let message = "cannot pause a connection: its requests did not end in time";
                 Err(Error::new(ErrorKind::TimedOut, message)
-                    .with_repair("hand the volume over when its backend serves again"))
+                    .with_repair("hand the volume over when its backend answers again"))
             }
             other => {
                 *state = other;

@@ -17,7 +17,7 @@ use cleat_core::policy::Policy;
 pub(super) struct ActivePolicy {
     limiter: Limiter,
     clock: Arc<dyn Clock>,
-    /// 0: requests fail at once; `u64::MAX`: they wait for ever.
+    /// 0: requests fail at once; `u64::MAX`: they wait without a limit.
     outage_limit_ns: AtomicU64,
     /// Woken when an outage begins or ends.
     watcher: Mutex<Option<Waker>>,
@@ -59,7 +59,7 @@ impl ActivePolicy {
         self.clock.monotonic_ns()
     }
 
-    /// How long an outage may last before requests fail, in nanoseconds; `u64::MAX`: for ever.
+    /// How long an outage may last before requests fail, in nanoseconds; `u64::MAX`: without a limit.
     pub(super) fn outage_limit_ns(&self) -> u64 {
         self.outage_limit_ns.load(Ordering::Acquire)
     }

@@ -65,7 +65,8 @@ impl ReceiveBuffer {
         }
     }
 
-    /// As [`ReceiveBuffer::new`], with bytes that somebody else has received. `None` for more than fit.
+    /// As [`ReceiveBuffer::new`], with bytes that another process has received. Returns `None` for more bytes than
+    /// fit.
     pub(super) fn with_unread(bytes: &[u8]) -> Option<Self> {
         let mut receive_buffer = Self::new();
         receive_buffer
@@ -78,17 +79,18 @@ impl ReceiveBuffer {
         Some(receive_buffer)
     }
 
-    /// Whether a receive is under way; nothing can be eaten meanwhile.
+    /// Returns whether a receive is in flight; no byte can be consumed meanwhile.
     pub(super) fn is_receiving(&self) -> bool {
         self.receiving.is_some()
     }
 
-    /// What arrived and was not eaten.
+    /// Returns the bytes that have arrived and were not consumed.
     pub(super) fn unread(&self) -> &[u8] {
         self.buffer.as_ref().map_or(&[], |buffer| &buffer.payload()[self.pos..self.end])
     }
 
-    pub(super) fn eat(&mut self, bytes: usize) {
+    /// Marks `bytes` of the unread bytes as consumed.
+    pub(super) fn consume(&mut self, bytes: usize) {
         self.pos += bytes;
         debug_assert!(self.pos <= self.end);
     }
@@ -105,7 +107,7 @@ impl ReceiveBuffer {
         self.partial.is_some()
     }
 
-    /// Moves what arrived into the write's payload. Returns how many bytes that were, and the write
+    /// Moves the bytes that have arrived into the write's payload. Returns their number, and the write
     /// once it is complete.
     pub(super) fn fill_write(&mut self) -> (usize, Option<Write>) {
         let Some(Partial { buffer: Some(target), filled, .. }) = &mut self.partial else {
@@ -120,7 +122,7 @@ impl ReceiveBuffer {
         (moved, self.take_complete())
     }
 
-    /// Lets the ring receive what comes next. Does nothing when it is at it, or has no room.
+    /// Lets the ring receive more bytes. Does nothing if a receive is in flight, or if the ring has no room.
     pub(super) fn receive(&mut self, ring: &mut Ring, socket: FileSlot, token: Token) {
         if self.receiving.is_some() {
             return;
@@ -160,7 +162,7 @@ impl ReceiveBuffer {
         }
     }
 
-    /// Gives up the write whose payload will not come, and returns its buffer.
+    /// Gives up the write whose payload will not arrive, and returns its buffer.
     pub(super) fn abandon_write(&mut self) -> Option<Buffer> {
         self.partial.take_if(|partial| partial.buffer.is_some())?.buffer
     }
@@ -173,7 +175,7 @@ impl ReceiveBuffer {
         Some(Write { cookie, request, buffer: buffer? })
     }
 
-    /// Moves what is unread to the front, and sets how far the next receive may go.
+    /// Moves the unread bytes to the front, and sets the end of the next receive.
     fn make_room(&mut self, buffer: &mut Buffer) {
         buffer.set_len(buffer.capacity());
         if self.pos > 0 {
@@ -183,6 +185,6 @@ impl ReceiveBuffer {
         if self.large_writes && self.partial.is_none() {
             buffer.set_len(self.end + SHORT_RECEIVE_LEN);
         }
-        debug_assert!(self.end < buffer.len(), "what is unread is shorter than any receive");
+        debug_assert!(self.end < buffer.len(), "the unread bytes are shorter than a receive");
     }
 }

@@ -46,7 +46,7 @@ impl Receiving {
             Some((cookie, request)) => Event::Request { cookie, request },
             None => {
                 let (bytes, event) = self.parser.next(self.buffer.unread(), size);
-                self.buffer.eat(bytes);
+                self.buffer.consume(bytes);
                 event
             }
         }
@@ -87,7 +87,7 @@ impl Receiving {
     /// Passes over the rest of a refused write's payload, as far as it has arrived.
     pub(super) fn skip_arrived(&mut self) {
         let bytes = self.parser.skip_in(self.buffer.unread());
-        self.buffer.eat(bytes);
+        self.buffer.consume(bytes);
     }
 
     /// Sets whether the connection needs more bytes before it can go on.

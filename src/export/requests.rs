@@ -42,7 +42,7 @@ pub(super) struct Requests {
     ended: Vec<(RequestId, Outcome)>,
 }
 
-/// The volume, and this connection's way to it.
+/// The volume, and this connection's queue to it.
 pub(super) struct Backend {
     pub(super) image: Arc<dyn Image>,
     pub(super) queue: Box<dyn ImageQueue>,
@@ -50,7 +50,7 @@ pub(super) struct Backend {
 }
 
 impl Requests {
-    /// Makes room for `depth` requests in flight whose payloads take at most `buffer_bytes`.
+    /// Makes the state for `depth` requests in flight whose payloads take at most `buffer_bytes`.
     pub(super) fn new(
         backend: Backend,
         policy: Arc<ActivePolicy>,
@@ -184,14 +184,14 @@ impl Requests {
         self.finish_all(ended);
     }
 
-    /// Tells the backend that no client waits for what runs: it begins no further step of it.
+    /// Informs the backend that no client waits for the running requests: it begins no further step of them.
     pub(super) fn abandon(&mut self) {
         let mut ended = std::mem::take(&mut self.ended);
         self.backend.queue.abandon(&mut ended);
         self.finish_all(ended);
     }
 
-    /// Takes note that the connection is ending: from now on, no request waits for the backend.
+    /// Called when the connection ends: from now on, no request waits for the backend.
     pub(super) fn close(&mut self) {
         self.closing = true;
     }
@@ -305,7 +305,7 @@ impl Requests {
         !self.fail_io && !self.closing
     }
 
-    /// Reads a block for no client, where no request is left that would show the end of the outage.
+    /// Reads a block without a client, because no request is left that would show the end of the outage.
     fn probe(&mut self, may_probe: bool, ring: &mut Ring) {
         let length = u64::from(self.backend.image.block_sizes().minimum);
         let request = Request { op: Op::Read, flags: Flags::default(), offset: 0, length };
@@ -315,8 +315,8 @@ impl Requests {
             return self.retries.postpone(self.now_ns);
         }
         let started_ns = self.now_ns;
-        let nobody = Running { cookie: 0, request, started_ns, answered: true, retried: false };
-        let id = self.in_flight.insert(nobody);
+        let probe = Running { cookie: 0, request, started_ns, answered: true, retried: false };
+        let id = self.in_flight.insert(probe);
         self.start_at_backend(id, request, buffer, ring);
     }
 
@@ -339,7 +339,7 @@ impl Requests {
     }
 
     fn finish(&mut self, id: RequestId, outcome: Outcome) {
-        let Some(Outcome { result, buffer }) = self.settle(id, outcome) else { return };
+        let Some(Outcome { result, buffer }) = self.retry_or_end(id, outcome) else { return };
         let running = self.in_flight.remove(id);
         if running.answered {
             self.pool.give_all(buffer);
@@ -349,7 +349,7 @@ impl Requests {
     }
 
     /// Returns the outcome if the request has ended by it, `None` if it waits for the backend.
-    fn settle(&mut self, id: RequestId, outcome: Outcome) -> Option<Outcome> {
+    fn retry_or_end(&mut self, id: RequestId, outcome: Outcome) -> Option<Outcome> {
         if outcome.result.is_ok() && !self.retries.in_outage() {
             return Some(outcome);
         }
@@ -360,9 +360,9 @@ impl Requests {
             retries_no_space: self.backend.image.retries_no_space(),
         };
         let running = self.in_flight.get_mut(id);
-        let settled = self.retries.settle(id, outcome, running, &circumstances);
+        let ended = self.retries.on_end(id, outcome, running, &circumstances);
         self.show_outage();
-        settled
+        ended
     }
 
     fn answer(&mut self, running: &Running, result: Result<(), IoError>, buffer: Option<Buffer>) {

@@ -64,7 +64,7 @@ pub(super) struct Waiting {
     pub(super) error: IoError,
 }
 
-/// What the statistics and the worker must learn.
+/// A change of the outage, for the statistics and the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OutageChange {
     /// An outage has begun.
@@ -146,9 +146,9 @@ impl Retries {
         self.since_ns.is_some_and(|since_ns| now_ns >= since_ns.saturating_add(limit_ns))
     }
 
-    /// Takes note of how a request has ended at the backend. Returns its outcome if it is to be answered,
+    /// Handles the end of a request at the backend. Returns its outcome if it is to be answered,
     /// `None` if it waits from here on.
-    pub(super) fn settle(
+    pub(super) fn on_end(
         &mut self,
         id: RequestId,
         outcome: Outcome,
@@ -203,7 +203,7 @@ impl Retries {
     }
 
     /// Takes the oldest waiting request, to start it again. It has waited for the last time unless
-    /// [`Retries::settle`] keeps it once more.
+    /// [`Retries::on_end`] keeps it once more.
     pub(super) fn next(&mut self) -> Option<Waiting> {
         let waiting = self.waiting.pop_front()?;
         self.restarted += 1;
@@ -237,7 +237,7 @@ impl Retries {
     }
 
     /// A request has shown that the backend serves: the outage is over unless requests wait, and those
-    /// are started again soon.
+    /// are started again at the next attempt.
     fn backend_serves(&mut self, now_ns: u64) {
         self.pause_ns = FIRST_PAUSE_NS;
         if !self.waiting.is_empty() {
@@ -273,16 +273,21 @@ mod tests {
     }
 
     /// Ends a request; whether it waits from here on.
-    fn settle(retries: &mut Retries, now: Circumstances, op: Op, error: Option<IoError>) -> bool {
+    fn waits_after(
+        retries: &mut Retries,
+        now: Circumstances,
+        op: Op,
+        error: Option<IoError>,
+    ) -> bool {
         let outcome = Outcome { result: error.map_or(Ok(()), Err), buffer: None };
-        retries.settle(0, outcome, &mut running(op), &now).is_none()
+        retries.on_end(0, outcome, &mut running(op), &now).is_none()
     }
 
     /// An outage with one waiting request.
     fn outage(now_ns: u64) -> Retries {
         let mut retries = Retries::new(4);
         let now = Circumstances { now_ns, ..NOW };
-        assert!(settle(&mut retries, now, Op::Read, Some(IoError::Retry)));
+        assert!(waits_after(&mut retries, now, Op::Read, Some(IoError::Retry)));
         assert_eq!(retries.take_change(), Some(OutageChange::Began));
         retries
     }
@@ -293,7 +298,7 @@ mod tests {
         let mut running = Running { retried: true, ..running(Op::Read) };
         let outcome = Outcome { result: Err(error), buffer };
         let now = Circumstances { now_ns, ..NOW };
-        assert!(retries.settle(id, outcome, &mut running, &now).is_none());
+        assert!(retries.on_end(id, outcome, &mut running, &now).is_none());
     }
 
     #[test]
@@ -323,16 +328,16 @@ mod tests {
         }
         assert!(retries.due_ns(u64::MAX).unwrap() > 1200 * MS);
         let at = |now_ns| Circumstances { now_ns, ..NOW };
-        assert!(!settle(&mut retries, at(702 * MS), Op::Read, None));
+        assert!(!waits_after(&mut retries, at(702 * MS), Op::Read, None));
         assert_eq!(retries.due_ns(u64::MAX), Some(800 * MS));
-        assert!(!settle(&mut retries, at(1000 * MS), Op::Read, None));
+        assert!(!waits_after(&mut retries, at(1000 * MS), Op::Read, None));
         assert_eq!(retries.due_ns(u64::MAX), Some(800 * MS));
         let waiting = retries.next().unwrap();
-        assert!(!settle(&mut retries, at(1000 * MS), Op::Read, None));
+        assert!(!waits_after(&mut retries, at(1000 * MS), Op::Read, None));
         assert!(retries.in_outage(), "an attempt is under way");
         let mut restarted = Running { retried: true, ..running(Op::Read) };
         let outcome = Outcome { result: Ok(()), buffer: waiting.buffer };
-        assert!(retries.settle(0, outcome, &mut restarted, &at(1000 * MS)).is_some());
+        assert!(retries.on_end(0, outcome, &mut restarted, &at(1000 * MS)).is_some());
         assert!(!retries.in_outage());
         let ended = OutageChange::Ended { lasted_ns: 1000 * MS };
         assert_eq!(retries.take_change(), Some(ended));
@@ -347,7 +352,7 @@ mod tests {
         );
         assert!(retries.begin_attempt(1100 * MS));
         assert_eq!(retries.due_ns(500 * MS), Some(1500 * MS));
-        // Without waiting requests there is nothing to give up.
+        // Without waiting requests, no request fails.
         assert!(retries.give_up().is_some());
         assert_eq!(retries.due_ns(500 * MS), None);
         assert_eq!(Retries::new(1).due_ns(0), None);
@@ -357,13 +362,13 @@ mod tests {
     fn a_request_waits_only_within_the_limit_and_while_the_connection_keeps_any() {
         let retry = Some(IoError::Retry);
         let mut retries = Retries::new(4);
-        assert!(!settle(&mut retries, Circumstances { limit_ns: 0, ..NOW }, Op::Read, retry));
+        assert!(!waits_after(&mut retries, Circumstances { limit_ns: 0, ..NOW }, Op::Read, retry));
         assert!(retries.in_outage(), "it is shown all the same");
         let ending = Circumstances { keeps: false, ..NOW };
-        assert!(!settle(&mut Retries::new(4), ending, Op::Read, retry));
+        assert!(!waits_after(&mut Retries::new(4), ending, Op::Read, retry));
         let mut retries = outage(0);
         let late = Circumstances { now_ns: 30 * MS, limit_ns: 30 * MS, ..NOW };
-        assert!(!settle(&mut retries, late, Op::Read, retry));
+        assert!(!waits_after(&mut retries, late, Op::Read, retry));
         assert_eq!(retries.waiting(), 1);
     }
 
@@ -372,12 +377,12 @@ mod tests {
         let no_space = Some(IoError::NoSpace);
         let mut retries = Retries::new(4);
         let plain = Circumstances { retries_no_space: false, ..NOW };
-        assert!(!settle(&mut retries, plain, Op::Write, no_space));
+        assert!(!waits_after(&mut retries, plain, Op::Write, no_space));
         assert!(!retries.in_outage());
-        assert!(settle(&mut retries, NOW, Op::Write, no_space) && retries.is_for_space());
+        assert!(waits_after(&mut retries, NOW, Op::Write, no_space) && retries.is_for_space());
         let later = Circumstances { now_ns: 200 * MS, ..NOW };
         let due_ns = retries.due_ns(u64::MAX);
-        assert!(!settle(&mut retries, later, Op::Read, None));
+        assert!(!waits_after(&mut retries, later, Op::Read, None));
         assert_eq!(retries.due_ns(u64::MAX), due_ns, "a read shows nothing");
         assert!(retries.give_up().is_some());
         retries.end_wait_for_space(later.now_ns);

@@ -1,8 +1,7 @@
 //! `cleat serve`: one volume behind a listening socket, for NBD clients.
 //!
-//! Comes in: a volume and an address. Goes out: the volume's data path, until SIGTERM or SIGINT;
-//! then running requests are finished, and the socket's file is removed. Before the volume is open they
-//! end it, too.
+//! SIGTERM or SIGINT ends it: running requests are finished, and the socket's file is removed. A signal also ends
+//! it before the volume is open.
 
 mod listener;
 mod open;
@@ -23,28 +22,28 @@ use cleat_core::policy::Policy;
 use cleat_statistics::Page;
 pub use listener::Address;
 use listener::{Listener, is_exhausted, is_transient};
-use open::open_unless_told;
+use open::open_unless_signalled;
 
-/// How long running requests may take once the end is asked for.
+/// How long running requests may take after a signal.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long nothing is accepted when the process or the system has no descriptor left.
 const EXHAUSTED_PAUSE_MS: u16 = 200;
 
-/// What to serve, and where.
+/// The volume to serve, and the address to serve it at.
 #[derive(Debug, Clone)]
 pub struct ServeOptions {
     /// The volume.
     pub uri: VolumeUri,
-    /// Where clients connect.
+    /// The address at which clients connect.
     pub address: Address,
     /// How the volume is opened.
     pub open: OpenOptions,
-    /// Clients at one time.
+    /// The maximum number of clients at one time.
     pub connections: usize,
     /// The export's name; the empty one works for every client.
     pub export_name: String,
-    /// What happens in an outage of the backend, and how fast the volume may go.
+    /// The outage policy and the rate limits.
     pub policy: Policy,
 }
 
@@ -52,12 +51,13 @@ pub struct ServeOptions {
 /// chose included) once clients can connect.
 ///
 /// # Errors
-/// When the volume cannot be opened, or the address not be used; `Aborted` for a signal before that.
+/// Returns an error if the volume cannot be opened or the address cannot be used, and `Aborted` if a signal comes
+/// before that.
 pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
-    // Before any thread is made: each inherits the mask, and the signals arrive here alone.
+    // Before any thread is made: each inherits the mask, so that only this thread receives the signals.
     let signals = catch_signals()?;
     let (uri, how) = (options.uri.clone(), options.open.clone());
-    let image = open_unless_told(&signals, move || uri.open(&how))?;
+    let image = open_unless_signalled(&signals, move || uri.open(&how))?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
     let limits = Limits { connections: options.connections, ..Limits::default() };
@@ -81,14 +81,14 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     {
         tracing::warn!(
             "{tcp} can be reached from other machines, and there is neither encryption nor \
-             authentication: whoever connects can read{} the volume",
+             authentication: every client that connects can read{} the volume",
             if options.open.read_only { "" } else { " and write" }
         );
     }
     tracing::info!(volume = %options.uri, %address, "serving");
     ready(&address);
     let accepted = accept_until_signal(&listener, &signals, &server, &mut outages);
-    // No more clients, and nobody who finds a socket that nobody serves.
+    // Before the connections end: no client can connect to a server that stops.
     drop(listener);
     let ended = accepted.and(server.stop(STOP_LIMIT));
     drop(server);
@@ -107,25 +107,26 @@ pub(super) fn catch_signals() -> Result<SignalFd> {
         .map_err(|error| Error::from_io("cannot catch signals", error.into()))
 }
 
-/// Tells of outages of the backend: a client only sees that nothing comes.
+/// Logs outages of the backend. A client only sees that no reply arrives.
 struct Outages {
     waker: Waker,
     page: Page,
     image: Arc<dyn Image>,
-    told: bool,
+    /// Whether the last log line reported the beginning of an outage.
+    logged: bool,
 }
 
 impl Outages {
     fn watch(server: &Server, page: Page, image: Arc<dyn Image>) -> Result<Self> {
         let waker = Waker::new().map_err(|error| Error::from_io("no descriptor left", error))?;
         server.watch_outages(waker.clone());
-        Ok(Self { waker, page, image, told: false })
+        Ok(Self { waker, page, image, logged: false })
     }
 
-    fn look(&mut self) {
+    fn check(&mut self) {
         self.waker.take();
         let lasts = self.page.snapshot().outage_since_ns != 0;
-        match (std::mem::replace(&mut self.told, lasts), lasts) {
+        match (std::mem::replace(&mut self.logged, lasts), lasts) {
             (false, true) => tracing::warn!(
                 reason = self.image.failure_reason().as_deref().unwrap_or("unknown"),
                 "the backend does not answer"
@@ -155,7 +156,7 @@ fn accept_until_signal(
         }
         let woken = waiting[2].any().unwrap_or(true);
         if woken {
-            outages.look();
+            outages.check();
         }
         if let Ok(Some(signal)) = signals.read_signal() {
             tracing::info!(signal = signal.ssi_signo, "stopping");
@@ -164,12 +165,12 @@ fn accept_until_signal(
         match listener.accept() {
             Ok(client) => {
                 if let Err(error) = server.add_client(client) {
-                    tracing::warn!("client turned away: {}", error.report());
+                    tracing::warn!("a client was refused: {}", error.report());
                 }
             }
             Err(error) if is_exhausted(&error) => {
                 tracing::warn!("cannot accept: {error}");
-                // Only the end is looked out for meanwhile.
+                // Meanwhile only a signal ends the wait.
                 let mut waiting = [PollFd::new(signals.as_fd(), PollFlags::POLLIN)];
                 let _ = poll(&mut waiting, EXHAUSTED_PAUSE_MS);
             }

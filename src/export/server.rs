@@ -1,7 +1,7 @@
 //! The connection threads of one volume.
 //!
-//! Comes in: connected sockets. Goes out: one [`Event`] per connection that has ended. The threads share the
-//! volume, the policy and the statistics page, and nothing else.
+//! Input: connected sockets. Output: one [`Event`] for each connection that has ended. The threads share only the
+//! volume, the policy and the statistics page.
 
 mod thread;
 
@@ -182,7 +182,10 @@ impl Server {
                     let message = "a connection's thread hangs: it has not failed its requests";
                     return Err(Error::new(ErrorKind::TimedOut, message));
                 }
-                _ => std::thread::sleep(CHECK_INTERVAL),
+                _ => {
+                    #[allow(clippy::disallowed_methods, reason = "waits for other threads")]
+                    std::thread::sleep(CHECK_INTERVAL);
+                }
             }
         }
     }

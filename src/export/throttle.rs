@@ -1,5 +1,5 @@
-//! What the rate limits of the volume mean for one connection: until when it holds requests back, and for
-//! how long it has done so.
+//! The effect of the volume's rate limits on one connection: until when it holds requests back, and for how
+//! long it has done so.
 //!
 //! Invariant: `since_ns` is set from the first request that the limits have held back to the first that
 //! they have let pass again. Times are nanoseconds on the connections' clock.
@@ -17,16 +17,16 @@ pub(super) struct Throttle {
 /// Whether the limits let a request pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// They do.
+    /// The request passes.
     Pass,
-    /// They do, after requests were held back for `held_ns`.
+    /// The request passes, after requests were held back for `held_ns`.
     PassAfter { held_ns: u64 },
-    /// Not yet. [`Throttle::due_ns`] says when to ask again.
+    /// The request is held back. [`Throttle::due_ns`] returns the time of the next attempt.
     Hold,
 }
 
 impl Throttle {
-    /// Asks the limits for a request and charges it to them if they let it pass.
+    /// Checks a request against the limits, and charges it to them if it passes.
     pub(super) fn admit(&mut self, limiter: &Limiter, request: &Request, now_ns: u64) -> Admission {
         match limiter.admit(request, now_ns) {
             Ok(()) => self.pass(now_ns),
@@ -38,7 +38,7 @@ impl Throttle {
         }
     }
 
-    /// Lets a request pass without asking the limits.
+    /// Lets a request pass without a check.
     pub(super) fn pass(&mut self, now_ns: u64) -> Admission {
         match self.since_ns.take() {
             None => Admission::Pass,
@@ -46,7 +46,7 @@ impl Throttle {
         }
     }
 
-    /// Asks again at once: the limits may have changed.
+    /// Makes the next attempt due at once, because the limits may have changed.
     pub(super) fn ask_again(&mut self) {
         self.until_ns = 0;
     }

@@ -18,19 +18,19 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// A TCP client is asked for a sign of life after this idle time, then at this interval, in seconds.
+/// Keepalive probes are sent to a TCP client after this idle time, and then at this interval, in seconds.
 const KEEPALIVE_IDLE_S: u32 = 60;
 const KEEPALIVE_INTERVAL_S: u32 = 15;
 
 /// How long a TCP client may leave bytes or probes without an answer, in milliseconds.
 const DEAD_PEER_LIMIT_MS: u32 = 120_000;
 
-/// Where clients connect.
+/// The address at which clients connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
     /// A socket file, made with mode 0600. One that a dead server left behind is replaced.
     Unix(PathBuf),
-    /// A TCP address. There is no authentication: whoever reaches it reads and writes the volume.
+    /// A TCP address. There is no authentication: every client that reaches it can read and write the volume.
     Tcp(SocketAddr),
 }
 
@@ -103,7 +103,7 @@ impl Listener {
     }
 }
 
-/// A client whose machine has gone would hold its place for ever.
+/// Without probes, a client whose machine has crashed would occupy a connection without end.
 fn notice_dead_peers(stream: &TcpStream) -> io::Result<()> {
     setsockopt(stream, sockopt::KeepAlive, &true)?;
     setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S)?;
@@ -127,7 +127,7 @@ impl Drop for Listener {
         if let Self::Unix { path, inode, .. } = self
             && path.symlink_metadata().is_ok_and(|found| found.ino() == *inode)
         {
-            // Somebody else may have been faster; then it is gone, too.
+            // Another process may have removed it first.
             let _ = std::fs::remove_file(path);
         }
     }
@@ -144,7 +144,7 @@ fn bind_private(path: &Path) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Removes a socket that nobody listens on.
+/// Removes a socket on which no process listens.
 fn remove_stale(path: &Path) -> Result<()> {
     let name = path.display();
     let found = path
@@ -157,7 +157,7 @@ fn remove_stale(path: &Path) -> Result<()> {
         );
     }
     let failed = |error: nix::Error| bind_error(&name.to_string(), error.into());
-    // Non-blocking: a server that hangs with a full backlog would keep us waiting.
+    // Non-blocking: a server that hangs with a full backlog would block this process.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let probe = socket(AddressFamily::Unix, SockType::Stream, flags, None).map_err(failed)?;
     let address = UnixAddr::new(path).map_err(failed)?;
@@ -260,7 +260,7 @@ mod tests {
         let cases = [
             (Address::Unix(dir.path().join("missing/s")), ErrorKind::NotFound),
             (Address::Unix(long), ErrorKind::InvalidArgument),
-            // TEST-NET-1: nobody's.
+            // TEST-NET-1, which is assigned to no machine.
             (Address::Tcp(([192, 0, 2, 1], 0).into()), ErrorKind::InvalidArgument),
         ];
         for (address, kind) in cases {

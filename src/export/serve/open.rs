@@ -1,4 +1,4 @@
-//! Opening a volume so that a signal ends it, too: the storage may take its time to answer.
+//! Opens a volume such that a signal interrupts it, because the storage may take long to answer.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use nix::sys::signalfd::SignalFd;
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// How long an opening that is not wanted any more may go on, so that what it has claimed is given back.
-/// One that takes longer ends with the process, as in a crash.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long an interrupted open may take to complete, so that its claim is released. An open that takes longer ends
+/// with the process, as in a crash.
+const INTERRUPTED_OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How often to look, in milliseconds: a thread that panics wakes nobody.
-const LOOK_MS: u16 = 1000;
+/// How often the result is checked, in milliseconds: a thread that panics does not wake this one.
+const CHECK_INTERVAL_MS: u16 = 1000;
 
-/// Opens a volume by `open`, on a thread of its own.
+/// Calls `open` on a thread of its own and returns its result.
 ///
 /// # Errors
-/// `Aborted` when one of `signals` comes first; what `open` gives.
-pub(super) fn open_unless_told(
+/// Returns `Aborted` if one of `signals` arrives first, or the error of `open`.
+pub(super) fn open_unless_signalled(
     signals: &SignalFd,
     open: impl FnOnce() -> Result<Arc<dyn Image>> + Send + 'static,
 ) -> Result<Arc<dyn Image>> {
@@ -31,7 +31,7 @@ pub(super) fn open_unless_told(
     let ended = waker.clone();
     let (sender, opened) = mpsc::sync_channel(1);
     let thread = std::thread::Builder::new().name("open".into()).spawn(move || {
-        // Nobody is left to hear of it when this has taken too long.
+        // After the timeout, the receiver is gone.
         let _ = sender.send(open());
         ended.wake();
     });
@@ -40,22 +40,28 @@ pub(super) fn open_unless_told(
         match opened.try_recv() {
             Ok(result) => return result,
             Err(TryRecvError::Disconnected) => {
-                return Err(Error::new(ErrorKind::Internal, "the opening has panicked"));
+                return Err(Error::new(
+                    ErrorKind::Internal,
+                    "the thread that opens the volume panicked",
+                ));
             }
             Err(TryRecvError::Empty) => {}
         }
         if let Ok(Some(signal)) = signals.read_signal() {
             tracing::info!(signal = signal.ssi_signo, "stopping before the volume is open");
-            if let Ok(Ok(image)) = opened.recv_timeout(PATIENCE) {
+            if let Ok(Ok(image)) = opened.recv_timeout(INTERRUPTED_OPEN_TIMEOUT) {
                 image.close();
             }
-            return Err(Error::new(ErrorKind::Aborted, "ended by a signal before it was open"));
+            return Err(Error::new(
+                ErrorKind::Aborted,
+                "a signal arrived before the volume was open",
+            ));
         }
         let mut waiting = [
             PollFd::new(signals.as_fd(), PollFlags::POLLIN),
             PollFd::new(waker.descriptor(), PollFlags::POLLIN),
         ];
-        match poll(&mut waiting, PollTimeout::from(LOOK_MS)) {
+        match poll(&mut waiting, PollTimeout::from(CHECK_INTERVAL_MS)) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(Error::from_io("cannot wait for the volume", error.into())),
         }
@@ -75,11 +81,17 @@ mod tests {
         let signals = catch_signals().unwrap();
         let uri = Registry::new(&[cleat_backend::mem::BACKEND]).volume("mem:1M").unwrap();
         let image = move || uri.open(&OpenOptions::default());
-        assert_eq!(open_unless_told(&signals, image.clone()).unwrap().size(), 1 << 20);
+        assert_eq!(open_unless_signalled(&signals, image.clone()).unwrap().size(), 1 << 20);
         let refused = || Err(Error::new(ErrorKind::NotFound, "as expected"));
-        assert_eq!(open_unless_told(&signals, refused).err().unwrap().kind(), ErrorKind::NotFound);
+        assert_eq!(
+            open_unless_signalled(&signals, refused).err().unwrap().kind(),
+            ErrorKind::NotFound
+        );
         let panics = || panic!("as expected");
-        assert_eq!(open_unless_told(&signals, panics).err().unwrap().kind(), ErrorKind::Internal);
+        assert_eq!(
+            open_unless_signalled(&signals, panics).err().unwrap().kind(),
+            ErrorKind::Internal
+        );
 
         let (release, released) = mpsc::channel::<()>();
         let hangs = move || {
@@ -87,7 +99,7 @@ mod tests {
             image()
         };
         raise(Signal::SIGTERM).unwrap();
-        let error = open_unless_told(&signals, hangs).err().unwrap();
+        let error = open_unless_signalled(&signals, hangs).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Aborted);
         drop(release);
     }

@@ -64,7 +64,7 @@ impl Task {
     }
 }
 
-/// Returns what the negotiation tells a client about the volume.
+/// Returns the properties of the volume that the negotiation sends to a client.
 fn describe(name: ExportName, image: &dyn Image) -> Export {
     let ExportName { name, description } = name;
     let mut blocks = image.block_sizes();

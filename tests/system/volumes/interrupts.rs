@@ -197,7 +197,7 @@ fn a_server_that_opens_its_volume_exits_on_a_signal() {
     cluster.tell("resume osd");
     for (code, printed) in ends {
         assert_eq!(code, Some(6), "{printed}");
-        assert!(printed.contains("ended by a signal before it was open"), "{printed}");
+        assert!(printed.contains("a signal arrived before the volume was open"), "{printed}");
     }
     // The incomplete claim does not block the removal.
     assert!(changed(&["remove", &image, "--now"]));
