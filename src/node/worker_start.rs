@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::context::Context;
 use crate::planner::{DeviceProperties, READ_ONLY, Record};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION, Ready, Start};
+use cleat_worker::protocol::{ProtocolVersions, Ready, Start};
 
 /// NBD_FLAG_CAN_MULTI_CONN (transmission flags of the NBD protocol): a flush on one connection covers the
 /// writes of all connections.
@@ -29,9 +29,7 @@ pub(crate) async fn start_permit(cx: &Context, deadline: Instant) -> Result<Sema
 /// Returns the first message to a worker. `workers` sets its version, build and log fields.
 pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> Start {
     Start {
-        version: PROTOCOL_VERSION,
-        oldest: OLDEST_PROTOCOL,
-        build: String::new(),
+        versions: ProtocolVersions::of_this_build(),
         mapping_id: record.mapping_id.clone(),
         name: record.name.clone(),
         generation: record.generation,
@@ -114,6 +112,7 @@ pub(crate) fn within(deadline: Instant, timeout: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::planner;
+    use cleat_worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION};
 
     fn record(connections: u32, block_size: u32) -> Record {
         let mut record = planner::tests::record(connections, true);

@@ -110,7 +110,7 @@ fn start(channel: &Channel, registry: Registry) -> Result<Role> {
 
 /// Opens the volume of a worker and confines the process.
 fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) -> Result<Session> {
-    check_version(start.version, start.oldest, &start.build)?;
+    ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
     let Inherited { listener, page, handover } = inherited(&start, descriptors)?;
     // Before the confinement, because it may open a socket.
@@ -136,7 +136,7 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
 
 /// Confines the process of a worker without a volume. It opens no file and needs no storage.
 fn start_refusing(start: Refuse, descriptors: Vec<OwnedFd>) -> Result<RefusingWorker> {
-    check_version(start.version, start.oldest, &start.build)?;
+    ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
     let Ok([page]) = <[OwnedFd; 1]>::try_from(descriptors) else {
         return Err(invalid("refuse needs 1 descriptor: the statistics page"));
@@ -214,11 +214,6 @@ fn first_message(channel: &Channel) -> Result<(ToWorker, Vec<OwnedFd>)> {
     }
     let gone = || Error::new(ErrorKind::Unavailable, "the supervisor has closed the channel");
     channel.receive()?.ok_or_else(gone)
-}
-
-fn check_version(newest: u32, oldest: u32, build: &str) -> Result<()> {
-    let supervisor = ProtocolVersions { newest, oldest, build: build.to_owned() };
-    ProtocolVersions::of_this_build().common(&supervisor).map(drop)
 }
 
 fn check_names(name: &str, mapping_id: &str) -> Result<()> {

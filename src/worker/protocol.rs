@@ -30,6 +30,18 @@ pub const MAX_PACKET: usize = 64 * 1024;
 
 pub use cleat_sys::seqpacket::MAX_DESCRIPTORS;
 
+/// The versions of the protocol that one side supports. `version` compares them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProtocolVersions {
+    /// The newest version.
+    #[serde(rename = "version")]
+    pub newest: u32,
+    /// The oldest version.
+    pub oldest: u32,
+    /// The name of the build.
+    pub build: String,
+}
+
 /// A command of the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
@@ -123,12 +135,9 @@ pub enum ToWorker {
 /// The start message of a worker that serves a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
-    /// The newest version that the supervisor supports.
-    pub version: u32,
-    /// The oldest version that the supervisor supports.
-    pub oldest: u32,
-    /// The supervisor's build.
-    pub build: String,
+    /// What the supervisor supports.
+    #[serde(flatten)]
+    pub versions: ProtocolVersions,
     /// The mapping that this worker serves.
     pub mapping_id: String,
     /// The mapping's name, for logs and the process title.
@@ -164,12 +173,9 @@ pub struct Start {
 /// The start message of a worker without a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refuse {
-    /// The newest version that the supervisor supports.
-    pub version: u32,
-    /// The oldest version that the supervisor supports.
-    pub oldest: u32,
-    /// The supervisor's build.
-    pub build: String,
+    /// What the supervisor supports.
+    #[serde(flatten)]
+    pub versions: ProtocolVersions,
     /// The mapping whose device the worker serves.
     pub mapping_id: String,
     /// The mapping's name, for logs and the process title.

@@ -6,6 +6,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+pub use super::protocol::ProtocolVersions;
 use super::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION};
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -27,17 +28,6 @@ pub const LONG: &str = concat!(
     "\nfeatures: ",
     env!("CLEAT_FEATURES"),
 );
-
-/// The versions of the worker protocol that one side supports.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ProtocolVersions {
-    /// The newest version.
-    pub newest: u32,
-    /// The oldest version.
-    pub oldest: u32,
-    /// The name of the build.
-    pub build: String,
-}
 
 impl ProtocolVersions {
     /// Returns the versions of this build.

@@ -13,7 +13,8 @@ use cleat_sys::host::boot_id;
 use cleat_sys::process::spawn_with_channel;
 use cleat_sys::seqpacket;
 use cleat_worker::protocol::{
-    CHANNEL_FD, Failure, FromWorker, MAX_PACKET, PROTOCOL_VERSION, Ready, Start, ToWorker,
+    CHANNEL_FD, Failure, FromWorker, MAX_PACKET, PROTOCOL_VERSION, ProtocolVersions, Ready, Start,
+    ToWorker,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
@@ -32,15 +33,13 @@ pub struct Worker {
 /// Returns a start message for the volume `uri`, for tests to modify.
 pub fn start_message(uri: &str) -> Start {
     Start {
-        version: PROTOCOL_VERSION,
+        versions: versions(),
         mapping_id: "0123abcd".to_owned(),
         name: "test-volume".to_owned(),
         generation: 7,
         uri: uri.to_owned(),
         read_only: false,
         log: String::new(),
-        oldest: PROTOCOL_VERSION,
-        build: "the supervisor of a test".to_owned(),
         successor: false,
         policy: Policy::default(),
         node: "node-a".to_owned(),
@@ -50,6 +49,12 @@ pub fn start_message(uri: &str) -> Start {
         resumes: false,
         quiesce: false,
     }
+}
+
+/// Returns the protocol versions of a test's supervisor.
+pub fn versions() -> ProtocolVersions {
+    let build = "the supervisor of a test".to_owned();
+    ProtocolVersions { build, ..ProtocolVersions::of_this_build() }
 }
 
 /// Returns a pair of connected sequential-packet sockets.

@@ -48,9 +48,9 @@ impl Workers {
     ) -> Result<RefusingWorker> {
         let (process, link) = self.launch().await?.into_parts();
         let process = EndedOnDrop(Arc::new(process));
-        let ProtocolVersions { newest: version, oldest, build } = ProtocolVersions::of_this_build();
+        let versions = ProtocolVersions::of_this_build();
         let (mapping_id, name) = (record.mapping_id.clone(), record.name.clone());
-        let refuse = Refuse { version, oldest, build, mapping_id, name, log: self.log.clone() };
+        let refuse = Refuse { versions, mapping_id, name, log: self.log.clone() };
         let (page, _) = Page::create()?;
         let file = page.file().map_err(|e| Error::from_io("cannot share statistics", e))?;
         let starting = async {

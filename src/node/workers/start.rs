@@ -92,8 +92,6 @@ impl Workers {
         deadline: Instant,
     ) -> Result<Worker, StartFailure> {
         start.log.clone_from(&self.log);
-        let ProtocolVersions { newest, oldest, build } = ProtocolVersions::of_this_build();
-        (start.version, start.oldest, start.build) = (newest, oldest, build);
         let Launched { process, link } = launched;
         let pid = process.id.pid;
         let mapping_id = start.mapping_id.clone();

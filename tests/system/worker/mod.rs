@@ -13,8 +13,8 @@ use std::time::Duration;
 use cleat_core::error::ErrorKind;
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_core::request::{IoError, Op};
-use cleat_worker::protocol::{FromWorker, PROTOCOL_VERSION, Refuse, ToWorker};
-use test_kit::worker::{Worker, adopt, failure, receive, seqpacket_pair, start_message};
+use cleat_worker::protocol::{FromWorker, Refuse, ToWorker};
+use test_kit::worker::{Worker, adopt, failure, receive, seqpacket_pair, start_message, versions};
 use test_kit::{memory, nbd::kernel as nbd};
 
 fn file(name: &str, size: u64) -> (tempfile::TempDir, String) {
@@ -266,9 +266,7 @@ fn a_worker_without_a_volume_is_confined_and_fails_every_request_until_its_chann
     let mut worker = Worker::launch();
     let page = worker.page.file().unwrap();
     let refuse = Refuse {
-        version: PROTOCOL_VERSION,
-        oldest: PROTOCOL_VERSION,
-        build: "the supervisor of a test".to_owned(),
+        versions: versions(),
         mapping_id: "0123abcd".to_owned(),
         name: "test-volume".to_owned(),
         log: String::new(),
