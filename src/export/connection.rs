@@ -4,9 +4,9 @@
 //! enter the kernel once, for everything that is to be sent, received and read or written.
 //!
 //! Bounds: at most `depth` requests are in flight or wait for their reply to leave, and their payloads fit
-//! the budget of the pool. At either bound the loop stops reading until something has ended. It cannot stall
-//! for good: whatever holds a place or a buffer is at the backend or being sent, and a request that is alone
-//! is always admitted.
+//! the budget of the pool. At either bound the loop stops reading until a request or a reply has ended. The loop
+//! always continues: each place and each buffer in use belongs to a request at the backend or to a reply in
+//! flight, and a single request is always admitted.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -34,12 +34,13 @@ use cleat_nbd::transmission::{Event, Transmission};
 use cleat_statistics::Recorder;
 use cleat_sys::ring::Completion;
 
-/// How long no buffer must have been taken before unused ones are freed.
+/// The time without a request for a buffer after which unused buffers are freed.
 const IDLE_AFTER: Duration = Duration::from_secs(1);
 
 /// One connection, made and run on its own thread. Each part owns its state and names its invariant.
 pub(super) struct Connection {
-    // Before the ring: a backend's queue must go first, and the ring frees what it still has.
+    // Declared before the ring, so that the backend's queue is dropped first. The ring then frees the buffers
+    // that it still has.
     requests: Requests,
     link: Link,
     receiving: Receiving,
@@ -48,11 +49,11 @@ pub(super) struct Connection {
     image: Arc<dyn Image>,
     control: Arc<Control>,
     policy: Arc<ActivePolicy>,
-    /// Set when nothing more is read.
+    /// Set when the connection ends and nothing more is read.
     ending: Option<End>,
 }
 
-/// What a connection is made of, beside its socket.
+/// The parts that a connection is made of, besides its socket.
 pub(super) struct Parts {
     pub(super) image: Arc<dyn Image>,
     pub(super) control: Arc<Control>,
@@ -66,12 +67,12 @@ impl Connection {
     /// `unread` has been received already.
     ///
     /// # Errors
-    /// `Unsupported` and others where io_uring cannot be used; `InvalidArgument` for more unread bytes than
-    /// a connection can hold; the backend's error when it cannot serve another thread.
+    /// Returns `Unsupported` and other kinds if io_uring cannot be used, `InvalidArgument` for more unread bytes than
+    /// a connection can hold, and the backend's error if it cannot serve another thread.
     pub(super) fn new(socket: OwnedFd, unread: &[u8], parts: Parts) -> Result<Self> {
         let Parts { image, control, policy, recorder, limits } = parts;
         let buffer = ReceiveBuffer::with_unread(unread).ok_or_else(|| {
-            let message = format!("{} bytes that are not read yet: too many", unread.len());
+            let message = format!("cannot take over {} unread bytes: too many", unread.len());
             Error::new(ErrorKind::InvalidArgument, message)
         })?;
         let mut link = Link::new(socket, control.waker(), limits.depth).map_err(no_ring)?;
@@ -108,7 +109,7 @@ impl Connection {
     /// Negotiates with an NBD client; afterwards the connection is in transmission.
     ///
     /// # Errors
-    /// How the connection has ended instead.
+    /// Returns how the connection has ended.
     pub(super) fn negotiate(&mut self, export: Export) -> std::result::Result<(), End> {
         let buffer = self.receiving.buffer();
         let agreed = negotiate(&mut self.link, buffer, &self.control, export)?;
@@ -150,9 +151,9 @@ impl Connection {
             self.requests.pool().watch_idle();
         }
         if sending && receiving {
-            // A send mostly ends within the enter, and so does a receive for which bytes are there. The end
-            // of the send alone is no reason for a turn; and to wait for a second completion with a time
-            // limit costs more than a second enter, since the limit is a timer that must be set.
+            // Most sends end within the enter, and so does a receive if bytes have arrived. The end of the send
+            // alone needs no turn of the loop. Waiting for a second completion with a timeout costs more than a
+            // second enter, because the timeout is a timer that must be set.
             self.link.ring().submit()?;
             if self.reap() || self.requests.sending().has_rest() || self.ending.is_some() {
                 return Ok(());
@@ -164,7 +165,7 @@ impl Connection {
         self.link.submit_and_wait(limit)
     }
 
-    /// Takes what has completed. Returns whether there was more than the end of a send.
+    /// Takes the completions. Returns whether there was another one than the end of a send.
     fn reap(&mut self) -> bool {
         self.requests.set_now(self.policy.now_ns());
         let mut more = false;
@@ -195,7 +196,7 @@ impl Connection {
         match completion.result {
             0 => self.end_reading(End::Closed),
             1.. => {}
-            // Nothing arrived and nothing is lost: the next turn receives again.
+            // No byte arrived and none is lost: the next turn receives again.
             error if [-libc::EINTR, -libc::EAGAIN, -libc::ECANCELED].contains(&error) => {}
             error => self.end_reading(End::Socket(io::Error::from_raw_os_error(-error))),
         }
@@ -228,10 +229,10 @@ impl Connection {
         }
     }
 
-    /// Parses and starts what has arrived, as far as the bounds allow.
+    /// Parses and starts the requests that have arrived, as far as the bounds allow.
     fn parse(&mut self) {
         self.receiving.set_starved(false);
-        // Not only after a wake-up: a request that was sent after the change must be judged by it.
+        // Not only after a wake-up: the change applies to every request that was sent after it.
         self.follow_fail_io();
         let size = self.image.size();
         let pausing = self.is_pausing();
@@ -292,11 +293,11 @@ impl Connection {
     /// Starts a request whose header has been parsed, or collects its payload first, or holds it back.
     fn begin(&mut self, cookie: u64, request: Request) {
         if self.requests.fails_io() {
-            // Without a buffer: requests that hang at the backend may have them all.
+            // Without a buffer: requests that hang at the backend may occupy all buffers.
             self.receiving.skip_payload();
             return self.requests.refuse(cookie, Some(request), IoError::Broken, None);
         }
-        // The limits last, because a request that they let pass is charged to them.
+        // The limits are checked last, because a request that passes is charged to them.
         if !self.requests.has_buffer(&request) || !self.is_within_limits(&request) {
             return self.receiving.hold(cookie, request);
         }
@@ -313,7 +314,7 @@ impl Connection {
         self.requests.start(cookie, request, Some(buffer), self.link.ring());
     }
 
-    /// Whether the limits let a request pass now. If not, the loop asks again when they may.
+    /// Whether the limits let a request pass now. If not, the loop tries again when they may.
     fn is_within_limits(&mut self, request: &Request) -> bool {
         let now_ns = self.requests.now_ns();
         // A handover must not wait for the limits to let a request pass that has been read already.
@@ -349,8 +350,8 @@ impl Connection {
         self.requests.retry(may_probe, self.link.ring());
     }
 
-    /// Returns when there is something to do though nothing completes: for requests that wait for the
-    /// backend or for the limits.
+    /// Returns the time of the next work without a completion: for requests that wait for the backend or for
+    /// the limits.
     fn due_ns(&self) -> Option<u64> {
         let retry_ns = self.requests.retry_due_ns();
         let held = self.receiving.held().is_some() && self.ending.is_none();
@@ -358,7 +359,7 @@ impl Connection {
         [retry_ns, limits_ns].into_iter().flatten().min()
     }
 
-    /// Follows the level of `fail_io` that the server has set, and reports what is left at the backend.
+    /// Follows the level of `fail_io` that the server has set, and reports how many requests are left at the backend.
     fn follow_fail_io(&mut self) {
         let fail_io = self.control.fail_io();
         if fail_io || self.requests.fails_io() {
@@ -367,7 +368,7 @@ impl Connection {
         }
     }
 
-    /// Follows the state that the server wants. Returns the end once nothing is left to do.
+    /// Follows the level that the server has set. Returns how the connection ended once no work is left.
     fn finished(&mut self) -> Option<End> {
         match self.control.desired() {
             Desired::Abort => return Some(End::Aborted),
@@ -403,13 +404,13 @@ impl Connection {
         self.control.pause_slot().publish(|| self.is_pausing(), paused);
     }
 
-    /// Ends the connection after what runs, unless it is ending already.
+    /// Ends the connection after its running requests, unless it is ending already.
     fn end(&mut self, end: End) {
         self.ending.get_or_insert(end);
         self.requests.close();
     }
 
-    /// Ends the connection because no more can be received, or sent.
+    /// Ends the connection because the socket can no longer be read or written.
     fn end_reading(&mut self, end: End) {
         self.end(end);
         if self.link.peer_has_left() {
@@ -421,8 +422,8 @@ impl Connection {
     }
 }
 
-/// Closes the connection in both directions at once, also after a panic: the ring waits for what the backend
-/// still has, and the peer must not wait with it. A socket that was handed over stays open.
+/// Closes the connection in both directions at once, also after a panic: the ring waits for the requests at the
+/// backend, and the peer must not wait, too. A socket that was handed over stays open.
 impl Drop for Connection {
     fn drop(&mut self) {
         if self.control.is_handed_over() {

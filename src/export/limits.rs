@@ -3,12 +3,12 @@
 /// Bounds of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at one time; at most [`cleat_statistics::SLOTS`].
+    /// The maximum number of connections at one time; at most [`cleat_statistics::SLOTS`].
     pub connections: usize,
-    /// Requests of one connection that are in flight or wait for their reply to leave; 1 to 1024. The
-    /// kernel's driver never has more than 128.
+    /// The maximum number of requests of one connection that are in flight or whose reply is not sent; 1 to 1024.
+    /// The kernel's driver never has more than 128.
     pub depth: u32,
-    /// Payload memory of one connection, in bytes. A request that is alone is admitted beyond it.
+    /// The payload memory of one connection, in bytes. A single request is admitted beyond it.
     pub buffer_bytes: usize,
 }
 

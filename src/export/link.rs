@@ -28,11 +28,10 @@ pub(super) const DEADLINE: Token = Token(5);
 /// A cancellation.
 pub(super) const CANCEL: Token = Token(6);
 
-/// Ring entries for the connection itself: one for each token above, and two to spare.
+/// Ring entries for the connection itself: one for each token above, and two spare ones.
 const OWN_ENTRIES: u32 = 8;
 
-/// The size of the socket's send buffer that is asked for, in bytes: a batch of replies should leave in
-/// one send.
+/// The requested size of the socket's send buffer, in bytes: a batch of replies should fit one send.
 const SEND_BUFFER_LEN: usize = 1 << 20;
 
 /// See the file's comment.
@@ -49,7 +48,7 @@ impl Link {
     /// each of `depth` requests.
     ///
     /// # Errors
-    /// The error of io_uring_setup(2), for example `EPERM` where it is forbidden.
+    /// Returns the error of io_uring_setup(2), for example `EPERM` if it is forbidden.
     pub(super) fn new(file: OwnedFd, waker: &Waker, depth: u32) -> io::Result<Self> {
         allow_waiting(&file)?;
         widen_send_buffer(&file);
@@ -81,10 +80,10 @@ impl Link {
         }
     }
 
-    /// Submits what is queued, and waits until something has completed; with `limit`, not for longer.
+    /// Submits the queued operations, and waits for a completion; with `limit`, not for longer.
     ///
     /// # Errors
-    /// The error of io_uring_enter(2).
+    /// Returns the error of io_uring_enter(2).
     pub(super) fn submit_and_wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         match limit {
             Some(limit) => self.ring.submit_and_wait_for(limit),
@@ -102,7 +101,7 @@ impl Link {
     }
 
     /// Returns whether the peer has closed the connection in both directions, as the kernel's driver does
-    /// with its socketpairs, whatever of it is still to be read.
+    /// with its socketpairs. Bytes may still be readable then.
     pub(super) fn peer_has_left(&self) -> bool {
         let left = PollFlags::POLLHUP | PollFlags::POLLERR;
         let mut set = [PollFd::new(self.file.as_fd(), PollFlags::empty())];

@@ -16,11 +16,11 @@ use cleat_sys::send_list::SendList;
 /// without end.
 const NEGOTIATION_LIMIT: Duration = Duration::from_secs(30);
 
-/// Negotiates with the client. Returns what was agreed; the connection is then in transmission, and bytes
+/// Negotiates with the client. Returns the agreement; the connection is then in transmission, and bytes
 /// after the negotiation are in `received`.
 ///
 /// # Errors
-/// How the connection has ended instead.
+/// Returns how the connection has ended.
 pub(super) fn negotiate(
     link: &mut Link,
     received: &mut ReceiveBuffer,
@@ -57,7 +57,7 @@ struct Negotiation<'a> {
     link: &'a mut Link,
     received: &'a mut ReceiveBuffer,
     control: &'a Control,
-    /// The bytes that are left of a send which has ended; `None` while it is in flight, or without one.
+    /// The bytes that a send which has ended has not sent; `None` while it is in flight, or without one.
     sending: Option<Box<SendList>>,
 }
 

@@ -108,7 +108,7 @@ fn notice_dead_peers(stream: &TcpStream) -> io::Result<()> {
     setsockopt(stream, sockopt::KeepAlive, &true)?;
     setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S)?;
     setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S)?;
-    // With unsent replies no probe is sent; this bounds how long they are tried.
+    // No probe is sent while replies are unsent; this bounds how long they are retransmitted.
     setsockopt(stream, sockopt::TcpUserTimeout, &DEAD_PEER_LIMIT_MS)?;
     Ok(())
 }
@@ -133,7 +133,7 @@ impl Drop for Listener {
     }
 }
 
-/// Binds and listens; the file has mode 0600 from its first moment on, because Linux takes the
+/// Binds and listens. The file has mode 0600 from the moment of its creation, because Linux takes the
 /// socket's own mode (net/unix/af_unix.c, unix_bind_bsd), which no umask widens.
 fn bind_private(path: &Path) -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -200,7 +200,7 @@ pub(super) fn is_exhausted(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// The client went away before it was accepted (see accept(2), "Error handling").
+/// Whether the client closed the connection before it was accepted (see accept(2), "Error handling").
 pub(super) fn is_transient(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted, WouldBlock};
     matches!(error.kind(), ConnectionAborted | ConnectionReset | Interrupted | WouldBlock)
