@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::context::Context;
 use crate::mapping::Mapping;
 use cleat_core::error::ErrorKind;
-use cleat_worker::protocol::ToWorker;
+use cleat_worker_protocol::protocol::ToWorker;
 
 /// The timeout for the answer of a worker's control thread.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);

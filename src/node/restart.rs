@@ -11,7 +11,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 
 use cleat_core::error::{Error, Result};
-use cleat_worker::version::binary_id;
+use cleat_worker_protocol::version::binary_id;
 
 /// The executable at the path from which this process was started.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) enum Binary {
         path: PathBuf,
         /// The version that it prints.
         version: String,
-        /// The identity of its file, see `cleat_worker::version::binary_id`.
+        /// The identity of its file, see `cleat_worker_protocol::version::binary_id`.
         id: String,
     },
 }

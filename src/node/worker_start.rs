@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::context::Context;
 use crate::planner::{DeviceProperties, READ_ONLY, Record};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::protocol::{ProtocolVersions, Ready, Start};
+use cleat_worker_protocol::protocol::{ProtocolVersions, Ready, Start};
 
 /// NBD_FLAG_CAN_MULTI_CONN (transmission flags of the NBD protocol): a flush on one connection covers the
 /// writes of all connections.
@@ -112,7 +112,7 @@ pub(crate) fn within(deadline: Instant, timeout: Duration) -> Instant {
 mod tests {
     use super::*;
     use crate::planner;
-    use cleat_worker::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION};
+    use cleat_worker_protocol::protocol::{OLDEST_PROTOCOL, PROTOCOL_VERSION};
 
     fn record(connections: u32, block_size: u32) -> Record {
         let mut record = planner::tests::record(connections, true);

@@ -17,10 +17,10 @@ pub mod channel;
 mod fake_image;
 mod outage_monitor;
 pub mod process;
-pub mod protocol;
 mod quiesce;
 mod refuse;
 mod resize;
 pub mod sandbox;
 mod session;
-pub mod version;
+
+pub use cleat_worker_protocol::{protocol, version};

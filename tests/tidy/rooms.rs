@@ -20,14 +20,24 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("backend", &["core", "sys"]),
     ("rbd", &["backend", "core", "sys"]),
     ("export", &["backend", "core", "nbd", "statistics", "sys"]),
-    ("worker", &["backend", "core", "export", "nbd", "statistics", "sys", "telemetry"]),
+    ("worker-protocol", &["backend", "core", "sys"]),
+    (
+        "worker",
+        &["backend", "core", "export", "nbd", "statistics", "sys", "telemetry", "worker-protocol"],
+    ),
     ("kernel", &["core", "sys"]),
-    ("node", &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker"]),
+    (
+        "node",
+        &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],
+    ),
     ("fuzz", &["backend", "core", "kernel", "nbd", "node", "rbd", "worker"]),
 ];
 
 /// Packages that a worker must not link: it has no async runtime, no control API and no Kubernetes client.
 const NOT_IN_A_WORKER: &[&str] = &["tokio", "tonic", "prost", "hyper", "kube", "clap", "udev"];
+
+/// Packages that the supervisor must not link: the data path runs only in workers.
+const NOT_IN_A_SUPERVISOR: &[&str] = &["cleat-export", "cleat-nbd", "cleat-worker", "cleat-rbd"];
 
 #[test]
 fn crates_have_only_the_permitted_dependencies_on_each_other() {
@@ -60,6 +70,13 @@ fn a_worker_links_no_runtime_and_no_control_api() {
     assert!(linked.contains("io-uring"), "the dependency graph is incomplete: {linked:?}");
     let wrong = NOT_IN_A_WORKER.iter().filter(|name| linked.contains(**name));
     none(&wrong.map(|name| format!("cleat-worker links {name}")).collect::<Vec<_>>());
+}
+
+#[test]
+fn the_supervisor_links_no_data_path() {
+    let linked = linked_by("cleat-node", &metadata());
+    let wrong = NOT_IN_A_SUPERVISOR.iter().filter(|name| linked.contains(**name));
+    none(&wrong.map(|name| format!("cleat-node links {name}")).collect::<Vec<_>>());
 }
 
 #[test]

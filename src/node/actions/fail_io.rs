@@ -10,7 +10,7 @@ use crate::mapping::Guard;
 use crate::worker_start::within;
 use crate::workers::{Process, Worker, stop_process, unexpected};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::protocol::{FromWorker, ToWorker};
+use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
 
 /// The timeout for the worker to fail its requests. The worker's own limit is shorter.
 pub(crate) const FAIL_LIMIT: Duration = Duration::from_secs(1);

@@ -11,7 +11,7 @@ use crate::records::store;
 use crate::unlock;
 use crate::worker_start::start_message;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::protocol::Start;
+use cleat_worker_protocol::protocol::Start;
 
 /// The interval between attempts to take the claim.
 const CLAIM_PAUSE: Duration = Duration::from_millis(20);

@@ -26,7 +26,7 @@ use crate::records::store;
 use crate::worker_start::{no_worker, within};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::DeviceIndex;
-use cleat_worker::protocol::ToWorker;
+use cleat_worker_protocol::protocol::ToWorker;
 
 /// The upper limit for quiescing a device, regardless of the configuration: librbd gives up after 50 s,
 /// and then requests it again.

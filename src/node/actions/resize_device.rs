@@ -19,7 +19,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{Policy, RateLimits};
 use cleat_kernel::DeviceIndex;
 use cleat_statistics::Page;
-use cleat_worker::protocol::{FromWorker, ToWorker};
+use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
 
 /// How long a resize waits for the requests in flight. It is longer than a request takes on storage under
 /// load, or during a failover.

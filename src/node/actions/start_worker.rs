@@ -13,7 +13,7 @@ use crate::unlock::{self, unlock_permit};
 use crate::worker_start::{device_properties, start_message, start_permit, within};
 use cleat_core::error::Result;
 use cleat_statistics::Page;
-use cleat_worker::protocol::Start;
+use cleat_worker_protocol::protocol::Start;
 
 /// The timeout for the start, without the time that a backend may need in addition.
 const START_LIMIT: Duration = Duration::from_secs(20);

@@ -22,7 +22,7 @@ use crate::mapping::{Mapping, View};
 use crate::naming;
 use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::version::{BUILD, binary_id};
+use cleat_worker_protocol::version::{BUILD, binary_id};
 
 /// The maximum size of a request, in bytes. It exceeds the longest URI and name many times.
 pub(crate) const MAX_MESSAGE: usize = 64 * 1024;

@@ -11,7 +11,7 @@ use crate::planner::{Intent, ObservedWorker};
 use crate::retry::count_failure;
 use crate::workers::{Process, Worker, has_ended, stops_listening};
 use cleat_core::error::Result;
-use cleat_worker::protocol::ToWorker;
+use cleat_worker_protocol::protocol::ToWorker;
 
 /// The timeout for a worker to answer on its control socket.
 const ADOPT_LIMIT: Duration = Duration::from_secs(5);

@@ -24,7 +24,7 @@ use crate::unlock::{self, unlock_permit};
 use crate::worker_start::{device_properties, no_worker, start_message, start_permit, within};
 use crate::workers::{Launched, unexpected};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::protocol::{FromWorker, ToWorker};
+use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
 
 /// The timeout for the new worker to open the volume.
 const OPEN_LIMIT: Duration = Duration::from_secs(20);

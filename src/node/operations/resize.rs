@@ -16,7 +16,7 @@ use crate::planner::{ObservedDevice, State};
 use crate::reconcile::reconcile;
 use crate::workers::Worker;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::protocol::ToWorker;
+use cleat_worker_protocol::protocol::ToWorker;
 
 /// A requested size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use crate::records::store;
 use crate::status::publish;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy;
-use cleat_worker::protocol::ToWorker;
+use cleat_worker_protocol::protocol::ToWorker;
 
 /// Replaces the faults that a `fault:` volume injects.
 ///

@@ -20,7 +20,7 @@ use crate::status::publish;
 use crate::unlock;
 use cleat_api::v1::{self as api, upgrade_event::Outcome};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker::version::BUILD;
+use cleat_worker_protocol::version::BUILD;
 
 /// How long the daemon waits before its restart for the caller to receive the event and hang up.
 const HANG_UP_LIMIT: Duration = Duration::from_secs(1);

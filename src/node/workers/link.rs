@@ -8,7 +8,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use cleat_sys::seqpacket;
-use cleat_worker::protocol::{FromWorker, MAX_PACKET, ToWorker};
+use cleat_worker_protocol::protocol::{FromWorker, MAX_PACKET, ToWorker};
 
 /// A connected SOCK_SEQPACKET socket.
 #[derive(Debug)]

@@ -51,7 +51,7 @@ impl Workers {
         Self { launcher, sockets: ControlSockets::new(directory), log, events }
     }
 
-    /// Returns the identity of the executable that new workers run, see `cleat_worker::version::binary_id`.
+    /// Returns the identity of the executable that new workers run, see `cleat_worker_protocol::version::binary_id`.
     /// Empty: unknown.
     pub fn binary(&self) -> String {
         self.launcher.binary()

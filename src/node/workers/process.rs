@@ -14,8 +14,8 @@ use crate::planner::WorkerId;
 use cleat_core::error::{Error, Result};
 use cleat_kernel::cgroup;
 use cleat_sys::process::{PidFd, spawn_with_channel, started_ticks};
-use cleat_worker::protocol::CHANNEL_FD;
-use cleat_worker::version::binary_id;
+use cleat_worker_protocol::protocol::CHANNEL_FD;
+use cleat_worker_protocol::version::binary_id;
 
 /// A worker process, which may be a child of this process or of an earlier supervisor.
 pub struct Process {
@@ -55,7 +55,7 @@ pub trait Launcher: Send + Sync {
     /// Returns an error if the state of the process cannot be determined.
     fn find(&self, id: WorkerId) -> Result<Option<Process>>;
 
-    /// Returns the identity of the executable that new workers run, see `cleat_worker::version::binary_id`.
+    /// Returns the identity of the executable that new workers run, see `cleat_worker_protocol::version::binary_id`.
     /// Empty: unknown.
     fn binary(&self) -> String {
         String::new()

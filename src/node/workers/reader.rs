@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::link::Link;
 use super::process::Process;
-use cleat_worker::protocol::{FromWorker, Outage};
+use cleat_worker_protocol::protocol::{FromWorker, Outage};
 
 /// An event of a worker, after which its mapping should be reconciled.
 #[derive(Debug, Clone, PartialEq, Eq)]

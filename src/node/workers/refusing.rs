@@ -14,8 +14,8 @@ use super::worker::{Worker, channel_broke, exit_of};
 use crate::planner::Record;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
-use cleat_worker::protocol::{Refuse, ToWorker};
-use cleat_worker::version::ProtocolVersions;
+use cleat_worker_protocol::protocol::{Refuse, ToWorker};
+use cleat_worker_protocol::version::ProtocolVersions;
 
 /// A worker without a volume. Dropping it ends its process.
 pub struct RefusingWorker {

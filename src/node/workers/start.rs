@@ -17,8 +17,8 @@ use crate::planner::WorkerId;
 use crate::worker_failures::StartFailure;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
-use cleat_worker::protocol::{FromWorker, Ready, Start, ToWorker};
-use cleat_worker::version::ProtocolVersions;
+use cleat_worker_protocol::protocol::{FromWorker, Ready, Start, ToWorker};
+use cleat_worker_protocol::version::ProtocolVersions;
 
 /// A worker process that has received no message yet. It exits by itself if this is dropped.
 pub struct Launched {

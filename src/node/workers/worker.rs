@@ -15,7 +15,7 @@ use super::reader::{Flags, Reader, WorkerEvent, exit_reason_of};
 use crate::planner::WorkerId;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
-use cleat_worker::protocol::{Failure, FromWorker, Outage, Ready, ToWorker};
+use cleat_worker_protocol::protocol::{Failure, FromWorker, Outage, Ready, ToWorker};
 
 /// A worker that serves a volume.
 pub struct Worker {
