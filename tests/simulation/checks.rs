@@ -321,7 +321,10 @@ fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<()
         let severed = world.kernel().has_vanished(&record.identity()) || state.forced.contains(id);
         devices.is_empty() && severed
     } else if message.contains("in the memory of its worker") {
-        record.uri.starts_with("mem:") && workers.is_empty()
+        // A device that no worker will serve again is connected to a worker that fails its requests.
+        let refuses = |w: &crate::workers::Worker| w.owner() == Some(id) && w.serves();
+        let refused = devices.len() != 1 || state.workers.values().any(refuses);
+        record.uri.starts_with("mem:") && workers.is_empty() && refused
     } else if message.contains("another client owns") {
         state.was_fenced(id)
     } else if message.contains("is alive but") {

@@ -397,11 +397,17 @@ pub(crate) fn spec_of(volume: &Volume) -> MapSpec {
         read_only: volume.read_only,
         connections: volume.connections,
         block_size: 0,
-        dead_connection_timeout_s: 0,
+        dead_connection_timeout_s: dead_connection_timeout_s(volume),
         policy: policy::Change::default(),
         take_over: false,
         quiesce: volume.quiesce,
     }
+}
+
+/// The content of a memory volume dies with its worker. Its timeout is shorter than the time without failures at
+/// the end, so that the supervisor then lets its I/O fail. 0: the default.
+fn dead_connection_timeout_s(volume: &Volume) -> u32 {
+    if volume.uri.starts_with("mem:") { 20 } else { 0 }
 }
 
 async fn map(world: World, executor: Arc<Executor>, spec: MapSpec, deadline: Instant) {
