@@ -4,9 +4,9 @@
 //! enter the kernel once, for everything that is to be sent, received and read or written.
 //!
 //! Bounds: at most `depth` requests are in flight or wait for their reply to leave, and their payloads fit
-//! the budget of the pool. At either bound the loop stops reading until a request or a reply has ended. The loop
-//! always continues: each place and each buffer in use belongs to a request at the backend or to a reply in
-//! flight, and a single request is always admitted.
+//! the budget of the pool. At either bound the loop stops reading until a request or a reply has ended. The
+//! loop always continues: each place and each buffer in use belongs to a request at the backend or to a reply
+//! in flight, and a single request is always admitted.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -67,8 +67,8 @@ impl Connection {
     /// `unread` has been received already.
     ///
     /// # Errors
-    /// Returns `Unsupported` and other kinds if io_uring cannot be used, `InvalidArgument` for more unread bytes than
-    /// a connection can hold, and the backend's error if it cannot serve another thread.
+    /// Returns `Unsupported` and other kinds if io_uring cannot be used, `InvalidArgument` for more unread
+    /// bytes than a connection can hold, and the backend's error if it cannot serve another thread.
     pub(super) fn new(socket: OwnedFd, unread: &[u8], parts: Parts) -> Result<Self> {
         let Parts { image, control, policy, recorder, limits } = parts;
         let buffer = ReceiveBuffer::with_unread(unread).ok_or_else(|| {
@@ -151,9 +151,9 @@ impl Connection {
             self.requests.pool().watch_idle();
         }
         if sending && receiving {
-            // Most sends end within the enter, and so does a receive if bytes have arrived. The end of the send
-            // alone needs no turn of the loop. Waiting for a second completion with a timeout costs more than a
-            // second enter, because the timeout is a timer that must be set.
+            // Most sends end within the enter, and so does a receive if bytes have arrived. The end of the
+            // send alone needs no turn of the loop. Waiting for a second completion with a timeout costs more
+            // than a second enter, because the timeout is a timer that must be set.
             self.link.ring().submit()?;
             if self.reap() || self.requests.sending().has_rest() || self.ending.is_some() {
                 return Ok(());
@@ -359,7 +359,8 @@ impl Connection {
         [retry_ns, limits_ns].into_iter().flatten().min()
     }
 
-    /// Follows the level of `fail_io` that the server has set, and reports how many requests are left at the backend.
+    /// Follows the level of `fail_io` that the server has set, and reports how many requests are left at the
+    /// backend.
     fn follow_fail_io(&mut self) {
         let fail_io = self.control.fail_io();
         if fail_io || self.requests.fails_io() {
@@ -422,8 +423,8 @@ impl Connection {
     }
 }
 
-/// Closes the connection in both directions at once, also after a panic: the ring waits for the requests at the
-/// backend, and the peer must not wait, too. A socket that was handed over stays open.
+/// Closes the connection in both directions at once, also after a panic: the ring waits for the requests at
+/// the backend, and the peer must not wait, too. A socket that was handed over stays open.
 impl Drop for Connection {
     fn drop(&mut self) {
         if self.control.is_handed_over() {

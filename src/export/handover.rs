@@ -45,8 +45,8 @@ impl Server {
         self.controls().iter().for_each(|control| control.resume());
     }
 
-    /// Ends every paused connection without closing its socket, which another process serves. Blocks for at most
-    /// 5 seconds.
+    /// Ends every paused connection without closing its socket, which another process serves. Blocks for at
+    /// most 5 seconds.
     ///
     /// # Errors
     /// `TimedOut` when a thread does not end.

@@ -3,12 +3,12 @@
 //! - Input: connected sockets, of the kernel's driver or of NBD clients, and an open volume.
 //! - Output: how each connection ended.
 //!
-//! A connection has a thread and a ring of its own ([`connection`]); the connections share only the volume, its
-//! policy and its statistics page. [`server`] owns the threads, and [`serve`] adds a listening socket.
+//! A connection has a thread and a ring of its own ([`connection`]); the connections share only the volume,
+//! its policy and its statistics page. [`server`] owns the threads, and [`serve`] adds a listening socket.
 //!
-//! The following never happens here: an allocation, lock, log line or format per request; a queue or buffer without
-//! a bound; the end, error or panic of one connection that ends another one. The crate uses no async runtime,
-//! no control API and no kernel interface.
+//! The following never happens here: an allocation, lock, log line or format per request; a queue or buffer
+//! without a bound; the end, error or panic of one connection that ends another one. The crate uses no async
+//! runtime, no control API and no kernel interface.
 
 mod block_status;
 mod buffer_pool;

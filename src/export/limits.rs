@@ -5,8 +5,8 @@
 pub struct Limits {
     /// The maximum number of connections at one time; at most [`cleat_statistics::SLOTS`].
     pub connections: usize,
-    /// The maximum number of requests of one connection that are in flight or whose reply is not sent; 1 to 1024.
-    /// The kernel's driver never has more than 128.
+    /// The maximum number of requests of one connection that are in flight or whose reply is not sent; 1 to
+    /// 1024. The kernel's driver never has more than 128.
     pub depth: u32,
     /// The payload memory of one connection, in bytes. A single request is admitted beyond it.
     pub buffer_bytes: usize,

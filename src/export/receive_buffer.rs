@@ -65,8 +65,8 @@ impl ReceiveBuffer {
         }
     }
 
-    /// As [`ReceiveBuffer::new`], with bytes that another process has received. Returns `None` for more bytes than
-    /// fit.
+    /// As [`ReceiveBuffer::new`], with bytes that another process has received. Returns `None` for more bytes
+    /// than fit.
     pub(super) fn with_unread(bytes: &[u8]) -> Option<Self> {
         let mut receive_buffer = Self::new();
         receive_buffer

@@ -1,7 +1,7 @@
 //! Requests that the backend cannot serve now ([`IoError::Retry`], and `NoSpace` where
-//! [`Image::retries_no_space`](cleat_backend::Image::retries_no_space) says so) are not answered. They wait
-//! here with their buffers and are started again until they end otherwise, or until the outage has lasted
-//! longer than the owner's policy allows ([`cleat_core::policy::OnOutage`]).
+//! [`Image::retries_no_space`](cleat_backend::Image::retries_no_space) returns `true`) are not answered. They
+//! wait here with their buffers and are started again until they end otherwise, or until the outage has
+//! lasted longer than the owner's policy allows ([`cleat_core::policy::OnOutage`]).
 //!
 //! Invariants:
 //! - A waiting request keeps its place in the in-flight table and its buffer, so it is bounded as every

@@ -1,7 +1,7 @@
 //! `cleat serve`: one volume behind a listening socket, for NBD clients.
 //!
-//! SIGTERM or SIGINT ends it: running requests are finished, and the socket's file is removed. A signal also ends
-//! it before the volume is open.
+//! SIGTERM or SIGINT ends it: running requests are finished, and the socket's file is removed. A signal also
+//! ends it before the volume is open.
 
 mod listener;
 mod open;
@@ -51,8 +51,8 @@ pub struct ServeOptions {
 /// chose included) once clients can connect.
 ///
 /// # Errors
-/// Returns an error if the volume cannot be opened or the address cannot be used, and `Aborted` if a signal comes
-/// before that.
+/// Returns an error if the volume cannot be opened or the address cannot be used, and `Aborted` if a signal
+/// comes before that.
 pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     // Before any thread is made: each inherits the mask, so that only this thread receives the signals.
     let signals = catch_signals()?;

@@ -1,7 +1,7 @@
 //! The connection threads of one volume.
 //!
-//! Input: connected sockets. Output: one [`Event`] for each connection that has ended. The threads share only the
-//! volume, the policy and the statistics page.
+//! Input: connected sockets. Output: one [`Event`] for each connection that has ended. The threads share only
+//! the volume, the policy and the statistics page.
 
 mod thread;
 

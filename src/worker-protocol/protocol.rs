@@ -1,22 +1,23 @@
-//! The messages between supervisor and worker over a SOCK_SEQPACKET unix socket: one JSON message in each packet
-//! of at most [`MAX_PACKET`] bytes, with descriptors as SCM_RIGHTS.
+//! The messages between supervisor and worker over a SOCK_SEQPACKET unix socket: one JSON message in each
+//! packet of at most [`MAX_PACKET`] bytes, with descriptors as SCM_RIGHTS.
 //!
-//! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the channel as the
-//! descriptor [`CHANNEL_FD`]. A later supervisor connects to the worker's control socket and sends `Adopt`. The
-//! connection that was adopted last is in charge.
+//! The worker owns its sockets, so that they outlive the supervisor. It inherits one end of the channel as
+//! the descriptor [`CHANNEL_FD`]. A later supervisor connects to the worker's control socket and sends
+//! `Adopt`. The connection that was adopted last is in charge.
 //!
 //! Supervisor and worker may be of different builds. Both send their versions in the first message (see
-//! `version`); without a common version the first message fails with an error that names both builds. Within a
-//! version, fields are only added, unknown fields are ignored, a worker refuses an unknown command by name, and a
-//! supervisor ignores an unknown event. So the answer to a command is never an event that is newer than the
-//! command.
+//! `version`); without a common version the first message fails with an error that names both builds. Within
+//! a version, fields are only added, unknown fields are ignored, a worker refuses an unknown command by name,
+//! and a supervisor ignores an unknown event. So the answer to a command is never an event that is newer than
+//! the command.
 
 use serde::{Deserialize, Serialize};
 
 use cleat_backend::HandoverState;
 use cleat_core::policy::Policy;
 
-/// The newest version of the protocol that this build supports. It is raised when a message changes its meaning.
+/// The newest version of the protocol that this build supports. It is raised when a message changes its
+/// meaning.
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// The oldest version of the protocol that this build supports.
@@ -94,9 +95,9 @@ pub enum ToWorker {
     // --- planned handover, see `handover`
     /// Return what a successor opens the volume with, and continue to serve. Answered by `HandoverPrepared`.
     PrepareHandover,
-    /// Pause every connection and offer the sockets to a successor. Answered by `HandoverOffered`, or by `Failed`
-    /// with everything as before. Without another message within a second, the worker withdraws the offer and
-    /// continues to serve.
+    /// Pause every connection and offer the sockets to a successor. Answered by `HandoverOffered`, or by
+    /// `Failed` with everything as before. Without another message within a second, the worker withdraws the
+    /// offer and continues to serve.
     OfferHandover {
         /// The successor's generation.
         generation: u64,
@@ -122,8 +123,8 @@ pub enum ToWorker {
         fail: bool,
     },
     // --- snapshots
-    /// Whether the volume is quiesced for the snapshot that `SnapshotPending` has reported. Answered by `Done`, or
-    /// by `Failed` with `NotFound` if that snapshot does not wait any more.
+    /// Whether the volume is quiesced for the snapshot that `SnapshotPending` has reported. Answered by
+    /// `Done`, or by `Failed` with `NotFound` if that snapshot does not wait any more.
     Quiesced {
         /// The number of the snapshot.
         snapshot: u64,
@@ -150,8 +151,8 @@ pub struct Start {
     pub read_only: bool,
     /// The supervisor's choice of format and filter of the log, see `telemetry`.
     pub log: String,
-    /// Whether another worker serves the volume. This one then opens the volume with the files of that one, and
-    /// waits for `TakeOver`.
+    /// Whether another worker serves the volume. This one then opens the volume with the files of that one,
+    /// and waits for `TakeOver`.
     pub successor: bool,
     /// The outage policy and the rate limits. A policy that only a newer build knows is read as the default.
     #[serde(deserialize_with = "Policy::understood")]
@@ -223,14 +224,15 @@ pub enum FromWorker {
     Disconnected,
     /// A report: another client owns the volume now.
     Fenced,
-    /// A report: an outage of the backend has begun, has ended (`None`), or has another reason. A new supervisor
-    /// gets it again while the outage lasts. The number of waiting requests is in the statistics page.
+    /// A report: an outage of the backend has begun, has ended (`None`), or has another reason. A new
+    /// supervisor gets it again while the outage lasts. The number of waiting requests is in the statistics
+    /// page.
     Outage {
         /// The present outage.
         outage: Option<Outage>,
     },
-    /// A report: a snapshot of the volume waits until the volume is quiesced, or is being made; `None`: it has
-    /// ended. A new supervisor gets it again while the snapshot waits.
+    /// A report: a snapshot of the volume waits until the volume is quiesced, or is being made; `None`: it
+    /// has ended. A new supervisor gets it again while the snapshot waits.
     SnapshotPending {
         /// The number of the snapshot.
         snapshot: Option<u64>,

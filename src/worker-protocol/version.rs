@@ -1,7 +1,8 @@
 //! The name of this build, and the versions of the worker protocol that it supports.
 //!
-//! Between the upgrade of the supervisor and that of a worker, the two are of different builds, in either order.
-//! Each side sends the newest and the oldest version that it supports, and both use the newest common one.
+//! Between the upgrade of the supervisor and that of a worker, the two are of different builds, in either
+//! order. Each side sends the newest and the oldest version that it supports, and both use the newest common
+//! one.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -63,8 +64,8 @@ impl std::fmt::Display for ProtocolVersions {
     }
 }
 
-/// Returns the identity of an executable file. Two processes with the same identity run the same build. An empty
-/// string means that the identity is unknown; it equals no other.
+/// Returns the identity of an executable file. Two processes with the same identity run the same build. An
+/// empty string means that the identity is unknown; it equals no other.
 pub fn binary_id(path: &Path) -> String {
     std::fs::metadata(path).map_or_else(
         |_| String::new(),

@@ -142,8 +142,8 @@ struct Named {
     command: String,
 }
 
-/// Returns an error for the command that a test selects with `CLEAT_TEST_UNKNOWN`, as an older build does that
-/// does not know it.
+/// Returns an error for the command that a test selects with `CLEAT_TEST_UNKNOWN`, as an older build does
+/// that does not know it.
 fn simulated_unknown(message: &[u8]) -> Option<serde_json::Error> {
     if !cfg!(feature = "fault") {
         return None;

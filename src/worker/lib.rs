@@ -4,13 +4,13 @@
 //! - Input: commands of [`protocol`] and kernel sockets, over a [`channel`].
 //! - Output: answers, and reports (device disconnected, volume fenced, outage of the backend).
 //!
-//! [`process`] covers the time from the start to an open volume, [`sandbox`] the confinement, and `session` the
-//! control thread of the open volume, with its part in a planned handover. `refuse` is a worker without a
+//! [`process`] covers the time from the start to an open volume, [`sandbox`] the confinement, and `session`
+//! the control thread of the open volume, with its part in a planned handover. `refuse` is a worker without a
 //! volume, which answers every request with an error.
 //!
 //! The following never happens here: a worker that serves a device ends without a command or a disconnect; a
-//! privilege remains after `Ready`; the control thread waits for the supervisor without a timeout, or does work
-//! of the data path.
+//! privilege remains after `Ready`; the control thread waits for the supervisor without a timeout, or does
+//! work of the data path.
 
 pub mod channel;
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Snapshots that wait until the volume is quiesced. The worker reports each to the supervisor, which has the
 //! privileges to freeze file systems, and passes its answer to the backend.
 //!
-//! Invariants: nothing blocks here; a snapshot gets exactly one answer, at the latest [`ANSWER_TIMEOUT`] after
-//! it was reported, or at once without a supervisor. Without an answer, librbd would give up after 50 s, and the
-//! client that makes the snapshot would request it again without end.
+//! Invariants: nothing blocks here; a snapshot gets exactly one answer, at the latest [`ANSWER_TIMEOUT`]
+//! after it was reported, or at once without a supervisor. Without an answer, librbd would give up after 50
+//! s, and the client that makes the snapshot would request it again without end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,8 +35,8 @@ impl SnapshotQuiesce {
         Self { image, clock, reported: None, answered: false, deadline }
     }
 
-    /// Makes snapshots of the volume wait, and wakes `waker` for each. With `in_charge`, from now on; otherwise once
-    /// this process has taken the volume over.
+    /// Makes snapshots of the volume wait, and wakes `waker` for each. With `in_charge`, from now on;
+    /// otherwise once this process has taken the volume over.
     ///
     /// # Errors
     /// `Unsupported` if the backend does not announce snapshots.

@@ -1,8 +1,9 @@
 //! A worker without a volume, for a device that no worker will serve again: it answers every request with an
 //! I/O error.
 //!
-//! The kernel holds the requests of a dead worker back until a server answers them, whatever
-//! `dead_connection_timeout` says (`nbd_xmit_timeout`), and the processes that wait for them with them.
+//! The kernel retains the requests that it had sent to a dead worker until a server answers them, regardless
+//! of `dead_connection_timeout` (`nbd_xmit_timeout`). The processes that wait for these requests hang until
+//! then.
 //!
 //! The process is confined like every worker. It has no control socket, so that no later supervisor takes it
 //! for the worker of the volume. It ends when its channel ends; the next supervisor starts another one.

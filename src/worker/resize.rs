@@ -1,12 +1,12 @@
-//! Reads and changes the volume's size on a thread of its own, so that a backend that hangs does not block the
-//! control thread.
+//! Reads and changes the volume's size on a thread of its own, so that a backend that hangs does not block
+//! the control thread.
 //!
-//! The thread also reads the size at the interval that the backend requests ([`Image::size_check_interval`]), so
-//! that the worker notices a volume that has grown at the backend. A backend that is notified of changes stores the
-//! size that [`Image::size`] returns and wakes the control thread.
+//! The thread also reads the size at the interval that the backend requests ([`Image::size_check_interval`]),
+//! so that the worker notices a volume that has grown at the backend. A backend that is notified of changes
+//! stores the size that [`Image::size`] returns and wakes the control thread.
 //!
-//! Invariants: at most two requests are unanswered, one that the thread executes and one that waits; an answer
-//! is sent to the supervisor only if it belongs to the supervisor's last request.
+//! Invariants: at most two requests are unanswered, one that the thread executes and one that waits; an
+//! answer is sent to the supervisor only if it belongs to the supervisor's last request.
 
 use std::sync::Arc;
 
@@ -99,8 +99,8 @@ impl Resizer {
         self.unanswered
     }
 
-    /// Returns the size if it differs from the one that was last reported. Returns `None` while the supervisor
-    /// waits for an answer, which contains the size.
+    /// Returns the size if it differs from the one that was last reported. Returns `None` while the
+    /// supervisor waits for an answer, which contains the size.
     pub(super) fn change(&mut self) -> Option<u64> {
         let size = self.image.size();
         let changed = self.awaited.is_none() && size != self.reported;

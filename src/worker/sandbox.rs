@@ -9,13 +9,13 @@
 //!    bound or reached; no signal can be sent to a process outside, and no abstract socket outside can be
 //!    reached.
 //! 4. Every capability is dropped from every set.
-//! 5. seccomp, on all threads: the system calls of [`filter`] are allowed, and the others fail with EPERM. They do
-//!    not kill the process, because a library that tries a new call falls back to an old one, and a killed
-//!    worker costs a volume.
+//! 5. seccomp, on all threads: the system calls of [`filter`] are allowed, and the others fail with EPERM.
+//!    They do not kill the process, because a library that tries a new call falls back to an old one, and a
+//!    killed worker costs a volume.
 //!
 //! What remains: memory, threads, time, io_uring, and reads, writes, sizes and holes of open files. A backend
-//! whose library starts threads when it opens a volume is confined before that, with the paths that it will read
-//! and, if it declares so, with sockets of AF_UNIX, AF_INET and AF_INET6; never with AF_NETLINK.
+//! whose library starts threads when it opens a volume is confined before that, with the paths that it will
+//! read and, if it declares so, with sockets of AF_UNIX, AF_INET and AF_INET6; never with AF_NETLINK.
 
 mod filter;
 
@@ -59,8 +59,8 @@ impl From<&Confinement> for Needs {
     }
 }
 
-/// Confines this process for the rest of its life. Must be called while the process has one thread: of the layers,
-/// only the system call filter applies to threads that exist already.
+/// Confines this process for the rest of its life. Must be called while the process has one thread: of the
+/// layers, only the system call filter applies to threads that exist already.
 pub fn confine(needs: &Needs) -> Report {
     let mut report = Report::default();
     let mut layer = |name, outcome: Result<(), String>| match outcome {

@@ -1,8 +1,8 @@
 //! The control thread of a worker with an open volume: commands in, events out.
 //!
 //! The worker ends when the supervisor sends `Stop`, when the kernel has disconnected the device, or when the
-//! supervisor closes the channel before any connection was served. Otherwise it outlives its supervisor. Without a
-//! supervisor and without connections it ends after 10 minutes.
+//! supervisor closes the channel before any connection was served. Otherwise it outlives its supervisor.
+//! Without a supervisor and without connections it ends after 10 minutes.
 
 mod adoption;
 mod commands;
@@ -129,7 +129,7 @@ impl Session {
     /// Serves the volume until the worker should end.
     ///
     /// # Errors
-    /// Returns an error if the supervisor cannot be told that the worker is ready, or if poll(2) fails.
+    /// Returns an error if `Ready` cannot be sent, or if poll(2) fails.
     pub(super) fn run(mut self, channel: Channel) -> Result<()> {
         channel.send(&FromWorker::Ready(self.ready()), &[])?;
         self.supervisors.put_in_charge(channel);

@@ -12,8 +12,8 @@ use nix::sys::signalfd::SignalFd;
 use cleat_backend::{Image, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 
-/// How long an interrupted open may take to complete, so that its claim is released. An open that takes longer ends
-/// with the process, as in a crash.
+/// How long an interrupted open may take to complete, so that its claim is released. An open that takes
+/// longer ends with the process, as in a crash.
 const INTERRUPTED_OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often the result is checked, in milliseconds: a thread that panics does not wake this one.

@@ -23,8 +23,8 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Starts a worker without a volume, and connects the device to it.
 ///
 /// # Errors
-/// Returns an error if the worker cannot be started, if it has died since the last attempt, or if the kernel does
-/// not take its sockets. The caller retries with a backoff.
+/// Returns an error if the worker cannot be started, if it has died since the last attempt, or if the kernel
+/// does not take its sockets. The caller retries with a backoff.
 pub(crate) async fn refuse_io(
     cx: &Context,
     guard: &mut Guard,
@@ -56,8 +56,8 @@ pub(crate) async fn refuse_io(
     Ok(())
 }
 
-/// Stops the worker that fails every request, if there is one. The kernel replaces only the sockets of a worker
-/// that has ended.
+/// Stops the worker that fails every request, if there is one. The kernel replaces only the sockets of a
+/// worker that has ended.
 ///
 /// # Errors
 /// `TimedOut` if the process does not end after it was killed.

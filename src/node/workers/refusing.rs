@@ -1,7 +1,8 @@
 //! Workers without a volume, which answer every request of a device with an I/O error.
 //!
-//! Such a worker has no control socket and is not in the journal: it ends when its channel closes, at the latest
-//! with this supervisor, and the next supervisor starts another one. Starting it needs no storage and no file.
+//! Such a worker has no control socket and is not in the journal: it ends when its channel closes, at the
+//! latest with this supervisor, and the next supervisor starts another one. Starting it needs no storage and
+//! no file.
 
 use std::sync::Arc;
 
@@ -39,8 +40,8 @@ impl Workers {
     /// yet.
     ///
     /// # Errors
-    /// Returns an error if no process can be started, and `TimedOut` if it is not ready at `deadline`. Then the
-    /// process is ended.
+    /// Returns an error if no process can be started, and `TimedOut` if it is not ready at `deadline`. Then
+    /// the process is ended.
     pub(crate) async fn start_refusing(
         &self,
         record: &Record,

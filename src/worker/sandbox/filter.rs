@@ -191,8 +191,8 @@ const ANY: &[c_long] = &[
 const X86_64: &[c_long] =
     &[libc::SYS_poll, libc::SYS_epoll_create, libc::SYS_epoll_wait, libc::SYS_time];
 
-/// For backends that read configuration while they open a volume. Landlock restricts which files they read, but not
-/// the check whether a file exists.
+/// For backends that read configuration while they open a volume. Landlock restricts which files they read,
+/// but not the check whether a file exists.
 const PATHS: &[c_long] = &[
     libc::SYS_openat,
     libc::SYS_statx,

@@ -37,8 +37,9 @@ fn in_a_process_of_its_own(test: &str) -> bool {
     true
 }
 
-/// Confines the process. A missing layer fails the test, except for layers that need root or a newer kernel, and for
-/// the single thread, because the test harness has another one. Returns whether the kernel has Landlock.
+/// Confines the process. A missing layer fails the test, except for layers that need root or a newer kernel,
+/// and for the single thread, because the test harness has another one. Returns whether the kernel has
+/// Landlock.
 fn confined(needs: &Needs) -> bool {
     let report = confine(needs);
     let excused = ["empty network", "landlock", "single thread"];
@@ -146,8 +147,8 @@ fn a_process_with_needs_gets_only_these() {
     std::fs::write(&config, b"config").unwrap();
     std::fs::write(&secret, b"secret").unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    // Called before the filter: the standard library then knows that statx(2) exists, and takes EPERM for an error
-    // of the file.
+    // Called before the filter: the standard library then knows that statx(2) exists, and takes EPERM for an
+    // error of the file.
     assert!(!directory.join("missing").exists());
     let landlock = confined(&Needs { paths: vec![config.clone()], network: true });
 

@@ -1,8 +1,8 @@
 //! Notices that the volume was fenced: that another client owns it now.
 //!
 //! The control thread checks whenever its loop turns. The backend wakes it when the volume is fenced
-//! ([`Image::watch_changes`](cleat_backend::Image::watch_changes)). No request depends on the check, because the
-//! backend refuses every request of a fenced client by itself.
+//! ([`Image::watch_changes`](cleat_backend::Image::watch_changes)). No request depends on the check, because
+//! the backend refuses every request of a fenced client by itself.
 //!
 //! Invariant: a volume that was fenced stays fenced.
 

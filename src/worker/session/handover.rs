@@ -1,11 +1,11 @@
 //! A worker's part in a planned handover: the old worker pauses its connections and offers them, the new
 //! worker takes them.
 //!
-//! Invariant: exactly one of the two reads the sockets. The handover word of the shared statistics page decides
-//! which (`statistics::handover`). The old worker keeps its sockets and threads until the new one has taken them,
-//! so that it can continue at once: when it gets `CancelHandover` or any other command, when its supervisor is gone,
-//! or when it has got no message for [`OFFER_TIMEOUT`]. The new worker does everything that may fail before it takes
-//! the connections.
+//! Invariant: exactly one of the two reads the sockets. The handover word of the shared statistics page
+//! decides which (`statistics::handover`). The old worker keeps its sockets and threads until the new one has
+//! taken them, so that it can continue at once: when it gets `CancelHandover` or any other command, when its
+//! supervisor is gone, or when it has got no message for [`OFFER_TIMEOUT`]. The new worker does everything
+//! that may fail before it takes the connections.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};

@@ -36,7 +36,8 @@ pub(super) struct Readable {
 }
 
 impl Supervisors {
-    /// Makes the connections of a worker that nothing has adopted yet. Later supervisors connect to `listener`.
+    /// Makes the connections of a worker that nothing has adopted yet. Later supervisors connect to
+    /// `listener`.
     pub(super) fn new(listener: UnixListener) -> Self {
         Self { listener, current: None, pending: Vec::new() }
     }
