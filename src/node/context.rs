@@ -69,7 +69,8 @@ pub(crate) struct Context {
     pub(crate) register: Register,
     /// The settings of the daemon.
     pub(crate) settings: Settings,
-    /// The wall clock. Deadlines and durations use tokio's time, which a simulation pauses.
+    /// The clock of recorded and shown times. Deadlines and durations use tokio's time, which a simulation
+    /// pauses.
     pub(crate) clock: Arc<dyn Clock>,
     /// The source of mapping ids and of the jitter of retries.
     pub(crate) random: Random,

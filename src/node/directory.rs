@@ -17,9 +17,10 @@ pub(crate) fn create_private(path: &Path) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| {
         let error = Error::from_io(format!("cannot create {}", path.display()), error);
         match error.kind() {
-            ErrorKind::PermissionDenied => {
-                error.with_repair("start the daemon as root, or set --state-dir and --runtime-dir to directories of its user")
-            }
+            ErrorKind::PermissionDenied => error.with_repair(
+                "start the daemon as root, or set --state-dir and --runtime-dir to directories of its \
+                 user",
+            ),
             _ => error,
         }
     })?;

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tonic::Status;
 
 use crate::context::Context;
-use crate::kernel_calls::Load;
+use crate::kernel_calls::KernelLoad;
 use crate::mapping::{Change, Forced, Mapping, Register, View};
 use crate::{devices, find, holders, operations, unlock};
 use cleat_api::v1 as api;
@@ -106,16 +106,16 @@ impl Executor {
     }
 
     /// Upgrades the daemon and its workers, and reports the result for each. If the receiver is dropped,
-    /// the upgrade stops after the current mapping. `limit` is the timeout of each worker's upgrade.
+    /// the upgrade stops after the current mapping. `timeout` applies to the upgrade of each worker.
     ///
     /// # Errors
     /// Returns `NotFound` if a target is not mapped; nothing has been changed then.
     pub async fn upgrade(
         &self,
         request: api::UpgradeRequest,
-        limit: Duration,
+        timeout: Duration,
     ) -> Result<mpsc::Receiver<Result<api::UpgradeEvent, Status>>> {
-        operations::upgrade::upgrade(&self.context, request, limit).await
+        operations::upgrade::upgrade(&self.context, request, timeout).await
     }
 
     /// Returns the mapping with the name, the URI or the device path `target`.
@@ -160,7 +160,7 @@ impl Executor {
     }
 
     /// Returns the number of kernel calls in progress.
-    pub(crate) fn kernel_load(&self) -> Load {
+    pub(crate) fn kernel_load(&self) -> KernelLoad {
         self.context.kernel.load()
     }
 

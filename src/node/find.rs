@@ -118,7 +118,8 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
 /// Locks a mapping that is to stay mapped.
 ///
 /// # Errors
-/// Returns `Aborted` if another operation holds the guard, and `Unavailable` if the mapping is being unmapped.
+/// Returns `Aborted` if another operation holds the guard, and `Unavailable` if the mapping is being
+/// unmapped.
 pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>) -> Result<Guard> {
     let guard = mapping.lock_for_call().await?;
     if guard.teardown.removed || guard.record.intent != Intent::Mapped {

@@ -37,7 +37,7 @@ impl Slots {
 
 /// The calls to the kernel in progress.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Load {
+pub(crate) struct KernelLoad {
     /// Commands in progress, stuck ones included.
     pub commands: usize,
     /// Calls in progress that wait for an event, stuck ones included.
@@ -95,8 +95,8 @@ impl KernelCalls {
     }
 
     /// Returns the number of calls in progress.
-    pub(crate) fn load(&self) -> Load {
-        Load {
+    pub(crate) fn load(&self) -> KernelLoad {
+        KernelLoad {
             commands: self.commands.used(),
             waits: self.waits.used(),
             stuck: self.kernel.stuck(),

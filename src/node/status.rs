@@ -24,7 +24,7 @@ pub(crate) fn publish(
     Some(view)
 }
 
-/// Publishes the state that a plan found, with what was observed. Logs the begin and the end of outages.
+/// Publishes the state that a plan found, with what was observed. Logs the start and the end of an outage.
 pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, observed: &Observed) {
     let works = *state == State::Mapped;
     match (works, guard.health.working_since) {

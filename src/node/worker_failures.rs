@@ -138,11 +138,9 @@ impl std::fmt::Display for Exit {
 mod tests {
     use std::time::Duration;
 
-    use cleat_core::clock::SystemClock;
+    use cleat_core::clock::ManualClock;
 
     use super::*;
-
-    const CLOCK: SystemClock = SystemClock;
 
     fn failed(kind: ErrorKind, died: Option<&str>) -> StartFailure {
         let error = Error::new(kind, "the worker could not start");
@@ -151,9 +149,9 @@ mod tests {
 
     #[test]
     fn an_unreachable_backend_is_waited_for_and_a_crash_is_not() {
-        let mut worker_failures = WorkerFailures::default();
+        let (clock, mut worker_failures) = (ManualClock::new(), WorkerFailures::default());
         for attempt in 1..50 {
-            let error = worker_failures.start_failed(&CLOCK, failed(ErrorKind::Unavailable, None));
+            let error = worker_failures.start_failed(&clock, failed(ErrorKind::Unavailable, None));
             assert_eq!(error.kind(), ErrorKind::Unavailable);
             assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), Some(attempt));
             assert_eq!(
@@ -162,23 +160,23 @@ mod tests {
                 "each attempt is reported once"
             );
         }
-        worker_failures.start_failed(&CLOCK, failed(ErrorKind::InUse, None));
+        worker_failures.start_failed(&clock, failed(ErrorKind::InUse, None));
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Fail), None);
-        worker_failures.start_failed(&CLOCK, failed(ErrorKind::TimedOut, None));
+        worker_failures.start_failed(&clock, failed(ErrorKind::TimedOut, None));
         assert_eq!(
             worker_failures.backend_wait_attempts(OnOutage::QueueFor(Duration::from_nanos(1))),
             None
         );
-        worker_failures.start_failed(&CLOCK, failed(ErrorKind::TimedOut, None));
+        worker_failures.start_failed(&clock, failed(ErrorKind::TimedOut, None));
         assert!(
             worker_failures
                 .backend_wait_attempts(OnOutage::QueueFor(Duration::from_secs(60)))
                 .is_some()
         );
         let died = failed(ErrorKind::Unavailable, Some("was killed by SIGSEGV"));
-        assert!(worker_failures.start_failed(&CLOCK, died).message().contains("SIGSEGV"));
+        assert!(worker_failures.start_failed(&clock, died).message().contains("SIGSEGV"));
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), None);
-        worker_failures.start_failed(&CLOCK, failed(ErrorKind::NotFound, None));
+        worker_failures.start_failed(&clock, failed(ErrorKind::NotFound, None));
         assert_eq!(worker_failures.backend_wait_attempts(OnOutage::Queue), None);
         assert!(
             worker_failures.backend_failure().is_none(),
@@ -188,13 +186,16 @@ mod tests {
 
     #[test]
     fn the_last_ends_are_reported_newest_first() {
-        let mut worker_failures = WorkerFailures::default();
+        let (clock, mut worker_failures) = (ManualClock::new(), WorkerFailures::default());
         assert_eq!((worker_failures.history().as_str(), worker_failures.last_exit()), ("", None));
         for pid in 1..9 {
-            worker_failures.exited(&CLOCK, pid, "exited with code 1".to_owned());
+            worker_failures.exited(&clock, pid, "exited with code 1".to_owned());
         }
         let history = worker_failures.history();
-        assert!(history.starts_with("worker 8 exited with code 1 at 2"), "{history}");
+        assert!(
+            history.starts_with("worker 8 exited with code 1 at 2030-01-01T00:00:00Z"),
+            "{history}"
+        );
         assert_eq!(history.matches("worker").count(), MAX_EXITS);
     }
 }

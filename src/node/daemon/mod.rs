@@ -55,7 +55,7 @@ pub struct Parts {
     pub kernel: Box<dyn FnOnce() -> Arc<dyn Kernel> + Send>,
     /// Starts worker processes.
     pub launcher: Arc<dyn Launcher>,
-    /// The wall clock, for times that are recorded and shown.
+    /// The clock of recorded and shown times.
     pub clock: Arc<dyn Clock>,
     /// The source of mapping ids and of the jitter of retries.
     pub random: Random,

@@ -1,4 +1,5 @@
-//! Runs the daemon as a process: handles signals, notifies the service manager, and restarts as another build.
+//! Runs the daemon as a process: handles signals, notifies the service manager, and restarts as another
+//! build.
 
 use std::path::PathBuf;
 use std::sync::Arc;

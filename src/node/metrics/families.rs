@@ -390,7 +390,7 @@ fn seconds(ns: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel_calls::Load;
+    use crate::kernel_calls::KernelLoad;
     use crate::mapping::Mapping;
     use crate::planner::tests::record;
     use cleat_statistics::Snapshot;
@@ -405,7 +405,7 @@ mod tests {
             findings: 0,
             log_lines_dropped: 0,
             orphans: None,
-            kernel: Load { commands: 1, waits: 2, stuck: 3 },
+            kernel: KernelLoad { commands: 1, waits: 2, stuck: 3 },
             calls: Vec::new(),
             now_ns: 3_000_000_000,
             boot_now_ns: 5_000_000_000,

@@ -5,10 +5,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Source;
-use crate::kernel_calls::Load;
+use crate::kernel_calls::KernelLoad;
 use crate::mapping::View;
 use crate::planner::ObservedDevice;
-use cleat_statistics::{Snapshot, boot_now_ns, now_ns};
+use cleat_statistics::Snapshot;
 
 /// The timeout for the kernel's list of devices. After it, the scrape is returned without the list.
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -22,7 +22,7 @@ pub(super) struct Scrape {
     pub(super) log_lines_dropped: u64,
     /// The number of devices of cleat without a record; `None` if the kernel did not answer.
     pub(super) orphans: Option<usize>,
-    pub(super) kernel: Load,
+    pub(super) kernel: KernelLoad,
     /// The number of calls of the control API by method and code.
     pub(super) calls: Vec<((String, &'static str), u64)>,
     /// The present time on the clock of the statistics (CLOCK_MONOTONIC).
@@ -51,7 +51,7 @@ pub(super) struct VolumeCounters {
 impl Scrape {
     /// Collects the values. Takes [`KERNEL_TIMEOUT`] at most.
     pub(super) async fn collect(source: &Source) -> Self {
-        let executor = &source.executor;
+        let (executor, clock) = (&source.executor, &source.executor.context().clock);
         let volumes = executor.register().all().into_iter().map(|mapping| {
             let view = mapping.view();
             let device = view.device.map(|ObservedDevice { size, .. }| size);
@@ -72,8 +72,8 @@ impl Scrape {
             orphans: orphans.ok().map(|orphans| orphans.len()),
             kernel: executor.kernel_load(),
             calls: source.calls.counts(),
-            now_ns: now_ns(),
-            boot_now_ns: boot_now_ns(),
+            now_ns: clock.monotonic_ns(),
+            boot_now_ns: clock.boot_ns(),
         }
     }
 }

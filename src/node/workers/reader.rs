@@ -22,7 +22,7 @@ pub struct WorkerEvent {
 
 /// The state of a worker as its messages report it.
 #[derive(Debug, Default)]
-pub(super) struct Flags {
+pub(super) struct ReportedState {
     /// The size of the volume in bytes, as last reported.
     pub(super) size: AtomicU64,
     /// Whether the channel has ended or carried an invalid message, or an answer was late.
@@ -42,7 +42,7 @@ pub(super) struct Reader {
     pub(super) mapping_id: String,
     pub(super) process: Arc<Process>,
     pub(super) link: Arc<Link>,
-    pub(super) flags: Arc<Flags>,
+    pub(super) state: Arc<ReportedState>,
     /// Dropped when the channel ends, so that a waiting call fails at once.
     pub(super) replies: Option<mpsc::Sender<(FromWorker, Vec<OwnedFd>)>>,
     pub(super) ended: watch::Sender<bool>,
@@ -60,8 +60,8 @@ impl Reader {
                 _ = exit.readable() => break,
             }
         }
-        self.flags.broken.store(true, Ordering::Release);
-        let how = exit_reason_of(&self.process, &self.flags);
+        self.state.broken.store(true, Ordering::Release);
+        let how = exit_reason_of(&self.process, &self.state);
         self.ended.send_replace(true);
         self.send_event(format!("worker {} {how}", self.process.id.pid));
     }
@@ -73,29 +73,29 @@ impl Reader {
                 self.send_event("the kernel closed all connections".to_owned());
             }
             Ok(Some((FromWorker::Fenced, _))) => {
-                self.flags.fenced.store(true, Ordering::Release);
+                self.state.fenced.store(true, Ordering::Release);
                 self.send_event("the volume was fenced by another client".to_owned());
             }
             Ok(Some((FromWorker::Outage { outage }, _))) => {
                 let mut known =
-                    self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    self.state.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                 *known = outage;
                 drop(known);
                 self.send_event("an outage of the backend began, changed or ended".to_owned());
             }
             Ok(Some((FromWorker::SnapshotPending { snapshot }, _))) => {
-                self.flags.snapshot.store(snapshot.unwrap_or(0), Ordering::Release);
+                self.state.snapshot.store(snapshot.unwrap_or(0), Ordering::Release);
                 self.send_event("a snapshot of the volume began or ended".to_owned());
             }
             Ok(Some((FromWorker::SizeChanged { size }, _))) => {
-                self.flags.size.store(size, Ordering::Release);
+                self.state.size.store(size, Ordering::Release);
                 self.send_event(format!("the volume's size is now {size} bytes"));
             }
             // An event of a newer build.
             Ok(Some((FromWorker::Unknown, _))) => {}
             Ok(Some(reply)) => {
                 if let FromWorker::Size { size } = reply.0 {
-                    self.flags.size.store(size, Ordering::Release);
+                    self.state.size.store(size, Ordering::Release);
                 }
                 // At most one command is in progress, so a second answer is a protocol error.
                 if self.replies.as_ref().is_none_or(|replies| replies.try_send(reply).is_err()) {
@@ -109,7 +109,7 @@ impl Reader {
     }
 
     fn close(&mut self, why: &str) -> bool {
-        self.flags.broken.store(true, Ordering::Release);
+        self.state.broken.store(true, Ordering::Release);
         self.replies = None;
         self.send_event(format!("worker {} {why}", self.process.id.pid));
         false
@@ -122,8 +122,8 @@ impl Reader {
 }
 
 /// Returns how a process ended. Takes its exit status at the first call.
-pub(super) fn exit_reason_of<'a>(process: &Process, flags: &'a Flags) -> &'a str {
-    flags.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_EXIT.to_owned()))
+pub(super) fn exit_reason_of<'a>(process: &Process, state: &'a ReportedState) -> &'a str {
+    state.end.get_or_init(|| process.handle.reap().unwrap_or_else(|| UNKNOWN_EXIT.to_owned()))
 }
 
 /// How a worker ended that an earlier daemon started: only its parent gets the exit status.

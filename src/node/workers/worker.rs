@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::link::{Link, watched};
 use super::process::Process;
-use super::reader::{Flags, Reader, WorkerEvent, exit_reason_of};
+use super::reader::{Reader, ReportedState, WorkerEvent, exit_reason_of};
 use crate::planner::WorkerId;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
@@ -26,7 +26,7 @@ pub struct Worker {
     process: Arc<Process>,
     link: Arc<Link>,
     replies: Mutex<mpsc::Receiver<(FromWorker, Vec<OwnedFd>)>>,
-    flags: Arc<Flags>,
+    state: Arc<ReportedState>,
     ended: watch::Receiver<bool>,
     reader: tokio::task::AbortHandle,
 }
@@ -44,21 +44,21 @@ impl Worker {
         let failed = |error| Error::from_io("cannot watch a worker", error);
         let exit = exit_descriptor(&process).map_err(failed)?;
         let link = Arc::new(link);
-        let flags = Arc::new(Flags { size: ready.size.into(), ..Flags::default() });
+        let state = Arc::new(ReportedState { size: ready.size.into(), ..ReportedState::default() });
         let (reply_sender, replies) = mpsc::channel(1);
         let (ended_sender, ended) = watch::channel(false);
         let reader = Reader {
             mapping_id: mapping_id.to_owned(),
             process: Arc::clone(&process),
             link: Arc::clone(&link),
-            flags: Arc::clone(&flags),
+            state: Arc::clone(&state),
             replies: Some(reply_sender),
             ended: ended_sender,
             events,
         };
         let reader = tokio::spawn(reader.run(exit)).abort_handle();
         let replies = Mutex::new(replies);
-        Ok(Self { ready, statistics, process, link, replies, flags, ended, reader })
+        Ok(Self { ready, statistics, process, link, replies, state, ended, reader })
     }
 
     /// Returns the process number and start time.
@@ -78,32 +78,32 @@ impl Worker {
 
     /// Returns whether the channel can no longer be used.
     pub fn is_broken(&self) -> bool {
-        self.flags.broken.load(Ordering::Acquire)
+        self.state.broken.load(Ordering::Acquire)
     }
 
     /// Returns the present outage of the backend.
     pub fn outage(&self) -> Option<Outage> {
-        self.flags.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+        self.state.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
     /// Returns how the process ended. Must be called only after its end.
     pub fn exit_reason(&self) -> String {
-        exit_reason_of(&self.process, &self.flags).to_owned()
+        exit_reason_of(&self.process, &self.state).to_owned()
     }
 
     /// Returns whether another client has fenced the worker's volume.
     pub fn is_fenced(&self) -> bool {
-        self.flags.fenced.load(Ordering::Acquire)
+        self.state.fenced.load(Ordering::Acquire)
     }
 
     /// Returns the number of the snapshot of the volume that waits or is being made.
     pub fn snapshot(&self) -> Option<u64> {
-        Some(self.flags.snapshot.load(Ordering::Acquire)).filter(|number| *number != 0)
+        Some(self.state.snapshot.load(Ordering::Acquire)).filter(|number| *number != 0)
     }
 
     /// Returns the volume's size in bytes, as the worker last reported it.
     pub fn size(&self) -> u64 {
-        self.flags.size.load(Ordering::Acquire)
+        self.state.size.load(Ordering::Acquire)
     }
 
     /// Passes connections to the worker and waits until it serves them.
@@ -147,7 +147,7 @@ impl Worker {
             return Err(worker_gone());
         }
         // Set now and cleared after the answer, so that it stays set if the caller is cancelled.
-        self.flags.broken.store(true, Ordering::Release);
+        self.state.broken.store(true, Ordering::Release);
         let exchange = async {
             self.link.send(&command, &descriptors).await.map_err(channel_broke)?;
             // The copies of the sockets must not keep them open.
@@ -157,7 +157,7 @@ impl Worker {
         let reply = timeout_at(deadline, exchange)
             .await
             .map_err(|_| Error::new(ErrorKind::TimedOut, "the worker did not answer in time"))??;
-        self.flags.broken.store(false, Ordering::Release);
+        self.state.broken.store(false, Ordering::Release);
         match reply {
             (FromWorker::Failed(failure), _) => Err(from_failure(failure)),
             reply => Ok(reply),
