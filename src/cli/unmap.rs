@@ -20,7 +20,7 @@ Examples:
   A device in use is not unmapped; the error names its holders:
     $ cleat unmap data
     cleat: error: data is in use: mounted on /mnt (ext4)
-      repair: umount /mnt; or cleat unmap data --force, which gives up what is not written yet
+      repair: umount /mnt; or cleat unmap data --force, which loses data that is not written yet
 
   The volume does not answer any more, and programs hang:
     $ cleat unmap data --force

@@ -10,7 +10,7 @@ use tonic::Status;
 use crate::context::Context;
 use crate::kernel_calls::KernelLoad;
 use crate::mapping::{Change, Forced, Mapping, Register, View};
-use crate::{devices, find, holders, operations, unlock};
+use crate::{devices, holders, operations, target, unlock};
 use cleat_api::v1 as api;
 use cleat_core::error::Result;
 use cleat_core::policy;
@@ -124,7 +124,7 @@ impl Executor {
     /// Returns `NotFound` if there is none, and also for a device without a record, which can only be
     /// unmapped.
     pub async fn get(&self, target: &str, deadline: Instant) -> Result<Arc<Mapping>> {
-        find::get(&self.context, target, deadline).await
+        target::get(&self.context, target, deadline).await
     }
 
     /// Returns the holders of a device.

@@ -97,7 +97,7 @@ fn describe(holder: &Holder) -> String {
 
 /// Adds the hint to unmap by force to an error of an unmap.
 pub(crate) fn or_by_force(error: Error, name: &str) -> Error {
-    let force = format!("cleat unmap {name} --force, which gives up what is not written yet");
+    let force = format!("cleat unmap {name} --force, which loses data that is not written yet");
     let repair = match error.repair() {
         Some(repair) => format!("{repair}; or {force}"),
         None => force,

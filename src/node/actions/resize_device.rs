@@ -11,10 +11,10 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use crate::context::Context;
-use crate::find::not_mapped;
 use crate::mapping::Guard;
 use crate::planner::{DeviceProperties, Options};
 use crate::records::store;
+use crate::target::not_mapped;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{Policy, RateLimits};
 use cleat_kernel::DeviceIndex;

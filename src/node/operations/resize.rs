@@ -8,12 +8,12 @@ use crate::actions::resize_device::{
     DRAIN_LIMIT, block_size, record_size, request_size, resize_device,
 };
 use crate::context::Context;
-use crate::find::{get, lock_mapped, not_mapped};
 use crate::holders::check_unused;
 use crate::kernel_calls::COMMAND_TIMEOUT;
 use crate::mapping::{Guard, Mapping, View};
 use crate::planner::{ObservedDevice, State};
 use crate::reconcile::reconcile;
+use crate::target::{get, lock_mapped, not_mapped};
 use crate::workers::Worker;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::ToWorker;

@@ -3,10 +3,10 @@
 use tokio::time::Instant;
 
 use crate::context::Context;
-use crate::find::{get, lock_mapped};
 use crate::mapping::View;
 use crate::records::store;
 use crate::status::publish;
+use crate::target::{get, lock_mapped};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy;
 use cleat_worker_protocol::protocol::ToWorker;
@@ -24,7 +24,7 @@ pub(crate) async fn set_fault(
 ) -> Result<()> {
     let mapping = get(cx, target, deadline).await?;
     let guard = lock_mapped(&mapping).await?;
-    let worker = guard.worker.as_ref().ok_or_else(|| crate::find::not_mapped(&mapping))?;
+    let worker = guard.worker.as_ref().ok_or_else(|| crate::target::not_mapped(&mapping))?;
     let command = ToWorker::SetFault { plan: plan.to_owned() };
     mapping.until_forced(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
 }

@@ -6,13 +6,13 @@ use tokio::time::Instant;
 
 use super::orphans::disconnect_orphan;
 use crate::context::Context;
-use crate::find::{Target, find};
 use crate::mapping::Guard;
 use crate::planner::Intent;
 use crate::reconcile::take_down;
 use crate::records::store;
 use crate::retry::after_failure;
 use crate::status::publish;
+use crate::target::{Target, find};
 use cleat_core::error::{ErrorKind, Result};
 
 /// Removes a mapping or an orphan. Returns whether there was one.
