@@ -51,8 +51,8 @@ impl Workers {
         Self { launcher, sockets: ControlSockets::new(directory), log, events }
     }
 
-    /// Returns the identity of the executable that new workers run, see `cleat_worker_protocol::version::binary_id`.
-    /// Empty: unknown.
+    /// Returns the identity of the executable that new workers run, see
+    /// `cleat_worker_protocol::version::binary_id`. Empty: unknown.
     pub fn binary(&self) -> String {
         self.launcher.binary()
     }

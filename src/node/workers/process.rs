@@ -55,8 +55,8 @@ pub trait Launcher: Send + Sync {
     /// Returns an error if the state of the process cannot be determined.
     fn find(&self, id: WorkerId) -> Result<Option<Process>>;
 
-    /// Returns the identity of the executable that new workers run, see `cleat_worker_protocol::version::binary_id`.
-    /// Empty: unknown.
+    /// Returns the identity of the executable that new workers run, see
+    /// `cleat_worker_protocol::version::binary_id`. Empty: unknown.
     fn binary(&self) -> String {
         String::new()
     }

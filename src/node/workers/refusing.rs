@@ -22,14 +22,14 @@ use cleat_worker_protocol::version::ProtocolVersions;
 pub struct RefusingWorker {
     /// The worker, as the supervisor exchanges messages with it.
     pub(crate) worker: Worker,
-    /// Whether it has got the connections of the device.
+    /// Whether the worker has received the connections of the device.
     pub(crate) has_connections: bool,
-    /// Ends and reaps the process, last.
+    /// Ends and reaps the process. The last field, so that it is dropped last.
     _process: EndedOnDrop,
 }
 
 impl RefusingWorker {
-    /// Whether it answers the requests of the device.
+    /// Returns whether the worker answers the requests of the device.
     pub(crate) fn serves(&self) -> bool {
         self.has_connections && !self.worker.has_ended()
     }
@@ -69,7 +69,7 @@ impl Workers {
     }
 }
 
-/// Kills its process when it is dropped, and reaps it in the background.
+/// Kills the process on drop, and reaps it in the background.
 struct EndedOnDrop(Arc<Process>);
 
 impl Drop for EndedOnDrop {

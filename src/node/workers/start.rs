@@ -32,7 +32,7 @@ impl Launched {
         self.process.id
     }
 
-    /// The process, and the supervisor's end of its channel.
+    /// Returns the process and the supervisor's end of its channel.
     pub(super) fn into_parts(self) -> (Process, Link) {
         (self.process, self.link)
     }
@@ -201,6 +201,7 @@ impl Workers {
     }
 }
 
+/// Receives the answer of a worker to its first message, and compares the protocol versions.
 pub(super) async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), NotOpened> {
     use NotOpened::{Broken, Refused};
     match link.receive().await.map_err(|error| Broken(channel_broke(error)))? {

@@ -121,8 +121,8 @@ impl Worker {
     /// taken for that of the next command.
     ///
     /// # Errors
-    /// Returns the error that the worker reports, `TimedOut` after `deadline`, and `Unavailable` if the worker
-    /// has ended or the channel is broken.
+    /// Returns the error that the worker reports, `TimedOut` after `deadline`, and `Unavailable` if the
+    /// worker has ended or the channel is broken.
     pub async fn call(
         &self,
         command: ToWorker,
