@@ -27,6 +27,7 @@ mod extents;
 mod fence;
 mod image;
 mod mirror;
+mod pause;
 mod permissions;
 mod pool_space;
 mod queue;

@@ -5,9 +5,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cleat_backend::Waker;
 
-use crate::background::Pause;
 use crate::claim::record::Claim;
 use crate::encryption::ENCRYPTED_BLOCK;
+use crate::pause::Pause;
 use crate::permissions::MissingCaps;
 use crate::pool_space::PoolSpace;
 

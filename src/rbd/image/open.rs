@@ -12,11 +12,12 @@ use cleat_core::volume::{BlockSizes, Features};
 
 use super::RbdImage;
 use super::close::Handles;
-use crate::background::{Background, Pause};
+use crate::background::Background;
 use crate::claim::decision::Purpose;
 use crate::connection::{load_library, open_library};
 use crate::encryption::{self, ENCRYPTED_BLOCK, Passphrases};
 use crate::errors::{self, open_error};
+use crate::pause::Pause;
 use crate::permissions::{self, MissingCaps};
 use crate::pool_space::PoolSpace;
 use crate::quiesce::Snapshots;
