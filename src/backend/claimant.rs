@@ -112,11 +112,11 @@ mod tests {
         let mut child = std::process::Command::new("/bin/true").spawn().unwrap();
         let pid = child.id();
         child.wait().unwrap();
-        let gone = ProcessMark { pid, ..own };
-        assert!(gone.has_ended(Some(&own)));
-        assert!(!gone.has_ended(None));
+        let ended = ProcessMark { pid, ..own };
+        assert!(ended.has_ended(Some(&own)));
+        assert!(!ended.has_ended(None));
         let elsewhere = ProcessMark { pid_namespace: 1, ..own };
-        assert!(!gone.has_ended(Some(&elsewhere)));
+        assert!(!ended.has_ended(Some(&elsewhere)));
         // No process ever has this number.
         assert!(ProcessMark { pid: u32::MAX, ..own }.has_ended(Some(&own)));
     }

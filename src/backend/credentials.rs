@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 /// as an argument, in the environment, in a record or in a log. A worker can receive new credentials
 /// while it runs: [`RenewCredentials`](crate::RenewCredentials).
 ///
-/// What `rbd:` volumes do today: no secret is passed between processes. The confined worker opens the
+/// The existing backends pass no secret between processes. For `rbd:` volumes the confined worker opens the
 /// files that the URI names (`passphrase_file=`, `keyring=`) by their paths, which its confinement allows
 /// it to read ([`Confinement::BeforeOpen`](crate::Confinement::BeforeOpen)). The worker reads a passphrase
 /// into this type; librados reads the keyring by itself and keeps the key in its own memory.

@@ -1,46 +1,13 @@
-//! The interface between a volume and what stores it. It has two halves: [`Image`] controls an open
-//! volume, and there is one per volume; [`ImageQueue`] carries data, and there is one per connection
-//! thread.
+//! The interface to the storage of a volume, and the backends that need no library. The interface has two
+//! halves: [`Image`] controls an open volume, and there is one per volume; [`ImageQueue`] carries data, and
+//! there is one per connection thread.
 //!
 //! A queue receives a [`Request`] with its buffer, and returns the result with the buffer. A backend may
 //! complete a request at once (memory), on the caller's ring (files), or on threads of its own (librbd, an
 //! async runtime), which report the completion through a [`Completer`].
 //!
-//! # Requests
-//!
-//! A queue receives checked requests: in range, aligned to `BlockSizes::minimum`, with a payload of at
-//! most `BlockSizes::maximum`, and without modifications of a read-only volume. `tests/conformance` checks
-//! the following rules for every backend:
-//!
-//! - A completed write is visible to every later read on any queue of the volume. A FLUSH completes
-//!   when every write that *completed* before the flush started is durable. A write with FUA is durable
-//!   when it completes.
-//! - TRIM may do nothing, or make the range (or parts of it) read as zeroes. A range that has read as
-//!   zeroes never shows its old content again. WRITE_ZEROES always makes the range read as zeroes;
-//!   with `fast_zero` it fails with `Unsupported` where it would be slow; with `no_hole` the range stays
-//!   allocated.
-//! - After a request has ended with `Fenced`, every later one does, and nothing more is written until the
-//!   volume is opened again.
-//! - The caller may start a request again that ended with `Retry` ([`IoError::Retry`] states the
-//!   guarantee). The payload of a write is then unchanged.
-//! - Every request that was started completes exactly once, with its buffer, or its queue is dropped
-//!   first, when a connection is cut off. The caller then no longer waits for it, but its buffer must not
-//!   be freed while a foreign thread may access it. (The ring keeps the buffers of its operations, and it
-//!   outlives the queue.)
-//!
-//! # Volumes
-//!
-//! - **Acknowledged data never lives only in the worker's private memory.** A backend either completes a
-//!   write when the data survives the death of the worker (`SIGKILL` at any moment), or it reports
-//!   `keeps_acknowledged_writes: false` in [`Image::features`]. A volume of the second kind loses its
-//!   device with its worker: the supervisor never starts a new worker for the device, and every request
-//!   fails until the mapping is removed. The power failure of the node is another matter: it may take
-//!   every write that no FLUSH or FUA has covered.
-//! - **Work without a request can be stopped.** A backend that works on threads of its own while no request
-//!   is in flight (to check a claim, to upload, to collect garbage) has the capability
-//!   [`BackgroundWork`].
-//! - **A volume can be fenced without opening it**, within a deadline; see [`fence`].
-//! - **Secrets are [`Credentials`]**, never text in a URI, an argument, the environment, a record or a log.
+//! The contract of a volume is part of the documentation of [`Image`], that of requests of [`ImageQueue`].
+//! `tests/conformance` checks it for every backend.
 
 mod capability;
 pub mod claimant;
@@ -109,6 +76,20 @@ pub enum Started {
 ///
 /// The trait has the operations that every backend supports. Every other operation is a capability, which
 /// a backend returns as `Some` or does not have.
+///
+/// # Contract
+///
+/// - **Acknowledged data never lives only in the worker's private memory.** A backend either completes a
+///   write when the data survives the death of the worker (`SIGKILL` at any moment), or it reports
+///   `keeps_acknowledged_writes: false` in [`Image::features`]. A device of a volume of the second kind
+///   cannot be served by another worker: when its worker dies, the supervisor never opens the volume for it
+///   again, and every request fails until the mapping is removed. In both cases a power failure of the
+///   node may lose every write that no FLUSH or FUA has covered.
+/// - **Work without a request can be stopped.** A backend that works on threads of its own while no request
+///   is in flight (to check a claim, to upload, to collect garbage) has the capability
+///   [`BackgroundWork`].
+/// - **A volume can be fenced without opening it**, within a deadline; see [`fence`].
+/// - **Secrets are [`Credentials`]**, never text in a URI, an argument, the environment, a record or a log.
 pub trait Image: Send + Sync {
     /// Returns the last known size in bytes, a multiple of `block_sizes().minimum`. Never blocks.
     fn size(&self) -> u64;
@@ -215,6 +196,27 @@ pub trait Image: Send + Sync {
 
 /// The data half of an open volume, which one connection thread uses. No call blocks, logs, or allocates
 /// without a bound.
+///
+/// # Contract
+///
+/// A queue receives checked requests: in range, aligned to `BlockSizes::minimum`, with a payload of at
+/// most `BlockSizes::maximum`, and without modifications of a read-only volume. The rules:
+///
+/// - A completed write is visible to every later read on any queue of the volume. A FLUSH completes
+///   when every write that *completed* before the flush started is durable. A write with FUA is durable
+///   when it completes.
+/// - TRIM may do nothing, or make the range (or parts of it) read as zeroes. A range that has read as
+///   zeroes never shows its old content again. WRITE_ZEROES always makes the range read as zeroes;
+///   with `fast_zero` it fails with `Unsupported` where it would be slow; with `no_hole` the range stays
+///   allocated.
+/// - After a request has ended with `Fenced`, every later one does, and nothing more is written until the
+///   volume is opened again.
+/// - The caller may start a request again that ended with `Retry` ([`IoError::Retry`] states the
+///   guarantee). The payload of a write is then unchanged.
+/// - Every request that was started completes exactly once, with its buffer, or its queue is dropped
+///   first, when a connection is cut off. The caller then no longer waits for it, but its buffer must not
+///   be freed while a foreign thread may access it. (The ring keeps the buffers of its operations, and it
+///   outlives the queue.)
 pub trait ImageQueue {
     /// Starts `request` under the number `id`, which no other request in flight has. `buffer` holds the
     /// payload of a write, or receives the data of a read (its length is the request's); it is `None` for

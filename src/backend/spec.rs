@@ -136,8 +136,8 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the size in bytes that the volume is created with when it is missing, where the URI asks
-    /// for that.
+    /// Returns the size in bytes with which a missing volume is created; `None` if the URI does not request
+    /// that.
     fn creation_size(&self) -> Option<u64> {
         None
     }
@@ -211,12 +211,12 @@ pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
     fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>>;
 }
 
-/// How a volume is opened, beyond what its URI says.
+/// How a volume is opened, in addition to the options of its URI.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OpenOptions {
     /// Open the volume without a claim, and never write to it.
     pub read_only: bool,
-    /// The identity of the claim, where a volume has a claim that outlives processes.
+    /// The identity of the claim. Backends whose claims end with the process ignore it.
     pub claimant: Claimant,
     /// Announce snapshots ([`SnapshotQuiesce`](crate::SnapshotQuiesce)). A backend without snapshots ignores
     /// it.

@@ -43,7 +43,7 @@ pub(super) struct Plan {
 
 /// The fault of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Fate {
+pub(super) struct RequestFault {
     /// The delay; `None` until the plan is replaced.
     pub(super) delay: Option<Duration>,
     /// The error after the delay; `None` if the request is then served.
@@ -106,22 +106,22 @@ impl Plan {
     }
 
     /// Returns the fault of the volume's request number `number`; `None` if it has none.
-    pub(super) fn fate(&self, number: u64, request: &Request) -> Option<Fate> {
+    pub(super) fn fault_of(&self, number: u64, request: &Request) -> Option<RequestFault> {
         let delayed = !self.latency.is_zero() || !self.jitter.is_zero();
-        if !(delayed || self.hang || self.error.is_some()) || !self.concerns(request) {
+        if !(delayed || self.hang || self.error.is_some()) || !self.affects(request) {
             return None;
         }
-        let draw = mix(self.seed ^ mix(number));
-        if self.rate.is_some_and(|rate| draw % u64::from(MILLION) >= u64::from(rate)) {
+        let random = mix(self.seed ^ mix(number));
+        if self.rate.is_some_and(|rate| random % u64::from(MILLION) >= u64::from(rate)) {
             return None;
         }
         let jitter = micros(self.jitter);
-        let extra = if jitter == 0 { 0 } else { mix(draw) % (jitter + 1) };
+        let extra = if jitter == 0 { 0 } else { mix(random) % (jitter + 1) };
         let delay = (!self.hang).then(|| self.latency + Duration::from_micros(extra));
-        Some(Fate { delay, error: self.error })
+        Some(RequestFault { delay, error: self.error })
     }
 
-    fn concerns(&self, request: &Request) -> bool {
+    fn affects(&self, request: &Request) -> bool {
         let bit = Op::ALL.iter().position(|op| *op == request.op).unwrap_or(0);
         if self.ops != 0 && self.ops & 1 << bit == 0 {
             return false;
@@ -163,7 +163,7 @@ fn delay(options: &mut Options, key: &str) -> Result<Duration> {
     if delay > MAX_DELAY {
         return Err(invalid(format!("{key} is at most 1h")).with_repair("use hang=true"));
     }
-    // A microsecond is as fine as timers are; and so the canonical text loses nothing.
+    // Rounded to microseconds, the resolution of the canonical text and of the timers.
     Ok(Duration::from_micros(micros(delay)))
 }
 
@@ -228,20 +228,20 @@ mod tests {
     #[test]
     fn a_plan_affects_only_the_requests_that_it_names() {
         let plan: Plan = "error=nospace&ops=write,trim&from=1M&to=2M".parse().unwrap();
-        let fails = |op, offset, length| plan.fate(0, &request(op, offset, length)).is_some();
+        let fails = |op, offset, length| plan.fault_of(0, &request(op, offset, length)).is_some();
         assert!(fails(Op::Write, 1 << 20, 512));
         assert!(fails(Op::Trim, (1 << 20) - 1, 2));
         assert!(!fails(Op::Write, (1 << 20) - 512, 512));
         assert!(!fails(Op::Write, 2 << 20, 512));
         assert!(!fails(Op::Read, 1 << 20, 512));
-        assert_eq!(Plan::default().fate(0, &request(Op::Read, 0, 1)), None);
+        assert_eq!(Plan::default().fault_of(0, &request(Op::Read, 0, 1)), None);
     }
 
     #[test]
     fn the_seed_determines_which_requests_fail_at_a_given_rate() {
         let hits = |text: &str| -> Vec<u64> {
             let plan: Plan = text.parse().unwrap();
-            (0..10_000).filter(|n| plan.fate(*n, &request(Op::Read, 0, 1)).is_some()).collect()
+            (0..10_000).filter(|n| plan.fault_of(*n, &request(Op::Read, 0, 1)).is_some()).collect()
         };
         let first = hits("error=broken&rate=0.1&seed=42");
         assert!((800..1200).contains(&first.len()), "{}", first.len());

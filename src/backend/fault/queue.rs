@@ -20,10 +20,10 @@ pub(super) struct FaultQueue {
     plan: Arc<Plan>,
     plan_number: u64,
     /// Delayed requests. The connection's limit of requests in flight bounds them.
-    held: Vec<Held>,
+    delayed: Vec<Delayed>,
 }
 
-struct Held {
+struct Delayed {
     id: RequestId,
     request: Request,
     buffer: Option<Buffer>,
@@ -39,7 +39,7 @@ impl FaultQueue {
     ) -> Self {
         let plan_number = shared.plan_number.load(Ordering::Acquire);
         let plan = Arc::clone(&lock(&shared.plan));
-        Self { inner, shared, timer, completer, plan, plan_number, held: Vec::new() }
+        Self { inner, shared, timer, completer, plan, plan_number, delayed: Vec::new() }
     }
 
     fn take_plan(&mut self) {
@@ -94,17 +94,17 @@ impl ImageQueue for FaultQueue {
     ) -> Started {
         self.take_plan();
         let number = self.shared.requests.fetch_add(1, Ordering::Relaxed);
-        let Some(fate) = self.plan.fate(number, &request) else {
+        let Some(fault) = self.plan.fault_of(number, &request) else {
             return self.proceed(id, request, buffer, None, ring);
         };
-        match fate.delay {
+        match fault.delay {
             Some(delay) if delay.is_zero() => {
-                return self.proceed(id, request, buffer, fate.error, ring);
+                return self.proceed(id, request, buffer, fault.error, ring);
             }
             Some(delay) => self.timer.complete_at(SystemClock.now() + delay, &self.completer, id),
             None => self.shared.complete_with_next_plan(self.plan_number, &self.completer, id),
         }
-        self.held.push(Held { id, request, buffer, error: fate.error });
+        self.delayed.push(Delayed { id, request, buffer, error: fault.error });
         Started::Pending
     }
 
@@ -121,10 +121,10 @@ impl ImageQueue for FaultQueue {
         ring: &mut Ring,
         done: &mut Vec<(RequestId, Outcome)>,
     ) {
-        let Some(index) = self.held.iter().position(|held| held.id == id) else {
+        let Some(index) = self.delayed.iter().position(|delayed| delayed.id == id) else {
             return self.inner.on_completion(id, outcome, ring, done);
         };
-        let Held { id, request, buffer, error } = self.held.swap_remove(index);
+        let Delayed { id, request, buffer, error } = self.delayed.swap_remove(index);
         if let Started::Done(outcome) = self.proceed(id, request, buffer, error, ring) {
             done.push((id, outcome));
         }

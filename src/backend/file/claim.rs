@@ -80,15 +80,15 @@ pub(super) fn retry_while_busy<T>(
 /// Returns the process that has a lock on `file`, from `/proc/PID/fdinfo`; `None` if there is none, or if
 /// this process may not read the files of the holder.
 pub(super) fn lock_holder(file: &File) -> Option<String> {
-    let ours = file.metadata().ok()?;
+    let wanted = file.metadata().ok()?;
     let processes = fs::read_dir("/proc").ok()?.flatten().take(MAX_PROCESSES);
     for process in processes {
         let pid = process.file_name();
         let Some(pid) = pid.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
         let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
         for descriptor in descriptors.flatten() {
-            let Ok(theirs) = fs::metadata(descriptor.path()) else { continue };
-            if (theirs.dev(), theirs.ino()) != (ours.dev(), ours.ino()) {
+            let Ok(found) = fs::metadata(descriptor.path()) else { continue };
+            if (found.dev(), found.ino()) != (wanted.dev(), wanted.ino()) {
                 continue;
             }
             let number = descriptor.file_name();

@@ -12,7 +12,7 @@ use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
 
-/// The length in bytes of one write of zeroes, where zeroes have to be written.
+/// The length in bytes of one write of zeroes, if zeroes have to be written.
 const ZEROES: usize = 256 << 10;
 
 /// The length in bytes of one `fallocate` that may have to write zeroes: it occupies a kernel thread and
@@ -25,7 +25,7 @@ const MAX_READ_AHEAD: u64 = 8 << 20;
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// What the queues of a file have found out about it.
+/// The properties of a file that all its queues share, and that failed attempts have shown.
 #[derive(Debug)]
 pub(super) struct Abilities {
     device: bool,
