@@ -1,9 +1,12 @@
 //! A volume without content for the tests of this crate; a test sets how it behaves.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use cleat_backend::{Completer, Image, ImageQueue, Resize, SnapshotQuiesce, Waker};
+use cleat_backend::{
+    BackgroundWork, Completer, Image, ImageQueue, Resize, RunningTask, SnapshotQuiesce, Waker,
+};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_sys::ring::Ring;
@@ -13,6 +16,13 @@ pub(super) struct FakeImage {
     size: AtomicU64,
     /// A read of the size waits for this lock.
     pub(super) turn: Mutex<()>,
+    /// How often the size of the volume should be read.
+    size_check_interval: Option<Duration>,
+    /// How often the size was read.
+    pub(super) size_reads: AtomicU64,
+    /// The tasks that do not stop; `None` for a backend without background work.
+    background: Option<Vec<RunningTask>>,
+    background_stopped: AtomicBool,
     /// Whether it has the capability to announce snapshots.
     announces_snapshots: bool,
     /// The snapshot that waits.
@@ -22,6 +32,20 @@ pub(super) struct FakeImage {
 }
 
 impl FakeImage {
+    /// A volume whose backend requests that the size is read at an interval.
+    pub(super) fn with_size_checks(interval: Duration) -> Self {
+        Self { size_check_interval: Some(interval), ..Self::default() }
+    }
+
+    /// A volume whose backend has background work, of which these tasks do not stop.
+    pub(super) fn with_background(running: Vec<RunningTask>) -> Self {
+        Self { background: Some(running), ..Self::default() }
+    }
+
+    pub(super) fn background_is_stopped(&self) -> bool {
+        self.background_stopped.load(Ordering::SeqCst)
+    }
+
     /// A volume whose backend announces snapshots.
     pub(super) fn with_snapshots() -> Self {
         Self { announces_snapshots: true, ..Self::default() }
@@ -47,11 +71,20 @@ impl Image for FakeImage {
 
     fn refresh_size(&self) -> Result<u64> {
         let _turn = self.turn.lock().unwrap();
+        self.size_reads.fetch_add(1, Ordering::SeqCst);
         Ok(self.size())
+    }
+
+    fn size_check_interval(&self) -> Option<Duration> {
+        self.size_check_interval
     }
 
     fn resize(&self) -> Option<&dyn Resize> {
         Some(self)
+    }
+
+    fn background(&self) -> Option<&dyn BackgroundWork> {
+        self.background.is_some().then_some(self as &dyn BackgroundWork)
     }
 
     fn snapshot_quiesce(&self) -> Option<&dyn SnapshotQuiesce> {
@@ -63,6 +96,17 @@ impl Resize for FakeImage {
     fn grow(&self, size: u64) -> Result<()> {
         self.size.store(size, Ordering::SeqCst);
         Ok(())
+    }
+}
+
+impl BackgroundWork for FakeImage {
+    fn stop(&self, _: Instant) -> Vec<RunningTask> {
+        self.background_stopped.store(true, Ordering::SeqCst);
+        self.background.clone().unwrap_or_default()
+    }
+
+    fn restart(&self) {
+        self.background_stopped.store(false, Ordering::SeqCst);
     }
 }
 

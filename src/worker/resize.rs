@@ -196,6 +196,7 @@ fn unsupported(message: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
     use std::time::Duration;
 
     use cleat_backend::Resize;
@@ -228,6 +229,19 @@ mod tests {
         // As a backend does that gets notifications of changes.
         image.grow(8192).unwrap();
         assert_eq!((resizer.change(), resizer.change()), (Some(8192), None));
+    }
+
+    #[test]
+    fn the_size_is_read_at_the_interval_of_the_backend() {
+        let image = Arc::new(FakeImage::with_size_checks(Duration::from_millis(1)));
+        let waker = Waker::new().unwrap();
+        let resizer = Resizer::start(image.clone(), waker).unwrap();
+        let deadline = SystemClock.now() + Duration::from_secs(10);
+        while image.size_reads.load(Ordering::SeqCst) < 3 {
+            assert!(SystemClock.now() < deadline, "the size is not read");
+            std::thread::yield_now();
+        }
+        drop(resizer);
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! Without a supervisor and without connections it ends after 10 minutes.
 
 mod adoption;
+mod background;
 mod commands;
 mod connections;
 mod fence_monitor;

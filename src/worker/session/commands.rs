@@ -113,12 +113,16 @@ impl Session {
             }
             ToWorker::FailIo { fail: true } => {
                 tracing::warn!("every request fails from now on, by the supervisor's command");
-                let at_backend = self.connections.server.fail_all_io(FAIL_TIMEOUT)?;
+                let deadline = self.clock.now() + FAIL_TIMEOUT;
+                let requests = self.connections.server.fail_all_io(FAIL_TIMEOUT)?;
                 // A change of the volume's size is a request to the backend, too.
-                Ok(FromWorker::IoFails { at_backend: at_backend + self.resizer.unanswered() })
+                let at_backend =
+                    requests + self.resizer.unanswered() + self.stop_background(deadline);
+                Ok(FromWorker::IoFails { at_backend })
             }
             ToWorker::FailIo { fail: false } => {
                 self.connections.server.set_fail_io(false);
+                self.restart_background();
                 Ok(FromWorker::Done)
             }
             ToWorker::Quiesced { snapshot, errno } => {

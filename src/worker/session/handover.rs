@@ -91,7 +91,21 @@ impl Session {
             return Err(Error::new(ErrorKind::Unavailable, message)
                 .with_repair("hand the volume over when its backend answers again"));
         }
-        let limit = Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into());
+        self.stop_background_for_handover()?;
+        let released =
+            self.pause_and_release(Duration::from_millis(limit_ms.min(MAX_LIMIT_MS).into()));
+        if released.is_err() {
+            self.restart_background();
+            return released;
+        }
+        self.page.offer_handover(generation);
+        self.offer = Some(Offer::new(generation, self.clock.now()));
+        released
+    }
+
+    /// Pauses the connections within `limit` and releases the claim of the volume, or fails and resumes the
+    /// connections.
+    fn pause_and_release(&self, limit: Duration) -> Result<Answer> {
         let paused = self.connections.server.pause(limit)?;
         let packed = pack(paused).and_then(|(unread, descriptors)| {
             Ok((
@@ -101,10 +115,7 @@ impl Session {
         });
         if packed.is_err() {
             self.connections.server.resume();
-            return packed;
         }
-        self.page.offer_handover(generation);
-        self.offer = Some(Offer::new(generation, self.clock.now()));
         packed
     }
 
@@ -169,6 +180,7 @@ impl Session {
                 // Every later request fails with the same error.
                 tracing::error!(error = %error.report(), "the volume cannot be claimed again");
             }
+            self.restart_background();
             self.connections.server.resume();
             tracing::info!("the handover was cancelled; this worker continues to serve the device");
             return Next::Continue;
