@@ -1,4 +1,4 @@
-//! `cleat fence`: who may write to a volume, as its storage has it, and who may not any more.
+//! `cleat fence`: lists the clients of a volume in its storage, fences them and removes the fence.
 
 use std::time::{Duration, Instant};
 
@@ -14,20 +14,20 @@ use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_node::config::Config;
 
-/// How long one call to the storage may take.
+/// The timeout of one call to the storage.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Who writes to it, who did, and who is cut off?
+  List the present and former writers, and the fenced clients:
     $ cleat fence ls rbd:volumes/db
 
-  A node hangs, and nobody can say what it still writes. What would be done, then do it:
+  A node hangs and may still write. Show the consequences, then fence its client:
     $ cleat fence add rbd:volumes/db
     $ cleat fence add rbd:volumes/db --yes
     $ cleat map rbd:volumes/db
 
-  The node is back, restarted; take its old client off the blocklist, on that node:
+  The node was restarted; on that node, remove its old client from the blocklist:
     $ cleat fence clear 'rbd:volumes/db?id=admin' 10.0.0.7:0/3519840207
 ";
 
@@ -35,19 +35,19 @@ const LS_EXAMPLES: &str = "\
 Examples:
     $ cleat fence ls rbd:volumes/db
 
-  The address of whoever holds the claim:
+  Print the address of the client with the claim:
     $ cleat fence ls rbd:volumes/db -o json | jq -r '.clients[] | select(.claim == \"held\").address'
 ";
 
 const ADD_EXAMPLES: &str = "\
 Examples:
-  What would be done:
+  Show the consequences:
     $ cleat fence add rbd:volumes/db
 
-  Cut off whoever may write to it now:
+  Fence the clients that may write to it now:
     $ cleat fence add rbd:volumes/db --yes
 
-  One client, as cleat fence ls shows it:
+  Fence one client, by its address in cleat fence ls:
     $ cleat fence add rbd:volumes/db --address 10.0.0.7:0/3519840207 --yes
 ";
 
@@ -56,9 +56,9 @@ Examples:
     $ cleat fence clear 'rbd:volumes/db?id=admin' 10.0.0.7:0/3519840207
 ";
 
-/// Show who may write to a volume, cut clients off, let them in again
+/// List the clients of a volume, fence them, and remove the fence
 ///
-/// Works on the storage itself (rbd: volumes), with the rights of whoever runs it; the daemon is not
+/// Works directly on the storage (rbd: volumes) with the rights of the calling user; the daemon is not
 /// needed.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
@@ -74,7 +74,7 @@ enum Command {
     Clear(Clear),
 }
 
-/// Show the clients of a volume: claims, lock, who has it open, who is cut off
+/// List the clients of a volume with their claims, locks, watches and blocklist entries
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "list", after_long_help = LS_EXAMPLES)]
 struct Ls {
@@ -83,30 +83,30 @@ struct Ls {
     uri: VolumeUri,
 }
 
-/// Cut off whoever may write to a volume, for five years
+/// Fence the clients that may write to a volume, for five years
 ///
-/// The client's mapping never writes to the volume again, and everybody else may map it. What the
-/// client has not written yet is lost, and what is mounted on it fails. Without --yes this only says
-/// what would be done.
+/// The client's mapping never writes to the volume again, and any other client may map it. Data that the
+/// client has not yet written is lost, and file systems on its device fail. Without --yes the command only
+/// shows the consequences.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = ADD_EXAMPLES)]
 struct Add {
     /// The volume
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
-    /// Only this client, IP:PORT/NONCE as shown by `cleat fence ls`
+    /// Fence only this client: IP:PORT/NONCE as shown by `cleat fence ls`
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
-    /// Do it
+    /// Fence the clients
     #[arg(long)]
     yes: bool,
 }
 
-/// Let a client in again that is proved gone
+/// Remove a client from the blocklist if it is proved to have ended
 ///
-/// Proved gone is a client that has let go of the volume in order, or whose claim was taken over and
-/// whose node was restarted since, or whose process has ended on this node. All others are refused:
-/// an entry that stays does no harm, since a new client has a new address.
+/// A client is proved to have ended if it has released the volume; or if its claim was taken over, and
+/// since then its node was restarted or its process on this node has ended. Any other client is refused: an
+/// entry that stays does no harm, because a new client has a new address.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CLEAR_EXAMPLES)]
 struct Clear {
@@ -139,7 +139,7 @@ struct Cleared {
 /// Runs the command.
 ///
 /// # Errors
-/// What the storage gives.
+/// Returns the storage's error.
 pub(super) fn run(globals: &Globals, args: Fence) -> Result<()> {
     match args.command {
         Command::Ls(args) => ls(globals, &args),
@@ -200,11 +200,11 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
     let targets = fence.targets(args.address.as_deref(), deadline())?;
     if !args.yes {
         let consequences: Vec<&str> = targets.iter().map(|target| &*target.consequence).collect();
-        let message = format!("nothing was done; with --yes, {}", consequences.join("; "));
+        let message = format!("nothing was changed; with --yes, {}", consequences.join("; "));
         return Err(Error::new(ErrorKind::InvalidArgument, message)
-            .with_repair("repeat it with --yes if that is what you want"));
+            .with_repair("repeat the command with --yes to do this"));
     }
-    // Told, since that is what the command is for; and it has a mapping id of its own.
+    // The command is the explicit request for a takeover. The claimant has its own mapping id.
     let claimant = Claimant { take_over: true, ..here()? };
     fence.fence(&targets, &claimant, deadline())?;
     let cut_off: Vec<String> = targets.into_iter().map(|target| target.client.address).collect();
@@ -221,16 +221,17 @@ fn clear(globals: &Globals, args: Clear) -> Result<()> {
         return output::json(&Cleared { volume, address: args.address, changed });
     }
     if !changed {
-        output::note(&format!("{} is not cut off", args.address));
+        output::note(&format!("{} is not on the blocklist", args.address));
     }
     Ok(())
 }
 
-/// The deadline of a call to the storage that begins now.
+/// Returns the deadline of a call to the storage that starts now.
 fn deadline() -> Instant {
     SystemClock.now() + CALL_TIMEOUT
 }
 
+/// Returns the identity of this process on this node.
 fn here() -> Result<Claimant> {
     Claimant::alone(&Config::load(None)?.node_name, false)
 }
@@ -240,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_manual_has_every_field() {
+    fn the_manual_lists_every_field() {
         let client = serde_json::to_value(Client::default()).expect("it is JSON");
         for field in client.as_object().expect("an object").keys() {
             assert!(super::super::man::JSON.contains(field), "{field}");

@@ -1,4 +1,4 @@
-//! `cleat volume`: volumes where they are kept, without daemon and device.
+//! `cleat volume`: manages volumes in their storage, without the daemon and without a device.
 
 mod change;
 mod show;
@@ -20,31 +20,31 @@ use cleat_node::config::Config;
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  Make an RBD image, and a device of it:
+  Create an RBD image, and map it to a device:
     $ cleat volume create rbd:volumes/data 10G
     $ cleat map rbd:volumes/data
 
-  A snapshot while it is mapped, and a writable clone of that:
+  Take a snapshot while it is mapped, and create a writable clone of it:
     $ cleat volume snapshot create rbd:volumes/data@monday
     $ cleat volume clone rbd:volumes/data@monday rbd:volumes/copy
 
-  What is there, and what is known of one:
+  List volumes, and show one of them:
     $ cleat volume list rbd:volumes --long
     $ cleat volume info rbd:volumes/data
 
-  Away with it, and back:
+  Remove a volume, and restore it:
     $ cleat volume remove rbd:volumes/data
     $ cleat volume trash restore rbd:volumes/data
 
-  Another cluster or another user stand in the volume's options, as for map:
+  Use another cluster and another user (the volume's options are those of map):
     $ cleat volume list 'rbd:volumes?conf=/etc/ceph/b.conf&id=backup'
 ";
 
-/// Make, list, resize, clone and remove volumes and their snapshots
+/// Create, list, resize, clone and remove volumes and their snapshots
 ///
-/// Works on the storage itself, with the rights of whoever runs it, as `rbd` does; the daemon is not
-/// needed. For RBD images and, as far as they can, for files. Repeating a command is safe: what is
-/// already as it was wanted succeeds, and says so.
+/// Works directly on the storage with the rights of the calling user, like `rbd`; the daemon is not
+/// needed. Supports RBD images and, with fewer operations, files. Repeating a command is safe: if nothing
+/// has to be changed, the command succeeds and reports it.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Volume {
@@ -72,10 +72,10 @@ struct Changed<'a> {
     changed: bool,
 }
 
-/// Runs the command; returns the exit code.
+/// Runs the command and returns the exit code.
 ///
 /// # Errors
-/// What the storage gives.
+/// Returns the storage's error.
 pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
     match args.command {
         Command::Create(args) => change::create(globals, args),
@@ -91,27 +91,28 @@ pub(super) fn run(globals: &Globals, args: Volume) -> Result<u8> {
     .map(|()| super::exit::OK)
 }
 
-/// What takes data from under those who may write: as this process, on this node.
+/// The option of commands that remove data which other clients may use.
 #[derive(Debug, clap::Args)]
-struct Rivals {
-    /// Cut off whoever has claimed the volume (rbd:), for good, instead of refusing
+struct TakeOverArgs {
+    /// Fence the client that has claimed the volume (rbd:), permanently, instead of refusing
     ///
-    /// What that client has not written yet is lost, and what is mounted there fails. Needed only when
-    /// it cannot be asked to unmap, and is not known to have ended.
+    /// Data that this client has not yet written is lost, and file systems on its device fail. Needed only
+    /// if the volume cannot be unmapped there and the client is not known to have ended.
     #[arg(long)]
     take_over: bool,
 }
 
-impl Rivals {
+impl TakeOverArgs {
+    /// Connects to the store with the identity of this process on this node.
     fn store(&self, place: &StoreUri) -> Result<Box<dyn Store>> {
         place.connect_as(&Claimant::alone(&Config::load(None)?.node_name, self.take_over)?)
     }
 }
 
-/// Returns what only some stores can do.
+/// Returns a capability that only some stores have.
 ///
 /// # Errors
-/// `Unsupported` where this one cannot.
+/// Returns `Unsupported` if this store does not have it.
 fn capability<T>(found: Option<T>, place: &StoreUri, what: &str) -> Result<T> {
     found.ok_or_else(|| {
         let message = format!("{} volumes have no {what}", place.spec().scheme());
@@ -119,8 +120,13 @@ fn capability<T>(found: Option<T>, place: &StoreUri, what: &str) -> Result<T> {
     })
 }
 
-/// Tells of a change; `unchanged` is what there is to say when nothing had to be done.
-fn tell(globals: &Globals, volume: &impl ToString, changed: bool, unchanged: &str) -> Result<()> {
+/// Prints the result of a change. `unchanged` is the text if nothing had to be changed.
+fn print_change(
+    globals: &Globals,
+    volume: &impl ToString,
+    changed: bool,
+    unchanged: &str,
+) -> Result<()> {
     let volume = &*volume.to_string();
     if globals.output == Some(Format::Json) {
         return output::json(&Changed { volume, changed });
@@ -131,10 +137,10 @@ fn tell(globals: &Globals, volume: &impl ToString, changed: bool, unchanged: &st
     Ok(())
 }
 
-/// The end of the year 9999: later times cannot be written.
+/// The last second of the year 9999, the latest time that `humantime` can format.
 const LAST_SECOND: u64 = 253_402_300_799;
 
-/// Seconds since 1970 for the eye.
+/// Formats a time in seconds since the Unix epoch.
 pub(super) fn time(seconds: i64) -> String {
     let since = u64::try_from(seconds).unwrap_or(0);
     let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(since));

@@ -1,10 +1,10 @@
-//! Volumes are made, resized, cloned and removed.
+//! `cleat volume create`, `remove`, `resize`, `clone` and `flatten`.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{Rivals, Tracker, capability, short, tell, time};
+use super::{TakeOverArgs, Tracker, capability, print_change, short, time};
 use crate::cli::Globals;
 use crate::cli::output::{self, Format};
 use cleat_backend::store::{Layout, Removal, Removed, Source};
@@ -15,11 +15,11 @@ const CREATE_EXAMPLES: &str = "\
 Examples:
     $ cleat volume create rbd:volumes/data 10G
 
-  Without the object map, in objects of 8 MiB, the data on an erasure-coded pool:
+  Without an object map, with objects of 8 MiB, and with the data in an erasure-coded pool:
     $ cleat volume create rbd:volumes/data 10G --features layering,exclusive-lock \\
         --object-size 8M --data-pool volumes-ec
 
-  Encrypted, with 10G of plain text; its URI is what `cleat map` takes, too:
+  Encrypted, with 10G of plain text; `cleat map` takes the same URI:
     $ cleat volume create \\
         'rbd:volumes/secret?encryption=luks2&passphrase_file=/etc/ceph/secret.key' 10G
 
@@ -27,69 +27,69 @@ Examples:
     $ cleat volume create file:/var/lib/images/a.img 10G
 ";
 
-/// Make a volume
+/// Create a volume
 ///
-/// One that is there already with the same size, and with what is asked for here, succeeds. Where the
-/// URI names an encryption, the image is formatted for it, and one that is there already only if it
-/// holds nothing.
+/// Succeeds if the volume already exists with this size and the given properties. If the URI has an
+/// encryption, the image is formatted with it; an existing image is formatted only if it has no data.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CREATE_EXAMPLES)]
 pub(super) struct Create {
     /// The volume
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
-    /// Its size in bytes, or with K, M, G, T, P or E (powers of 1024)
+    /// The size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(allow_negative_numbers = true, value_parser = parse_size)]
     size: u64,
     #[command(flatten)]
     layout: LayoutArgs,
 }
 
-/// How a new image lies in its pool.
+/// The layout of a new image in its pool.
 #[derive(Debug, clap::Args)]
 struct LayoutArgs {
-    /// Its features, as `rbd` names them; what they need comes along [default: the cluster's]
+    /// The features, by `rbd`'s names; required features are added [default: the cluster's]
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     features: Option<Vec<String>>,
-    /// The size of its objects, a power of two from 4K to 32M [default: the cluster's, 4M]
+    /// The size of the objects, a power of two from 4K to 32M [default: the cluster's, 4M]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     object_size: Option<u64>,
-    /// Lay this much into an object, then go on to the next of the stripe
+    /// The number of bytes in an object before the next object of the stripe follows
     #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "stripe_count")]
     stripe_unit: Option<u64>,
-    /// Objects of a stripe
+    /// The number of objects of a stripe
     #[arg(long, value_name = "N", requires = "stripe_unit")]
     stripe_count: Option<u64>,
-    /// The pool that its data goes to [default: its own]
+    /// A separate pool for the data [default: the image's pool]
     #[arg(long, value_name = "POOL")]
     data_pool: Option<String>,
 }
 
 const REMOVE_EXAMPLES: &str = "\
 Examples:
-  Into the trash, where it stays for a week at least:
+  Move it to the trash, which keeps it for at least a week:
     $ cleat volume remove rbd:volumes/data
     $ cleat volume trash restore rbd:volumes/data
 
-  Deleted at once, with all its data:
+  Delete it at once, with all its data:
     $ cleat volume remove rbd:volumes/data --now
 
-  Claimed by a node that is lost, which never writes to it again:
+  Remove it although a lost node has claimed it; the client of that node is fenced:
     $ cleat volume remove rbd:volumes/data --take-over
 ";
 
-/// Take a volume away: into the trash, or with --now for good
+/// Remove a volume: to the trash, or permanently with --now
 ///
-/// Refuses while it has watchers, a claim, snapshots or clones, and names them. Removing what is not
-/// there succeeds. What lies in the trash takes up space until it is purged. Ended half way by a signal, a
-/// deletion leaves the image with a part of its data gone, still listed; repeating it goes on.
+/// Refused while the volume has watchers, a claim, snapshots or clones; the error names them. Succeeds if
+/// the volume does not exist. A volume in the trash uses space until the trash is purged. If a signal
+/// interrupts a deletion, the image is still listed, with a part of its data removed; repeat the command to
+/// continue.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "rm", after_long_help = REMOVE_EXAMPLES)]
 pub(super) struct Remove {
     /// The volume
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
-    /// Delete it, and do not put it into the trash
+    /// Delete it permanently instead of moving it to the trash
     #[arg(long)]
     now: bool,
     /// Keep it in the trash for at least this long
@@ -97,22 +97,22 @@ pub(super) struct Remove {
           conflicts_with = "now")]
     keep: Duration,
     #[command(flatten)]
-    rivals: Rivals,
+    take_over: TakeOverArgs,
 }
 
 const RESIZE_EXAMPLES: &str = "\
 Examples:
-  Grow it; where it is mapped, its device follows:
+  Grow it; a device that it is mapped to follows:
     $ cleat volume resize rbd:volumes/data 20G
 
-  Make it smaller, when what is on it is, and nobody has it mapped:
+  Shrink it, after its file system was shrunk and the volume was unmapped:
     $ cleat volume resize rbd:volumes/data 5G --shrink
 ";
 
-/// Change the size of a volume where it is kept
+/// Resize a volume in its storage
 ///
-/// For a mapping of this node `cleat resize` does both, the volume and its device. Of a volume whose
-/// URI says how it is encrypted, the size is that of the plain text.
+/// For a mapping of this node, `cleat resize` resizes the volume and its device. For a volume with an
+/// encryption in its URI, the size is that of the plain text.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = RESIZE_EXAMPLES)]
 pub(super) struct Resize {
@@ -122,11 +122,11 @@ pub(super) struct Resize {
     /// The new size in bytes, or with K, M, G, T, P or E (powers of 1024)
     #[arg(allow_negative_numbers = true, value_parser = parse_size)]
     size: u64,
-    /// Allow a smaller size: what lies behind the new end is lost
+    /// Allow a smaller size: data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]
-    rivals: Rivals,
+    take_over: TakeOverArgs,
 }
 
 const CLONE_EXAMPLES: &str = "\
@@ -134,16 +134,16 @@ Examples:
     $ cleat volume snapshot create rbd:volumes/data@monday
     $ cleat volume clone rbd:volumes/data@monday rbd:volumes/copy
 
-  For clients older than Ceph 13, which need the snapshot protected:
+  For clients older than Ceph 13, which need a protected snapshot:
     $ cleat volume snapshot protect rbd:volumes/data@monday
     $ cleat volume clone rbd:volumes/data@monday rbd:volumes/copy --clone-format 1
 ";
 
-/// Make a writable volume of a snapshot, at once: what is not written is read from there
+/// Create a writable clone of a snapshot, without copying: unwritten data is read from the snapshot
 ///
-/// In the format 2, the default, the snapshot needs no protection; when it is removed before its clone,
-/// it stays in the background until that is gone or flattened. Options of the URI that say how the
-/// cluster is reached need be given for one of the two only.
+/// A clone of format 2, the default, needs no protected snapshot. If the snapshot is removed before its
+/// clone, the cluster keeps it until the clone is removed or flattened. URI options for the access to the
+/// cluster are needed for only one of the two.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CLONE_EXAMPLES)]
 pub(super) struct Clone {
@@ -155,7 +155,7 @@ pub(super) struct Clone {
     uri: VolumeUri,
     #[command(flatten)]
     layout: LayoutArgs,
-    /// 1: only of protected snapshots; 2: of all
+    /// 1: needs a protected snapshot; 2: any snapshot
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u8).range(1..=2))]
     clone_format: u8,
@@ -165,14 +165,14 @@ const FLATTEN_EXAMPLES: &str = "\
 Examples:
     $ cleat volume flatten rbd:volumes/copy
 
-  Its progress for a program, one JSON document a line on stderr:
+  Print the progress as JSON on stderr, one document per line:
     $ cleat volume flatten rbd:volumes/copy -o json
 ";
 
-/// Copy what a clone has of its parent, so that it needs it no more
+/// Copy the parent's data into a clone, which is then independent
 ///
-/// It can be mapped meanwhile. Ended half way by a signal, it is still the clone that it was, and
-/// repeating the command goes on.
+/// The clone can be mapped meanwhile. If a signal interrupts the command, the volume is still a clone;
+/// repeat the command to continue.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = FLATTEN_EXAMPLES)]
 pub(super) struct Flatten {
@@ -190,17 +190,17 @@ struct Outcome {
 }
 
 pub(super) fn create(globals: &Globals, args: Create) -> Result<()> {
-    let (store, name) = whole(&args.uri)?;
+    let (store, name) = volume_location(&args.uri)?;
     check_size(&args.uri, args.size)?;
     let changed = store.connect()?.create(&name, args.size, &args.layout.into())?;
-    tell(globals, &args.uri, changed, "exists already, as it is wanted")
+    print_change(globals, &args.uri, changed, "already exists with these properties")
 }
 
 pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
-    let (store, name) = whole(&args.uri)?;
+    let (store, name) = volume_location(&args.uri)?;
     let how = if args.now { Removal::Now } else { Removal::Trash { keep: args.keep } };
     let tracker = Tracker::begin(globals, "remove", &args.uri)?;
-    let store = args.rivals.store(&store)?;
+    let store = args.take_over.store(&store)?;
     let removed = tracker.run(|progress| store.remove(&name, how, progress))?;
     if globals.output == Some(Format::Json) {
         return output::json(&Outcome { volume: args.uri.to_string(), removed });
@@ -209,7 +209,7 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
         Some(trash) => {
             let until = time(trash.kept_until_s);
             output::note(&format!(
-                "{} is in the trash, until {until} at least; back with: cleat volume trash restore \
+                "{} is in the trash, at least until {until}; to restore it: cleat volume trash restore \
                  '{}' --id {}",
                 short(&args.uri.to_string()),
                 args.uri,
@@ -217,58 +217,60 @@ pub(super) fn remove(globals: &Globals, args: &Remove) -> Result<()> {
             ));
             Ok(())
         }
-        None => tell(globals, &args.uri, removed.changed, "was not there"),
+        None => print_change(globals, &args.uri, removed.changed, "does not exist"),
     }
 }
 
 pub(super) fn resize(globals: &Globals, args: &Resize) -> Result<()> {
-    let (store, name) = whole(&args.uri)?;
+    let (store, name) = volume_location(&args.uri)?;
     let tracker = Tracker::begin(globals, "resize", &args.uri)?;
-    let store = args.rivals.store(&store)?;
+    let store = args.take_over.store(&store)?;
     let changed = tracker.run(|progress| store.resize(&name, args.size, args.shrink, progress))?;
-    tell(globals, &args.uri, changed, "has this size already")
+    print_change(globals, &args.uri, changed, "already has this size")
 }
 
 pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
     let (from, source, snapshot) = args.source.snapshot_location()?;
-    let (to, name) = whole(&args.uri)?;
+    let (to, name) = volume_location(&args.uri)?;
     let store = to.with_access_of(&from)?.connect()?;
     let layout = Layout { clone_format: Some(args.clone_format), ..args.layout.into() };
     let source = Source { store: from.spec(), name: &source, snapshot: &snapshot };
     let changed =
         capability(store.clones(), &to, "clones")?.create_clone(&source, &name, &layout)?;
-    tell(globals, &args.uri, changed, "is that clone already")
+    print_change(globals, &args.uri, changed, "already is this clone")
 }
 
 pub(super) fn flatten(globals: &Globals, args: &Flatten) -> Result<()> {
-    let (store, name) = whole(&args.uri)?;
+    let (store, name) = volume_location(&args.uri)?;
     let tracker = Tracker::begin(globals, "flatten", &args.uri)?;
     let connected = store.connect()?;
     let clones = capability(connected.clones(), &store, "clones")?;
     let changed = tracker.run(|progress| clones.flatten(&name, progress))?;
-    tell(globals, &args.uri, changed, "has no parent")
+    print_change(globals, &args.uri, changed, "has no parent")
 }
 
-/// A URI may say itself how large the file is to be that it makes.
+/// Rejects a size that differs from the option `create=` of the URI.
 fn check_size(uri: &VolumeUri, size: u64) -> Result<()> {
-    let Some(told) = uri.spec().creation_size().filter(|told| *told != size) else {
-        return Ok(());
-    };
-    let (told, size) = (Size(told), Size(size));
-    let message = format!("the volume is to have {size}, and by its URI {told} (create={told})");
+    let in_uri = uri.spec().creation_size().filter(|in_uri| *in_uri != size);
+    let Some(in_uri) = in_uri else { return Ok(()) };
+    let (in_uri, size) = (Size(in_uri), Size(size));
+    let message = format!("the size is {size}, but the URI has create={in_uri}");
     Err(Error::new(ErrorKind::InvalidArgument, message)
-        .with_repair("leave create= out: it is for those who open the file where it is missing"))
+        .with_repair("remove create= from the URI: it is for commands that open a missing file"))
 }
 
-/// The place of a volume, and its name there; of all of it, and not of a snapshot.
-pub(super) fn whole(uri: &VolumeUri) -> Result<(cleat_backend::uri::StoreUri, String)> {
+/// Returns the store of a volume and its name there.
+///
+/// # Errors
+/// Returns `InvalidArgument` for the URI of a snapshot.
+pub(super) fn volume_location(uri: &VolumeUri) -> Result<(cleat_backend::uri::StoreUri, String)> {
     match uri.store_location()? {
         (store, name, None) => Ok((store, name)),
         (_, name, Some(snapshot)) => {
-            let message = format!("{uri} is a snapshot, and this is for volumes");
+            let message = format!("{uri} is a snapshot; this command needs a volume");
             Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(format!(
-                "name the volume, {name}, or see what there is for the snapshot, {snapshot}: cleat \
-                 volume snapshot --help"
+                "name the volume {name}, or use a command for the snapshot {snapshot}: cleat volume \
+                 snapshot --help"
             )))
         }
     }
@@ -291,7 +293,7 @@ fn keep(text: &str) -> Result<Duration, String> {
     let keep = humantime::parse_duration(text)
         .map_err(|error| format!("{error}; write a number with its unit, such as 12h or 7d"))?;
     if keep > LONGEST {
-        return Err("the trash keeps nothing for more than 10 years".to_owned());
+        return Err("the trash keeps a volume for at most 10 years".to_owned());
     }
     Ok(keep)
 }
@@ -301,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_trash_keeps_things_for_days() {
+    fn the_time_in_the_trash_needs_a_unit_and_has_a_limit() {
         assert_eq!(keep("7d"), Ok(Duration::from_secs(7 * 24 * 3600)));
         assert_eq!(keep("0s"), Ok(Duration::ZERO));
         for wrong in ["7", "11y", "soon"] {
@@ -310,8 +312,11 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_is_no_volume() {
-        let uri = crate::backends::volume("rbd:p/i@s").expect("it is right");
-        assert_eq!(whole(&uri).expect_err("a snapshot").kind(), ErrorKind::InvalidArgument);
+    fn a_snapshot_is_not_accepted_as_a_volume() {
+        let uri = crate::backends::volume("rbd:p/i@s").expect("the URI is valid");
+        assert_eq!(
+            volume_location(&uri).expect_err("a snapshot").kind(),
+            ErrorKind::InvalidArgument
+        );
     }
 }

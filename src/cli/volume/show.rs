@@ -1,4 +1,4 @@
-//! What volumes there are, and what is known of one.
+//! `cleat volume list` and `info`.
 
 use std::fmt::Write as _;
 
@@ -11,35 +11,35 @@ use cleat_core::error::Result;
 
 const LIST_EXAMPLES: &str = "\
 Examples:
-  Names only, one a line; then with sizes, parents, snapshots and users:
+  Only names, one per line; then with sizes, parents, snapshots and users:
     $ cleat volume list rbd:volumes
     $ cleat volume list rbd:volumes/tenant --long
 
   The files of a directory:
     $ cleat volume list file:/var/lib/images
 
-  A thousand at a time:
+  In pages of a thousand:
     $ cleat volume list rbd:volumes -o json --limit 1000
     $ cleat volume list rbd:volumes -o json --limit 1000 --after vol-0999
 ";
 
 /// List the volumes of a pool, a namespace or a directory
 ///
-/// Names come at once; what --long shows asks each image. One that cannot be asked is listed all the same,
-/// with the reason on stderr, or as its `error` in JSON; the exit code is that of the first such error.
+/// Listing names is fast; --long opens each image. A volume that cannot be read is listed nevertheless, with
+/// the reason on stderr, or as `error` in JSON; the exit code is then that of the first such error.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
 pub(super) struct List {
-    /// The place: rbd:POOL, rbd:POOL/NAMESPACE or file:/DIRECTORY
+    /// The store: rbd:POOL, rbd:POOL/NAMESPACE or file:/DIRECTORY
     #[arg(value_parser = crate::backends::store)]
     place: StoreUri,
-    /// Ask each volume for its size, parent, snapshots and users; also with -o wide
+    /// Show the size, parent, snapshots and users of each volume; also with -o wide
     #[arg(short, long)]
     long: bool,
-    /// At most so many
+    /// The maximum number of volumes
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
-    /// Only names behind this one
+    /// Only names that follow this one
     #[arg(long, value_name = "NAME")]
     after: Option<String>,
 }
@@ -49,15 +49,15 @@ Examples:
     $ cleat volume info rbd:volumes/data
     $ cleat volume info rbd:volumes/data@monday
 
-  Who has it mapped?
+  Show which node has it mapped:
     $ cleat volume info rbd:volumes/data -o json | jq '.claim.node, .watchers'
 ";
 
-/// Show what there is to be known of a volume
+/// Show the properties of a volume
 ///
-/// Its size and layout, where it was cloned from, its snapshots and clones; who has it open for
-/// writing, who holds its lock, and what the mapping says of itself. What it takes up is shown where
-/// that can be told quickly: for an image with a valid fast-diff.
+/// Shows its size and layout, its parent, snapshots and clones, the clients that have it open for writing
+/// or hold its lock, and its claim. The used space is shown if it is known without a scan: for an image
+/// with a valid fast-diff map.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = INFO_EXAMPLES)]
 pub(super) struct Info {
@@ -66,7 +66,7 @@ pub(super) struct Info {
     uri: VolumeUri,
 }
 
-/// Returns the exit code: of the first that could not be asked.
+/// Lists volumes. Returns the exit code, which is that of the first volume that could not be read.
 pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
     let details = args.long || globals.output == Some(Format::Wide);
     let limit = args.limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
@@ -79,7 +79,7 @@ pub(super) fn list(globals: &Globals, args: List) -> Result<u8> {
     }
     output::text(&if details { table(&listing) } else { names(&listing) })?;
     for (entry, why) in failed() {
-        output::note(&format!("{} cannot be asked: {why}", entry.name));
+        output::note(&format!("cannot read {}: {why}", entry.name));
     }
     if let Some(last) = listing.next {
         output::note(&format!("there are more: --after '{last}'"));
@@ -145,7 +145,7 @@ fn described(info: &store::Info) -> String {
         "clones",
         match &info.clones {
             Some(clones) => clones.join(", "),
-            None => "unknown: this client may not look into every pool".to_owned(),
+            None => "unknown: this client may not read all pools".to_owned(),
         },
     );
     for watcher in &info.watchers {

@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::change::whole;
-use super::{Rivals, Tracker, capability, tell, time};
+use super::change::volume_location;
+use super::{TakeOverArgs, Tracker, capability, print_change, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, size};
 use cleat_backend::store::{self, SnapshotStore, Store};
@@ -17,7 +17,7 @@ Examples:
     $ cleat volume snapshot remove rbd:volumes/data@monday
 ";
 
-/// Take, list, protect, remove snapshots, and go back to one
+/// Create, list, protect and remove snapshots, and roll back to one
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "snap", after_long_help = EXAMPLES)]
 pub(super) struct Snapshot {
@@ -37,15 +37,16 @@ enum Command {
 
 const CREATE_EXAMPLES: &str = "\
 Examples:
-  While it is mapped, with a file system that is written out first:
+  While it is mapped, with a frozen file system:
     $ fsfreeze --freeze /mnt
     $ cleat volume snapshot create rbd:volumes/data@monday
     $ fsfreeze --unfreeze /mnt
 ";
 
-/// Take a snapshot, while the volume is in use or not
+/// Take a snapshot, also while the volume is in use
 ///
-/// It has what was flushed before; a file system on it is as after a crash, unless it was frozen.
+/// The snapshot contains all flushed data. A file system on it is in the state as after a crash, unless it
+/// was frozen.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = CREATE_EXAMPLES)]
 struct Create {
@@ -74,10 +75,10 @@ Examples:
     $ cleat volume snapshot remove rbd:volumes/data@monday
 ";
 
-/// Remove a snapshot; one that is not there is no error
+/// Remove a snapshot; succeeds if it does not exist
 ///
-/// One that has clones stays in the background until they are gone or flattened. A protected one is
-/// refused.
+/// The cluster keeps a removed snapshot with clones until they are removed or flattened. A protected
+/// snapshot cannot be removed.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "rm", after_long_help = REMOVE_EXAMPLES)]
 struct Remove {
@@ -91,9 +92,9 @@ Examples:
     $ cleat volume snapshot protect rbd:volumes/data@monday
 ";
 
-/// Protect a snapshot from being removed
+/// Protect a snapshot from removal
 ///
-/// Clones in the format 1 need it protected.
+/// Clones of format 1 need a protected snapshot.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = PROTECT_EXAMPLES)]
 struct Protect {
@@ -107,7 +108,7 @@ Examples:
     $ cleat volume snapshot unprotect rbd:volumes/data@monday
 ";
 
-/// Let a snapshot be removed again; refused while it has clones that need it protected
+/// Remove the protection of a snapshot; refused while it has clones that need the protection
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = UNPROTECT_EXAMPLES)]
 struct Unprotect {
@@ -122,10 +123,11 @@ Examples:
     $ cleat volume snapshot rollback rbd:volumes/data@monday
 ";
 
-/// Make the volume what it was when the snapshot was taken: what was written since is lost
+/// Set the volume back to the content of a snapshot: data written since then is lost
 ///
-/// Refused while anybody has the volume open, or has claimed it and may come back. Ended half way by a signal, a part of the volume is as it
-/// was then; repeating the command goes on.
+/// Refused while a client has the volume open, or has claimed it and may write again. If a signal
+/// interrupts the command, a part of the volume has the content of the snapshot; repeat the command to
+/// complete it.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = ROLLBACK_EXAMPLES)]
 struct Rollback {
@@ -133,7 +135,7 @@ struct Rollback {
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
     #[command(flatten)]
-    rivals: Rivals,
+    take_over: TakeOverArgs,
 }
 
 /// The result of `list` in JSON.
@@ -148,24 +150,24 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
             let (store, name, snapshot) = uri.snapshot_location()?;
             let connected = store.connect()?;
             let changed = snapshots(&*connected, &store)?.create(&name, &snapshot)?;
-            tell(globals, &uri, changed, "exists already")
+            print_change(globals, &uri, changed, "already exists")
         }
         Command::List(List { uri }) => list(globals, &uri),
         Command::Remove(Remove { uri }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
             let connected = store.connect()?;
             let changed = snapshots(&*connected, &store)?.remove(&name, &snapshot)?;
-            tell(globals, &uri, changed, "was not there")
+            print_change(globals, &uri, changed, "does not exist")
         }
         Command::Protect(Protect { uri }) => protect(globals, &uri, true),
         Command::Unprotect(Unprotect { uri }) => protect(globals, &uri, false),
-        Command::Rollback(Rollback { uri, rivals }) => {
+        Command::Rollback(Rollback { uri, take_over }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
             let tracker = Tracker::begin(globals, "rollback", &uri)?;
-            let connected = rivals.store(&store)?;
+            let connected = take_over.store(&store)?;
             let snapshots = snapshots(&*connected, &store)?;
             tracker.run(|progress| snapshots.rollback(&name, &snapshot, progress))?;
-            tell(globals, &uri, true, "")
+            print_change(globals, &uri, true, "")
         }
     }
 }
@@ -175,7 +177,7 @@ fn snapshots<'a>(store: &'a dyn Store, place: &StoreUri) -> Result<&'a dyn Snaps
 }
 
 fn list(globals: &Globals, uri: &VolumeUri) -> Result<()> {
-    let (store, name) = whole(uri)?;
+    let (store, name) = volume_location(uri)?;
     let connected = store.connect()?;
     let snapshots = snapshots(&*connected, &store)?.list(&name)?;
     if globals.output == Some(Format::Json) {
@@ -200,5 +202,10 @@ fn protect(globals: &Globals, uri: &VolumeUri, protect: bool) -> Result<()> {
     let (store, name, snapshot) = uri.snapshot_location()?;
     let connected = store.connect()?;
     let changed = snapshots(&*connected, &store)?.protect(&name, &snapshot, protect)?;
-    tell(globals, uri, changed, if protect { "is protected already" } else { "is not protected" })
+    print_change(
+        globals,
+        uri,
+        changed,
+        if protect { "is already protected" } else { "is not protected" },
+    )
 }

@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::change::whole;
-use super::{Rivals, Tracker, capability, short, tell, time};
+use super::change::volume_location;
+use super::{TakeOverArgs, Tracker, capability, print_change, short, time};
 use crate::cli::output::{self, Format, Table};
 use crate::cli::{Globals, exit};
 use cleat_backend::store::{Failure, Purged, Trashed};
@@ -17,7 +17,7 @@ Examples:
     $ cleat volume trash purge rbd:volumes
 ";
 
-/// What was removed and is kept for a while: list it, take it back, delete it
+/// List, restore and delete removed volumes that the trash keeps
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct Trash {
@@ -38,11 +38,11 @@ Examples:
     $ cleat volume trash list rbd:volumes/tenant -o json | jq -r '.trash[].id'
 ";
 
-/// List what lies in the trash of a pool or a namespace, oldest first
+/// List the trash of a pool or a namespace, oldest entry first
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "ls", after_long_help = LIST_EXAMPLES)]
 struct List {
-    /// The place: rbd:POOL or rbd:POOL/NAMESPACE
+    /// The store: rbd:POOL or rbd:POOL/NAMESPACE
     #[arg(value_parser = crate::backends::store)]
     place: StoreUri,
 }
@@ -51,52 +51,53 @@ const RESTORE_EXAMPLES: &str = "\
 Examples:
     $ cleat volume trash restore rbd:volumes/data
 
-  One of several that had the name, beside what has it now:
+  Restore one of several volumes of this name, under another name:
     $ cleat volume trash restore rbd:volumes/data --id 10a7b2f3c1 --name data-before
 ";
 
-/// Take a volume back out of the trash
+/// Restore a volume from the trash
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = RESTORE_EXAMPLES)]
 struct Restore {
-    /// The volume, by the name that it had
+    /// The volume, by its former name
     #[arg(value_parser = crate::backends::volume)]
     uri: VolumeUri,
-    /// Which one, where several had the name: see `list`
+    /// The id, if several volumes had this name (see `list`)
     #[arg(long, value_name = "ID")]
     id: Option<String>,
-    /// Another name for it
+    /// A new name for it
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
 }
 
 const PURGE_EXAMPLES: &str = "\
 Examples:
-  Delete what has been kept long enough:
+  Delete the volumes whose time in the trash has passed:
     $ cleat volume trash purge rbd:volumes
 
-  Delete these two now, however long they were to be kept:
+  Delete these two now, also before their time has passed:
     $ cleat volume trash purge rbd:volumes 10a7b2f3c1 10a7d00e44 --force
 ";
 
-/// Delete for good what lies in the trash
+/// Permanently delete the volumes in the trash
 ///
-/// What is to be kept longer stays, unless --force is given; what has watchers or a claim stays, too. What
-/// cannot be deleted is named, and does not keep the rest; the exit code is then that of the first error.
+/// A volume whose time in the trash has not passed is kept, unless --force is given; a volume with
+/// watchers or a claim is also kept. A volume that cannot be deleted is reported and does not prevent the
+/// deletion of the others; the exit code is then that of the first error.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = PURGE_EXAMPLES)]
 struct Purge {
-    /// The place: rbd:POOL or rbd:POOL/NAMESPACE
+    /// The store: rbd:POOL or rbd:POOL/NAMESPACE
     #[arg(value_parser = crate::backends::store)]
     place: StoreUri,
-    /// Only these, by their ids [default: all]
+    /// Only the volumes with these ids [default: all]
     #[arg(value_name = "ID")]
     ids: Vec<String>,
-    /// Also what is to be kept longer
+    /// Also delete volumes before their time has passed
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    rivals: Rivals,
+    take_over: TakeOverArgs,
 }
 
 /// The result of `list` in JSON.
@@ -126,11 +127,11 @@ pub(super) fn run(globals: &Globals, args: Trash) -> Result<u8> {
         Command::List(List { place }) => list(globals, &place).map(|()| exit::OK),
         Command::Restore(restore) => {
             let Restore { uri, id, name: new_name } = *restore;
-            let (store, name) = whole(&uri)?;
+            let (store, name) = volume_location(&uri)?;
             let connected = store.connect()?;
             let trash = capability(connected.trash(), &store, "trash")?;
             let changed = trash.restore(&name, id.as_deref(), new_name.as_deref())?;
-            tell(globals, &uri, changed, "is not in the trash, but where it was").map(|()| exit::OK)
+            print_change(globals, &uri, changed, "is already restored").map(|()| exit::OK)
         }
         Command::Purge(args) => purge(globals, &args),
     }
@@ -152,7 +153,7 @@ fn list(globals: &Globals, place: &StoreUri) -> Result<()> {
 
 fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
     let tracker = Tracker::begin(globals, "purge", &args.place)?;
-    let store = args.rivals.store(&args.place)?;
+    let store = args.take_over.store(&args.place)?;
     let trash = capability(store.trash(), &args.place, "trash")?;
     let purged = tracker.run(|progress| trash.purge(&args.ids, args.force, progress))?;
     let code = purged.failed.first().map_or(exit::OK, |(_, error)| exit::code(error.kind()));
@@ -161,7 +162,7 @@ fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
         return Ok(code);
     }
     for entry in &purged.removed {
-        output::note(&format!("{} ({}) is deleted", entry.id, entry.name));
+        output::note(&format!("deleted {} ({})", entry.id, entry.name));
     }
     for entry in &purged.waiting {
         let until = time(entry.kept_until_s);
@@ -169,7 +170,7 @@ fn purge(globals: &Globals, args: &Purge) -> Result<u8> {
     }
     for (entry, error) in &purged.failed {
         let why = Failure::from(error);
-        output::note(&format!("{} ({}) cannot be deleted: {why}", entry.id, entry.name));
+        output::note(&format!("cannot delete {} ({}): {why}", entry.id, entry.name));
     }
     if purged.removed.is_empty() && purged.waiting.is_empty() && purged.failed.is_empty() {
         output::note(&format!("the trash of {} is empty", short(&args.place.to_string())));

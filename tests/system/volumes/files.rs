@@ -80,7 +80,7 @@ fn commands_that_files_do_not_support_are_refused() {
     }
     let sized = format!("{}?create=1G", uri("b.img"));
     let two = volume(&["create", &sized, "1M"]);
-    assert!(two.error(2).contains("to have 1M, and by its URI 1G"), "{two:?}");
+    assert!(two.error(2).contains("the size is 1M, but the URI has create=1G"), "{two:?}");
     assert!(!directory.path().join("b.img").exists());
     assert!(changed(&["create", &sized.replace("1G", "1M"), "1M"]));
     std::os::unix::fs::symlink("a.img", directory.path().join("link")).expect("a link");

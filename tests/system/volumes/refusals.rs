@@ -113,7 +113,7 @@ fn missing_rights_are_reported_with_the_command_that_grants_them() {
     let narrow = format!("rbd:{POOL}/guarded?{}", options_of(cluster, "narrow"));
     let info = volume(&["info", &narrow, "-o", "json"]).json();
     assert_eq!(info["clones"], serde_json::json!(null));
-    assert!(volume(&["info", &narrow]).stdout.contains("every pool"));
+    assert!(volume(&["info", &narrow]).stdout.contains("all pools"));
 }
 
 fn the_recommended_command_covers_namespaces_and_data_pools() {
