@@ -124,7 +124,7 @@ struct Listing {
 }
 
 #[derive(Debug, Serialize)]
-struct Cut {
+struct Fenced {
     volume: String,
     cut_off: Vec<String>,
 }
@@ -165,7 +165,9 @@ fn ls(globals: &Globals, args: &Ls) -> Result<()> {
     ]);
     for client in clients {
         let claim = match (client.claim, client.generation) {
-            (Some(standing), Some(generation)) => format!("{} ({generation})", word(standing)),
+            (Some(standing), Some(generation)) => {
+                format!("{} ({generation})", claim_label(standing))
+            }
             _ => String::new(),
         };
         let yes = |is: bool| if is { "yes".to_owned() } else { String::new() };
@@ -187,7 +189,7 @@ fn since(seconds: Option<u64>) -> String {
     seconds.and_then(|seconds| i64::try_from(seconds).ok()).map(time).unwrap_or_default()
 }
 
-fn word(standing: Standing) -> &'static str {
+fn claim_label(standing: Standing) -> &'static str {
     match standing {
         Standing::Held => "held",
         Standing::Released => "released",
@@ -209,7 +211,7 @@ fn add(globals: &Globals, args: &Add) -> Result<()> {
     fence.fence(&targets, &claimant, deadline())?;
     let cut_off: Vec<String> = targets.into_iter().map(|target| target.client.address).collect();
     if globals.output == Some(Format::Json) {
-        return output::json(&Cut { volume: args.uri.to_string(), cut_off });
+        return output::json(&Fenced { volume: args.uri.to_string(), cut_off });
     }
     output::text(&cut_off.iter().map(|address| format!("{address}\n")).collect::<String>())
 }

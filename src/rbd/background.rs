@@ -15,10 +15,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use crate::claim;
 use crate::shared::Shared;
 
-/// How often the claim is checked.
+/// The interval at which the claim is checked.
 const CLAIM_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The name of the thread, and of the task where it could not be stopped.
+/// The name of the thread, which also names the task if it cannot be stopped.
 pub(crate) const THREAD: &str = "rbd-background";
 
 /// The thread, and the watch that reports changes of the image to it.
@@ -56,7 +56,7 @@ impl Background {
     /// Ends the thread. Blocks until the cluster has answered the call that the thread is making.
     pub(crate) fn end(self) {
         drop(self.watch);
-        // A panic of the thread is its end, too.
+        // An error means that the thread has panicked, and so has ended.
         let _ = self.thread.join();
     }
 }

@@ -10,7 +10,7 @@ use crate::claim::{BLOCKLIST_OPTION, BLOCKLIST_S};
 use crate::errors::open_error;
 use crate::spec::RbdSpec;
 
-/// How long a monitor may take to answer, when connecting and later.
+/// The timeout for answers of the monitors, when connecting and later.
 const MONITOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Options for a served image. With them, the connection's thread passes requests to the messenger

@@ -25,8 +25,8 @@ use crate::quiesce::Snapshots;
 use crate::shared::Shared;
 use close::Handles;
 
-/// How often the size should be read again. librbd reports changes to writers only, and a report can be
-/// lost with the connection.
+/// The interval at which the owner should read the size again. librbd reports changes only to writers, and
+/// a report can be lost with the connection.
 const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// An open image.
@@ -152,7 +152,7 @@ impl Image for RbdImage {
         Some(self)
     }
 
-    /// Not for an encrypted image: librbd would report the extents of the ciphertext.
+    /// Returns `None` for an encrypted image, because librbd would report the extents of the ciphertext.
     fn extents(&self) -> Option<&dyn Extents> {
         self.shared.luks_header.is_none().then_some(self as &dyn Extents)
     }

@@ -75,7 +75,7 @@ pub struct Submitter<T: Send + 'static, B: IoBuffer> {
     capacity: usize,
 }
 
-/// What a submitter shares with its running operations.
+/// The state that a submitter shares with its running operations.
 struct Shared<T, B> {
     completed: Box<dyn Fn(Completion<T, B>) + Send + Sync>,
     running: AtomicUsize,

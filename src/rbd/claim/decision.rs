@@ -20,7 +20,7 @@ pub(crate) struct Holder {
     pub(crate) alive: bool,
 }
 
-/// What the claim is needed for.
+/// The purpose of a claim attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Opening the volume.
@@ -103,8 +103,9 @@ pub(crate) fn decide(
     Decision::Take(rivals)
 }
 
-/// Returns whether `claimant` is entitled to replace `client`: it is of the same mapping, whose previous
-/// process the supervisor has proved ended; or its process or its boot is proved ended.
+/// Returns whether `claimant` is entitled to replace `client`. It is if the node of `client` was restarted.
+/// In the same boot it is if `client` is of the same mapping (the supervisor has proved the end of the
+/// previous process) or if the process of `client` has ended.
 fn may_replace(client: &Client, claimant: &Claimant) -> bool {
     if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
         return false;
