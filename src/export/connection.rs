@@ -8,6 +8,8 @@
 //! loop always continues: each place and each buffer in use belongs to a request at the backend or to a reply
 //! in flight, and a single request is always admitted.
 
+mod ending;
+
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -19,7 +21,6 @@ use super::control::{Control, Desired};
 use super::limits::Limits;
 use super::link::{Link, RECEIVE, SEND, TRIM, WAKE};
 use super::negotiation::negotiate;
-use super::paused::PausedConnection;
 use super::policy::ActivePolicy;
 use super::receive_buffer::{ReceiveBuffer, Write};
 use super::receiving::Receiving;
@@ -367,59 +368,6 @@ impl Connection {
             self.requests.set_fail_io(fail_io);
             self.control.report_failing(fail_io.then(|| self.requests.in_flight()));
         }
-    }
-
-    /// Follows the level that the server has set. Returns how the connection ended once no work is left.
-    fn finished(&mut self) -> Option<End> {
-        match self.control.desired() {
-            Desired::Abort => return Some(End::Aborted),
-            Desired::Leave if self.is_paused() => return Some(End::HandedOver),
-            Desired::Pause if self.is_paused() => self.publish_pause(),
-            Desired::Run => self.requests.statistics().begin(),
-            _ => {}
-        }
-        let idle = self.requests.is_idle() && self.block_status.unanswered() == 0;
-        self.ending.take_if(|_| idle)
-    }
-
-    /// Whether no new request is to be parsed.
-    fn is_pausing(&self) -> bool {
-        matches!(self.control.desired(), Desired::Pause | Desired::Leave)
-    }
-
-    /// Whether the stream stands between two requests, nothing runs, every reply has left, and nothing is
-    /// being received.
-    fn is_paused(&self) -> bool {
-        self.receiving.at_boundary()
-            && !self.receiving.is_receiving()
-            && self.requests.in_flight() == 0
-            && self.requests.is_idle()
-            && self.ending.is_none()
-    }
-
-    fn publish_pause(&self) {
-        let paused = || {
-            let socket = self.link.file().try_clone()?;
-            Ok(PausedConnection { socket, unread: self.receiving.unread().to_vec() })
-        };
-        self.control.pause_slot().publish(|| self.is_pausing(), paused);
-    }
-
-    /// Ends the connection after its running requests, unless it is ending already.
-    fn end(&mut self, end: End) {
-        self.ending.get_or_insert(end);
-        self.requests.close();
-    }
-
-    /// Ends the connection because the socket can no longer be read or written.
-    fn end_reading(&mut self, end: End) {
-        self.end(end);
-        if self.link.peer_has_left() {
-            // The peer may have sent its requests again over another connection; see `retry`.
-            self.requests.abandon();
-        }
-        let buffer = self.receiving.abandon_write();
-        self.requests.pool().give_all(buffer);
     }
 }
 

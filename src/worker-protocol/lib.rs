@@ -1,7 +1,11 @@
-//! The messages between the supervisor and its workers, and the names of builds.
+//! The messages between the supervisor and its workers, and the names and protocol versions of builds.
 //!
-//! The supervisor and the worker both depend on this crate, so that the supervisor links nothing of the data
-//! path. The crate contains types and no I/O, except that [`version`] reads the metadata of an executable.
+//! - Input: nothing; both sides depend on this crate.
+//! - Output: the types of the messages, and the comparison of protocol versions.
+//!
+//! The supervisor depends on this crate and not on `worker`, so that it links nothing of the data path. The
+//! following never happens here: I/O, except that [`version`] reads the metadata of an executable; a decision
+//! about a mapping or a request.
 
 pub mod protocol;
 pub mod version;
