@@ -47,7 +47,12 @@ impl Workers {
         record: &Record,
         deadline: Instant,
     ) -> Result<RefusingWorker> {
-        let (process, link) = self.launch().await?.into_parts();
+        let late = || {
+            let message = "the worker that fails the I/O did not start in time";
+            Error::new(ErrorKind::TimedOut, message)
+        };
+        let launched = timeout_at(deadline, self.launch()).await.map_err(|_| late())??;
+        let (process, link) = launched.into_parts();
         let process = EndedOnDrop(Arc::new(process));
         let versions = ProtocolVersions::of_this_build();
         let (mapping_id, name) = (record.mapping_id.clone(), record.name.clone());
@@ -59,10 +64,7 @@ impl Workers {
             link.send(&command, &[file]).await.map_err(channel_broke)?;
             expect_ready(&link).await.map_err(NotOpened::into_error)
         };
-        let started = timeout_at(deadline, starting).await;
-        let (ready, _) = started.map_err(|_| {
-            Error::new(ErrorKind::TimedOut, "the worker that fails the I/O did not start in time")
-        })??;
+        let (ready, _) = timeout_at(deadline, starting).await.map_err(|_| late())??;
         let (watched, events) = (Arc::clone(&process.0), self.events.clone());
         let worker = Worker::watch(&record.mapping_id, watched, link, ready, page, events)?;
         Ok(RefusingWorker { worker, has_connections: false, _process: process })
