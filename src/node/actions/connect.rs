@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::sockets::{SERVE_LIMIT, serve, socket_pairs, wait_for_connections};
+use super::sockets::{SERVE_TIMEOUT, serve, socket_pairs, wait_for_connections};
 use crate::context::Context;
 use crate::mapping::Guard;
 use crate::worker_start::{no_worker, within};
@@ -15,7 +15,7 @@ pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) 
     let Some(permit) = guard.mapping().connect_permit() else {
         // The kernel may have created the device since the last observation.
         guard.mapping().wait_for_connect(deadline).await?;
-        let message = "an earlier attempt to connect the device was still in progress";
+        let message = "cannot connect a device: an earlier attempt was still in progress";
         return Err(Error::new(ErrorKind::Unavailable, message));
     };
     let record = &guard.record;
@@ -23,7 +23,7 @@ pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) 
     let options = &record.options;
     let (kernel_ends, worker_ends) = socket_pairs(options.connections)?;
     // The worker serves before the device exists, so that the first request is answered.
-    serve(guard, worker_ends, within(deadline, SERVE_LIMIT)).await?;
+    serve(guard, worker_ends, within(deadline, SERVE_TIMEOUT)).await?;
     cx.point("serving, not connected").await;
     let delay = Duration::from_millis(u64::from(options.replay_delay_ms));
     let spec = ConnectSpec {

@@ -13,14 +13,14 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
 
 /// The timeout for the worker to fail its requests. The worker's own limit is shorter.
-pub(crate) const FAIL_LIMIT: Duration = Duration::from_secs(1);
+pub(crate) const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long to wait for the end of a killed process. Then the next action begins anyway.
-const KILL_LIMIT: Duration = Duration::from_millis(500);
+const KILL_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(crate) async fn fail_io(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let failed = match &guard.worker {
-        Some(worker) => fail_all(worker, within(deadline, FAIL_LIMIT)).await,
+        Some(worker) => fail_all(worker, within(deadline, FAIL_TIMEOUT)).await,
         None => Err(Error::new(ErrorKind::Unavailable, "the worker does not answer")),
     };
     let note = match failed {
@@ -50,7 +50,7 @@ pub(crate) async fn fail_all(worker: &Worker, deadline: Instant) -> Result<u32> 
 /// action waits for its end again.
 pub(crate) async fn kill(process: Option<Arc<Process>>, deadline: Instant) -> String {
     let Some(process) = process else { return "the worker has ended".to_owned() };
-    match stop_process(&process, within(deadline, KILL_LIMIT)).await {
+    match stop_process(&process, within(deadline, KILL_TIMEOUT)).await {
         Ok(()) => format!("worker {} was killed", process.id.pid),
         Err(error) => error.report(),
     }

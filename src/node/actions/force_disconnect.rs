@@ -14,7 +14,7 @@ use cleat_core::error::{ErrorKind, Result};
 use cleat_kernel::{DeviceIndex, Disconnected, Identity};
 
 /// How long DISCONNECT may take before the worker is killed, because it may block the command.
-const FIRST_ATTEMPT_LIMIT: Duration = Duration::from_millis(1500);
+const FIRST_ATTEMPT_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// Disconnects the device of a mapping, as an action of a plan.
 pub(crate) async fn run(
@@ -47,7 +47,7 @@ pub(crate) async fn force_disconnect(
             kernel.force_disconnect(index, &identity, until)
         })
     };
-    let first = within(deadline, FIRST_ATTEMPT_LIMIT.min((deadline - Instant::now()) / 2));
+    let first = within(deadline, FIRST_ATTEMPT_TIMEOUT.min((deadline - Instant::now()) / 2));
     let disconnected = match attempt(first).await {
         // The kernel may be sending to a worker that does not read. Its end closes the sockets.
         Err(error) if error.kind() == ErrorKind::TimedOut => {

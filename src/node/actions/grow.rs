@@ -12,7 +12,7 @@ use cleat_kernel::DeviceIndex;
 
 /// How long a growth without a request of a user waits for the requests in flight. It is short because
 /// calls wait meanwhile, and the growth can be deferred.
-const GROWTH_DRAIN_LIMIT: Duration = Duration::from_millis(300);
+const GROWTH_DRAIN_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// The delay before a deferred growth is retried.
 const RETRY_DELAY: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ pub(crate) async fn grow(
     size: u64,
     deadline: Instant,
 ) -> Result<()> {
-    let resized = resize_device(cx, guard, index, size, GROWTH_DRAIN_LIMIT, deadline).await;
+    let resized = resize_device(cx, guard, index, size, GROWTH_DRAIN_TIMEOUT, deadline).await;
     let Err(error) = resized else {
         guard.resize_deferred = None;
         tracing::info!(mapping = guard.record.name, size, "the device has grown with its volume");

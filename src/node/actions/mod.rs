@@ -28,10 +28,10 @@ use crate::mapping::Guard;
 use crate::planner::Action;
 use cleat_core::error::Result;
 
-pub(crate) use fail_io::{FAIL_LIMIT, fail_all, kill};
+pub(crate) use fail_io::{FAIL_TIMEOUT, fail_all, kill};
 pub(crate) use force_disconnect::force_disconnect;
 pub(crate) use sockets::wait_for_connections;
-pub(crate) use unmount::{UNMOUNT_LIMIT, unmount};
+pub(crate) use unmount::{UNMOUNT_TIMEOUT, unmount};
 pub(crate) use unquiesce::unquiesce_all;
 
 /// Runs one action of a plan.

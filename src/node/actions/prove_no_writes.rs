@@ -14,7 +14,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::Start;
 
 /// The interval between attempts to take the claim.
-const CLAIM_PAUSE: Duration = Duration::from_millis(20);
+const CLAIM_RETRY_DELAY: Duration = Duration::from_millis(20);
 
 /// Opens the volume for writing, and closes it again.
 ///
@@ -41,7 +41,7 @@ pub(crate) async fn prove_no_writes(
             Err(error) if error.kind() == ErrorKind::NotFound => break,
             Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < deadline => {
                 guard.note(error.report());
-                sleep(CLAIM_PAUSE).await;
+                sleep(CLAIM_RETRY_DELAY).await;
             }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) => {
                 let message = "requests of the ended worker may still be in flight";

@@ -30,10 +30,10 @@ use cleat_worker_protocol::protocol::ToWorker;
 
 /// The upper limit for quiescing a device, regardless of the configuration: librbd gives up after 50 s,
 /// and then requests it again.
-const BEGIN_LIMIT: Duration = Duration::from_secs(35);
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(35);
 
 /// The timeout for passing the answer to the worker.
-const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Quiesces a device for a snapshot, and sends the worker the result. A failure is a failure of the
 /// snapshot, not of the mapping.
@@ -50,7 +50,7 @@ pub(crate) async fn quiesce(
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let pid = worker.id().pid;
     let until = Instant::now() + cx.settings.quiesce.limit;
-    let begin_deadline = within(deadline.min(until), BEGIN_LIMIT);
+    let begin_deadline = within(deadline.min(until), BEGIN_TIMEOUT);
     let quiesced = quiesce_device(cx, guard, index, begin_deadline).await;
     cx.point("quiesced, not answered").await;
     let errno = quiesced.as_ref().map_or_else(|error| errno(error.kind()), |()| 0);
@@ -65,7 +65,7 @@ pub(crate) async fn quiesce(
         Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let answer = ToWorker::Quiesced { snapshot, errno };
-    match worker.call(answer, Vec::new(), Instant::now() + ANSWER_LIMIT).await {
+    match worker.call(answer, Vec::new(), Instant::now() + ANSWER_TIMEOUT).await {
         Ok(_) if errno == 0 => {
             tracing::info!(mapping = name, "the device is quiesced for a snapshot");
             cx.wake_at(&name, until);

@@ -12,7 +12,7 @@ use crate::worker_start::within;
 use cleat_core::error::Result;
 
 /// The timeout for recording a forced intent. Later records of the mapping are written after it.
-const RECORD_LIMIT: Duration = Duration::from_secs(1);
+const RECORD_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Records that the mapping has been created. From here on, a missing device is a failure.
 pub(crate) async fn record_mapped(cx: &Context, guard: &mut Guard) -> Result<()> {
@@ -40,7 +40,7 @@ pub(crate) async fn record_unmapping(
     deadline: Instant,
 ) -> Result<()> {
     if matches!(guard.record.intent, Intent::Forced(_)) {
-        try_record_intent(cx, guard, within(deadline, RECORD_LIMIT)).await;
+        try_record_intent(cx, guard, within(deadline, RECORD_TIMEOUT)).await;
         return Ok(());
     }
     record_intent(cx, guard).await

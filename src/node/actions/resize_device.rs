@@ -23,11 +23,11 @@ use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
 
 /// How long a resize waits for the requests in flight. It is longer than a request takes on storage under
 /// load, or during a failover.
-pub(crate) const DRAIN_LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the kernel may take to repeat the requests of a dead worker, unless a shorter delay is
 /// configured: the period of its timer (nbd_xmit_timeout) and a margin.
-const REPLAY_LIMIT: Duration = Duration::from_secs(32);
+const MAX_REPLAY_TIME: Duration = Duration::from_secs(32);
 
 /// Sets the size of a device, in bytes. Waits up to `drain_limit` for the requests in flight.
 ///
@@ -57,7 +57,7 @@ pub(crate) async fn resize_device(
     };
     let resized = resized.await;
     if lifted != policy {
-        let restored = send_policy(guard, policy, Instant::now() + DRAIN_LIMIT).await;
+        let restored = send_policy(guard, policy, Instant::now() + DRAIN_TIMEOUT).await;
         // A worker that does not answer is replaced or adopted again, and gets the policy then.
         if let Err(error) = restored {
             let name = &guard.record.name;
@@ -148,8 +148,8 @@ async fn requests_drain(page: &Page, limit: Duration) -> bool {
 
 fn replay_limit(options: &Options) -> Duration {
     match (options.connections, options.replay_delay_ms) {
-        (1, delay_ms @ 1..) => Duration::from_millis(u64::from(delay_ms) * 3).min(REPLAY_LIMIT),
-        _ => REPLAY_LIMIT,
+        (1, delay_ms @ 1..) => Duration::from_millis(u64::from(delay_ms) * 3).min(MAX_REPLAY_TIME),
+        _ => MAX_REPLAY_TIME,
     }
 }
 

@@ -15,10 +15,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::DeviceIndex;
 
 /// The timeout for a worker to take new sockets.
-pub(crate) const SERVE_LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const SERVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the connections of a worker may take to appear in its counters.
-const CONNECTIONS_LIMIT: Duration = Duration::from_secs(1);
+const CONNECTIONS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Passes sockets to the worker, which serves them.
 pub(crate) async fn serve(guard: &Guard, ends: Vec<OwnedFd>, deadline: Instant) -> Result<()> {
@@ -31,7 +31,7 @@ pub(crate) async fn serve(guard: &Guard, ends: Vec<OwnedFd>, deadline: Instant) 
 pub(crate) async fn wait_for_connections(guard: &Guard) {
     let Some(worker) = &guard.worker else { return };
     let wanted = u64::from(guard.record.options.connections);
-    let until = Instant::now() + CONNECTIONS_LIMIT;
+    let until = Instant::now() + CONNECTIONS_TIMEOUT;
     while worker.statistics.snapshot().connections < wanted
         && Instant::now() < until
         && !worker.has_ended()
@@ -66,7 +66,7 @@ pub(crate) async fn replace_connections(
         let accepted = reconfigure(cx, guard, index, missing, deadline).await?;
         missing -= u32::try_from(accepted.len()).unwrap_or(missing).min(missing);
         if !accepted.is_empty() {
-            worker.serve(accepted, within(deadline, SERVE_LIMIT)).await?;
+            worker.serve(accepted, within(deadline, SERVE_TIMEOUT)).await?;
         }
         if missing == 0 {
             return Ok(());

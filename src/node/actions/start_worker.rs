@@ -16,17 +16,17 @@ use cleat_statistics::Page;
 use cleat_worker_protocol::protocol::Start;
 
 /// The timeout for the start, without the time that a backend may need in addition.
-const START_LIMIT: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a starting worker keeps its start permit. A worker that takes longer waits for its backend, not
 /// for the machine.
-const PERMIT_LIMIT: Duration = Duration::from_secs(2);
+const PERMIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let _unlock_permit = unlock_permit(cx, guard, deadline).await?;
     let permit = start_permit(cx, deadline).await?;
     let deadline =
-        within(deadline, START_LIMIT + unlock::extra_open_time(cx.registry, &guard.record.uri));
+        within(deadline, START_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri));
     // The process receives no command before it is recorded, so that it can be found after a crash.
     let launched = cx.workers.launch().await?;
     cx.point("worker launched").await;
@@ -39,7 +39,7 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     // The end of the previous worker is proved, so its connections and requests no longer count.
     page.iter().for_each(Page::take_over);
     let mut starting = pin!(cx.workers.start(launched, start, page, Vec::new(), deadline));
-    let started = match timeout(PERMIT_LIMIT, &mut starting).await {
+    let started = match timeout(PERMIT_TIMEOUT, &mut starting).await {
         Ok(started) => started,
         Err(_) => {
             // The worker waits for its backend, and other workers may start.

@@ -18,7 +18,7 @@ pub(crate) const STOP_GRACE: Duration = Duration::from_secs(2);
 pub(crate) const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
 
 /// The timeout for stopping a worker, SIGKILL included.
-const STOP_LIMIT: Duration = Duration::from_secs(7);
+const STOP_TIMEOUT: Duration = Duration::from_secs(7);
 
 pub(crate) async fn stop_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     end_worker(cx, guard, guard.worker.as_ref(), guard.record.worker, deadline).await?;
@@ -37,7 +37,7 @@ pub(crate) async fn end_worker(
     // A forced unmap may use all of its remaining time.
     let (grace, deadline) = match guard.record.intent {
         Intent::Forced(_) => (FORCED_STOP_GRACE, deadline),
-        Intent::Mapped | Intent::Unmapped => (STOP_GRACE, within(deadline, STOP_LIMIT)),
+        Intent::Mapped | Intent::Unmapped => (STOP_GRACE, within(deadline, STOP_TIMEOUT)),
     };
     if let Some(worker) = worker {
         return worker.stop(grace, deadline).await;

@@ -11,13 +11,13 @@ use cleat_core::error::ErrorKind;
 use cleat_kernel::{DeviceIndex, Holder, UnmountScope};
 
 /// The timeout for lazy unmounts of a device that is served.
-pub(crate) const UNMOUNT_LIMIT: Duration = Duration::from_millis(1500);
+pub(crate) const UNMOUNT_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// The timeout for lazy unmounts of a device without a worker. Only the disconnect ends their writeback.
-const UNMOUNT_LIMIT_UNSERVED: Duration = Duration::from_millis(200);
+const UNSERVED_UNMOUNT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The timeout for finding the holders.
-const HOLDERS_LIMIT: Duration = Duration::from_secs(1);
+const HOLDERS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Unmounts the device of a mapping, as an action of a plan.
 pub(crate) async fn run(
@@ -29,8 +29,8 @@ pub(crate) async fn run(
 ) {
     let served = guard.worker.as_ref().is_some_and(|worker| !worker.has_ended());
     let limit = match served || guard.is_refusing() {
-        true => UNMOUNT_LIMIT,
-        false => UNMOUNT_LIMIT_UNSERVED,
+        true => UNMOUNT_TIMEOUT,
+        false => UNSERVED_UNMOUNT_TIMEOUT,
     };
     // The progress stays in the guard, because this function may be cancelled at any await.
     let mut unreported = ForceProgress::default();
@@ -46,7 +46,7 @@ pub(crate) async fn unmount(
     scope: UnmountScope,
     deadline: Instant,
 ) {
-    let holders_deadline = within(deadline, HOLDERS_LIMIT);
+    let holders_deadline = within(deadline, HOLDERS_TIMEOUT);
     match cx
         .urgent
         .wait("look for mounts", holders_deadline, None, move |k, _| k.holders(index))

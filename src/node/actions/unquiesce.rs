@@ -13,10 +13,10 @@ use crate::worker_start::within;
 use cleat_core::error::Result;
 
 /// The timeout for a thaw. A thaw that takes longer continues on its thread.
-const THAW_LIMIT: Duration = Duration::from_secs(5);
+const THAW_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The timeout for a thaw in a forced unmap.
-const FORCED_THAW_LIMIT: Duration = Duration::from_millis(500);
+const FORCED_THAW_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The delay before a deferred thaw is retried.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
@@ -28,9 +28,9 @@ const RETRY_DELAY: Duration = Duration::from_secs(5);
 pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let by_hook = guard.record.quiesced.as_ref().is_some_and(|quiesced| quiesced.hook.is_some());
     let limit = match guard.record.intent {
-        Intent::Forced(_) => FORCED_THAW_LIMIT,
+        Intent::Forced(_) => FORCED_THAW_TIMEOUT,
         Intent::Mapped | Intent::Unmapped if by_hook => cx.settings.quiesce.limit,
-        Intent::Mapped | Intent::Unmapped => THAW_LIMIT,
+        Intent::Mapped | Intent::Unmapped => THAW_TIMEOUT,
     };
     let early = early_end_reason(guard);
     let thawed = unquiesce_device(cx, guard, within(deadline, limit)).await;
@@ -80,7 +80,7 @@ async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) ->
         tracing::error!(mapping = name, "thawing without the hook: {}", error.report());
     }
     if !matches!(by_hook, Some(Ok(()))) {
-        let until = deadline.max(Instant::now() + FORCED_THAW_LIMIT);
+        let until = deadline.max(Instant::now() + FORCED_THAW_TIMEOUT);
         let already_frozen = quiesced.already_frozen.clone();
         let thaw = move |k: &dyn cleat_kernel::Kernel, until| {
             k.thaw(index, &identity, &already_frozen, until)

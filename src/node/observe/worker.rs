@@ -14,13 +14,13 @@ use cleat_core::error::Result;
 use cleat_worker_protocol::protocol::ToWorker;
 
 /// The timeout for a worker to answer on its control socket.
-const ADOPT_LIMIT: Duration = Duration::from_secs(5);
+const ADOPT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The same in a forced unmap, which kills a worker that does not answer.
-const FORCED_ADOPT_LIMIT: Duration = Duration::from_millis(500);
+const FORCED_ADOPT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long to wait for the end of a process that does not listen, since it may be ending.
-const ENDING_LIMIT: Duration = Duration::from_secs(1);
+const ENDING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One of the workers of a mapping, which has two during a handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,8 +84,8 @@ async fn adopt_worker(
 ) -> Result<ObservedWorker> {
     let forced = matches!(guard.record.intent, Intent::Forced(_));
     let (adopting, ending) = match forced {
-        true => (FORCED_ADOPT_LIMIT, Duration::ZERO),
-        false => (ADOPT_LIMIT, ENDING_LIMIT),
+        true => (FORCED_ADOPT_TIMEOUT, Duration::ZERO),
+        false => (ADOPT_TIMEOUT, ENDING_TIMEOUT),
     };
     let limit = deadline.min(Instant::now() + adopting);
     let mapping_id = guard.record.mapping_id.clone();

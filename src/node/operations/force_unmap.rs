@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
-use crate::actions::{self, FAIL_LIMIT, UNMOUNT_LIMIT};
+use crate::actions::{self, FAIL_TIMEOUT, UNMOUNT_TIMEOUT};
 use crate::context::Context;
 use crate::devices::devices;
 use crate::mapping::{ForceProgress, Forced};
@@ -130,9 +130,9 @@ async fn force_disconnect_orphan(
     let process = cx.workers.listener(id).await?.map(Arc::new);
     let mut no_writes_proved = cx.force_disconnected.contains(index, identity);
     if let Some(process) = &process {
-        let adopted = cx.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_LIMIT));
+        let adopted = cx.workers.adopt(id, Arc::clone(process), within(deadline, FAIL_TIMEOUT));
         let failed = match adopted.await {
-            Ok(worker) => actions::fail_all(&worker, within(deadline, FAIL_LIMIT)).await,
+            Ok(worker) => actions::fail_all(&worker, within(deadline, FAIL_TIMEOUT)).await,
             Err(error) => Err(error),
         };
         match failed {
@@ -145,7 +145,7 @@ async fn force_disconnect_orphan(
     }
     progress.end();
     progress.begin("unmount");
-    actions::unmount(cx, progress, index, unmount, within(deadline, UNMOUNT_LIMIT)).await;
+    actions::unmount(cx, progress, index, unmount, within(deadline, UNMOUNT_TIMEOUT)).await;
     progress.end();
     progress.begin("disconnect");
     actions::force_disconnect(cx, progress, index, identity, process.clone(), deadline).await?;

@@ -27,14 +27,14 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
 
 /// The timeout for the new worker to open the volume.
-const OPEN_LIMIT: Duration = Duration::from_secs(20);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long the old worker may take to stop its connections. If the backend does not finish its requests in
 /// this time, the old worker keeps the volume.
-const OFFER_LIMIT: Duration = Duration::from_secs(2);
+const OFFER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The timeout for an answer that needs no work.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Replaces the worker of a mapping by a new one. No plan for the mapping may be pending. Returns how long
 /// no worker served.
@@ -48,7 +48,7 @@ pub(crate) async fn hand_over(
     deadline: Instant,
 ) -> Result<Duration> {
     let old = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
-    let until = within(deadline, ANSWER_LIMIT);
+    let until = within(deadline, ANSWER_TIMEOUT);
     let (answer, prepared) = old.exchange(ToWorker::PrepareHandover, Vec::new(), until).await?;
     if answer != FromWorker::HandoverPrepared {
         return Err(unexpected(&answer));
@@ -113,7 +113,7 @@ async fn start_successor(
     let start = start_message(cx, &guard.record, true);
     let page = guard.statistics.clone();
     let until =
-        within(deadline, OPEN_LIMIT + unlock::extra_open_time(cx.registry, &guard.record.uri));
+        within(deadline, OPEN_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri));
     let started = cx.workers.start(launched, start, page, prepared, until).await;
     let new = started.map_err(|failed| failed.error)?;
     let volume = device_properties(&guard.record, &new.ready);
@@ -127,7 +127,7 @@ async fn start_successor(
     }
     cx.point("successor ready").await;
     // The device does not pause for a new worker that does not answer.
-    new.call(ToWorker::Ping, Vec::new(), within(deadline, ANSWER_LIMIT)).await?;
+    new.call(ToWorker::Ping, Vec::new(), within(deadline, ANSWER_TIMEOUT)).await?;
     cx.point("before the pause").await;
     switch(cx, guard).await
 }
@@ -138,21 +138,21 @@ async fn switch(cx: &Context, guard: &Guard) -> Result<Duration> {
         return Err(no_worker(&guard.record));
     };
     let began = Instant::now();
-    let limit_ms = u32::try_from(OFFER_LIMIT.as_millis()).unwrap_or(u32::MAX);
+    let limit_ms = u32::try_from(OFFER_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
     let offer = ToWorker::OfferHandover { generation: guard.record.generation, limit_ms };
-    let offered = old.exchange(offer, Vec::new(), began + OFFER_LIMIT + ANSWER_LIMIT).await?;
+    let offered = old.exchange(offer, Vec::new(), began + OFFER_TIMEOUT + ANSWER_TIMEOUT).await?;
     cx.point("handover offered").await;
     let (FromWorker::HandoverOffered { unread, state }, descriptors) = offered else {
         return Err(unexpected(&offered.0));
     };
     let take = ToWorker::TakeOver { unread, state };
-    let taken = new.call(take, descriptors, Instant::now() + ANSWER_LIMIT).await;
+    let taken = new.call(take, descriptors, Instant::now() + ANSWER_TIMEOUT).await;
     let pause = began.elapsed();
     cx.point("taken over").await;
     if let Err(error) = taken {
         // No worker may be serving, so the old one resumes at once. If the new worker has taken over
         // nevertheless, the old one does not resume.
-        let until = Instant::now() + ANSWER_LIMIT;
+        let until = Instant::now() + ANSWER_TIMEOUT;
         let _ = old.call(ToWorker::CancelHandover, Vec::new(), until).await;
         let page = guard.statistics.as_ref();
         if !page.is_some_and(|page| page.is_handed_over_to(guard.record.generation)) {

@@ -41,7 +41,7 @@ pub struct MapSpec {
 const MAX_ATTEMPTS: u32 = 8;
 
 /// The timeout for undoing a failed map.
-pub(crate) const UNDO_LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const UNDO_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Maps a volume, or returns the mapping that is there already.
 ///
@@ -82,7 +82,7 @@ async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<Vi
     };
     tracing::warn!(mapping = guard.mapping().name, "map failed: {}", error.report());
     guard.record.intent = Intent::Unmapped;
-    match take_down(cx, &mut guard, Instant::now() + UNDO_LIMIT).await {
+    match take_down(cx, &mut guard, Instant::now() + UNDO_TIMEOUT).await {
         Ok(()) => Err(error),
         Err(undo) => {
             let message = format!("{}; undoing it failed: {}", error.report(), undo.report());
@@ -103,7 +103,7 @@ async fn map_existing(
     if let Some(difference) = difference(&guard.record, spec) {
         let message = format!("{} is mapped already, with {difference}", spec.name);
         return Err(Error::new(ErrorKind::AlreadyExists, message)
-            .with_repair("choose another name, or unmap it first"));
+            .with_repair("choose another name (--name), or unmap it first (cleat unmap)"));
     }
     if guard.record.intent != Intent::Mapped {
         let message = format!("{} is being unmapped", spec.name);

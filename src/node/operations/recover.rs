@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
-use super::map::UNDO_LIMIT;
+use super::map::UNDO_TIMEOUT;
 use crate::blocking::blocking;
 use crate::context::Context;
 use crate::mapping::Mapping;
@@ -22,9 +22,9 @@ use cleat_core::error::{ErrorKind, Result};
 const MAX_CONCURRENT: usize = 16;
 
 /// The timeout for restoring all mappings before the daemon serves.
-const RECOVERY_LIMIT: Duration = Duration::from_secs(10);
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Restores the mappings of an earlier supervisor. Mappings that need longer than [`RECOVERY_LIMIT`] are
+/// Restores the mappings of an earlier supervisor. Mappings that need longer than [`RECOVERY_TIMEOUT`] are
 /// restored in the background, so that one backend that does not answer neither leaves other volumes
 /// without a supervisor nor makes the service manager restart the daemon.
 ///
@@ -53,7 +53,7 @@ pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
             }
         });
     }
-    let until = Instant::now() + RECOVERY_LIMIT;
+    let until = Instant::now() + RECOVERY_TIMEOUT;
     while let Ok(Some(ended)) = timeout_at(until, tasks.join_next()).await {
         if let Err(error) = ended {
             cx.found(format!("restoring a mapping failed: {error}"));
@@ -97,12 +97,12 @@ async fn remove_record(cx: &Context, record: Record) -> Result<()> {
 }
 
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {
-    // After `RECOVERY_LIMIT` a call may have the guard. It then reconciles the mapping.
+    // After `RECOVERY_TIMEOUT` a call may have the guard. It then reconciles the mapping.
     if let Ok(mut guard) = mapping.try_lock() {
         guard.teardown.recorded = guard.record.intent != Intent::Mapped;
         if !guard.record.established && guard.record.intent == Intent::Mapped {
             guard.record.intent = Intent::Unmapped;
-            let undone = take_down(cx, &mut guard, Instant::now() + UNDO_LIMIT).await;
+            let undone = take_down(cx, &mut guard, Instant::now() + UNDO_TIMEOUT).await;
             match undone {
                 Ok(()) => {
                     cx.found(format!("an unfinished map of {} was undone", mapping.name));

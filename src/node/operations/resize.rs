@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use crate::actions::resize_device::{
-    DRAIN_LIMIT, block_size, record_size, request_size, resize_device,
+    DRAIN_TIMEOUT, block_size, record_size, request_size, resize_device,
 };
 use crate::context::Context;
 use crate::holders::check_unused;
@@ -121,7 +121,7 @@ async fn grow_both(
     if size == device.size {
         return Ok(());
     }
-    resize_device(cx, guard, device.index, size, DRAIN_LIMIT, deadline).await
+    resize_device(cx, guard, device.index, size, DRAIN_TIMEOUT, deadline).await
 }
 
 /// Shrinks the device first, then the volume, and restores the size of the device if the volume cannot be
@@ -134,7 +134,7 @@ async fn shrink_both(
     deadline: Instant,
 ) -> Result<()> {
     if guard.mapping().view().is_read_only() {
-        let message = format!("{} is mapped read-only", guard.record.name);
+        let message = format!("cannot shrink {}: it is mapped read-only", guard.record.name);
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
     if size == 0 {
@@ -142,14 +142,14 @@ async fn shrink_both(
         return Err(Error::new(ErrorKind::InvalidArgument, message));
     }
     check_unused(cx, guard, device.index, deadline).await?;
-    resize_device(cx, guard, device.index, size, DRAIN_LIMIT, deadline).await?;
+    resize_device(cx, guard, device.index, size, DRAIN_TIMEOUT, deadline).await?;
     cx.point("device shrunk, volume not").await;
     let command = ToWorker::Resize { size, shrink: true };
     let Err(error) = request_size(guard, command, deadline).await else { return Ok(()) };
     // The next observation shows the size of the volume. The device grows again if the volume is larger.
     let until = Instant::now() + COMMAND_TIMEOUT;
     let (index, before) = (device.index, device.size);
-    if let Err(undo) = resize_device(cx, guard, index, before, DRAIN_LIMIT, until).await {
+    if let Err(undo) = resize_device(cx, guard, index, before, DRAIN_TIMEOUT, until).await {
         tracing::warn!(
             mapping = guard.record.name,
             "cannot restore the size of the device: {}",

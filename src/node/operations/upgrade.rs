@@ -23,13 +23,13 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::version::BUILD;
 
 /// How long the daemon waits before its restart for the caller to receive the event and hang up.
-const HANG_UP_LIMIT: Duration = Duration::from_secs(1);
+const HANG_UP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The interval between attempts to take the guard of a mapping.
 const GUARD_RETRY_DELAY: Duration = Duration::from_millis(500);
 
 /// How long a restart waits for running calls to the kernel.
-const KERNEL_IDLE_LIMIT: Duration = Duration::from_secs(3);
+const KERNEL_IDLE_TIMEOUT: Duration = Duration::from_secs(3);
 
 type Events = mpsc::Sender<Result<api::UpgradeEvent, Status>>;
 
@@ -115,7 +115,7 @@ async fn upgrade_daemon(cx: &Context, events: &Events) -> bool {
     let _ = events.send(Ok(event)).await;
     let Some(path) = new_binary else { return false };
     // The caller hangs up after the event. A caller that does not must not prevent the restart.
-    let _ = tokio::time::timeout(HANG_UP_LIMIT, events.closed()).await;
+    let _ = tokio::time::timeout(HANG_UP_TIMEOUT, events.closed()).await;
     cx.restart.send_replace(Some(path));
     true
 }
@@ -126,7 +126,7 @@ async fn binary_on_disk(cx: &Context) -> Result<Binary> {
         check_not_quiesced(&mapping.view().record)?;
     }
     // A thread that is blocked in the kernel would block `execve`, and with it the whole daemon.
-    let until = Instant::now() + KERNEL_IDLE_LIMIT;
+    let until = Instant::now() + KERNEL_IDLE_TIMEOUT;
     if binary != Binary::Current
         && !(cx.kernel.wait_until_idle(until).await && cx.urgent.wait_until_idle(until).await)
     {
