@@ -9,7 +9,7 @@ use tonic::Status;
 
 use crate::context::Context;
 use crate::kernel_calls::KernelLoad;
-use crate::mapping::{Change, Forced, Mapping, Register, View};
+use crate::mapping::{Change, ForceReport, Mapping, Register, View};
 use crate::{devices, holders, operations, target, unlock};
 use cleat_api::v1 as api;
 use cleat_core::error::Result;
@@ -69,7 +69,7 @@ impl Executor {
         target: &str,
         unmount: UnmountScope,
         deadline: Instant,
-    ) -> Result<Option<Forced>> {
+    ) -> Result<Option<ForceReport>> {
         operations::force_unmap::force_unmap(&self.context, target, unmount, deadline).await
     }
 

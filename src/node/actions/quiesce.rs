@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use crate::blocking::blocking;
 use crate::context::Context;
-use crate::mapping::{Answered, Guard, node_of};
+use crate::mapping::{AnsweredSnapshot, Guard, node_of};
 use crate::planner::Quiesced;
 use crate::quiesce_hook as hook;
 use crate::records::store;
@@ -62,7 +62,7 @@ pub(crate) async fn quiesce(
     }
     // The request counts as answered, even if sending the answer fails.
     guard.quiesce.answered =
-        Some(Answered { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
+        Some(AnsweredSnapshot { pid, snapshot, until: Some(until).filter(|_| errno == 0) });
     let worker = guard.worker.as_ref().ok_or_else(|| no_worker(&guard.record))?;
     let answer = ToWorker::Quiesced { snapshot, errno };
     match worker.call(answer, Vec::new(), Instant::now() + ANSWER_TIMEOUT).await {
@@ -78,7 +78,7 @@ pub(crate) async fn quiesce(
                 "cannot tell the worker that the device is quiesced: {}",
                 error.report()
             );
-            guard.quiesce.answered = Some(Answered { pid, snapshot, until: None });
+            guard.quiesce.answered = Some(AnsweredSnapshot { pid, snapshot, until: None });
         }
     }
     Ok(())

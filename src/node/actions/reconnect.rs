@@ -11,8 +11,7 @@ use cleat_core::error::Result;
 use cleat_kernel::DeviceIndex;
 use cleat_statistics::Page;
 
-/// Passes new sockets to the kernel until it has replaced `missing` dead connections, and the other ends to the
-/// worker.
+/// Replaces `missing` dead connections of the device by new ones to the worker.
 pub(crate) async fn reconnect(
     cx: &Context,
     guard: &mut Guard,

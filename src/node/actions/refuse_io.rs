@@ -34,7 +34,7 @@ pub(crate) async fn refuse_io(
 ) -> Result<()> {
     if let Some(before) = guard.refusing.take_if(|before| before.worker.has_ended()) {
         let (pid, how) = (before.worker.id().pid, before.worker.exit_reason());
-        let message = format!("the worker {pid} that failed the I/O {how}");
+        let message = format!("worker {pid}, which failed the device's I/O, {how}");
         return Err(Error::new(ErrorKind::Unavailable, message));
     }
     stop_refusing_io(guard, deadline).await?;
@@ -60,7 +60,7 @@ pub(crate) async fn refuse_io(
 /// worker that has ended.
 ///
 /// # Errors
-/// `TimedOut` if the process does not end after it was killed.
+/// Returns `TimedOut` if the process does not end after it was killed.
 pub(crate) async fn stop_refusing_io(guard: &mut Guard, deadline: Instant) -> Result<()> {
     let Some(refusing) = guard.refusing.take() else { return Ok(()) };
     refusing.worker.stop(STOP_TIMEOUT, within(deadline, STOP_TIMEOUT + KILL_TIMEOUT)).await

@@ -40,7 +40,7 @@ pub(crate) async fn wait_for_connections(guard: &Guard) {
     }
 }
 
-/// How long the kernel may take to notice that the sockets of the worker before are closed.
+/// How long the kernel may take to notice that the sockets of the previous worker are closed.
 const DEAD_LINK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Passes new sockets to the kernel until it has replaced `missing` dead connections, and the other ends to
@@ -51,7 +51,8 @@ const DEAD_LINK_TIMEOUT: Duration = Duration::from_secs(3);
 /// ends of sockets that the kernel accepted.
 ///
 /// # Errors
-/// `Unavailable` if the kernel still counts old connections as alive after 3 s; errors of the worker.
+/// Returns `Unavailable` if the kernel still treats old connections as alive after 3 s, and errors of the
+/// worker.
 pub(crate) async fn replace_connections(
     cx: &Context,
     guard: &Guard,

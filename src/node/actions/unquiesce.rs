@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::quiesce::run_hook;
 use crate::context::Context;
-use crate::mapping::{Answered, Guard, Guarded};
+use crate::mapping::{AnsweredSnapshot, Guard, Guarded};
 use crate::planner::Intent;
 use crate::records::store;
 use crate::worker_start::within;
@@ -119,7 +119,7 @@ pub(crate) async fn unquiesce_all(cx: &Context, deadline: Instant) {
 
 /// Returns why the quiescing ends before the snapshot has been made; `None` if it does not.
 fn early_end_reason(guarded: &Guarded) -> Option<&'static str> {
-    let Some(Answered { pid, snapshot, until }) = guarded.quiesce.answered else {
+    let Some(AnsweredSnapshot { pid, snapshot, until }) = guarded.quiesce.answered else {
         return Some("the daemon that had quiesced the device has ended");
     };
     // The worker was told that the device is not quiesced.

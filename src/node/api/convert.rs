@@ -6,7 +6,7 @@ use tonic::{Code, Status};
 
 use super::validate;
 use crate::executor::MapSpec;
-use crate::mapping::{Forced, View, node_of};
+use crate::mapping::{ForceReport, View, node_of};
 use crate::planner::State;
 use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -162,7 +162,7 @@ pub(crate) fn orphan(
 }
 
 /// Converts the result of a forced unmap; `None`: nothing was mapped.
-pub(crate) fn forced(forced: Option<&Forced>) -> api::UnmapResponse {
+pub(crate) fn forced(forced: Option<&ForceReport>) -> api::UnmapResponse {
     let Some(forced) = forced else { return api::UnmapResponse::default() };
     let steps = forced.steps.iter().map(|done| api::ForcedStep {
         step: done.step.to_owned(),

@@ -10,7 +10,7 @@ use cleat_kernel::{DeviceIndex, Holder};
 
 /// The report of a forced unmap.
 #[derive(Debug, Clone, Default)]
-pub struct Forced {
+pub struct ForceReport {
     /// The steps that were done, in order.
     pub steps: Vec<ForcedStep>,
     /// The mounts that were removed.

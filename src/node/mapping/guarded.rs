@@ -56,7 +56,7 @@ pub struct Health {
 #[derive(Debug, Default)]
 pub struct QuiesceState {
     /// The last snapshot request that was answered.
-    pub answered: Option<Answered>,
+    pub answered: Option<AnsweredSnapshot>,
     /// The next attempt to unquiesce does not start before this time.
     pub retry_at: Option<Instant>,
     /// What was wrong with the last snapshot.
@@ -103,7 +103,7 @@ impl Guarded {
 
 /// A worker's request for a snapshot that was answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Answered {
+pub struct AnsweredSnapshot {
     /// The pid of the worker.
     pub pid: u32,
     /// The worker's number for the snapshot.

@@ -20,9 +20,9 @@ use crate::planner::{Record, State};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 
-pub use force_progress::{ForceProgress, Forced, ForcedStep};
+pub use force_progress::{ForceProgress, ForceReport, ForcedStep};
 pub use guard::Guard;
-pub use guarded::{Answered, Guarded, Health, QuiesceState, Teardown};
+pub use guarded::{AnsweredSnapshot, Guarded, Health, QuiesceState, Teardown};
 pub use register::Register;
 pub use view::{Change, OutageView, View, node_of};
 

@@ -24,7 +24,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::actions::{self, FAIL_TIMEOUT, UNMOUNT_TIMEOUT};
 use crate::context::Context;
 use crate::devices::devices;
-use crate::mapping::{ForceProgress, Forced};
+use crate::mapping::{ForceProgress, ForceReport};
 use crate::planner::{Intent, State};
 use crate::reconcile::reconcile;
 use crate::retry::after_failure;
@@ -47,7 +47,7 @@ pub(crate) async fn force_unmap(
     target: &str,
     unmount: UnmountScope,
     deadline: Instant,
-) -> Result<Option<Forced>> {
+) -> Result<Option<ForceReport>> {
     let mapping = match find(cx, target, deadline).await? {
         Target::Mapping(mapping) => mapping,
         Target::Nothing => return Ok(None),
@@ -104,7 +104,7 @@ async fn force_unmap_orphan(
     identity: Identity,
     unmount: UnmountScope,
     deadline: Instant,
-) -> Result<Forced> {
+) -> Result<ForceReport> {
     let mut progress = ForceProgress::default();
     let until = deadline - REPORT_TIME.min((deadline - Instant::now()) / 10);
     let done = force_disconnect_orphan(cx, &mut progress, index, &identity, unmount, until);
@@ -168,9 +168,9 @@ async fn report(
     progress: ForceProgress,
     identity: &Identity,
     deadline: Instant,
-) -> Forced {
+) -> ForceReport {
     let ForceProgress { steps, mounts, device_left, unproven, .. } = progress;
-    let mut forced = Forced { steps, unproven, device_left, ..Forced::default() };
+    let mut forced = ForceReport { steps, unproven, device_left, ..ForceReport::default() };
     let ours = |d: &&Device| d.connected && d.identity().as_ref() == Some(identity);
     match devices(cx, deadline).await {
         Ok(devices) => forced.device_left = devices.iter().find(ours).map(|d| d.index),

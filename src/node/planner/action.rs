@@ -28,7 +28,8 @@ pub enum Action {
         /// The size of the volume in bytes, a multiple of the block size.
         size: u64,
     },
-    /// Answers the device's requests with errors, also those that an earlier worker did not answer.
+    /// Starts a worker without a volume, which answers the device's requests with errors, also those that
+    /// an earlier worker did not answer.
     RefuseIo {
         /// The device.
         index: DeviceIndex,

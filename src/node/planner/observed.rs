@@ -24,7 +24,7 @@ pub struct Observed {
     pub history: String,
     /// Whether no worker has served the device for longer than its I/O may wait.
     pub unserved_too_long: bool,
-    /// Whether the supervisor answers each request with an error, in place of a worker.
+    /// Whether a worker without a volume answers each request of the device with an error.
     pub refusing: bool,
     /// Whether a resize of the device failed recently and is not to be tried yet.
     pub resize_deferred: bool,
