@@ -20,7 +20,7 @@ fn each_wrong_input_has_a_message_of_its_own() {
         (&["create", &image, "1G", "--features", "striping"], 2, "use --stripe-unit"),
         (&["create", &image, "1G", "--object-size", "5000"], 2, "power of two"),
         (&["create", &image, "1G", "--stripe-unit", "4K"], 2, "--stripe-count"),
-        (&["create", &image, "1G", "--data-pool", "nope"], 3, "see that the pool nope exists"),
+        (&["create", &image, "1G", "--data-pool", "nope"], 3, "check that the pool nope exists"),
         (
             &["create", &image, "1G", "--stripe-unit", "8M", "--stripe-count", "2"],
             2,
