@@ -157,11 +157,11 @@ impl Store for RbdStore {
 
 impl CloneStore for RbdStore {
     fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
-        let place: &dyn Any = source.store;
-        let Some(place) = place.downcast_ref::<RbdStoreSpec>() else {
+        let spec: &dyn Any = source.store;
+        let Some(spec) = spec.downcast_ref::<RbdStoreSpec>() else {
             return Err(invalid("an RBD image can only be cloned from a snapshot of an RBD image"));
         };
-        let parent = place.image(source.name, Some(source.snapshot))?;
+        let parent = spec.image(source.name, Some(source.snapshot))?;
         let layout = layout.clone();
         self.call(name, None, move |target| target.clone_of(&parent, layout))
     }
