@@ -299,7 +299,10 @@ fn prove_ended(
             return Ok(());
         }
         let message = format!("it has the newest claim of the image: {}", claim.client.describe());
-        return not_proved(message, "map the volume where it is needed first, or use cleat fence add");
+        return not_proved(
+            message,
+            "map the volume where it is needed first, or use cleat fence add",
+        );
     }
     let Some(client) = claim.cut.iter().find(|client| client.address == address) else {
         return not_proved(unknown, KEEP_ENTRY);
