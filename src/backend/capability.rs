@@ -15,8 +15,8 @@ pub trait Resize {
     /// Blocks until the backend has answered.
     ///
     /// # Errors
-    /// `InvalidArgument` for a smaller size or one that is not a multiple of the block size;
-    /// `PermissionDenied` for a read-only volume; the backend's error otherwise.
+    /// Returns `InvalidArgument` for a smaller size or one that is not a multiple of the block size,
+    /// `PermissionDenied` for a read-only volume, and the backend's error otherwise.
     fn grow(&self, size: u64) -> Result<()>;
 }
 
@@ -27,8 +27,8 @@ pub trait Shrink {
     /// until the backend has answered.
     ///
     /// # Errors
-    /// `InvalidArgument` for a size of 0; `PermissionDenied` for a read-only volume; the backend's error
-    /// otherwise.
+    /// Returns `InvalidArgument` for a size of 0, `PermissionDenied` for a read-only volume, and the
+    /// backend's error otherwise.
     fn shrink_to(&self, size: u64) -> Result<()>;
 }
 
@@ -52,7 +52,7 @@ pub trait SnapshotQuiesce {
     /// successor that has not taken over yet) all snapshots proceed without waiting.
     ///
     /// # Errors
-    /// `InvalidArgument` for a volume that is open read-only.
+    /// Returns `InvalidArgument` for a volume that is open read-only.
     fn watch(&self, waker: Waker, active: bool) -> Result<()>;
 
     /// Returns the number of the snapshot that waits or is being taken; each snapshot has its own number.
@@ -96,7 +96,7 @@ pub trait RenewCredentials {
     /// earlier ones. Must not wait for the storage.
     ///
     /// # Errors
-    /// `InvalidArgument` if the backend cannot use them; the earlier credentials then stay in use.
+    /// Returns `InvalidArgument` if the backend cannot use them; the earlier credentials then stay in use.
     fn renew(&self, credentials: Credentials) -> Result<()>;
 }
 
@@ -106,6 +106,6 @@ pub trait SetFault {
     /// Replaces the fault plan with `plan` (see `fault::plan`) and releases every request that hangs.
     ///
     /// # Errors
-    /// `InvalidArgument` when the text is not a fault plan.
+    /// Returns `InvalidArgument` when the text is not a fault plan.
     fn set_fault(&self, plan: &str) -> Result<()>;
 }

@@ -89,7 +89,7 @@ pub fn node_name(configured: &str) -> Result<String> {
 /// Returns the boot id of the running kernel.
 ///
 /// # Errors
-/// As [`node_name`].
+/// Fails as [`node_name`] does.
 pub fn boot_id() -> Result<String> {
     host::boot_id().map_err(|e| Error::from_io("cannot read the boot id", e))
 }

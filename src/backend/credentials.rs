@@ -23,7 +23,7 @@ impl Credentials {
     /// Reads a secret from its current position in `file` to the end. Blocks as reads of the file do.
     ///
     /// # Errors
-    /// `InvalidData` if the secret is empty or longer than `max_bytes`; the error of the read.
+    /// Returns `InvalidData` if the secret is empty or longer than `max_bytes`, and the error of the read otherwise.
     pub fn read(file: &File, max_bytes: usize) -> io::Result<Self> {
         // A vector that grows leaves a copy of its content behind. `read_to_end` grows a full vector, so
         // there must be space left at the end.

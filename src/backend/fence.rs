@@ -29,7 +29,7 @@ pub trait Fence {
     /// nothing. The caller shows the consequences to the user before it continues with [`Fence::fence`].
     ///
     /// # Errors
-    /// `NotFound` if there is no such client; see [`Fence`].
+    /// Returns `NotFound` if there is no such client; see [`Fence`].
     fn targets(&self, address: Option<&str>, deadline: Instant) -> Result<Vec<Target>>;
 
     /// Cuts `targets` off from the storage. When this returns, none of them can change the volume any more,
@@ -37,14 +37,14 @@ pub trait Fence {
     /// one that has claimed the volume since. `claimant` takes the volume over for a moment and releases it.
     ///
     /// # Errors
-    /// `InUse` if a client that is not in `targets` may write; see [`Fence`].
+    /// Returns `InUse` if a client that is not in `targets` may write; see [`Fence`].
     fn fence(&self, targets: &[Target], claimant: &Claimant, deadline: Instant) -> Result<()>;
 
     /// Ends the fencing of the client `address`, if it is proved that the client has ended. The proof may
     /// depend on the node and the process in `here`. Returns whether the client was cut off.
     ///
     /// # Errors
-    /// `InUse` with the missing proof; see [`Fence`].
+    /// Returns `InUse` with the missing proof; see [`Fence`].
     fn unfence(&self, address: &str, here: &Claimant, deadline: Instant) -> Result<bool>;
 }
 

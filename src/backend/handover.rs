@@ -41,7 +41,7 @@ pub trait Handover {
     /// Acquires the claim again after [`Handover::release`], when no successor has taken over.
     ///
     /// # Errors
-    /// Returns the backend's error; `Fenced` if another client has claimed the volume since.
+    /// Returns the backend's error, and `Fenced` if another client has claimed the volume since.
     fn resume(&self) -> Result<()>;
 
     /// Acquires the claim in the successor, after the predecessor has released it, and before the first

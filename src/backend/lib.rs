@@ -2,12 +2,14 @@
 //! halves: [`Image`] controls an open volume, and there is one per volume; [`ImageQueue`] carries data, and
 //! there is one per connection thread.
 //!
-//! A queue receives a [`Request`] with its buffer, and returns the result with the buffer. A backend may
-//! complete a request at once (memory), on the caller's ring (files), or on threads of its own (librbd, an
-//! async runtime), which report the completion through a [`Completer`].
+//! - Input: a [`Request`] with its buffer; the URI of a volume.
+//! - Output: the result of the request with the buffer. A backend may complete a request at once (memory),
+//!   on the caller's ring (files), or on threads of its own (librbd, an async runtime), which report the
+//!   completion through a [`Completer`].
 //!
 //! The contract of a volume is part of the documentation of [`Image`], that of requests of [`ImageQueue`].
-//! `tests/conformance` checks it for every backend.
+//! `tests/conformance` checks it for every backend. The following never happens here: knowledge of the NBD
+//! protocol; a wait on a connection thread; a list of backends outside of the [`Registry`].
 
 mod capability;
 pub mod claimant;

@@ -28,8 +28,8 @@ impl Registry {
     /// Parses the URI of a volume. Does no I/O.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the valid choices as the repair; `Unsupported` for volumes that this build
-    /// cannot serve.
+    /// Returns `InvalidArgument` with the valid choices as the repair, and `Unsupported` for volumes that
+    /// this build cannot serve.
     pub fn volume(&self, text: &str) -> Result<VolumeUri> {
         if text.len() > MAX_URI {
             return Err(invalid(format!("the volume URI is longer than {MAX_URI} bytes")));
@@ -41,7 +41,7 @@ impl Registry {
     /// Parses the URI of a store. Does no I/O.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the valid choices as the repair.
+    /// Returns `InvalidArgument` with the valid choices as the repair.
     pub fn store(&self, text: &str) -> Result<StoreUri> {
         if text.len() > MAX_URI {
             return Err(invalid(format!("the URI is longer than {MAX_URI} bytes")));

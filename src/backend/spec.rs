@@ -39,8 +39,8 @@ pub trait Backend: Send + Sync {
     /// not know ([`Options::finish`]). `nested` parses the URI of a wrapped volume.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the valid choices as the repair; `Unsupported` for volumes that this build
-    /// cannot serve.
+    /// Returns `InvalidArgument` with the valid choices as the repair, and `Unsupported` for volumes that
+    /// this build cannot serve.
     fn parse(
         &self,
         location: &str,
@@ -74,7 +74,7 @@ pub trait StoreParser {
     /// Parses the part of the URI behind the scheme's colon. Does no I/O.
     ///
     /// # Errors
-    /// `InvalidArgument`, with the valid choices as the repair.
+    /// Returns `InvalidArgument` with the valid choices as the repair.
     fn parse_store(&self, location: &str, options: Options) -> Result<Arc<dyn StoreSpec>>;
 }
 
@@ -97,7 +97,7 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// [`VolumeSpec::confinement`] returns `AfterOpen`.
     ///
     /// # Errors
-    /// `NotFound`, `InUse`, `PermissionDenied`, `Unsupported`, or the backend's error.
+    /// Returns `NotFound`, `InUse`, `PermissionDenied`, `Unsupported`, or the backend's error.
     fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>>;
 
     /// Opens a volume that another process still serves, with the files that the other process's
@@ -105,7 +105,8 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// [`Handover::take_over`](crate::Handover::take_over).
     ///
     /// # Errors
-    /// As [`VolumeSpec::open`]; `InvalidArgument` for descriptors that are not the volume's.
+    /// Fails as [`VolumeSpec::open`] does. Returns `InvalidArgument` for descriptors that are not the
+    /// volume's.
     fn open_successor(&self, options: &OpenOptions, files: HandoverFiles)
     -> Result<Arc<dyn Image>>;
 
@@ -113,7 +114,7 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// thread, and does not access the volume.
     ///
     /// # Errors
-    /// `Unsupported` when a library is missing; the repair names it.
+    /// Returns `Unsupported` when a library is missing; the repair names it.
     fn prepare(&self) -> Result<()> {
         Ok(())
     }
@@ -146,7 +147,8 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// the kernel excludes a second writer. Does not open the volume.
     ///
     /// # Errors
-    /// `InvalidArgument` for a volume without a single writer; `Unsupported` when a library is missing.
+    /// Returns `InvalidArgument` for a volume without a single writer, and `Unsupported` when a library is
+    /// missing.
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
         Ok(None)
     }
@@ -155,7 +157,7 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// kept in a store.
     ///
     /// # Errors
-    /// `Unsupported` for a name that is not text.
+    /// Returns `Unsupported` for a name that is not text.
     fn stored(&self) -> Result<Option<Stored>> {
         Ok(None)
     }
@@ -188,8 +190,8 @@ pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
     /// Returns the volume `name` in this store, or a snapshot of it. Does no I/O.
     ///
     /// # Errors
-    /// `InvalidArgument` for text that cannot be a name; `Unsupported` for a snapshot where volumes have
-    /// none.
+    /// Returns `InvalidArgument` for text that cannot be a name, and `Unsupported` for a snapshot where
+    /// volumes have none.
     fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>>;
 
     /// Returns the form of a snapshot's URI; `None` where volumes have no snapshots.
@@ -201,13 +203,13 @@ pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
     /// `claimant` would on [`VolumeSpec::open`].
     ///
     /// # Errors
-    /// `NotFound`, `PermissionDenied`, `TimedOut`, `Unsupported`, or the backend's error.
+    /// Returns `NotFound`, `PermissionDenied`, `TimedOut`, `Unsupported`, or the backend's error.
     fn connect(&self, claimant: &Claimant) -> Result<Box<dyn Store>>;
 
     /// Returns this store, accessed with the options of `other` where this one has no options itself.
     ///
     /// # Errors
-    /// `InvalidArgument` where both have options that differ, or `other` belongs to another backend.
+    /// Returns `InvalidArgument` if both have options that differ, or if `other` belongs to another backend.
     fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>>;
 }
 

@@ -76,7 +76,7 @@ impl VolumeUri {
     /// Opens the volume; see [`VolumeSpec::open`].
     ///
     /// # Errors
-    /// As [`VolumeSpec::open`].
+    /// Fails as [`VolumeSpec::open`] does.
     pub fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
         self.spec.open(options)
     }
@@ -84,7 +84,7 @@ impl VolumeUri {
     /// Opens the volume while another process still serves it; see [`VolumeSpec::open_successor`].
     ///
     /// # Errors
-    /// As [`VolumeSpec::open_successor`].
+    /// Fails as [`VolumeSpec::open_successor`] does.
     pub fn open_successor(
         &self,
         options: &OpenOptions,
@@ -102,7 +102,7 @@ impl VolumeUri {
     /// Returns the access to the volume's clients and their fencing.
     ///
     /// # Errors
-    /// `Unsupported` for volumes of one machine; otherwise as [`VolumeSpec::fence`].
+    /// Returns `Unsupported` for volumes of one machine. Otherwise fails as [`VolumeSpec::fence`] does.
     pub fn fence(&self) -> Result<Box<dyn Fence>> {
         self.spec.fence()?.ok_or_else(|| {
             let message = format!("{} volumes do not support fencing", self.scheme());
@@ -114,7 +114,7 @@ impl VolumeUri {
     /// Returns the store that holds the volume, its name in the store, and the name of the snapshot.
     ///
     /// # Errors
-    /// `Unsupported` for volumes that are not kept in a store.
+    /// Returns `Unsupported` for volumes that are not kept in a store.
     pub fn store_location(&self) -> Result<(StoreUri, String, Option<String>)> {
         let stored = self.spec.stored()?.ok_or_else(|| {
             let message = format!("{} volumes are not kept in a store", self.scheme());
@@ -126,8 +126,8 @@ impl VolumeUri {
     /// As [`VolumeUri::store_location`], for a URI that must name a snapshot.
     ///
     /// # Errors
-    /// As [`VolumeUri::store_location`]; `InvalidArgument` where no snapshot is named; `Unsupported` where
-    /// volumes have no snapshots.
+    /// Fails as [`VolumeUri::store_location`] does. Returns `InvalidArgument` where no snapshot is named,
+    /// and `Unsupported` where volumes have no snapshots.
     pub fn snapshot_location(&self) -> Result<(StoreUri, String, String)> {
         let (store, name, snapshot) = self.store_location()?;
         match (snapshot, store.spec.snapshot_form()) {
@@ -222,7 +222,7 @@ impl StoreUri {
     /// Returns the volume `name` in this store, or a snapshot of it.
     ///
     /// # Errors
-    /// As [`StoreSpec::volume`].
+    /// Fails as [`StoreSpec::volume`] does.
     pub fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<VolumeUri> {
         self.spec.volume(name, snapshot).map(VolumeUri::new)
     }
@@ -231,7 +231,7 @@ impl StoreUri {
     /// client may write.
     ///
     /// # Errors
-    /// As [`StoreSpec::connect`].
+    /// Fails as [`StoreSpec::connect`] does.
     pub fn connect(&self) -> Result<Box<dyn Store>> {
         self.spec.connect(&Claimant::default())
     }
@@ -239,7 +239,7 @@ impl StoreUri {
     /// Opens the store with a claim identity; see [`StoreSpec::connect`].
     ///
     /// # Errors
-    /// As [`StoreSpec::connect`].
+    /// Fails as [`StoreSpec::connect`] does.
     pub fn connect_as(&self, claimant: &Claimant) -> Result<Box<dyn Store>> {
         self.spec.connect(claimant)
     }
@@ -247,7 +247,7 @@ impl StoreUri {
     /// Returns this store, accessed with the options of `other` where this one has no options itself.
     ///
     /// # Errors
-    /// As [`StoreSpec::with_access_of`].
+    /// Fails as [`StoreSpec::with_access_of`] does.
     pub fn with_access_of(&self, other: &Self) -> Result<Self> {
         self.spec.with_access_of(&*other.spec).map(Self::new)
     }
@@ -281,7 +281,7 @@ pub fn invalid(message: impl Into<String>) -> Error {
 /// Parses the value of the option `key`, an absolute path.
 ///
 /// # Errors
-/// `InvalidArgument` for a relative path or a zero byte.
+/// Returns `InvalidArgument` for a relative path or a zero byte.
 pub fn absolute_path(path: &str, key: &str) -> Result<PathBuf> {
     if !path.starts_with('/') || path.contains('\0') {
         return Err(invalid(format!("{key} needs an absolute path, not {path:?}"))

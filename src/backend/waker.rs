@@ -13,7 +13,7 @@ impl Waker {
     /// Makes a waker.
     ///
     /// # Errors
-    /// `EMFILE` or `ENFILE` if no descriptor is left.
+    /// Returns `EMFILE` or `ENFILE` if no descriptor is left.
     pub fn new() -> std::io::Result<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         Ok(Self(Arc::new(EventFd::from_flags(flags)?)))

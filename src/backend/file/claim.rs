@@ -26,7 +26,7 @@ const MAX_PROCESSES: usize = 10_000;
 /// Claims the whole file for writing. Blocks for about a second while the file is busy.
 ///
 /// # Errors
-/// `InUse` if another process holds the lock; the kernel's error otherwise.
+/// Returns `InUse` if another process holds the lock, and the kernel's error otherwise.
 pub(super) fn lock(file: &File, path: &str) -> Result<()> {
     // An open-file-description lock (fcntl(2)): it exists as long as the description, so that neither a
     // fork nor the close of another descriptor of the file releases it.

@@ -344,7 +344,7 @@ impl ImageQueue for FileQueue {
                 task.step = step;
                 self.tasks[id as usize] = Some(task);
                 if step == Step::WriteZeroes {
-                    // Behind the others that wait: no long range keeps them from the zeroes.
+                    // At the end of the queue, so that a long range does not starve the other requests.
                     self.waiting_for_zeroes.push_back(id);
                 } else {
                     self.submit(id, buffer, ring);

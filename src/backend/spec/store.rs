@@ -32,20 +32,23 @@ pub trait Store: Send + Sync {
     /// Creates a volume of `size` bytes.
     ///
     /// # Errors
-    /// `AlreadyExists` if the volume exists with other properties; the backend's error.
+    /// Returns `AlreadyExists` if the volume exists with other properties, and the backend's error
+    /// otherwise.
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool>;
 
     /// Removes a volume.
     ///
     /// # Errors
-    /// `InUse` while a client has it open, and while it has snapshots; the backend's error.
+    /// Returns `InUse` while a client has the volume open or while it has snapshots, and the backend's error
+    /// otherwise.
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed>;
 
     /// Sets the size of a volume to `size` bytes. A smaller size requires `shrink`, and that no client has
     /// the volume open.
     ///
     /// # Errors
-    /// `InvalidArgument` for a smaller size without `shrink`; `InUse`; the backend's error.
+    /// Returns `InvalidArgument` for a smaller size without `shrink`, `InUse` if a client has the volume open,
+    /// and the backend's error otherwise.
     fn resize(&self, name: &str, size: u64, shrink: bool, progress: Progress<'_>) -> Result<bool>;
 
     /// Returns a part of the list of volumes, which is sorted by name.
@@ -57,7 +60,7 @@ pub trait Store: Send + Sync {
     /// Describes a volume, or one of its snapshots.
     ///
     /// # Errors
-    /// `NotFound`; the backend's error.
+    /// Returns `NotFound` if there is no such volume or snapshot, and the backend's error otherwise.
     fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info>;
 
     /// Returns the capability to take snapshots.
@@ -94,19 +97,20 @@ pub trait SnapshotStore {
     /// Removes a snapshot.
     ///
     /// # Errors
-    /// `InUse` for a protected snapshot, and for one that clones need; the backend's error.
+    /// Returns `InUse` for a protected snapshot and for one that clones need, and the backend's error
+    /// otherwise.
     fn remove(&self, name: &str, snapshot: &str) -> Result<bool>;
 
     /// Protects a snapshot from removal, or ends the protection.
     ///
     /// # Errors
-    /// `InUse` when the protection is to end and clones need it; the backend's error.
+    /// Returns `InUse` if clones need the protection that should end, and the backend's error otherwise.
     fn protect(&self, name: &str, snapshot: &str, protect: bool) -> Result<bool>;
 
     /// Restores the content of the volume at the snapshot. All writes since are lost.
     ///
     /// # Errors
-    /// `InUse` while a client has the volume open; the backend's error.
+    /// Returns `InUse` while a client has the volume open, and the backend's error otherwise.
     fn rollback(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<()>;
 }
 
@@ -115,7 +119,8 @@ pub trait CloneStore {
     /// Creates the volume `name` as a clone of a snapshot, which may be in another store of the backend.
     ///
     /// # Errors
-    /// `AlreadyExists` if a volume `name` exists that is not a clone of that snapshot; the backend's error.
+    /// Returns `AlreadyExists` if a volume `name` exists that is not a clone of that snapshot, and the
+    /// backend's error otherwise.
     fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool>;
 
     /// Makes a clone independent of its parent.
@@ -137,7 +142,8 @@ pub trait TrashStore {
     /// several volumes that had the same name.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidArgument` if several volumes had the name; `AlreadyExists` if a volume has it now.
+    /// Returns `NotFound` if the trash has no such volume, `InvalidArgument` if several volumes had the name,
+    /// and `AlreadyExists` if a volume outside of the trash has it.
     fn restore(&self, name: &str, id: Option<&str>, new_name: Option<&str>) -> Result<bool>;
 
     /// Deletes volumes in the trash for good: those with these `ids`, or all if there are none. Volumes that
@@ -145,8 +151,8 @@ pub trait TrashStore {
     /// because it is in use, does not stop the others.
     ///
     /// # Errors
-    /// `NotFound` for an id that does not exist; `Aborted` if `progress` stopped the operation; the backend's
-    /// error.
+    /// Returns `NotFound` for an id that does not exist, `Aborted` if `progress` stopped the operation, and
+    /// the backend's error otherwise.
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
 }
 

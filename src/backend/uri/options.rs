@@ -15,7 +15,7 @@ impl Options {
     /// Parses `key=value&…`.
     ///
     /// # Errors
-    /// `InvalidArgument` for an option without a value, for a key that occurs twice, and for a value
+    /// Returns `InvalidArgument` for an option without a value, for a key that occurs twice, and for a value
     /// that is not UTF-8 or has an invalid percent sequence.
     pub fn parse(text: &str) -> Result<Self> {
         let mut options = Self::default();
@@ -43,7 +43,7 @@ impl Options {
     /// Removes the option `key`, whose value must be `true` or `false`, and returns its value.
     ///
     /// # Errors
-    /// `InvalidArgument` for any other value.
+    /// Returns `InvalidArgument` for any other value.
     pub fn flag(&mut self, key: &str) -> Result<Option<bool>> {
         match self.take(key).as_deref() {
             None => Ok(None),
@@ -71,7 +71,7 @@ impl Options {
     /// Removes `prefix` from the keys that begin with it.
     ///
     /// # Errors
-    /// `InvalidArgument` if a key then occurs twice.
+    /// Returns `InvalidArgument` if a key then occurs twice.
     #[cfg(feature = "fault")]
     pub fn merge(&mut self, prefix: &str) -> Result<()> {
         for (key, value) in self.split_prefix(prefix).0 {
@@ -86,7 +86,7 @@ impl Options {
     /// Checks that all options have been taken. `owner` and its `valid` options are for the message.
     ///
     /// # Errors
-    /// `InvalidArgument` for an option that is left.
+    /// Returns `InvalidArgument` for an option that is left.
     pub fn finish(self, owner: &str, valid: &[&str]) -> Result<()> {
         let Some((key, _)) = self.0.first() else { return Ok(()) };
         let error = invalid(format!("{owner} has no option {key:?}"));
@@ -102,7 +102,7 @@ impl Options {
 /// `percent_encoding`, which leaves an invalid sequence as it is, this refuses it.
 ///
 /// # Errors
-/// `InvalidArgument` for a `%` that is not followed by two hexadecimal digits.
+/// Returns `InvalidArgument` for a `%` that is not followed by two hexadecimal digits.
 pub fn decode(text: &str) -> Result<Vec<u8>> {
     let is_valid = |at: usize| {
         let digits = text.as_bytes().get(at + 1..at + 3);

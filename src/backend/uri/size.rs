@@ -14,7 +14,7 @@ const UNITS: [char; 6] = ['K', 'M', 'G', 'T', 'P', 'E'];
 /// optionally an `i`.
 ///
 /// # Errors
-/// `InvalidArgument` for any other text, for zero, and above 4 EiB.
+/// Returns `InvalidArgument` for any other text, for zero, and above 4 EiB.
 pub fn parse_size(text: &str) -> Result<u64> {
     let wrong = || {
         invalid(format!("{text:?} is not a size")).with_repair(
@@ -50,7 +50,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
 /// Parses a size as [`parse_size`] does, and accepts `0`, which stands for no limit or no size.
 ///
 /// # Errors
-/// As [`parse_size`].
+/// Fails as [`parse_size`] does.
 pub fn parse_size_or_zero(text: &str) -> Result<u64> {
     if text == "0" { Ok(0) } else { parse_size(text) }
 }
