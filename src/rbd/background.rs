@@ -107,7 +107,10 @@ impl Tasks {
         let lost = match claim::of(&self.image, &self.name) {
             Ok(now) => {
                 self.failing = false;
-                now.is_some_and(|now| !now.is_same(&own))
+                // A handover that was cancelled meanwhile has released this claim and written another.
+                let current = self.shared.claim();
+                let is_current = current.as_ref().is_some_and(|current| current.is_same(&own));
+                is_current && now.is_some_and(|now| !now.is_same(&own))
             }
             Err(error) => {
                 // Logged once: a cluster that is unreachable for hours must not fill the log.
