@@ -25,6 +25,7 @@ thread_local! {
 }
 
 /// The current time in this thread's world. It continues from life to life.
+#[allow(clippy::disallowed_methods, reason = "an `Instant` has no other origin")]
 pub(crate) fn now() -> Instant {
     match BASE.get() {
         None => Instant::now(),
@@ -34,6 +35,7 @@ pub(crate) fn now() -> Instant {
 }
 
 /// Resets the time for a new world.
+#[allow(clippy::disallowed_methods, reason = "an `Instant` has no other origin")]
 pub(crate) fn reset() {
     let now = Instant::now();
     BEGAN.set(Some(now));

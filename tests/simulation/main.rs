@@ -119,6 +119,7 @@ struct Watchdog {
 /// The limit of real time: many times the time of a seed on a busy machine.
 const SEED_LIMIT: Duration = Duration::from_secs(60);
 
+#[allow(clippy::disallowed_methods, reason = "it limits the real time of a seed")]
 impl Watchdog {
     fn begin(&self, seed: u64) {
         self.running.lock().unwrap().insert(seed, Instant::now());
