@@ -75,11 +75,11 @@ mod tests {
     fn an_unmounted_device_needs_no_other_namespace() {
         let proc = Proc("/proc".into());
         let threads = BoundedCalls::new(8);
-        let soon = Instant::now() + std::time::Duration::from_secs(10);
+        let deadline = Instant::now() + std::time::Duration::from_secs(10);
         let elsewhere = disk(0xf_ffff);
         let found = namespaces(&proc, &elsewhere, UnmountScope::All).unwrap();
         assert!(found.len() == 1 && found[0].own);
-        unmount(&proc, &threads, &elsewhere, UnmountScope::All, soon).unwrap();
+        unmount(&proc, &threads, &elsewhere, UnmountScope::All, deadline).unwrap();
         unmount(&proc, &threads, &elsewhere, UnmountScope::None, Instant::now()).unwrap();
     }
 }

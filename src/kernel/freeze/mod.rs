@@ -282,7 +282,7 @@ mod tests {
 
     use super::*;
 
-    fn soon() -> Instant {
+    fn deadline() -> Instant {
         Instant::now() + Duration::from_secs(10)
     }
 
@@ -297,28 +297,28 @@ mod tests {
         let (proc, freezes) = (Proc("/proc".into()), Freezes::default());
         let numbers = vec![DeviceNumber { major: 43, minor: 0xf_ffff }];
         let disk = Disk { names: vec!["nbd9".into()], numbers };
-        assert!(freezes.freeze(&proc, 9, &disk, soon()).unwrap().is_empty());
-        let again = freezes.freeze(&proc, 9, &disk, soon()).unwrap_err();
+        assert!(freezes.freeze(&proc, 9, &disk, deadline()).unwrap().is_empty());
+        let again = freezes.freeze(&proc, 9, &disk, deadline()).unwrap_err();
         assert_eq!(again.kind(), ErrorKind::TimedOut);
         for disk in [Some(&disk), None] {
-            freezes.thaw(&proc, 9, disk, &[], soon()).unwrap();
+            freezes.thaw(&proc, 9, disk, &[], deadline()).unwrap();
         }
-        freezes.freeze(&proc, 9, &disk, soon()).unwrap();
+        freezes.freeze(&proc, 9, &disk, deadline()).unwrap();
     }
 
     /// A freeze that continues after its caller has timed out leaves nothing frozen.
     #[test]
-    fn a_freeze_that_was_given_up_keeps_nothing() {
+    fn a_freeze_that_timed_out_leaves_nothing_frozen() {
         let freezes = Freezes::default();
         let (_kept, file) = directory();
         let turn = freezes.begin(3, "freeze").unwrap();
-        assert_eq!(freezes.thaw_held(3, soon()).unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(freezes.thaw_held(3, deadline()).unwrap_err().kind(), ErrorKind::TimedOut);
         // The file system cannot be frozen without privileges, or is thawed at once.
         let number = DeviceNumber { major: 1, minor: 1 };
         let _ = freezes.devices.freeze(3, vec![(number, file)]);
         drop(turn);
         assert!(freezes.devices.lock().is_empty());
-        freezes.thaw_held(3, soon()).unwrap();
+        freezes.thaw_held(3, deadline()).unwrap();
     }
 
     #[test]
@@ -329,7 +329,7 @@ mod tests {
         freezes.devices.with(3, |freeze| freeze.held.push(file));
         let (held, running) = freezes.devices.end(3).unwrap();
         assert_eq!((held.len(), running), (1, 0));
-        assert_eq!(freezes.thaw_held(3, soon()).unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(freezes.thaw_held(3, deadline()).unwrap_err().kind(), ErrorKind::TimedOut);
         assert!(freezes.devices.begin(3, "freeze").is_err());
         freezes.devices.ended(3);
         assert!(freezes.devices.lock().is_empty());

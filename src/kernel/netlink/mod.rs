@@ -184,8 +184,8 @@ mod tests {
         let turn = netlink.turn.lock().unwrap();
         let (begun, was_begun) = crossbeam_channel::bounded(1);
         let call = move || begun.send(()).map_err(|_| unexpected("the receiver is gone"));
-        let soon = Instant::now() + Duration::from_millis(20);
-        let error = netlink.run("wait", soon, call, drop).unwrap_err();
+        let deadline = Instant::now() + Duration::from_millis(20);
+        let error = netlink.run("wait", deadline, call, drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         drop(turn);
         // The sender is dropped with the call, unused.

@@ -87,10 +87,10 @@ mod tests {
     fn a_flush_that_hangs_blocks_no_other_device_and_is_not_repeated() {
         let flushes = Flushes::default();
         let (release, released) = crossbeam_channel::bounded::<()>(0);
-        let soon = Instant::now() + Duration::from_millis(20);
+        let deadline = Instant::now() + Duration::from_millis(20);
         let hanging = move || released.recv().map_err(std::io::Error::other);
         let node = |name: &str| PathBuf::from(name);
-        let error = flushes.run(&node("/dev/nbd0"), soon, hanging).unwrap_err();
+        let error = flushes.run(&node("/dev/nbd0"), deadline, hanging).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         assert!(error.repair().is_some());
         let later = Instant::now() + Duration::from_secs(10);
