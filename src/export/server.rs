@@ -94,6 +94,20 @@ impl Server {
         page: Page,
         limits: Limits,
     ) -> Result<(Self, Receiver<Event>)> {
+        Self::with_clock(image, export, page, limits, Arc::new(SystemClock))
+    }
+
+    /// Makes a server as [`Server::new`] does, whose outages and rate limits follow `clock`.
+    ///
+    /// # Errors
+    /// As [`Server::new`].
+    pub fn with_clock(
+        image: Arc<dyn Image>,
+        export: ExportName,
+        page: Page,
+        limits: Limits,
+        clock: Arc<dyn Clock>,
+    ) -> Result<(Self, Receiver<Event>)> {
         let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
         if !(1..=SLOTS).contains(&limits.connections) {
             return Err(invalid(format!(
@@ -108,7 +122,7 @@ impl Server {
             return Err(invalid(format!("export name is longer than {MAX_STRING} bytes")));
         }
         let (events, receiver) = bounded(EVENTS);
-        let policy = Arc::new(ActivePolicy::new(Policy::default(), Arc::new(SystemClock)));
+        let policy = Arc::new(ActivePolicy::new(Policy::default(), clock));
         let (connections, live, next_id, fail_io) = Default::default();
         let server = Self {
             image,

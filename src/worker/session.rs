@@ -12,6 +12,8 @@ mod fence_monitor;
 mod handover;
 mod orphan_timer;
 mod supervisors;
+#[cfg(test)]
+mod tests;
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
@@ -94,7 +96,13 @@ impl Session {
     ) -> Result<Self> {
         let limits = Limits { connections: SLOTS, ..Limits::default() };
         let export = ExportName::default();
-        let (server, source) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
+        let (server, source) = Server::with_clock(
+            Arc::clone(&image),
+            export,
+            page.clone(),
+            limits,
+            Arc::clone(&clock),
+        )?;
         let waker = Waker::new().map_err(|e| Error::from_io("no descriptor left", e))?;
         server.set_policy(start.policy);
         server.watch_outages(waker.clone());

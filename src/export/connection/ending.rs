@@ -1,7 +1,7 @@
 //! How a connection pauses and ends.
 //!
-//! Invariants: a connection is paused only between two requests, with no request in flight and every reply sent;
-//! it ends after its running requests, except for an abort; once it is ending, it reads nothing more.
+//! Invariants: a connection is paused only between two requests, with no request in flight and every reply
+//! sent; it ends after its running requests, except for an abort; once it is ending, it reads nothing more.
 
 use super::Connection;
 use crate::End;
