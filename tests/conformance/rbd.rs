@@ -101,6 +101,23 @@ fn a_blocklisted_client_stays_fenced_and_writes_nothing() {
     assert!(read[..4096] == pattern(2, 4096) && read[4096..].iter().all(|byte| *byte == 0));
 }
 
+/// The background check of the claim detects the fence, because no request of the volume does.
+#[test]
+fn an_idle_volume_detects_that_it_was_fenced() {
+    let uri = fresh(shared(), "idle", 8 * MIB);
+    let volume = REGISTRY.volume(&uri).unwrap().open(&OpenOptions::default()).unwrap();
+    let background = volume.background().unwrap();
+    assert_eq!(background.stop(Instant::now() + Duration::from_secs(60)), []);
+    background.restart();
+    let rival = pool(shared(), ID);
+    let image = rival.open("idle", None, Open::Write).unwrap();
+    let address = image.lock_owners().unwrap().remove(0);
+    rival.cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
+    image.lock_break(&address).unwrap();
+    wait_until("the volume is fenced", || volume.is_fenced());
+    drop(image);
+}
+
 /// Checks that all `written` ranges in `range` are reported as data, and returns the number of bytes
 /// that are reported as holes.
 fn check_extents(volume: &Local, written: &[(u64, u64)], range: std::ops::Range<u64>) -> u64 {
