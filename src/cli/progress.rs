@@ -127,7 +127,8 @@ fn percent(done: u64, total: u64) -> Option<u64> {
     u64::try_from(percent.min(100)).ok()
 }
 
-/// Starts a thread that waits for signals. The first signal sets the returned flag; the second ends the process.
+/// Starts a thread that waits for signals. The first signal sets the returned flag; the second ends the
+/// process.
 fn catch_signals(style: Style) -> Result<Arc<AtomicBool>> {
     let failed = |error: nix::Error| Error::from_io("cannot catch signals", error.into());
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);

@@ -26,8 +26,8 @@ impl Page {
         self.change(generation, OFFERED, TAKEN)
     }
 
-    /// Withdraws the offer to `generation`. Returns false if there is no such offer any more, because that worker
-    /// has accepted it.
+    /// Withdraws the offer to `generation`. Returns false if there is no such offer any more, because that
+    /// worker has accepted it.
     pub fn withdraw_handover(&self, generation: u64) -> bool {
         self.change(generation, OFFERED, HELD)
     }

@@ -100,8 +100,8 @@ pub fn now_ns() -> u64 {
     SystemClock.monotonic_ns()
 }
 
-/// Returns the time on the clock of [`Snapshot::outage_since_ns`], CLOCK_BOOTTIME in nanoseconds. It is the same
-/// in every process of the machine.
+/// Returns the time on the clock of [`Snapshot::outage_since_ns`], CLOCK_BOOTTIME in nanoseconds. It is the
+/// same in every process of the machine.
 pub fn boot_now_ns() -> u64 {
     SystemClock.boot_ns()
 }
@@ -204,8 +204,8 @@ impl Page {
         sum
     }
 
-    /// Returns the number of slots that may have been written. Reading the other slots would only allocate their
-    /// memory.
+    /// Returns the number of slots that may have been written. Reading the other slots would only allocate
+    /// their memory.
     fn used(&self) -> usize {
         let used = self.memory.words()[USED].load(Relaxed);
         usize::try_from(used).map_or(SLOTS, |used| used.min(SLOTS))
@@ -227,8 +227,8 @@ impl Recorder {
         }
     }
 
-    /// Stops writing because another process writes to this slot now. Dropping the recorder then does not change
-    /// the slot.
+    /// Stops writing because another process writes to this slot now. Dropping the recorder then does not
+    /// change the slot.
     pub fn leave(&mut self) {
         self.started = false;
     }

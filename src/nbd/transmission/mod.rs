@@ -139,7 +139,8 @@ impl Transmission {
         self.payload = self.payload.checked_sub(bytes).expect("no more than the payload is taken");
     }
 
-    /// Skips the current write's payload like that of a refused write. The caller must not have taken any of it.
+    /// Skips the current write's payload like that of a refused write. The caller must not have taken any of
+    /// it.
     pub fn skip_payload(&mut self) {
         self.skip += std::mem::take(&mut self.payload);
     }
