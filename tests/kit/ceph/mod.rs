@@ -153,7 +153,7 @@ impl Cluster {
         let (_, rest) =
             message.split_once("ceph auth caps ").ok_or("the message recommends no command")?;
         let (command, _) =
-            rest.split_once(" (instead").ok_or("the recommended command has no end")?;
+            rest.split_once(" (this replaces").ok_or("the recommended command has no end")?;
         let script =
             format!("ceph --connect-timeout 60 --id admin --conf \"$1\" auth caps {command}");
         let mut shell = Command::new("sh");
