@@ -58,6 +58,11 @@ pub(crate) const MAX_URGENT: usize = 16;
 /// The timeout of one command, from the time at which its thread starts.
 pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The timeout of a connect, from the time at which its thread starts. It is longer than that of other
+/// commands: the kernel executes the commands of all threads one at a time (genl_mutex in
+/// net/netlink/genetlink.c), and each connect freezes the device's queue several times.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// How long after a call's own deadline its caller waits for the thread.
 const SLACK: Duration = Duration::from_millis(500);
 
@@ -132,7 +137,7 @@ impl KernelCalls {
     ) -> Result<DeviceIndex> {
         let (sender, mut receiver) = oneshot::channel();
         let identity = spec.identity.clone();
-        let call = move |kernel: &dyn Kernel| {
+        let call = move |kernel: &dyn Kernel, _| {
             let _permit = permit;
             let index = kernel.connect(spec)?;
             if sender.send(index).is_err() {
@@ -142,7 +147,8 @@ impl KernelCalls {
             }
             Ok(())
         };
-        let connected = self.command("connect a device", deadline, call).await;
+        let limit = Some(CONNECT_TIMEOUT);
+        let connected = self.run(&self.commands, "connect a device", deadline, limit, call).await;
         // A device that the kernel connects from here on is disconnected by the thread.
         receiver.close();
         match (receiver.try_recv(), connected) {

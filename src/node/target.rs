@@ -115,13 +115,13 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
     }
 }
 
-/// Locks a mapping that is to stay mapped.
+/// Locks a mapping that is to stay mapped. Waits until `deadline` for the supervisor's own work on it.
 ///
 /// # Errors
 /// Returns `Aborted` if another operation holds the guard, and `Unavailable` if the mapping is being
 /// unmapped.
-pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>) -> Result<Guard> {
-    let guard = mapping.lock_for_call().await?;
+pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>, deadline: Instant) -> Result<Guard> {
+    let guard = mapping.lock_for_call(deadline).await?;
     if guard.teardown.removed || guard.record.intent != Intent::Mapped {
         return Err(not_mapped(mapping));
     }

@@ -15,7 +15,8 @@ use cleat_core::error::Result;
 use cleat_statistics::Page;
 use cleat_worker_protocol::protocol::Start;
 
-/// The timeout for the start, without the time that a backend may need in addition.
+/// The timeout for a start in the background, without the time that a backend may need in addition. A
+/// command of the user has its own deadline.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a starting worker keeps its start permit. A worker that takes longer waits for its backend, not
@@ -25,8 +26,8 @@ const PERMIT_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let _unlock_permit = unlock_permit(cx, guard, deadline).await?;
     let permit = start_permit(cx, deadline).await?;
-    let deadline =
-        within(deadline, START_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri));
+    let limit = START_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri);
+    let deadline = if guard.is_background() { within(deadline, limit) } else { deadline };
     // The process receives no command before it is recorded, so that it can be found after a crash.
     let launched = cx.workers.launch().await?;
     cx.point("worker launched").await;

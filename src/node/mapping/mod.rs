@@ -11,10 +11,9 @@ mod view;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use tokio::sync::{OwnedMutexGuard, mpsc, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use crate::planner::{Record, State};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -55,9 +54,6 @@ pub struct Mapping {
     connecting: Arc<tokio::sync::Mutex<()>>,
     work_queue: mpsc::Sender<String>,
 }
-
-/// How long a call waits for the supervisor's own work on the mapping, most of which is only observing.
-const BACKGROUND_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Mapping {
     /// Creates the mapping of a record. `work_queue` gets its name when it is to be reconciled.
@@ -105,12 +101,13 @@ impl Mapping {
         Guard::new(self, guarded)
     }
 
-    /// Takes the guard for a call. Does not wait for another call, but waits up to 2 s for the supervisor's
-    /// own work on the mapping, which callers cannot know of.
+    /// Takes the guard for a call. Does not wait for another call, but waits until `deadline` for the
+    /// supervisor's own work on the mapping, which callers cannot know of.
     ///
     /// # Errors
-    /// Returns `Aborted` if another call has the guard, or if a repair takes longer.
-    pub async fn lock_for_call(self: &Arc<Self>) -> Result<Guard> {
+    /// Returns `Aborted` if another call has the guard or waits for it, or if the supervisor's own work takes
+    /// longer.
+    pub async fn lock_for_call(self: &Arc<Self>, deadline: Instant) -> Result<Guard> {
         let error = match self.try_lock() {
             Ok(guard) => return Ok(guard),
             Err(error) => error,
@@ -124,7 +121,7 @@ impl Mapping {
             return self.try_lock().map_err(|_| error);
         }
         let _waiting = CallWaiting(&self.call_waiting);
-        let guarded = timeout(BACKGROUND_TIMEOUT, Arc::clone(&self.guarded).lock_owned());
+        let guarded = timeout_at(deadline, Arc::clone(&self.guarded).lock_owned());
         let guarded = guarded.await.map_err(|_| error)?;
         Ok(self.guard(guarded))
     }
@@ -265,6 +262,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::planner::tests::record;
 

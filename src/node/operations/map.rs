@@ -57,7 +57,7 @@ pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Resu
             guard.take_over = spec.take_over;
             return mapping.until_forced(map_new(cx, guard, deadline)).await;
         }
-        let guard = mapping.lock_for_call().await?;
+        let guard = mapping.lock_for_call(deadline).await?;
         if !guard.teardown.removed {
             return mapping.until_forced(map_existing(cx, guard, spec, deadline)).await;
         }

@@ -48,7 +48,7 @@ async fn resize_mapping(
     wanted: NewSize,
     deadline: Instant,
 ) -> Result<View> {
-    let mut guard = lock_mapped(mapping).await?;
+    let mut guard = lock_mapped(mapping, deadline).await?;
     // An explicit request retries a deferred growth at once.
     guard.resize_deferred = None;
     let state = reconcile(cx, &mut guard, deadline).await?;

@@ -23,7 +23,7 @@ pub(crate) async fn set_fault(
     deadline: Instant,
 ) -> Result<()> {
     let mapping = get(cx, target, deadline).await?;
-    let guard = lock_mapped(&mapping).await?;
+    let guard = lock_mapped(&mapping, deadline).await?;
     let worker = guard.worker.as_ref().ok_or_else(|| crate::target::not_mapped(&mapping))?;
     let command = ToWorker::SetFault { plan: plan.to_owned() };
     mapping.until_forced(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
@@ -45,7 +45,7 @@ pub(crate) async fn set_policy(
             .with_repair("see: cleat set --help"));
     }
     let mapping = get(cx, target, deadline).await?;
-    let mut guard = lock_mapped(&mapping).await?;
+    let mut guard = lock_mapped(&mapping, deadline).await?;
     let before = guard.record.options.policy;
     let policy = change.apply(before);
     guard.record.options.policy = policy;

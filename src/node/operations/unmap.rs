@@ -27,7 +27,7 @@ pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Resu
             return disconnect_orphan(cx, index, identity, deadline).await.map(|()| true);
         }
     };
-    let guard = mapping.lock_for_call().await?;
+    let guard = mapping.lock_for_call(deadline).await?;
     if guard.teardown.removed {
         return Ok(false);
     }

@@ -58,7 +58,7 @@ pub(crate) async fn upgrade(
             return;
         }
         for mapping in mappings {
-            let lock = mapping.lock_for_call();
+            let lock = mapping.lock_for_call(Instant::now() + limit);
             let event = upgrade_mapping(&context, &mapping, lock, request.force, limit).await;
             if events.send(Ok(event)).await.is_err() {
                 tracing::info!("the caller of the upgrade has hung up: the upgrade ends");
