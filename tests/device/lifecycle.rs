@@ -88,7 +88,9 @@ fn parallel() {
         "for i in $(seq 100); do ./cleat map mem:4M --name v$i --timeout 300s & done > /tmp/devices 2> /out/parallel.log
          wait; sort -u /tmp/devices | wc -l",
     );
-    assert_eq!(devices, "100");
+    let errors =
+        shell("sed 's/v[0-9]*/vN/g' /out/parallel.log | sort | uniq -c | sort -rn | head -n 20");
+    assert_eq!(devices, "100", "{errors}");
     assert_eq!(shell("./cleat ls -o json | grep -c '\"state\": *\"mapped\"'"), "100");
     assert_eq!(shell("ls /dev/disk/by-id | grep -c '^cleat-v'"), "100");
     shell(
