@@ -19,16 +19,16 @@ RELEASE = $(TARGET)/release/cleat
 # have cargo compile its dependencies again.
 CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 
-# What `make test` runs side by side, the longest first. Each is a make target of its own.
-SUITES = device simulation system conformance ffi export crates
-# How many of them at a time. Most tests wait more than they compute; `device` has two machines.
+# What `make test` runs in parallel, the longest first. Each is a make target of its own.
+SUITES = system conformance simulation ffi export crates
+# How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit lint tests vm-image comparison soak \
 	soak-device soak-simulation soak-fights soak-fuzz bench install \
-	uninstall clean deps-build deps-test $(SUITES)
+	uninstall clean deps-build deps-test device $(SUITES)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,10 +46,10 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image lint tests / $(SUITES)
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image lint tests / $(SUITES) / device
 
 unit: deps-test ## What needs no virtual machine
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) tests / $(filter-out device,$(SUITES))
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) tests / $(SUITES)
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	$(CARGO) fmt --all --check
@@ -81,11 +81,11 @@ simulation: deps-test ## The supervisor with everything else simulated
 ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under valgrind
 	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))
 
-device: deps-test ## /dev/nbdX in virtual machines
-	$(CARGO_TEST) --profile vm --test device
+device: deps-test ## /dev/nbdX in two virtual machines at a time, which use all processors
+	$(CARGO_TEST) --test device
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
-	$(CARGO_TEST) --profile vm --test device -- --ignored peers_
+	$(CARGO_TEST) --test device -- --ignored peers_
 
 # What `make soak` does with the tests of `make test`: how many seeds of the simulation, fights for an
 # image, repetitions of each situation in virtual machines, seconds of fio's verification there, and
@@ -101,7 +101,7 @@ soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBU
 		soak-device soak-simulation soak-fights soak-fuzz
 
 soak-device:
-	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --profile vm --test device
+	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device
 
 soak-simulation:
 	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --test simulation
