@@ -10,10 +10,10 @@ mod source;
 use source::{File, files, strip, words};
 
 /// The maximum length of a file, in lines.
-const MAX_LINES: usize = 800;
+const MAX_LINES: usize = 600;
 
 /// The maximum length of the median file, in lines.
-const MAX_MEDIAN_LINES: usize = 250;
+const MAX_MEDIAN_LINES: usize = 200;
 
 /// All calls into librbd go through `ffi/librbd`, which only the RBD backend may use.
 #[test]
