@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// The seeds of a full test.
-const SEEDS: Range<u64> = 0..10_000;
+const SEEDS: Range<u64> = 0..5_000;
 
 /// Seeds that have found a defect; the history of this line names the defects.
 const REGRESSIONS: &[u64] = &[2790, 3624, 9283];
