@@ -41,12 +41,12 @@ impl PoolSpace {
         match state.load(Ordering::Relaxed) {
             AVAILABLE => None,
             QUOTA => Some(format!(
-                "there is no room for {name}: the pool {pool} has reached its quota (ceph osd pool \
+                "no space is left for {name}: the pool {pool} has reached its quota (ceph osd pool \
                  get-quota {pool}); remove data or raise the quota: ceph osd pool set-quota {pool} \
                  max_bytes|max_objects N (0: no quota)"
             )),
             _ => Some(format!(
-                "there is no room for {name}: the cluster or the pool {pool} is full (ceph df, ceph \
+                "no space is left for {name}: the cluster or the pool {pool} is full (ceph df, ceph \
                  health detail); remove data or add OSDs"
             )),
         }
@@ -64,7 +64,10 @@ mod tests {
         for (errno, part) in [(libc::EDQUOT, "set-quota p "), (libc::ENOSPC, "ceph df")] {
             space.record_no_space(errno);
             let reason = space.failure_reason("p/i").unwrap();
-            assert!(reason.contains("no room for p/i") && reason.contains(part), "{reason}");
+            assert!(
+                reason.contains("no space is left for p/i") && reason.contains(part),
+                "{reason}"
+            );
         }
         space.clear();
         assert_eq!(space.failure_reason("p/i"), None);

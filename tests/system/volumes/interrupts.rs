@@ -52,7 +52,7 @@ fn interrupted_operations_continue_when_they_are_repeated() {
     assert!(changed(&["clone", &uri("long@s"), &uri("long-clone")]));
     let (code, printed) = interrupted(&["flatten", &uri("long-clone")], Signal::SIGINT);
     assert_eq!(code, Some(6), "{printed}");
-    assert!(printed.contains("SIGINT: ending"), "{printed}");
+    assert!(printed.contains("SIGINT: stopping"), "{printed}");
     assert!(printed.contains("it is still a clone"), "{printed}");
     assert!(printed.contains("repeat the command"), "{printed}");
     assert_eq!(info("long-clone")["parent"]["image"], "long");
@@ -150,7 +150,7 @@ fn a_second_signal_kills_the_command_at_once() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     signal(&child, Signal::SIGINT);
-    drop(wait_for(&mut child, "once more ends it at once"));
+    drop(wait_for(&mut child, "send it again to stop at once"));
     signal(&child, Signal::SIGTERM);
     let status = child.wait().expect("cleat exits");
     assert_eq!(end(status), (None, Some(Signal::SIGTERM as i32)));

@@ -12,7 +12,7 @@ fn each_wrong_input_has_a_message_of_its_own() {
     let nowhere = format!("rbd:nowhere/i?{}", options());
     let cases: [(&[&str], i32, &str); 24] = [
         (&["create", &image], 2, "<SIZE>"),
-        (&["create", &image, "0"], 2, "a size of zero"),
+        (&["create", &image, "0"], 2, "must be greater than zero"),
         (&["create", &image, "10X"], 2, "\"10X\" is not a size"),
         (&["create", "rbd:volumes", "1G"], 2, "needs a pool and an image"),
         (&["create", &snapshot, "1G"], 2, "is a snapshot"),

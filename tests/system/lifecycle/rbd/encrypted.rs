@@ -166,8 +166,22 @@ fn a_failed_unlock_reports_its_cause_and_leaves_no_state() {
     let path = |name: &str| scene.machine.path(name).display().to_string();
     for (image, format, file, code, part, way) in [
         ("locked", "luks1", right.clone(), Code::InvalidArgument, "as luks2", "encryption=luks2"),
-        ("open", "luks2", right.clone(), Code::InvalidArgument, "not encrypted", "leave"),
-        ("open", "luks", right.clone(), Code::InvalidArgument, "not encrypted", "leave"),
+        (
+            "open",
+            "luks2",
+            right.clone(),
+            Code::InvalidArgument,
+            "not encrypted",
+            "remove encryption",
+        ),
+        (
+            "open",
+            "luks",
+            right.clone(),
+            Code::InvalidArgument,
+            "not encrypted",
+            "remove encryption",
+        ),
         ("locked", "luks2", path("none"), Code::NotFound, "/none", ""),
         ("locked", "luks2", path(""), Code::InvalidArgument, "regular file", "file of its own"),
         ("locked", "luks2", path("pipe"), Code::InvalidArgument, "regular file", ""),

@@ -148,7 +148,7 @@ fn writes_beyond_a_quota_wait_or_fail_depending_on_the_policy() {
             })
             .unwrap();
         let reason = scene.outage().unwrap().reason;
-        for part in ["quota of the pool volumes", "set-quota volumes"] {
+        for part in ["the pool volumes has reached its quota", "set-quota volumes"] {
             assert!(reason.contains(part), "{part}: {reason}");
         }
         assert_eq!(device.read(place), [0; 4096]);
