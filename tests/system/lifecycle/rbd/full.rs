@@ -96,7 +96,7 @@ fn writes_to_a_full_cluster_wait_or_fail_depending_on_the_policy() {
     let writer = device.begin(SIZE);
     wait_until("the write waits, and the outage is reported", waits);
     let reason = scene.outage().unwrap().reason;
-    assert!(reason.contains("no room for volumes/a"), "{reason}");
+    assert!(reason.contains("no space is left for volumes/a"), "{reason}");
     assert_eq!(device.read(SIZE), [0; 4096]);
     assert!(!writer.is_finished());
     scene.set_full(false);
