@@ -136,7 +136,7 @@ pub enum KernelEvent {
 /// `sim::SimKernel` implement it.
 pub trait Kernel: Send + Sync {
     /// Connects a device of the kernel's choice and returns its number. The udev properties of the
-    /// identity are in place before the device appears. Blocks for at most 10 s.
+    /// identity are in place before the device appears. Blocks for at most 30 s.
     ///
     /// # Errors
     /// Returns `Unsupported` without the nbd module; `PermissionDenied` without CAP_SYS_ADMIN; `NoSpace` if

@@ -59,9 +59,8 @@ pub(crate) const MAX_URGENT: usize = 16;
 pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The timeout of a connect, from the time at which its thread starts. It is longer than that of other
-/// commands: the kernel executes the commands of all threads one at a time (genl_mutex in
-/// net/netlink/genetlink.c), and each connect freezes the device's queue several times.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// commands, and longer than the limit that the kernel crate sets for its own part.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// How long after a call's own deadline its caller waits for the thread.
 const SLACK: Duration = Duration::from_millis(500);

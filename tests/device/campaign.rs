@@ -1,6 +1,6 @@
 //! Crash campaigns: the tests kill processes repeatedly under load, on the raw device and under ext4. No
 //! request may fail and no write may be lost; each stall is measured. `CLEAT_REPEAT` is the number of
-//! kills (default 3).
+//! kills (default 2).
 
 pub(crate) mod load;
 
@@ -66,7 +66,7 @@ const PERIOD: Duration = Duration::from_secs(4);
 const SUPERVISOR_AWAY: Duration = Duration::from_secs(1);
 
 fn kills() -> u32 {
-    repeat().unwrap_or(3)
+    repeat().unwrap_or(2)
 }
 
 /// A mapping under load.

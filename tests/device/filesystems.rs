@@ -62,7 +62,7 @@ fn round_trip(store: Store, filesystem: &str, connections: u32) {
         _ => ("mkfs.xfs -q", "xfs_repair -n"),
     };
     shell(&format!(
-        "{mkfs} {device}; mkdir -p /mnt/fs; mount {device} /mnt/fs; cp -a /etc /usr/lib/systemd /mnt/fs;
+        "{mkfs} {device}; mkdir -p /mnt/fs; mount {device} /mnt/fs; cp -a /etc /mnt/fs;
          cd /mnt/fs; rm -rf etc/udev; fstrim -v . ; sync -f .; find . -type f -print0 | sort -z | xargs -0 sha256sum > /tmp/sums;
          test $(wc -l < /tmp/sums) -gt 100; cd /; umount /mnt/fs; {check} {device}"
     ));

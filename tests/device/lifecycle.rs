@@ -4,7 +4,7 @@ use std::path::Path;
 
 use libtest_mimic::Trial;
 
-use crate::fixture::{Image, Node, cleat, cleat_ok, shell, status, wait_for_state};
+use crate::fixture::{Image, Node, cleat, cleat_ok, repeat, shell, status, wait_for_state};
 use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -175,10 +175,11 @@ fn resize() {
 }
 
 /// Prints figures without assertions: times under emulation (tcg) have no meaning by themselves.
+/// `CLEAT_REPEAT` is the number of mappings (default 5).
 fn figures() {
     let node = Node::start();
     let mut times_ms = Vec::new();
-    for _ in 0..15 {
+    for _ in 0..repeat().unwrap_or(5) {
         let start = std::time::Instant::now();
         cleat_ok(&["map", "mem:16M", "--name", "timed"]);
         times_ms.push(start.elapsed().as_millis());

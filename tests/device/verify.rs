@@ -1,5 +1,5 @@
 //! fio with verification on mapped devices. `CLEAT_VERIFY_SECONDS` is the run time of each test (default
-//! 15).
+//! 6).
 
 use libtest_mimic::Trial;
 
@@ -31,7 +31,7 @@ fn verify(uri: &str, connections: u32) {
     let device =
         cleat_ok(&["map", uri, "--name", "verify", "--connections", &connections.to_string()]);
     let seconds: u64 = std::env::var("CLEAT_VERIFY_SECONDS")
-        .map_or(15, |text| text.parse().expect("CLEAT_VERIFY_SECONDS is a number"));
+        .map_or(6, |text| text.parse().expect("CLEAT_VERIFY_SECONDS is a number"));
     // Random reads and writes with occasional fsyncs. fio reads each block back and compares it, repeatedly
     // over the same range.
     let report = shell(&format!(

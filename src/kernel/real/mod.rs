@@ -33,6 +33,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The time limit of netlink commands that have no deadline.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+/// The time limit of a connect. It is longer than that of other commands: the kernel executes the commands of
+/// all threads one at a time (genl_mutex in net/netlink/genetlink.c), and each connect freezes the queue of its
+/// device several times.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a device may lack its symlink before the kernel is asked for another uevent. udevd may handle
 /// the first one before `backend` exists in sysfs: CONNECT sets the size first (nbd_genl_connect).
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(200);
@@ -130,7 +134,7 @@ impl Kernel for RealKernel {
         let identity = spec.identity.clone();
         let replay_delay = spec.replay_delay;
         self.names.publish(&identity)?;
-        let deadline = SystemClock.now() + COMMAND_TIMEOUT;
+        let deadline = SystemClock.now() + CONNECT_TIMEOUT;
         let (netlink, meant) = (self.netlink.clone(), self.is_connected_as(identity.clone()));
         let late = move |index| {
             tracing::warn!(index, "a device was connected after the deadline: disconnecting it");

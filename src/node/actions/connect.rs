@@ -23,7 +23,8 @@ pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) 
     let options = &record.options;
     let (kernel_ends, worker_ends) = socket_pairs(options.connections)?;
     // The worker serves before the device exists, so that the first request is answered.
-    serve(guard, worker_ends, within(deadline, SERVE_TIMEOUT)).await?;
+    let limit = if guard.is_background() { within(deadline, SERVE_TIMEOUT) } else { deadline };
+    serve(guard, worker_ends, limit).await?;
     cx.point("serving, not connected").await;
     let delay = Duration::from_millis(u64::from(options.replay_delay_ms));
     let spec = ConnectSpec {
