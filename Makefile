@@ -20,13 +20,13 @@ RELEASE = $(TARGET)/release/cleat
 CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 
 # What `make test` runs in parallel, the longest first. Each is a make target of its own.
-SUITES = system conformance simulation ffi export crates
+SUITES = system conformance simulation lint ffi export crates
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
 
 .DEFAULT_GOAL := build
-.PHONY: help build release demo test unit lint tests vm-image comparison soak \
+.PHONY: help build release demo test unit tests vm-image comparison soak \
 	soak-device soak-simulation soak-fights soak-fuzz bench install \
 	uninstall clean deps-build deps-test device $(SUITES)
 
@@ -46,7 +46,7 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image lint tests / $(SUITES) / device
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / $(SUITES) / device
 
 unit: deps-test ## What needs no virtual machine
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) tests / $(SUITES)
