@@ -72,8 +72,9 @@ export: deps-test ## The data path, and other people's NBD clients
 conformance: deps-test ## Every backend keeps the same contract
 	$(CARGO_TEST) --test conformance
 
+# Its tests wait for clusters, timeouts and processes, so three at a time do not need three processors.
 system: deps-test ## Command line, workers, supervisor on a simulated kernel, a Ceph cluster
-	$(CARGO_TEST) --test system
+	$(CARGO_TEST) --test system -- --test-threads 3
 
 simulation: deps-test ## The supervisor with everything else simulated
 	$(CARGO_TEST) --test simulation

@@ -29,6 +29,9 @@ const EXIT_HARNESS: i32 = 123;
 /// One virtual machine and the tests that it runs.
 struct Machine {
     name: String,
+    /// The number of processors. Emulated ones that share a real one slow each other down by a fifth, since a
+    /// processor may wait for a spinlock whose holder does not run; but some tests need to see races.
+    processors: u32,
     init: &'static str,
     trials: Vec<String>,
 }
@@ -82,13 +85,15 @@ fn machines(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> Vec<Mac
     let mut machines: Vec<Machine> = (0..shards)
         .map(|shard| Machine {
             name: format!("vm{}", shard + 1),
+            processors: if shard == 0 { 2 } else { 1 },
             init: "fast",
             // Adjacent tests in the list are similar, also in length, so they go to different machines.
             trials: fast.iter().skip(shard).step_by(shards).cloned().collect(),
         })
         .collect();
     if !systemd.is_empty() {
-        machines.push(Machine { name: "systemd".to_owned(), init: "systemd", trials: systemd });
+        let name = "systemd".to_owned();
+        machines.push(Machine { name, processors: 2, init: "systemd", trials: systemd });
     }
     machines
 }
@@ -147,7 +152,7 @@ fn boot(payload: &Path, machine: &Machine) -> (i32, String) {
 fn command(payload: &Path, machine: &Machine) -> Command {
     let mut vm = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vm/run"));
     vm.args(["--init", machine.init, "--memory", "3G", "--disk", "1G"]);
-    vm.args(["--timeout", &timeout_s()]);
+    vm.args(["--timeout", &timeout_s(), "--cpus", &machine.processors.to_string()]);
     if let Some(out) = std::env::var_os("CLEAT_VM_OUT") {
         vm.arg("--out").arg(Path::new(&out).join(&machine.name));
     }
