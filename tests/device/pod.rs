@@ -181,7 +181,10 @@ fn crashed() {
         "printf '[workers]\\ncgroup = \"{group}/workers\"' > /tmp/pod.toml
          (echo $BASHPID > {group}/cgroup.procs; ./cleat doctor --config /tmp/pod.toml -o json || true)"
     ));
-    assert!(doctor.contains("is inside the control group of this process and ends with it"), "{doctor}");
+    assert!(
+        doctor.contains("is inside the control group of this process and ends with it"),
+        "{doctor}"
+    );
     let (began, prober) = (Instant::now(), Prober::start(&device, PROBED));
     let served_by = worker();
     assert_eq!(group_of(served_by), group);

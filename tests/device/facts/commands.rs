@@ -150,15 +150,23 @@ fn opener() {
     }
 }
 
+/// Waits until udev has no event left. A probe that opens a disconnected device configures it again for a moment
+/// (nbd_open), and CONNECT then chooses another device.
+fn wait_for_probes() {
+    shell("udevadm settle --timeout=30");
+}
+
 /// CONNECT without TIMEOUT keeps the queue's timer; with TIMEOUT=0 it resets the timer to 30 s.
 fn reused() {
     let first = Device::connect(Make { io_timeout_ms: Some(700), ..Make::default() });
     let index = first.index;
     drop(first);
+    wait_for_probes();
     let again = Device::connect(Make { timeout_s: None, ..Make::default() });
     assert_eq!(again.index, index, "a free device is used again");
     assert_eq!(again.attribute("queue/io_timeout").as_deref(), Some("700"));
     drop(again);
+    wait_for_probes();
     let third = Device::connect(Make::default());
     assert_eq!(third.index, index);
     assert_eq!(third.attribute("queue/io_timeout").as_deref(), Some("30000"));
@@ -177,6 +185,7 @@ fn features_kept() {
     let index = first.index;
     assert_eq!((limits(&first), fua(&first).as_str()), ([true, knows], "1"));
     drop(first);
+    wait_for_probes();
 
     let again = Device::connect(Make::default());
     assert_eq!(again.index, index, "a free device is used again");
