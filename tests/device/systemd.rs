@@ -43,7 +43,7 @@ fn unit() {
     let entries = "journalctl -t cleat -o json MAPPING=unit";
     assert!(shell(&format!("{entries} | grep -c '\"MESSAGE\":\"mapped\"'")) == "1");
     assert!(
-        shell(&format!("{entries} --output-fields=TARGET,PRIORITY | head -1")).contains("cleat::")
+        shell(&format!("{entries} --output-fields=TARGET,PRIORITY | head -1")).contains("cleat_")
     );
     shell("systemctl stop cleat; test \"$(systemctl show cleat -p Result --value)\" = success");
 }
