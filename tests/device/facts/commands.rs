@@ -150,10 +150,18 @@ fn opener() {
     }
 }
 
-/// Waits until udev has no event left. A probe that opens a disconnected device configures it again for a moment
-/// (nbd_open), and CONNECT then chooses another device.
-fn wait_for_probes() {
-    shell("udevadm settle --timeout=30");
+/// Connects the device `index` once more. CONNECT chooses a free device, and a process that opens a disconnected
+/// device makes it busy for a moment (nbd_open); then this tries again.
+fn connect_again(index: u32, timeout_s: Option<u64>) -> Device {
+    for _ in 0..50 {
+        let device = Device::connect(Make { timeout_s, ..Make::default() });
+        if device.index == index {
+            return device;
+        }
+        drop(device);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    panic!("a free device is used again");
 }
 
 /// CONNECT without TIMEOUT keeps the queue's timer; with TIMEOUT=0 it resets the timer to 30 s.
@@ -161,14 +169,10 @@ fn reused() {
     let first = Device::connect(Make { io_timeout_ms: Some(700), ..Make::default() });
     let index = first.index;
     drop(first);
-    wait_for_probes();
-    let again = Device::connect(Make { timeout_s: None, ..Make::default() });
-    assert_eq!(again.index, index, "a free device is used again");
+    let again = connect_again(index, None);
     assert_eq!(again.attribute("queue/io_timeout").as_deref(), Some("700"));
     drop(again);
-    wait_for_probes();
-    let third = Device::connect(Make::default());
-    assert_eq!(third.index, index);
+    let third = connect_again(index, Make::default().timeout_s);
     assert_eq!(third.attribute("queue/io_timeout").as_deref(), Some("30000"));
 }
 
@@ -185,10 +189,7 @@ fn features_kept() {
     let index = first.index;
     assert_eq!((limits(&first), fua(&first).as_str()), ([true, knows], "1"));
     drop(first);
-    wait_for_probes();
-
-    let again = Device::connect(Make::default());
-    assert_eq!(again.index, index, "a free device is used again");
+    let again = connect_again(index, Make::default().timeout_s);
     println!("figures: [discard, write zeroes] are left: {:?}", limits(&again));
     assert_eq!((limits(&again), fua(&again).as_str()), ([false, knows], "0"));
     netlink::reconfigure(index, Some(&again.identifier), &[], Some(2 * SIZE)).expect("RECONFIGURE");
