@@ -86,7 +86,10 @@ pub fn crash_point(name: &str) {
 
 impl FaultImage {
     /// Wraps `inner` with the faults of `plan`.
-    fn wrap(inner: Arc<dyn Image>, plan: Plan) -> Self {
+    fn wrap(inner: Arc<dyn Image>, mut plan: Plan) -> Self {
+        if plan.take_fail_sync() {
+            inner.fail_next_sync();
+        }
         let shared = Shared {
             plan: Mutex::new(Arc::new(plan)),
             plan_number: AtomicU64::new(0),
@@ -146,6 +149,10 @@ impl Image for FaultImage {
 
     fn is_fenced(&self) -> bool {
         self.shared.fenced.load(Ordering::Acquire) || self.inner.is_fenced()
+    }
+
+    fn sync_failed(&self) -> bool {
+        self.inner.sync_failed()
     }
 
     fn failure_reason(&self) -> Option<String> {
@@ -224,7 +231,10 @@ impl Handover for FaultImage {
 
 impl SetFault for FaultImage {
     fn set_fault(&self, plan: &str) -> Result<()> {
-        let plan: Plan = plan.parse()?;
+        let mut plan: Plan = plan.parse()?;
+        if plan.take_fail_sync() {
+            self.inner.fail_next_sync();
+        }
         tracing::info!(%plan, "the injected faults were replaced");
         *lock(&self.shared.plan) = Arc::new(plan);
         self.shared.plan_number.fetch_add(1, Ordering::Release);

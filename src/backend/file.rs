@@ -1,16 +1,18 @@
 //! Raw files and block devices. The ring of each connection's thread serves all requests.
 //!
-//! - FLUSH is `fdatasync`, FUA is `RWF_DSYNC`. After one failed `fdatasync` every later FLUSH fails, too:
-//!   the kernel reports a lost page once and then marks it clean (see `queue`).
+//! - FLUSH is `fdatasync`, one at a time for the whole volume (see `sync`). FUA is a write and then such a
+//!   sync, or `RWF_DSYNC` with direct access (see `queue`). After one failed sync every later FLUSH and every
+//!   write with FUA fails, too: the kernel reports a lost page once and then marks it clean.
 //! - TRIM punches a hole, also on block devices: there the kernel zeroes the range if the device can do
 //!   that without writing, and refuses otherwise; the trim then does nothing. A bare discard
 //!   (BLKDISCARD) would free more on devices that support only that, but it leaves the content
 //!   undefined, and a range that has read as zeroes must never show its old content again.
 //! - WRITE_ZEROES punches a hole, or zeroes the range and keeps it allocated; on a file system that supports
 //!   neither, it writes zeroes in pieces of a bounded length.
-//! - Errors of a lost transport below the file (`IoError::from_errno`) are `Retry`, unless a sync may
-//!   have failed: a page that could not be written back is lost, and no repetition restores it. Only
-//!   direct access can therefore wait for the end of an outage of the storage below.
+//! - Errors of a lost transport below the file (`IoError::from_errno`) are `Retry`, unless a sync may have
+//!   failed: a page that could not be written back is lost, and no repetition restores it. Only direct access
+//!   can therefore wait for the end of an outage of the storage below. On a network file system writes are
+//!   not repeated at all: a server may execute a write after the client has given it up.
 //! - CACHE makes the kernel read ahead a part of the range, of a bounded length.
 //! - A writable volume is claimed: a file by an OFD lock on the whole file (which excludes qemu, too), a
 //!   device by O_EXCL (which excludes mounts). Both are effective on this node only.
@@ -21,6 +23,7 @@ mod queue;
 mod registration;
 mod spec;
 mod store;
+mod sync;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -32,11 +35,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::statfs::fstatfs;
 
 use super::extents::{self, Layout};
 use super::uri::{Size, invalid};
 use super::{
-    Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue, Resize, Shrink,
+    Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue,
+    OpenOptions as Options, Resize, Shrink, Waker,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
@@ -46,6 +51,7 @@ use cleat_sys::ring::Ring;
 use queue::{Abilities, FileQueue};
 pub use registration::BACKEND;
 use spec::FileSpec;
+use sync::Syncer;
 
 /// The longest payload of one request in bytes, the length that NBD clients expect to be able to send.
 const MAX_PAYLOAD: u32 = 32 << 20;
@@ -55,7 +61,7 @@ const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// An open file or block device.
 struct FileImage {
-    file: File,
+    file: Arc<File>,
     path: String,
     device: bool,
     read_only: bool,
@@ -63,11 +69,13 @@ struct FileImage {
     size: AtomicU64,
     blocks: BlockSizes,
     abilities: Arc<Abilities>,
+    syncer: Arc<Syncer>,
 }
 
 impl FileImage {
     /// Opens the volume of `spec`, and claims it unless `read_only` is set.
-    fn open(spec: &FileSpec, read_only: bool) -> Result<Self> {
+    fn open(spec: &FileSpec, options: &Options) -> Result<Self> {
+        let read_only = options.read_only;
         let path = spec.path.display().to_string();
         let (device, missing) = inspect(spec, read_only)?;
         let file = open(spec, read_only, device)?;
@@ -87,7 +95,7 @@ impl FileImage {
                 }
             })?;
         }
-        let image = Self::of(spec, file, read_only)?;
+        let image = Self::of(spec, file, options)?;
         if image.refresh_size()? == 0 {
             let error = invalid(format!("{} is empty", image.path));
             return Err(if device {
@@ -104,7 +112,8 @@ impl FileImage {
 
     /// Opens the volume with the open file description of the process that still serves it. Both processes
     /// then have its lock, or O_EXCL.
-    fn open_successor(spec: &FileSpec, files: HandoverFiles, read_only: bool) -> Result<Self> {
+    fn open_successor(spec: &FileSpec, files: HandoverFiles, options: &Options) -> Result<Self> {
+        let read_only = options.read_only;
         let path = spec.path.display();
         let [file]: [OwnedFd; 1] = files.descriptors.try_into().map_err(|got: Vec<_>| {
             invalid(format!("the handover of {path} has {} descriptors instead of one", got.len()))
@@ -119,12 +128,12 @@ impl FileImage {
                 "the handover of {path} has a file that is open in another mode"
             )));
         }
-        let image = Self::of(spec, file.into(), read_only)?;
+        let image = Self::of(spec, file.into(), options)?;
         image.refresh_size()?;
         Ok(image)
     }
 
-    fn of(spec: &FileSpec, file: File, read_only: bool) -> Result<Self> {
+    fn of(spec: &FileSpec, file: File, options: &Options) -> Result<Self> {
         let path = spec.path.display().to_string();
         let metadata = file.metadata().map_err(|e| Error::from_io(format!("stat {path}"), e))?;
         let device = metadata.file_type().is_block_device();
@@ -132,15 +141,22 @@ impl FileImage {
             return Err(invalid(format!("{path} is neither a file nor a block device")));
         }
         let blocks = block_sizes(&file, spec.direct, device, &path)?;
+        let remote = !device && is_remote(&file, &path)?;
+        let file = Arc::new(file);
+        let syncer = Arc::new(Syncer::new(Arc::clone(&file), path.clone()));
+        if options.sync_failed {
+            syncer.set_failed_before();
+        }
         Ok(Self {
             file,
             path,
             device,
-            read_only,
+            read_only: options.read_only,
             direct: spec.direct,
             size: AtomicU64::new(0),
             blocks,
-            abilities: Arc::new(Abilities::new(device, spec.direct)),
+            abilities: Arc::new(Abilities::new(device, spec.direct, remote)),
+            syncer,
         })
     }
 }
@@ -169,12 +185,14 @@ impl Image for FileImage {
         }
     }
 
-    fn queue(&self, ring: &mut Ring, _completer: &Completer) -> Result<Box<dyn ImageQueue>> {
+    fn queue(&self, ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
+        self.syncer.start()?;
         let slot = ring.register(self.file.as_fd()).map_err(|e| {
             Error::from_io(format!("cannot register {} in the ring of the thread", self.path), e)
         })?;
-        let abilities = Arc::clone(&self.abilities);
-        Ok(Box::new(FileQueue::new(slot, self.blocks.minimum, abilities)))
+        let (abilities, syncer) = (Arc::clone(&self.abilities), Arc::clone(&self.syncer));
+        let block = self.blocks.minimum;
+        Ok(Box::new(FileQueue::new(slot, block, abilities, syncer, completer.clone())))
     }
 
     fn refresh_size(&self) -> Result<u64> {
@@ -194,6 +212,19 @@ impl Image for FileImage {
         }
         self.size.store(size, Ordering::Release);
         Ok(size)
+    }
+
+    fn watch_changes(&self, waker: Waker) {
+        self.syncer.watch(waker);
+    }
+
+    fn sync_failed(&self) -> bool {
+        self.syncer.has_failed()
+    }
+
+    #[cfg(feature = "fault")]
+    fn fail_next_sync(&self) {
+        self.syncer.inject_failure();
     }
 
     fn size_check_interval(&self) -> Option<Duration> {
@@ -264,7 +295,7 @@ impl Handover for FileImage {
     }
 
     fn release(&self) -> Result<HandoverState> {
-        let sync_failed = self.abilities.sync_failed();
+        let sync_failed = self.syncer.has_failed();
         Ok(HandoverState { sync_failed, ..HandoverState::default() })
     }
 
@@ -274,7 +305,7 @@ impl Handover for FileImage {
 
     fn take_over(&self, state: &HandoverState) -> Result<()> {
         if state.sync_failed {
-            self.abilities.set_sync_failed();
+            self.syncer.set_failed_before();
         }
         // The file may have grown since this process opened it.
         self.refresh_size().map(drop)
@@ -305,8 +336,11 @@ impl FileImage {
     fn set_length(&self, size: u64) -> Result<()> {
         self.file
             .set_len(size)
-            .and_then(|()| self.file.sync_data())
             .map_err(|e| Error::from_io(format!("cannot resize {}", self.path), e))?;
+        self.syncer.sync().map_err(|e| {
+            let message = format!("the new size of {} is not durable: a sync failed", self.path);
+            Error::from_io(message, e).with_repair("see the kernel's log (dmesg) for the cause")
+        })?;
         self.refresh_size().map(drop)
     }
 }
@@ -391,6 +425,29 @@ fn create(spec: &FileSpec, file: &File) -> Result<()> {
         sync_directory(&spec.path)
     };
     set_size().map_err(|e| Error::from_io(format!("cannot create {path} with {}", Size(size)), e))
+}
+
+/// The magic numbers of network file systems (linux/magic.h, and the file systems' own headers).
+const NETWORK_FILE_SYSTEMS: [i64; 11] = [
+    0x6969,      // nfs
+    0xfe53_4d42, // smb2, also of the present cifs
+    0xff53_4d42, // cifs
+    0x00c3_6400, // ceph
+    0x0102_1997, // 9p
+    0x6b41_4653, // afs
+    0x5346_414f, // openafs
+    0x0bd0_0bd0, // lustre
+    0x4750_4653, // gpfs
+    0x6573_5546, // fuse: sshfs, glusterfs and others
+    0x1983_0326, // fhgfs, beegfs
+];
+
+/// Returns whether the file is on a file system whose storage is reached by another protocol than a block
+/// device's.
+fn is_remote(file: &File, path: &str) -> Result<bool> {
+    let status = fstatfs(file)
+        .map_err(|e| Error::from_io(format!("cannot read the file system of {path}"), e.into()))?;
+    Ok(NETWORK_FILE_SYSTEMS.contains(&status.filesystem_type().0))
 }
 
 /// Makes the creation or removal of `path` durable.

@@ -117,9 +117,9 @@ pub trait Image: Send + Sync {
     /// Returns the backend's error.
     fn refresh_size(&self) -> Result<u64>;
 
-    /// Sets the waker that the backend wakes whenever [`Image::size`] or [`Image::is_fenced`] has changed
-    /// without a call of the owner. A backend that is not notified of a change of the size does nothing;
-    /// [`Image::size_check_interval`] covers it.
+    /// Sets the waker that the backend wakes whenever [`Image::size`], [`Image::is_fenced`] or
+    /// [`Image::sync_failed`] has changed without a call of the owner. A backend that is not notified of a
+    /// change of the size does nothing; [`Image::size_check_interval`] covers it.
     fn watch_changes(&self, waker: Waker) {
         let _ = waker;
     }
@@ -141,6 +141,19 @@ pub trait Image: Send + Sync {
     fn is_fenced(&self) -> bool {
         false
     }
+
+    /// Returns whether a sync has failed, so that acknowledged writes may be lost. Every FLUSH and every
+    /// write with FUA then ends with `Broken` until the volume is mapped again: the storage reports a lost
+    /// write once, and a later success would prove nothing. A backend that detects no such loss returns
+    /// `false`. Never blocks.
+    fn sync_failed(&self) -> bool {
+        false
+    }
+
+    /// Makes the next sync of the volume fail, and the storage then succeed again. A backend that does not
+    /// sync ignores it.
+    #[cfg(feature = "fault")]
+    fn fail_next_sync(&self) {}
 
     /// Returns why the backend cannot be reached, as text for people, if the reason is known. The worker
     /// calls it while requests wait to be repeated. Must not wait for the backend.

@@ -223,6 +223,9 @@ pub struct OpenOptions {
     /// Announce snapshots ([`SnapshotQuiesce`](crate::SnapshotQuiesce)). A backend without snapshots ignores
     /// it.
     pub snapshots: bool,
+    /// A sync of the volume failed in an earlier process of the same mapping, see
+    /// [`Image::sync_failed`](crate::Image::sync_failed). The volume is opened in that state.
+    pub sync_failed: bool,
 }
 
 /// When a process that serves a volume can give up its access to the system, and which access it keeps.

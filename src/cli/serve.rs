@@ -87,6 +87,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
             read_only: args.read_only,
             claimant: Claimant::alone(&Config::load(None)?.node_name, args.take_over)?,
             snapshots: false,
+            sync_failed: false,
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

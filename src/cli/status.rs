@@ -75,7 +75,9 @@ fn daemon(globals: &Globals) -> Result<()> {
         1 => writeln!(text, "1 mapping"),
         several => writeln!(text, "{several} mappings"),
     };
-    for mapping in daemon.mappings.iter().filter(|mapping| mapping.state != "mapped") {
+    let needs_attention =
+        |mapping: &&view::Mapping| mapping.state != "mapped" || mapping.sync_failed;
+    for mapping in daemon.mappings.iter().filter(needs_attention) {
         let message = mapping.message.as_deref().unwrap_or("no reason given");
         let _ = writeln!(
             text,

@@ -43,6 +43,8 @@ pub(super) struct Mapping {
     pub bytes_per_s: u64,
     /// Another client owns the volume. This node does not write to it until it is mapped again.
     pub fenced: bool,
+    /// A sync of the volume failed: acknowledged writes may be lost, and every flush fails.
+    pub sync_failed: bool,
     /// The current outage of the backend.
     pub outage: Option<Outage>,
     /// Whether the device is quiesced for snapshots.
@@ -120,6 +122,7 @@ impl From<v1::Mapping> for Mapping {
             iops: options.iops.unwrap_or(0),
             bytes_per_s: options.bytes_per_s.unwrap_or(0),
             fenced: mapping.fenced,
+            sync_failed: mapping.sync_failed,
             outage: mapping.outage.map(|outage| Outage {
                 since_unix_ms: outage.since_unix_ms,
                 reason: text(outage.reason),

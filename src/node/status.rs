@@ -40,6 +40,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
     let message = match state {
         State::Failed(failure) => with_repair_hint(failure),
         State::Held(holders) => in_use_error(&guarded.record.name, holders).message().to_owned(),
+        State::Mapped if guarded.record.sync_failed => sync_failure(&guarded.record.name),
         State::Mapped => {
             let resize = guarded.resize_deferred.as_ref().map(|(_, why)| why.clone());
             let refused = resize.or_else(|| guarded.upgrade_refusal.clone());
@@ -118,6 +119,15 @@ fn log_outage(name: &str, before: Option<&OutageView>, now: Option<&OutageView>)
         (Some(_), None) => tracing::info!(mapping = name, "the backend answers again"),
         _ => {}
     }
+}
+
+/// Describes a failed sync of a mapping's volume, and its repair.
+pub(crate) fn sync_failure(name: &str) -> String {
+    format!(
+        "the storage of {name} failed to make written data durable: acknowledged writes may be lost, and every flush \
+         fails from now on; check the storage (dmesg), unmount the device, run: cleat unmap --force {name}, map it \
+         again, and check its file system (fsck)"
+    )
 }
 
 fn with_repair_hint(failure: &Failure) -> String {

@@ -45,6 +45,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         // An earlier worker opened the volume, and it may have a device.
         resumes: record.volume.is_some(),
         quiesce: record.options.quiesce,
+        sync_failed: record.sync_failed,
     }
 }
 

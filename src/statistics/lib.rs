@@ -195,6 +195,16 @@ impl Page {
         self.memory.words()[RECONNECTS].load(Relaxed)
     }
 
+    /// Records that a sync of the volume has failed. The supervisor can read this also after the worker has died.
+    pub fn set_sync_failed(&self) {
+        self.memory.words()[SYNC_FAILED].store(1, Relaxed);
+    }
+
+    /// Returns whether a worker has recorded a failed sync.
+    pub fn sync_failed(&self) -> bool {
+        self.memory.words()[SYNC_FAILED].load(Relaxed) != 0
+    }
+
     /// Returns the current values of the page. It never blocks.
     pub fn snapshot(&self) -> Snapshot {
         let mut sum = Snapshot::default();
@@ -368,6 +378,8 @@ const USED: usize = HEADER.len();
 const HANDOVER: usize = USED + 1;
 /// Word of the header: see [`Page::count_reconnect`].
 const RECONNECTS: usize = HANDOVER + 1;
+/// Word of the header: see [`Page::set_sync_failed`].
+const SYNC_FAILED: usize = RECONNECTS + 1;
 /// The number of words before the first slot. Unused words are zero.
 const HEADER_WORDS: usize = 512;
 /// The number of words of one slot: a whole number of cache lines, with places for more counters.

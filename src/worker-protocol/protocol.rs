@@ -169,6 +169,9 @@ pub struct Start {
     pub resumes: bool,
     /// Whether to report snapshots that are about to be made, and to let them wait for `Quiesced`.
     pub quiesce: bool,
+    /// Whether a sync failed in an earlier worker of the mapping, see `Image::sync_failed`.
+    #[serde(default)]
+    pub sync_failed: bool,
 }
 
 /// The start message of a worker without a volume.
@@ -224,6 +227,8 @@ pub enum FromWorker {
     Disconnected,
     /// A report: another client owns the volume now.
     Fenced,
+    /// A report: a sync has failed, see `Image::sync_failed`. A new supervisor gets it again.
+    SyncFailed,
     /// A report: an outage of the backend has begun, has ended (`None`), or has another reason. A new
     /// supervisor gets it again while the outage lasts. The number of waiting requests is in the statistics
     /// page.

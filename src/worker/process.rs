@@ -167,7 +167,12 @@ fn options(start: &Start) -> OpenOptions {
         resumes: start.resumes,
         process: ProcessMark::own(),
     };
-    OpenOptions { read_only: start.read_only, claimant, snapshots: start.quiesce }
+    OpenOptions {
+        read_only: start.read_only,
+        claimant,
+        snapshots: start.quiesce,
+        sync_failed: start.sync_failed,
+    }
 }
 
 /// Opens the volume and confines the process, in the order that the backend requires.

@@ -12,6 +12,7 @@ mod fence_monitor;
 mod handover;
 mod orphan_timer;
 mod supervisors;
+mod sync_monitor;
 #[cfg(test)]
 mod tests;
 
@@ -37,6 +38,7 @@ use fence_monitor::FenceMonitor;
 use handover::Offer;
 use orphan_timer::OrphanTimer;
 use supervisors::{Readable, Supervisors};
+use sync_monitor::SyncMonitor;
 
 /// How often the reason of an outage is read while it lasts.
 const OUTAGE_INTERVAL: Duration = Duration::from_secs(1);
@@ -57,6 +59,7 @@ pub(super) struct Session {
     offer: Option<Offer>,
     resizer: Resizer,
     fence: FenceMonitor,
+    sync: SyncMonitor,
     outage: OutageMonitor,
     quiesce: SnapshotQuiesce,
     orphan: OrphanTimer,
@@ -114,6 +117,7 @@ impl Session {
         }
         Ok(Self {
             fence: FenceMonitor::new(&page),
+            sync: SyncMonitor::default(),
             outage: OutageMonitor::new(Arc::clone(&clock)),
             supervisors: Supervisors::new(listener),
             start,
@@ -222,6 +226,9 @@ impl Session {
     fn report_changes(&mut self) {
         if self.fence.check(&self.page, self.image.as_ref()) {
             self.send(&FromWorker::Fenced);
+        }
+        if self.sync.check(&self.page, self.image.as_ref()) {
+            self.send(&FromWorker::SyncFailed);
         }
         if let Some(message) = self.outage.check(&self.page, self.image.as_ref()) {
             self.send(&message);

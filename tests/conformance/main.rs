@@ -17,6 +17,7 @@ mod model;
 mod parity;
 mod places;
 mod rbd;
+mod syncs;
 
 use cleat_backend::OpenOptions;
 use client::Local;

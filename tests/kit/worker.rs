@@ -48,6 +48,7 @@ pub fn start_message(uri: &str) -> Start {
         take_over: false,
         resumes: false,
         quiesce: false,
+        sync_failed: false,
     }
 }
 

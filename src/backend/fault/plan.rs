@@ -10,6 +10,7 @@
 //! ops=read,write      only these operations: read, write, flush, trim, write_zeroes, cache (default: all)
 //! from=1G  to=2G      only requests that touch these bytes (not FLUSH, which has no range)
 //! seed=42             the seed of the random choices (default 0)
+//! fail_sync=true      the next sync of the volume fails, as for a lost page; independent of the other keys
 //! ```
 //!
 //! In a `fault:` URI each key has the prefix `fault.`; in a plan set at run time it may have it.
@@ -39,6 +40,7 @@ pub(super) struct Plan {
     from: Option<u64>,
     to: Option<u64>,
     seed: u64,
+    fail_sync: bool,
 }
 
 /// The fault of one request.
@@ -53,7 +55,8 @@ pub(super) struct RequestFault {
 const MAX_DELAY: Duration = Duration::from_secs(3600);
 const MILLION: u32 = 1_000_000;
 
-const KEYS: [&str; 9] = ["latency", "jitter", "hang", "error", "rate", "ops", "from", "to", "seed"];
+const KEYS: [&str; 10] =
+    ["latency", "jitter", "hang", "error", "rate", "ops", "from", "to", "seed", "fail_sync"];
 
 impl Plan {
     /// Parses the options of the plan, without the prefix.
@@ -70,6 +73,7 @@ impl Plan {
             seed: options.take("seed").map_or(Ok(0), |text| {
                 text.parse().map_err(|_| invalid(format!("seed is a number, not {text:?}")))
             })?,
+            fail_sync: options.flag("fail_sync")?.unwrap_or(false),
         };
         options.finish("the fault plan", &KEYS)?;
         if plan.from.unwrap_or(0) >= plan.to.unwrap_or(u64::MAX) {
@@ -97,7 +101,13 @@ impl Plan {
         add("from", self.from.map(|at| Size(at).to_string()));
         add("to", self.to.map(|at| Size(at).to_string()));
         add("seed", (self.seed != 0).then(|| self.seed.to_string()));
+        add("fail_sync", self.fail_sync.then(|| "true".to_owned()));
         options
+    }
+
+    /// Returns whether the next sync fails, and removes this from the plan.
+    pub(super) fn take_fail_sync(&mut self) -> bool {
+        std::mem::take(&mut self.fail_sync)
     }
 
     /// Returns whether the plan simulates a backend that cannot be reached.
@@ -273,7 +283,7 @@ mod tests {
             latency_us in 0_u64..3_600_000_000, jitter_us in 0_u64..10_000_000, hang: bool,
             error in prop::option::of(0..IoError::ALL.len()), rate in prop::option::of(0..MILLION),
             ops in 0_u8..64, from in prop::option::of(0_u64..1 << 40),
-            length in prop::option::of(1_u64..1 << 40), seed: u64,
+            length in prop::option::of(1_u64..1 << 40), seed: u64, fail_sync: bool,
         ) {
             let plan = Plan {
                 latency: Duration::from_micros(latency_us),
@@ -285,6 +295,7 @@ mod tests {
                 from,
                 to: length.map(|length| from.unwrap_or(0) + length),
                 seed,
+                fail_sync,
             };
             prop_assert_eq!(plan.to_string().parse::<Plan>().ok(), Some(plan));
         }

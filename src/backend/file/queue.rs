@@ -2,12 +2,18 @@
 //!
 //! Each request has at most one operation in the ring. A request that finds the ring full waits here, in
 //! order, for the next completion. The connection's limit of requests in flight bounds the waiting ones.
+//!
+//! The thread of `sync` makes data durable for all queues: after a FLUSH, and as the last step of a request
+//! with FUA. With direct access a write with FUA is one operation with RWF_DSYNC instead: its error is its
+//! own, because no page holds the data, and ENOSPC means that the file system has no room for this write.
+//! Through the page cache an error of RWF_DSYNC could be that of another request's page.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::{ImageQueue, Outcome, RequestId, Started, index};
+use super::super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
+use super::sync::Syncer;
 use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, FileSlot, Ring, Token};
@@ -31,33 +37,22 @@ pub(super) struct Abilities {
     device: bool,
     /// The file is open with O_DIRECT.
     direct: bool,
+    /// The file is on a network file system, where a write that has timed out may still take effect.
+    remote: bool,
     punch: AtomicBool,
     zero_range: AtomicBool,
-    /// An `fdatasync` has failed. The kernel reports lost pages once for each open file description,
-    /// which all queues share, and then marks them clean: a later success would prove nothing.
-    sync_failed: AtomicBool,
 }
 
 impl Abilities {
     /// Assumes that every operation is supported until an attempt fails.
-    pub(super) fn new(device: bool, direct: bool) -> Self {
+    pub(super) fn new(device: bool, direct: bool, remote: bool) -> Self {
         Self {
             device,
             direct,
+            remote,
             punch: AtomicBool::new(true),
             zero_range: AtomicBool::new(true),
-            sync_failed: AtomicBool::new(false),
         }
-    }
-
-    /// Returns whether an `fdatasync` has failed.
-    pub(super) fn sync_failed(&self) -> bool {
-        self.sync_failed.load(Ordering::Relaxed)
-    }
-
-    /// Records that an `fdatasync` has failed, here or in a process that had this open file description before.
-    pub(super) fn set_sync_failed(&self) {
-        self.sync_failed.store(true, Ordering::Relaxed);
     }
 }
 
@@ -72,7 +67,7 @@ enum Step {
     ReadAhead,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct Task {
     request: Request,
     step: Step,
@@ -82,6 +77,8 @@ struct Task {
     attempted: u64,
     /// The request starts no further step.
     abandoned: bool,
+    /// The buffer of a write, while the request waits for a sync.
+    buffer: Option<Buffer>,
 }
 
 /// The next step of a request, or its end (`Ok(None)` or an error).
@@ -92,6 +89,8 @@ pub(super) struct FileQueue {
     file: FileSlot,
     block: u32,
     abilities: Arc<Abilities>,
+    syncer: Arc<Syncer>,
+    completer: Completer,
     tasks: Vec<Option<Task>>,
     /// Requests that found the ring full, with their buffers.
     waiting: VecDeque<(RequestId, Option<Buffer>)>,
@@ -108,11 +107,19 @@ enum Zeroes {
 }
 
 impl FileQueue {
-    pub(super) fn new(file: FileSlot, block: u32, abilities: Arc<Abilities>) -> Self {
+    pub(super) fn new(
+        file: FileSlot,
+        block: u32,
+        abilities: Arc<Abilities>,
+        syncer: Arc<Syncer>,
+        completer: Completer,
+    ) -> Self {
         Self {
             file,
             block,
             abilities,
+            syncer,
+            completer,
             tasks: Vec::new(),
             waiting: VecDeque::new(),
             waiting_for_zeroes: VecDeque::new(),
@@ -122,9 +129,12 @@ impl FileQueue {
 
     /// Returns the first step of a request, or its end.
     fn first(&self, request: &Request) -> Next {
+        let syncs = request.op == Op::Flush || request.flags.fua && request.op.modifies();
+        if syncs && self.syncer.has_failed() {
+            return Err(IoError::Broken);
+        }
         match request.op {
             Op::Read | Op::Write => Ok(Some(Step::Transfer)),
-            Op::Flush if self.abilities.sync_failed() => Err(IoError::Broken),
             Op::Flush => Ok(Some(Step::Sync)),
             Op::Trim if self.abilities.punch.load(Ordering::Relaxed) => Ok(Some(Step::Punch)),
             Op::Trim => Ok(None),
@@ -148,7 +158,8 @@ impl FileQueue {
         if flags.fast_zero { Err(IoError::Unsupported) } else { Ok(Some(Step::WriteZeroes)) }
     }
 
-    /// Submits the next operation of the task to the ring, or queues the request if the ring is full.
+    /// Submits the next operation of the task to the ring, or queues the request if the ring is full. The
+    /// step of a sync is not an operation of the ring, see [`FileQueue::proceed`].
     fn submit(&mut self, id: RequestId, buffer: Option<Buffer>, ring: &mut Ring) {
         let Some(task) = self.tasks[id as usize].as_mut() else { return };
         let token = Token::backend(0, id);
@@ -163,7 +174,7 @@ impl FileQueue {
                 let submitted = if task.request.op == Op::Read {
                     ring.read(self.file, buffer, from, offset, token)
                 } else {
-                    let durable = task.request.flags.fua;
+                    let durable = task.request.flags.fua && self.abilities.direct;
                     ring.write(self.file, buffer, from, offset, durable, token)
                 };
                 submitted.map_err(|buffer| returned = Some(buffer)).is_ok()
@@ -190,7 +201,7 @@ impl FileQueue {
                     }
                 }
             }
-            Step::Sync => ring.fdatasync(self.file, token),
+            Step::Sync => unreachable!("`proceed` passes a sync to the syncer"),
             Step::ReadAhead => {
                 let len = u32::try_from(left.min(MAX_READ_AHEAD)).unwrap_or(0);
                 ring.read_ahead(self.file, offset, len, token)
@@ -201,6 +212,29 @@ impl FileQueue {
             // fill it: the completion of one of them resumes this request.
             self.waiting.push_back((id, returned));
         }
+    }
+
+    /// Begins the task's present step. Returns the end of the request if the step cannot begin.
+    fn proceed(
+        &mut self,
+        id: RequestId,
+        buffer: Option<Buffer>,
+        ring: &mut Ring,
+    ) -> Option<Outcome> {
+        let task = self.tasks[id as usize].as_mut()?;
+        match task.step {
+            Step::Sync => match self.syncer.request(&self.completer, id) {
+                Ok(()) => {
+                    task.buffer = buffer;
+                    return None;
+                }
+                Err(error) => return Some(Outcome { result: Err(error), buffer }),
+            },
+            // At the end of the queue, so that a long range does not starve the other requests.
+            Step::WriteZeroes if task.progress > 0 => self.waiting_for_zeroes.push_back(id),
+            _ => self.submit(id, buffer, ring),
+        }
+        None
     }
 
     /// Submits requests that wait for an entry of the ring or for the buffer of zeroes.
@@ -221,8 +255,8 @@ impl FileQueue {
         }
     }
 
-    /// Returns the next step after an operation with `result`, or the end of the request. An abandoned request
-    /// has no next step.
+    /// Returns the next step after an operation with `result`, or the end of the request. An abandoned
+    /// request has no next step.
     fn next(&self, task: &mut Task, result: i32) -> Next {
         match self.advance(task, result) {
             Ok(Some(_)) if task.abandoned => Err(IoError::Broken),
@@ -262,8 +296,9 @@ impl FileQueue {
             }
             Step::Sync | Step::ReadAhead => return Ok(None),
         }
-        let durable = task.request.flags.fua && task.step != Step::Transfer;
-        Ok(durable.then_some(Step::Sync))
+        let durable = task.step == Step::Transfer && self.abilities.direct;
+        let syncs = task.request.flags.fua && task.request.op.modifies() && !durable;
+        Ok(syncs.then_some(Step::Sync))
     }
 
     fn failed(&self, task: &mut Task, errno: i32) -> Next {
@@ -285,20 +320,20 @@ impl FileQueue {
                     self.zeroing(&task.request)
                 };
             }
-            // Through the page cache, a durable write is a write and a sync, and the sync may have failed for
-            // pages of other writes, too. A repetition would hide that.
-            Step::Transfer
-                if task.request.flags.fua
-                    && (error == IoError::Broken
-                        || error == IoError::Retry && !self.abilities.direct) =>
-            {
-                self.abilities.set_sync_failed();
+            // The server may execute a request after the client has given it up, and overwrite newer data
+            // then.
+            _ if error == IoError::Retry && self.abilities.remote && task.request.op.modifies() => {
                 return Err(IoError::Broken);
             }
-            Step::Sync => {
-                self.abilities.set_sync_failed();
-                // For any error, the data is not durable, and no repetition makes it durable.
-                return Err(if error == IoError::NoSpace { error } else { IoError::Broken });
+            // A write with RWF_DSYNC also syncs the metadata of the file system and the cache of the device.
+            Step::Transfer
+                if task.request.flags.fua
+                    && task.request.op == Op::Write
+                    && self.abilities.direct
+                    && matches!(error, IoError::Broken | IoError::ReadOnly) =>
+            {
+                self.syncer.set_failed(errno);
+                return Err(IoError::Broken);
             }
             _ => {}
         }
@@ -321,17 +356,22 @@ impl ImageQueue for FileQueue {
         };
         let index = id as usize;
         if self.tasks.len() <= index {
-            self.tasks.resize(index + 1, None);
+            self.tasks.resize_with(index + 1, || None);
         }
         self.tasks[index] =
-            Some(Task { request, step, progress: 0, attempted: 0, abandoned: false });
-        self.submit(id, buffer, ring);
-        Started::Pending
+            Some(Task { request, step, progress: 0, attempted: 0, abandoned: false, buffer: None });
+        match self.proceed(id, buffer, ring) {
+            None => Started::Pending,
+            Some(outcome) => {
+                self.tasks[index] = None;
+                Started::Done(outcome)
+            }
+        }
     }
 
     fn on_ring(&mut self, completion: Completion, ring: &mut Ring) -> Option<(RequestId, Outcome)> {
         let id = completion.token.value();
-        let mut task = self.tasks.get(id as usize).copied().flatten()?;
+        let mut task = self.tasks.get_mut(id as usize)?.take()?;
         let mut buffer = completion.buffer;
         if task.step == Step::WriteZeroes
             && let Some(zeroes) = buffer.take()
@@ -343,13 +383,7 @@ impl ImageQueue for FileQueue {
             Ok(Some(step)) => {
                 task.step = step;
                 self.tasks[id as usize] = Some(task);
-                if step == Step::WriteZeroes {
-                    // At the end of the queue, so that a long range does not starve the other requests.
-                    self.waiting_for_zeroes.push_back(id);
-                } else {
-                    self.submit(id, buffer, ring);
-                }
-                None
+                self.proceed(id, buffer, ring).map(|outcome| (id, outcome))
             }
             Ok(None) => Some((id, Outcome { result: Ok(()), buffer })),
             Err(error) => Some((id, Outcome { result: Err(error), buffer })),
@@ -361,6 +395,20 @@ impl ImageQueue for FileQueue {
         ended
     }
 
+    /// Takes the end of a sync, the only operation on a foreign thread.
+    fn on_completion(
+        &mut self,
+        id: RequestId,
+        outcome: Outcome,
+        _ring: &mut Ring,
+        done: &mut Vec<(RequestId, Outcome)>,
+    ) {
+        let task = self.tasks.get_mut(id as usize).and_then(Option::take);
+        debug_assert!(task.as_ref().is_some_and(|task| task.step == Step::Sync), "{id}");
+        let buffer = task.and_then(|task| task.buffer);
+        done.push((id, Outcome { buffer, ..outcome }));
+    }
+
     fn abandon(&mut self, done: &mut Vec<(RequestId, Outcome)>) {
         self.tasks.iter_mut().flatten().for_each(|task| task.abandoned = true);
         let zeroes = self.waiting_for_zeroes.drain(..).map(|id| (id, None));
@@ -368,6 +416,17 @@ impl ImageQueue for FileQueue {
             self.tasks[id as usize] = None;
             done.push((id, Outcome { result: Err(IoError::Broken), buffer }));
         }
+        for id in self.syncer.forget(&self.completer) {
+            let buffer = self.tasks[id as usize].take().and_then(|task| task.buffer);
+            done.push((id, Outcome { result: Err(IoError::Broken), buffer }));
+        }
+    }
+}
+
+impl Drop for FileQueue {
+    fn drop(&mut self) {
+        // Their connection has ended.
+        let _ = self.syncer.forget(&self.completer);
     }
 }
 
@@ -387,55 +446,86 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
+    use crate::{Waker, channel};
     use cleat_core::request::Flags;
 
     fn queue(abilities: &Arc<Abilities>, block: u32) -> FileQueue {
-        let file = tempfile::tempfile().unwrap();
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let syncer = Arc::new(Syncer::new(Arc::clone(&file), "test".to_owned()));
         let slot = Ring::new(2).unwrap().register(file.as_fd()).unwrap();
-        FileQueue::new(slot, block, Arc::clone(abilities))
+        let (completer, _) = channel(Waker::new().unwrap(), 2);
+        FileQueue::new(slot, block, Arc::clone(abilities), syncer, completer)
     }
 
     fn task(op: Op, flags: Flags, step: Step, length: u64) -> Task {
         let request = Request { op, flags, offset: 0, length };
-        Task { request, step, progress: 0, attempted: length, abandoned: false }
+        Task { request, step, progress: 0, attempted: length, abandoned: false, buffer: None }
+    }
+
+    const FUA: Flags = Flags { fua: true, no_hole: false, fast_zero: false };
+
+    #[test]
+    fn after_a_failed_sync_every_flush_and_durable_write_fails() {
+        let queue = queue(&Arc::new(Abilities::new(false, false, false)), 1);
+        let flush = task(Op::Flush, Flags::default(), Step::Sync, 0).request;
+        assert_eq!(queue.first(&flush), Ok(Some(Step::Sync)));
+        queue.syncer.set_failed(libc::EIO);
+        assert_eq!(queue.first(&flush), Err(IoError::Broken));
+        for op in [Op::Write, Op::Trim, Op::WriteZeroes] {
+            let durable = task(op, FUA, Step::Transfer, 512).request;
+            assert_eq!(queue.first(&durable), Err(IoError::Broken), "{op:?}");
+            let plain = task(op, Flags::default(), Step::Transfer, 512).request;
+            assert!(queue.first(&plain).is_ok(), "{op:?}");
+        }
+        let read = task(Op::Read, FUA, Step::Transfer, 512).request;
+        assert_eq!(queue.first(&read), Ok(Some(Step::Transfer)), "FUA has no effect on a read");
     }
 
     #[test]
-    fn after_a_failed_sync_all_queues_refuse_to_flush() {
-        let abilities = Arc::new(Abilities::new(false, false));
-        let (one, two) = (queue(&abilities, 1), queue(&abilities, 1));
-        let flush = task(Op::Flush, Flags::default(), Step::Sync, 0);
-        assert_eq!(two.first(&flush.request), Ok(Some(Step::Sync)));
-        assert_eq!(one.advance(&mut flush.clone(), -libc::EIO), Err(IoError::Broken));
-        // The kernel would now report success.
-        assert_eq!(two.first(&flush.request), Err(IoError::Broken));
-
-        let abilities = Arc::new(Abilities::new(false, false));
-        let one = queue(&abilities, 1);
-        let fua = Flags { fua: true, ..Flags::default() };
-        let mut write = task(Op::Write, fua, Step::Transfer, 512);
-        assert_eq!(one.advance(&mut write, -libc::ENOSPC), Err(IoError::NoSpace));
-        assert_eq!(one.first(&flush.request), Ok(Some(Step::Sync)), "ENOSPC does not lose a page");
-        assert_eq!(one.advance(&mut write, -libc::EIO), Err(IoError::Broken));
-        assert_eq!(one.first(&flush.request), Err(IoError::Broken));
-    }
-
-    #[test]
-    fn a_lost_transport_is_retried_where_no_page_can_be_lost() {
-        let fua = Flags { fua: true, ..Flags::default() };
-        for (direct, flags, expected) in [
-            (false, Flags::default(), IoError::Retry),
-            (false, fua, IoError::Broken),
-            (true, fua, IoError::Retry),
+    fn a_durable_write_is_a_write_and_a_sync_except_with_direct_access() {
+        let cached = queue(&Arc::new(Abilities::new(false, false, false)), 1);
+        let mut write = task(Op::Write, FUA, Step::Transfer, 512);
+        assert_eq!(cached.advance(&mut write, 512), Ok(Some(Step::Sync)));
+        // The error is that of the write alone, which has lost no page.
+        for (errno, error) in [
+            (libc::ENOSPC, IoError::NoSpace),
+            (libc::EDQUOT, IoError::NoSpace),
+            (libc::EIO, IoError::Broken),
         ] {
-            let abilities = Arc::new(Abilities::new(true, direct));
-            let queue = queue(&abilities, 512);
-            let mut write = task(Op::Write, flags, Step::Transfer, 512);
-            assert_eq!(queue.advance(&mut write, -libc::ENOLINK), Err(expected), "{direct}");
-            let flush = task(Op::Flush, Flags::default(), Step::Sync, 0);
-            let lost = expected == IoError::Broken;
-            assert_eq!(queue.first(&flush.request).is_err(), lost, "{direct}");
-            assert_eq!(queue.advance(&mut flush.clone(), -libc::ETIMEDOUT), Err(IoError::Broken));
+            let mut write = task(Op::Write, FUA, Step::Transfer, 512);
+            assert_eq!(cached.advance(&mut write, -errno), Err(error));
+            assert!(!cached.syncer.has_failed(), "{error:?}");
+        }
+        let direct = queue(&Arc::new(Abilities::new(false, true, false)), 512);
+        let mut write = task(Op::Write, FUA, Step::Transfer, 512);
+        assert_eq!(direct.advance(&mut write, 512), Ok(None));
+        let mut write = task(Op::Write, FUA, Step::Transfer, 512);
+        assert_eq!(direct.advance(&mut write, -libc::ENOSPC), Err(IoError::NoSpace));
+        assert_eq!(direct.advance(&mut write, -libc::ENOLINK), Err(IoError::Retry));
+        assert!(!direct.syncer.has_failed());
+        assert_eq!(direct.advance(&mut write, -libc::EROFS), Err(IoError::Broken));
+        assert!(direct.syncer.has_failed());
+    }
+
+    #[test]
+    fn a_lost_transport_is_retried_unless_a_write_may_still_take_effect() {
+        for (remote, op, expected) in [
+            (false, Op::Write, IoError::Retry),
+            (false, Op::Read, IoError::Retry),
+            (true, Op::Read, IoError::Retry),
+            (true, Op::Write, IoError::Broken),
+        ] {
+            for errno in [libc::ETIMEDOUT, libc::EHOSTDOWN, libc::ENOLINK] {
+                let queue = queue(&Arc::new(Abilities::new(false, true, remote)), 512);
+                let mut transfer = task(op, Flags::default(), Step::Transfer, 512);
+                assert_eq!(queue.advance(&mut transfer, -errno), Err(expected), "{remote} {op:?}");
+                assert!(!queue.syncer.has_failed());
+            }
+        }
+        let queue = queue(&Arc::new(Abilities::new(false, true, true)), 512);
+        for (op, step) in [(Op::Trim, Step::Punch), (Op::WriteZeroes, Step::ZeroRange)] {
+            let mut zero = task(op, Flags::default(), step, 512);
+            assert_eq!(queue.advance(&mut zero, -libc::ETIMEDOUT), Err(IoError::Broken));
         }
     }
 
@@ -443,7 +533,7 @@ mod tests {
     fn an_unsupported_operation_is_replaced_by_another_from_then_on() {
         let none = Flags::default();
         let fast = Flags { fast_zero: true, ..none };
-        let abilities = Arc::new(Abilities::new(false, false));
+        let abilities = Arc::new(Abilities::new(false, false, false));
         let queue = queue(&abilities, 1);
         let mut zero = task(Op::WriteZeroes, none, Step::Punch, 4096);
         assert_eq!(queue.first(&zero.request), Ok(Some(Step::Punch)));
@@ -459,7 +549,7 @@ mod tests {
 
     #[test]
     fn a_device_refuses_fast_zeroing_that_keeps_the_range() {
-        let device = queue(&Arc::new(Abilities::new(true, false)), 512);
+        let device = queue(&Arc::new(Abilities::new(true, false, false)), 512);
         let flags = Flags { no_hole: true, fast_zero: true, fua: false };
         let mut zero = task(Op::WriteZeroes, flags, Step::Punch, 1 << 30);
         assert_eq!(device.first(&zero.request), Err(IoError::Unsupported));
@@ -475,13 +565,15 @@ mod tests {
 
     #[test]
     fn short_transfers_continue_at_a_block_and_fail_without_progress() {
-        let abilities = Arc::new(Abilities::new(false, false));
+        let abilities = Arc::new(Abilities::new(false, false, false));
         let direct = queue(&abilities, 512);
         let mut read = task(Op::Read, Flags::default(), Step::Transfer, 4096);
         assert_eq!(direct.advance(&mut read, 1000), Ok(Some(Step::Transfer)));
         assert_eq!(read.progress, 512);
-        assert_eq!(direct.advance(&mut read.clone(), 488), Err(IoError::Broken));
-        assert_eq!(direct.advance(&mut read.clone(), 0), Err(IoError::Broken));
+        let at =
+            |progress| Task { progress, ..task(Op::Read, Flags::default(), Step::Transfer, 4096) };
+        assert_eq!(direct.advance(&mut at(512), 488), Err(IoError::Broken));
+        assert_eq!(direct.advance(&mut at(512), 0), Err(IoError::Broken));
         assert_eq!(direct.advance(&mut read, 3584), Ok(None));
         let durable = Flags { fua: true, ..Flags::default() };
         let mut trim = task(Op::Trim, durable, Step::Punch, 4096);

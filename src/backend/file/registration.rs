@@ -72,7 +72,7 @@ impl VolumeSpec for FileSpec {
     }
 
     fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
-        Ok(Arc::new(FileImage::open(self, options.read_only)?))
+        Ok(Arc::new(FileImage::open(self, options)?))
     }
 
     fn open_successor(
@@ -80,7 +80,7 @@ impl VolumeSpec for FileSpec {
         options: &OpenOptions,
         files: HandoverFiles,
     ) -> Result<Arc<dyn Image>> {
-        Ok(Arc::new(FileImage::open_successor(self, files, options.read_only)?))
+        Ok(Arc::new(FileImage::open_successor(self, files, options)?))
     }
 
     fn creation_size(&self) -> Option<u64> {

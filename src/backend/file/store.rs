@@ -14,7 +14,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use super::spec::{DirectorySpec, FileSpec};
 use super::{FileImage, claim, create, inspect, open, sync_directory};
 use crate::Image;
-use crate::spec::StoreSpec;
+use crate::spec::{OpenOptions, StoreSpec};
 use crate::store::{Entry, Info, Layout, Listing, Lock, Page, Progress, Removal, Removed, Store};
 use crate::uri::{Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -203,7 +203,8 @@ impl Store for FileStore {
         let (device, _) = inspect(&spec, true)?;
         let info = Info { name: name.to_owned(), uri, clones: Some(Vec::new()), ..Info::default() };
         if device {
-            let size_bytes = FileImage::open(&spec, true)?.size();
+            let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+            let size_bytes = FileImage::open(&spec, &options)?.size();
             return Ok(Info { size_bytes, ..info });
         }
         let file = open(&spec, true, false)?;
@@ -271,7 +272,7 @@ mod tests {
         assert!(store.create("half", 4096, &layout).expect("it continues"));
 
         let spec = store.spec("a", None).expect("a name");
-        let user = FileImage::open(&spec, false).expect("a user");
+        let user = FileImage::open(&spec, &OpenOptions::default()).expect("a user");
         assert!(store.resize("a", 3 << 20, false, &mut on).expect("it grows"));
         assert_eq!(user.refresh_size().expect("it follows"), 3 << 20);
         for refused in [

@@ -56,6 +56,10 @@ pub(crate) async fn run(
             refuse_io::refuse_io(cx, guard, index, connections, deadline).await
         }
         Action::RecordFenced => record::record_fenced(cx, guard).await,
+        Action::RecordSyncFailed => {
+            record::record_sync_failed(cx, guard).await;
+            Ok(())
+        }
         Action::GrowDevice { index, size } => grow::grow(cx, guard, index, size, deadline).await,
         Action::Quiesce { index, snapshot } => {
             quiesce::quiesce(cx, guard, index, snapshot, deadline).await

@@ -8,6 +8,7 @@ use crate::context::Context;
 use crate::mapping::Guard;
 use crate::planner::Intent;
 use crate::records::store;
+use crate::status::sync_failure;
 use crate::worker_start::within;
 use cleat_core::error::Result;
 
@@ -28,6 +29,18 @@ pub(crate) async fn record_fenced(cx: &Context, guard: &mut Guard) -> Result<()>
     let stored = store(cx, guard).await;
     guard.record.fenced = stored.is_ok();
     stored
+}
+
+/// Records that a sync of the volume has failed. If the journal cannot be written, the workers of this
+/// supervisor get the failure from the record in memory, and the record is written again later.
+pub(crate) async fn record_sync_failed(cx: &Context, guard: &mut Guard) {
+    guard.record.sync_failed = true;
+    let name = &guard.record.name;
+    tracing::error!(mapping = name, "{}", sync_failure(name));
+    if let Err(error) = store(cx, guard).await {
+        tracing::warn!(mapping = name, "cannot record the failed sync: {}", error.report());
+        guard.mapping().store_again_later();
+    }
 }
 
 /// Records that the mapping is being removed.

@@ -222,6 +222,11 @@ impl Scrape {
             self.each(|volume| Some(f64::from(u8::from(volume.view.is_fenced())))),
         )?;
         writer.gauges(
+            "volume_sync_failed",
+            "Whether a sync of the volume failed, so that acknowledged writes may be lost",
+            self.each(|volume| Some(f64::from(u8::from(volume.view.record.sync_failed)))),
+        )?;
+        writer.gauges(
             "volume_size_bytes",
             "The size of the device",
             self.each(|volume| volume.size.map(|size| size as f64)),

@@ -14,6 +14,7 @@ use crate::mapping::Guard;
 use crate::planner::{Intent, Observed, ObservedDevice, ObservedWorker};
 use cleat_core::error::Result;
 use cleat_kernel::Device;
+use cleat_statistics::Page;
 use worker::{WorkerSlot, observe_worker};
 
 /// Observes a mapping. Adopts workers that an earlier supervisor left.
@@ -67,6 +68,7 @@ pub(crate) async fn observe(
         refusing: guard.is_refusing(),
         resize_deferred,
         quiesced: quiesce::observe(guard),
+        sync_failed: guard.statistics.as_ref().is_some_and(Page::sync_failed),
         connecting: guard.mapping().is_connecting(),
     })
 }

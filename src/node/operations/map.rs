@@ -161,6 +161,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         volume: None,
         established: false,
         fenced: false,
+        sync_failed: false,
         quiesced: None,
         created_at_s: cx.clock.unix_s(),
         boot_id: cx.settings.boot_id.clone(),

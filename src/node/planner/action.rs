@@ -74,6 +74,8 @@ pub enum Action {
     TryUnquiesce,
     /// Records that another client owns the volume.
     RecordFenced,
+    /// Records that a sync of the volume has failed. An error of the journal is no failure of the mapping.
+    RecordSyncFailed,
     /// Proves that the backend executes no request of the worker any more. The worker has ended.
     ProveNoWrites,
 }

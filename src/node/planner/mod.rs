@@ -56,7 +56,11 @@ pub const MAX_FAILURES: u32 = 10;
 
 /// Plans the next actions for a mapping.
 pub fn plan(record: &Record, observed: &Observed) -> Plan {
-    let plan = plan_for_intent(record, observed);
+    let mut plan = plan_for_intent(record, observed);
+    if observed.sync_failed && !record.sync_failed && record.intent == Intent::Mapped {
+        // First, because a worker that starts is given what the record says.
+        plan.actions.insert(0, Action::RecordSyncFailed);
+    }
     quiesce::add_quiesce_actions(plan, record, observed)
 }
 

@@ -30,6 +30,8 @@ pub struct Observed {
     pub resize_deferred: bool,
     /// What a snapshot requests, and what was done for it.
     pub quiesced: ObservedQuiesce,
+    /// Whether a worker of the mapping has recorded that a sync of the volume failed.
+    pub sync_failed: bool,
     /// Whether the kernel still executes an abandoned attempt to connect a device.
     pub connecting: bool,
 }

@@ -36,6 +36,10 @@ pub struct Record {
     /// Whether another client has become the owner of the volume. No worker of this mapping opens it
     /// again.
     pub fenced: bool,
+    /// Whether a sync of the volume has failed. Acknowledged writes may be lost, and every worker of this
+    /// mapping fails each FLUSH and each write with FUA.
+    #[serde(default)]
+    pub sync_failed: bool,
     /// The device that is quiesced for a snapshot. It is recorded before the device is quiesced, and
     /// removed after that has ended.
     pub quiesced: Option<Quiesced>,

@@ -76,6 +76,10 @@ impl Reader {
                 self.state.fenced.store(true, Ordering::Release);
                 self.send_event("the volume was fenced by another client".to_owned());
             }
+            Ok(Some((FromWorker::SyncFailed, _))) => {
+                // The statistics page says so, too, and it survives the worker.
+                self.send_event("a sync of the volume failed".to_owned());
+            }
             Ok(Some((FromWorker::Outage { outage }, _))) => {
                 let mut known =
                     self.state.outage.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -49,14 +49,6 @@ impl Ring {
         self.push_buffer(entry, buffer, token)
     }
 
-    /// Starts an `fdatasync`, which makes the file's data durable. Returns false when the ring is full.
-    #[must_use]
-    pub fn fdatasync(&mut self, file: FileSlot, token: Token) -> bool {
-        let entry =
-            opcode::Fsync::new(types::Fixed(file.0)).flags(types::FsyncFlags::DATASYNC).build();
-        self.push(entry, Owned::Nothing, token).is_ok()
-    }
-
     /// Starts `fallocate` with `mode` on a range. Returns false when the ring is full.
     #[must_use]
     pub fn fallocate(

@@ -24,7 +24,7 @@ pub(super) fn build(entries: u32) -> io::Result<(IoUring, bool)> {
 }
 
 /// Returns the operations that the ring permits.
-pub(super) fn restrictions() -> [Restriction; 13] {
+pub(super) fn restrictions() -> [Restriction; 12] {
     // From <linux/io_uring.h>; the io-uring crate does not export them.
     const REGISTER_FILES_UPDATE: u8 = 6;
     const REGISTER_SYNC_CANCEL: u8 = 24;
@@ -34,7 +34,6 @@ pub(super) fn restrictions() -> [Restriction; 13] {
         Restriction::sqe_flags_allowed(squeue::Flags::FIXED_FILE.bits()),
         Restriction::sqe_op(opcode::Read::CODE),
         Restriction::sqe_op(opcode::Write::CODE),
-        Restriction::sqe_op(opcode::Fsync::CODE),
         Restriction::sqe_op(opcode::Fallocate::CODE),
         Restriction::sqe_op(opcode::Fadvise::CODE),
         Restriction::sqe_op(opcode::Recv::CODE),

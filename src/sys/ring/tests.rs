@@ -22,8 +22,6 @@ fn file_operations_return_their_buffers_and_tokens() {
     let done = wait(&mut ring);
     assert_eq!(done.result, 5);
     assert_eq!(done.buffer.unwrap().payload(), b"\0bcde");
-    assert!(ring.fdatasync(slot, Token(3)));
-    assert_eq!(wait(&mut ring).result, 0);
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     assert!(ring.fallocate(slot, mode, 0, 102, Token(4)));
     assert_eq!(wait(&mut ring).result, 0);

@@ -62,6 +62,9 @@ impl Session {
         if self.fence.is_fenced() {
             channel.send(&FromWorker::Fenced, &[])?;
         }
+        if self.sync.has_failed() {
+            channel.send(&FromWorker::SyncFailed, &[])?;
+        }
         if self.outage.lasts() {
             channel.send(&self.outage.message(), &[])?;
         }

@@ -28,6 +28,7 @@ fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir
         take_over: false,
         resumes: false,
         quiesce: true,
+        sync_failed: false,
     };
     let (page, _) = Page::create().unwrap();
     (directory, Session::new(start, image, page, listener, String::new(), clock).unwrap())

@@ -182,7 +182,7 @@ fn a_mapping_in_json_has_the_documented_fields() {
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
     let documented = "block_size bytes_per_s connections dead_connection_timeout_s device \
                       fenced generation holders iops last_worker_end mapped_at_s mapping_id message name \
-                      on_outage outage quiesce quiet read_only size_bytes state symlink uri worker_pid \
+                      on_outage outage quiesce quiet read_only size_bytes state symlink sync_failed uri worker_pid \
                       worker_version";
     assert_eq!(fields, documented.split_whitespace().collect::<Vec<_>>());
     assert_eq!(mapping["size_bytes"], 1_u64 << 30);

@@ -12,4 +12,5 @@ mod openmetrics;
 mod outages;
 mod rbd;
 mod resize;
+mod syncs;
 mod upgrades;

@@ -66,6 +66,21 @@ fn a_working_device_grows_with_its_volume_in_whole_blocks() {
 }
 
 #[test]
+fn a_failed_sync_is_recorded_once_and_before_a_worker_starts() {
+    let mut record = established(1, true);
+    let mut observed = Observed { sync_failed: true, ..observed_with(ObservedWorker::Gone) };
+    let replace = [Action::StartWorker, Action::Reconnect { index: 3, missing: 1 }];
+    let actions = plan(&record, &observed).actions;
+    assert_eq!(actions.split_first(), Some((&Action::RecordSyncFailed, &replace[..])));
+    observed.worker = ObservedWorker::Alive { connections: 1, size: 1 << 20 };
+    let serving = plan(&record, &observed);
+    let only = vec![Action::RecordSyncFailed];
+    assert_eq!(serving, Plan { state: State::Mapped, actions: only });
+    record.sync_failed = true;
+    assert_eq!(plan(&record, &observed).actions, []);
+}
+
+#[test]
 fn io_without_a_worker_is_refused_after_the_timeout() {
     let mut record = established(2, true);
     let mut observed = Observed {

@@ -39,6 +39,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         }),
         established: false,
         fenced: false,
+        sync_failed: false,
         quiesced: None,
         created_at_s: 0,
         boot_id: "boot".into(),
@@ -65,6 +66,7 @@ pub(crate) fn observed_with(worker: ObservedWorker) -> Observed {
         refusing: false,
         resize_deferred: false,
         quiesced: ObservedQuiesce::default(),
+        sync_failed: false,
         connecting: false,
     }
 }

@@ -140,6 +140,7 @@ impl Model {
             Action::GrowDevice { .. } => unreachable!("the model's volume keeps its size"),
             Action::RefuseIo { .. } => unreachable!("the model has no time"),
             Action::RecordFenced => record.fenced = true,
+            Action::RecordSyncFailed => record.sync_failed = true,
             Action::RecordUnmapping => record.intent = Intent::Unmapped,
             Action::Flush(index) => {
                 assert!(self.devices[index as usize].ours);
