@@ -13,7 +13,7 @@ const RECEIVE_LEN: usize = 128 << 10;
 /// From this many missing bytes on, a payload is received straight into its buffer.
 const DIRECT_LEN: usize = 16 << 10;
 
-/// Bytes that a receive takes after a large write: its successor's header, and little of its payload
+/// Bytes that the first receive after a large write takes: its successor's header, and little of its payload
 /// that would have to be copied.
 const SHORT_RECEIVE_LEN: usize = 512;
 
@@ -27,7 +27,8 @@ pub(super) struct ReceiveBuffer {
     /// A write whose payload is not complete.
     partial: Option<Partial>,
     receiving: Option<Target>,
-    large_writes: bool,
+    /// The last request was a large write, and nothing was received since: the next one may be large, too.
+    after_large_write: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,7 +62,7 @@ impl ReceiveBuffer {
             end: 0,
             partial: None,
             receiving: None,
-            large_writes: false,
+            after_large_write: false,
         }
     }
 
@@ -98,7 +99,7 @@ impl ReceiveBuffer {
     /// Begins to collect the payload of a write into `buffer`, which has its length.
     pub(super) fn begin_write(&mut self, cookie: u64, request: Request, buffer: Buffer) {
         debug_assert!(self.partial.is_none());
-        self.large_writes = buffer.len() >= DIRECT_LEN;
+        self.after_large_write = buffer.len() >= DIRECT_LEN;
         self.partial = Some(Partial { cookie, request, buffer: Some(buffer), filled: 0 });
     }
 
@@ -182,9 +183,55 @@ impl ReceiveBuffer {
             buffer.payload_mut().copy_within(self.pos..self.end, 0);
             (self.pos, self.end) = (0, self.end - self.pos);
         }
-        if self.large_writes && self.partial.is_none() {
+        if self.partial.is_none() && std::mem::take(&mut self.after_large_write) {
             buffer.set_len(self.end + SHORT_RECEIVE_LEN);
         }
         debug_assert!(self.end < buffer.len(), "the unread bytes are shorter than a receive");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use cleat_core::request::{Flags, Op};
+
+    const TOKEN: Token = Token(1);
+
+    #[test]
+    fn only_the_first_receive_after_a_large_write_is_short() {
+        let (mut peer, ours) = UnixStream::pair().unwrap();
+        let mut ring = Ring::new(4).unwrap();
+        let socket = ring.register(ours.as_fd()).unwrap();
+        let mut receive_buffer = ReceiveBuffer::new();
+        let mut receive = |receive_buffer: &mut ReceiveBuffer| {
+            receive_buffer.receive(&mut ring, socket, TOKEN);
+            ring.submit_and_wait().unwrap();
+            let done = ring.next().unwrap();
+            let bytes = usize::try_from(done.result).unwrap();
+            let (_, write) = receive_buffer.received(done.buffer.unwrap(), bytes);
+            (bytes, write)
+        };
+        let length = DIRECT_LEN as u64;
+        let request = Request { op: Op::Write, flags: Flags::default(), offset: 0, length };
+        receive_buffer.begin_write(7, request, Buffer::zeroed(DIRECT_LEN));
+        peer.write_all(&[1; DIRECT_LEN]).unwrap();
+        // Requests without a payload follow.
+        peer.write_all(&[2; 4000]).unwrap();
+        let (bytes, write) = receive(&mut receive_buffer);
+        assert_eq!((bytes, write.map(|write| write.cookie)), (DIRECT_LEN, Some(7)));
+        assert_eq!(receive(&mut receive_buffer).0, SHORT_RECEIVE_LEN);
+        receive_buffer.consume(SHORT_RECEIVE_LEN);
+        assert_eq!(receive(&mut receive_buffer).0, 4000 - SHORT_RECEIVE_LEN);
+        // A large write sets the limit again.
+        receive_buffer.consume(4000 - SHORT_RECEIVE_LEN);
+        receive_buffer.begin_write(8, request, Buffer::zeroed(DIRECT_LEN));
+        peer.write_all(&[1; DIRECT_LEN]).unwrap();
+        peer.write_all(&[2; 4000]).unwrap();
+        assert!(receive(&mut receive_buffer).1.is_some());
+        assert_eq!(receive(&mut receive_buffer).0, SHORT_RECEIVE_LEN);
     }
 }
