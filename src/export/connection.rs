@@ -19,7 +19,7 @@ use super::End;
 use super::block_status::BlockStatus;
 use super::control::{Control, Desired};
 use super::limits::Limits;
-use super::link::{Link, RECEIVE, SEND, TRIM, WAKE};
+use super::link::{Link, RECEIVE, SEND, TRIM, WAKE, repeat_after};
 use super::negotiation::negotiate;
 use super::policy::ActivePolicy;
 use super::receive_buffer::{ReceiveBuffer, Write};
@@ -50,6 +50,8 @@ pub(super) struct Connection {
     image: Arc<dyn Image>,
     control: Arc<Control>,
     policy: Arc<ActivePolicy>,
+    /// The socket is not used before this time, because the system had no memory for it.
+    socket_due_ns: Option<u64>,
     /// Set when the connection ends and nothing more is read.
     ending: Option<End>,
 }
@@ -103,6 +105,7 @@ impl Connection {
             image,
             control,
             policy,
+            socket_due_ns: None,
             ending: None,
         })
     }
@@ -140,8 +143,9 @@ impl Connection {
 
     /// Enters the kernel with everything that is to be sent and received, and waits for completions.
     fn enter(&mut self) -> io::Result<()> {
-        let sending = self.requests.flush(&mut self.link);
-        let receiving = self.receiving.is_starved() && self.ending.is_none();
+        let usable = !self.socket_is_paused();
+        let sending = usable && self.requests.flush(&mut self.link);
+        let receiving = usable && self.receiving.is_starved() && self.ending.is_none();
         if receiving {
             self.receiving.receive(&mut self.link);
         } else if self.is_pausing() {
@@ -197,9 +201,10 @@ impl Connection {
         match completion.result {
             0 => self.end_reading(End::Closed),
             1.. => {}
-            // No byte arrived and none is lost: the next turn receives again.
-            error if [-libc::EINTR, -libc::EAGAIN, -libc::ECANCELED].contains(&error) => {}
-            error => self.end_reading(End::Socket(io::Error::from_raw_os_error(-error))),
+            // No byte arrived and none is lost: a later turn receives again.
+            error => {
+                self.socket_failed(-error);
+            }
         }
         if let Some(write) = write {
             self.start_write(write);
@@ -209,12 +214,30 @@ impl Connection {
     fn sent(&mut self, completion: Completion) {
         let list = completion.send_list.expect("a send has its list");
         let result = completion.result;
-        let again = result == -libc::EINTR || result == -libc::EAGAIN;
-        if result < 0 && !again {
-            self.end_reading(End::Socket(io::Error::from_raw_os_error(-result)));
+        if result < 0 && self.socket_failed(-result) {
             self.requests.break_off();
         }
         self.requests.sent(list, usize::try_from(result).unwrap_or(0));
+    }
+
+    /// Takes the error of an operation on the socket. Returns whether the socket is lost.
+    fn socket_failed(&mut self, error: i32) -> bool {
+        let Some(pause) = repeat_after(error) else {
+            self.end_reading(End::Socket(io::Error::from_raw_os_error(error)));
+            return true;
+        };
+        if !pause.is_zero() {
+            let pause_ns = u64::try_from(pause.as_nanos()).unwrap_or(u64::MAX);
+            self.socket_due_ns = Some(self.requests.now_ns().saturating_add(pause_ns));
+        }
+        false
+    }
+
+    /// Whether the socket is not to be used yet.
+    fn socket_is_paused(&mut self) -> bool {
+        let now_ns = || self.policy.now_ns();
+        self.socket_due_ns.take_if(|due_ns| now_ns() >= *due_ns);
+        self.socket_due_ns.is_some()
     }
 
     fn woken(&mut self) {
@@ -357,7 +380,7 @@ impl Connection {
         let retry_ns = self.requests.retry_due_ns();
         let held = self.receiving.held().is_some() && self.ending.is_none();
         let limits_ns = self.throttle.due_ns().filter(|_| held);
-        [retry_ns, limits_ns].into_iter().flatten().min()
+        [retry_ns, limits_ns, self.socket_due_ns].into_iter().flatten().min()
     }
 
     /// Follows the level of `fail_io` that the server has set, and reports how many requests are left at the

@@ -28,6 +28,19 @@ pub(super) const DEADLINE: Token = Token(5);
 /// A cancellation.
 pub(super) const CANCEL: Token = Token(6);
 
+/// How long the connection leaves its socket alone when the system has no memory for it.
+const MEMORY_PAUSE: Duration = Duration::from_millis(10);
+
+/// Returns after which time an operation on the socket that has ended with `error` (positive) is to be
+/// repeated; `None` for an error that ends the connection. No byte was moved, and none is lost.
+pub(super) fn repeat_after(error: i32) -> Option<Duration> {
+    match error {
+        libc::EINTR | libc::EAGAIN | libc::ECANCELED => Some(Duration::ZERO),
+        libc::ENOBUFS | libc::ENOMEM => Some(MEMORY_PAUSE),
+        _ => None,
+    }
+}
+
 /// Ring entries for the connection itself: one for each token above, and two spare ones.
 const OWN_ENTRIES: u32 = 8;
 
@@ -129,4 +142,23 @@ fn allow_waiting(socket: &OwnedFd) -> io::Result<()> {
     let flags = OFlag::from_bits_retain(fcntl(socket, FcntlArg::F_GETFL)?);
     fcntl(socket, FcntlArg::F_SETFL(flags - OFlag::O_NONBLOCK))?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_memory_does_not_end_a_connection() {
+        for (error, pause) in [
+            (libc::EINTR, Some(Duration::ZERO)),
+            (libc::EAGAIN, Some(Duration::ZERO)),
+            (libc::ENOBUFS, Some(MEMORY_PAUSE)),
+            (libc::ENOMEM, Some(MEMORY_PAUSE)),
+            (libc::ECONNRESET, None),
+            (libc::EPIPE, None),
+        ] {
+            assert_eq!(repeat_after(error), pause, "{error}");
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::End;
 use super::control::{Control, Desired};
-use super::link::{CANCEL, DEADLINE, Link, RECEIVE, SEND, WAKE};
+use super::link::{CANCEL, DEADLINE, Link, RECEIVE, SEND, WAKE, repeat_after};
 use super::receive_buffer::ReceiveBuffer;
 use cleat_nbd::handshake::{Agreed, Export, Handshake, Step};
 use cleat_sys::buffer::Buffer;
@@ -30,7 +30,7 @@ pub(super) fn negotiate(
     let mut out = Vec::new();
     let mut handshake = Handshake::new(export, &mut out);
     assert!(link.ring().timeout(NEGOTIATION_LIMIT, DEADLINE), "a new connection's ring has room");
-    let mut negotiation = Negotiation { link, received, control, sending: None };
+    let mut negotiation = Negotiation { link, received, control, sending: None, pause: None };
     loop {
         let (eaten, step) = handshake.advance(negotiation.received.unread(), &mut out);
         negotiation.received.consume(eaten);
@@ -59,6 +59,8 @@ struct Negotiation<'a> {
     control: &'a Control,
     /// The bytes that a send which has ended has not sent; `None` while it is in flight, or without one.
     sending: Option<Box<SendList>>,
+    /// How long the socket is not used, because the system had no memory for it.
+    pause: Option<Duration>,
 }
 
 impl Negotiation<'_> {
@@ -73,6 +75,7 @@ impl Negotiation<'_> {
         let mut list = Box::new(SendList::new(1));
         list.push_buffer(buffer);
         while list.unsent() > 0 {
+            self.wait_for_memory()?;
             let (ring, socket) = self.link.ring_and_socket();
             if ring.send(socket, list, SEND).is_err() {
                 return Err(End::Ring(io::Error::from_raw_os_error(libc::EBUSY)));
@@ -89,6 +92,7 @@ impl Negotiation<'_> {
 
     /// Receives more bytes.
     fn receive(&mut self) -> Result<(), End> {
+        self.wait_for_memory()?;
         let (ring, socket) = self.link.ring_and_socket();
         self.received.receive(ring, socket, RECEIVE);
         while self.received.is_receiving() {
@@ -97,10 +101,21 @@ impl Negotiation<'_> {
         Ok(())
     }
 
+    fn wait_for_memory(&mut self) -> Result<(), End> {
+        match self.pause.take() {
+            Some(pause) if !pause.is_zero() => self.turn_within(Some(pause)),
+            _ => Ok(()),
+        }
+    }
+
     /// Waits for completions and takes them.
     fn turn(&mut self) -> Result<(), End> {
+        self.turn_within(None)
+    }
+
+    fn turn_within(&mut self, limit: Option<Duration>) -> Result<(), End> {
         self.link.poll_wakeups();
-        self.link.submit_and_wait(None).map_err(End::Ring)?;
+        self.link.submit_and_wait(limit).map_err(End::Ring)?;
         while let Some(completion) = self.link.next() {
             self.complete(completion)?;
         }
@@ -130,8 +145,9 @@ impl Negotiation<'_> {
             _ => {}
         }
         let is_socket = token == RECEIVE || token == SEND;
-        if is_socket && result < 0 && ![-libc::EINTR, -libc::EAGAIN].contains(&result) {
-            return Err(End::Socket(io::Error::from_raw_os_error(-result)));
+        if is_socket && result < 0 {
+            let failed = || End::Socket(io::Error::from_raw_os_error(-result));
+            self.pause = Some(repeat_after(-result).ok_or_else(failed)?);
         }
         Ok(())
     }
