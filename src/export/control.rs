@@ -31,6 +31,8 @@ pub(super) struct Control {
     fail_io: AtomicBool,
     /// The socket belongs to another process: this one must not shut it down.
     handed_over: AtomicBool,
+    /// The client has completed its handshake, or there is none.
+    transmits: AtomicBool,
     pause_slot: PauseSlot,
     /// [`NOT_FAILING`], or how many requests, all answered, the backend still has.
     failing: AtomicU32,
@@ -49,6 +51,7 @@ impl Control {
             desired: AtomicU8::new(desired as u8),
             fail_io: AtomicBool::new(false),
             handed_over: AtomicBool::new(false),
+            transmits: AtomicBool::new(false),
             pause_slot: PauseSlot::default(),
             failing: AtomicU32::new(NOT_FAILING),
             waker: Waker::new()?,
@@ -88,6 +91,16 @@ impl Control {
     /// Whether the socket belongs to another process.
     pub(super) fn is_handed_over(&self) -> bool {
         self.handed_over.load(Ordering::Acquire)
+    }
+
+    /// Called on the connection's thread when it is in transmission.
+    pub(super) fn set_transmits(&self) {
+        self.transmits.store(true, Ordering::Release);
+    }
+
+    /// Whether the connection is in transmission.
+    pub(super) fn transmits(&self) -> bool {
+        self.transmits.load(Ordering::Acquire)
     }
 
     /// Where the thread publishes that it is paused.

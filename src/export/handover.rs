@@ -63,6 +63,6 @@ impl Server {
     /// As [`Server::add_kernel_connection`]; `InvalidArgument` for more unread bytes than a connection can
     /// hold.
     pub fn add_paused(&self, paused: PausedConnection) -> Result<ConnectionId> {
-        self.add(paused.socket, Kind::Kernel, Some(paused.unread))
+        self.add(paused.socket, Kind::Kernel, None, Some(paused.unread))
     }
 }

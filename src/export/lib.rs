@@ -56,6 +56,9 @@ pub enum End {
     /// The negotiation took too long.
     #[error("the client did not complete the handshake in time")]
     HandshakeTimeout,
+    /// The maximum number of clients was reached while the client completed its handshake.
+    #[error("the maximum number of clients is served already")]
+    Full,
     /// The client violated the NBD protocol.
     #[error(transparent)]
     Violation(cleat_nbd::transmission::Violation),

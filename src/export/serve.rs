@@ -14,6 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
+use super::End;
 use super::server::{Event, ExportName, Limits, Server};
 use cleat_backend::uri::VolumeUri;
 use cleat_backend::{Image, OpenOptions, Waker};
@@ -67,7 +68,9 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     let listener = Listener::bind(&options.address)?;
     let log = std::thread::Builder::new().name("events".into()).spawn(move || {
         for Event::ConnectionEnded { id, end } in events {
-            if end.is_orderly() {
+            // While the server runs, only a client without a handshake is aborted: it gave way to another
+            // one.
+            if end.is_orderly() || matches!(end, End::Aborted) {
                 tracing::debug!(connection = id, "{end}");
             } else {
                 tracing::warn!(connection = id, "connection lost: {end}");
@@ -163,8 +166,8 @@ fn accept_until_signal(
             return Ok(());
         }
         match listener.accept() {
-            Ok(client) => {
-                if let Err(error) = server.add_client(client) {
+            Ok((client, address)) => {
+                if let Err(error) = server.add_client(client, address) {
                     tracing::warn!("a client was refused: {}", error.report());
                 }
             }

@@ -3,8 +3,10 @@
 //! Input: connected sockets. Output: one [`Event`] for each connection that has ended. The threads share only
 //! the volume, the policy and the statistics page.
 
+mod handshakes;
 mod thread;
 
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,8 +25,9 @@ use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::Policy;
 use cleat_nbd::handshake::MAX_STRING;
-use cleat_statistics::{Page, SLOTS};
-use thread::{Alive, Live, Task};
+use cleat_statistics::{Page, Recorder, SLOTS};
+use handshakes::{Origin, displaced};
+use thread::{Alive, Live, Places, Task};
 
 /// Events that may wait to be received before connection threads wait for the receiver.
 const EVENTS: usize = 256;
@@ -69,7 +72,9 @@ pub struct Server {
     page: Page,
     limits: Limits,
     policy: Arc<ActivePolicy>,
+    /// In the order in which they were added.
     connections: Mutex<Vec<Handle>>,
+    places: Arc<Places>,
     live: Arc<Live>,
     next_id: AtomicU64,
     /// For later connections; changed under the lock of `connections`.
@@ -79,7 +84,18 @@ pub struct Server {
 
 struct Handle {
     control: Arc<Control>,
+    kind: Kind,
+    origin: Option<Origin>,
     thread: JoinHandle<()>,
+}
+
+impl Handle {
+    /// Whether it is a client that has not completed its handshake.
+    fn negotiates(&self) -> bool {
+        self.kind == Kind::Client
+            && !self.control.transmits()
+            && self.control.desired() != Desired::Abort
+    }
 }
 
 impl Server {
@@ -124,6 +140,7 @@ impl Server {
         let (events, receiver) = bounded(EVENTS);
         let policy = Arc::new(ActivePolicy::new(Policy::default(), clock));
         let (connections, live, next_id, fail_io) = Default::default();
+        let places = Places::new(limits.connections);
         let server = Self {
             image,
             export,
@@ -131,6 +148,7 @@ impl Server {
             limits,
             policy,
             connections,
+            places,
             live,
             next_id,
             fail_io,
@@ -146,16 +164,19 @@ impl Server {
     /// `Unavailable` at the limit of connections; `Unsupported` and others where io_uring cannot be used;
     /// the backend's error when it cannot serve another thread.
     pub fn add_kernel_connection(&self, socket: OwnedFd) -> Result<ConnectionId> {
-        self.add(socket, Kind::Kernel, None)
+        self.add(socket, Kind::Kernel, None, None)
     }
 
     /// Serves the NBD client at the other end of `socket`, beginning with the negotiation. Blocks until the
-    /// thread is set up.
+    /// thread is set up. `address` is the client's, if it has one.
+    ///
+    /// Clients that have not completed the negotiation do not count to the limit of connections. There are at
+    /// most 32 of them, and 16 from one address; beyond that, the oldest one is disconnected.
     ///
     /// # Errors
     /// As [`Server::add_kernel_connection`].
-    pub fn add_client(&self, socket: OwnedFd) -> Result<ConnectionId> {
-        self.add(socket, Kind::Client, None)
+    pub fn add_client(&self, socket: OwnedFd, address: Option<IpAddr>) -> Result<ConnectionId> {
+        self.add(socket, Kind::Client, address, None)
     }
 
     /// Returns how many connections are being served.
@@ -269,16 +290,27 @@ impl Server {
         &self,
         socket: OwnedFd,
         kind: Kind,
+        address: Option<IpAddr>,
         unread: Option<Vec<u8>>,
     ) -> Result<ConnectionId> {
+        let origin = address.map(Origin::of);
         let mut handles = self.lock();
         handles.retain(|handle| !handle.thread.is_finished());
-        if handles.len() >= self.limits.connections {
+        let served = match kind {
+            Kind::Kernel => handles.len(),
+            Kind::Client => self.places.taken(),
+        };
+        if served >= self.limits.connections {
             return Err(self.is_full());
         }
-        let (desired, recorder) = match unread {
-            None => (Desired::Run, self.page.any_recorder()),
-            Some(_) => (Desired::Pause, self.page.silent_recorder()),
+        if kind == Kind::Client {
+            self.displace(&handles, origin);
+        }
+        let (desired, recorder) = match (&unread, kind) {
+            (None, Kind::Kernel) => (Desired::Run, self.page.any_recorder()),
+            // It counts as a connection after its handshake.
+            (None, Kind::Client) => (Desired::Run, self.wait_for_recorder()),
+            (Some(_), _) => (Desired::Pause, self.page.silent_recorder()),
         };
         let recorder = recorder.ok_or_else(|| self.is_full())?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
@@ -297,11 +329,37 @@ impl Server {
                 recorder,
                 limits: self.limits,
             },
+            places: Arc::clone(&self.places),
             events: self.events.clone(),
         };
         let thread = self.start(task)?;
-        handles.push(Handle { control, thread });
+        handles.push(Handle { control, kind, origin, thread });
         Ok(id)
+    }
+
+    /// Disconnects a client that has not completed its handshake, if a new one from `origin` would be one too
+    /// many.
+    fn displace(&self, handles: &[Handle], origin: Option<Origin>) {
+        let silent: Vec<&Handle> = handles.iter().filter(|handle| handle.negotiates()).collect();
+        let origins: Vec<_> = silent.iter().map(|handle| handle.origin).collect();
+        // Each needs counters. There is always room for one, because not all places are taken.
+        let limit = handshakes::IN_ALL.min(SLOTS - self.places.taken());
+        if let Some(index) = displaced(&origins, origin, limit) {
+            silent[index].control.ask(Desired::Abort);
+        }
+    }
+
+    /// Returns unused counters. Waits a moment for those of a client that was displaced.
+    fn wait_for_recorder(&self) -> Option<Recorder> {
+        const ATTEMPTS: u32 = 100;
+        const PAUSE: Duration = Duration::from_millis(1);
+        (0..ATTEMPTS).find_map(|attempt| {
+            if attempt > 0 {
+                #[allow(clippy::disallowed_methods, reason = "waits for another thread")]
+                std::thread::sleep(PAUSE);
+            }
+            self.page.silent_recorder()
+        })
     }
 
     /// Starts a thread, and waits until its connection is set up.

@@ -74,7 +74,7 @@ fn invalid_protocol_data_ends_the_connection_with_the_reason() {
 fn a_client_may_close_after_sending_an_abort_option() {
     let fixture = Fixture::memory(Limits::default());
     let (mut ours, theirs) = UnixStream::pair().unwrap();
-    fixture.server.add_client(theirs.into()).unwrap();
+    fixture.server.add_client(theirs.into(), None).unwrap();
     ours.read_exact(&mut [0; 18]).unwrap();
     ours.shutdown(std::net::Shutdown::Read).unwrap();
     ours.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x02\0\0\0\0").unwrap();
@@ -87,7 +87,7 @@ fn a_non_blocking_socket_is_set_to_blocking() {
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
     let seen = theirs.try_clone().unwrap();
-    fixture.server.add_client(theirs.into()).unwrap();
+    fixture.server.add_client(theirs.into(), None).unwrap();
     ours.read_exact(&mut [0; 18]).unwrap();
     let flags = nix::fcntl::fcntl(&seen, nix::fcntl::FcntlArg::F_GETFL).unwrap();
     assert_eq!(flags & nix::fcntl::OFlag::O_NONBLOCK.bits(), 0);
@@ -368,7 +368,7 @@ proptest! {
         let fixture = Fixture::memory(Limits { depth: 4, buffer_bytes: MIB, ..Limits::default() });
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         if with_handshake {
-            fixture.server.add_client(theirs.into()).unwrap();
+            fixture.server.add_client(theirs.into(), None).unwrap();
         } else {
             fixture.server.add_kernel_connection(theirs.into()).unwrap();
         }

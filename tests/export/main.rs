@@ -16,4 +16,5 @@ mod handover;
 mod interop;
 mod limits;
 mod outage;
+mod silent_clients;
 mod toy_backend;

@@ -1,7 +1,7 @@
 //! The listening socket of `cleat serve`: bound, private, and removed with its owner.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -77,17 +77,18 @@ impl Listener {
         Ok(Self::Unix { socket, path: path.to_owned(), inode })
     }
 
-    pub(super) fn accept(&self) -> io::Result<OwnedFd> {
+    /// Returns the socket of a new client, and its address if it has one.
+    pub(super) fn accept(&self) -> io::Result<(OwnedFd, Option<IpAddr>)> {
         match self {
             Self::Unix { socket, .. } => {
                 let (stream, _): (UnixStream, _) = socket.accept()?;
-                Ok(stream.into())
+                Ok((stream.into(), None))
             }
             Self::Tcp(socket) => {
-                let (stream, _): (TcpStream, _) = socket.accept()?;
+                let (stream, address): (TcpStream, _) = socket.accept()?;
                 stream.set_nodelay(true)?;
                 notice_dead_peers(&stream)?;
-                Ok(stream.into())
+                Ok((stream.into(), Some(address.ip())))
             }
         }
     }
@@ -275,7 +276,8 @@ mod tests {
         let listener = Listener::bind(&Address::Tcp(([127, 0, 0, 1], 0).into())).unwrap();
         let Address::Tcp(address) = listener.address().unwrap() else { unreachable!() };
         let _client = TcpStream::connect(address).unwrap();
-        let accepted = listener.accept().unwrap();
+        let (accepted, address) = listener.accept().unwrap();
+        assert_eq!(address, Some(IpAddr::from([127, 0, 0, 1])));
         use nix::sys::socket::getsockopt;
         assert!(getsockopt(&accepted, sockopt::KeepAlive).unwrap());
         assert_eq!(getsockopt(&accepted, sockopt::TcpUserTimeout).unwrap(), DEAD_PEER_LIMIT_MS);

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -25,6 +26,7 @@ pub(super) struct Task {
     pub(super) unread: Vec<u8>,
     pub(super) export: ExportName,
     pub(super) parts: Parts,
+    pub(super) places: Arc<Places>,
     pub(super) events: Sender<Event>,
 }
 
@@ -43,11 +45,12 @@ impl Task {
     }
 
     fn serve(self, ready: &Sender<Result<()>>) -> Option<End> {
-        let Self { kind, socket, unread, export, parts, .. } = self;
+        let Self { kind, socket, unread, export, parts, places, .. } = self;
         let export = match kind {
             Kind::Kernel => None,
             Kind::Client => Some(describe(export, parts.image.as_ref())),
         };
+        let control = Arc::clone(&parts.control);
         let mut connection = match Connection::new(socket, &unread, parts) {
             Ok(connection) => connection,
             Err(error) => {
@@ -57,10 +60,15 @@ impl Task {
         };
         let _ = ready.send(Ok(()));
         let negotiated = export.map_or(Ok(()), |export| connection.negotiate(export));
-        Some(match negotiated {
-            Ok(()) => connection.transmit(),
-            Err(end) => end,
-        })
+        if let Err(end) = negotiated {
+            return Some(end);
+        }
+        let Some(_place) = places.take() else { return Some(End::Full) };
+        control.set_transmits();
+        let end = connection.transmit();
+        // Before its place is free: this waits for the requests at the backend.
+        drop(connection);
+        Some(end)
     }
 }
 
@@ -76,6 +84,39 @@ fn describe(name: ExportName, image: &dyn Image) -> Export {
 fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "?".to_owned())
+}
+
+/// The number of connections in transmission, and its limit.
+#[derive(Debug)]
+pub(super) struct Places {
+    limit: usize,
+    taken: AtomicUsize,
+}
+
+/// The place of one connection in transmission. Dropping it frees the place.
+pub(super) struct Place(Arc<Places>);
+
+impl Places {
+    pub(super) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit, taken: AtomicUsize::new(0) })
+    }
+
+    pub(super) fn taken(&self) -> usize {
+        self.taken.load(Ordering::Acquire)
+    }
+
+    /// Returns a place, or `None` at the limit.
+    fn take(self: &Arc<Self>) -> Option<Place> {
+        let add = |taken| (taken < self.limit).then_some(taken + 1);
+        self.taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
+        Some(Place(Arc::clone(self)))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.taken.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 /// The number of running threads, and a way to wait for their end.
