@@ -20,6 +20,7 @@ use super::block_status::BlockStatus;
 use super::control::{Control, Desired};
 use super::limits::Limits;
 use super::link::{Link, RECEIVE, SEND, TRIM, WAKE, repeat_after};
+use super::modifications::{Listing, Modifications, Registry};
 use super::negotiation::negotiate;
 use super::policy::ActivePolicy;
 use super::receive_buffer::{ReceiveBuffer, Write};
@@ -38,12 +39,17 @@ use cleat_sys::ring::Completion;
 /// The time without a request for a buffer after which unused buffers are freed.
 const IDLE_AFTER: Duration = Duration::from_secs(1);
 
+/// How often a request that waits for a stalled one of another connection is tried again.
+const OVERLAP_CHECK_NS: u64 = 10_000_000;
+
 /// One connection, made and run on its own thread. Each part owns its state and names its invariant.
 pub(super) struct Connection {
     // Declared before the ring, so that the backend's queue is dropped first. The ring then frees the buffers
     // that it still has.
     requests: Requests,
     link: Link,
+    /// Declared after the ring, so that it is dropped when the ring writes no more.
+    _listing: Listing,
     receiving: Receiving,
     block_status: BlockStatus,
     throttle: Throttle,
@@ -52,6 +58,10 @@ pub(super) struct Connection {
     policy: Arc<ActivePolicy>,
     /// The socket is not used before this time, because the system had no memory for it.
     socket_due_ns: Option<u64>,
+    /// The held request waits for a stalled one of another connection, and is tried again at this time.
+    overlap_due_ns: Option<u64>,
+    /// The next request was held back.
+    was_held: bool,
     /// Set when the connection ends and nothing more is read.
     ending: Option<End>,
 }
@@ -61,6 +71,7 @@ pub(super) struct Parts {
     pub(super) image: Arc<dyn Image>,
     pub(super) control: Arc<Control>,
     pub(super) policy: Arc<ActivePolicy>,
+    pub(super) modifications: Arc<Registry>,
     pub(super) recorder: Recorder,
     pub(super) limits: Limits,
 }
@@ -73,7 +84,7 @@ impl Connection {
     /// Returns `Unsupported` and other kinds if io_uring cannot be used, `InvalidArgument` for more unread
     /// bytes than a connection can hold, and the backend's error if it cannot serve another thread.
     pub(super) fn new(socket: OwnedFd, unread: &[u8], parts: Parts) -> Result<Self> {
-        let Parts { image, control, policy, recorder, limits } = parts;
+        let Parts { image, control, policy, modifications, recorder, limits } = parts;
         let buffer = ReceiveBuffer::with_unread(unread).ok_or_else(|| {
             let message = format!("cannot take over {} unread bytes: too many", unread.len());
             Error::new(ErrorKind::InvalidArgument, message)
@@ -84,17 +95,15 @@ impl Connection {
         let queue = image.queue(link.ring(), &completer)?;
         let statistics = Statistics::new(recorder, Arc::clone(policy.clock()), depth);
         let backend = Backend { image: Arc::clone(&image), queue, completions };
-        let requests = Requests::new(
-            backend,
-            Arc::clone(&policy),
-            statistics,
-            limits.depth,
-            limits.buffer_bytes,
-        );
+        let (modifications, listing) = Modifications::new(modifications, depth);
+        let policy_of_requests = Arc::clone(&policy);
+        let requests =
+            Requests::new(backend, policy_of_requests, statistics, modifications, &limits);
         let parser = Transmission::new(image.features(), image.block_sizes());
         Ok(Self {
             requests,
             link,
+            _listing: listing,
             receiving: Receiving::new(buffer, parser),
             block_status: BlockStatus::new(
                 Arc::clone(&image),
@@ -106,6 +115,8 @@ impl Connection {
             control,
             policy,
             socket_due_ns: None,
+            overlap_due_ns: None,
+            was_held: false,
             ending: None,
         })
     }
@@ -311,6 +322,7 @@ impl Connection {
             && self.block_status.has_room()
             && (self.requests.fails_io()
                 || !self.throttle.holds(self.requests.now_ns())
+                    && self.overlap_due_ns.is_none_or(|due_ns| self.requests.now_ns() >= due_ns)
                     && self.receiving.held().is_none_or(|held| self.requests.has_buffer(held)))
     }
 
@@ -322,8 +334,16 @@ impl Connection {
             return self.requests.refuse(cookie, Some(request), IoError::Broken, None);
         }
         // The limits are checked last, because a request that passes is charged to them.
-        if !self.requests.has_buffer(&request) || !self.is_within_limits(&request) {
+        if self.waits_for_stalled(&request)
+            || !self.requests.has_buffer(&request)
+            || !self.is_within_limits(&request)
+        {
+            self.was_held = true;
             return self.receiving.hold(cookie, request);
+        }
+        // Meanwhile the peer may have sent it again over another connection.
+        if std::mem::take(&mut self.was_held) && self.link.peer_has_left() {
+            return self.end_reading(End::Closed);
         }
         match self.requests.take_buffer(&request) {
             Some(buffer) if request.op == Op::Write => {
@@ -336,6 +356,13 @@ impl Connection {
     fn start_write(&mut self, write: Write) {
         let Write { cookie, request, buffer } = write;
         self.requests.start(cookie, request, Some(buffer), self.link.ring());
+    }
+
+    /// Whether a request must wait for a stalled one of another connection; see `modifications`.
+    fn waits_for_stalled(&mut self, request: &Request) -> bool {
+        let waits = self.requests.must_wait(request);
+        self.overlap_due_ns = waits.then(|| self.requests.now_ns() + OVERLAP_CHECK_NS);
+        waits
     }
 
     /// Whether the limits let a request pass now. If not, the loop tries again when they may.
@@ -351,12 +378,7 @@ impl Connection {
             Admission::Hold => false,
             Admission::PassAfter { held_ns } => {
                 self.requests.statistics().limited(held_ns);
-                // While the request was held back, the peer may have sent it again over another connection.
-                let left = self.link.peer_has_left();
-                if left {
-                    self.end_reading(End::Closed);
-                }
-                !left
+                true
             }
         }
     }
@@ -380,7 +402,8 @@ impl Connection {
         let retry_ns = self.requests.retry_due_ns();
         let held = self.receiving.held().is_some() && self.ending.is_none();
         let limits_ns = self.throttle.due_ns().filter(|_| held);
-        [retry_ns, limits_ns, self.socket_due_ns].into_iter().flatten().min()
+        let overlap_ns = self.overlap_due_ns.filter(|_| held);
+        [retry_ns, limits_ns, overlap_ns, self.socket_due_ns].into_iter().flatten().min()
     }
 
     /// Follows the level of `fail_io` that the server has set, and reports how many requests are left at the

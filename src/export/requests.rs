@@ -11,7 +11,9 @@ use std::sync::Arc;
 use super::block_status::Answer;
 use super::buffer_pool::BufferPool;
 use super::in_flight::{InFlight, Running};
+use super::limits::Limits;
 use super::link::Link;
+use super::modifications::Modifications;
 use super::policy::ActivePolicy;
 use super::retry::{Circumstances, OutageChange, Retries, Waiting};
 use super::sending::Sending;
@@ -28,6 +30,7 @@ pub(super) struct Requests {
     backend: Backend,
     policy: Arc<ActivePolicy>,
     in_flight: InFlight,
+    modifications: Modifications,
     retries: Retries,
     sending: Sending,
     pool: BufferPool,
@@ -50,18 +53,20 @@ pub(super) struct Backend {
 }
 
 impl Requests {
-    /// Makes the state for `depth` requests in flight whose payloads take at most `buffer_bytes`.
+    /// Makes the state of a connection with these limits.
     pub(super) fn new(
         backend: Backend,
         policy: Arc<ActivePolicy>,
         statistics: Statistics,
-        depth: u32,
-        buffer_bytes: usize,
+        modifications: Modifications,
+        limits: &Limits,
     ) -> Self {
+        let Limits { depth, buffer_bytes, .. } = *limits;
         Self {
             backend,
             policy,
             in_flight: InFlight::new(depth),
+            modifications,
             retries: Retries::new(depth as usize),
             sending: Sending::new(depth as usize),
             pool: BufferPool::new(buffer_bytes),
@@ -140,6 +145,7 @@ impl Requests {
         let started_ns = self.now_ns;
         let running = Running { cookie, request, started_ns, answered: false, retried: false };
         let id = self.in_flight.insert(running);
+        self.modifications.started(id, &request, started_ns);
         self.start_at_backend(id, request, buffer, ring);
     }
 
@@ -239,6 +245,12 @@ impl Requests {
     /// Shows on the statistics page what has changed.
     pub(super) fn show(&mut self) {
         self.statistics.show(self.in_flight.len(), self.in_flight.oldest());
+        self.modifications.publish(self.in_flight.oldest(), self.closing);
+    }
+
+    /// Whether `request` must wait for a stalled request of another connection; see `modifications`.
+    pub(super) fn must_wait(&mut self, request: &Request) -> bool {
+        self.modifications.must_wait(request, self.now_ns)
     }
 
     /// Whether the backend could not serve a request, and has not been seen to serve since.
@@ -294,6 +306,7 @@ impl Requests {
         }
         while let Some(Waiting { id, buffer, error }) = self.retries.give_up() {
             let running = self.in_flight.remove(id);
+            self.modifications.ended(id, &running.request);
             self.answer(&running, Err(error), buffer);
         }
         self.retries.end_wait_for_space(self.now_ns);
@@ -341,6 +354,7 @@ impl Requests {
     fn finish(&mut self, id: RequestId, outcome: Outcome) {
         let Some(Outcome { result, buffer }) = self.retry_or_end(id, outcome) else { return };
         let running = self.in_flight.remove(id);
+        self.modifications.ended(id, &running.request);
         if running.answered {
             self.pool.give_all(buffer);
         } else {

@@ -19,7 +19,8 @@
 //!
 //! Nothing is started again on a connection that its peer has closed: the kernel's driver gives up a socket
 //! of several whose request takes 30 s, and sends the request again over another one. A late twin could
-//! overwrite what was written since.
+//! overwrite what was written since. For the attempt that is at the backend at that time, see
+//! `modifications`.
 //!
 //! This type decides and remembers; `requests` starts and replies. All times are nanoseconds on the
 //! connections' clock, and the caller passes them in.

@@ -19,6 +19,7 @@ use super::End;
 use super::connection::Parts;
 use super::control::{Control, Desired};
 pub use super::limits::Limits;
+use super::modifications::Registry;
 use super::policy::ActivePolicy;
 use cleat_backend::{Image, Waker};
 use cleat_core::clock::{Clock, SystemClock};
@@ -72,6 +73,7 @@ pub struct Server {
     page: Page,
     limits: Limits,
     policy: Arc<ActivePolicy>,
+    modifications: Arc<Registry>,
     /// In the order in which they were added.
     connections: Mutex<Vec<Handle>>,
     places: Arc<Places>,
@@ -139,7 +141,7 @@ impl Server {
         }
         let (events, receiver) = bounded(EVENTS);
         let policy = Arc::new(ActivePolicy::new(Policy::default(), clock));
-        let (connections, live, next_id, fail_io) = Default::default();
+        let (modifications, connections, live, next_id, fail_io) = Default::default();
         let places = Places::new(limits.connections);
         let server = Self {
             image,
@@ -147,6 +149,7 @@ impl Server {
             page,
             limits,
             policy,
+            modifications,
             connections,
             places,
             live,
@@ -326,6 +329,7 @@ impl Server {
                 image: Arc::clone(&self.image),
                 control: Arc::clone(&control),
                 policy: Arc::clone(&self.policy),
+                modifications: Arc::clone(&self.modifications),
                 recorder,
                 limits: self.limits,
             },

@@ -60,11 +60,10 @@ pub(super) struct Slow {
 
 #[derive(Default)]
 pub(super) struct SlowState {
-    waiting: VecDeque<(RequestId, Option<Buffer>)>,
+    waiting: VecDeque<(Completer, RequestId, Option<Buffer>)>,
     released: usize,
     /// How often the connection abandoned its requests.
     pub(super) abandoned: usize,
-    completer: Option<Completer>,
 }
 
 impl Slow {
@@ -103,11 +102,11 @@ impl Slow {
 impl SlowState {
     fn finish_held(&mut self) {
         while self.released > 0
-            && let Some((id, buffer)) = self.waiting.pop_front()
+            && let Some((completer, id, buffer)) = self.waiting.pop_front()
         {
             self.released -= 1;
             let outcome = Outcome { result: Ok(()), buffer };
-            self.completer.as_ref().unwrap().complete(id, outcome);
+            completer.complete(id, outcome);
         }
     }
 }
@@ -125,15 +124,14 @@ impl Image for SlowImage {
         Features { flush: true, trim: true, ..Features::default() }
     }
     fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
-        self.0.state.lock().unwrap().completer = Some(completer.clone());
-        Ok(Box::new(SlowQueue(Arc::clone(&self.0))))
+        Ok(Box::new(SlowQueue(Arc::clone(&self.0), completer.clone())))
     }
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
     }
 }
 
-struct SlowQueue(Arc<Slow>);
+struct SlowQueue(Arc<Slow>, Completer);
 
 impl ImageQueue for SlowQueue {
     fn start(
@@ -144,7 +142,7 @@ impl ImageQueue for SlowQueue {
         _ring: &mut Ring,
     ) -> Started {
         let mut state = self.0.state.lock().unwrap();
-        state.waiting.push_back((id, buffer));
+        state.waiting.push_back((self.1.clone(), id, buffer));
         state.finish_held();
         self.0.changed.notify_all();
         Started::Pending

@@ -18,3 +18,4 @@ mod limits;
 mod outage;
 mod silent_clients;
 mod toy_backend;
+mod twins;
