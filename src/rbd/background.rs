@@ -13,6 +13,7 @@ use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::claim;
+use crate::pause::Pause;
 use crate::shared::Shared;
 
 /// The interval at which the claim is checked.
@@ -74,18 +75,10 @@ impl Tasks {
     /// Runs until the watch is dropped, which closes `changes`.
     fn run(mut self, changes: &Receiver<()>) {
         let shared = Arc::clone(&self.shared);
-        let mut next_check = SystemClock.now() + CLAIM_CHECK_INTERVAL;
-        loop {
-            let left = next_check.saturating_duration_since(SystemClock.now());
-            match changes.recv_timeout(left) {
-                Ok(()) => shared.pause.step(|| self.follow_size()),
-                Err(RecvTimeoutError::Timeout) => {
-                    shared.pause.step(|| self.check_claim());
-                    next_check = SystemClock.now() + CLAIM_CHECK_INTERVAL;
-                }
-                Err(RecvTimeoutError::Disconnected) => return,
-            }
-        }
+        run_tasks(changes, &shared.pause, CLAIM_CHECK_INTERVAL, |task| match task {
+            Task::FollowSize => self.follow_size(),
+            Task::CheckClaim => self.check_claim(),
+        });
     }
 
     fn follow_size(&mut self) {
@@ -125,5 +118,75 @@ impl Tasks {
             self.shared.set_fenced();
             self.shared.wake();
         }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Task {
+    FollowSize,
+    CheckClaim,
+}
+
+/// Runs a task for each change and each `interval`, until `changes` is closed. A change that arrives while
+/// the work is paused is followed within `interval` after the end of the pause.
+fn run_tasks(changes: &Receiver<()>, pause: &Pause, interval: Duration, mut run: impl FnMut(Task)) {
+    let mut next_check = SystemClock.now() + interval;
+    let mut changed = false;
+    loop {
+        let left = next_check.saturating_duration_since(SystemClock.now());
+        match changes.recv_timeout(left) {
+            Ok(()) => changed = true,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        if changed {
+            changed = !pause.step(|| run(Task::FollowSize));
+        }
+        // Also after a change: changes in quick succession must not prevent the check.
+        if SystemClock.now() >= next_check {
+            pause.step(|| run(Task::CheckClaim));
+            next_check = SystemClock.now() + interval;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    const INTERVAL: Duration = Duration::from_millis(5);
+
+    #[test]
+    fn a_change_during_a_pause_is_followed_after_it() {
+        let (pause, followed) = &(Pause::default(), Mutex::new(false));
+        assert!(pause.stop(SystemClock.now()));
+        // `send` returns when the thread has received the change.
+        let (sender, changes) = mpsc::sync_channel(0);
+        thread::scope(|scope| {
+            let record = move |task| *followed.lock().unwrap() |= task == Task::FollowSize;
+            scope.spawn(move || run_tasks(&changes, pause, INTERVAL, record));
+            sender.send(()).unwrap();
+            sender.send(()).unwrap();
+            assert!(!*followed.lock().unwrap(), "the work is paused");
+            pause.resume();
+            while !*followed.lock().unwrap() {
+                thread::yield_now();
+            }
+            drop(sender);
+        });
+    }
+
+    #[test]
+    fn the_claim_is_checked_during_a_stream_of_changes() {
+        let (sender, changes) = mpsc::sync_channel(1);
+        sender.send(()).unwrap();
+        let mut sender = Some(sender);
+        // Each step leaves the next change in the channel.
+        run_tasks(&changes, &Pause::default(), INTERVAL, |task| match task {
+            Task::FollowSize => sender.as_ref().map_or((), |sender| sender.send(()).unwrap()),
+            Task::CheckClaim => sender = None,
+        });
     }
 }

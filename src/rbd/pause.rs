@@ -40,21 +40,31 @@ impl Pause {
         self.lock().stopped = false;
     }
 
-    /// Runs `work`, unless the thread is stopped. A skipped step is not repeated.
-    pub(crate) fn step(&self, work: impl FnOnce()) {
+    /// Runs `work`, unless the thread is stopped. Returns whether it ran.
+    pub(crate) fn step(&self, work: impl FnOnce()) -> bool {
         let mut state = self.lock();
         if state.stopped {
-            return;
+            return false;
         }
         state.in_step = true;
         drop(state);
+        let _step = Step(self);
         work();
-        self.lock().in_step = false;
-        self.step_ended.notify_all();
+        true
     }
 
     fn lock(&self) -> MutexGuard<'_, PauseState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A step that runs. It ends when this value is dropped, also by a panic.
+struct Step<'a>(&'a Pause);
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        self.0.lock().in_step = false;
+        self.0.step_ended.notify_all();
     }
 }
 
@@ -89,11 +99,20 @@ mod tests {
         drop(release);
         assert!(pause.stop(SystemClock.now() + Duration::from_secs(60)));
         worker.join().unwrap();
-        let mut ran = false;
-        pause.step(|| ran = true);
-        assert!(!ran, "the work is stopped");
+        assert!(!pause.step(|| panic!("the work is stopped")));
         pause.resume();
-        pause.step(|| ran = true);
-        assert!(ran, "the work continues");
+        let mut ran = false;
+        assert!(pause.step(|| ran = true) && ran, "the work continues");
+    }
+
+    #[test]
+    fn a_step_that_panics_has_ended() {
+        let pause = Arc::new(Pause::default());
+        let worker = thread::spawn({
+            let pause = Arc::clone(&pause);
+            move || pause.step(|| panic!("a panic of this test"))
+        });
+        worker.join().unwrap_err();
+        assert!(pause.stop(near_deadline()));
     }
 }
