@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, shutdown};
 
+use super::replies::Replies;
 use crate::{ConnectSpec, Holder};
 
 /// The peer has closed its socket, or shut down its writing half, which the driver's receiver sees.
@@ -51,8 +52,7 @@ pub(super) struct Connection {
     pub(super) sending: Mutex<()>,
     /// The bytes that have arrived and were not consumed, of requests that advance by steps.
     pub(super) inbox: Mutex<Vec<u8>>,
-    /// Locked from a request to its reply: a simulated kernel has one request in flight on a connection.
-    pub(super) round_trip: Mutex<()>,
+    pub(super) replies: Replies,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,7 +150,7 @@ impl Connection {
             state: Mutex::new(ConnectionState::Alive),
             sending: Mutex::new(()),
             inbox: Mutex::new(Vec::new()),
-            round_trip: Mutex::new(()),
+            replies: Replies::default(),
         })
     }
 

@@ -26,6 +26,8 @@ pub(super) const REPLY_BYTES: usize = 16;
 const SEND_FLUSH: u16 = 1 << 2;
 /// How long a request waits for its reply: longer than any outage in a test.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(300);
+/// How long a reply may take from its first byte to its last one.
+const REST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Blocking reads and writes. While every connection is dead, a request waits for the device's
 /// dead-connection timeout. It is sent again on a new connection.
@@ -166,7 +168,8 @@ pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
     (word(0) == REPLY_MAGIC).then_some((cookie, word(4)))
 }
 
-/// Sends a request and receives its reply. Returns the reply's error number.
+/// Sends a request and receives its reply. Returns the reply's error number. Requests of other threads may be
+/// in flight on the connection.
 fn round_trip(
     connection: &Connection,
     message: &[u8],
@@ -174,18 +177,21 @@ fn round_trip(
     into: &mut [u8],
     deadline: Instant,
 ) -> io::Result<u32> {
-    let _alone = lock(&connection.round_trip);
-    {
+    connection.replies.expect(cookie, into.len());
+    let sent = {
         let _sending = lock(&connection.sending);
-        send_all(connection, message, deadline)?;
-    }
-    let mut reply = [0; REPLY_BYTES];
-    receive_exact(connection, &mut reply, deadline)?;
-    let Some((_, error)) = parse_reply(&reply).filter(|(found, _)| *found == cookie) else {
-        return Err(io::ErrorKind::InvalidData.into());
+        send_all(connection, message, deadline)
     };
+    let reply = sent.and_then(|()| {
+        let wait = || await_socket(connection, PollFlags::POLLIN, deadline);
+        connection.replies.wait(cookie, deadline, wait, |into| {
+            receive_exact(connection, into, SystemClock.now() + REST_TIMEOUT)
+        })
+    });
+    connection.replies.forget(cookie);
+    let (error, data) = reply?;
     if error == 0 {
-        receive_exact(connection, into, deadline)?;
+        into.copy_from_slice(&data);
     }
     Ok(error)
 }
@@ -221,14 +227,17 @@ fn receive_exact(
 }
 
 fn await_socket(connection: &Connection, event: PollFlags, deadline: Instant) -> io::Result<()> {
-    let left = deadline.saturating_duration_since(SystemClock.now());
-    if left.is_zero() {
-        return Err(io::ErrorKind::TimedOut.into());
-    }
-    let mut fds = [PollFd::new(connection.socket.as_fd(), event)];
-    let left_ms = u16::try_from(left.as_millis()).unwrap_or(u16::MAX).max(1);
-    match poll(&mut fds, PollTimeout::from(left_ms)) {
-        Ok(_) | Err(Errno::EINTR) => Ok(()),
-        Err(error) => Err(error.into()),
+    loop {
+        let left = deadline.saturating_duration_since(SystemClock.now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let mut fds = [PollFd::new(connection.socket.as_fd(), event)];
+        let left_ms = u16::try_from(left.as_millis()).unwrap_or(u16::MAX).max(1);
+        match poll(&mut fds, PollTimeout::from(left_ms)) {
+            Ok(0) | Err(Errno::EINTR) => {}
+            Ok(_) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
     }
 }

@@ -18,6 +18,7 @@ mod control;
 mod device;
 mod freeze;
 mod io;
+mod replies;
 mod script;
 mod watch;
 
