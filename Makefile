@@ -23,6 +23,9 @@ CARGO_TEST = $(CARGO) test --locked --workspace --features cleat/fault
 SUITES = system conformance simulation lint ffi export crates
 # How many of them run at a time. Most tests wait more than they compute.
 JOBS ?= 3
+# The suites `system` and `device` run one test with `make system TEST=NAME`.
+TEST ?=
+EXACT = $(if $(TEST),--exact $(TEST))
 SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
 
 .DEFAULT_GOAL := build
@@ -46,10 +49,11 @@ demo: release ## Map a volume, put a file system and files on it, check them; in
 	scripts/demo.sh $(RELEASE)
 
 test: deps-test ## Everything, in half an hour: lint, tests, virtual machines
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / $(SUITES) / device
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device \
+		vm-image tests / $(SUITES) / device
 
 unit: deps-test ## What needs no virtual machine
-	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) tests / $(SUITES)
+	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system tests / $(SUITES)
 
 lint: deps-test ## Formatting, clippy with and without `fault`, shell scripts
 	$(CARGO) fmt --all --check
@@ -74,7 +78,7 @@ conformance: deps-test ## Every backend keeps the same contract
 
 # Its tests wait for clusters, timeouts and processes, so three at a time do not need three processors.
 system: deps-test ## Command line, workers, supervisor on a simulated kernel, a Ceph cluster
-	$(CARGO_TEST) --test system -- --test-threads 3
+	$(CARGO_TEST) --test system -- --test-threads 3 $(EXACT)
 
 simulation: deps-test ## The supervisor with everything else simulated
 	$(CARGO_TEST) --test simulation
@@ -83,7 +87,7 @@ ffi: deps-test ## The crates around Ceph's libraries, on a cluster, also under v
 	$(CARGO_TEST) $(patsubst %.rs,--test %,$(notdir $(wildcard ffi/*/tests/*.rs)))
 
 device: deps-test ## /dev/nbdX in two virtual machines at a time, which use all processors
-	$(CARGO_TEST) --test device
+	$(CARGO_TEST) --test device $(if $(TEST),-- $(EXACT))
 
 comparison: deps-test ## nbd-client with nbdkit in the same situations, in a virtual machine
 	$(CARGO_TEST) --test device -- --ignored peers_

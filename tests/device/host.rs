@@ -69,7 +69,8 @@ pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i
     ended.sort();
     println!();
     for (name, (_, results)) in &ended {
-        println!("{name}: {}", if results.is_empty() { "no results" } else { results });
+        let counts = results.trim_start_matches("test result: ");
+        println!("{name}: {}", if counts.is_empty() { "no results" } else { counts });
     }
     ended.into_iter().map(|(_, (code, _))| code).find(|code| *code != 0).unwrap_or(0)
 }
