@@ -7,7 +7,7 @@ use std::time::Instant;
 use cleat_core::error::Result;
 use cleat_core::volume::Extent;
 
-use crate::{Credentials, Waker};
+use crate::{CredentialSet, Waker};
 
 /// Makes a volume larger while it is served.
 pub trait Resize {
@@ -92,12 +92,16 @@ pub struct RunningTask {
 
 /// Replaces the credentials of an open volume, for example a token before it expires.
 pub trait RenewCredentials {
-    /// Uses `credentials` for all later requests to the storage. Requests in flight continue with the
-    /// earlier ones. Must not wait for the storage.
+    /// Uses `credentials`, the present content of all files of
+    /// [`VolumeSpec::credential_files`](crate::VolumeSpec::credential_files), for all later requests to the
+    /// storage. Requests in flight continue with the earlier ones. Does nothing if the content has not
+    /// changed, and ignores secrets that are used only while a volume is opened, such as passphrases. Must
+    /// not wait for the storage.
     ///
     /// # Errors
-    /// Returns `InvalidArgument` if the backend cannot use them; the earlier credentials then stay in use.
-    fn renew(&self, credentials: Credentials) -> Result<()>;
+    /// Returns `InvalidArgument` if the credentials are malformed, and `Unsupported` if they have changed and
+    /// only another open of the volume can use them. The earlier credentials stay in use in both cases.
+    fn renew(&self, credentials: &CredentialSet) -> Result<()>;
 }
 
 /// Replaces the injected faults of a volume. Only in test builds.

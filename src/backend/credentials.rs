@@ -1,22 +1,29 @@
-//! Secrets that a backend needs to reach or to decrypt a volume.
+//! Secrets that a backend needs to reach or to decrypt a volume, and the files that contain them.
+//!
+//! A secret is never an argument, in the environment, in a record, in a URI or in a log. A URI names the
+//! file that contains it ([`CredentialFile`]). For a worker, the supervisor opens this file and passes the
+//! descriptor; the worker reads the descriptor before it is confined, and its confinement does not allow
+//! the path. A process that opens a volume for itself (`cleat serve`, `cleat volume`) opens the file with the
+//! same function.
 
+use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use zeroize::Zeroizing;
 
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// The maximum number of files with secrets that one volume names.
+pub const MAX_CREDENTIAL_FILES: usize = 32;
+
 /// The bytes of a secret: a key, a token, a passphrase. They are overwritten with zeroes when the value is
 /// dropped, and `Debug` does not show them.
-///
-/// A secret reaches a worker as an open descriptor, from which [`Credentials::read`] takes it, and never
-/// as an argument, in the environment, in a record or in a log. A worker can receive new credentials
-/// while it runs: [`RenewCredentials`](crate::RenewCredentials).
-///
-/// The existing backends pass no secret between processes. For `rbd:` volumes the confined worker opens the
-/// files that the URI names (`passphrase_file=`, `keyring=`) by their paths, which its confinement allows
-/// it to read ([`Confinement::BeforeOpen`](crate::Confinement::BeforeOpen)). The worker reads a passphrase
-/// into this type; librados reads the keyring by itself and keeps the key in its own memory.
 pub struct Credentials(Zeroizing<Vec<u8>>);
 
 impl Credentials {
@@ -48,9 +55,169 @@ impl fmt::Debug for Credentials {
     }
 }
 
+/// A file that contains a secret, as the URI of a volume names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CredentialFile {
+    /// The absolute path.
+    pub path: PathBuf,
+    /// The content, for messages: `keyring`, `passphrase`.
+    pub what: &'static str,
+    /// The option of the URI that names the file.
+    pub option: &'static str,
+    /// The maximum length of the content in bytes.
+    pub max_bytes: usize,
+}
+
+impl CredentialFile {
+    /// Opens the file for reading. Follows symbolic links; the checks apply to the file that was opened.
+    /// Logs a warning if all users may read the file. Blocks as open(2) does.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` for anything but a regular file, `PermissionDenied` for a file that belongs
+    /// to neither root nor the calling user, or that other users may write, and the error of open(2)
+    /// otherwise. The repair is a command or the option to change.
+    pub fn open(&self) -> Result<File> {
+        // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
+        let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+        let opened = OpenOptions::new().read(true).custom_flags(flags).open(&self.path);
+        let (file, metadata) = opened
+            .and_then(|file| file.metadata().map(|metadata| (file, metadata)))
+            .map_err(|error| self.not_opened(error))?;
+        let shown = self.path.display();
+        if !metadata.is_file() {
+            let message = format!("the {self} is not a regular file");
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .with_repair(format!("write the {} to a file of its own", self.what)));
+        }
+        let own = nix::unistd::geteuid().as_raw();
+        let refused = |why: String, repair: String| {
+            let message = format!("the {self} {why}");
+            Err(Error::new(ErrorKind::PermissionDenied, message).with_repair(repair))
+        };
+        if metadata.uid() != 0 && metadata.uid() != own {
+            let why = format!("belongs to user {}, who could replace it", metadata.uid());
+            return refused(why, format!("chown {own} {shown}"));
+        }
+        if metadata.mode() & 0o022 != 0 {
+            let why =
+                format!("can be written by other users (mode {:03o})", metadata.mode() & 0o777);
+            return refused(why, format!("chmod go-w {shown}"));
+        }
+        if metadata.mode() & 0o004 != 0 {
+            tracing::warn!("all users may read the {self}: chmod 600 {shown}");
+        }
+        Ok(file)
+    }
+
+    /// Reads the secret from a descriptor of the file. Blocks as reads of the file do.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if the file is empty or too long, and the error of the read otherwise.
+    pub fn read(&self, file: &File) -> Result<Credentials> {
+        Credentials::read(file, self.max_bytes).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => {
+                let message =
+                    format!("the {self} is empty or longer than {} bytes", self.max_bytes);
+                Error::new(ErrorKind::InvalidArgument, message)
+            }
+            _ => Error::from_io(format!("cannot read the {self}"), error),
+        })
+    }
+
+    fn not_opened(&self, error: io::Error) -> Error {
+        let shown = self.path.display();
+        let error = Error::from_io(format!("cannot open the {self}"), error);
+        let repair = match error.kind() {
+            ErrorKind::PermissionDenied => {
+                let own = nix::unistd::geteuid();
+                format!(
+                    "the file must belong to user {own}: chown {own} {shown}; chmod 600 {shown}"
+                )
+            }
+            _ => format!("{}=PATH in the volume's options names another file", self.option),
+        };
+        error.with_repair(repair)
+    }
+}
+
+/// Prints `keyring /etc/ceph/…`.
+impl fmt::Display for CredentialFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.what, self.path.display())
+    }
+}
+
+/// The secrets of a volume, by the paths of their files. Clones share the secrets, which are wiped with the
+/// last clone.
+#[derive(Debug, Clone, Default)]
+pub struct CredentialSet(BTreeMap<PathBuf, Arc<Credentials>>);
+
+impl CredentialSet {
+    /// Opens and reads `files`, in the process that uses the secrets.
+    ///
+    /// # Errors
+    /// Fails as [`CredentialFile::open`] and [`CredentialFile::read`] do.
+    pub fn load(files: &[CredentialFile]) -> Result<Self> {
+        let mut set = Self::default();
+        set.complete(files)?;
+        Ok(set)
+    }
+
+    /// Reads the secrets from descriptors that another process has opened: one for each path. A descriptor
+    /// whose path is not that of one of `files` is ignored.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if the numbers differ. Otherwise fails as [`CredentialFile::read`] does.
+    pub fn receive(
+        files: &[CredentialFile],
+        paths: &[String],
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Self> {
+        if paths.len() != descriptors.len() || paths.len() > MAX_CREDENTIAL_FILES {
+            let message = "the number of descriptors differs from the number of credential files";
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
+        }
+        let mut set = Self::default();
+        for (path, descriptor) in paths.iter().zip(descriptors) {
+            let Some(file) = files.iter().find(|file| file.path == Path::new(path)) else {
+                continue;
+            };
+            let secret = file.read(&File::from(descriptor))?;
+            set.0.insert(file.path.clone(), Arc::new(secret));
+        }
+        Ok(set)
+    }
+
+    /// Opens and reads those of `files` that are not in the set.
+    ///
+    /// # Errors
+    /// Fails as [`CredentialSet::load`] does.
+    pub fn complete(&mut self, files: &[CredentialFile]) -> Result<()> {
+        for file in files {
+            if !self.0.contains_key(&file.path) {
+                let secret = file.read(&file.open()?)?;
+                self.0.insert(file.path.clone(), Arc::new(secret));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the secret of the file `path`.
+    ///
+    /// # Errors
+    /// Returns `Internal` if the set does not have it.
+    pub fn get(&self, path: &Path) -> Result<Arc<Credentials>> {
+        self.0.get(path).cloned().ok_or_else(|| {
+            let message = format!("internal: the secret in {} was not read", path.display());
+            Error::new(ErrorKind::Internal, message)
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{Seek, Write};
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
@@ -59,6 +226,10 @@ mod tests {
         file.write_all(content).unwrap();
         file.rewind().unwrap();
         file
+    }
+
+    fn named(path: impl Into<PathBuf>) -> CredentialFile {
+        CredentialFile { path: path.into(), what: "keyring", option: "keyring", max_bytes: 7 }
     }
 
     #[test]
@@ -71,5 +242,59 @@ mod tests {
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
             assert!(!error.to_string().contains("sesame"), "{error}");
         }
+    }
+
+    #[test]
+    fn only_a_file_that_other_users_cannot_change_is_opened() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        std::fs::write(&path, "sesame").unwrap();
+        let key = named(&path);
+        let set_mode = |mode| std::fs::set_permissions(&path, PermissionsExt::from_mode(mode));
+        for mode in [0o600, 0o400, 0o640, 0o644] {
+            set_mode(mode).unwrap();
+            assert_eq!(CredentialSet::load(&[key.clone()]).unwrap().0.len(), 1, "{mode:o}");
+        }
+        for mode in [0o620, 0o602, 0o666] {
+            set_mode(mode).unwrap();
+            let error = key.open().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
+            assert!(error.message().contains(&format!("{mode:03o}")), "{error}");
+            assert!(error.repair().unwrap().starts_with("chmod go-w /"), "{error}");
+        }
+        set_mode(0o600).unwrap();
+        if nix::unistd::geteuid().is_root() {
+            std::os::unix::fs::chown(&path, Some(1), None).unwrap();
+            let error = key.open().unwrap_err();
+            assert!(error.message().contains("belongs to user 1,"), "{error}");
+            assert!(error.repair().unwrap().starts_with("chown 0 /"), "{error}");
+        }
+        let pipe = directory.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRUSR).unwrap();
+        for path in [directory.path(), &pipe] {
+            let error = named(path).open().unwrap_err();
+            assert!(error.message().contains("not a regular file"), "{error}");
+        }
+        let error = named(directory.path().join("none")).open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.repair().unwrap().contains("keyring=PATH"), "{error}");
+    }
+
+    #[test]
+    fn descriptors_are_used_instead_of_paths() {
+        let files = [named("/none/a"), named("/none/b")];
+        let paths = ["/none/b", "/none/other", "/none/a"].map(str::to_owned);
+        let contents = [&b"b"[..], b"ignored because nothing names it", b"a"];
+        let set = CredentialSet::receive(&files, &paths, contents.map(|c| file(c).into()).into());
+        let mut set = set.unwrap();
+        set.complete(&files).unwrap();
+        assert_eq!(set.get(Path::new("/none/a")).unwrap().bytes(), b"a");
+        assert_eq!(set.get(Path::new("/none/b")).unwrap().bytes(), b"b");
+        assert_eq!(set.get(Path::new("/none/c")).unwrap_err().kind(), ErrorKind::Internal);
+        let few = CredentialSet::receive(&files, &paths, vec![file(b"b").into()]).unwrap_err();
+        assert_eq!(few.kind(), ErrorKind::InvalidArgument);
+        let long = CredentialSet::receive(&files, &paths[..1], vec![file(b"too long").into()]);
+        let long = long.unwrap_err();
+        assert!(long.message().contains("/none/b is empty or longer than 7 bytes"), "{long}");
     }
 }

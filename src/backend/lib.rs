@@ -33,7 +33,7 @@ pub use capability::{
     BackgroundWork, Extents, RenewCredentials, Resize, RunningTask, Shrink, SnapshotQuiesce,
 };
 pub use completion::{Completer, Completions, channel};
-pub use credentials::Credentials;
+pub use credentials::{CredentialFile, CredentialSet, Credentials, MAX_CREDENTIAL_FILES};
 #[cfg(feature = "fault")]
 pub use fault::crash_point;
 pub use handover::{Handover, HandoverFiles, HandoverState};
@@ -92,6 +92,8 @@ pub enum Started {
 ///   [`BackgroundWork`].
 /// - **A volume can be fenced without opening it**, within a deadline; see [`fence`].
 /// - **Secrets are [`Credentials`]**, never text in a URI, an argument, the environment, a record or a log.
+///   A URI names files ([`VolumeSpec::credential_files`]); their content reaches the backend in
+///   [`OpenOptions::credentials`]. A worker cannot open these files by their paths.
 pub trait Image: Send + Sync {
     /// Returns the last known size in bytes, a multiple of `block_sizes().minimum`. Never blocks.
     fn size(&self) -> u64;

@@ -15,6 +15,7 @@ use std::time::Duration;
 use cleat_core::error::Result;
 
 use crate::claimant::Claimant;
+use crate::credentials::{CredentialFile, CredentialSet};
 use crate::fence::Fence;
 use crate::uri::Options;
 use crate::{HandoverFiles, Image};
@@ -119,6 +120,13 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// Returns the files with secrets that the URI names, each path once and at most
+    /// [`MAX_CREDENTIAL_FILES`](crate::MAX_CREDENTIAL_FILES), without opening them. The order has no meaning.
+    /// [`VolumeSpec::confinement`] does not contain their paths.
+    fn credential_files(&self) -> Vec<CredentialFile> {
+        Vec::new()
+    }
+
     /// Returns when the process that opens the volume can be confined, and which files and sockets must stay
     /// accessible.
     fn confinement(&self) -> Confinement {
@@ -214,7 +222,7 @@ pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
 }
 
 /// How a volume is opened, in addition to the options of its URI.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct OpenOptions {
     /// Open the volume without a claim, and never write to it.
     pub read_only: bool,
@@ -226,6 +234,9 @@ pub struct OpenOptions {
     /// A sync of the volume failed in an earlier process of the same mapping, see
     /// [`Image::sync_failed`](crate::Image::sync_failed). The volume is opened in that state.
     pub sync_failed: bool,
+    /// The content of the files of [`VolumeSpec::credential_files`]. The backend opens and reads those that
+    /// are missing here, which a confined process cannot do.
+    pub credentials: CredentialSet,
 }
 
 /// When a process that serves a volume can give up its access to the system, and which access it keeps.

@@ -21,7 +21,7 @@
 //!
 //! `%XX` in the location or in a value stands for the byte with that hexadecimal number; `?` and `%` in a
 //! path must be written this way. Sizes take the suffixes K, M, G, T, P, E (also Ki, Mi, …): powers of 1024. Credentials are never
-//! part of a URI.
+//! part of a URI, only the paths of files that contain them ([`crate::CredentialFile`]).
 
 mod options;
 mod size;

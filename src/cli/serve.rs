@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use super::set::PolicyArgs;
 use super::{Globals, output};
-use cleat_backend::OpenOptions;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::uri::VolumeUri;
+use cleat_backend::{CredentialSet, OpenOptions};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{self, Policy};
 use cleat_export::serve::{self, Address, ServeOptions};
@@ -88,6 +88,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
             claimant: Claimant::alone(&Config::load(None)?.node_name, args.take_over)?,
             snapshots: false,
             sync_failed: false,
+            credentials: CredentialSet::default(),
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

@@ -1,4 +1,4 @@
-//! `cleat set`: changes the policy of a mapping.
+//! `cleat set`: changes the policy of a mapping, and renews its credentials.
 
 use super::client::{self, QUERY_TIMEOUT};
 use super::output::{self, Format};
@@ -19,21 +19,31 @@ Examples:
   Limit a mapping to 500 requests and 50 MiB per second; remove the limits:
     $ cleat set data --iops 500 --bps 50M
     $ cleat set data --iops 0 --bps 0
+
+  After a change of the file that keyring=PATH names:
+    $ cleat set data --renew-credentials
 ";
 
-/// Change a mapping's behaviour in an outage, and its limits
+/// Change a mapping's behaviour in an outage, its limits and its credentials
 ///
 /// The change takes effect immediately, also for requests that already wait. It lasts until the volume is
 /// unmapped, across restarts of the worker and the daemon.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 #[command(group = clap::ArgGroup::new("change").required(true).multiple(true)
-          .args(["on_outage", "iops", "bps"]))]
+          .args(["on_outage", "iops", "bps", "renew_credentials"]))]
 pub(super) struct Set {
     /// The mapping's name, device or URI
     target: String,
     #[command(flatten)]
     policy: PolicyArgs,
+    /// Pass the present content of the volume's credential files (keyring=PATH) to its worker
+    ///
+    /// The credentials of later requests are the new ones. The command fails, with what to do, if the storage's
+    /// library can use new credentials only in a new worker; so it is for a changed key of an RBD image. Each
+    /// new worker reads the files when it starts, without this command.
+    #[arg(long)]
+    renew_credentials: bool,
 }
 
 /// The policy options of `map`, `set` and `serve`.
@@ -68,6 +78,7 @@ pub(super) fn run(globals: &Globals, args: Set) -> Result<()> {
         on_outage: on_outage.map(|policy| policy.to_string()).unwrap_or_default(),
         iops,
         bytes_per_s: bps,
+        renew_credentials: args.renew_credentials,
     };
     let mapping: view::Mapping = client::run(globals, async |client| {
         client.call(QUERY_TIMEOUT, async |mut node| node.set_options(request).await).await

@@ -96,6 +96,15 @@ impl Executor {
         operations::set_options::set_policy(&self.context, target, change, deadline).await
     }
 
+    /// Passes the present content of the volume's credential files to the worker.
+    ///
+    /// # Errors
+    /// Returns `Unsupported` if the volume names no credential files, or if only a new worker can use them,
+    /// and the errors of opening the files.
+    pub async fn renew_credentials(&self, target: &str, deadline: Instant) -> Result<View> {
+        operations::set_options::renew_credentials(&self.context, target, deadline).await
+    }
+
     /// Replaces the faults that a `fault:` volume injects.
     ///
     /// # Errors

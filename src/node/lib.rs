@@ -21,6 +21,7 @@ pub mod blocking;
 pub mod config;
 mod context;
 mod control_socket;
+mod credentials;
 pub mod daemon;
 mod devices;
 mod directory;

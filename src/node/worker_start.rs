@@ -26,7 +26,7 @@ pub(crate) async fn start_permit(cx: &Context, deadline: Instant) -> Result<Sema
     permit.map_err(|_| Error::new(ErrorKind::Unavailable, "the daemon is shutting down"))
 }
 
-/// Returns the first message to a worker. `workers` sets its `log` field.
+/// Returns the first message to a worker, without credentials. `workers` sets its `log` field.
 pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> Start {
     Start {
         versions: ProtocolVersions::of_this_build(),
@@ -46,6 +46,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         resumes: record.volume.is_some(),
         quiesce: record.options.quiesce,
         sync_failed: record.sync_failed,
+        credentials: Vec::new(),
     }
 }
 

@@ -8,6 +8,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use crate::cache;
 use crate::claim::{BLOCKLIST_OPTION, BLOCKLIST_S};
 use crate::errors::open_error;
+use crate::keyring::ClientKey;
 use crate::spec::RbdSpec;
 
 /// The timeout for answers of the monitors, when connecting and later.
@@ -36,21 +37,36 @@ pub(crate) fn load_library() -> Result<(i32, i32, i32)> {
 }
 
 /// Connects to the cluster and opens the image. Blocks without a limit.
-pub(crate) fn open_library(spec: &RbdSpec, read_only: bool) -> Result<Arc<librbd::Image>> {
+pub(crate) fn open_library(
+    spec: &RbdSpec,
+    key: Option<&ClientKey>,
+    read_only: bool,
+) -> Result<Arc<librbd::Image>> {
     let failed = |error| open_error(error, &spec.image_name(), spec);
     let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
-    let cluster = librbd::Cluster::connect(&config).map_err(failed)?;
+    let cluster = connect(&config, key).map_err(failed)?;
     let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
     let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
     pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)
 }
 
-/// Returns the configuration with which librbd connects to the cluster of `spec`.
+/// Connects to a cluster with `key`; `None`: with the key in the keyring of the configuration.
+pub(crate) fn connect(
+    config: &librbd::Config,
+    key: Option<&ClientKey>,
+) -> librbd::Result<Arc<librbd::Cluster>> {
+    match key {
+        Some(key) => librbd::Cluster::connect_with_key(config, key.text()),
+        None => librbd::Cluster::connect(config),
+    }
+}
+
+/// Returns the configuration with which librbd connects to the cluster of `spec`, without the key.
 pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
     librbd::Config {
         conf: spec.conf.clone(),
         id: spec.id.clone(),
-        keyring: spec.keyring.clone(),
+        keyring: None,
         defaults: owned(&cache::OFF).collect(),
         overrides: spec.config.clone().into_iter().collect(),
         monitor_timeout: MONITOR_TIMEOUT,

@@ -4,10 +4,7 @@
 //! The key derivation was calibrated when the image was formatted. It takes two seconds by default on the
 //! machine that formatted it, and up to 4 GiB of memory (argon2id; 1 GiB by default).
 
-use std::fs::{File, OpenOptions};
 use std::ops::ControlFlow;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,17 +13,14 @@ use librbd::{Image, Key};
 use crate::errors::image_error;
 use crate::spec::{Encryption, Luks};
 use crate::timeouts;
-use cleat_backend::Credentials;
 use cleat_backend::uri::invalid;
+use cleat_backend::{CredentialSet, Credentials};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The timeout of unlocking. On a busy machine, a key derivation of two CPU seconds took more than a
 /// minute. A passphrase file with a trailing newline may need two derivations.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
-
-/// The maximum length of a passphrase, in bytes. `cryptsetup` has the same limit for interactive input.
-const MAX_PASSPHRASE: usize = 8192;
 
 /// The unit of encryption, in bytes. A write of a part of a block is a read-modify-write in the library,
 /// which is not atomic.
@@ -47,18 +41,27 @@ pub(crate) enum Kind {
 }
 
 /// The passphrases of a chain of clones: the image's own first, then its parent's.
-pub(crate) struct Passphrases(Vec<(Luks, Credentials)>);
+pub(crate) struct Passphrases(Vec<(Luks, Arc<Credentials>)>);
 
 impl Passphrases {
-    /// Reads the passphrase files.
+    /// Takes the passphrases from `credentials`.
     ///
     /// # Errors
-    /// Returns `InvalidArgument` for a file that is not a regular file, is empty or is too long, and
-    /// otherwise the error of reading.
-    pub(crate) fn read(encryption: &Encryption) -> Result<Self> {
+    /// Returns `Internal` if a passphrase is missing.
+    pub(crate) fn find(encryption: &Encryption, credentials: &CredentialSet) -> Result<Self> {
         let layers = encryption.layers.iter();
-        let read = layers.map(|layer| Ok((layer.format, passphrase(&layer.passphrase_file)?)));
-        read.collect::<Result<_>>().map(Self)
+        let found =
+            layers.map(|layer| Ok((layer.format, credentials.get(&layer.passphrase_file)?)));
+        found.collect::<Result<_>>().map(Self)
+    }
+
+    /// Opens and reads the passphrase files, in the process that uses the passphrases.
+    ///
+    /// # Errors
+    /// Fails as [`CredentialSet::load`] does.
+    pub(crate) fn load(encryption: &Encryption) -> Result<Self> {
+        let files: Vec<_> = encryption.files().collect();
+        Self::find(encryption, &CredentialSet::load(&files)?)
     }
 
     /// Unlocks `image`, so that reads return plain text. Returns the size of the encryption header in
@@ -246,41 +249,4 @@ fn not_formatted(name: &str) -> Error {
         "remove encryption and passphrase_file from the options; formatting the image would destroy \
          its content",
     )
-}
-
-fn passphrase(path: &Path) -> Result<Credentials> {
-    let shown = path.display();
-    let failed = |error| {
-        let error = Error::from_io(format!("cannot read the passphrase {shown}"), error);
-        match error.kind() {
-            // The process has no capabilities, so the owner of the file matters even for root.
-            ErrorKind::PermissionDenied => error.with_repair(format!(
-                "the file must belong to the daemon's user: chown root {shown}; chmod 600 {shown}"
-            )),
-            _ => error,
-        }
-    };
-    // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
-    let mut options = OpenOptions::new();
-    let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
-    check(&file, path).map_err(failed)??;
-    Credentials::read(&file, MAX_PASSPHRASE).map_err(|error| match error.kind() {
-        std::io::ErrorKind::InvalidData => invalid(format!(
-            "the passphrase {shown} is empty or longer than {MAX_PASSPHRASE} bytes"
-        )),
-        _ => failed(error),
-    })
-}
-
-fn check(file: &File, path: &Path) -> std::io::Result<Result<()>> {
-    let metadata = file.metadata()?;
-    let path = path.display();
-    if !metadata.is_file() {
-        return Ok(Err(invalid(format!("the passphrase {path} is not a regular file"))
-            .with_repair("write it to a file of its own")));
-    }
-    if metadata.permissions().mode() & 0o007 != 0 {
-        tracing::warn!("all users may read the passphrase {path}: chmod 600 {path}");
-    }
-    Ok(Ok(()))
 }

@@ -16,8 +16,9 @@ use crate::claim::decision::{Purpose, is_same_node};
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{self, Claim};
 use crate::claim::{self, ClaimAttempt};
-use crate::connection::{config, load_library};
+use crate::connection::{config, connect, load_library};
 use crate::errors::{self, open_error};
+use crate::keyring::ClientKey;
 use crate::spec::RbdSpec;
 use crate::timeouts::{answer, with_timeout};
 use cleat_backend::claimant::Claimant;
@@ -54,7 +55,8 @@ impl RbdFence {
         let left = deadline.saturating_duration_since(SystemClock.now());
         with_timeout(left, &answer(&self.name), move || {
             let failed = |error| open_error(error, &name, &spec);
-            let cluster = Cluster::connect(&config(&spec)).map_err(failed)?;
+            let key = ClientKey::load(&spec)?;
+            let cluster = connect(&config(&spec), key.as_ref()).map_err(failed)?;
             let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
             let done = work(&*pool.open(&spec.image, None, how).map_err(failed)?, &name);
             done.map_err(|error| errors::with_caps_repair(error, &spec))

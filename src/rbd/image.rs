@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use cleat_backend::claimant::Claimant;
 use cleat_backend::{BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, Resize};
-use cleat_backend::{Shrink, SnapshotQuiesce, Waker};
+use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, Waker};
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
@@ -20,6 +20,7 @@ use crate::claim::ClaimAttempt;
 use crate::claim::decision::Purpose;
 use crate::claim::header::ImageHeader;
 use crate::errors;
+use crate::keyring::ClientKey;
 use crate::queue::RbdQueue;
 use crate::quiesce::Snapshots;
 use crate::shared::Shared;
@@ -36,6 +37,8 @@ pub(crate) struct RbdImage {
     name: String,
     /// `None` if the image is not claimed: it is read-only, or several clients may write to it.
     claimant: Option<Claimant>,
+    /// The key that librados connected with; `None` if librados has read it by itself.
+    key: Option<ClientKey>,
     blocks: BlockSizes,
     features: Features,
     shared: Arc<Shared>,
@@ -166,6 +169,10 @@ impl Image for RbdImage {
     }
 
     fn background(&self) -> Option<&dyn BackgroundWork> {
+        Some(self)
+    }
+
+    fn renew_credentials(&self) -> Option<&dyn RenewCredentials> {
         Some(self)
     }
 

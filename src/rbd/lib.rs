@@ -26,6 +26,7 @@ mod errors;
 mod extents;
 mod fence;
 mod image;
+mod keyring;
 mod mirror;
 mod pause;
 mod permissions;

@@ -1,7 +1,7 @@
 //! The registration of `rbd:` volumes and stores.
 
 use std::any::Any;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use cleat_backend::fence::Fence;
 use cleat_backend::store::Store;
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{
-    Backend, Confinement, HandoverFiles, Image, Nested, OpenOptions, StoreParser, StoreSpec,
-    Stored, VolumeSpec,
+    Backend, Confinement, CredentialFile, HandoverFiles, Image, Nested, OpenOptions, StoreParser,
+    StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
 
@@ -19,7 +19,7 @@ use crate::connection::load_library;
 use crate::encryption;
 use crate::fence::RbdFence;
 use crate::image::RbdImage;
-use crate::spec::{Encryption, RbdSpec, RbdStoreSpec};
+use crate::spec::{RbdSpec, RbdStoreSpec};
 use crate::store::RbdStore;
 
 /// The registration of the RBD backend.
@@ -112,6 +112,10 @@ impl VolumeSpec for RbdSpec {
         load_library().map(drop)
     }
 
+    fn credential_files(&self) -> Vec<CredentialFile> {
+        self.files_with_secrets()
+    }
+
     fn confinement(&self) -> Confinement {
         Confinement::BeforeOpen { paths: files(self), network: true }
     }
@@ -169,10 +173,12 @@ impl StoreSpec for RbdStoreSpec {
     }
 }
 
-/// Returns the existing files and directories that the libraries read while they connect.
+/// Returns the existing files and directories that the libraries read while they connect. Without
+/// `keyring=`, librados reads the keyring by itself, from where its configuration says.
 fn files(spec: &RbdSpec) -> Vec<PathBuf> {
+    let ceph = if spec.keyring.is_some() { "/etc/ceph/ceph.conf" } else { "/etc/ceph" };
     let system = [
-        "/etc/ceph",
+        ceph,
         // For resolving the names of monitors.
         "/etc/hosts",
         "/etc/host.conf",
@@ -189,12 +195,9 @@ fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/sys/devices/system",
         "/proc/self",
     ];
-    let unlocking = spec.encryption.iter().flat_map(|encryption: &Encryption| {
-        // libcryptsetup needs both.
-        let random = ["/dev/urandom", "/dev/random"].map(Path::new);
-        encryption.files().chain(random).map(PathBuf::from)
-    });
-    let own = spec.conf.iter().chain(&spec.keyring).cloned().chain(unlocking);
-    let all = system.iter().map(PathBuf::from).chain(own);
+    // libcryptsetup needs both.
+    let random = ["/dev/urandom", "/dev/random"].map(PathBuf::from);
+    let unlocking = spec.encryption.iter().flat_map(|_| random.clone());
+    let all = system.iter().map(PathBuf::from).chain(spec.conf.clone()).chain(unlocking);
     all.filter(|path| path.exists()).collect()
 }

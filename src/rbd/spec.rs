@@ -5,6 +5,7 @@ mod encryption;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use cleat_backend::CredentialFile;
 use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -52,6 +53,9 @@ const CONFIG: &str = "config.";
 
 /// Options of Ceph that are secrets.
 const SECRETS: [&str; 2] = ["key", "auth_client_key"];
+
+/// The maximum length of a keyring, in bytes.
+pub(crate) const MAX_KEYRING: usize = 64 << 10;
 
 /// The maximum length of a name, in bytes.
 const MAX_NAME: usize = 255;
@@ -110,6 +114,23 @@ impl RbdSpec {
         ];
         options.finish("rbd:", &valid)?;
         Ok(spec)
+    }
+
+    /// Returns the file that `keyring=` names.
+    pub(crate) fn keyring_file(&self) -> Option<CredentialFile> {
+        let path = self.keyring.clone()?;
+        Some(CredentialFile { path, what: "keyring", option: "keyring", max_bytes: MAX_KEYRING })
+    }
+
+    /// Returns the keyring and the passphrase files, each path once.
+    pub(crate) fn files_with_secrets(&self) -> Vec<CredentialFile> {
+        let mut files: Vec<_> = self.keyring_file().into_iter().collect();
+        for file in self.encryption.iter().flat_map(Encryption::files) {
+            if files.iter().all(|other| other.path != file.path) {
+                files.push(file);
+            }
+        }
+        files
     }
 
     /// Returns the pool or namespace of the image.

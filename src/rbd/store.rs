@@ -21,8 +21,9 @@ use std::time::Duration;
 
 use librbd::{Image, Open, Pool, RBD_FEATURE_EXCLUSIVE_LOCK};
 
-use crate::connection::{config, load_library};
+use crate::connection::{config, connect, load_library};
 use crate::errors::open_error;
+use crate::keyring::ClientKey;
 use crate::mirror::check_primary;
 use crate::spec::{RbdSpec, RbdStoreSpec};
 use crate::timeouts::{CALL_TIMEOUT, Tracker, answer, with_progress, with_timeout};
@@ -500,7 +501,8 @@ impl Target {
 
 fn open_pool(spec: &RbdStoreSpec) -> Result<Arc<Pool>> {
     let failed = |error| pool_error(error, spec.client());
-    let cluster = librbd::Cluster::connect(&config(spec.client())).map_err(failed)?;
+    let key = ClientKey::load(spec.client())?;
+    let cluster = connect(&config(spec.client()), key.as_ref()).map_err(failed)?;
     let pool = cluster.pool(spec.pool(), spec.namespace()).map_err(failed)?;
     if let Some(name) = spec.namespace() {
         match cluster.pool(spec.pool(), None).map_err(failed)?.has_namespace(name) {

@@ -48,8 +48,9 @@ pub struct ProtocolVersions {
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum ToWorker {
     /// The first message on an inherited channel. Descriptors: a listening SOCK_SEQPACKET socket (the control
-    /// socket, for later supervisors) and a memory file for the statistics page; for a successor, then the
-    /// descriptors of its predecessor's `HandoverPrepared`. Answered by `Ready` or `Failed`.
+    /// socket, for later supervisors) and a memory file for the statistics page; then the files of
+    /// `credentials`; for a successor, then the descriptors of its predecessor's `HandoverPrepared`. Answered
+    /// by `Ready` or `Failed`.
     Start(Box<Start>),
     /// The first message on an inherited channel to a worker without a volume, for a device that no worker
     /// will serve again. The worker answers every request with an I/O error and accepts `Serve`, `Ping` and
@@ -84,6 +85,12 @@ pub enum ToWorker {
     },
     /// Apply another policy, also to requests that wait already. Answered by `Done`.
     SetPolicy(Policy),
+    /// Use the present content of the volume's credential files from now on. Descriptors: the files of
+    /// `credentials`. Answered by `Done`, or by `Failed` with `Unsupported` if only a new worker can use it.
+    RenewCredentials {
+        /// The paths of the files.
+        credentials: Vec<String>,
+    },
     /// Replace the injected faults. Answered by `Done`.
     #[cfg(feature = "fault")]
     SetFault {
@@ -172,6 +179,10 @@ pub struct Start {
     /// Whether a sync failed in an earlier worker of the mapping, see `Image::sync_failed`.
     #[serde(default)]
     pub sync_failed: bool,
+    /// The paths of the credential files whose descriptors the message carries. The worker reads each
+    /// descriptor once, to its end.
+    #[serde(default)]
+    pub credentials: Vec<String>,
 }
 
 /// The start message of a worker without a volume.

@@ -30,7 +30,7 @@ use super::session::Session;
 use super::version::{ProtocolVersions, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
-use cleat_backend::{Confinement, HandoverFiles, Image, OpenOptions, Registry};
+use cleat_backend::{Confinement, CredentialSet, HandoverFiles, Image, OpenOptions, Registry};
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
@@ -112,7 +112,7 @@ fn start(channel: &Channel, registry: Registry) -> Result<Role> {
 fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) -> Result<Session> {
     ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
-    let Inherited { listener, page, handover } = inherited(&start, descriptors)?;
+    let Inherited { listener, page, credentials, handover } = inherited(&start, descriptors)?;
     // Before the confinement, because it may open a socket.
     start.log.parse::<Log>()?.init()?;
     let uri = registry.volume(&start.uri)?;
@@ -120,7 +120,8 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
     uri.spec().prepare()?;
     prepare_process(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
-    let (image, report) = open_confined(&uri, &options(&start), handover)?;
+    let options = options(&start, read_credentials(&uri, &start, credentials)?);
+    let (image, report) = open_confined(&uri, options, handover)?;
     log_missing_layers(&report);
     tracing::info!(
         mapping = %start.name,
@@ -131,7 +132,8 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
         confinement = ?report.applied,
         "the volume is open"
     );
-    Session::new(start, image, page, listener, binary, Arc::new(SystemClock))
+    let credential_files = uri.spec().credential_files();
+    Session::new(start, image, credential_files, page, listener, binary, Arc::new(SystemClock))
 }
 
 /// Confines the process of a worker without a volume. It opens no file and needs no storage.
@@ -157,7 +159,7 @@ fn log_missing_layers(report: &Report) {
 
 /// Returns the options that the volume is opened with. Must be called before the confinement, after which the
 /// process cannot read its own entry in /proc.
-fn options(start: &Start) -> OpenOptions {
+fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
     let claimant = Claimant {
         node: start.node.clone(),
         machine: start.machine.clone(),
@@ -172,20 +174,35 @@ fn options(start: &Start) -> OpenOptions {
         claimant,
         snapshots: start.quiesce,
         sync_failed: start.sync_failed,
+        credentials,
     }
 }
 
-/// Opens the volume and confines the process, in the order that the backend requires.
+/// Reads the credential files from their descriptors. A supervisor of an older build passes none, or not all;
+/// the process, which is not confined yet, then opens the others by their paths.
+fn read_credentials(
+    uri: &VolumeUri,
+    start: &Start,
+    descriptors: Vec<OwnedFd>,
+) -> Result<CredentialSet> {
+    let files = uri.spec().credential_files();
+    let mut credentials = CredentialSet::receive(&files, &start.credentials, descriptors)?;
+    credentials.complete(&files)?;
+    Ok(credentials)
+}
+
+/// Opens the volume and confines the process, in the order that the backend requires. Takes the options by
+/// value, so that the secrets in them are wiped as soon as the volume is open.
 fn open_confined(
     uri: &VolumeUri,
-    options: &OpenOptions,
+    options: OpenOptions,
     handover: Option<HandoverFiles>,
 ) -> Result<(Arc<dyn Image>, Report)> {
     let when = uri.spec().confinement();
     let needs = Needs::from(&when);
     let open = || match handover {
-        Some(files) => uri.open_successor(options, files),
-        None => uri.open(options),
+        Some(files) => uri.open_successor(&options, files),
+        None => uri.open(&options),
     };
     Ok(match when {
         Confinement::AfterOpen => {
@@ -205,6 +222,8 @@ struct Inherited {
     listener: UnixListener,
     /// The statistics page.
     page: Page,
+    /// The credential files.
+    credentials: Vec<OwnedFd>,
     /// For a successor, the files of its predecessor.
     handover: Option<HandoverFiles>,
 }
@@ -236,6 +255,10 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
     let (Some(listener), Some(page)) = (descriptors.next(), descriptors.next()) else {
         return Err(invalid("start needs 2 descriptors: control socket and page"));
     };
+    if descriptors.len() < start.credentials.len() {
+        return Err(invalid("start has fewer descriptors than credential files"));
+    }
+    let credentials = descriptors.by_ref().take(start.credentials.len()).collect();
     let files = HandoverFiles { descriptors: descriptors.collect() };
     if !start.successor && !files.descriptors.is_empty() {
         return Err(invalid("start has descriptors that only a successor uses"));
@@ -254,7 +277,7 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
         // A dead worker has left its connections in the page. A predecessor still serves its own.
         page.take_over();
     }
-    Ok(Inherited { listener, page, handover })
+    Ok(Inherited { listener, page, credentials, handover })
 }
 
 fn invalid(message: &str) -> Error {

@@ -28,7 +28,7 @@ use super::outage_monitor::OutageMonitor;
 use super::protocol::{FromWorker, Start};
 use super::quiesce::SnapshotQuiesce;
 use super::resize::Resizer;
-use cleat_backend::{Image, Waker};
+use cleat_backend::{CredentialFile, Image, Waker};
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, Result};
 use cleat_export::server::{ExportName, Limits, Server};
@@ -50,6 +50,8 @@ pub(super) struct Session {
     binary: String,
     clock: Arc<dyn Clock>,
     image: Arc<dyn Image>,
+    /// The files of the volume's secrets, which a renewal names.
+    credential_files: Vec<CredentialFile>,
     page: Page,
     /// Wakes this thread: for the ends of connections, outages, snapshots and sizes.
     waker: Waker,
@@ -92,6 +94,7 @@ impl Session {
     pub(super) fn new(
         start: Start,
         image: Arc<dyn Image>,
+        credential_files: Vec<CredentialFile>,
         page: Page,
         listener: UnixListener,
         binary: String,
@@ -124,6 +127,7 @@ impl Session {
             binary,
             clock,
             image,
+            credential_files,
             page,
             waker,
             connections,

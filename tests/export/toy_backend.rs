@@ -10,8 +10,9 @@ use cleat_backend::claimant::Claimant;
 use cleat_backend::fence::{Client, Fence, Target};
 use cleat_backend::uri::{Options, Size, invalid, parse_size};
 use cleat_backend::{
-    Backend, Completer, Confinement, Credentials, HandoverFiles, Image, ImageQueue, Nested,
-    OpenOptions, Outcome, Registry, RenewCredentials, RequestId, Started, VolumeSpec,
+    Backend, Completer, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image,
+    ImageQueue, Nested, OpenOptions, Outcome, Registry, RenewCredentials, RequestId, Started,
+    VolumeSpec,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op, Request};
@@ -91,7 +92,7 @@ impl VolumeSpec for ToySpec {
 
 struct ToyImage {
     content: Arc<Mutex<Vec<u8>>>,
-    token: Mutex<Option<Credentials>>,
+    token: Mutex<Option<CredentialSet>>,
 }
 
 impl Image for ToyImage {
@@ -122,8 +123,8 @@ impl Image for ToyImage {
 }
 
 impl RenewCredentials for ToyImage {
-    fn renew(&self, credentials: Credentials) -> Result<()> {
-        *self.token.lock().unwrap() = Some(credentials);
+    fn renew(&self, credentials: &CredentialSet) -> Result<()> {
+        *self.token.lock().unwrap() = Some(credentials.clone());
         Ok(())
     }
 }
@@ -221,6 +222,9 @@ fn capabilities_of_a_new_backend_are_reached_by_type() {
     let mut secret: File = tempfile::tempfile().unwrap();
     secret.write_all(b"token").unwrap();
     secret.rewind().unwrap();
-    let credentials = Credentials::read(&secret, 64).unwrap();
-    image.renew_credentials().unwrap().renew(credentials).unwrap();
+    let path = "/run/toy/token".to_owned();
+    let file =
+        CredentialFile { path: path.clone().into(), what: "token", option: "token", max_bytes: 64 };
+    let renewed = CredentialSet::receive(&[file], &[path], vec![secret.into()]).unwrap();
+    image.renew_credentials().unwrap().renew(&renewed).unwrap();
 }

@@ -49,6 +49,7 @@ pub fn start_message(uri: &str) -> Start {
         resumes: false,
         quiesce: false,
         sync_failed: false,
+        credentials: Vec::new(),
     }
 }
 
@@ -109,9 +110,16 @@ impl Worker {
 
     /// Sends a start message with a listening socket and the statistics page.
     pub fn send_start(&self, start: &Start) {
+        self.send_start_with(start, &[]);
+    }
+
+    /// Sends a start message with a listening socket, the statistics page and the descriptors of the
+    /// credential files.
+    pub fn send_start_with(&self, start: &Start, credentials: &[BorrowedFd<'_>]) {
         let listener = self.listener();
         let page = self.page.file().unwrap();
-        self.send(&ToWorker::Start(Box::new(start.clone())), &[listener.as_fd(), page.as_fd()]);
+        let descriptors = [&[listener.as_fd(), page.as_fd()], credentials].concat();
+        self.send(&ToWorker::Start(Box::new(start.clone())), &descriptors);
     }
 
     /// Returns a listening socket, for the worker to accept new supervisors on.

@@ -1,18 +1,19 @@
 //! A connection to a cluster: one RADOS client.
 
-use std::ffi::c_char;
+use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 use std::time::Duration;
 
 use librbd_sys::{Api, api, rados_t};
+use zeroize::Zeroizing;
 
 use crate::error::{Error, Result, check};
 use crate::text::{c_string, growing, owned, until_zero};
 
 /// The address of a cluster and the identity of the client. It contains no secret: the library reads the
-/// key from a file.
+/// key from a file, or [`Cluster::connect_with_key`] passes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// The configuration file. The default is `/etc/ceph/ceph.conf` if that exists.
@@ -49,12 +50,38 @@ impl Cluster {
     /// Returns an error if the libraries are missing, the configuration is invalid, the monitors refuse
     /// the key, or no monitor answers within the timeout.
     pub fn connect(config: &Config) -> Result<Arc<Self>> {
+        Self::configured(config)?.connected(config)
+    }
+
+    /// Connects to the cluster with a key in base64. The library reads no keyring. It keeps the key in its
+    /// memory, and logs it if it cannot decode it: the caller checks the key first. The key of a connected
+    /// client cannot be replaced, because the library reads it only when it connects.
+    ///
+    /// # Errors
+    /// Fails as [`Cluster::connect`] does.
+    pub fn connect_with_key(config: &Config, key: &[u8]) -> Result<Arc<Self>> {
         let cluster = Self::configured(config)?;
+        cluster.set("keyring", "")?;
+        let mut text = Zeroizing::new(Vec::with_capacity(key.len() + 1));
+        text.extend_from_slice(key);
+        text.push(0);
+        let set_key = || "set the client's key".to_owned();
+        let text = CStr::from_bytes_with_nul(&text)
+            .map_err(|_| Error::invalid(set_key(), "it has a zero byte"))?;
+        // SAFETY: the handle is open and not connected, and the texts are C strings.
+        let set = unsafe {
+            (cluster.api.rados.rados_conf_set)(cluster.handle, c"key".as_ptr(), text.as_ptr())
+        };
+        check(set, set_key)?;
+        cluster.connected(config)
+    }
+
+    fn connected(self, config: &Config) -> Result<Arc<Self>> {
         // SAFETY: the handle is open and not connected yet.
-        check(unsafe { (cluster.api.rados.rados_connect)(cluster.handle) }, || {
+        check(unsafe { (self.api.rados.rados_connect)(self.handle) }, || {
             format!("connect to the cluster as client.{}", config.id())
         })?;
-        Ok(Arc::new(cluster))
+        Ok(Arc::new(self))
     }
 
     fn configured(config: &Config) -> Result<Self> {

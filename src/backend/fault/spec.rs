@@ -6,6 +6,7 @@ use std::time::Duration;
 use cleat_core::error::Result;
 
 use super::{FaultImage, PREFIX, Plan};
+use crate::credentials::CredentialFile;
 use crate::fence::Fence;
 use crate::spec::{Backend, Confinement, Nested, OpenOptions, VolumeSpec};
 use crate::uri::{Options, invalid};
@@ -81,6 +82,10 @@ impl VolumeSpec for FaultSpec {
 
     fn prepare(&self) -> Result<()> {
         self.inner.prepare()
+    }
+
+    fn credential_files(&self) -> Vec<CredentialFile> {
+        self.inner.credential_files()
     }
 
     /// As the wrapped volume: the timer thread starts with the first queue, after the open.

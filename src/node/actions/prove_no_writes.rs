@@ -6,6 +6,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::stop_worker::FORCED_STOP_GRACE;
 use crate::context::Context;
+use crate::credentials::open_credentials;
 use crate::mapping::Guard;
 use crate::records::store;
 use crate::unlock;
@@ -68,14 +69,19 @@ pub(crate) async fn prove_no_writes(
 
 /// Starts a worker that opens the volume and takes the claim, and stops it again.
 async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    let uri = unlock::without_content_key(cx.registry, &guard.record.uri);
+    // A missing volume is a proof (`NotFound`); a missing file is not.
+    let credentials = open_credentials(cx, &uri, deadline)
+        .await
+        .map_err(|error| Error::new(ErrorKind::Unavailable, error.report()))?;
     let launched = cx.workers.launch().await?;
     // As every worker, this one is recorded so that it can be found and ended after a crash.
     guard.record.generation += 1;
     guard.record.worker = Some(launched.id());
     store(cx, guard).await?;
     let start = start_message(cx, &guard.record, false);
-    let start = Start { uri: unlock::without_content_key(cx.registry, &start.uri), ..start };
-    let starting = cx.workers.start(launched, start, None, Vec::new(), deadline);
+    let start = Start { uri, credentials: credentials.paths, ..start };
+    let starting = cx.workers.start(launched, start, None, credentials.descriptors, deadline);
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "opening the volume timed out");
     let worker = started.await.map_err(late)?.map_err(|start_failed| start_failed.error)?;

@@ -7,9 +7,11 @@ use tokio::time::{Instant, timeout};
 
 use super::stop_worker::STOP_GRACE;
 use crate::context::Context;
+use crate::credentials::open_credentials;
 use crate::mapping::Guard;
 use crate::records::store;
 use crate::unlock::{self, unlock_permit};
+use crate::worker_failures::StartFailure;
 use crate::worker_start::{device_properties, start_message, start_permit, within};
 use cleat_core::error::Result;
 use cleat_statistics::Page;
@@ -28,6 +30,10 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     let permit = start_permit(cx, deadline).await?;
     let limit = START_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri);
     let deadline = if guard.is_background() { within(deadline, limit) } else { deadline };
+    let credentials = open_credentials(cx, &guard.record.uri, deadline).await.map_err(|error| {
+        let failed = StartFailure { error, pid: 0, died: None };
+        guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed)
+    })?;
     // The process receives no command before it is recorded, so that it can be found after a crash.
     let launched = cx.workers.launch().await?;
     cx.point("worker launched").await;
@@ -35,11 +41,16 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     guard.record.worker = Some(launched.id());
     store(cx, guard).await?;
     cx.point("worker recorded").await;
-    let start = Start { take_over: guard.take_over, ..start_message(cx, &guard.record, false) };
+    let start = Start {
+        take_over: guard.take_over,
+        credentials: credentials.paths,
+        ..start_message(cx, &guard.record, false)
+    };
     let page = guard.statistics.clone();
     // The end of the previous worker is proved, so its connections and requests no longer count.
     page.iter().for_each(Page::take_over);
-    let mut starting = pin!(cx.workers.start(launched, start, page, Vec::new(), deadline));
+    let mut starting =
+        pin!(cx.workers.start(launched, start, page, credentials.descriptors, deadline));
     let started = match timeout(PERMIT_TIMEOUT, &mut starting).await {
         Ok(started) => started,
         Err(_) => {

@@ -342,7 +342,14 @@ impl api::node_server::Node for ApiService {
         let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
+        let renew = request.renew_credentials;
         self.detached(deadline, async move {
+            if renew {
+                let view = executor.renew_credentials(&target, deadline).await?;
+                if change.is_empty() {
+                    return Ok(convert::mapping(&view));
+                }
+            }
             let view = executor.set_policy(&target, change, deadline).await?;
             Ok(convert::mapping(&view))
         })

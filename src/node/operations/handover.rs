@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use crate::actions::wait_for_connections;
 use crate::context::Context;
+use crate::credentials::{OpenCredentials, open_credentials};
 use crate::mapping::Guard;
 use crate::planner::State;
 use crate::reconcile::reconcile;
@@ -24,7 +25,7 @@ use crate::unlock::{self, unlock_permit};
 use crate::worker_start::{device_properties, no_worker, start_message, start_permit, within};
 use crate::workers::{Launched, unexpected};
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_worker_protocol::protocol::{FromWorker, ToWorker};
+use cleat_worker_protocol::protocol::{FromWorker, Start, ToWorker};
 
 /// The timeout for the new worker to open the volume.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(20);
@@ -55,11 +56,12 @@ pub(crate) async fn hand_over(
     }
     let unlock_permit = unlock_permit(cx, guard, deadline).await?;
     let start_permit = start_permit(cx, deadline).await?;
+    let credentials = open_credentials(cx, &guard.record.uri, deadline).await?;
     let launched = cx.workers.launch().await?;
     cx.point("successor launched").await;
     record_successor(cx, guard, &launched).await?;
     cx.point("successor recorded").await;
-    let handed_over = start_successor(cx, guard, launched, prepared, deadline).await;
+    let handed_over = start_successor(cx, guard, launched, credentials, prepared, deadline).await;
     drop((start_permit, unlock_permit));
     if handed_over.is_ok() {
         wait_for_connections(guard).await;
@@ -107,14 +109,17 @@ async fn start_successor(
     cx: &Context,
     guard: &mut Guard,
     launched: Launched,
+    credentials: OpenCredentials,
     prepared: Vec<OwnedFd>,
     deadline: Instant,
 ) -> Result<Duration> {
-    let start = start_message(cx, &guard.record, true);
+    let OpenCredentials { paths, mut descriptors } = credentials;
+    descriptors.extend(prepared);
+    let start = Start { credentials: paths, ..start_message(cx, &guard.record, true) };
     let page = guard.statistics.clone();
     let until =
         within(deadline, OPEN_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri));
-    let started = cx.workers.start(launched, start, page, prepared, until).await;
+    let started = cx.workers.start(launched, start, page, descriptors, until).await;
     let new = started.map_err(|failed| failed.error)?;
     let volume = device_properties(&guard.record, &new.ready);
     let before = guard.record.volume;

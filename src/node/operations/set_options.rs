@@ -3,10 +3,11 @@
 use tokio::time::Instant;
 
 use crate::context::Context;
+use crate::credentials::{OpenCredentials, open_credentials};
 use crate::mapping::View;
 use crate::records::store;
 use crate::status::publish;
-use crate::target::{get, lock_mapped};
+use crate::target::{get, lock_mapped, not_mapped};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy;
 use cleat_worker_protocol::protocol::ToWorker;
@@ -24,9 +25,35 @@ pub(crate) async fn set_fault(
 ) -> Result<()> {
     let mapping = get(cx, target, deadline).await?;
     let guard = lock_mapped(&mapping, deadline).await?;
-    let worker = guard.worker.as_ref().ok_or_else(|| crate::target::not_mapped(&mapping))?;
+    let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&mapping))?;
     let command = ToWorker::SetFault { plan: plan.to_owned() };
     mapping.until_forced(worker.call(command, Vec::new(), deadline)).await.map(|_| ())
+}
+
+/// Passes the present content of the volume's credential files to the worker. Nothing is recorded: each new
+/// worker gets the files as they are when it starts.
+///
+/// # Errors
+/// Returns `Unsupported` if the volume names no credential files, or if only a new worker can use the new
+/// content; the errors of opening the files; and those of the worker.
+pub(crate) async fn renew_credentials(
+    cx: &Context,
+    target: &str,
+    deadline: Instant,
+) -> Result<View> {
+    let mapping = get(cx, target, deadline).await?;
+    let guard = lock_mapped(&mapping, deadline).await?;
+    let OpenCredentials { paths: credentials, descriptors } =
+        open_credentials(cx, &guard.record.uri, deadline).await?;
+    if credentials.is_empty() {
+        let message = format!("the volume of {} names no credential files", mapping.name);
+        return Err(Error::new(ErrorKind::Unsupported, message)
+            .with_repair("map it with options that name them, such as keyring=PATH"));
+    }
+    let worker = guard.worker.as_ref().ok_or_else(|| not_mapped(&mapping))?;
+    let call = worker.call(ToWorker::RenewCredentials { credentials }, descriptors, deadline);
+    mapping.until_forced(call).await?;
+    Ok(mapping.view())
 }
 
 /// Changes the behaviour in an outage of the backend, and the rate limits. The change is recorded also if

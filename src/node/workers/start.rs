@@ -76,8 +76,8 @@ impl Workers {
     }
 
     /// Makes a launched process open its volume. `page` is the statistics page of the previous worker;
-    /// `None`: there is none. `prepared` are the descriptors that a worker that still serves passes to its
-    /// successor.
+    /// `None`: there is none. `more` are the descriptors of `start.credentials`, then those that a worker
+    /// that still serves passes to its successor.
     ///
     /// If this fails, it kills the process and waits [`KILL_TIMEOUT`] at most for its end.
     ///
@@ -88,7 +88,7 @@ impl Workers {
         launched: Launched,
         mut start: Start,
         page: Option<Page>,
-        prepared: Vec<OwnedFd>,
+        more: Vec<OwnedFd>,
         deadline: Instant,
     ) -> Result<Worker, StartFailure> {
         start.log.clone_from(&self.log);
@@ -97,7 +97,7 @@ impl Workers {
         let mapping_id = start.mapping_id.clone();
         let late =
             || Error::new(ErrorKind::TimedOut, "the backend did not open the volume in time");
-        let opening = self.open(&link, pid, start, page, prepared);
+        let opening = self.open(&link, pid, start, page, more);
         let opened = timeout_at(deadline, opening).await;
         match opened.unwrap_or_else(|_| Err(NotOpened::Refused(late()))) {
             Ok((ready, page)) => Worker::watch(
@@ -132,7 +132,7 @@ impl Workers {
         pid: u32,
         start: Start,
         page: Option<Page>,
-        prepared: Vec<OwnedFd>,
+        more: Vec<OwnedFd>,
     ) -> Result<(Ready, Page), NotOpened> {
         let (generation, mapping_id) = (start.generation, start.mapping_id.clone());
         let send = async {
@@ -141,7 +141,7 @@ impl Workers {
             let file =
                 page.file().map_err(|error| Error::from_io("cannot share statistics", error))?;
             let mut descriptors = vec![listener, file];
-            descriptors.extend(prepared);
+            descriptors.extend(more);
             link.send(&ToWorker::Start(Box::new(start)), &descriptors)
                 .await
                 .map_err(channel_broke)?;

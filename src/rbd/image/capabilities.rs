@@ -5,8 +5,9 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use cleat_backend::uri::{Size, invalid};
-use cleat_backend::{BackgroundWork, Extents, Handover, HandoverFiles, HandoverState, Resize};
-use cleat_backend::{RunningTask, Shrink, SnapshotQuiesce, Waker};
+use cleat_backend::{BackgroundWork, CredentialSet, Extents, Handover, HandoverFiles};
+use cleat_backend::{HandoverState, RenewCredentials, Resize, RunningTask, Shrink};
+use cleat_backend::{SnapshotQuiesce, Waker};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::Extent;
 
@@ -88,6 +89,32 @@ impl BackgroundWork for RbdImage {
 
     fn restart(&self) {
         self.shared.pause.resume();
+    }
+}
+
+/// librados reads the key of its client once, when it connects (`MonClient::init`), and has no function that
+/// replaces it. A connected client continues with its tickets when the monitors get another key, until it
+/// must renew them with the key (`auth_mon_ticket_ttl`, 3 days by default). A changed key is therefore
+/// refused here; a new worker connects with it. A passphrase is used only to unlock the image.
+impl RenewCredentials for RbdImage {
+    fn renew(&self, credentials: &CredentialSet) -> Result<()> {
+        let unsupported = |message: String| {
+            Err(Error::new(ErrorKind::Unsupported, message).with_repair(
+                "hand the volume over to a new worker, which connects with the new key: cleat upgrade \
+                 --workers-only --force NAME",
+            ))
+        };
+        match &self.key {
+            None => unsupported(format!(
+                "{} names no keyring: librados has read the key when it connected",
+                self.name
+            )),
+            Some(key) if key.is_in(credentials)? => Ok(()),
+            Some(_) => unsupported(format!(
+                "the key of {} has changed, and librados cannot replace the key of a connected client",
+                self.name
+            )),
+        }
     }
 }
 

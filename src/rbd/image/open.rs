@@ -17,6 +17,7 @@ use crate::claim::decision::Purpose;
 use crate::connection::{load_library, open_library};
 use crate::encryption::{self, ENCRYPTED_BLOCK, Passphrases};
 use crate::errors::{self, open_error};
+use crate::keyring::ClientKey;
 use crate::pause::Pause;
 use crate::permissions::{self, MissingCaps};
 use crate::pool_space::PoolSpace;
@@ -60,18 +61,24 @@ impl RbdImage {
 
     fn open_in_time(spec: &RbdSpec, options: &OpenOptions, claim: bool) -> Result<Self> {
         load_library()?;
-        let passphrases = spec.encryption.as_ref().map(Passphrases::read).transpose()?;
+        let mut credentials = options.credentials.clone();
+        credentials.complete(&spec.files_with_secrets())?;
+        let passphrases = spec.encryption.as_ref();
+        let passphrases =
+            passphrases.map(|layers| Passphrases::find(layers, &credentials)).transpose()?;
+        let key = ClientKey::find(spec, &credentials)?;
+        drop(credentials);
         let name = spec.image_name();
         let (wanted, read_only) = (spec.clone(), options.read_only || spec.snapshot.is_some());
         let (named, watched) = (name.clone(), options.snapshots && !read_only);
         let opening = format!("open {name}");
         let started = SystemClock.now();
-        let (image, snapshots) = timeouts::with_timeout(OPEN_TIMEOUT, &opening, move || {
-            let image = open_library(&wanted, read_only)?;
+        let (image, snapshots, key) = timeouts::with_timeout(OPEN_TIMEOUT, &opening, move || {
+            let image = open_library(&wanted, key.as_ref(), read_only)?;
             // Immediately: a snapshot that starts before the watch aborts the process (librbd 16).
             let watch = || Snapshots::watch(&image, &named);
             let snapshots = watched.then(watch).transpose()?;
-            Ok((image, snapshots))
+            Ok((image, snapshots, key))
         })?;
         let left = OPEN_TIMEOUT.saturating_sub(SystemClock.elapsed_since(started));
         let (image, header) = match passphrases {
@@ -83,7 +90,8 @@ impl RbdImage {
         };
         let (wanted, options) = (spec.clone(), options.clone());
         timeouts::with_timeout(left, &opening, move || {
-            let opened = Self::from_library(image, header, snapshots, &wanted, options)?;
+            let mut opened = Self::from_library(image, header, snapshots, &wanted, options)?;
+            opened.key = key;
             let claimed = if claim { opened.claim_opened() } else { Ok(opened) };
             claimed.map_err(|error| errors::with_caps_repair(error, &wanted))
         })
@@ -156,7 +164,7 @@ impl RbdImage {
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
         let handles = Mutex::new(Some(Handles { background, snapshots, image }));
         let blocks = block_sizes(stat, encrypted);
-        Ok(Self { handles, name, claimant, blocks, features, shared })
+        Ok(Self { handles, name, claimant, key: None, blocks, features, shared })
     }
 
     /// Claims the image after opening. If the mapping has a device and another mapping has claimed the image

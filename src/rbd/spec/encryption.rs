@@ -1,7 +1,8 @@
 //! The options `encryption` and `passphrase_file` of an RBD image.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use cleat_backend::CredentialFile;
 use cleat_backend::uri::{Options, absolute_path, invalid};
 use cleat_core::error::Result;
 
@@ -30,6 +31,9 @@ pub(crate) enum Luks {
     /// The version that the image's header has.
     Any,
 }
+
+/// The maximum length of a passphrase, in bytes. `cryptsetup` has the same limit for interactive input.
+const MAX_PASSPHRASE: usize = 8192;
 
 /// The maximum number of layers: the longest chain of clones in Ceph's own tests.
 const MAX_LAYERS: usize = 16;
@@ -74,13 +78,19 @@ impl Encryption {
     /// Returns the values of both options.
     pub(crate) fn option_values(&self) -> (String, String) {
         let formats: Vec<&str> = self.layers.iter().map(|layer| layer.format.name()).collect();
-        let files: Vec<_> = self.files().map(Path::to_string_lossy).collect();
+        let path = |layer: &Layer| layer.passphrase_file.to_string_lossy().into_owned();
+        let files: Vec<_> = self.layers.iter().map(path).collect();
         (formats.join(","), files.join(","))
     }
 
-    /// Returns the paths of the passphrase files.
-    pub(crate) fn files(&self) -> impl Iterator<Item = &Path> {
-        self.layers.iter().map(|layer| &*layer.passphrase_file)
+    /// Returns the passphrase files.
+    pub(crate) fn files(&self) -> impl Iterator<Item = CredentialFile> {
+        self.layers.iter().map(|layer| CredentialFile {
+            path: layer.passphrase_file.clone(),
+            what: "passphrase",
+            option: "passphrase_file",
+            max_bytes: MAX_PASSPHRASE,
+        })
     }
 }
 

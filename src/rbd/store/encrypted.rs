@@ -56,7 +56,7 @@ impl Target {
     pub(crate) fn encrypt(&self, size: u64, layout: &Layout) -> Result<bool> {
         let Some(encryption) = &self.spec.encryption else { return Ok(false) };
         let failed = |error| self.failed(error);
-        let passphrases = Passphrases::read(encryption)?;
+        let passphrases = Passphrases::load(encryption)?;
         let image = self.open(Open::ReadOnly)?;
         let fresh = encryption::kind(&image).map_err(failed)? == Kind::Plain;
         let (image, header) = if fresh {
@@ -86,7 +86,7 @@ impl Target {
     /// Unlocks an open image if it is encrypted. Returns the size of the encryption header in bytes.
     pub(crate) fn unlock(&self, image: &Arc<Image>) -> Result<Option<u64>> {
         let Some(encryption) = &self.spec.encryption else { return Ok(None) };
-        Passphrases::read(encryption)?.unlock(image, &self.name).map(Some)
+        Passphrases::load(encryption)?.unlock(image, &self.name).map(Some)
     }
 
     /// Rejects an image with data, which formatting would destroy.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::{Answer, Next, Session};
 use crate::protocol::{FromWorker, ToWorker};
 use crate::resize::SizeRequest;
+use cleat_backend::CredentialSet;
 #[cfg(feature = "fault")]
 use cleat_backend::Image;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -107,6 +108,9 @@ impl Session {
                 self.start.policy = policy;
                 Ok(FromWorker::Done)
             }
+            ToWorker::RenewCredentials { credentials } => {
+                self.renew_credentials(&credentials, descriptors).map(|()| FromWorker::Done)
+            }
             #[cfg(feature = "fault")]
             ToWorker::SetFault { plan } => {
                 set_fault(&*self.image, &plan).map(|()| FromWorker::Done)
@@ -146,6 +150,20 @@ impl Session {
                 Err(Error::new(ErrorKind::InvalidArgument, message))
             }
         }
+    }
+}
+
+impl Session {
+    /// Passes the present content of the credential files to the backend.
+    fn renew_credentials(&self, paths: &[String], descriptors: Vec<OwnedFd>) -> Result<()> {
+        let renewal = self.image.renew_credentials().ok_or_else(|| {
+            let message = "this kind of volume cannot renew its credentials";
+            Error::new(ErrorKind::Unsupported, message)
+        })?;
+        let credentials = CredentialSet::receive(&self.credential_files, paths, descriptors)?;
+        renewal.renew(&credentials)?;
+        tracing::info!("the credentials are up to date");
+        Ok(())
     }
 }
 

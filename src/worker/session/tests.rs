@@ -29,9 +29,13 @@ fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir
         resumes: false,
         quiesce: true,
         sync_failed: false,
+        credentials: Vec::new(),
     };
     let (page, _) = Page::create().unwrap();
-    (directory, Session::new(start, image, page, listener, String::new(), clock).unwrap())
+    (
+        directory,
+        Session::new(start, image, Vec::new(), page, listener, String::new(), clock).unwrap(),
+    )
 }
 
 #[test]

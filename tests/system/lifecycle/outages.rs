@@ -15,7 +15,8 @@ use test_kit::stopwatch::Stopwatch;
 
 fn set(supervisor: &Supervisor, on_outage: &str, iops: Option<u64>) -> Mapping {
     let (target, on_outage) = ("a".into(), on_outage.into());
-    let request = SetOptionsRequest { target, on_outage, iops, bytes_per_s: None };
+    let request =
+        SetOptionsRequest { target, on_outage, iops, bytes_per_s: None, ..Default::default() };
     supervisor.block_on(supervisor.client().set_options(request)).unwrap().into_inner()
 }
 

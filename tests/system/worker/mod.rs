@@ -1,6 +1,7 @@
 //! The real worker process; the test takes the roles of the supervisor and of the kernel.
 
 mod claims;
+mod credentials;
 mod fences;
 mod fight;
 mod quiesce;

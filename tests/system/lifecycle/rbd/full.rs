@@ -76,7 +76,13 @@ impl Scene<'_> {
 
     fn on_outage(&self, policy: &str) {
         let (target, on_outage) = ("a".into(), policy.into());
-        let request = SetOptionsRequest { target, on_outage, iops: None, bytes_per_s: None };
+        let request = SetOptionsRequest {
+            target,
+            on_outage,
+            iops: None,
+            bytes_per_s: None,
+            ..Default::default()
+        };
         self.supervisor.block_on(self.supervisor.client().set_options(request)).unwrap();
     }
 }

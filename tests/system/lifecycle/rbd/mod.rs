@@ -3,6 +3,7 @@
 
 mod changes;
 mod clients;
+mod credentials;
 mod encrypted;
 mod full;
 mod kinds;

@@ -38,7 +38,12 @@ fn a_failed_map_reports_its_cause_and_leaves_no_state() {
             "volumes/a",
             "keyring=PATH",
         ),
-        (good.replace(&own, "/nowhere/keyring"), Code::NotFound, "volumes/a", "keyring=PATH"),
+        (
+            good.replace(&own, "/nowhere/keyring"),
+            Code::NotFound,
+            "the keyring /nowhere/keyring",
+            "keyring=PATH",
+        ),
         (good.replace("ceph.conf", "none.conf"), Code::NotFound, "none.conf", "conf=PATH"),
         (format!("rbd:{POOL}/a"), Code::NotFound, "volumes/a", "conf=PATH"),
     ] {

@@ -1,0 +1,56 @@
+//! Opens the files with the secrets of a volume, whose descriptors a worker gets. The supervisor reads none
+//! of them. Each new worker gets the files as they are when it starts.
+
+use std::os::fd::OwnedFd;
+
+use tokio::time::{Instant, timeout_at};
+
+use crate::blocking::blocking;
+use crate::context::Context;
+use cleat_backend::CredentialFile;
+use cleat_core::error::{Error, ErrorKind, Result};
+
+/// The open credential files of a volume.
+#[derive(Debug, Default)]
+pub(crate) struct OpenCredentials {
+    /// The paths, in the order of the descriptors.
+    pub(crate) paths: Vec<String>,
+    /// The descriptors.
+    pub(crate) descriptors: Vec<OwnedFd>,
+}
+
+/// Opens the credential files that the URI of a volume names. There are none for a URI that no backend
+/// accepts; the worker reports such a URI.
+///
+/// # Errors
+/// Fails as [`CredentialFile::open`] does. Returns `TimedOut` if the files cannot be opened until `deadline`.
+pub(crate) async fn open_credentials(
+    cx: &Context,
+    uri: &str,
+    deadline: Instant,
+) -> Result<OpenCredentials> {
+    let files = cx.registry.volume(uri).map(|uri| uri.spec().credential_files());
+    let files = files.unwrap_or_default();
+    if files.is_empty() {
+        return Ok(OpenCredentials::default());
+    }
+    timeout_at(deadline, blocking(move || open(&files))).await.map_err(|_| {
+        let message = "the files with the volume's credentials could not be opened in time";
+        Error::new(ErrorKind::TimedOut, message)
+            .with_repair("check the file system that contains them")
+    })?
+}
+
+fn open(files: &[CredentialFile]) -> Result<OpenCredentials> {
+    let mut open = OpenCredentials::default();
+    for file in files {
+        let Some(path) = file.path.to_str() else {
+            let message = format!("the path of the {file} is not UTF-8");
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .with_repair(format!("write the {} to a file with another name", file.what)));
+        };
+        open.descriptors.push(file.open()?.into());
+        open.paths.push(path.to_owned());
+    }
+    Ok(open)
+}
