@@ -253,7 +253,11 @@ mod tests {
         let set_mode = |mode| std::fs::set_permissions(&path, PermissionsExt::from_mode(mode));
         for mode in [0o600, 0o400, 0o640, 0o644] {
             set_mode(mode).unwrap();
-            assert_eq!(CredentialSet::load(&[key.clone()]).unwrap().0.len(), 1, "{mode:o}");
+            assert_eq!(
+                CredentialSet::load(std::slice::from_ref(&key)).unwrap().0.len(),
+                1,
+                "{mode:o}"
+            );
         }
         for mode in [0o620, 0o602, 0o666] {
             set_mode(mode).unwrap();
