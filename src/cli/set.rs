@@ -39,9 +39,9 @@ pub(super) struct Set {
     policy: PolicyArgs,
     /// Pass the present content of the volume's credential files (keyring=PATH) to its worker
     ///
-    /// The credentials of later requests are the new ones. The command fails, with what to do, if the storage's
-    /// library can use new credentials only in a new worker; so it is for a changed key of an RBD image. Each
-    /// new worker reads the files when it starts, without this command.
+    /// Later requests use the new credentials. If only a new worker can use them, as for a changed key of an
+    /// RBD image, the command fails and prints the command to run instead. Each new worker reads the files when
+    /// it starts, without this command.
     #[arg(long)]
     renew_credentials: bool,
 }

@@ -65,6 +65,8 @@ pub(crate) struct Context {
     pub(crate) starts: Semaphore,
     /// Limits how many workers unlock an encrypted volume at the same time.
     pub(crate) unlocks: Semaphore,
+    /// Limits how many threads open credential files at the same time.
+    pub(crate) credential_opens: Arc<Semaphore>,
     /// All mappings.
     pub(crate) register: Register,
     /// The settings of the daemon.

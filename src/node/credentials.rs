@@ -2,13 +2,23 @@
 //! of them. Each new worker gets the files as they are when it starts.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
 use crate::blocking::blocking;
 use crate::context::Context;
+use crate::worker_start::within;
 use cleat_backend::CredentialFile;
 use cleat_core::error::{Error, ErrorKind, Result};
+
+/// The maximum number of volumes whose files are opened at the same time. A file system that does not answer
+/// then blocks only some of the threads that write the journal as well.
+pub(crate) const MAX_CONCURRENT: usize = 32;
+
+/// The timeout for opening the files of a volume.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The open credential files of a volume.
 #[derive(Debug, Default)]
@@ -23,7 +33,8 @@ pub(crate) struct OpenCredentials {
 /// accepts; the worker reports such a URI.
 ///
 /// # Errors
-/// Fails as [`CredentialFile::open`] does. Returns `TimedOut` if the files cannot be opened until `deadline`.
+/// Fails as [`CredentialFile::open`] does. Returns `TimedOut` if the files are not open after 10 s, or at
+/// `deadline`.
 pub(crate) async fn open_credentials(
     cx: &Context,
     uri: &str,
@@ -34,10 +45,19 @@ pub(crate) async fn open_credentials(
     if files.is_empty() {
         return Ok(OpenCredentials::default());
     }
-    timeout_at(deadline, blocking(move || open(&files))).await.map_err(|_| {
-        let message = "the files with the volume's credentials could not be opened in time";
-        Error::new(ErrorKind::TimedOut, message)
-            .with_repair("check the file system that contains them")
+    let named = files[0].to_string();
+    let permits = Arc::clone(&cx.credential_opens);
+    let opening = async move {
+        let permit = permits.acquire_owned().await;
+        let opened = blocking(move || {
+            let _permit = permit;
+            open(&files)
+        });
+        opened.await
+    };
+    timeout_at(within(deadline, OPEN_TIMEOUT), opening).await.map_err(|_| {
+        Error::new(ErrorKind::TimedOut, format!("the {named} could not be opened in time"))
+            .with_repair("check the file system that contains it")
     })?
 }
 

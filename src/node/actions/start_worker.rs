@@ -27,13 +27,13 @@ const PERMIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let _unlock_permit = unlock_permit(cx, guard, deadline).await?;
-    let permit = start_permit(cx, deadline).await?;
-    let limit = START_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri);
-    let deadline = if guard.is_background() { within(deadline, limit) } else { deadline };
     let credentials = open_credentials(cx, &guard.record.uri, deadline).await.map_err(|error| {
         let failed = StartFailure { error, pid: 0, died: None };
         guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed)
     })?;
+    let permit = start_permit(cx, deadline).await?;
+    let limit = START_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri);
+    let deadline = if guard.is_background() { within(deadline, limit) } else { deadline };
     // The process receives no command before it is recorded, so that it can be found after a crash.
     let launched = cx.workers.launch().await?;
     cx.point("worker launched").await;

@@ -23,6 +23,7 @@ use crate::api::service::ApiService;
 use crate::config::Config;
 use crate::context::{Context, QuiesceSettings, Settings};
 use crate::control_socket::listen;
+use crate::credentials;
 use crate::directory::create_private;
 use crate::executor::{Executor, Halt};
 use crate::force_disconnected::ForceDisconnected;
@@ -112,6 +113,7 @@ impl Node {
             workers: Workers::new(parts.launcher, workers_dir, log, worker_events),
             starts: Semaphore::new(MAX_CONCURRENT_STARTS),
             unlocks: Semaphore::new(unlock::MAX_CONCURRENT),
+            credential_opens: Arc::new(Semaphore::new(credentials::MAX_CONCURRENT)),
             register: Register::default(),
             settings: settings(config, parts.boot_id)?,
             clock: parts.clock,

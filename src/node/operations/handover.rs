@@ -55,8 +55,8 @@ pub(crate) async fn hand_over(
         return Err(unexpected(&answer));
     }
     let unlock_permit = unlock_permit(cx, guard, deadline).await?;
-    let start_permit = start_permit(cx, deadline).await?;
     let credentials = open_credentials(cx, &guard.record.uri, deadline).await?;
+    let start_permit = start_permit(cx, deadline).await?;
     let launched = cx.workers.launch().await?;
     cx.point("successor launched").await;
     record_successor(cx, guard, &launched).await?;

@@ -106,7 +106,7 @@ impl RenewCredentials for RbdImage {
         };
         match &self.key {
             None => unsupported(format!(
-                "{} names no keyring: librados has read the key when it connected",
+                "{} names no keyring: librados read the key when it connected",
                 self.name
             )),
             Some(key) if key.is_in(credentials)? => Ok(()),
