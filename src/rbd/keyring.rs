@@ -4,6 +4,8 @@
 //! the value of this option to its log if it cannot decode it (`KeyRing::from_ceph_context`), so the key is
 //! checked first.
 
+use std::ffi::CStr;
+
 use cleat_backend::uri::invalid;
 use cleat_backend::{CredentialFile, CredentialSet};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -26,7 +28,7 @@ pub(crate) struct ClientKey {
     /// `client.NAME`.
     client: String,
     file: CredentialFile,
-    /// The key in base64.
+    /// The key in base64, and a zero byte.
     key: Zeroizing<Vec<u8>>,
 }
 
@@ -40,8 +42,8 @@ impl ClientKey {
     pub(crate) fn find(spec: &RbdSpec, credentials: &CredentialSet) -> Result<Option<Self>> {
         let Some(file) = spec.keyring_file() else { return Ok(None) };
         let (client, content) = (client_name(spec), credentials.get(&file.path)?);
-        let key = key(content.bytes(), &client, &file)?;
-        Ok(Some(Self { client, file, key: Zeroizing::new(key.to_vec()) }))
+        let key = Zeroizing::new([key(content.bytes(), &client, &file)?, b"\0"].concat());
+        Ok(Some(Self { client, file, key }))
     }
 
     /// Opens the keyring of `spec` and finds the key, in the process that uses it.
@@ -54,8 +56,9 @@ impl ClientKey {
     }
 
     /// Returns the key in base64.
-    pub(crate) fn text(&self) -> &[u8] {
-        &self.key
+    pub(crate) fn text(&self) -> &CStr {
+        // A checked key has no other zero byte.
+        CStr::from_bytes_until_nul(&self.key).unwrap_or_default()
     }
 
     /// Returns whether the keyring in `credentials` has the same key.
@@ -64,7 +67,7 @@ impl ClientKey {
     /// Fails as [`ClientKey::find`] does.
     pub(crate) fn is_in(&self, credentials: &CredentialSet) -> Result<bool> {
         let content = credentials.get(&self.file.path)?;
-        Ok(key(content.bytes(), &self.client, &self.file)? == &**self.key)
+        Ok(key(content.bytes(), &self.client, &self.file)? == self.text().to_bytes())
     }
 }
 
@@ -267,7 +270,10 @@ mod tests {
         };
         let own = format!("[client.a]\nkey = {OWN}\n");
         std::fs::write(&path, " ".repeat(MAX_KEYRING - own.len()) + &own).unwrap();
-        assert_eq!(ClientKey::load(&spec(&path)).unwrap().unwrap().text(), OWN.as_bytes());
+        assert_eq!(
+            ClientKey::load(&spec(&path)).unwrap().unwrap().text().to_bytes(),
+            OWN.as_bytes()
+        );
         std::fs::write(&path, " ".repeat(MAX_KEYRING) + &own).unwrap();
         let error = ClientKey::load(&spec(&path)).err().expect("too long");
         assert!(error.message().contains("longer than 65536 bytes"), "{error}");

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use librbd_sys::{Api, api, rados_t};
-use zeroize::Zeroizing;
 
 use crate::error::{Error, Result, check};
 use crate::text::{c_string, growing, owned, until_zero};
@@ -59,20 +58,14 @@ impl Cluster {
     ///
     /// # Errors
     /// Fails as [`Cluster::connect`] does.
-    pub fn connect_with_key(config: &Config, key: &[u8]) -> Result<Arc<Self>> {
+    pub fn connect_with_key(config: &Config, key: &CStr) -> Result<Arc<Self>> {
         let cluster = Self::configured(config)?;
         cluster.set("keyring", "")?;
-        let mut text = Zeroizing::new(Vec::with_capacity(key.len() + 1));
-        text.extend_from_slice(key);
-        text.push(0);
-        let set_key = || "set the client's key".to_owned();
-        let text = CStr::from_bytes_with_nul(&text)
-            .map_err(|_| Error::invalid(set_key(), "it has a zero byte"))?;
         // SAFETY: the handle is open and not connected, and the texts are C strings.
         let set = unsafe {
-            (cluster.api.rados.rados_conf_set)(cluster.handle, c"key".as_ptr(), text.as_ptr())
+            (cluster.api.rados.rados_conf_set)(cluster.handle, c"key".as_ptr(), key.as_ptr())
         };
-        check(set, set_key)?;
+        check(set, || "set the client's key".to_owned())?;
         cluster.connected(config)
     }
 

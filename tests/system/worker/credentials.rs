@@ -32,7 +32,7 @@ fn start(image: &str, path: &str) -> Start {
     assert!(uri.contains(path) && !Path::new(path).exists());
     Start {
         credentials: vec![path.to_owned()],
-        log: "human trace".to_owned(),
+        log: "human:trace".to_owned(),
         ..start_message(&uri)
     }
 }
