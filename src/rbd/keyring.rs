@@ -108,8 +108,12 @@ fn check(key: &[u8], client: &str, file: &CredentialFile) -> Result<()> {
     let header = header.ok_or_else(malformed)?;
     let (kind, length) = ([header[0], header[1]], [header[10], header[11]]);
     let is_base64 = key.iter().all(|byte| value_of(*byte).is_some() || *byte == b'=');
-    if is_base64 && u16::from_le_bytes(kind) != AES {
-        let kind = u16::from_le_bytes(kind);
+    let kind = u16::from_le_bytes(kind);
+    // A larger number is no type: the first characters are missing, and it is a part of the secret.
+    if kind > u16::from(u8::MAX) {
+        return Err(malformed());
+    }
+    if is_base64 && kind != AES {
         let message = format!("the key of {client} in the {file} has the type {kind}, not AES");
         return Err(Error::new(ErrorKind::Unsupported, message).with_repair(format!(
             "create a client with a key of type aes, and give its keyring: {}=PATH",
