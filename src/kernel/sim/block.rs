@@ -13,7 +13,8 @@ use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv, send};
 
 use super::device::{Config, Connection};
-use super::io::{CMD_FLUSH, CMD_READ, CMD_WRITE, REPLY_BYTES, parse_reply, request_message};
+use super::io::{CMD_FLUSH, CMD_READ, CMD_WRITE, request_message};
+use super::replies::{REPLY_BYTES, parse_reply};
 use super::{SimKernel, State, lock};
 use crate::DeviceIndex;
 

@@ -14,14 +14,12 @@ use super::device::Connection;
 use super::{SimKernel, lock};
 use crate::DeviceIndex;
 
-/// NBD protocol, "request message" and "simple reply message".
+/// NBD protocol, "request message".
 const REQUEST_MAGIC: u32 = 0x2560_9513;
-const REPLY_MAGIC: u32 = 0x6744_6698;
 pub(super) const CMD_READ: u16 = 0;
 pub(super) const CMD_WRITE: u16 = 1;
 const CMD_DISC: u16 = 2;
 pub(super) const CMD_FLUSH: u16 = 3;
-pub(super) const REPLY_BYTES: usize = 16;
 /// NBD_FLAG_SEND_FLUSH.
 const SEND_FLUSH: u16 = 1 << 2;
 /// How long a request waits for its reply: longer than any outage in a test.
@@ -158,14 +156,6 @@ pub(super) fn request_message(
     message.extend_from_slice(&length.to_be_bytes());
     message.extend_from_slice(payload);
     message
-}
-
-/// Parses a reply: its cookie and error number; `None` if the magic number is wrong.
-pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
-    let word =
-        |at: usize| u32::from_be_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
-    let cookie = u64::from(word(8)) << 32 | u64::from(word(12));
-    (word(0) == REPLY_MAGIC).then_some((cookie, word(4)))
 }
 
 /// Sends a request and receives its reply. Returns the reply's error number. Requests of other threads may be

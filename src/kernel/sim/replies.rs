@@ -8,8 +8,11 @@ use std::time::Instant;
 
 use cleat_core::clock::{Clock, SystemClock};
 
-use super::io::{REPLY_BYTES, parse_reply};
 use super::lock;
+
+/// NBD protocol, "simple reply message".
+const REPLY_MAGIC: u32 = 0x6744_6698;
+pub(super) const REPLY_BYTES: usize = 16;
 
 /// The error number of a reply, and its data.
 type Reply = (u32, Vec<u8>);
@@ -94,4 +97,12 @@ impl Replies {
         lock(&self.state).requests.insert(cookie, Ok((error, data)));
         Ok(())
     }
+}
+
+/// Parses a reply: its cookie and error number; `None` if the magic number is wrong.
+pub(super) fn parse_reply(reply: &[u8; REPLY_BYTES]) -> Option<(u64, u32)> {
+    let word =
+        |at: usize| u32::from_be_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
+    let cookie = u64::from(word(8)) << 32 | u64::from(word(12));
+    (word(0) == REPLY_MAGIC).then_some((cookie, word(4)))
 }
