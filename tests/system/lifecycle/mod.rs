@@ -11,6 +11,7 @@ mod names;
 mod openmetrics;
 mod outages;
 mod rbd;
+mod replaced;
 mod resize;
 mod syncs;
 mod upgrades;

@@ -178,3 +178,40 @@ fn a_renamed_image_is_served_until_its_worker_is_replaced() {
     assert_eq!(held(&scene.content("renamed")), written);
     scene.machine.assert_clean();
 }
+
+/// The other image keeps its content, and no claim, lock or metadata is written to it.
+#[test]
+fn an_image_that_got_the_name_of_a_mapped_one_is_neither_served_nor_changed() {
+    let scene = Scene::on(shared());
+    scene.image("first");
+    let mut request = scene.request("first");
+    // Requests of a device that no worker will serve again fail after a second.
+    request.options.as_mut().unwrap().dead_connection_timeout_s = 1;
+    let mapping = scene.supervisor.map_with(request).unwrap();
+    let (kernel, index) = (&scene.machine.kernel, index_of(&mapping));
+    kernel.write(index, 0, &[1; 512]).unwrap();
+    shared().rbd(&["rename", &spec("first"), &spec("hidden")]).unwrap();
+    scene.image("first");
+    // A successor opens the image by its name. The worker that serves has the first image open.
+    let refused = scene.supervisor.fail_to_hand_over();
+    assert!(refused.message.contains("is another volume than"), "{refused:?}");
+    assert_eq!(scene.supervisor.get("first").unwrap().state(), MappingState::Mapped);
+    kernel.write(index, 512, &[3; 512]).unwrap();
+    assert_eq!(kernel.read(index, 0, 1024).unwrap(), [[1; 512], [3; 512]].concat());
+
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    let failed = scene.supervisor.wait_for("first", MappingState::Failed);
+    assert!(failed.message.contains("the volume of first was replaced"), "{failed:?}");
+    assert!(failed.message.contains("cleat unmap --force first") && failed.fenced, "{failed:?}");
+    assert!(kernel.read(index, 0, 512).is_err(), "data of another image was read");
+    assert!(kernel.write(index, 0, &[7; 512]).is_err(), "a write to another image was accepted");
+    scene.supervisor.force("first").unwrap();
+    assert!(scene.content("first").iter().all(|byte| *byte == 0), "the other image was written");
+    for what in [["lock", "ls"], ["image-meta", "ls"]] {
+        let listed = shared().rbd(&[what[0], what[1], &spec("first"), "--format", "json"]);
+        let listed = String::from_utf8(listed.unwrap()).unwrap();
+        assert!(matches!(listed.trim(), "[]" | "{}"), "{what:?} of the other image: {listed}");
+    }
+    assert_eq!(scene.content("hidden")[..1024], [[1; 512], [3; 512]].concat());
+    scene.machine.assert_clean();
+}
