@@ -16,7 +16,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::{
-    BackgroundWork, Image, ImageQueue, Outcome, RenewCredentials, RequestId, SnapshotQuiesce, Waker,
+    BackgroundWork, Image, ImageQueue, Outcome, RenewCredentials, RequestId, SnapshotQuiesce,
+    VolumeIdentity, Waker,
 };
 use super::{Completer, Extents, Handover, HandoverFiles, HandoverState, Resize, SetFault, Shrink};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -114,6 +115,10 @@ impl Image for FaultImage {
 
     fn features(&self) -> Features {
         self.inner.features()
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        self.inner.identity()
     }
 
     fn queue(&self, ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {

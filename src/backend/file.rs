@@ -14,6 +14,8 @@
 //!   can therefore wait for the end of an outage of the storage below. On a network file system writes are
 //!   not repeated at all: a server may execute a write after the client has given it up.
 //! - CACHE makes the kernel read ahead a part of the range, of a bounded length.
+//! - The identity of a volume is that of the open file or device (`cleat_sys::volume_id`), never its path. A
+//!   successor by handover has the file of its predecessor, also where the path leads to another one.
 //! - A writable volume is claimed: a file by an OFD lock on the whole file (which excludes qemu, too), a
 //!   device by O_EXCL (which excludes mounts). Both are effective on this node only.
 //! - Acknowledged writes are in the page cache or on the disk, and survive the worker.
@@ -41,13 +43,14 @@ use super::extents::{self, Layout};
 use super::uri::{Size, invalid};
 use super::{
     Completer, Extents, Handover, HandoverFiles, HandoverState, Image, ImageQueue,
-    OpenOptions as Options, Resize, Shrink, Waker,
+    OpenOptions as Options, Resize, Shrink, VolumeIdentity, Waker,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::block;
 use cleat_sys::buffer::ALIGNMENT;
 use cleat_sys::ring::Ring;
+use cleat_sys::volume_id::{DeviceId, FileId};
 use queue::{Abilities, FileQueue};
 pub use registration::BACKEND;
 use spec::FileSpec;
@@ -63,6 +66,7 @@ const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 struct FileImage {
     file: Arc<File>,
     path: String,
+    identity: VolumeIdentity,
     device: bool,
     read_only: bool,
     direct: bool,
@@ -73,8 +77,20 @@ struct FileImage {
 }
 
 impl FileImage {
-    /// Opens the volume of `spec`, and claims it unless `read_only` is set.
+    /// Opens the volume of `spec`, and claims it unless `read_only` is set. Creates it if `spec` asks for
+    /// that, but not a volume that has an `expected` identity: its content is lost.
     fn open(spec: &FileSpec, options: &Options) -> Result<Self> {
+        if options.expected.is_none() {
+            return Self::open_or_create(spec, options);
+        }
+        let spec = FileSpec { create: None, ..spec.clone() };
+        Self::open_or_create(&spec, options).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => is_missing(&spec, error),
+            _ => error,
+        })
+    }
+
+    fn open_or_create(spec: &FileSpec, options: &Options) -> Result<Self> {
         let read_only = options.read_only;
         let path = spec.path.display().to_string();
         let (device, missing) = inspect(spec, read_only)?;
@@ -86,6 +102,8 @@ impl FileImage {
                 format!("{path} was replaced while it was opened"),
             ));
         }
+        // Before the file is locked and changed.
+        VolumeIdentity::check(&identity(&file, device, &path)?, options.expected.as_ref(), &path)?;
         if !device && !read_only {
             claim::lock(&file, &path)?;
             create(spec, &file).inspect_err(|_| {
@@ -141,6 +159,7 @@ impl FileImage {
             return Err(invalid(format!("{path} is neither a file nor a block device")));
         }
         let blocks = block_sizes(&file, spec.direct, device, &path)?;
+        let identity = identity(&file, device, &path)?;
         let remote = !device && is_remote(&file, &path)?;
         let file = Arc::new(file);
         let syncer = Arc::new(Syncer::new(Arc::clone(&file), path.clone()));
@@ -150,6 +169,7 @@ impl FileImage {
         Ok(Self {
             file,
             path,
+            identity,
             device,
             read_only: options.read_only,
             direct: spec.direct,
@@ -183,6 +203,10 @@ impl Image for FileImage {
             multi_connection: true,
             keeps_acknowledged_writes: true,
         }
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        self.identity.clone()
     }
 
     fn queue(&self, ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
@@ -343,6 +367,27 @@ impl FileImage {
         })?;
         self.refresh_size().map(drop)
     }
+}
+
+/// Returns what identifies an open file or device. Must be called before the process is confined, because it
+/// reads `/sys` for a device.
+fn identity(file: &File, device: bool, path: &str) -> Result<VolumeIdentity> {
+    let text = if device {
+        DeviceId::of(file).map(|id| id.to_string())
+    } else {
+        FileId::of(file).map(|id| format!("file with {id}"))
+    };
+    let failed = |e| Error::from_io(format!("cannot determine the identity of {path}"), e);
+    text.map(VolumeIdentity::new).map_err(failed)
+}
+
+/// Returns the error for a volume that has been mapped and does not exist any more.
+fn is_missing(spec: &FileSpec, error: Error) -> Error {
+    let path = spec.path.display();
+    let message = format!("{path} does not exist any more, and a new file is not its content");
+    Error::new(ErrorKind::NotFound, message)
+        .with_source(error)
+        .with_repair(format!("move the volume's file back to {path}, or remove the mapping"))
 }
 
 /// Checks the type of the file before it is opened, because to open some types blocks (a FIFO) or has an

@@ -21,6 +21,7 @@ pub mod fault;
 pub mod fence;
 pub mod file;
 mod handover;
+mod identity;
 pub mod mem;
 mod registry;
 mod spec;
@@ -37,6 +38,7 @@ pub use credentials::{CredentialFile, CredentialSet, Credentials, MAX_CREDENTIAL
 #[cfg(feature = "fault")]
 pub use fault::crash_point;
 pub use handover::{Handover, HandoverFiles, HandoverState};
+pub use identity::VolumeIdentity;
 pub use registry::{Registry, Unavailable};
 pub use spec::store;
 pub use spec::{
@@ -87,6 +89,9 @@ pub enum Started {
 ///   cannot be served by another worker: when its worker dies, the supervisor never opens the volume for it
 ///   again, and every request fails until the mapping is removed. In both cases a power failure of the
 ///   node may lose every write that no FLUSH or FUA has covered.
+/// - **The volume has an identity** ([`Image::identity`]) that its name does not determine, so that a later
+///   worker can prove that it has opened the same volume. [`VolumeSpec::open`] compares it with
+///   [`OpenOptions::expected`] before it changes anything.
 /// - **Work without a request can be stopped.** A backend that works on threads of its own while no request
 ///   is in flight (to check a claim, to upload, to collect garbage) has the capability
 ///   [`BackgroundWork`].
@@ -103,6 +108,11 @@ pub trait Image: Send + Sync {
 
     /// Returns what the volume supports. It does not change while the volume is open.
     fn features(&self) -> Features;
+
+    /// Returns the identity of the volume that is open. It does not change while the volume is open, is the
+    /// same after the same volume was opened again during this boot, and in a successor by handover. It
+    /// differs for every other volume, also for one that has got the place of this one. Never blocks.
+    fn identity(&self) -> VolumeIdentity;
 
     /// Makes the data half for the calling thread. It may use the thread's ring later, and pass clones of
     /// `completer` to threads that complete its requests. The call must not wait for the backend, nor for

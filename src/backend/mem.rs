@@ -2,7 +2,8 @@
 //!
 //! The volume uses memory only for ranges that were written. Its content is lost when the worker dies, so it
 //! reports `keeps_acknowledged_writes: false`: its device then fails and never gets another worker. A
-//! planned handover keeps the content, because the next worker receives the memory files.
+//! planned handover keeps the content, because the next worker receives the memory files. The first of these
+//! files identifies the volume, so a volume that is opened anew is always another one.
 
 mod spec;
 
@@ -12,13 +13,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use super::extents::{self, Layout};
 use super::uri::{Size, invalid};
 use super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
-use super::{Extents, Handover, HandoverFiles, HandoverState, Image, Resize};
+use super::{Extents, Handover, HandoverFiles, HandoverState, Image, Resize, VolumeIdentity};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Extent, Features};
 use cleat_sys::buffer::Buffer;
 use cleat_sys::ring::{Completion, Ring};
 use cleat_sys::shared::SharedMemory;
+use cleat_sys::volume_id::FileId;
 pub use spec::BACKEND;
 
 /// The maximum number of memory files of a volume. The size of a memory file is sealed, so that no access
@@ -32,6 +34,7 @@ const PUNCH_FROM: u64 = 64 << 10;
 /// A volume in memory.
 struct MemImage {
     memory: Arc<Memory>,
+    identity: VolumeIdentity,
     read_only: bool,
 }
 
@@ -54,7 +57,7 @@ impl MemImage {
     fn create(size: u64, read_only: bool) -> Result<Self> {
         let memory = Memory::empty();
         memory.grow(size)?;
-        Ok(Self { memory: Arc::new(memory), read_only })
+        Self::of(memory, read_only)
     }
 
     /// Opens the volume of another process, which passes its memory files.
@@ -67,7 +70,12 @@ impl MemImage {
         if memory.size.load(Ordering::Acquire) == 0 {
             return Err(invalid("a volume in memory was handed over without its memory"));
         }
-        Ok(Self { memory: Arc::new(memory), read_only })
+        Self::of(memory, read_only)
+    }
+
+    fn of(memory: Memory, read_only: bool) -> Result<Self> {
+        let identity = memory.identity()?;
+        Ok(Self { memory: Arc::new(memory), identity, read_only })
     }
 }
 
@@ -94,6 +102,10 @@ impl Image for MemImage {
             multi_connection: true,
             keeps_acknowledged_writes: false,
         }
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        self.identity.clone()
     }
 
     fn queue(&self, _ring: &mut Ring, _completer: &Completer) -> Result<Box<dyn ImageQueue>> {
@@ -195,6 +207,14 @@ impl Memory {
             .with_source(e)
         })?;
         self.add(&mut count, memory)
+    }
+
+    /// Returns the identity of the first segment's file, which every process with the volume has.
+    fn identity(&self) -> Result<VolumeIdentity> {
+        let first = self.segments[0].get().ok_or_else(|| invalid("the volume has no memory"))?;
+        let id = FileId::of(first.memory.file())
+            .map_err(|e| Error::from_io("cannot determine the identity of the memory", e))?;
+        Ok(VolumeIdentity::new(format!("memory with {id}")))
     }
 
     fn lock(&self) -> MutexGuard<'_, usize> {

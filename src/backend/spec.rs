@@ -18,7 +18,7 @@ use crate::claimant::Claimant;
 use crate::credentials::{CredentialFile, CredentialSet};
 use crate::fence::Fence;
 use crate::uri::Options;
-use crate::{HandoverFiles, Image};
+use crate::{HandoverFiles, Image, VolumeIdentity};
 use store::Store;
 
 /// Parses the location and the options of another volume's URI, for a backend that wraps volumes of
@@ -98,7 +98,8 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
     /// [`VolumeSpec::confinement`] returns `AfterOpen`.
     ///
     /// # Errors
-    /// Returns `NotFound`, `InUse`, `PermissionDenied`, `Unsupported`, or the backend's error.
+    /// Returns `Replaced` if the volume is not [`OpenOptions::expected`]; nothing was changed then. Otherwise
+    /// returns `NotFound`, `InUse`, `PermissionDenied`, `Unsupported`, or the backend's error.
     fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>>;
 
     /// Opens a volume that another process still serves, with the files that the other process's
@@ -237,6 +238,9 @@ pub struct OpenOptions {
     /// The content of the files of [`VolumeSpec::credential_files`]. The backend opens and reads those that
     /// are missing here, which a confined process cannot do.
     pub credentials: CredentialSet,
+    /// The identity of the volume, if an earlier process of the mapping has opened it. Another volume is then
+    /// neither opened nor changed, and a missing one is not created.
+    pub expected: Option<VolumeIdentity>,
 }
 
 /// When a process that serves a volume can give up its access to the system, and which access it keeps.

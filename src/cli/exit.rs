@@ -1,4 +1,4 @@
-//! Exit codes: one for each kind of error, so that a script can react without parsing messages.
+//! Exit codes: one for each reaction to an error, so that a script can react without parsing messages.
 
 use cleat_core::error::ErrorKind;
 
@@ -26,7 +26,8 @@ pub fn code(kind: ErrorKind) -> u8 {
         ErrorKind::Unavailable => 9,
         ErrorKind::TimedOut => 10,
         ErrorKind::NoSpace => 11,
-        ErrorKind::Fenced => 12,
+        // For scripts, both mean that this node must not use the volume under its mapping any more.
+        ErrorKind::Fenced | ErrorKind::Replaced => 12,
     }
 }
 
@@ -47,7 +48,7 @@ pub const TABLE: [(u8, &str); 16] = [
     (9, "the daemon or the backend cannot be reached"),
     (10, "the deadline of the call has passed"),
     (11, "no space left, no memory left, or no free device"),
-    (12, "fenced: another client owns the volume now"),
+    (12, "fenced: another client owns the volume now, or another volume has taken its place"),
     (DOCTOR_WARNING, "doctor: the worst finding is a warning"),
     (DOCTOR_ERROR, "doctor: at least one finding is an error"),
     (
@@ -78,6 +79,7 @@ mod tests {
 
     #[test]
     fn every_kind_has_its_own_code_and_an_entry_in_the_table() {
+        assert_eq!(code(ErrorKind::Replaced), code(ErrorKind::Fenced));
         let mut codes: Vec<u8> = KINDS.map(code).to_vec();
         assert!(codes.iter().all(|code| TABLE.iter().any(|(entry, _)| entry == code)));
         codes.extend([OK, DOCTOR_WARNING, DOCTOR_ERROR, LEFT_BEHIND]);

@@ -138,7 +138,8 @@ map, set, resize, status TARGET: a mapping
   dead_connection_timeout_s on_outage iops bytes_per_s fenced sync_failed outage quiesce quiet
   worker_pid worker_version last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
-  fenced   true: another client owns the volume; the state is failed until it is mapped again
+  fenced   true: another client owns the volume, or another volume has taken its place; the state is
+           failed until it is mapped again
   sync_failed  true: the storage lost written data; every flush fails until it is mapped again
   outage   {since_unix_ms, reason, queued, policy} while the backend cannot be reached; or null
   quiesce  whether the device is quiesced for snapshots

@@ -55,7 +55,7 @@ pub(super) struct Map {
     /// The volume: file:/path, rbd:pool/image or mem:SIZE; options after `?` as key=value&key=value
     ///
     /// file:/path is a raw file or a block device. Its options are direct=true (bypass the page cache) and
-    /// create=SIZE (create the file, sparse, if it is missing or empty).
+    /// create=SIZE (create the file, sparse, if it is missing or empty when it is mapped).
     /// rbd:pool[/namespace]/image[@snapshot] is an RBD image of Ceph. Its options are id=NAME,
     /// keyring=PATH, conf=PATH, encryption=luks2|luks1|luks with passphrase_file=PATH, trim=false,
     /// config.OPTION=VALUE (an option of Ceph), and lock=shared (several clients write at the same time and

@@ -89,6 +89,7 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
             snapshots: false,
             sync_failed: false,
             credentials: CredentialSet::default(),
+            expected: None,
         },
         connections: usize::from(args.connections),
         export_name: args.export_name,

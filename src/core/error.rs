@@ -9,7 +9,7 @@ use std::fmt;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The class of an error, by the reaction that it requires. Each kind has one gRPC status
-/// code (`cleat_node::api`) and one exit code (`cli::exit`).
+/// code (`cleat_node::api`) and one exit code (`cli::exit`); `Fenced` and `Replaced` share theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ErrorKind {
@@ -35,6 +35,9 @@ pub enum ErrorKind {
     NoSpace,
     /// Another client owns the volume now; this one was fenced.
     Fenced,
+    /// Another volume is found in place of the one that the mapping's device was made for. It must never be
+    /// served on that device.
+    Replaced,
     /// An unexpected failure: an I/O error, an unexpected reply of the kernel, a defect. A kind that only
     /// a newer build knows is parsed as this one.
     #[serde(other)]

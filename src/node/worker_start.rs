@@ -7,6 +7,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::context::Context;
 use crate::planner::{DeviceProperties, READ_ONLY, Record};
+use cleat_backend::VolumeIdentity;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::protocol::{ProtocolVersions, Ready, Start};
 
@@ -44,6 +45,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         take_over: false,
         // An earlier worker opened the volume, and it may have a device.
         resumes: record.volume.is_some(),
+        expected: record.volume.as_ref().map(|volume| volume.identity.clone()),
         quiesce: record.options.quiesce,
         sync_failed: record.sync_failed,
         credentials: Vec::new(),
@@ -54,12 +56,15 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
 /// another one must offer no less.
 ///
 /// # Errors
-/// Returns `InvalidArgument` if the volume does not fit the options of the mapping, and `Internal` if it
-/// lacks a feature that the device has.
+/// Returns `Replaced` if it is another volume than that of the existing device, `InvalidArgument` if the volume
+/// does not fit the options of the mapping, and `Internal` if it lacks a feature that the device has.
 pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<DeviceProperties> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
+    let before = record.volume.as_ref();
+    // The worker has checked this, too, unless it is of an older build.
+    VolumeIdentity::check(&ready.identity, before.map(|before| &before.identity), &record.uri)?;
     let requested = record.options.block_size;
-    let existing = record.volume.map(|volume| volume.block_size);
+    let existing = before.map(|before| before.block_size);
     let min = ready.minimum_block.max(512);
     let block_size = existing.unwrap_or(if requested == 0 { min } else { requested });
     if block_size < min || !block_size.is_multiple_of(min) || block_size > 4096 {
@@ -68,7 +73,7 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
     }
     // The volume of an existing device may have grown by less than a block. The device does not reach that
     // end, and it needs a worker.
-    let remainder = if record.volume.is_some() { ready.size % u64::from(block_size) } else { 0 };
+    let remainder = if before.is_some() { ready.size % u64::from(block_size) } else { 0 };
     let size = ready.size - remainder;
     if size == 0 || !size.is_multiple_of(u64::from(block_size)) {
         let message = format!(
@@ -81,7 +86,7 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
         let message = format!("{} cannot be used over several connections", record.uri);
         return Err(invalid(message).with_repair("map it with connections=1"));
     }
-    if let Some(before) = record.volume {
+    if let Some(before) = before {
         let (before, now) = (before.transmission_flags, ready.transmission_flags);
         // Write access must not be lost either; its flag marks the absence.
         if before & !now != 0 || now & !before & READ_ONLY != 0 {
@@ -91,11 +96,10 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
         }
     }
     Ok(DeviceProperties {
+        identity: ready.identity.clone(),
         size,
         block_size,
-        transmission_flags: record
-            .volume
-            .map_or(ready.transmission_flags, |v| v.transmission_flags),
+        transmission_flags: before.map_or(ready.transmission_flags, |v| v.transmission_flags),
         outlives_worker: ready.outlives_worker,
     })
 }
@@ -132,6 +136,7 @@ mod tests {
             mapping_id: "00000000000000aa".into(),
             generation: 1,
             pid: 1,
+            identity: VolumeIdentity::new("a"),
             size,
             minimum_block,
             preferred_block: 4096,
@@ -164,6 +169,15 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{}", error.report());
         }
         device_properties(&record(2, 0), &ready(8192, 1, 1 | CAN_MULTI_CONN)).unwrap();
+    }
+
+    #[test]
+    fn a_worker_with_another_volume_is_refused() {
+        let mut record = record(1, 0);
+        record.volume = Some(device_properties(&record, &ready(8192, 1, 1)).unwrap());
+        let other = Ready { identity: VolumeIdentity::new("b"), ..ready(8192, 1, 1) };
+        let error = device_properties(&record, &other).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Replaced);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod capabilities;
 mod close;
+mod identity;
 mod open;
 
 use std::sync::atomic::Ordering;
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use cleat_backend::claimant::Claimant;
 use cleat_backend::{BackgroundWork, Completer, Extents, Handover, Image, ImageQueue, Resize};
-use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, Waker};
+use cleat_backend::{RenewCredentials, Shrink, SnapshotQuiesce, VolumeIdentity, Waker};
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
@@ -35,6 +36,7 @@ pub(crate) struct RbdImage {
     /// `None` after closing. Only calls of the control half lock it.
     handles: Mutex<Option<Handles>>,
     name: String,
+    identity: VolumeIdentity,
     /// `None` if the image is not claimed: it is read-only, or several clients may write to it.
     claimant: Option<Claimant>,
     /// The key that librados connected with; `None` if librados has read it by itself.
@@ -114,6 +116,10 @@ impl Image for RbdImage {
 
     fn features(&self) -> Features {
         self.features
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        self.identity.clone()
     }
 
     fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {

@@ -17,3 +17,4 @@ pub mod ring;
 pub mod send_list;
 pub mod seqpacket;
 pub mod shared;
+pub mod volume_id;

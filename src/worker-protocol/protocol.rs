@@ -13,7 +13,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use cleat_backend::HandoverState;
+use cleat_backend::{HandoverState, VolumeIdentity};
 use cleat_core::policy::Policy;
 
 /// The newest version of the protocol that this build supports. It is raised when a message changes its
@@ -174,6 +174,9 @@ pub struct Start {
     pub take_over: bool,
     /// Whether the mapping has a device, see `backend::claimant`.
     pub resumes: bool,
+    /// The identity of the volume that the mapping's earlier workers served, see `backend::VolumeIdentity`.
+    /// `None` for the first worker. A worker that finds another volume answers `Failed` with `Replaced`.
+    pub expected: Option<VolumeIdentity>,
     /// Whether to report snapshots that are about to be made, and to let them wait for `Quiesced`.
     pub quiesce: bool,
     /// Whether a sync failed in an earlier worker of the mapping, see `Image::sync_failed`.
@@ -289,6 +292,8 @@ pub struct Ready {
     pub generation: u64,
     /// The worker's process id.
     pub pid: u32,
+    /// The identity of the volume that is open.
+    pub identity: VolumeIdentity,
     /// The volume's size in bytes.
     pub size: u64,
     /// See `core::volume::BlockSizes`.

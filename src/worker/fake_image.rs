@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cleat_backend::{
-    BackgroundWork, Completer, Image, ImageQueue, Resize, RunningTask, SnapshotQuiesce, Waker,
+    BackgroundWork, Completer, Image, ImageQueue, Resize, RunningTask, SnapshotQuiesce,
+    VolumeIdentity, Waker,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::volume::{BlockSizes, Features};
@@ -63,6 +64,10 @@ impl Image for FakeImage {
 
     fn features(&self) -> Features {
         Features::default()
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("a fake")
     }
 
     fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {

@@ -30,7 +30,9 @@ use super::session::Session;
 use super::version::{ProtocolVersions, binary_id};
 use cleat_backend::claimant::{Claimant, ProcessMark};
 use cleat_backend::uri::{MAX_NAME, VolumeUri};
-use cleat_backend::{Confinement, CredentialSet, HandoverFiles, Image, OpenOptions, Registry};
+use cleat_backend::{
+    Confinement, CredentialSet, HandoverFiles, Image, OpenOptions, Registry, VolumeIdentity,
+};
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
@@ -122,12 +124,16 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
     let binary = binary_id(Path::new("/proc/self/exe"));
     let options = options(&start, read_credentials(&uri, &start, credentials)?);
     let (image, report) = open_confined(&uri, options, handover)?;
+    // Backends check this before they change anything. Here it is checked for every backend, and for the
+    // files of a predecessor.
+    VolumeIdentity::check(&image.identity(), start.expected.as_ref(), &uri.to_string())?;
     log_missing_layers(&report);
     tracing::info!(
         mapping = %start.name,
         mapping_id = %start.mapping_id,
         generation = start.generation,
         uri = %uri,
+        identity = %image.identity(),
         size = image.size(),
         confinement = ?report.applied,
         "the volume is open"
@@ -175,6 +181,7 @@ fn options(start: &Start, credentials: CredentialSet) -> OpenOptions {
         snapshots: start.quiesce,
         sync_failed: start.sync_failed,
         credentials,
+        expected: start.expected.clone(),
     }
 }
 

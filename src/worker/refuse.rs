@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::channel::Channel;
 use super::protocol::{FromWorker, Ready, Refuse, ToWorker};
 use super::version::ProtocolVersions;
-use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started};
+use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started, VolumeIdentity};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Request};
 use cleat_core::volume::{BlockSizes, Features};
@@ -113,6 +113,7 @@ impl RefusingWorker {
             mapping_id: self.start.mapping_id.clone(),
             generation: 0,
             pid: std::process::id(),
+            identity: NoVolume.identity(),
             size: NoVolume.size(),
             minimum_block: blocks.minimum,
             preferred_block: blocks.preferred,
@@ -147,6 +148,10 @@ impl Image for NoVolume {
 
     fn features(&self) -> Features {
         Features::ALL
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("no volume")
     }
 
     fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {

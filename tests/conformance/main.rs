@@ -13,6 +13,7 @@ mod caches;
 mod checks;
 mod client;
 mod files;
+mod identity;
 mod model;
 mod parity;
 mod places;
@@ -84,6 +85,12 @@ macro_rules! suite {
             fn a_handover_keeps_the_claim_and_the_content() {
                 let place: Place = $place;
                 checks::a_handover_keeps_the_claim_and_the_content(&place.uri(places::SIZE));
+            }
+
+            #[test]
+            fn the_identity_is_that_of_the_volume_and_not_of_its_name() {
+                let place: Place = $place;
+                identity::the_identity_is_that_of_the_volume_and_not_of_its_name(&place);
             }
 
             #[test]

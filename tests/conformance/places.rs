@@ -11,6 +11,7 @@ use librbd::{Cluster, Config, NewImage, Pool};
 use tempfile::TempDir;
 use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
 use test_kit::temp::on_disk;
+use test_kit::wait::wait_until;
 
 /// The size of the suite's volumes, in bytes: twice the longest payload.
 pub const SIZE: u64 = 64 << 20;
@@ -85,6 +86,43 @@ impl Place {
         REGISTRY.volume(&format!("{text}{separator}{}", self.options)).unwrap()
     }
 
+    /// Puts another volume of the same size in the place of `uri`, which no process has open: a file is
+    /// replaced by a rename, a loop device is detached and attached again with another file, and an image is
+    /// renamed and another one is created. A volume in memory is another one at each open.
+    pub fn replace(&self, uri: &VolumeUri) {
+        let text = uri.to_string();
+        let location = text.split('?').next().unwrap_or(&text);
+        match &self.kind {
+            Kind::Mem => {}
+            Kind::File => {
+                let path = location.strip_prefix("file:").unwrap();
+                let other = std::fs::File::create(format!("{path}.new")).unwrap();
+                other.set_len(std::fs::metadata(path).unwrap().len()).unwrap();
+                std::fs::hard_link(path, format!("{path}.old")).unwrap();
+                std::fs::rename(format!("{path}.new"), path).unwrap();
+            }
+            Kind::Loop { sector } => {
+                let device = location.strip_prefix("file:").unwrap();
+                let file = self.sparse(SIZE);
+                let sector = sector.to_string();
+                losetup(&["--detach", device]).unwrap();
+                // A detached device is busy until udev has closed it.
+                wait_until("the device is attached again", || {
+                    losetup(&["--sector-size", &sector, device, &file]).is_ok()
+                });
+            }
+            Kind::Rbd { order } => {
+                let image = format!("{POOL}/{}-{SIZE}", self.name());
+                shared().rbd(&["rename", &image, &format!("{image}-old")]).unwrap();
+                self.image(SIZE, *order);
+            }
+            Kind::Faulty(inner) => {
+                let wrapped = location.strip_prefix("fault:").unwrap();
+                inner.replace(&REGISTRY.volume(wrapped).unwrap());
+            }
+        }
+    }
+
     fn sparse(&self, size: u64) -> String {
         let path = self.directory.path().join(format!("{size}.img"));
         std::fs::File::create(&path).unwrap().set_len(size).unwrap();
@@ -148,6 +186,12 @@ impl Drop for Place {
             assert!(detached.is_ok_and(|status| status.success()) || std::thread::panicking());
         }
     }
+}
+
+fn losetup(arguments: &[&str]) -> Result<(), String> {
+    let output = Command::new("losetup").args(arguments).output().unwrap();
+    let error = || String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { Ok(()) } else { Err(error()) }
 }
 
 /// Fails unless the test runs as root, which loop devices and mounts need.

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use cleat::backends::volume;
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Completer, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started};
+use cleat_backend::{
+    Completer, Image, ImageQueue, OpenOptions, Outcome, RequestId, Started, VolumeIdentity,
+};
 use cleat_core::error::Result;
 use cleat_core::request::{Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
@@ -123,6 +125,9 @@ impl Image for SlowImage {
     fn features(&self) -> Features {
         Features { flush: true, trim: true, ..Features::default() }
     }
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("a volume of a test")
+    }
     fn queue(&self, _ring: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         Ok(Box::new(SlowQueue(Arc::clone(&self.0), completer.clone())))
     }
@@ -168,6 +173,9 @@ impl Image for Panicking {
     }
     fn features(&self) -> Features {
         Features { flush: true, trim: true, ..Features::default() }
+    }
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("a volume of a test")
     }
     fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {
         Ok(Box::new(Self))

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started};
+use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started, VolumeIdentity};
 use cleat_core::error::Result;
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_core::request::{IoError, Op, Request};
@@ -133,6 +133,9 @@ impl Image for FlakyImage {
     }
     fn features(&self) -> Features {
         Features { flush: true, ..Features::default() }
+    }
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("a volume of a test")
     }
     fn queue(&self, _: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let (flaky, completer) = (Arc::clone(&self.0), completer.clone());

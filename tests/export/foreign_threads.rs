@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started};
+use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started, VolumeIdentity};
 use cleat_core::error::Result;
 use cleat_core::random::Random;
 use cleat_core::request::{IoError, Op, Request};
@@ -171,6 +171,9 @@ impl Image for Threaded {
     }
     fn features(&self) -> Features {
         Features { flush: true, ..Features::default() }
+    }
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("a volume of a test")
     }
     fn queue(&self, _: &mut Ring, completer: &Completer) -> Result<Box<dyn ImageQueue>> {
         let (sender, receiver) = unbounded();

@@ -12,6 +12,7 @@ use cleat_backend::uri::{Options, Size, invalid, parse_size};
 use cleat_backend::{
     Backend, Completer, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image,
     ImageQueue, Nested, OpenOptions, Outcome, Registry, RenewCredentials, RequestId, Started,
+    VolumeIdentity,
     VolumeSpec,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -107,6 +108,10 @@ impl Image for ToyImage {
     fn features(&self) -> Features {
         // Its memory is private, so an acknowledged write is lost with the process.
         Features { flush: true, keeps_acknowledged_writes: false, ..Features::default() }
+    }
+
+    fn identity(&self) -> VolumeIdentity {
+        VolumeIdentity::new("a toy")
     }
 
     fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {

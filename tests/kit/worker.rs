@@ -47,6 +47,7 @@ pub fn start_message(uri: &str) -> Start {
         boot_id: boot_id().unwrap(),
         take_over: false,
         resumes: false,
+        expected: None,
         quiesce: false,
         sync_failed: false,
         credentials: Vec::new(),

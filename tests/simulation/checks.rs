@@ -14,7 +14,7 @@ use cleat_node::planner::{Failure, Intent, State};
 use tokio::time::{Instant, sleep};
 
 use crate::clock;
-use crate::disks::SECTORS;
+use crate::disks::{SECTORS, key};
 use crate::lives::Calm;
 use crate::scenario::{Lasting, Volume};
 use crate::world::{World, cleat_devices};
@@ -327,6 +327,8 @@ fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<()
         record.uri.starts_with("mem:") && workers.is_empty() && refused
     } else if message.contains("another client owns") {
         state.was_fenced(id)
+    } else if message.contains("was replaced") {
+        state.was_replaced(id, &record.uri)
     } else if message.contains("is alive but") {
         workers.iter().any(|worker| !worker.answers_commands())
             || record.worker.is_none_or(|id| {
@@ -362,8 +364,13 @@ fn is_open_elsewhere_or(world: &World, view: &View, otherwise: bool) -> Result<(
 /// Checks that volumes contain the written data.
 fn compare(world: &World) {
     let mut state = world.state();
-    let crate::world::State { disks, model, .. } = &mut *state;
-    let results: Vec<_> = disks.iter().map(|(key, disk)| model.compare(key, disk)).collect();
+    let crate::world::State { disks, replaced_disks, model, .. } = &mut *state;
+    let replaced = replaced_disks.iter().map(|(name, disk)| (name, disk));
+    let results: Vec<_> = disks
+        .iter()
+        .chain(replaced)
+        .map(|(name, disk)| model.compare(&key(name, disk.number), disk))
+        .collect();
     drop(state);
     results.into_iter().filter_map(Result::err).for_each(|error| world.violation(error));
 }

@@ -17,6 +17,8 @@ pub(crate) const SECTORS: u64 = 8;
 #[derive(Debug, Default)]
 pub(crate) struct Disk {
     pub(crate) size: u64,
+    /// Identifies the volume. Another volume under the same name has another number.
+    pub(crate) number: u64,
     /// The stamp of each sector by its number; a sector that was never written has stamp 0.
     pub(crate) sectors: BTreeMap<u64, u64>,
     /// The workers that have it open.
@@ -29,9 +31,15 @@ pub(crate) struct Disk {
     pub(crate) hung: bool,
 }
 
+/// The name under which the users of a volume know it. It differs for volumes that follow each other under
+/// one name.
+pub(crate) fn key(name: &str, number: u64) -> String {
+    format!("{name}#{number}")
+}
+
 impl Disk {
-    pub(crate) fn new(size: u64) -> Self {
-        Self { size, ..Self::default() }
+    pub(crate) fn new(size: u64, number: u64) -> Self {
+        Self { size, number, ..Self::default() }
     }
 
     /// Executes a write at the backend. `epoch` counts opens: a write of an earlier open must not follow one

@@ -149,6 +149,7 @@ impl Worker {
             self.connections.push(Connection::taken(socket, unread, recorder));
         }
         self.served = true;
+        around.serves(self);
         self.serve(around, true);
         FromWorker::Serving
     }

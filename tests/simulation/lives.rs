@@ -37,7 +37,7 @@ const CALM: Duration = Duration::from_secs(100);
 pub(crate) fn run(seed: u64, scenario: &Scenario) -> Vec<String> {
     let world = World::new(seed, scenario.faults_per_mille);
     for volume in scenario.volumes.iter().filter(|volume| volume.uri.starts_with("file:")) {
-        world.state().disks.insert(volume.uri.clone(), Disk::new(1 << 16));
+        world.state().disks.insert(volume.uri.clone(), Disk::new(1 << 16, 0));
     }
     let mut boot = 1;
     let last = scenario.lives.len() - 1;
@@ -304,6 +304,7 @@ impl Player<'_> {
             Op::Gone(at, gone) => self.with_disk(uri(at), |disk| disk.gone = *gone),
             Op::Hung(at, hung) => self.with_disk(uri(at), |disk| disk.hung = *hung),
             Op::Size(at, size) => self.with_disk(uri(at), |disk| disk.size = *size),
+            Op::Replace(at) => self.replace(*at),
             Op::JournalFull(at) => self.with_record(*at, |path| {
                 // Every write to the record fails as on a full disk.
                 let _ = std::os::unix::fs::symlink("/dev/full", path.with_extension("tmp"));
@@ -335,6 +336,11 @@ impl Player<'_> {
             let holder = Holder::Process { pid: 4711, command: "dd".into() };
             self.world.kernel().set_holders(device.index, vec![holder]);
         }
+    }
+
+    fn replace(&self, at: usize) {
+        self.worker(at).into_iter().for_each(|pid| self.world.kill(pid));
+        self.world.state().replace_disk(&self.volumes[at].uri);
     }
 
     fn mount(&self, at: usize) {

@@ -21,6 +21,8 @@ pub(crate) struct Quirks {
     pub(crate) nonsense_at_answer: Option<u32>,
     /// Closes its channel instead of its nth answer, but serves.
     pub(crate) hangs_up_at_answer: Option<u32>,
+    /// Opens any volume, as a worker that does not compare identities. The supervisor must compare them.
+    pub(crate) ignores_identity: bool,
     /// Added to the size that it reports.
     pub(crate) size_lie: i64,
     /// Does not end by itself: it hangs while it closes its volume.

@@ -162,6 +162,8 @@ pub(crate) enum Op {
     Gone(usize, bool),
     Hung(usize, bool),
     Size(usize, u64),
+    /// The worker is killed, and another volume takes the place of its volume before the next worker starts.
+    Replace(usize),
     JournalFull(usize),
     /// This and the following events happen only between lives.
     Corrupt(usize),
@@ -184,6 +186,7 @@ pub(crate) fn of(seed: u64) -> Scenario {
     // These use separate dice, so that the scenarios of existing seeds do not change.
     Dice::new(!seed).enrich(&mut scenario);
     Dice::new(!seed ^ 0x517e).snap(&mut scenario);
+    Dice::new(!seed ^ 0x1de7).replace(&mut scenario);
     scenario
 }
 
@@ -306,6 +309,30 @@ impl Dice {
                     let time = self.millis(&[100, 6000, 40_000]);
                     life.slow = Some(Slow { what, nth: self.below(2), time });
                 }
+            }
+        }
+    }
+
+    /// Replaces a volume in every sixth life, while its worker is dead.
+    fn replace(&mut self, scenario: &mut Scenario) {
+        let count = scenario.volumes.len();
+        for life in &mut scenario.lives {
+            if !self.one_in(6) {
+                continue;
+            }
+            let at = usize::try_from(self.below(count as u64)).unwrap_or(0);
+            if self.one_in(3) {
+                life.between.push(Op::Replace(at));
+                continue;
+            }
+            let places = life.steps.len().saturating_sub(count) as u64 + 1;
+            let place = count + usize::try_from(self.below(places)).unwrap_or(0);
+            let place = place.min(life.steps.len());
+            let pause = self.millis(&[100, 1000, 4000]);
+            life.steps.insert(place, (pause, Op::Replace(at)));
+            if self.one_in(3) {
+                let quirks = Quirks { ignores_identity: true, ..Quirks::default() };
+                life.steps.insert(place, (Duration::ZERO, Op::Next(quirks)));
             }
         }
     }

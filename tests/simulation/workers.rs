@@ -43,6 +43,8 @@ pub(crate) struct Worker {
     pub(crate) epoch: u64,
     /// The name of its volume among the disks.
     pub(crate) disk: String,
+    /// The number of its volume.
+    pub(crate) number: u64,
     /// The last known size of its volume.
     size: u64,
     pub(crate) connections: Vec<Connection>,
@@ -94,6 +96,7 @@ impl Worker {
             has_lied: quirks_lie,
             epoch: 0,
             disk: String::new(),
+            number: 0,
             size: 0,
             connections: Vec::new(),
             page: None,

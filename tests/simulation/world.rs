@@ -20,10 +20,10 @@ mod launcher;
 mod surroundings;
 
 pub(crate) use launcher::SimLauncher;
-pub(crate) use surroundings::{Claim, Surroundings};
+pub(crate) use surroundings::{Claim, Surroundings, volume_identity};
 
 use crate::clock;
-use crate::disks::{Disk, Model, SECTOR};
+use crate::disks::{self, Disk, Model, SECTOR};
 use crate::quirks::Quirks;
 use crate::scenario::HandoverFault;
 use crate::workers::{Turn, Worker};
@@ -46,6 +46,10 @@ struct Shared {
 pub(crate) struct State {
     pub(crate) workers: BTreeMap<u32, Worker>,
     pub(crate) disks: BTreeMap<String, Disk>,
+    /// Volumes that another one has replaced, with their former names.
+    pub(crate) replaced_disks: Vec<(String, Disk)>,
+    /// The number of the volume that each mapping's workers have served.
+    pub(crate) served: BTreeMap<String, u64>,
     pub(crate) model: Model,
     /// The quirks of the next workers.
     pub(crate) quirks: VecDeque<Quirks>,
@@ -365,6 +369,7 @@ impl State {
         let mut around = Surroundings {
             now: clock::now(),
             disks: &mut self.disks,
+            served: &mut self.served,
             violations: &mut self.violations,
             generations: &mut self.generations,
             readers: &mut self.readers,
@@ -422,7 +427,26 @@ impl State {
         self.generations.contains_key(mapping_id).then_some(())?;
         let known = self.workers.values().chain(&self.ended_workers);
         let mut of_mapping = known.filter(|worker| worker.mapping_id() == Some(mapping_id));
-        of_mapping.find_map(|worker| Some(disk_name(worker.start.as_ref()?)))
+        let name = of_mapping.find_map(|worker| Some(disk_name(worker.start.as_ref()?)))?;
+        Some(disks::key(&name, *self.served.get(mapping_id)?))
+    }
+
+    /// Puts another volume in the place of one that no worker has open.
+    pub(crate) fn replace_disk(&mut self, name: &str) {
+        let Some(disk) = self.disks.get_mut(name).filter(|disk| disk.claims.is_empty()) else {
+            return;
+        };
+        self.epochs += 1;
+        tracing::debug!(name, number = self.epochs, "WORLD another volume");
+        let mut other = Disk::new(disk.size, self.epochs);
+        (other.gone, other.hung) = (disk.gone, disk.hung);
+        self.replaced_disks.push((name.to_owned(), std::mem::replace(disk, other)));
+    }
+
+    /// Whether another volume has replaced the one that a mapping's workers have served.
+    pub(crate) fn was_replaced(&self, mapping_id: &str, name: &str) -> bool {
+        let now = self.disks.get(name).map(|disk| disk.number);
+        self.served.get(mapping_id).is_some_and(|served| Some(*served) != now)
     }
 }
 

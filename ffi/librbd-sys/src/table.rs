@@ -118,6 +118,7 @@ table! {
         fn rados_pool_reverse_lookup(rados_t, i64, *mut c_char, size_t) -> c_int;
         fn rados_ioctx_create(rados_t, *const c_char, *mut rados_ioctx_t) -> c_int;
         fn rados_ioctx_destroy(rados_ioctx_t);
+        fn rados_ioctx_get_id(rados_ioctx_t) -> i64;
         fn rados_ioctx_set_namespace(rados_ioctx_t, *const c_char);
         fn rados_read(rados_ioctx_t, *const c_char, *mut c_char, size_t, u64) -> c_int;
         fn rados_remove(rados_ioctx_t, *const c_char) -> c_int;

@@ -105,6 +105,12 @@ impl Pool {
         &self.cluster
     }
 
+    /// Returns the pool's id, which no other pool of the cluster gets. Does not ask the cluster.
+    pub fn id(&self) -> i64 {
+        // SAFETY: the pool is open.
+        unsafe { (self.cluster.api.rados.rados_ioctx_get_id)(self.io) }
+    }
+
     /// Lists all images.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use cleat_core::error::Result;
 use super::MemImage;
 use crate::spec::{Backend, Nested, OpenOptions, VolumeSpec};
 use crate::uri::{Options, Size, parse_size};
-use crate::{HandoverFiles, Image};
+use crate::{HandoverFiles, Image, VolumeIdentity};
 
 /// The registration of volumes in memory.
 pub const BACKEND: &dyn Backend = &Mem;
@@ -52,7 +52,10 @@ impl VolumeSpec for MemSpec {
     }
 
     fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
-        Ok(Arc::new(MemImage::create(self.size, options.read_only)?))
+        let image = MemImage::create(self.size, options.read_only)?;
+        // New memory never has the content of a volume that was open before.
+        VolumeIdentity::check(&image.identity(), options.expected.as_ref(), "mem:")?;
+        Ok(Arc::new(image))
     }
 
     fn open_successor(

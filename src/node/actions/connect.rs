@@ -19,7 +19,7 @@ pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) 
         return Err(Error::new(ErrorKind::Unavailable, message));
     };
     let record = &guard.record;
-    let volume = record.volume.ok_or_else(|| no_worker(record))?;
+    let volume = record.volume.as_ref().ok_or_else(|| no_worker(record))?;
     let options = &record.options;
     let (kernel_ends, worker_ends) = socket_pairs(options.connections)?;
     // The worker serves before the device exists, so that the first request is answered.

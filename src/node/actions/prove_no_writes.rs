@@ -35,7 +35,7 @@ pub(crate) async fn prove_no_writes(
 ) -> Result<()> {
     let record = &guard.record;
     // Content in memory ended with the worker, and the storage rejects the writes of a fenced worker.
-    let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
+    let outlives = record.volume.as_ref().is_some_and(|volume| volume.outlives_worker);
     let harmless = record.options.read_only || record.fenced || !outlives;
     if guard.teardown.no_writes_proved || record.worker.is_none() || harmless {
         return Ok(());
@@ -44,7 +44,11 @@ pub(crate) async fn prove_no_writes(
     loop {
         match claim_once(cx, guard, deadline).await {
             Ok(()) => break,
-            Err(error) if error.kind() == ErrorKind::NotFound => break,
+            // The URI leads to no volume or to another one, on which no request of the ended worker is. A new
+            // mapping of the volume under another name has to claim it.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Replaced) => {
+                break;
+            }
             Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < deadline => {
                 guard.note(error.report());
                 sleep_until(deadline.min(Instant::now() + delay)).await;

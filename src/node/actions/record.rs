@@ -10,7 +10,7 @@ use crate::planner::Intent;
 use crate::records::store;
 use crate::status::sync_failure;
 use crate::worker_start::within;
-use cleat_core::error::Result;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The timeout for recording a forced intent. Later records of the mapping are written after it.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(1);
@@ -40,6 +40,22 @@ pub(crate) async fn record_sync_failed(cx: &Context, guard: &mut Guard) {
     if let Err(error) = store(cx, guard).await {
         tracing::warn!(mapping = name, "cannot record the failed sync: {}", error.report());
         guard.mapping().store_again_later();
+    }
+}
+
+/// Records that a worker has found another volume in place of the mapping's volume, if `error` says so.
+///
+/// A record that cannot be written stays changed in memory, so that this supervisor starts no other worker.
+/// The next supervisor starts one, which finds the same.
+pub(crate) async fn record_if_replaced(cx: &Context, guard: &mut Guard, error: &Error) {
+    if error.kind() != ErrorKind::Replaced {
+        return;
+    }
+    tracing::error!(mapping = guard.mapping().name, "the volume was replaced: {}", error.report());
+    guard.record.replaced = Some(error.report());
+    if let Err(error) = store(cx, guard).await {
+        let mapping = &guard.mapping().name;
+        tracing::warn!(mapping, "cannot record the replaced volume: {}", error.report());
     }
 }
 

@@ -117,8 +117,8 @@ pub(crate) async fn request_size(
 pub(crate) async fn record_size(cx: &Context, guard: &mut Guard) -> Result<()> {
     let block = block_size(guard);
     let size = guard.worker.as_ref().map(|worker| worker.size() - worker.size() % block);
-    let before = guard.record.volume;
-    let now = before.zip(size).map(|(volume, size)| DeviceProperties { size, ..volume });
+    let before = guard.record.volume.clone();
+    let now = before.clone().zip(size).map(|(volume, size)| DeviceProperties { size, ..volume });
     if now.is_none() || now == before {
         return Ok(());
     }
@@ -127,7 +127,7 @@ pub(crate) async fn record_size(cx: &Context, guard: &mut Guard) -> Result<()> {
 }
 
 pub(crate) fn block_size(guard: &Guard) -> u64 {
-    guard.record.volume.map_or(1, |volume| u64::from(volume.block_size)).max(1)
+    guard.record.volume.as_ref().map_or(1, |volume| u64::from(volume.block_size)).max(1)
 }
 
 /// Waits up to `limit` until every request that is in flight now has ended. Returns whether they have.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 
+use super::record::record_if_replaced;
 use super::stop_worker::STOP_GRACE;
 use crate::context::Context;
 use crate::credentials::open_credentials;
@@ -59,13 +60,21 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
             starting.await
         }
     };
-    let worker = started
-        .map_err(|failed| guard.health.worker_failures.start_failed(cx.clock.as_ref(), failed))?;
+    let worker = match started {
+        Ok(worker) => worker,
+        Err(failed) => {
+            let failures = &mut guard.health.worker_failures;
+            let error = failures.start_failed(cx.clock.as_ref(), failed);
+            record_if_replaced(cx, guard, &error).await;
+            return Err(error);
+        }
+    };
     guard.health.worker_failures.started();
     cx.point("worker started").await;
     let volume = match device_properties(&guard.record, &worker.ready) {
         Ok(volume) => volume,
         Err(error) => {
+            record_if_replaced(cx, guard, &error).await;
             worker.stop(STOP_GRACE, deadline).await?;
             return Err(error);
         }
@@ -73,7 +82,7 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     guard.statistics = Some(worker.statistics.clone());
     guard.mapping().show_statistics(Some(worker.statistics.clone()));
     guard.worker = Some(worker);
-    if guard.record.volume != Some(volume) {
+    if guard.record.volume.as_ref() != Some(&volume) {
         guard.record.volume = Some(volume);
         store(cx, guard).await?;
     }

@@ -21,7 +21,8 @@ pub(crate) async fn wait_for_device(
             let message = format!("the device of {name} was disconnected while it was set up");
             Error::new(ErrorKind::Unavailable, message)
         })?;
-    let (index, size) = (device.index, guard.record.volume.map_or(device.size, |v| v.size));
+    let (index, size) =
+        (device.index, guard.record.volume.as_ref().map_or(device.size, |v| v.size));
     // After a resize the record may be older than the device, so the size of the device counts.
     let size = if guard.record.established { device.size } else { size };
     let paths = cx

@@ -44,7 +44,7 @@ fn code(kind: ErrorKind) -> Code {
         ErrorKind::Unavailable => Code::Unavailable,
         ErrorKind::TimedOut => Code::DeadlineExceeded,
         ErrorKind::NoSpace => Code::ResourceExhausted,
-        ErrorKind::Fenced => Code::DataLoss,
+        ErrorKind::Fenced | ErrorKind::Replaced => Code::DataLoss,
         ErrorKind::Internal => Code::Internal,
     }
 }
@@ -95,7 +95,7 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
     let path = |path: Option<std::path::PathBuf>| {
         path.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
     };
-    let volume = record.volume;
+    let volume = record.volume.as_ref();
     api::Mapping {
         name: record.name.clone(),
         uri: record.uri.clone(),

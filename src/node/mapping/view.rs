@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::planner::{ObservedDevice, Record, State};
+use crate::planner::{DeviceProperties, ObservedDevice, Record, State};
 use cleat_core::error::ErrorKind;
 use cleat_kernel::{DeviceIndex, DevicePaths, Holder};
 
@@ -41,13 +41,20 @@ impl View {
     /// Returns whether the device refuses writes, by request or because the volume cannot be written (a
     /// snapshot).
     pub fn is_read_only(&self) -> bool {
-        let by_volume = self.record.volume.is_some_and(|volume| volume.is_read_only());
+        let by_volume = self.record.volume.as_ref().is_some_and(DeviceProperties::is_read_only);
         self.record.options.read_only || by_volume
     }
 
-    /// Returns whether another client owns the volume now.
+    /// Returns whether the mapping must not use its volume any more: another client owns it, or another
+    /// volume has taken its place.
     pub fn is_fenced(&self) -> bool {
-        matches!(&self.state, State::Failed(failure) if failure.kind == ErrorKind::Fenced)
+        matches!(&self.state, State::Failed(failure)
+            if matches!(failure.kind, ErrorKind::Fenced | ErrorKind::Replaced))
+    }
+
+    /// Returns whether another volume has taken the place of the mapping's volume.
+    pub fn is_replaced(&self) -> bool {
+        matches!(&self.state, State::Failed(failure) if failure.kind == ErrorKind::Replaced)
     }
 }
 

@@ -218,8 +218,13 @@ impl Scrape {
         writer.gauges("volume_state", "1 for the current state of the mapping", states)?;
         writer.gauges(
             "volume_fenced",
-            "Whether another client has fenced this node and owns the volume",
+            "Whether this node must not use the volume any more: another client owns it, or it was replaced",
             self.each(|volume| Some(f64::from(u8::from(volume.view.is_fenced())))),
+        )?;
+        writer.gauges(
+            "volume_replaced",
+            "Whether another volume was found in place of the mapping's volume",
+            self.each(|volume| Some(f64::from(u8::from(volume.view.is_replaced())))),
         )?;
         writer.gauges(
             "volume_sync_failed",

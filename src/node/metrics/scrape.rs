@@ -55,7 +55,7 @@ impl Scrape {
         let volumes = executor.register().all().into_iter().map(|mapping| {
             let view = mapping.view();
             let device = view.device.map(|ObservedDevice { size, .. }| size);
-            let size = device.or(view.record.volume.map(|volume| volume.size));
+            let size = device.or(view.record.volume.as_ref().map(|volume| volume.size));
             let counters = mapping.statistics().map(|page| VolumeCounters {
                 snapshot: page.snapshot(),
                 reconnects: page.reconnects(),

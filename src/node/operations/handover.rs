@@ -122,7 +122,7 @@ async fn start_successor(
     let started = cx.workers.start(launched, start, page, descriptors, until).await;
     let new = started.map_err(|failed| failed.error)?;
     let volume = device_properties(&guard.record, &new.ready);
-    let before = guard.record.volume;
+    let before = guard.record.volume.clone();
     // From here on, the planner stops the new worker if the handover fails.
     let new = guard.worker.insert(new);
     let volume = volume?;

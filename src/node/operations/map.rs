@@ -162,6 +162,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         established: false,
         fenced: false,
         sync_failed: false,
+        replaced: None,
         quiesced: None,
         created_at_s: cx.clock.unix_s(),
         boot_id: cx.settings.boot_id.clone(),
@@ -180,7 +181,7 @@ fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
         Some(format!("connections={}", options.connections))
     } else if differs(
         spec.block_size,
-        record.volume.map_or(options.block_size, |volume| volume.block_size),
+        record.volume.as_ref().map_or(options.block_size, |volume| volume.block_size),
     ) {
         Some("another block size".to_owned())
     } else if differs(spec.dead_connection_timeout_s, options.dead_connection_timeout_s) {

@@ -52,7 +52,8 @@ async fn resize_mapping(
     // An explicit request retries a deferred growth at once.
     guard.resize_deferred = None;
     let state = reconcile(cx, &mut guard, deadline).await?;
-    let (Some(device), Some(made_of)) = (mapping.view().device, guard.record.volume) else {
+    let block = guard.record.volume.as_ref().map(|volume| u64::from(volume.block_size));
+    let (Some(device), Some(block)) = (mapping.view().device, block) else {
         return Err(not_mapped(mapping));
     };
     match state {
@@ -61,7 +62,6 @@ async fn resize_mapping(
         }
         _ => {}
     }
-    let block = u64::from(made_of.block_size);
     if !wanted.bytes.is_multiple_of(block) {
         let message =
             format!("size {} is not a multiple of the block size, {block} bytes", wanted.bytes);

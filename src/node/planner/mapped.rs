@@ -10,6 +10,9 @@ pub(crate) fn plan_mapped(record: &Record, observed: &Observed) -> Plan {
     if record.fenced {
         return fenced(record, observed);
     }
+    if let Some(found) = &record.replaced {
+        return replaced(record, found, observed);
+    }
     match observed.devices.as_slice() {
         [] if record.established => Plan::fail(Failure::new(
             ErrorKind::Unavailable,
@@ -46,7 +49,7 @@ fn plan_new(record: &Record, observed: &Observed) -> Plan {
 /// Plans a mapping that has its one device.
 fn plan_device(record: &Record, observed: &Observed, device: ObservedDevice) -> Plan {
     let wanted = record.options.connections;
-    let outlives = record.volume.is_some_and(|volume| volume.outlives_worker);
+    let outlives = record.volume.as_ref().is_some_and(|volume| volume.outlives_worker);
     let mut after = Vec::new();
     if !observed.paths_known || !record.established {
         after.push(Action::WaitForDevice);
@@ -113,7 +116,7 @@ fn refuse_if_overdue(
 /// Returns the size that the device should get, if the volume has grown by a block or more.
 fn grown_size(record: &Record, observed: &Observed, device: ObservedDevice) -> Option<u64> {
     let ObservedWorker::Alive { size, .. } = observed.worker else { return None };
-    let block_size = record.volume.map(|volume| u64::from(volume.block_size))?;
+    let block_size = record.volume.as_ref().map(|volume| u64::from(volume.block_size))?;
     // The device cannot address a part of a block.
     let size = size - size % block_size.max(1);
     let grows = record.established && !observed.resize_deferred && size > device.size;
@@ -180,6 +183,23 @@ fn fenced(record: &Record, observed: &Observed) -> Plan {
     if !record.fenced {
         plan.actions.push(Action::RecordFenced);
     }
+    refuse_if_unserved(plan, record, observed)
+}
+
+/// Plans a mapping whose worker has found another volume in place of the mapping's volume. The device is
+/// never connected to that volume.
+fn replaced(record: &Record, found: &str, observed: &Observed) -> Plan {
+    let name = &record.name;
+    let plan = Plan::fail(Failure::new(
+        ErrorKind::Replaced,
+        format!("the volume of {name} was replaced: {found}"),
+        format!("cleat unmap --force {name}, then map the volume that is needed"),
+    ));
+    refuse_if_unserved(plan, record, observed)
+}
+
+/// Ends the waiting of requests on the device of a mapping without a worker.
+fn refuse_if_unserved(plan: Plan, record: &Record, observed: &Observed) -> Plan {
     match observed.devices.as_slice() {
         [device] if observed.worker == ObservedWorker::Gone => {
             refuse_if_overdue(plan, record, observed, *device)

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use cleat_backend::VolumeIdentity;
 use cleat_core::policy::Policy;
 use cleat_kernel::{DeviceIndex, Identity, UnmountScope};
 
@@ -40,6 +41,9 @@ pub struct Record {
     /// mapping fails each FLUSH and each write with FUA.
     #[serde(default)]
     pub sync_failed: bool,
+    /// What a worker found in place of the volume, as text for people. No worker of this mapping opens the
+    /// volume again.
+    pub replaced: Option<String>,
     /// The device that is quiesced for a snapshot. It is recorded before the device is quiesced, and
     /// removed after that has ended.
     pub quiesced: Option<Quiesced>,
@@ -102,9 +106,11 @@ pub struct WorkerId {
     pub started_ticks: u64,
 }
 
-/// The properties of a device, as the worker reported them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// The properties of a device and its volume, as the worker reported them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceProperties {
+    /// The identity of the volume. The device is never connected to another volume.
+    pub identity: VolumeIdentity,
     /// The size in bytes.
     pub size: u64,
     /// The block size of the device in bytes.

@@ -4,14 +4,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use cleat_backend::OpenOptions;
 use cleat_backend::uri::invalid;
+use cleat_backend::{OpenOptions, VolumeIdentity};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::Result;
 use cleat_core::volume::{BlockSizes, Features};
 
 use super::RbdImage;
 use super::close::Handles;
+use super::identity::identity;
 use crate::background::Background;
 use crate::claim::decision::Purpose;
 use crate::connection::{load_library, open_library};
@@ -110,6 +111,9 @@ impl RbdImage {
         let failed = |error| open_error(error, &name, spec);
         let encrypted = header.is_some();
         let read_only = options.read_only || spec.snapshot.is_some();
+        // Before the claim, which would fence the clients of another image.
+        let identity = identity(&image, spec)?;
+        VolumeIdentity::check(&identity, options.expected.as_ref(), &name)?;
         let stat = image.stat().map_err(failed)?;
         if stat.size == 0 {
             let error = invalid(format!("{name} has a size of 0 bytes"));
@@ -164,7 +168,7 @@ impl RbdImage {
         let claimant = (!read_only && !spec.shared).then_some(options.claimant);
         let handles = Mutex::new(Some(Handles { background, snapshots, image }));
         let blocks = block_sizes(stat, encrypted);
-        Ok(Self { handles, name, claimant, key: None, blocks, features, shared })
+        Ok(Self { handles, name, identity, claimant, key: None, blocks, features, shared })
     }
 
     /// Claims the image after opening. If the mapping has a device and another mapping has claimed the image

@@ -87,6 +87,7 @@ impl Session {
             mapping_id: self.start.mapping_id.clone(),
             generation: self.start.generation,
             pid: std::process::id(),
+            identity: self.image.identity(),
             size: self.image.size(),
             minimum_block: blocks.minimum,
             preferred_block: blocks.preferred,

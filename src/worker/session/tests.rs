@@ -27,6 +27,7 @@ fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir
         boot_id: String::new(),
         take_over: false,
         resumes: false,
+        expected: None,
         quiesce: true,
         sync_failed: false,
         credentials: Vec::new(),

@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{Turn, Worker, refusal, set_nonblocking};
 use crate::connections::Connection;
 use crate::quirks::Open;
-use crate::world::Surroundings;
+use crate::world::{Surroundings, volume_identity};
 
 /// The maximum length of a supervisor's message in these tests.
 const MESSAGE_BYTES: usize = 4096;
@@ -203,6 +203,7 @@ impl Worker {
             ToWorker::Serve => {
                 self.disconnecting = false;
                 self.served = true;
+                around.serves(self);
                 for socket in descriptors {
                     let recorder = self.recorder();
                     let mut connection = Connection::new(socket, recorder);
@@ -297,6 +298,7 @@ impl Worker {
             mapping_id: self.owner().unwrap_or_default().to_owned(),
             generation: start.map_or(0, |start| start.generation),
             pid: self.id.pid,
+            identity: volume_identity(self.number),
             size: self.size.saturating_add_signed(self.quirks.size_lie),
             minimum_block: 512,
             preferred_block: 4096,

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Instant;
 
+use cleat_backend::VolumeIdentity;
 use cleat_core::error::ErrorKind;
 use cleat_worker::protocol::Start;
 
@@ -15,6 +16,7 @@ use crate::workers::Worker;
 pub(crate) struct Surroundings<'a> {
     pub(crate) now: Instant,
     pub(crate) disks: &'a mut BTreeMap<String, Disk>,
+    pub(super) served: &'a mut BTreeMap<String, u64>,
     pub(super) violations: &'a mut Vec<String>,
     pub(super) generations: &'a mut BTreeMap<String, u64>,
     pub(super) readers: &'a mut BTreeMap<u64, u32>,
@@ -22,6 +24,11 @@ pub(crate) struct Surroundings<'a> {
     pub(super) touched: &'a BTreeSet<String>,
     pub(super) epochs: &'a mut u64,
     pub(super) records: PathBuf,
+}
+
+/// Returns the identity that a worker reports for the volume `number`.
+pub(crate) fn volume_identity(number: u64) -> VolumeIdentity {
+    VolumeIdentity::new(format!("volume {number}"))
 }
 
 /// A worker that has a volume open.
@@ -95,7 +102,8 @@ impl Surroundings<'_> {
         let Some(start) = &worker.start else { return Err((ErrorKind::Internal, "?".into())) };
         let name = disk_name(start);
         if name.starts_with("mem:") && !start.successor {
-            self.disks.insert(name.clone(), Disk::new(1 << 16));
+            *self.epochs += 1;
+            self.disks.insert(name.clone(), Disk::new(1 << 16, *self.epochs));
         }
         let claim = Claim {
             pid: worker.id.pid,
@@ -106,6 +114,12 @@ impl Surroundings<'_> {
         let Some(disk) = disk else {
             return Err((ErrorKind::NotFound, format!("{name} does not exist")));
         };
+        let found = volume_identity(disk.number);
+        if start.expected.as_ref().is_some_and(|expected| *expected != found)
+            && !worker.quirks.ignores_identity
+        {
+            return Err((ErrorKind::Replaced, format!("{name} is another volume: {found}")));
+        }
         // A successor shares the open volume of its predecessor.
         let shared = |other: &Claim| start.successor && other.mapping_id == claim.mapping_id;
         let clashes = |other: &&Claim| !(other.read_only && claim.read_only || shared(other));
@@ -119,7 +133,19 @@ impl Surroundings<'_> {
         }
         disk.claims.push(claim);
         *self.epochs += 1;
-        (worker.epoch, worker.disk) = (*self.epochs, name);
+        (worker.epoch, worker.disk, worker.number) = (*self.epochs, name, disk.number);
         Ok(())
+    }
+
+    /// Checks that the connections of a device reach only one volume, whatever is found under its name.
+    pub(crate) fn serves(&mut self, worker: &Worker) {
+        let Some(id) = worker.mapping_id() else { return };
+        let first = *self.served.entry(id.to_owned()).or_insert(worker.number);
+        if first != worker.number {
+            let (pid, now) = (worker.id.pid, worker.number);
+            self.violation(format!(
+                "{id}: worker {pid} serves volume {now}; its users have data of volume {first}"
+            ));
+        }
     }
 }

@@ -5,6 +5,7 @@ use super::{established, observed_with};
 use crate::planner::{
     Action, Intent, MAX_FAILURES, Observed, ObservedWorker, Plan, Record, State, plan,
 };
+use cleat_core::error::ErrorKind;
 
 #[test]
 fn a_dead_worker_is_replaced_by_one_of_the_next_generation() {
@@ -78,6 +79,28 @@ fn a_failed_sync_is_recorded_once_and_before_a_worker_starts() {
     assert_eq!(serving, Plan { state: State::Mapped, actions: only });
     record.sync_failed = true;
     assert_eq!(plan(&record, &observed).actions, []);
+}
+
+#[test]
+fn a_replaced_volume_is_never_opened_again_and_its_io_is_refused() {
+    let mut record = established(1, true);
+    record.replaced = Some("file:/v is another volume".to_owned());
+    let refuse = Action::RefuseIo { index: 3, connections: 1 };
+    for (unserved_too_long, expected) in [(false, vec![]), (true, vec![refuse])] {
+        // An explicit retry resets the failure count.
+        for failures in [0, 3, MAX_FAILURES] {
+            let gone = observed_with(ObservedWorker::Gone);
+            let observed = Observed { failures, unserved_too_long, ..gone };
+            let Plan { state: State::Failed(failure), actions } = plan(&record, &observed) else {
+                panic!("it goes on with {failures} failures")
+            };
+            assert_eq!((failure.kind, &actions), (ErrorKind::Replaced, &expected));
+            assert!(failure.message.contains("file:/v is another volume"), "{failure:?}");
+            assert!(failure.repair.starts_with("cleat unmap --force v"), "{failure:?}");
+        }
+    }
+    let observed = observed_with(ObservedWorker::Alive { connections: 0, size: 1 << 20 });
+    assert_eq!(plan(&record, &observed).actions, [], "it gets no connection");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use super::{
     DeviceProperties, Intent, Observed, ObservedDevice, ObservedQuiesce, ObservedWorker, Options,
     Record,
 };
+use cleat_backend::VolumeIdentity;
 use cleat_core::policy::Policy;
 
 /// Returns the record of a new mapping.
@@ -32,6 +33,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         worker: None,
         predecessor: None,
         volume: Some(DeviceProperties {
+            identity: VolumeIdentity::new("a"),
             size: 1 << 20,
             block_size: 512,
             transmission_flags: 1,
@@ -40,6 +42,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         established: false,
         fenced: false,
         sync_failed: false,
+        replaced: None,
         quiesced: None,
         created_at_s: 0,
         boot_id: "boot".into(),

@@ -57,6 +57,8 @@ pub(super) struct Model {
     /// In an interrupted handover, whether the new worker has taken over.
     pub handed_over: bool,
     pub fenced: bool,
+    /// Whether a new worker would find another volume.
+    pub replaced: bool,
     /// Whether a process holds the device.
     pub in_use: bool,
     pub paths_known: bool,
@@ -75,6 +77,7 @@ impl Model {
             predecessor: ModelWorker::None,
             handed_over: false,
             fenced: false,
+            replaced: false,
             in_use: false,
             paths_known: true,
             failures: 0,
@@ -240,12 +243,15 @@ impl Model {
         assert!(self.worker.has_ended(), "a second worker beside {:?}", self.worker);
         let record = self.record.as_mut().expect("no action without a record");
         assert!(record.predecessor.is_none(), "a third worker");
+        assert!(record.replaced.is_none(), "a worker is started for a replaced volume");
         record.generation += 1;
-        if fail {
+        if fail || self.replaced {
             self.worker = ModelWorker::Dead;
+            record.replaced = self.replaced.then(|| "another volume".to_owned());
             return Err(());
         }
-        self.replaced_by_zeroes |= !record.volume.expect("set").outlives_worker && device_count > 0;
+        self.replaced_by_zeroes |=
+            !record.volume.as_ref().expect("set").outlives_worker && device_count > 0;
         self.worker = ModelWorker::Alive(0);
         Ok(())
     }
@@ -321,6 +327,7 @@ impl Model {
             10 if matches!(self.predecessor, ModelWorker::Alive(_)) => {
                 self.predecessor = ModelWorker::Hung;
             }
+            11 => self.replaced = true,
             _ => {}
         }
     }

@@ -73,7 +73,7 @@ fn check_final_state(
             let wanted = record.options.connections;
             prop_assert!(matches!(model.worker, ModelWorker::Alive(n) if n >= wanted));
             prop_assert!(record.established && record.predecessor.is_none());
-            prop_assert!(!record.fenced);
+            prop_assert!(!record.fenced && record.replaced.is_none());
         }
         State::Unmapped => {
             prop_assert!(!model.devices.iter().any(|device| device.ours));
@@ -105,7 +105,7 @@ proptest! {
     #[test]
     fn every_model_reaches_a_true_final_state(
         mut model in models(),
-        faults in proptest::collection::vec(0u8..11, 0..24),
+        faults in proptest::collection::vec(0u8..12, 0..24),
         later_intent in intents(),
     ) {
         let foreign: Vec<_> = model.devices.iter().map(|device| !device.ours).collect();
