@@ -8,8 +8,8 @@
 //!
 //! 1. Have the cluster blocklist the address that the claim names, and wait for that OSD map. The client
 //!    that watches the image now may be a different one.
-//! 2. Break the lock.
-//! 3. Announce the new claim under a second metadata key.
+//! 2. Announce the new claim under a second metadata key.
+//! 3. Break the lock.
 //! 4. Acquire the lock.
 //! 5. Check that the claim has not changed since the decision.
 //! 6. Write the new claim with the next generation.
@@ -17,7 +17,10 @@
 //! A crash between two steps leaves a state in which the next client can start again: either a claim whose
 //! client is blocklisted once more, or a lock whose holder is identified by its announcement. Without the
 //! announcement, a lock holder without a claim would be treated as another tool's client, and the
-//! takeover would have to wait until the OSDs drop the dead client's watch.
+//! takeover would have to wait until the OSDs drop the dead client's watch. And a mapping with a device
+//! could not distinguish a lock that its own last process had broken from one that someone else broke: it
+//! would not resume. The announcement comes after the blocklisting, since it entitles the next process of
+//! the mapping to fence the clients that it names.
 //!
 //! Once this client has the lock, every OSD that it has contacted refuses the previous client. Any other
 //! OSD may still execute requests of the previous client that were in flight, until the first request of
@@ -35,7 +38,7 @@ use crate::errors::image_error;
 use cleat_backend::claimant::Claimant;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
-use decision::{Decision, Holder, Purpose, decide};
+use decision::{Decision, Lost, Purpose, decide};
 use header::{Header, ImageHeader};
 use record::{Claim, Client};
 
@@ -66,13 +69,13 @@ pub(crate) struct ClaimAttempt<'a, H> {
 }
 
 impl<H: Header> ClaimAttempt<'_, H> {
-    /// Claims the image and keeps its lock. Returns `None` if another mapping has claimed the image since
-    /// this mapping's last process, so that this mapping must not write to it any more.
+    /// Claims the image and keeps its lock. The inner error means that another client may have written to
+    /// the image since this mapping's last process, so that this mapping must not use it any more.
     ///
     /// # Errors
     /// Returns `InUse` if another client has a claim or the lock, `Aborted` if other clients claim the
     /// image at the same time, and otherwise the cluster's error.
-    pub(crate) fn acquire(&self) -> Result<Option<Claim>> {
+    pub(crate) fn acquire(&self) -> Result<Result<Claim, Lost>> {
         let Self { header, name, claimant, .. } = self;
         let id = header.id()?;
         let own = header.own_address()?;
@@ -82,28 +85,32 @@ impl<H: Header> ClaimAttempt<'_, H> {
                 Decision::Take(rivals) => rivals,
                 Decision::Claimed(client) => return Err(claimed(name, &client)),
                 Decision::Held(address) => return Err(held(name, &address)),
-                Decision::Superseded(client) => {
-                    tracing::error!(image = name, "claimed by {}", client.describe());
-                    return Ok(None);
+                Decision::LockedByHand(cookie) => return Err(locked_by_hand(name, &cookie)),
+                Decision::Lost(lost) => {
+                    self.fence_predecessor(seen.claim.as_ref(), &own)?;
+                    return Ok(Err(lost));
                 }
             };
             if let Some(other) = rivals.iter().find(|rival| !self.may_fence(rival)) {
                 return Err(held(name, other));
             }
-            self.fence(&rivals, seen.holder.as_ref())?;
+            self.fence(&rivals)?;
             let (last, now_s) = (seen.claim, self.clock.unix_s());
             let next =
                 Claim::after(last.as_ref(), id.clone(), claimant, own.clone(), now_s, &rivals);
-            // An earlier announcement is not needed any more: the lock is free, or a live client has
-            // acquired it in the meantime.
+            // This replaces an earlier announcement. If that one identified the holder of the lock, this one
+            // names the holder as fenced.
             header.announce(&next)?;
+            if let Some(holder) = seen.holder.filter(|holder| rivals.contains(&holder.address)) {
+                header.break_lock(&holder.address)?;
+            }
             if let Some(owner) = header.lock()? {
                 return Err(self.lost_race(&owner, last));
             }
             #[cfg(feature = "fault")]
             cleat_backend::crash_point("locked, not claimed");
             match self.write(last.as_ref(), &next) {
-                Ok(true) => return Ok(Some(next)),
+                Ok(true) => return Ok(Ok(next)),
                 Ok(false) => header.unlock()?,
                 Err(error) => {
                     // The image may stay open while other clients need its lock.
@@ -119,17 +126,22 @@ impl<H: Header> ClaimAttempt<'_, H> {
         Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
     }
 
-    /// Fences `clients` and breaks the lock if one of them holds it. After this, an OSD that has served a
-    /// request of this client serves none of theirs.
-    fn fence(&self, clients: &[String], holder: Option<&Holder>) -> Result<()> {
-        for address in clients {
+    /// Fences `clients`. After this, an OSD that has served a request of this client serves none of theirs.
+    fn fence(&self, clients: &[String]) -> Result<()> {
+        clients.iter().try_for_each(|address| {
             tracing::warn!(image = self.name, client = address, "fencing a client");
-            self.header.fence(address)?;
-        }
-        match holder.filter(|holder| clients.contains(&holder.address)) {
-            Some(holder) => self.header.break_lock(&holder.address),
-            None => Ok(()),
-        }
+            self.header.fence(address)
+        })
+    }
+
+    /// Fences the last process of a mapping that has lost the image. Its end is proved, but requests that it
+    /// has sent may still take effect, and a forced unmap relies on an open after which none does.
+    fn fence_predecessor(&self, claim: Option<&Claim>, own: &str) -> Result<()> {
+        let active = claim.filter(|claim| !claim.released && self.purpose == Purpose::Open);
+        let last = active.map(|claim| &claim.client);
+        let last = last.filter(|last| last.mapping_id == self.claimant.mapping_id);
+        last.filter(|last| last.address != own)
+            .map_or(Ok(()), |last| self.fence(std::slice::from_ref(&last.address)))
     }
 
     /// Returns the error for a lock that the client at `owner` has acquired in the meantime.
@@ -210,6 +222,14 @@ fn held(name: &str, address: &str) -> Error {
         "end its use there first (rbd, rbd-nbd, qemu, …), or map it read-only here; the cluster \
          drops a dead client about 30 s later; to fence a live client, use --take-over",
     )
+}
+
+fn locked_by_hand(name: &str, cookie: &str) -> Error {
+    let message = format!("{name} was locked with the id {cookie:?} (rbd lock add)");
+    Error::new(ErrorKind::InUse, message).with_repair(format!(
+        "find out why, then: rbd lock ls {name}; rbd lock rm {name} ID LOCKER; or break the lock with \
+         --take-over"
+    ))
 }
 
 #[cfg(test)]

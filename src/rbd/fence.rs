@@ -139,9 +139,9 @@ pub(crate) fn take_over_and_release(
 ) -> Result<()> {
     let (header, purpose) = (&ImageHeader { image, name }, Purpose::Open);
     let attempt = ClaimAttempt { header, name, claimant, purpose, only, clock: &SystemClock };
-    let Some(taken) = attempt.acquire()? else {
-        return Err(Error::new(ErrorKind::Internal, format!("cannot take over {name}")));
-    };
+    let taken = attempt.acquire()?.map_err(|lost| {
+        Error::new(ErrorKind::Internal, format!("internal: cannot take over {name}: {lost}"))
+    })?;
     claim::release(image, &taken, name)?;
     image.lock_release().map_err(|error| errors::image_error(error, name))
 }

@@ -57,26 +57,33 @@ impl RbdImage {
     /// Claims the image, if this volume has a claim.
     ///
     /// # Errors
-    /// Returns `Fenced` if another client has taken the image over, and otherwise the error of the attempt.
+    /// Returns `Fenced` if another client has taken the image over, or may have written to it since the last
+    /// process of this mapping, and otherwise the error of the attempt.
     fn claim(&self, purpose: Purpose) -> Result<()> {
-        let lost = || {
-            let message = format!("another client has claimed {}", self.name);
+        let lost = |why: &dyn std::fmt::Display| {
+            let message = format!("another client may have written to {}: {why}", self.name);
             Error::new(ErrorKind::Fenced, message)
         };
         if self.is_fenced() {
-            return Err(lost());
+            return Err(lost(&"this client is fenced"));
         }
         let Some(claimant) = &self.claimant else { return Ok(()) };
         let (image, name) = (self.image()?, &self.name);
         let header = &ImageHeader { image: &image, name };
         let attempt =
             ClaimAttempt { header, name, claimant, purpose, only: None, clock: &SystemClock };
-        let Some(claim) = attempt.acquire().inspect_err(|error| self.note_fenced(error))? else {
-            self.shared.set_fenced();
-            return Err(lost());
-        };
-        *self.shared.claim() = Some(claim);
-        Ok(())
+        match attempt.acquire().inspect_err(|error| self.note_fenced(error))? {
+            Ok(claim) => {
+                *self.shared.claim() = Some(claim);
+                Ok(())
+            }
+            Err(why) => {
+                self.shared.set_fenced();
+                let error = lost(&why);
+                tracing::error!(image = name, "the device must not resume: {}", error.message());
+                Err(error)
+            }
+        }
     }
 
     fn read_size(&self) -> Result<u64> {

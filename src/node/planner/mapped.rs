@@ -177,7 +177,10 @@ fn given_up(record: &Record, observed: &Observed) -> Plan {
 fn fenced(record: &Record, observed: &Observed) -> Plan {
     let mut plan = Plan::fail(Failure::new(
         ErrorKind::Fenced,
-        format!("another client owns the volume of {} now, or has removed it", record.name),
+        format!(
+            "another client owns the volume of {} now, or may have written to it, or has removed it",
+            record.name
+        ),
         format!("cleat unmap {}; this node writes nothing more to the volume", record.name),
     ));
     if !record.fenced {

@@ -7,7 +7,15 @@
 //! that is entitled to replace it, or on an explicit `--take-over`.
 //!
 //! A lock holder without a claim belongs to another tool. While it is alive, it is fenced only on
-//! `--take-over`. If it has announced a claim, it is treated as if it had written the claim.
+//! `--take-over`. If it has announced a claim, it is treated as if it had written the claim. A lock that an
+//! administrator made (`rbd lock add`) is broken only on `--take-over`: its client has always ended.
+//!
+//! A mapping that resumes its device has users that rely on what they have read. Tools without claims (krbd,
+//! qemu, `rbd`) leave no trace but the lock, so the mapping resumes only if the lock is still that of its own
+//! claim. Two states without it are explained by the mapping itself: the claim is released, and an
+//! announcement shows that a later process of the mapping was breaking the lock when it ended.
+
+use std::fmt;
 
 use super::record::{Claim, Client};
 use cleat_backend::claimant::{Claimant, is_unique_name};
@@ -18,6 +26,8 @@ pub(crate) struct Holder {
     pub(crate) address: String,
     /// Whether it watches the image. The OSDs drop the watch of a dead client after about 30 s.
     pub(crate) alive: bool,
+    /// The cookie of a lock that an administrator made (`rbd lock add`); `None` for the lock of librbd or krbd.
+    pub(crate) made_by_hand: Option<String>,
 }
 
 /// The purpose of a claim attempt.
@@ -40,9 +50,37 @@ pub(crate) enum Decision {
     Claimed(Client),
     /// The client at this address holds the lock and has no claim.
     Held(String),
-    /// This client of another mapping has claimed the image since the present mapping did. Data that the
-    /// users of the present mapping's device have read may be outdated.
-    Superseded(Client),
+    /// An administrator has locked the image with this cookie.
+    LockedByHand(String),
+    /// The mapping must not resume its device: data that its users have read may be outdated.
+    Lost(Lost),
+}
+
+/// Why a mapping must not resume its device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Lost {
+    /// This client of another mapping has claimed the image since.
+    Claimed(Client),
+    /// The claim of the mapping was removed.
+    NoClaim,
+    /// The claim of the mapping is active, and its lock is gone.
+    NoLock,
+    /// The client at this address has acquired the lock since.
+    OtherLock(String),
+}
+
+/// Prints the reason as the end of a sentence about the image.
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Claimed(client) => write!(f, "it was claimed by {}", client.describe()),
+            Self::NoClaim => f.write_str("its claim was removed"),
+            Self::NoLock => f.write_str("its lock was broken"),
+            Self::OtherLock(address) => {
+                write!(f, "the client at {address}, which has made no claim, has locked it")
+            }
+        }
+    }
 }
 
 /// The state of an image that a decision is based on.
@@ -54,6 +92,18 @@ pub(crate) struct Observation {
     pub(crate) announced: Option<Claim>,
     /// The holder of the lock.
     pub(crate) holder: Option<Holder>,
+    /// The addresses of the clients that watch the image.
+    pub(crate) watching: Vec<String>,
+}
+
+impl Observation {
+    /// Returns the client whose announcement explains that the client at `address` holds the lock, or held
+    /// it: that client itself, or one that has fenced it to acquire the lock.
+    fn announcer(&self, address: &str) -> Option<&Client> {
+        let announced = self.announced.as_ref()?;
+        let fenced = || announced.cut.iter().any(|client| client.address == address);
+        (announced.client.address == address || fenced()).then_some(&announced.client)
+    }
 }
 
 /// Decides whether `claimant`, whose client has the address `own`, may claim the image.
@@ -64,10 +114,10 @@ pub(crate) fn decide(
     purpose: Purpose,
 ) -> Decision {
     let (claim, holder) = (seen.claim.as_ref(), seen.holder.as_ref());
-    let last = claim.map(|claim| &claim.client);
-    let resumes = claimant.resumes || purpose == Purpose::Handover;
-    if let Some(client) = last.filter(|last| resumes && last.mapping_id != claimant.mapping_id) {
-        return Decision::Superseded(client.clone());
+    if (claimant.resumes || purpose == Purpose::Handover)
+        && let Some(lost) = why_lost(seen, claimant, own)
+    {
+        return Decision::Lost(lost);
     }
     let forced = claimant.take_over && purpose == Purpose::Open;
     let holds = |client: &Client| {
@@ -79,40 +129,74 @@ pub(crate) fn decide(
     let active = active.map(|claim| &claim.client).filter(|client| client.address != own);
     let mut rivals = Vec::new();
     if let Some(client) = active {
-        let entitled = purpose == Purpose::Open && may_replace(client, claimant);
+        let entitled = purpose == Purpose::Open && may_replace(client, claimant, seen);
         if !(forced || entitled) {
             return Decision::Claimed(client.clone());
         }
         rivals.push(client.address.clone());
     }
-    if let Some(Holder { address, alive }) = holder
+    if let Some(Holder { address, alive, made_by_hand }) = holder
         && address != own
         && active.is_none_or(|client| client.address != *address)
     {
-        let announced = seen.announced.as_ref().map(|claim| &claim.client);
-        let announced = announced.filter(|client| client.address == *address);
-        // The holder died or is stopped between acquiring the lock and writing its claim.
+        if let Some(cookie) = made_by_hand.as_ref().filter(|_| !forced) {
+            return Decision::LockedByHand(cookie.clone());
+        }
+        let announcer = seen.announcer(address);
+        // The announcer died or is stopped between its announcement and writing its claim.
         let entitled = purpose == Purpose::Open
-            && announced.is_some_and(|client| may_replace(client, claimant));
+            && announcer.is_some_and(|client| may_replace(client, claimant, seen));
         if *alive && !forced && !entitled {
             let held = || Decision::Held(address.clone());
-            return announced.map_or_else(held, |client| Decision::Claimed(client.clone()));
+            return announcer.map_or_else(held, |client| Decision::Claimed(client.clone()));
         }
         rivals.push(address.clone());
     }
     Decision::Take(rivals)
 }
 
+/// Returns why the mapping of `claimant`, which has a device, must not claim the image again; `None` if no
+/// other client can have written to the image since the mapping's last claim, as far as the image shows it.
+///
+/// Not detected: a client without a claim that has locked, written and released the image while the mapping's
+/// claim was released (in a handover, for milliseconds), or after a process of the mapping had announced its
+/// claim and before it had the lock.
+fn why_lost(seen: &Observation, claimant: &Claimant, own: &str) -> Option<Lost> {
+    let Some(claim) = &seen.claim else { return Some(Lost::NoClaim) };
+    if claim.client.mapping_id != claimant.mapping_id {
+        return Some(Lost::Claimed(claim.client.clone()));
+    }
+    let of_mapping = |client: &&Client| client.mapping_id == claimant.mapping_id;
+    match &seen.holder {
+        Some(holder) if holder.made_by_hand.is_none() => {
+            let address = &holder.address;
+            let is_own = address == own || *address == claim.client.address;
+            let is_explained = is_own || seen.announcer(address).filter(of_mapping).is_some();
+            (!is_explained).then(|| Lost::OtherLock(address.clone()))
+        }
+        Some(holder) => Some(Lost::OtherLock(holder.address.clone())),
+        None if claim.released => None,
+        None => {
+            let next = seen.announced.as_ref().map(|claim| &claim.client).filter(of_mapping);
+            let follows = next.is_some_and(|next| next.generation > claim.client.generation);
+            (!follows).then_some(Lost::NoLock)
+        }
+    }
+}
+
 /// Returns whether `claimant` is entitled to replace `client`. It is if the node of `client` was restarted.
 /// In the same boot it is if `client` is of the same mapping (the supervisor has proved the end of the
 /// previous process) or if the process of `client` has ended.
-fn may_replace(client: &Client, claimant: &Claimant) -> bool {
+fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool {
     if client.boot_id.is_empty() || claimant.boot_id.is_empty() {
         return false;
     }
     if client.boot_id != claimant.boot_id {
-        // The node has been restarted.
-        return is_same_node(client, &claimant.node, &claimant.machine);
+        // The node was restarted, or it is another one: machines that start from one image have the same
+        // name and may have the same machine id. A client that still watches the image is not proved to have
+        // ended with its node.
+        let watches = seen.watching.contains(&client.address);
+        return is_same_node(client, &claimant.node, &claimant.machine) && !watches;
     }
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
     same_mapping
@@ -151,11 +235,14 @@ mod tests {
     }
 
     fn holder(address: &str, alive: bool) -> Holder {
-        Holder { address: address.into(), alive }
+        Holder { address: address.into(), alive, made_by_hand: None }
     }
 
     fn seen(claim: Option<&Claim>, holder: Option<&Holder>) -> Observation {
-        Observation { claim: claim.cloned(), announced: None, holder: holder.cloned() }
+        let watching = holder.iter().filter(|holder| holder.alive);
+        let watching = watching.map(|holder| holder.address.clone()).collect();
+        let (claim, holder) = (claim.cloned(), holder.cloned());
+        Observation { claim, announced: None, holder, watching }
     }
 
     fn opening(claim: Option<&Claim>, holder: Option<&Holder>, claimant: &Claimant) -> Decision {
@@ -174,7 +261,11 @@ mod tests {
         for held in [Some(&alive), Some(&holder("A/1", false)), None] {
             assert_eq!(opening(Some(&claim), held, &old), take(&["A/1"]), "the same mapping");
             let rebooted = claimant("n", "c", "x");
-            assert_eq!(opening(Some(&claim), held, &rebooted), take(&["A/1"]), "the same node");
+            let expected = match held {
+                Some(held) if held.alive => Decision::Claimed(claim.client.clone()),
+                _ => take(&["A/1"]),
+            };
+            assert_eq!(opening(Some(&claim), held, &rebooted), expected, "a node of the same name");
             for other in [claimant("o", "c", "m"), claimant("n", "b", "x"), claimant("", "", "")] {
                 let decision = opening(Some(&claim), held, &other);
                 assert_eq!(decision, Decision::Claimed(claim.client.clone()), "{other:?}");
@@ -232,15 +323,19 @@ mod tests {
                 claim: claim.clone(),
                 announced: Some(self::claim(of, at)),
                 holder: Some(holder.clone()),
+                watching: Vec::new(),
             };
             let ask = |seen: &Observation, who: &Claimant, when| decide(seen, who, OWN, when);
             let own = seen(&me, "A/2", &alive);
             assert_eq!(ask(&own, &me, Purpose::Open), cut("A/2"));
             let rebooted = claimant("n", "c", "x");
             assert_eq!(ask(&own, &rebooted, Purpose::Open), cut("A/2"));
-            // A handover fences no client.
+            // A handover fences no client, and needs the claim of the predecessor.
             let decision = ask(&own, &me, Purpose::Handover);
-            assert!(matches!(decision, Decision::Claimed(_)), "{decision:?}");
+            match claim {
+                Some(_) => assert!(matches!(decision, Decision::Claimed(_)), "{decision:?}"),
+                None => assert_eq!(decision, Decision::Lost(Lost::NoClaim)),
+            }
             // The holder of another mapping's announcement is named while it is alive.
             let other = claimant("o", "c", "x");
             let theirs = seen(&other, "A/2", &alive);
@@ -288,14 +383,74 @@ mod tests {
             other.released = released;
             for claimant in [&me, &forced] {
                 let decision = opening(Some(&other), None, claimant);
-                assert_eq!(decision, Decision::Superseded(other.client.clone()));
+                assert_eq!(decision, Decision::Lost(Lost::Claimed(other.client.clone())));
             }
         }
         let mut own = claim(&me, "A/1");
-        assert_eq!(opening(Some(&own), None, &me), take(&["A/1"]));
+        for alive in [true, false] {
+            assert_eq!(opening(Some(&own), Some(&holder("A/1", alive)), &me), take(&["A/1"]));
+        }
         own.released = true;
         assert_eq!(opening(Some(&own), None, &me), take(&[]));
-        assert_eq!(opening(None, None, &me), take(&[]));
+    }
+
+    #[test]
+    fn a_mapping_with_a_device_does_not_resume_after_a_client_without_a_claim() {
+        let me = Claimant { resumes: true, ..claimant("n", "b", "m") };
+        let forced = Claimant { take_over: true, ..me.clone() };
+        let own = claim(&me, "A/1");
+        let lost = |seen: &Observation, expected: &Lost| {
+            for claimant in [&me, &forced] {
+                let decision = decide(seen, claimant, OWN, Purpose::Open);
+                assert_eq!(decision, Decision::Lost(expected.clone()), "{seen:?}");
+            }
+        };
+        lost(&seen(None, None), &Lost::NoClaim);
+        lost(&seen(None, Some(&holder("A/1", true))), &Lost::NoClaim);
+        lost(&seen(Some(&own), None), &Lost::NoLock);
+        for (alive, released) in [(true, false), (false, false), (true, true), (false, true)] {
+            let claim = if released { own.released() } else { own.clone() };
+            let other = seen(Some(&claim), Some(&holder("T/1", alive)));
+            lost(&other, &Lost::OtherLock("T/1".into()));
+        }
+        let by_hand = Holder { made_by_hand: Some("mine".into()), ..holder("A/1", false) };
+        lost(&seen(Some(&own), Some(&by_hand)), &Lost::OtherLock("A/1".into()));
+        // A later process of the mapping had fenced the client of the claim, and died when it had broken the
+        // lock, or had acquired it.
+        let fenced = ["A/1".to_owned()];
+        let next = Claim::after(Some(&own), "id".into(), &me, "A/2".into(), 0, &fenced);
+        let broken = Observation { announced: Some(next.clone()), ..seen(Some(&own), None) };
+        assert_eq!(decide(&broken, &me, OWN, Purpose::Open), take(&["A/1"]));
+        let locked = seen(Some(&own), Some(&holder("A/2", true)));
+        let locked = Observation { announced: Some(next), ..locked };
+        assert_eq!(decide(&locked, &me, OWN, Purpose::Open), take(&["A/1", "A/2"]));
+        // The announcement of the present claim explains nothing.
+        let before = Observation { announced: Some(own.clone()), ..seen(Some(&own), None) };
+        lost(&before, &Lost::NoLock);
+    }
+
+    #[test]
+    fn a_lock_that_was_made_by_hand_is_broken_only_on_take_over() {
+        let me = claimant("n", "b", "m");
+        let by_hand = Holder { made_by_hand: Some("backup".into()), ..holder("T/1", false) };
+        let released = claim(&me, "A/1").released();
+        for claim in [None, Some(&released)] {
+            let decision = opening(claim, Some(&by_hand), &me);
+            assert_eq!(decision, Decision::LockedByHand("backup".into()));
+            let forced = Claimant { take_over: true, ..me.clone() };
+            assert_eq!(opening(claim, Some(&by_hand), &forced), take(&["T/1"]));
+        }
+    }
+
+    #[test]
+    fn a_restart_of_the_node_is_not_proved_while_the_client_watches() {
+        let old = Claimant { machine: "1".into(), ..claimant("n", "b", "m") };
+        let new = Claimant { machine: "1".into(), ..claimant("n", "c", "x") };
+        let claim = claim(&old, "A/1");
+        let broken = Observation { watching: vec!["A/1".into()], ..seen(Some(&claim), None) };
+        let decision = decide(&broken, &new, OWN, Purpose::Open);
+        assert_eq!(decision, Decision::Claimed(claim.client.clone()));
+        assert_eq!(opening(Some(&claim), None, &new), take(&["A/1"]));
     }
 
     #[test]
@@ -304,16 +459,17 @@ mod tests {
         let mut own = claim(&me, "A/1");
         let ask =
             |claim: &Claim, held| decide(&seen(Some(claim), held), &me, OWN, Purpose::Handover);
-        assert!(matches!(ask(&own, None), Decision::Claimed(_)));
+        assert_eq!(ask(&own, None), Decision::Lost(Lost::NoLock));
+        assert!(matches!(ask(&own, Some(&holder("A/1", true))), Decision::Claimed(_)));
         own.released = true;
         assert_eq!(ask(&own, None), take(&[]));
         let alive = holder("A/1", true);
         assert!(matches!(ask(&own, Some(&alive)), Decision::Claimed(_)), "it still has the lock");
         let tool = holder("T/1", true);
-        assert!(matches!(ask(&own, Some(&tool)), Decision::Held(_)));
+        assert!(matches!(ask(&own, Some(&tool)), Decision::Lost(Lost::OtherLock(_))));
         // After a failed handover the same client claims the image again.
         let mine = claim(&me, OWN);
-        assert_eq!(ask(&mine, None), take(&[]));
+        assert_eq!(ask(&mine, Some(&holder(OWN, true))), take(&[]));
     }
 
     fn any_text() -> impl Strategy<Value = String> {
@@ -350,29 +506,32 @@ mod tests {
                 if released { claim.released() } else { claim }
             });
             let announced = announced.map(|(of, address)| self::claim(&of, &address));
-            let holder = holder.map(|(address, alive)| Holder { address, alive });
+            let holder = holder.map(|(address, alive)| self::holder(&address, alive));
             let purpose = if handover { Purpose::Handover } else { Purpose::Open };
-            let seen = Observation { claim, announced, holder };
+            let watching = holder.iter().filter(|holder| holder.alive);
+            let watching = watching.map(|holder| holder.address.clone()).collect();
+            let seen = Observation { claim, announced, holder, watching };
             let Decision::Take(rivals) = decide(&seen, &claimant, OWN, purpose) else {
                 return Ok(());
             };
-            let Observation { claim, announced, holder } = seen;
+            let Observation { claim, announced, holder, .. } = seen.clone();
             prop_assert!(!rivals.iter().any(|address| address == OWN), "a client fences itself");
             let forced = claimant.take_over && !handover;
             if let Some(claim) = &claim {
                 let client = &claim.client;
                 let active = !claim.released && client.address != OWN;
                 prop_assert!(!active || rivals.contains(&client.address), "a claim is active");
-                prop_assert!(!active || forced || may_replace(client, &claimant));
+                prop_assert!(!active || forced || may_replace(client, &claimant, &seen));
                 let same = client.mapping_id == claimant.mapping_id;
                 let resumes = claimant.resumes || handover;
                 prop_assert!(same || !resumes, "the device has writes of another mapping");
             }
-            if let Some(Holder { address, alive }) = &holder && address != OWN {
+            prop_assert!(claim.is_some() || !(claimant.resumes || handover), "the claim is missing");
+            if let Some(Holder { address, alive, .. }) = &holder && address != OWN {
                 prop_assert!(rivals.contains(address), "the lock holder could continue to write");
                 let claimed = claim.as_ref().is_some_and(|claim| claim.client.address == *address);
                 let named = announced.as_ref().filter(|claim| claim.client.address == *address);
-                let own = named.is_some_and(|claim| may_replace(&claim.client, &claimant));
+                let own = named.is_some_and(|claim| may_replace(&claim.client, &claimant, &seen));
                 prop_assert!(forced || claimed || own || !alive, "another mapping was fenced");
             }
             prop_assert!(rivals.is_empty() || !handover || holder.is_some_and(|h| !h.alive));

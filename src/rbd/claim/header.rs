@@ -23,7 +23,7 @@ pub(crate) trait Header {
     /// Returns the address of this client.
     fn own_address(&self) -> Result<String>;
 
-    /// Reads the claim, the announcement and the lock, one after the other. Not atomic.
+    /// Reads the claim, the announcement, the watchers and the lock, one after the other. Not atomic.
     fn observe(&self) -> Result<Observation>;
 
     /// Reads the newest claim.
@@ -72,12 +72,14 @@ impl ImageHeader<'_> {
         }))
     }
 
-    /// Reads the holder of the lock.
-    fn holder(&self) -> librbd::Result<Option<Holder>> {
+    /// Reads the holder of the lock. `watching` are the addresses of the clients that watch the image.
+    fn holder(&self, watching: &[String]) -> librbd::Result<Option<Holder>> {
         let Some(locker) = self.image.lockers()?.into_iter().next() else { return Ok(None) };
-        let address = locker.address;
-        let alive = self.image.watchers()?.iter().any(|watcher| watcher.address == address);
-        Ok(Some(Holder { address, alive }))
+        // The cookies of librbd and krbd (WATCHER_LOCK_COOKIE_PREFIX, RBD_LOCK_COOKIE_PREFIX).
+        let is_automatic = locker.cookie.starts_with("auto ");
+        let made_by_hand = (!is_automatic).then_some(locker.cookie);
+        let (address, alive) = (locker.address.clone(), watching.contains(&locker.address));
+        Ok(Some(Holder { address, alive, made_by_hand }))
     }
 }
 
@@ -99,8 +101,11 @@ impl Header for ImageHeader<'_> {
     fn observe(&self) -> Result<Observation> {
         let claim = self.claim()?;
         let announced = self.announced()?;
-        let holder = self.holder().map_err(|error| image_error(error, self.name))?;
-        Ok(Observation { claim, announced, holder })
+        let failed = |error| image_error(error, self.name);
+        let watchers = self.image.watchers().map_err(failed)?;
+        let watching: Vec<String> = watchers.into_iter().map(|watcher| watcher.address).collect();
+        let holder = self.holder(&watching).map_err(failed)?;
+        Ok(Observation { claim, announced, holder, watching })
     }
 
     fn claim(&self) -> Result<Option<Claim>> {

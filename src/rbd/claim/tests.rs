@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use proptest::prelude::*;
 
 use super::*;
-use crate::claim::decision::Observation;
+use crate::claim::decision::{Holder, Observation};
 use cleat_core::clock::ManualClock;
 
 /// More steps than a process makes.
@@ -131,7 +131,7 @@ impl Process<'_> {
             clock: &self.world.clock,
         };
         let served = attempt.acquire().and_then(|claim| {
-            let Some(claim) = claim else { return Ok(End::Superseded) };
+            let Ok(claim) = claim else { return Ok(End::Superseded) };
             for _ in 0..2 {
                 self.write_data()?;
             }
@@ -191,8 +191,9 @@ impl Header for Process<'_> {
     fn observe(&self) -> Result<Observation> {
         let claim = self.claim()?;
         let announced = self.step(|state| Ok(state.seen.announced.clone()))?;
+        let watching = self.step(|state| Ok(state.watching.iter().cloned().collect()))?;
         let holder = self.step(|state| Ok(state.seen.holder.clone()))?;
-        Ok(Observation { claim, announced, holder })
+        Ok(Observation { claim, announced, holder, watching })
     }
 
     fn claim(&self) -> Result<Option<Claim>> {
@@ -234,7 +235,7 @@ impl Header for Process<'_> {
             }
             let address = self.address.clone();
             let alive = state.watching.contains(&address);
-            state.seen.holder = Some(Holder { address, alive });
+            state.seen.holder = Some(Holder { address, alive, made_by_hand: None });
             Ok(None)
         })
     }
@@ -288,6 +289,53 @@ fn a_mapping_recovers_from_any_two_consecutive_crashes() {
         }
     }
     assert!(crashes > 200, "{crashes}");
+}
+
+/// Each process after the first resumes a device, so a state that the mapping's own processes have left must
+/// not be taken for that of another client.
+#[test]
+fn a_mapping_resumes_after_any_three_consecutive_crashes() {
+    let own = claimant("a", "m");
+    let resuming = Claimant { resumes: true, ..own.clone() };
+    for steps in (0..STEPS.pow(3)).map(|n| [n % STEPS, n / STEPS % STEPS, n / STEPS / STEPS]) {
+        let world = World::new(false);
+        world.run(&own, 0, "A/1", steps[0]);
+        if world.state().seen.claim.is_none() {
+            // The first process has not opened the image, so there is no device.
+            continue;
+        }
+        world.run(&resuming, 0, "A/2", steps[1]);
+        world.run(&resuming, 0, "A/3", steps[2]);
+        assert_eq!(world.run(&resuming, 0, "A/4", STEPS), End::Served, "{steps:?}");
+    }
+}
+
+/// krbd, qemu and `rbd` write no claim. They break the lock of a dead client, or an administrator does.
+#[test]
+fn a_mapping_does_not_resume_after_a_client_without_a_claim_wherever_its_process_crashed() {
+    let own = claimant("a", "m");
+    let resuming = Claimant { resumes: true, ..own.clone() };
+    let foreign = |alive| Holder { address: "T/1".to_owned(), alive, made_by_hand: None };
+    let mut crashes = 0;
+    for steps in 0..STEPS {
+        for holder in [None, Some(foreign(true)), Some(foreign(false))] {
+            let world = World::new(false);
+            world.run(&own, 0, "A/1", steps);
+            let active = |claim: &Claim| !claim.released;
+            if !world.state().seen.claim.as_ref().is_some_and(active) {
+                continue;
+            }
+            crashes += 1;
+            world.state().seen.holder.clone_from(&holder);
+            let next = world.run(&resuming, 0, "A/2", STEPS);
+            assert_eq!(next, End::Superseded, "{steps}: {holder:?}");
+            let state = world.state();
+            assert!(!state.blocklist.contains("T/1"), "{steps}: a foreign client was fenced");
+            assert!(state.blocklist.contains("A/1"), "{steps}: the dead client could still write");
+            assert_eq!(state.seen.holder, holder, "{steps}: its lock was changed");
+        }
+    }
+    assert!(crashes >= 9, "{crashes}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use librbd::{Image, Open, RBD_FEATURE_EXCLUSIVE_LOCK, Watcher};
 
 use super::Target;
-use crate::claim::decision::{Decision, Purpose, decide};
+use crate::claim::decision::{Decision, Lost, Purpose, decide};
 use crate::claim::header::{Header, ImageHeader};
 use crate::claim::record::{Claim, Client};
 use crate::errors::with_caps_repair;
@@ -54,8 +54,13 @@ impl Target {
                 drop(writable);
                 self.wait_for_watches(&SystemClock, image, &rivals)?;
             }
-            Decision::Claimed(client) | Decision::Superseded(client) => {
+            Decision::Claimed(client) | Decision::Lost(Lost::Claimed(client)) => {
                 return Err(self.claimed(&client));
+            }
+            // Only a mapping with a device loses an image.
+            Decision::Lost(lost) => return Err(self.in_use(&format!("another client: {lost}"))),
+            Decision::LockedByHand(cookie) => {
+                return Err(self.in_use(&format!("a lock with the id {cookie:?} (rbd lock add)")));
             }
             Decision::Held(address) => {
                 return Err(self.in_use(&format!("the client at {address}")));

@@ -14,6 +14,7 @@ use test_kit::ceph::shared;
 
 use crate::worker::rbd::{fresh, pool};
 use test_kit::nbd::kernel as nbd;
+use test_kit::wait::wait_until;
 use test_kit::worker::{Worker, start_message};
 
 /// The environment of a worker that dies when it has the lock and has not written its claim.
@@ -131,14 +132,105 @@ fn another_node_is_refused_with_the_holder_and_with_take_over_fences_it_for_year
     stop(second);
 }
 
+/// A node of the same name may be another machine, so a client that watches the image is not replaced.
 #[test]
-fn a_rebooted_node_takes_over_its_own_claims() {
+fn a_rebooted_node_takes_over_its_own_claims_when_its_old_client_has_gone() {
     let uri = fresh("rebooted");
-    let _before = started(&start_as(&uri, "a", "boot-1", "m"));
+    let machine = |start: Start| Start { machine: "one image for all".to_owned(), ..start };
+    let (before, sockets) = serving(&machine(start_as(&uri, "a", "boot-1", "m")));
     assert_eq!(refused(&start_as(&uri, "b", "boot-1b", "m")).kind, ErrorKind::InUse);
-    let after = started(&start_as(&uri, "a", "boot-2", "n"));
+    let rebooted = machine(start_as(&uri, "a", "boot-2", "n"));
+    let failure = refused(&rebooted);
+    assert_eq!(failure.kind, ErrorKind::InUse, "{failure:?}");
+    assert!(failure.message.contains("claimed by the node a"), "{failure:?}");
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0, "the first machine still writes");
+    killed(before);
+    drop_watches("rebooted");
+    let after = started(&rebooted);
     assert_eq!(claim_of("rebooted")["mapping_id"], "n");
     stop(after);
+}
+
+/// Has the OSDs drop the watches of the clients of an image, which they do half a minute after their death.
+fn drop_watches(image: &str) {
+    let image = pool().open(image, None, Open::ReadOnly).unwrap();
+    let own = image.pool().cluster().addresses().unwrap();
+    let others = || -> Vec<String> {
+        let all = image.watchers().unwrap().into_iter().map(|watcher| watcher.address);
+        all.filter(|address| *address != own).collect()
+    };
+    for address in others() {
+        image.pool().cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
+    }
+    wait_until("the watches are gone", || others().is_empty());
+}
+
+/// Breaks the lock of a dead client as librbd and krbd do: the client is blocklisted before.
+fn break_lock(image: &librbd::Image) {
+    let address = image.lock_owners().unwrap().remove(0);
+    image.pool().cluster().blocklist_add(&address, Duration::from_secs(3600)).unwrap();
+    image.lock_break(&address).unwrap();
+}
+
+/// Tools without claims leave no trace but the lock. Each of them may have written to the image while the
+/// device had no worker.
+#[test]
+fn a_device_gets_errors_after_a_client_without_a_claim_may_have_written() {
+    let cases: [(&str, fn(&librbd::Image)); 4] = [
+        ("claim-removed", |image| {
+            break_lock(image);
+            image.lock_acquire().unwrap();
+            image.metadata_remove("cleat.claim").unwrap();
+            image.lock_release().unwrap();
+        }),
+        ("lock-broken", break_lock),
+        ("lock-passed", |image| {
+            break_lock(image);
+            image.lock_acquire().unwrap();
+            image.metadata_set("a", "b").unwrap();
+            image.lock_release().unwrap();
+        }),
+        ("lock-taken", |image| {
+            break_lock(image);
+            image.lock_acquire().unwrap();
+        }),
+    ];
+    for (name, foreign_use) in cases {
+        let uri = fresh(name);
+        let own = start_as(&uri, "a", "boot", "m");
+        let (worker, sockets) = serving(&own);
+        assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+        killed(worker);
+        let image = pool().open(name, None, Open::Write).unwrap();
+        foreign_use(&image);
+        let before = image.metadata().unwrap();
+        let (successor, sockets) = fenced(&Start { resumes: true, ..own.clone() });
+        assert_ne!(nbd::write(&sockets[0], 0, &[3; 4096]), 0, "{name}");
+        assert_ne!(nbd::simple(&sockets[0], nbd::READ, 0, 4096), 0, "{name}");
+        stop(successor);
+        assert_eq!(image.metadata().unwrap(), before, "{name}: the fenced worker changes nothing");
+        drop(image);
+        // A new mapping of the volume works.
+        let (anew, sockets) = serving(&own);
+        assert!(nbd::read(&sockets[0], 0, 4096) == [1; 4096], "{name}");
+        stop(anew);
+    }
+}
+
+#[test]
+fn a_lock_that_an_administrator_made_is_broken_only_on_take_over() {
+    let uri = fresh("locked-by-hand");
+    let name = format!("{}/locked-by-hand", test_kit::ceph::POOL);
+    shared().rbd(&["lock", "add", &name, "night-backup"]).unwrap();
+    let start = start_as(&uri, "a", "boot", "m");
+    let failure = refused(&start);
+    assert_eq!(failure.kind, ErrorKind::InUse, "{failure:?}");
+    assert!(failure.message.contains("\"night-backup\" (rbd lock add)"), "{failure:?}");
+    assert!(failure.repair.as_ref().unwrap().contains("--take-over"), "{failure:?}");
+    let listed = || String::from_utf8(shared().rbd(&["lock", "ls", &name]).unwrap()).unwrap();
+    assert!(listed().contains("night-backup"), "the lock was broken");
+    stop(started(&Start { take_over: true, ..start }));
+    assert!(!listed().contains("night-backup"), "{}", listed());
 }
 
 #[test]
