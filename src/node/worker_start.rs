@@ -45,7 +45,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         take_over: false,
         // An earlier worker opened the volume, and it may have a device.
         resumes: record.volume.is_some(),
-        expected: record.volume.as_ref().map(|volume| volume.identity.clone()),
+        expected: record.volume.as_ref().and_then(|volume| volume.identity.clone()),
         quiesce: record.options.quiesce,
         sync_failed: record.sync_failed,
         credentials: Vec::new(),
@@ -61,8 +61,11 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
 pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<DeviceProperties> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidArgument, message);
     let before = record.volume.as_ref();
-    // The worker has checked this, too, unless it is of an older build.
-    VolumeIdentity::check(&ready.identity, before.map(|before| &before.identity), &record.uri)?;
+    let expected = before.and_then(|before| before.identity.as_ref());
+    if let Some(found) = &ready.identity {
+        // The worker has checked this, too.
+        VolumeIdentity::check(found, expected, &record.uri)?;
+    }
     let requested = record.options.block_size;
     let existing = before.map(|before| before.block_size);
     let min = ready.minimum_block.max(512);
@@ -96,7 +99,7 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
         }
     }
     Ok(DeviceProperties {
-        identity: ready.identity.clone(),
+        identity: ready.identity.as_ref().or(expected).cloned(),
         size,
         block_size,
         transmission_flags: before.map_or(ready.transmission_flags, |v| v.transmission_flags),
@@ -136,7 +139,7 @@ mod tests {
             mapping_id: "00000000000000aa".into(),
             generation: 1,
             pid: 1,
-            identity: VolumeIdentity::new("a"),
+            identity: Some(VolumeIdentity::new("a")),
             size,
             minimum_block,
             preferred_block: 4096,
@@ -175,7 +178,7 @@ mod tests {
     fn a_worker_with_another_volume_is_refused() {
         let mut record = record(1, 0);
         record.volume = Some(device_properties(&record, &ready(8192, 1, 1)).unwrap());
-        let other = Ready { identity: VolumeIdentity::new("b"), ..ready(8192, 1, 1) };
+        let other = Ready { identity: Some(VolumeIdentity::new("b")), ..ready(8192, 1, 1) };
         let error = device_properties(&record, &other).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Replaced);
     }

@@ -207,7 +207,7 @@ pub struct Refuse {
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum FromWorker {
     /// The volume is open, and the worker is confined.
-    Ready(Ready),
+    Ready(Box<Ready>),
     /// The last command failed. If it was the first, the worker exits.
     Failed(Failure),
     /// The connections are being served.
@@ -292,8 +292,8 @@ pub struct Ready {
     pub generation: u64,
     /// The worker's process id.
     pub pid: u32,
-    /// The identity of the volume that is open.
-    pub identity: VolumeIdentity,
+    /// The identity of the volume that is open. `None` from workers of builds that do not determine it.
+    pub identity: Option<VolumeIdentity>,
     /// The volume's size in bytes.
     pub size: u64,
     /// See `core::volume::BlockSizes`.

@@ -55,7 +55,7 @@ impl RefusingWorker {
     /// # Errors
     /// Returns an error if the channel breaks.
     pub(super) fn run(self, channel: &Channel) -> Result<()> {
-        channel.send(&FromWorker::Ready(self.ready()), &[])?;
+        channel.send(&FromWorker::Ready(Box::new(self.ready())), &[])?;
         let ended = self.serve_until_the_end(channel);
         // The replies that were made are sent before the sockets close. A connection that does not end in
         // time is cut off when the process exits.
@@ -113,7 +113,7 @@ impl RefusingWorker {
             mapping_id: self.start.mapping_id.clone(),
             generation: 0,
             pid: std::process::id(),
-            identity: NoVolume.identity(),
+            identity: None,
             size: NoVolume.size(),
             minimum_block: blocks.minimum,
             preferred_block: blocks.preferred,

@@ -148,7 +148,7 @@ impl Session {
     /// # Errors
     /// Returns an error if `Ready` cannot be sent, or if poll(2) fails.
     pub(super) fn run(mut self, channel: Channel) -> Result<()> {
-        channel.send(&FromWorker::Ready(self.ready()), &[])?;
+        channel.send(&FromWorker::Ready(Box::new(self.ready())), &[])?;
         self.supervisors.put_in_charge(channel);
         let ended = self.serve_until_the_end();
         // However this worker ends: sockets that a successor has taken stay open.

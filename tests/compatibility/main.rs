@@ -98,6 +98,16 @@ fn unknown_fields_in_a_record_are_ignored() {
     assert_eq!(load(&with_unknown_fields(&record())), load(&record()));
 }
 
+#[test]
+fn a_record_without_the_identity_of_the_volume_is_read() {
+    let mut earlier = record();
+    earlier["volume"].as_object_mut().expect("an object").remove("identity");
+    earlier.as_object_mut().expect("an object").remove("replaced");
+    let record = load(&earlier);
+    assert_eq!(record.volume.expect("a volume").identity, None);
+    assert_eq!(record.replaced, None);
+}
+
 /// Otherwise the record would be moved to the quarantine directory, and nothing would manage the mapping.
 #[test]
 fn an_unknown_policy_in_a_record_is_replaced_by_the_default() {

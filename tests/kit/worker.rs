@@ -88,7 +88,7 @@ impl Worker {
         let worker = Self::launch();
         worker.send_start(&start_message(uri));
         match worker.receive() {
-            FromWorker::Ready(ready) => (worker, ready),
+            FromWorker::Ready(ready) => (worker, *ready),
             other => panic!("{uri}: {other:?}"),
         }
     }
@@ -171,7 +171,7 @@ impl Worker {
         let FromWorker::Ready(ready) = answer else { panic!("{answer:?}") };
         self.page = Page::from_fd(descriptors.pop().unwrap()).unwrap();
         self.channel = Some(channel);
-        ready
+        *ready
     }
 
     /// Waits until the process exits, for at most 60 s, and returns its status.

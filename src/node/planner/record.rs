@@ -109,8 +109,9 @@ pub struct WorkerId {
 /// The properties of a device and its volume, as the worker reported them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceProperties {
-    /// The identity of the volume. The device is never connected to another volume.
-    pub identity: VolumeIdentity,
+    /// The identity of the volume. The device is never connected to another volume. `None` in records of
+    /// builds that did not determine it, until the next worker has opened the volume.
+    pub identity: Option<VolumeIdentity>,
     /// The size in bytes.
     pub size: u64,
     /// The block size of the device in bytes.

@@ -210,7 +210,7 @@ pub(super) async fn expect_ready(link: &Link) -> Result<(Ready, Vec<OwnedFd>), N
             ProtocolVersions::of_this_build()
                 .common(&ProtocolVersions { newest, oldest, build })
                 .map_err(Refused)?;
-            Ok((ready, descriptors))
+            Ok((*ready, descriptors))
         }
         Some((FromWorker::Failed(failure), _)) => Err(Refused(from_failure(failure))),
         Some((other, _)) => Err(Broken(unexpected(&other))),

@@ -460,10 +460,10 @@ mod tests {
         let ask =
             |claim: &Claim, held| decide(&seen(Some(claim), held), &me, OWN, Purpose::Handover);
         assert_eq!(ask(&own, None), Decision::Lost(Lost::NoLock));
-        assert!(matches!(ask(&own, Some(&holder("A/1", true))), Decision::Claimed(_)));
+        let alive = holder("A/1", true);
+        assert!(matches!(ask(&own, Some(&alive)), Decision::Claimed(_)));
         own.released = true;
         assert_eq!(ask(&own, None), take(&[]));
-        let alive = holder("A/1", true);
         assert!(matches!(ask(&own, Some(&alive)), Decision::Claimed(_)), "it still has the lock");
         let tool = holder("T/1", true);
         assert!(matches!(ask(&own, Some(&tool)), Decision::Lost(Lost::OtherLock(_))));

@@ -57,7 +57,7 @@ impl Session {
         let page = self.page.file().map_err(|e| Error::from_io("the statistics page", e))?;
         let ready = self.ready();
         self.resizer.start_over(ready.size);
-        channel.send(&FromWorker::Ready(ready), &[page.as_fd()])?;
+        channel.send(&FromWorker::Ready(Box::new(ready)), &[page.as_fd()])?;
         tracing::info!("adopted by a supervisor");
         if self.fence.is_fenced() {
             channel.send(&FromWorker::Fenced, &[])?;
@@ -87,7 +87,7 @@ impl Session {
             mapping_id: self.start.mapping_id.clone(),
             generation: self.start.generation,
             pid: std::process::id(),
-            identity: self.image.identity(),
+            identity: Some(self.image.identity()),
             size: self.image.size(),
             minimum_block: blocks.minimum,
             preferred_block: blocks.preferred,

@@ -121,7 +121,7 @@ impl Worker {
             return Turn::Ends;
         };
         (self.page, self.refuse, self.fails_io) = (Page::from_fd(page).ok(), Some(refuse), true);
-        let ready = FromWorker::Ready(self.describe());
+        let ready = FromWorker::Ready(Box::new(self.describe()));
         if self.answer(&ready) { Turn::Moved } else { Turn::Ends }
     }
 
@@ -176,7 +176,7 @@ impl Worker {
         match opened {
             Ok(()) => {
                 self.look(around);
-                let ready = FromWorker::Ready(self.describe());
+                let ready = FromWorker::Ready(Box::new(self.describe()));
                 self.answer(&ready)
             }
             Err((kind, message)) => {
@@ -268,7 +268,7 @@ impl Worker {
         }
         let page = self.page.as_ref().and_then(|page| page.file().ok());
         let page: Vec<OwnedFd> = page.into_iter().collect();
-        self.report(&FromWorker::Ready(self.describe()), &page);
+        self.report(&FromWorker::Ready(Box::new(self.describe())), &page);
         if self.fenced {
             self.report(&FromWorker::Fenced, &[]);
         }
@@ -298,7 +298,7 @@ impl Worker {
             mapping_id: self.owner().unwrap_or_default().to_owned(),
             generation: start.map_or(0, |start| start.generation),
             pid: self.id.pid,
-            identity: volume_identity(self.number),
+            identity: Some(volume_identity(self.number)),
             size: self.size.saturating_add_signed(self.quirks.size_lie),
             minimum_block: 512,
             preferred_block: 4096,

@@ -163,9 +163,8 @@ fn a_handover_keeps_the_volume_and_a_crash_after_it_is_still_noticed() {
     machine.assert_clean();
 }
 
-/// A map that has not connected a device may create its volume again.
 #[test]
-fn a_first_open_that_failed_may_create_the_file_again() {
+fn a_new_mapping_may_create_the_file_again() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = format!("file:{}?create=1M", machine.path("a").display());

@@ -176,7 +176,7 @@ fn break_lock(image: &librbd::Image) {
 /// device had no worker.
 #[test]
 fn a_device_gets_errors_after_a_client_without_a_claim_may_have_written() {
-    let cases: [(&str, fn(&librbd::Image)); 4] = [
+    let cases: [(_, fn(&librbd::Image)); 4] = [
         ("claim-removed", |image| {
             break_lock(image);
             image.lock_acquire().unwrap();

@@ -33,7 +33,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         worker: None,
         predecessor: None,
         volume: Some(DeviceProperties {
-            identity: VolumeIdentity::new("a"),
+            identity: Some(VolumeIdentity::new("a")),
             size: 1 << 20,
             block_size: 512,
             transmission_flags: 1,
