@@ -112,23 +112,23 @@ fn a_backend_that_refuses_a_new_worker_is_retried() {
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let index = index_of(&mapping);
     machine.kernel.write(index, 0, &[5; 512]).unwrap();
-    // Replace the file by another one that another process has claimed.
+    // Another process claims the file while no worker finds it.
     let (here, away) = (machine.path("a"), machine.path("away"));
     std::fs::rename(&here, &away).unwrap();
-    machine.volume("a");
-    let claimed = File::options().write(true).open(&here).unwrap();
-    claim(&claimed).unwrap();
     kill(mapping.worker_pid, Signal::SIGKILL);
+    let claimed = File::options().write(true).open(&away).unwrap();
+    wait_until("the worker has released the file", || claim(&claimed).is_ok());
+    std::fs::rename(&away, &here).unwrap();
     let mut waiting = Mapping::default();
     wait_until("the refusal is reported", || {
         waiting = supervisor.get("a").unwrap();
-        waiting.outage.is_some()
+        waiting.outage.as_ref().is_some_and(|outage| outage.reason.contains("is being written by"))
     });
     wait_until("the message says that the mapping waits", || {
         supervisor.get("a").unwrap().message.contains("waiting for the backend")
     });
     assert!(waiting.last_worker_end.contains("was killed by SIGKILL"), "{waiting:?}");
-    std::fs::rename(&away, &here).unwrap();
+    drop(claimed);
     let now = supervisor.wait_for("a", MappingState::Mapped);
     assert_eq!((now.outage, now.message.as_str()), (None, ""));
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [5; 512]);
