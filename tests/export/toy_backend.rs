@@ -12,8 +12,7 @@ use cleat_backend::uri::{Options, Size, invalid, parse_size};
 use cleat_backend::{
     Backend, Completer, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image,
     ImageQueue, Nested, OpenOptions, Outcome, Registry, RenewCredentials, RequestId, Started,
-    VolumeIdentity,
-    VolumeSpec,
+    VolumeIdentity, VolumeSpec,
 };
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{IoError, Op, Request};
