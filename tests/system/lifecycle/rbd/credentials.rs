@@ -46,10 +46,10 @@ fn key(keyring: &str) -> String {
 #[test]
 fn the_key_is_in_no_record_environment_and_command_line() {
     let scene = Scene::on(shared());
-    scene.image("hidden");
+    scene.image("keyed");
     let keyring = std::fs::read_to_string(scene.cluster.keyring(ID)).unwrap();
     let path = scene.keyring_file(&keyring);
-    let mapping = scene.supervisor.map_with(scene.with_keyring("hidden", &path, ID)).unwrap();
+    let mapping = scene.supervisor.map_with(scene.with_keyring("keyed", &path, ID)).unwrap();
     scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
     let mut search = Command::new("grep");
     search.args(["-r", "-s", "-a", "-l", "-F", &key(&keyring)]);
@@ -61,27 +61,27 @@ fn the_key_is_in_no_record_environment_and_command_line() {
     let found = String::from_utf8_lossy(&found.stdout).into_owned();
     assert_eq!(found, format!("{}\n", path.display()), "the key is only in the keyring");
 
-    scene.renew("hidden").unwrap();
+    scene.renew("keyed").unwrap();
     // The worker has read the file: it is served without it, but its successor is not.
     let refused = |mode: u32, code: Code, part: &str| {
         std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
-        let status = scene.renew("hidden").unwrap_err();
+        let status = scene.renew("keyed").unwrap_err();
         assert_eq!(status.code(), code, "{status}");
         assert!(repair(&status).contains(part), "{:?}", repair(&status));
     };
     refused(0o622, Code::PermissionDenied, "chmod go-w");
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
     std::fs::remove_file(&path).unwrap();
-    assert_eq!(scene.renew("hidden").unwrap_err().code(), Code::NotFound);
+    assert_eq!(scene.renew("keyed").unwrap_err().code(), Code::NotFound);
     scene.machine.kernel.write(index_of(&mapping), 0, &[8; 4096]).unwrap();
     scene.keyring_file(&keyring);
     kill(mapping.worker_pid, Signal::SIGKILL);
     wait_until("another worker serves the device", || {
-        let now = scene.supervisor.get("hidden").unwrap();
+        let now = scene.supervisor.get("keyed").unwrap();
         now.state() == MappingState::Mapped && ![0, mapping.worker_pid].contains(&now.worker_pid)
     });
     scene.machine.kernel.write(index_of(&mapping), 0, &[9; 4096]).unwrap();
-    scene.supervisor.unmap("hidden").unwrap();
+    scene.supervisor.unmap("keyed").unwrap();
     scene.machine.assert_clean();
 }
 
