@@ -10,6 +10,7 @@ mod commands;
 mod connections;
 mod fence_monitor;
 mod handover;
+mod monitors;
 mod orphan_timer;
 mod supervisors;
 mod sync_monitor;
@@ -24,7 +25,6 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channel::Channel;
-use super::outage_monitor::OutageMonitor;
 use super::protocol::{FromWorker, Start};
 use super::quiesce::SnapshotQuiesce;
 use super::resize::Resizer;
@@ -34,14 +34,10 @@ use cleat_core::error::{Error, Result};
 use cleat_export::server::{ExportName, Limits, Server};
 use cleat_statistics::{Page, SLOTS};
 use connections::Connections;
-use fence_monitor::FenceMonitor;
 use handover::Offer;
+use monitors::Monitors;
 use orphan_timer::OrphanTimer;
 use supervisors::{Readable, Supervisors};
-use sync_monitor::SyncMonitor;
-
-/// How often the reason of an outage is read while it lasts.
-const OUTAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A worker that serves a volume. Its parts own their fields; each file states the invariants of its part.
 pub(super) struct Session {
@@ -60,9 +56,7 @@ pub(super) struct Session {
     /// The paused connections, while they are offered to a successor.
     offer: Option<Offer>,
     resizer: Resizer,
-    fence: FenceMonitor,
-    sync: SyncMonitor,
-    outage: OutageMonitor,
+    monitors: Monitors,
     quiesce: SnapshotQuiesce,
     orphan: OrphanTimer,
 }
@@ -119,9 +113,7 @@ impl Session {
             quiesce.watch(waker.clone(), !start.successor)?;
         }
         Ok(Self {
-            fence: FenceMonitor::new(&page),
-            sync: SyncMonitor::default(),
-            outage: OutageMonitor::new(Arc::clone(&clock)),
+            monitors: Monitors::new(&page, Arc::clone(&clock)),
             supervisors: Supervisors::new(listener),
             start,
             binary,
@@ -207,9 +199,9 @@ impl Session {
     fn timeout(&self) -> PollTimeout {
         let now = self.clock.now();
         let offer = self.offer.as_ref().map(|offer| offer.timeout(now));
-        let outage = self.outage.lasts().then_some(OUTAGE_INTERVAL);
-        let snapshot = self.quiesce.timeout(now);
-        let next = [offer, outage, snapshot, self.orphan.timeout(now)].into_iter().flatten().min();
+        let waits =
+            [offer, self.monitors.timeout(), self.quiesce.timeout(now), self.orphan.timeout(now)];
+        let next = waits.into_iter().flatten().min();
         // poll(2) counts in milliseconds: rounded up, so that the loop does not spin.
         let rounded = next.map(|next| next + Duration::from_millis(1));
         rounded.map_or(PollTimeout::NONE, |next| {
@@ -228,13 +220,7 @@ impl Session {
 
     /// Reports to the supervisor what has changed without a command.
     fn report_changes(&mut self) {
-        if self.fence.check(&self.page, self.image.as_ref()) {
-            self.send(&FromWorker::Fenced);
-        }
-        if self.sync.check(&self.page, self.image.as_ref()) {
-            self.send(&FromWorker::SyncFailed);
-        }
-        if let Some(message) = self.outage.check(&self.page, self.image.as_ref()) {
+        for message in self.monitors.check(&self.page, self.image.as_ref()) {
             self.send(&message);
         }
         if let Some(message) = self.quiesce.check(self.supervisors.has_current()) {

@@ -59,14 +59,8 @@ impl Session {
         self.resizer.start_over(ready.size);
         channel.send(&FromWorker::Ready(Box::new(ready)), &[page.as_fd()])?;
         tracing::info!("adopted by a supervisor");
-        if self.fence.is_fenced() {
-            channel.send(&FromWorker::Fenced, &[])?;
-        }
-        if self.sync.has_failed() {
-            channel.send(&FromWorker::SyncFailed, &[])?;
-        }
-        if self.outage.lasts() {
-            channel.send(&self.outage.message(), &[])?;
+        for message in self.monitors.state() {
+            channel.send(&message, &[])?;
         }
         if let Some(message) = self.quiesce.unanswered() {
             channel.send(&message, &[])?;
