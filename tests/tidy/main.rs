@@ -15,6 +15,9 @@ const MAX_LINES: usize = 600;
 /// The maximum length of the median file, in lines.
 const MAX_MEDIAN_LINES: usize = 200;
 
+/// The maximum number of fields of a struct in a crate of the data path.
+const MAX_FIELDS: usize = 15;
+
 /// All calls into librbd go through `ffi/librbd`, which only the RBD backend may use.
 #[test]
 fn only_the_rbd_backend_uses_librbd() {
@@ -87,6 +90,41 @@ fn files_do_not_exceed_their_length_limits() {
     assert!(*median <= MAX_MEDIAN_LINES, "the median file, {path}, has {median} lines");
 }
 
+/// A struct with more fields has parts that deserve a name and an invariant of their own.
+#[test]
+fn structs_of_the_data_path_do_not_exceed_their_number_of_fields() {
+    let rooms = ["src/nbd/", "src/backend/file/", "src/rbd/", "src/export/", "src/worker/"];
+    let mut wrong = Vec::new();
+    for file in sources().iter().filter(|file| rooms.iter().any(|room| file.path.starts_with(room)))
+    {
+        let code = file.code();
+        for (at, _) in code.match_indices("struct ") {
+            let fields = fields_of(&code[at..]);
+            if fields > MAX_FIELDS {
+                let name = words(&code[at..]).nth(1).unwrap_or_default();
+                wrong.push(format!("{}: {name} has {fields} fields", file.path));
+            }
+        }
+    }
+    none(&wrong);
+}
+
+/// Counts the named fields of the struct that `code` begins with: the lines of its body that are indented
+/// once and name a type.
+fn fields_of(code: &str) -> usize {
+    let Some(body) = code.find(['{', ';', '(']).filter(|at| code[*at..].starts_with('{')) else {
+        return 0;
+    };
+    let lines = code[body..].lines().skip(1).take_while(|line| *line != "}");
+    lines
+        .filter(|line| {
+            let field =
+                line.strip_prefix("    ").filter(|field| !field.starts_with([' ', '}', ')', '>']));
+            field.is_some_and(|field| field.contains(": "))
+        })
+        .count()
+}
+
 #[test]
 fn every_crate_and_file_begins_with_documentation() {
     let mut wrong = Vec::new();
@@ -152,6 +190,13 @@ fn only_the_command_line_prints() {
 }
 
 /// Tests the helpers of the rules: a rule whose helper finds nothing could never fail.
+#[test]
+fn fields_are_counted() {
+    let code = "struct A<T: B> {\n    pub(crate) a: u8,\n    b: Vec<\n        C,\n    >,\n}\nfn c() {\n    d: u8\n}";
+    assert_eq!(fields_of(code), 2);
+    assert_eq!(fields_of("struct A(u8);\nstruct B {\n    a: u8,\n}"), 0);
+}
+
 #[test]
 fn comments_and_strings_are_removed_and_crate_names_found() {
     let source = "a /* unsafe */ // unsafe\n\"unsafe \\\" unsafe\" r#\"unsafe\"# 'x' &'a b '\\'' c";
