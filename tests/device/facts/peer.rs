@@ -350,13 +350,36 @@ pub(crate) struct PausedUdev;
 
 impl PausedUdev {
     pub(crate) fn new() -> Self {
-        shell("udevadm settle --timeout=30; udevadm control --stop-exec-queue");
+        settle();
+        shell("udevadm control --stop-exec-queue");
         Self
     }
 }
 
 impl Drop for PausedUdev {
     fn drop(&mut self) {
-        shell("udevadm control --start-exec-queue; udevadm settle --timeout=30 || true");
+        shell("udevadm control --start-exec-queue");
+        settle();
     }
+}
+
+/// Waits until udev has handled all events. A udev that hangs is shown and started again: otherwise no later
+/// test would get its symlink.
+fn settle() {
+    let hung = shell("udevadm settle --timeout=45 2>&1 || echo hung");
+    if hung.is_empty() {
+        return;
+    }
+    println!("figures: udev hangs:");
+    println!(
+        "{}",
+        shell(
+            "udevadm settle --timeout=0 || true; ls -l /run/udev; for pid in $(pgrep udev); do
+               ps -o pid,stat,wchan:32,args -p $pid || true; cat /proc/$pid/stack 2>/dev/null || true; done"
+        )
+    );
+    shell(
+        "pkill -KILL udev || true; sleep 0.5; rm -f /run/udev/queue
+         /lib/systemd/systemd-udevd --daemon --resolve-names=never",
+    );
 }
