@@ -6,6 +6,9 @@
 
 use std::ffi::CStr;
 
+use base64::Engine;
+use base64::alphabet::STANDARD;
+use base64::engine::general_purpose::{GeneralPurpose, PAD};
 use cleat_backend::uri::invalid;
 use cleat_backend::{CredentialFile, CredentialSet};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -14,8 +17,18 @@ use zeroize::Zeroizing;
 use crate::errors::client_name;
 use crate::spec::RbdSpec;
 
-/// The length of a key in base64: 12 bytes of type, time and length, and 16 bytes of secret.
-const KEY_CHARACTERS: usize = 40;
+/// As Ceph decodes keys (`ceph_unarmor`): with padding, and with any value of the bits that no byte uses.
+const BASE64: GeneralPurpose =
+    GeneralPurpose::new(&STANDARD, PAD.with_decode_allow_trailing_bits(true));
+
+/// The bytes of a key before the secret, which are not secret: two of type, eight of time, two of length.
+const HEADER: usize = 12;
+
+/// The length of the secret of an AES key in bytes.
+const AES_SECRET: usize = 16;
+
+/// The maximum length of a key that is decoded, in bytes: room for the types of later versions.
+const MAX_KEY: usize = 128;
 
 /// The type of AES keys with 128 bits (`CEPH_CRYPTO_AES`), the only one up to Ceph 19.
 const AES: u16 = 1;
@@ -103,50 +116,28 @@ fn check(key: &[u8], client: &str, file: &CredentialFile) -> Result<()> {
         invalid(format!("the key of {client} in the {file} is malformed"))
             .with_repair(new_keyring(client, file))
     };
-    // The header is not secret: two bytes of type, eight of time, two of length.
-    let header = key.get(..16).and_then(|text| decode(text.try_into().ok()?));
-    let header = header.ok_or_else(malformed)?;
-    let (kind, length) = ([header[0], header[1]], [header[10], header[11]]);
-    let is_base64 = key.iter().all(|byte| value_of(*byte).is_some() || *byte == b'=');
-    let kind = u16::from_le_bytes(kind);
+    let mut bytes = Zeroizing::new([0; MAX_KEY]);
+    let length = BASE64.decode_slice(key, bytes.as_mut_slice()).map_err(|_| malformed())?;
+    let Some((header, secret)) = bytes[..length].split_first_chunk::<HEADER>() else {
+        return Err(malformed());
+    };
+    let kind = u16::from_le_bytes([header[0], header[1]]);
+    let secret_length = u16::from_le_bytes([header[10], header[11]]);
     // A larger number is no type: the first characters are missing, and it is a part of the secret.
     if kind > u16::from(u8::MAX) {
         return Err(malformed());
     }
-    if is_base64 && kind != AES {
+    if kind != AES {
         let message = format!("the key of {client} in the {file} has the type {kind}, not AES");
         return Err(Error::new(ErrorKind::Unsupported, message).with_repair(format!(
             "create a client with a key of type aes, and give its keyring: {}=PATH",
             file.option
         )));
     }
-    let Some((secret, padding)) = key.split_at_checked(KEY_CHARACTERS - 2) else {
+    if secret.len() != AES_SECRET || usize::from(secret_length) != AES_SECRET {
         return Err(malformed());
-    };
-    let is_whole = secret.iter().all(|byte| value_of(*byte).is_some()) && padding == b"==";
-    if is_whole && u16::from_le_bytes(length) == 16 { Ok(()) } else { Err(malformed()) }
-}
-
-/// Decodes 16 characters of base64.
-fn decode(text: [u8; 16]) -> Option<[u8; 12]> {
-    let mut bytes = [0; 12];
-    for (characters, bytes) in text.chunks_exact(4).zip(bytes.chunks_exact_mut(3)) {
-        let group = characters.iter().try_fold(0, |all, c| Some(all << 6 | value_of(*c)?))?;
-        bytes.copy_from_slice(&group.to_be_bytes()[1..]);
     }
-    Some(bytes)
-}
-
-/// Returns the value of a character of base64.
-fn value_of(character: u8) -> Option<u32> {
-    Some(u32::from(match character {
-        b'A'..=b'Z' => character - b'A',
-        b'a'..=b'z' => character - b'a' + 26,
-        b'0'..=b'9' => character - b'0' + 52,
-        b'+' => 62,
-        b'/' => 63,
-        _ => return None,
-    }))
+    Ok(())
 }
 
 fn no_key(clients: &[&[u8]], client: &str, file: &CredentialFile) -> Error {
@@ -220,6 +211,9 @@ mod tests {
         ] {
             assert_eq!(find(&keyring).unwrap(), OWN, "{keyring}");
         }
+        // Ceph ignores the last bits of the last character.
+        let bits = OWN.replace("Q==", "R==");
+        assert_eq!(find(&format!("[client.a]\nkey = {bits}\n")).unwrap(), bits);
     }
 
     #[test]
