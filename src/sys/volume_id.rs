@@ -61,8 +61,8 @@ impl DeviceId {
     /// Returns the identity of an open block device. Reads `/sys` for the start of a partition.
     ///
     /// # Errors
-    /// Returns the errors of `statx`, and those of BLKGETDISKSEQ except `ENOTTY`, which a kernel without
-    /// the ioctl returns.
+    /// Returns the errors of `statx`, those of BLKGETDISKSEQ except `ENOTTY`, which a kernel without the ioctl
+    /// returns, and those of reading `/sys`.
     pub fn of(device: &File) -> io::Result<Self> {
         let found = statx(device, c"", AtFlags::EMPTY_PATH, StatxFlags::TYPE)?;
         let number = (found.stx_rdev_major, found.stx_rdev_minor);
@@ -74,10 +74,15 @@ impl DeviceId {
             Err(nix::Error::ENOTTY) => None,
             Err(error) => return Err(error.into()),
         };
-        // Only partitions have this attribute.
-        let start =
-            std::fs::read_to_string(format!("/sys/dev/block/{}:{}/start", number.0, number.1));
-        let start = start.ok().and_then(|text| text.trim().parse().ok());
+        let start = match std::fs::read_to_string(format!(
+            "/sys/dev/block/{}:{}/start",
+            number.0, number.1
+        )) {
+            Ok(text) => Some(text.trim().parse().map_err(io::Error::other)?),
+            // Only partitions have this attribute.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(error),
+        };
         Ok(Self { number, sequence, start })
     }
 }
