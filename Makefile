@@ -48,7 +48,7 @@ $(RELEASE):
 demo: release ## Map a volume, put a file system and files on it, check them; in a VM where needed
 	scripts/demo.sh $(RELEASE)
 
-test: deps-test ## Everything, in half an hour: lint, tests, virtual machines
+test: deps-test ## Everything, in about half an hour: lint, tests, virtual machines
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) --again system,device \
 		vm-image tests / $(SUITES) / device
 
