@@ -8,8 +8,9 @@
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use cleat_core::clock::Clock;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 
@@ -50,6 +51,45 @@ pub(crate) fn elapsed() -> Duration {
 /// Advances the time between two lives.
 pub(crate) fn pass(time: Duration) {
     BASE.set(Some((now() + time, None)));
+}
+
+/// The clock of one supervisor in this thread's world. The wall clock runs, and each supervisor finds it set
+/// to another time.
+#[derive(Debug)]
+pub(crate) struct WorldClock {
+    set_to: Duration,
+}
+
+/// The earliest wall time, since the Unix epoch: 2030-01-01T00:00:00Z.
+const WALL_START: Duration = Duration::from_secs(1_893_456_000);
+
+/// The wall clock is set to a time within ten years.
+const WALL_SPAN_S: u64 = 10 * 365 * 86_400;
+
+impl WorldClock {
+    /// Makes the clock of a supervisor. `chance` determines the wall time.
+    pub(crate) fn new(chance: u64) -> Self {
+        Self { set_to: WALL_START + Duration::from_secs(chance % WALL_SPAN_S) }
+    }
+}
+
+impl Clock for WorldClock {
+    fn now(&self) -> Instant {
+        now()
+    }
+
+    fn monotonic_ns(&self) -> u64 {
+        // Not 0, which several counters use for "never".
+        u64::try_from(elapsed().as_nanos()).unwrap_or(u64::MAX).saturating_add(1_000_000_000)
+    }
+
+    fn boot_ns(&self) -> u64 {
+        self.monotonic_ns()
+    }
+
+    fn wall(&self) -> SystemTime {
+        UNIX_EPOCH + self.set_to + elapsed()
+    }
 }
 
 /// Connects the runtime's park hook with the world.

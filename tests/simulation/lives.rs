@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use cleat_api::v1::UpgradeRequest;
 use cleat_api::v1::upgrade_event::Outcome;
-use cleat_core::clock::ManualClock;
 use cleat_core::error::{Error, ErrorKind};
 use cleat_core::policy;
 use cleat_core::random::Random;
@@ -22,7 +21,7 @@ use cleat_node::planner::State;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::checks;
-use crate::clock::{self, Pulse};
+use crate::clock::{self, Pulse, WorldClock};
 use crate::disks::Disk;
 use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, Volume};
 use crate::world::{SimLauncher, World};
@@ -132,12 +131,13 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
         here || halting.has_crashed()
     });
     let kernel = world.kernel().clone();
+    let random = Random::seeded(boot ^ world.state().next_life());
     let parts = Parts {
         registry: cleat::backends::REGISTRY,
         kernel: Box::new(move || Arc::new(kernel)),
         launcher: Arc::new(SimLauncher(world.clone())),
-        clock: Arc::new(ManualClock::new()),
-        random: Random::seeded(boot ^ world.state().next_life()),
+        clock: Arc::new(WorldClock::new(random.next())),
+        random,
         boot_id: format!("boot {boot}"),
         halt: Some(halt),
     };
