@@ -3,6 +3,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
 use std::ffi::CString;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -30,6 +31,19 @@ pub fn connect_by_ring(port: u16) -> i32 {
     let length = size_of_val(&address) as libc::socklen_t;
     run(&opcode::Connect::new(types::Fd(socket), (&raw const address).cast(), length).build())
 }
+
+/// Makes `pid` the process that gets a signal when `file` becomes ready, and selects SIGKILL as that signal.
+/// Returns the results of the two steps: zero or a negated errno.
+pub fn send_signals_to(file: BorrowedFd<'_>, pid: libc::pid_t) -> [i32; 2] {
+    let file = file.as_raw_fd();
+    // SAFETY: both commands take an integer.
+    [(libc::F_SETOWN, pid), (F_SETSIG, libc::SIGKILL)].map(|(command, value)| unsafe {
+        if libc::fcntl(file, command, value) == 0 { 0 } else { -nix::errno::Errno::last_raw() }
+    })
+}
+
+/// From <linux/fcntl.h>; the same on every architecture that cleat runs on.
+const F_SETSIG: libc::c_int = 10;
 
 fn run(entry: &squeue::Entry) -> i32 {
     let mut ring = IoUring::new(2).unwrap();

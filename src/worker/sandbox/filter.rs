@@ -53,6 +53,13 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         libc::SYS_prctl,
         PRCTLS.iter().map(|n| when(0, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
     );
+    // Copies, flags and seals of descriptors. F_SETOWN and F_SETSIG are missing: the kernel would send any
+    // signal to any process of the same user, also where kill(2) is refused (before Linux 6.12, Landlock does
+    // not check these signals). F_SETLEASE and F_NOTIFY could delay or watch other users of a file.
+    rules.insert(
+        libc::SYS_fcntl,
+        FCNTLS.iter().map(|n| when(1, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
+    );
     // Only for an open file. A path could not be opened, but its metadata could be read.
     rules.insert(
         libc::SYS_statx,
@@ -102,6 +109,18 @@ fn all_bits(mask: u64) -> (SeccompCmpOp, u64) {
 /// BLKGETSIZE64, for the new size of a device.
 const IOCTLS: [u64; 1] = [0x8008_1272];
 
+/// What the standard library, the channels, memory files and librados do with descriptors.
+const FCNTLS: [i32; 8] = [
+    libc::F_DUPFD,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
+];
+
 /// The name of the thread, and the names of memory areas, which newer C libraries set.
 const PRCTLS: [i32; 2] = [libc::PR_SET_NAME, libc::PR_SET_VMA];
 
@@ -139,7 +158,6 @@ const ANY: &[c_long] = &[
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
-    libc::SYS_fcntl,
     libc::SYS_dup,
     libc::SYS_dup3,
     // Memory.

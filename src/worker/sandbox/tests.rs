@@ -15,7 +15,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
 use super::*;
 use cleat_backend::{OpenOptions, Registry, Waker, channel};
 use cleat_sys::buffer::Buffer;
-use cleat_sys::escape_attempts::{connect_by_ring, open_by_ring, trace};
+use cleat_sys::escape_attempts::{connect_by_ring, open_by_ring, send_signals_to, trace};
 use cleat_sys::ring::{Ring, Token};
 
 const PROBE: &str = "CLEAT_TEST_CONFINED";
@@ -63,6 +63,8 @@ fn a_confined_process_can_reach_nothing() {
     let parent = nix::unistd::Pid::parent();
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     assert_eq!(connect_by_ring(tcp.local_addr().unwrap().port()), 0);
+    let (own, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+    assert_eq!(send_signals_to(own.as_fd(), std::process::id().cast_signed()), [0, 0]);
     let landlock = confined(&Needs::default());
 
     assert!(File::open(&secret).is_err());
@@ -90,6 +92,8 @@ fn a_confined_process_can_reach_nothing() {
     assert!(Command::new("/bin/true").status().is_err());
     assert_eq!(Command::new("/bin/true").exec().raw_os_error(), Some(libc::EPERM));
     assert_eq!(trace(parent.as_raw()), -libc::EPERM);
+    assert_eq!(send_signals_to(own.as_fd(), parent.as_raw()), [-libc::EPERM; 2]);
+    assert!(own.try_clone().is_ok(), "a descriptor can be copied");
     assert_eq!(nix::sys::signal::kill(parent, None).err(), Some(nix::Error::EPERM));
     assert_eq!(nix::sched::unshare(CloneFlags::CLONE_NEWUSER).err(), Some(nix::Error::EPERM));
     assert_eq!(nix::unistd::setuid(1.into()).err(), Some(nix::Error::EPERM));
