@@ -126,8 +126,11 @@ fn netlink() -> Check {
 }
 
 /// The capabilities that the supervisor needs, with the severity and the consequence of their absence.
-const CAPABILITIES: [(Capability, Verdict, &str); 4] = [
+const CAPABILITIES: [(Capability, Verdict, &str); 7] = [
     (Capability::CAP_SYS_ADMIN, Verdict::Error, "configures nbd devices"),
+    (Capability::CAP_SETUID, Verdict::Error, "gives each worker a user of its own"),
+    (Capability::CAP_SETGID, Verdict::Error, "gives each worker a group of its own"),
+    (Capability::CAP_KILL, Verdict::Error, "ends workers, which have users of their own"),
     (Capability::CAP_SYS_RESOURCE, Verdict::Warning, "excludes workers from memory reclaim"),
     (Capability::CAP_SYS_PTRACE, Verdict::Warning, "finds the holders of a device"),
     (Capability::CAP_DAC_READ_SEARCH, Verdict::Warning, "finds the holders of a device"),
@@ -228,13 +231,12 @@ impl Machine {
             (true, true) => Check::ok(NAME, "Landlock and seccomp can confine workers"),
             (landlock, _) => {
                 let missing = if landlock { "seccomp" } else { "Landlock" };
-                Check::warning(
+                Check::error(
                     NAME,
-                    format!(
-                        "the confinement of workers is incomplete: the kernel has no {missing}"
-                    ),
+                    format!("workers cannot be confined: the kernel has no {missing}"),
                     "add landlock to the lsm= kernel parameter; use a kernel with \
-                     CONFIG_SECURITY_LANDLOCK and CONFIG_SECCOMP_FILTER",
+                     CONFIG_SECURITY_LANDLOCK and CONFIG_SECCOMP_FILTER; or accept less with \
+                     workers.allow_missing",
                 )
             }
         }

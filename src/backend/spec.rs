@@ -251,8 +251,12 @@ pub enum Confinement {
     /// Before [`VolumeSpec::open`], because opening starts threads, which can only be confined from
     /// their start on.
     BeforeOpen {
-        /// Files and directories that will be read.
+        /// Directories, and special files, that will be read as they are then. Every user must be allowed to
+        /// read them: the process is not root any more.
         paths: Vec<PathBuf>,
+        /// Files that will be read, and directories whose files will be read, as they are before the
+        /// confinement: the process gets copies in memory, at the same paths.
+        copies: Vec<PathBuf>,
         /// Whether AF_INET, AF_INET6 and AF_UNIX sockets will be needed.
         network: bool,
     },

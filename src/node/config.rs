@@ -9,10 +9,12 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::workers::UserRange;
 use cleat_backend::uri::parse_size_or_zero;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_telemetry::{Format, Log};
+use cleat_worker_protocol::isolation::layer;
 
 /// The path of the configuration file if no other is given. This file may be absent.
 pub const DEFAULT_PATH: &str = "/etc/cleat/cleat.toml";
@@ -114,6 +116,11 @@ pub struct Limits {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WorkersConfig {
+    /// The users and groups of workers; each worker has one of its own.
+    #[serde(deserialize_with = "users")]
+    pub users: UserRange,
+    /// The layers of the confinement without which a worker may start.
+    pub allow_missing: Vec<String>,
     /// The control group of workers; `None`: the daemon's.
     #[serde(deserialize_with = "path_or_none")]
     pub cgroup: Option<PathBuf>,
@@ -318,6 +325,11 @@ impl Config {
         if let Err(error) = self.map.policy().limits.check() {
             return invalid("map.iops or map.bps", format!("is out of range: {}", error.message()));
         }
+        let unknown = |name: &&String| !layer::ALL.contains(&name.as_str());
+        if let Some(name) = self.workers.allow_missing.iter().find(unknown) {
+            let why = format!("contains {name:?}; the layers are {}", layer::ALL.join(", "));
+            return invalid("workers.allow_missing", why);
+        }
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
         }
@@ -367,6 +379,11 @@ fn path_or_none<'de, D: serde::Deserializer<'de>>(
 ) -> Result<Option<PathBuf>, D::Error> {
     let path = PathBuf::deserialize(deserializer)?;
     Ok((!path.as_os_str().is_empty()).then_some(path))
+}
+
+/// Reads a range of users such as "2100000000-2100065535".
+fn users<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<UserRange, D::Error> {
+    String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
 }
 
 /// Reads "off", "unix", or an IP address and a port.
@@ -433,6 +450,8 @@ mod tests {
             "bps",
             "timeout",
             "mappings",
+            "users",
+            "allow_missing",
             "cgroup",
             "upgrade_at_start",
             "listen",
@@ -467,6 +486,8 @@ mod tests {
             ("[map]\nbps = \"100\"", "map.bps"),
             ("[map]\nbps = \"fast\"", "fast"),
             ("[limits]\nmappings = 0", "limits.mappings"),
+            ("[workers]\nusers = \"0-100\"", "2100000000"),
+            ("[workers]\nallow_missing = [\"all\"]", "empty-root"),
             ("[workers]\ncgroup = \"cleat-workers\"", "workers.cgroup"),
             ("[log]\nformat = \"xml\"", "journald"),
             ("[log]\nlevel = \"cleat=loud\"", "log.level"),

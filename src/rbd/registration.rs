@@ -117,7 +117,7 @@ impl VolumeSpec for RbdSpec {
     }
 
     fn confinement(&self) -> Confinement {
-        Confinement::BeforeOpen { paths: files(self), network: true }
+        Confinement::BeforeOpen { paths: paths(self), copies: copies(self), network: true }
     }
 
     fn extra_open_time(&self) -> Duration {
@@ -173,9 +173,9 @@ impl StoreSpec for RbdStoreSpec {
     }
 }
 
-/// Returns the existing files and directories that the libraries read while they connect. Without
-/// `keyring=`, librados reads the keyring by itself, from where its configuration says.
-fn files(spec: &RbdSpec) -> Vec<PathBuf> {
+/// Returns the existing files that the libraries read while they connect. Without `keyring=`, librados reads the
+/// keyring by itself, from where its configuration says. Only root may read it, so the worker gets a copy.
+fn copies(spec: &RbdSpec) -> Vec<PathBuf> {
     let ceph = if spec.keyring.is_some() { "/etc/ceph/ceph.conf" } else { "/etc/ceph" };
     let system = [
         ceph,
@@ -186,11 +186,20 @@ fn files(spec: &RbdSpec) -> Vec<PathBuf> {
         "/etc/nsswitch.conf",
         "/etc/gai.conf",
         "/etc/services",
-        "/run/systemd/resolve",
         // For the library that encrypts connections.
         "/etc/ssl/openssl.cnf",
         "/usr/lib/ssl/openssl.cnf",
         "/etc/localtime",
+    ];
+    let all = system.iter().map(PathBuf::from).chain(spec.conf.clone());
+    all.filter(|path| path.exists()).collect()
+}
+
+/// Returns the existing directories and devices that the libraries read.
+fn paths(spec: &RbdSpec) -> Vec<PathBuf> {
+    let system = [
+        // The servers that resolve names, which may change.
+        "/run/systemd/resolve",
         // For the number of processors.
         "/sys/devices/system",
         "/proc/self",
@@ -198,6 +207,6 @@ fn files(spec: &RbdSpec) -> Vec<PathBuf> {
     // libcryptsetup needs both.
     let random = ["/dev/urandom", "/dev/random"].map(PathBuf::from);
     let unlocking = spec.encryption.iter().flat_map(|_| random.clone());
-    let all = system.iter().map(PathBuf::from).chain(spec.conf.clone()).chain(unlocking);
+    let all = system.iter().map(PathBuf::from).chain(unlocking);
     all.filter(|path| path.exists()).collect()
 }

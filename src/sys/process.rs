@@ -1,7 +1,7 @@
 //! Processes by descriptor: a pidfd always names the same process, while the kernel reuses pids.
 //!
 //! Invariants: a [`PidFd`] always names the one process that it was opened for; a child is started
-//! with exactly the descriptors 0–2 and its channel.
+//! with exactly the descriptors 0–2, its channel, and at most one that it only keeps open.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -121,8 +121,8 @@ pub fn ignore_signal(which: Signal) -> io::Result<()> {
     unsafe { signal(which, SigHandler::SigIgn) }.map(drop).map_err(io::Error::from)
 }
 
-/// Starts `command` in a new session. The child inherits `channel` as the descriptor `number`, and no
-/// descriptor above it.
+/// Starts `command` in a new session. The child inherits `channel` as the descriptor `number`, `also` as the
+/// next one, and no descriptor above.
 ///
 /// # Errors
 /// Returns an error if the process cannot be started.
@@ -130,17 +130,21 @@ pub fn spawn_with_channel(
     command: &mut Command,
     channel: &OwnedFd,
     number: RawFd,
+    also: Option<&OwnedFd>,
 ) -> io::Result<Child> {
-    let source = channel.as_raw_fd();
-    let prepare = move || {
-        if source == number {
-            // SAFETY: fcntl on an integer; async-signal-safe, as the child of a fork demands.
-            if unsafe { libc::fcntl(source, libc::F_SETFD, 0) } < 0 {
+    let sources = [Some(channel.as_raw_fd()), also.map(AsRawFd::as_raw_fd)];
+    let first_unused = if also.is_some() { number + 2 } else { number + 1 };
+    let prepare = move || -> io::Result<()> {
+        // Both are copied out of the way first: one may have the number that the other one gets.
+        let mut copies = sources;
+        for copy in copies.iter_mut().flatten() {
+            *copy = duplicate(*copy, first_unused)?;
+        }
+        for (copy, target) in copies.into_iter().flatten().zip(number..) {
+            // SAFETY: dup2 on two integers; async-signal-safe, as the child of a fork demands.
+            if unsafe { libc::dup2(copy, target) } < 0 {
                 return Err(io::Error::last_os_error());
             }
-        // SAFETY: dup2 on two integers; async-signal-safe.
-        } else if unsafe { libc::dup2(source, number) } < 0 {
-            return Err(io::Error::last_os_error());
         }
         // Async-signal-safe. It fails only for a group leader, which a new child is not.
         nix::unistd::setsid()?;
@@ -151,7 +155,7 @@ pub fn spawn_with_channel(
         unsafe {
             libc::syscall(
                 libc::SYS_close_range,
-                number + 1,
+                first_unused,
                 libc::c_uint::MAX,
                 libc::CLOSE_RANGE_CLOEXEC,
             )
@@ -162,6 +166,15 @@ pub fn spawn_with_channel(
     // lock, so it may run between fork and exec of a process with threads.
     unsafe { command.pre_exec(prepare) };
     command.spawn()
+}
+
+/// Copies a descriptor to a number from `least` on, close-on-exec. Async-signal-safe.
+fn duplicate(source: RawFd, least: RawFd) -> io::Result<RawFd> {
+    // SAFETY: fcntl on integers; the caller owns the new descriptor.
+    match unsafe { libc::fcntl(source, libc::F_DUPFD_CLOEXEC, least) } {
+        copy if copy < 0 => Err(io::Error::last_os_error()),
+        copy => Ok(copy),
+    }
 }
 
 #[cfg(test)]
@@ -188,7 +201,7 @@ mod tests {
         let (_ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let mut command = Command::new("/bin/sleep");
         command.arg("60");
-        let mut child = spawn_with_channel(&mut command, &theirs.into(), 3).unwrap();
+        let mut child = spawn_with_channel(&mut command, &theirs.into(), 3, None).unwrap();
         let pidfd = PidFd::open(child.id()).unwrap();
         assert!(!ended(&pidfd, 0));
         pidfd.kill().unwrap();
@@ -198,8 +211,8 @@ mod tests {
         assert!(PidFd::open(u32::MAX).is_err());
     }
 
-    #[test]
-    fn a_child_inherits_its_channel_and_no_descriptor_above() {
+    /// Returns the descriptors of a child that inherits a channel and `also`.
+    fn descriptors_of_a_child(also: Option<&OwnedFd>) -> String {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let theirs: OwnedFd = theirs.into();
         let mut command = Command::new("/bin/sh");
@@ -207,12 +220,19 @@ mod tests {
         let numbers: Vec<_> = (0..256).map(|number: u32| number.to_string()).collect();
         let test = "[ -e /proc/$$/fd/$n ] && printf \"$n \" >&3";
         command.args(["-c", &format!("for n in {}; do {test}; done", numbers.join(" "))]);
-        let mut child = spawn_with_channel(&mut command, &theirs, 3).unwrap();
+        let mut child = spawn_with_channel(&mut command, &theirs, 3, also).unwrap();
         drop(theirs);
         child.wait().unwrap();
         let mut seen = String::new();
         io::Read::read_to_string(&mut { ours }, &mut seen).unwrap();
+        seen.trim().to_owned()
+    }
+
+    #[test]
+    fn a_child_inherits_what_is_passed_and_no_descriptor_above() {
         // dash opens a script file as descriptor 10; with -c there is no such file.
-        assert_eq!(seen.trim(), "0 1 2 3");
+        assert_eq!(descriptors_of_a_child(None), "0 1 2 3");
+        let (reader, _writer) = nix::unistd::pipe().unwrap();
+        assert_eq!(descriptors_of_a_child(Some(&reader)), "0 1 2 3 4");
     }
 }

@@ -24,8 +24,11 @@ impl Journal {
     /// Returns an error if journald does not listen on its socket.
     pub(super) fn new() -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
+        // Connected, because a confined worker cannot reach the path. systemd keeps the socket open when
+        // journald restarts.
+        socket.connect(SOCKET)?;
         // journald ignores an empty datagram.
-        socket.send_to(&[], SOCKET)?;
+        socket.send(&[])?;
         socket.set_nonblocking(true)?;
         Ok(Self(socket))
     }
@@ -33,9 +36,19 @@ impl Journal {
 
 impl<S: Subscriber> Layer<S> for Journal {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
-        if self.0.send_to(&entry(event), SOCKET).is_err() {
+        let entry = entry(event);
+        if self.0.send(&entry).is_err_and(|error| !self.send_again(&error, &entry)) {
             super::drop_line();
         }
+    }
+}
+
+impl Journal {
+    /// Connects to a socket that has replaced the one of this connection, and sends an entry. Returns whether
+    /// it was sent. A confined worker cannot connect.
+    fn send_again(&self, error: &io::Error, entry: &[u8]) -> bool {
+        error.kind() == io::ErrorKind::ConnectionRefused
+            && self.0.connect(SOCKET).and_then(|()| self.0.send(entry)).is_ok()
     }
 }
 

@@ -7,5 +7,6 @@
 //! following never happens here: I/O, except that [`version`] reads the metadata of an executable; a decision
 //! about a mapping or a request.
 
+pub mod isolation;
 pub mod protocol;
 pub mod version;

@@ -23,4 +23,4 @@ mod resize;
 pub mod sandbox;
 mod session;
 
-pub use cleat_worker_protocol::{protocol, version};
+pub use cleat_worker_protocol::{isolation, protocol, version};

@@ -23,6 +23,7 @@ use nix::sys::signal::Signal;
 use nix::sys::socket::{getsockopt, sockopt};
 
 use super::channel::Channel;
+use super::isolation::Isolation;
 use super::protocol::{CHANNEL_FD, Refuse, Start, ToWorker};
 use super::refuse::RefusingWorker;
 use super::sandbox::{self, Needs, Report};
@@ -52,7 +53,8 @@ enum Role {
     Refusing(Box<RefusingWorker>),
 }
 
-/// Runs a worker process from its start to its end, and returns its exit code.
+/// Runs a worker process from its start to its end, and returns its exit code. The arguments after the
+/// command are those of [`Isolation`].
 pub fn main(registry: Registry) -> u8 {
     let channel = match inherited_channel() {
         Ok(channel) => channel,
@@ -63,7 +65,9 @@ pub fn main(registry: Registry) -> u8 {
             return 2;
         }
     };
-    let ended = match start(&channel, registry) {
+    let started = Isolation::from_arguments(std::env::args().skip(2))
+        .and_then(|isolation| start(&channel, registry, &isolation));
+    let ended = match started {
         Ok(Role::Volume(session)) => {
             let image = session.image();
             let ended = session.run(channel);
@@ -93,17 +97,17 @@ fn inherited_channel() -> Result<Channel> {
     Channel::new(descriptor)
 }
 
-fn start(channel: &Channel, registry: Registry) -> Result<Role> {
+fn start(channel: &Channel, registry: Registry, isolation: &Isolation) -> Result<Role> {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGPIPE] {
         process::ignore_signal(signal).map_err(|e| Error::from_io("cannot ignore signals", e))?;
     }
     match first_message(channel)? {
         (ToWorker::Start(start), descriptors) => {
-            let session = start_session(*start, descriptors, registry)?;
+            let session = start_session(*start, descriptors, registry, isolation)?;
             Ok(Role::Volume(Box::new(session)))
         }
         (ToWorker::Refuse(refuse), descriptors) => {
-            let worker = start_refusing(*refuse, descriptors)?;
+            let worker = start_refusing(*refuse, descriptors, isolation)?;
             Ok(Role::Refusing(Box::new(worker)))
         }
         _ => Err(invalid("the first message must be start or refuse")),
@@ -111,7 +115,12 @@ fn start(channel: &Channel, registry: Registry) -> Result<Role> {
 }
 
 /// Opens the volume of a worker and confines the process.
-fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) -> Result<Session> {
+fn start_session(
+    start: Start,
+    descriptors: Vec<OwnedFd>,
+    registry: Registry,
+    isolation: &Isolation,
+) -> Result<Session> {
     ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
     let Inherited { listener, page, credentials, handover } = inherited(&start, descriptors)?;
@@ -123,7 +132,7 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
     prepare_process(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
     let options = options(&start, read_credentials(&uri, &start, credentials)?);
-    let (image, report) = open_confined(&uri, options, handover)?;
+    let (image, report) = open_confined(&uri, options, handover, isolation)?;
     // Backends check this before they change anything. Here it is checked for every backend, and for the
     // files of a predecessor.
     VolumeIdentity::check(&image.identity(), start.expected.as_ref(), &uri.to_string())?;
@@ -143,7 +152,11 @@ fn start_session(start: Start, descriptors: Vec<OwnedFd>, registry: Registry) ->
 }
 
 /// Confines the process of a worker without a volume. It opens no file and needs no storage.
-fn start_refusing(start: Refuse, descriptors: Vec<OwnedFd>) -> Result<RefusingWorker> {
+fn start_refusing(
+    start: Refuse,
+    descriptors: Vec<OwnedFd>,
+    isolation: &Isolation,
+) -> Result<RefusingWorker> {
     ProtocolVersions::of_this_build().common(&start.versions)?;
     check_names(&start.name, &start.mapping_id)?;
     let Ok([page]) = <[OwnedFd; 1]>::try_from(descriptors) else {
@@ -152,7 +165,7 @@ fn start_refusing(start: Refuse, descriptors: Vec<OwnedFd>) -> Result<RefusingWo
     let page = Page::from_fd(page)?;
     start.log.parse::<Log>()?.init()?;
     prepare_process(&start.name);
-    log_missing_layers(&sandbox::confine(&Needs::default()));
+    log_missing_layers(&sandbox::confine(&Needs::default(), isolation)?);
     tracing::info!(mapping = %start.name, "every request of the device fails");
     RefusingWorker::new(start, page)
 }
@@ -204,6 +217,7 @@ fn open_confined(
     uri: &VolumeUri,
     options: OpenOptions,
     handover: Option<HandoverFiles>,
+    isolation: &Isolation,
 ) -> Result<(Arc<dyn Image>, Report)> {
     let when = uri.spec().confinement();
     let needs = Needs::from(&when);
@@ -214,10 +228,10 @@ fn open_confined(
     Ok(match when {
         Confinement::AfterOpen => {
             let image = open()?;
-            (image, sandbox::confine(&needs))
+            (image, sandbox::confine(&needs, isolation)?)
         }
         Confinement::BeforeOpen { .. } => {
-            let report = sandbox::confine(&needs);
+            let report = sandbox::confine(&needs, isolation)?;
             (open()?, report)
         }
     })

@@ -1,27 +1,35 @@
 //! The confinement of a worker: it gives up everything but the descriptors that it has.
 //!
-//! The layers are applied in this order, each where the kernel has it and the process may use it. A missing
-//! layer is listed in the [`Report`] and is never an error, because a worker without a layer still serves:
+//! The layers, in the order in which they are applied ([`layer`] has their names):
 //!
 //! 1. An empty network namespace of its own: io_uring can make sockets in spite of any system call filter.
-//! 2. `no_new_privs`, and neither core dumps nor tracing by processes of the same user (`PR_SET_DUMPABLE` 0).
-//! 3. Landlock: no file can be opened, made, removed or executed, also not by io_uring; no TCP port can be
+//! 2. A namespace of its own for System V IPC and message queues.
+//! 3. An empty root directory, see [`root`]: no path leads to a file or a socket of the host.
+//! 4. `no_new_privs`.
+//! 5. Landlock: no file can be opened, made, removed or executed, also not by io_uring; no TCP port can be
 //!    bound or reached; no signal can be sent to a process outside, and no abstract socket outside can be
-//!    reached.
-//! 4. Every capability is dropped from every set.
-//! 5. seccomp, on all threads: the system calls of [`filter`] are allowed, and the others fail with EPERM.
+//!    reached. Kernels before 6.12 enforce a part of this.
+//! 6. A user and a group that no other process has: what root or another worker owns is out of reach, also
+//!    where no other layer checks, and no signal reaches a process of another user.
+//! 7. Neither core dumps nor tracing by processes of the same user (`PR_SET_DUMPABLE` 0).
+//! 8. Every capability is dropped from every set.
+//! 9. seccomp, on all threads: the system calls of [`filter`] are allowed, and the others fail with EPERM.
 //!    They do not kill the process, because a library that tries a new call falls back to an old one, and a
 //!    killed worker costs a volume.
+//!
+//! A layer that cannot be had is an error, unless the configuration allows it by name
+//! ([`Isolation::allow_missing`]). Without root, the process makes a user namespace for the other namespaces.
 //!
 //! What remains: memory, threads, time, io_uring, and reads, writes, sizes and holes of open files. A backend
 //! whose library starts threads when it opens a volume is confined before that, with the paths that it will
 //! read and, if it declares so, with sockets of AF_UNIX, AF_INET and AF_INET6; never with AF_NETLINK.
 
 mod filter;
+mod root;
+mod user;
 
 use std::path::PathBuf;
 
-use caps::CapSet;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
     Scope, path_beneath_rules,
@@ -29,12 +37,16 @@ use landlock::{
 use nix::sched::CloneFlags;
 
 use cleat_backend::Confinement;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_worker_protocol::isolation::{Isolation, layer};
 
 /// What remains possible under the confinement.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Files and directories that can still be opened for reading.
     pub paths: Vec<PathBuf>,
+    /// Files, and directories with files, of which the worker gets copies in memory at the same paths.
+    pub copies: Vec<PathBuf>,
     /// Whether the worker may use sockets.
     pub network: bool,
 }
@@ -44,7 +56,7 @@ pub struct Needs {
 pub struct Report {
     /// Layers that are in place.
     pub applied: Vec<&'static str>,
-    /// Layers that are not in place, or only in part, each with the reason.
+    /// Layers that are not in place, and may be missing, each with the reason.
     pub missing: Vec<(&'static str, String)>,
 }
 
@@ -52,8 +64,8 @@ impl From<&Confinement> for Needs {
     fn from(confinement: &Confinement) -> Self {
         match confinement {
             Confinement::AfterOpen => Self::default(),
-            Confinement::BeforeOpen { paths, network } => {
-                Self { paths: paths.clone(), network: *network }
+            Confinement::BeforeOpen { paths, copies, network } => {
+                Self { paths: paths.clone(), copies: copies.clone(), network: *network }
             }
         }
     }
@@ -61,22 +73,50 @@ impl From<&Confinement> for Needs {
 
 /// Confines this process for the rest of its life. Must be called while the process has one thread: of the
 /// layers, only the system call filter applies to threads that exist already.
-pub fn confine(needs: &Needs) -> Report {
+///
+/// # Errors
+/// Returns `Unsupported` if a layer is missing that `isolation` does not allow to be missing. The process then
+/// has the other layers.
+pub fn confine(needs: &Needs, isolation: &Isolation) -> Result<Report> {
     let mut report = Report::default();
-    let mut layer = |name, outcome: Result<(), String>| match outcome {
+    let mut apply = |name, outcome: Result<(), String>| match outcome {
         Ok(()) => report.applied.push(name),
         Err(reason) => report.missing.push((name, reason)),
     };
-    layer("single thread", single_thread());
+    apply(layer::SINGLE_THREAD, single_thread());
+    user::enter_user_namespace_if_unprivileged();
     if !needs.network {
-        layer("empty network", nix::sched::unshare(CloneFlags::CLONE_NEWNET).map_err(text));
+        let network = nix::sched::unshare(CloneFlags::CLONE_NEWNET);
+        apply(layer::EMPTY_NETWORK, network.map_err(text));
     }
-    layer("no new privileges", nix::sys::prctl::set_no_new_privs().map_err(text));
-    layer("not dumpable", nix::sys::prctl::set_dumpable(false).map_err(text));
-    layer("landlock", restrict_files(needs));
-    layer("capabilities", drop_capabilities());
-    layer("system call filter", filter::apply(needs));
-    report
+    let ipc = nix::sched::unshare(CloneFlags::CLONE_NEWIPC);
+    apply(layer::OWN_IPC, ipc.map_err(text));
+    apply(layer::EMPTY_ROOT, root::enter(needs));
+    apply(layer::NO_NEW_PRIVILEGES, nix::sys::prctl::set_no_new_privs().map_err(text));
+    apply(layer::LANDLOCK, restrict_files(needs));
+    let failures = user::drop_bounding_set();
+    apply(layer::OWN_USER, user::become_user(isolation.user));
+    // A change of the user resets this property (`commit_creds` of the kernel).
+    apply(layer::NOT_DUMPABLE, nix::sys::prctl::set_dumpable(false).map_err(text));
+    apply(layer::NO_CAPABILITIES, user::drop_capabilities(failures));
+    apply(layer::SYSTEM_CALL_FILTER, filter::apply(needs));
+    check(&report, isolation).map(|()| report)
+}
+
+/// Checks that every missing layer may be missing.
+fn check(report: &Report, isolation: &Isolation) -> Result<()> {
+    let allowed = |name: &str| isolation.allow_missing.iter().any(|allowed| allowed == name);
+    let missing: Vec<_> = report.missing.iter().filter(|(name, _)| !allowed(name)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let list: Vec<_> = missing.iter().map(|(name, reason)| format!("{name} ({reason})")).collect();
+    let names: Vec<_> = missing.iter().map(|(name, _)| format!("{name:?}")).collect();
+    let message = format!("the process cannot be confined: it lacks {}", list.join(", "));
+    Err(Error::new(ErrorKind::Unsupported, message).with_repair(format!(
+        "`cleat doctor` shows what this machine lacks; to accept less, set workers.allow_missing = [{}]",
+        names.join(", ")
+    )))
 }
 
 fn single_thread() -> Result<(), String> {
@@ -94,41 +134,19 @@ fn restrict_files(needs: &Needs) -> Result<(), String> {
     if !needs.network {
         ruleset = ruleset.handle_access(AccessNet::from_all(newest)).map_err(text)?;
     }
-    let readable = path_beneath_rules(&needs.paths, AccessFs::from_read(newest));
+    let readable = needs.paths.iter().chain(&needs.copies);
+    let readable = path_beneath_rules(readable, AccessFs::from_read(newest));
     let status = ruleset
         .create()
         .and_then(|created| created.add_rules(readable))
         .and_then(landlock::RulesetCreated::restrict_self)
         .map_err(text)?;
     match status.ruleset {
-        RulesetStatus::FullyEnforced => Ok(()),
-        RulesetStatus::PartiallyEnforced => {
-            Err("this kernel enforces only a part of the rules".into())
-        }
+        // An older kernel enforces the rules on files. The rights that it does not know concern what other
+        // layers refuse, too: the network, signals and abstract sockets.
+        RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(()),
         RulesetStatus::NotEnforced => Err("this kernel has no Landlock (5.13) enabled".into()),
     }
-}
-
-fn drop_capabilities() -> Result<(), String> {
-    let mut failures = Vec::new();
-    // Dropping from the bounding set needs CAP_SETPCAP, so this set is first, one capability at a time. The
-    // ambient set cannot contain a capability that the permitted and inheritable sets do not contain.
-    for capability in caps::read(None, CapSet::Bounding).map_err(text)? {
-        if let Err(error) = caps::drop(None, CapSet::Bounding, capability) {
-            failures.push(error.to_string());
-        }
-    }
-    for set in [CapSet::Ambient, CapSet::Effective, CapSet::Inheritable, CapSet::Permitted] {
-        if let Err(error) = caps::clear(None, set) {
-            failures.push(format!("{set:?}: {error}"));
-        }
-    }
-    // An unprivileged process cannot change its bounding set. Without any capability and with no_new_privs,
-    // that set has no effect.
-    let powerless = [CapSet::Effective, CapSet::Permitted, CapSet::Inheritable]
-        .iter()
-        .all(|set| caps::read(None, *set).is_ok_and(|left| left.is_empty()));
-    if powerless { Ok(()) } else { Err(failures.join("; ")) }
 }
 
 fn text(error: impl std::fmt::Display) -> String {

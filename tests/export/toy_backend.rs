@@ -82,7 +82,11 @@ impl VolumeSpec for ToySpec {
     }
 
     fn confinement(&self) -> Confinement {
-        Confinement::BeforeOpen { paths: vec!["/dev/null".into()], network: false }
+        Confinement::BeforeOpen {
+            paths: vec!["/dev/null".into()],
+            copies: Vec::new(),
+            network: false,
+        }
     }
 
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {

@@ -20,6 +20,8 @@ pub mod backends;
 pub mod binary;
 pub mod ceph;
 #[cfg(feature = "daemon")]
+pub mod isolation;
+#[cfg(feature = "daemon")]
 pub mod kernel;
 pub mod memory;
 pub mod nbd;

@@ -12,6 +12,7 @@ use cleat_statistics::Page;
 use cleat_sys::host::boot_id;
 use cleat_sys::process::spawn_with_channel;
 use cleat_sys::seqpacket;
+use cleat_worker::isolation::Isolation;
 use cleat_worker::protocol::{
     CHANNEL_FD, Failure, FromWorker, MAX_PACKET, PROTOCOL_VERSION, ProtocolVersions, Ready, Start,
     ToWorker,
@@ -73,11 +74,16 @@ impl Worker {
 
     /// Starts a worker process with these environment variables and sends it nothing.
     pub fn launch_with(environment: &[(&str, &str)]) -> Self {
+        Self::launch_isolated(environment, &crate::isolation::of_this_machine())
+    }
+
+    /// Starts a worker process with this isolation and sends it nothing.
+    pub fn launch_isolated(environment: &[(&str, &str)], isolation: &Isolation) -> Self {
         let (ours, theirs) = seqpacket_pair();
         let mut command = Command::new(crate::binary::cleat());
-        command.envs(environment.iter().copied()).arg("worker");
+        command.envs(environment.iter().copied()).arg("worker").args(isolation.arguments());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let child = spawn_with_channel(&mut command, &theirs, CHANNEL_FD).unwrap();
+        let child = spawn_with_channel(&mut command, &theirs, CHANNEL_FD, None).unwrap();
         let (page, _) = Page::create().unwrap();
         let directory = tempfile::tempdir().unwrap();
         Self { child, channel: Some(ours), page, directory }

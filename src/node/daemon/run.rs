@@ -98,7 +98,10 @@ async fn start_with_retries(
             registry,
             kernel: Box::new(move || Arc::new(kernel())),
             launcher: Arc::new(
-                Processes::of_this_executable().in_cgroup(config.workers.cgroup.clone()),
+                Processes::of_this_executable()
+                    .in_cgroup(config.workers.cgroup.clone())
+                    .with_users(config.workers.users, &config.runtime_dir)
+                    .allow_missing(config.workers.allow_missing.clone()),
             ),
             clock: Arc::new(SystemClock),
             random: Random::from_kernel()?,

@@ -11,6 +11,7 @@ mod refusing;
 mod socket_owner;
 mod sockets;
 mod start;
+mod users;
 mod worker;
 
 use std::path::PathBuf;
@@ -28,6 +29,7 @@ pub use reader::WorkerEvent;
 pub use refusing::RefusingWorker;
 pub(crate) use sockets::{ControlSockets, Probe, stops_listening};
 pub(crate) use start::Launched;
+pub use users::UserRange;
 pub use worker::Worker;
 pub(crate) use worker::{has_ended, stop_process, unexpected};
 

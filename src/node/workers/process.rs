@@ -3,17 +3,19 @@
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 
+use super::users::{User, UserRange, Users};
 use crate::planner::WorkerId;
 use cleat_core::error::{Error, Result};
 use cleat_kernel::cgroup;
 use cleat_sys::process::{PidFd, spawn_with_channel, started_ticks};
+use cleat_worker_protocol::isolation::Isolation;
 use cleat_worker_protocol::protocol::CHANNEL_FD;
 use cleat_worker_protocol::version::binary_id;
 
@@ -77,6 +79,8 @@ pub struct Processes {
     executable: PathBuf,
     environment: Vec<(OsString, OsString)>,
     cgroup: Option<PathBuf>,
+    users: Option<Users>,
+    allow_missing: Vec<String>,
 }
 
 impl Processes {
@@ -87,13 +91,36 @@ impl Processes {
 
     /// Starts workers of the executable at a path.
     pub fn of(executable: PathBuf) -> Self {
-        Self { executable, environment: Vec::new(), cgroup: None }
+        Self {
+            executable,
+            environment: Vec::new(),
+            cgroup: None,
+            users: None,
+            allow_missing: Vec::new(),
+        }
     }
 
     /// Adds a variable to the environment of every worker.
     #[must_use]
     pub fn with_variable(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
+        self
+    }
+
+    /// Gives every worker a user of its own from `range`. The locks of the users are in the directory `users`
+    /// of `runtime_dir`. Only root can do this; otherwise workers keep the user of this process.
+    #[must_use]
+    pub fn with_users(mut self, range: UserRange, runtime_dir: &Path) -> Self {
+        let is_root = nix::unistd::geteuid().is_root();
+        self.users = is_root.then(|| Users::new(range, runtime_dir.join("users")));
+        self
+    }
+
+    /// Lets workers start without these layers of their confinement, see
+    /// `cleat_worker_protocol::isolation::layer`.
+    #[must_use]
+    pub fn allow_missing(mut self, layers: Vec<String>) -> Self {
+        self.allow_missing = layers;
         self
     }
 
@@ -108,8 +135,13 @@ impl Processes {
 impl Launcher for Processes {
     fn launch(&self, channel: OwnedFd) -> Result<Process> {
         let failed = |error| Error::from_io("cannot start a worker process", error);
+        let user = self.users.as_ref().map(Users::take).transpose()?;
+        let isolation = Isolation {
+            user: user.as_ref().map(|user| user.number),
+            allow_missing: self.allow_missing.clone(),
+        };
         let mut command = Command::new(&self.executable);
-        command.arg("worker").env_clear().current_dir("/");
+        command.arg("worker").args(isolation.arguments()).env_clear().current_dir("/");
         // Only the variables that affect backtraces and the log are passed on.
         for name in ["RUST_BACKTRACE", "JOURNAL_STREAM"] {
             if let Some(value) = std::env::var_os(name) {
@@ -118,8 +150,11 @@ impl Launcher for Processes {
         }
         command.envs(self.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
-        let child = spawn_with_channel(&mut command, &channel, CHANNEL_FD).map_err(failed)?;
-        drop(channel);
+        // From now on the worker keeps its user's number taken.
+        let lock = user.map(|User { lock, .. }| lock);
+        let child = spawn_with_channel(&mut command, &channel, CHANNEL_FD, lock.as_ref());
+        let child = child.map_err(failed)?;
+        drop((channel, lock));
         // The child is reaped only by `reap`, so its number cannot be reused yet. Dropping the standard
         // library's `Child` neither ends nor reaps the process.
         let pid = child.id();

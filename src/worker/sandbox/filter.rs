@@ -77,7 +77,7 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     rules.insert(libc::SYS_tgkill, vec![when(0, is(std::process::id().into()))?]);
     // Only signal 0, which checks whether a process exists and sends nothing.
     rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
-    if !needs.paths.is_empty() {
+    if !needs.paths.is_empty() || !needs.copies.is_empty() {
         rules.extend(PATHS.iter().map(|call| (*call, Vec::new())));
     }
     if needs.network {

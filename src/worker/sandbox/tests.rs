@@ -12,6 +12,8 @@ use std::process::Command;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket, socketpair};
 
+use caps::CapSet;
+
 use super::*;
 use cleat_backend::{OpenOptions, Registry, Waker, channel};
 use cleat_sys::buffer::Buffer;
@@ -39,17 +41,22 @@ fn in_a_process_of_its_own(test: &str) -> bool {
 }
 
 /// Confines the process. A missing layer fails the test, except for layers that need root or a newer kernel,
-/// and for the single thread, because the test harness has another one. Returns whether the kernel has
-/// Landlock.
-fn confined(needs: &Needs) -> bool {
-    let report = confine(needs);
-    let excused = ["empty network", "landlock", "single thread"];
-    for (layer, reason) in &report.missing {
-        assert!(excused.contains(layer), "{layer}: {reason}");
+/// and for the single thread, because the test harness has another one. Returns the layers that are in place.
+fn confined(needs: &Needs) -> Vec<&'static str> {
+    let mut excused = vec![layer::SINGLE_THREAD, layer::LANDLOCK];
+    let is_root = nix::unistd::geteuid().is_root();
+    let may_make_namespaces =
+        caps::has_cap(None, CapSet::Effective, caps::Capability::CAP_SYS_ADMIN);
+    if !is_root || !may_make_namespaces.unwrap() {
+        excused.extend([layer::EMPTY_NETWORK, layer::OWN_IPC, layer::EMPTY_ROOT, layer::OWN_USER]);
     }
-    assert!(report.applied.contains(&"system call filter"));
-    !report.missing.iter().any(|(layer, reason)| *layer == "landlock" && reason.contains("no "))
+    let allow_missing = excused.into_iter().map(str::to_owned).collect();
+    let isolation = Isolation { user: is_root.then_some(USER), allow_missing };
+    confine(needs, &isolation).unwrap().applied
 }
+
+/// A user that exists on no machine.
+const USER: u32 = 2_100_070_000;
 
 #[test]
 fn a_confined_process_can_reach_nothing() {
@@ -65,16 +72,23 @@ fn a_confined_process_can_reach_nothing() {
     assert_eq!(connect_by_ring(tcp.local_addr().unwrap().port()), 0);
     let (own, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
     assert_eq!(send_signals_to(own.as_fd(), std::process::id().cast_signed()), [0, 0]);
-    let landlock = confined(&Needs::default());
+    let applied = confined(&Needs::default());
 
+    if applied.contains(&layer::OWN_USER) {
+        let ids = [nix::unistd::getuid().as_raw(), nix::unistd::geteuid().as_raw()];
+        assert_eq!(ids, [USER; 2]);
+        assert_eq!(nix::unistd::getegid().as_raw(), USER);
+    }
     assert!(File::open(&secret).is_err());
     assert!(File::open("/etc/hostname").is_err());
     assert!(File::create(directory.join("new")).is_err());
     assert!(std::fs::remove_file(&secret).is_err());
     assert!(std::fs::read_dir("/proc/self/fd").is_err());
     assert!(std::fs::metadata(&secret).is_err());
-    // io_uring bypasses the filter. Landlock restricts it, too, if the kernel has Landlock.
-    if landlock {
+    // io_uring bypasses the filter, but neither Landlock nor the empty root.
+    if applied.contains(&layer::EMPTY_ROOT) {
+        assert_eq!(open_by_ring(&secret), -libc::ENOENT);
+    } else if applied.contains(&layer::LANDLOCK) {
         assert_eq!(open_by_ring(&secret), -libc::EACCES);
     }
     for family in [AddressFamily::Netlink, AddressFamily::Unix, AddressFamily::Inet] {
@@ -157,16 +171,32 @@ fn a_process_with_needs_gets_only_these() {
     let (config, secret) = (directory.join("config"), directory.join("secret"));
     std::fs::write(&config, b"config").unwrap();
     std::fs::write(&secret, b"secret").unwrap();
+    std::fs::create_dir(directory.join("files")).unwrap();
+    let of_root = directory.join("files/of-root");
+    std::fs::write(&of_root, b"key").unwrap();
+    std::fs::set_permissions(&of_root, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+        .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     // Called before the filter: the standard library then knows that statx(2) exists, and takes EPERM for an
     // error of the file.
     assert!(!directory.join("missing").exists());
-    let landlock = confined(&Needs { paths: vec![config.clone()], network: true });
+    let needs = Needs {
+        paths: vec!["/dev/null".into()],
+        copies: vec![config.clone(), directory.join("files")],
+        network: true,
+    };
+    let applied = confined(&needs);
 
     assert!(config.try_exists().unwrap());
     assert_eq!(std::fs::read(&config).unwrap(), b"config");
     assert!(File::options().write(true).open(&config).is_err());
-    if landlock {
+    if applied.contains(&layer::EMPTY_ROOT) {
+        assert_eq!(std::fs::read(directory.join("files/of-root")).unwrap(), b"key");
+        assert!(File::open("/dev/null").is_ok());
+        assert_eq!(open_by_ring(std::path::Path::new("/etc/hostname")), -libc::ENOENT);
+        assert!(std::fs::File::create("/new").is_err());
+    }
+    if applied.contains(&layer::EMPTY_ROOT) || applied.contains(&layer::LANDLOCK) {
         assert!(File::open(&secret).is_err());
     }
     let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -174,4 +204,18 @@ fn a_process_with_needs_gets_only_these() {
     let netlink = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::empty(), None);
     assert_eq!(netlink.err(), Some(nix::Error::EPERM));
     assert!(Command::new("/bin/true").status().is_err());
+}
+
+#[test]
+fn a_missing_layer_is_an_error_unless_it_is_allowed_by_name() {
+    let reason = "this kernel has no Landlock".to_owned();
+    let report = Report { missing: vec![(layer::LANDLOCK, reason)], ..Report::default() };
+    let error = check(&report, &Isolation::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.message().contains("landlock (this kernel has no Landlock)"), "{error}");
+    assert!(error.repair().unwrap().contains("allow_missing = [\"landlock\"]"), "{error}");
+    let other = Isolation { user: None, allow_missing: vec![layer::OWN_USER.to_owned()] };
+    check(&report, &other).unwrap_err();
+    let allowed = Isolation { user: None, allow_missing: vec![layer::LANDLOCK.to_owned()] };
+    check(&report, &allowed).unwrap();
 }

@@ -182,7 +182,9 @@ impl Machine {
 
     fn parts(&self, halt: Option<Halt>) -> Parts {
         let (kernel, asked_for) = (self.kernel.clone(), Arc::clone(&self.asked_for));
-        let mut processes = Processes::of(self.executable());
+        let mut processes = Processes::of(self.executable())
+            .with_users(self.config.workers.users, &self.config.runtime_dir)
+            .allow_missing(crate::isolation::all_layers());
         if let Some((name, value)) = self.variable {
             processes = processes.with_variable(name, value);
         }

@@ -231,6 +231,17 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
         assert_eq!(worker.status("CapBnd"), "0000000000000000");
         let ours = std::fs::read_link("/proc/self/ns/net").unwrap();
         assert_ne!(std::fs::read_link(worker.proc("ns/net")).unwrap(), ours);
+        let ids: Vec<u32> = ["Uid", "Gid"]
+            .iter()
+            .flat_map(|key| worker.status(key).split('\t').map(str::to_owned).collect::<Vec<_>>())
+            .map(|id| id.parse().unwrap())
+            .collect();
+        assert!(ids.iter().all(|id| *id == ids[0]) && ids[0] > 2_101_000_000, "{ids:?}");
+        assert_eq!(worker.status("Groups"), "");
+        // Its root is empty, and it has left the mounts of the host.
+        assert_eq!(std::fs::read_dir(worker.proc("root")).unwrap().count(), 0);
+        let mounts = std::fs::read_to_string(worker.proc("mountinfo")).unwrap();
+        assert_eq!(mounts.lines().count(), 1, "{mounts}");
     }
     // Root in a container may not have this capability.
     let resource = caps::Capability::CAP_SYS_RESOURCE;

@@ -53,7 +53,7 @@ fn an_image_is_served_by_a_confined_process() {
     assert!(worker.exit().success(), "{}", worker.log());
     let log = worker.log();
     assert!(
-        log.contains("confinement=[\"single thread\", "),
+        log.contains("confinement=[\"single-thread\", "),
         "the worker was confined while it had a single thread: {log}"
     );
     // The worker released the image: the next worker can open it at once.
