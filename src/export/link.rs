@@ -44,6 +44,11 @@ pub(super) fn repeat_after(error: i32) -> Option<Duration> {
 /// Ring entries for the connection itself: one for each token above, and two spare ones.
 const OWN_ENTRIES: u32 = 8;
 
+/// Returns the number of entries of the ring of a connection with `depth` requests: two for each, and its own.
+pub(super) fn ring_entries(depth: u32) -> u32 {
+    depth * 2 + OWN_ENTRIES
+}
+
 /// The requested size of the socket's send buffer, in bytes: a batch of replies should fit one send.
 const SEND_BUFFER_LEN: usize = 1 << 20;
 
@@ -65,7 +70,7 @@ impl Link {
     pub(super) fn new(file: OwnedFd, waker: &Waker, depth: u32) -> io::Result<Self> {
         allow_waiting(&file)?;
         widen_send_buffer(&file);
-        let mut ring = Ring::new(depth * 2 + OWN_ENTRIES)?;
+        let mut ring = Ring::new(ring_entries(depth))?;
         let socket = ring.register(file.as_fd())?;
         let wake = ring.register(waker.descriptor())?;
         Ok(Self { ring, socket, wake, wake_armed: false, file: Arc::new(file) })

@@ -10,7 +10,6 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -19,6 +18,7 @@ use super::End;
 use super::connection::Parts;
 use super::control::{Control, Desired};
 pub use super::limits::Limits;
+use super::link::ring_entries;
 use super::modifications::Registry;
 use super::policy::ActivePolicy;
 use cleat_backend::{Image, Waker};
@@ -28,7 +28,7 @@ use cleat_core::policy::Policy;
 use cleat_nbd::handshake::MAX_STRING;
 use cleat_statistics::{Page, Recorder, SLOTS};
 use handshakes::{Origin, displaced};
-use thread::{Alive, Live, Places, Task};
+use thread::{Alive, Crew, Ended, Live, Places, Task};
 
 /// Events that may wait to be received before connection threads wait for the receiver.
 const EVENTS: usize = 256;
@@ -78,6 +78,7 @@ pub struct Server {
     connections: Mutex<Vec<Handle>>,
     places: Arc<Places>,
     live: Arc<Live>,
+    crew: Crew,
     next_id: AtomicU64,
     /// For later connections; changed under the lock of `connections`.
     fail_io: AtomicBool,
@@ -88,7 +89,7 @@ struct Handle {
     control: Arc<Control>,
     kind: Kind,
     origin: Option<Origin>,
-    thread: JoinHandle<()>,
+    ended: Ended,
 }
 
 impl Handle {
@@ -98,6 +99,16 @@ impl Handle {
             && !self.control.transmits()
             && self.control.desired() != Desired::Abort
     }
+}
+
+/// Reserves rings for `connections` connections, see [`cleat_sys::ring::reserve`]. Must be called before a
+/// confinement that forbids new rings.
+///
+/// # Errors
+/// Returns an error if io_uring cannot be used.
+pub fn reserve_rings(connections: usize, limits: &Limits) -> Result<()> {
+    cleat_sys::ring::reserve(connections, ring_entries(limits.depth))
+        .map_err(|error| Error::from_io("cannot make io_uring rings", error))
 }
 
 impl Server {
@@ -153,6 +164,7 @@ impl Server {
             connections,
             places,
             live,
+            crew: Crew::new(),
             next_id,
             fail_io,
             events,
@@ -184,7 +196,7 @@ impl Server {
 
     /// Returns how many connections are being served.
     pub fn connections(&self) -> usize {
-        self.lock().iter().filter(|handle| !handle.thread.is_finished()).count()
+        self.lock().iter().filter(|handle| !handle.ended.is_finished()).count()
     }
 
     /// With `true`, every request of every connection fails from now on, later connections included.
@@ -209,7 +221,7 @@ impl Server {
         loop {
             // A thread that has ended has nothing at the backend: its ring is gone.
             let handles = self.lock();
-            let serving = handles.iter().filter(|handle| !handle.thread.is_finished());
+            let serving = handles.iter().filter(|handle| !handle.ended.is_finished());
             let failing: Option<u32> = serving.map(|handle| handle.control.failing()).sum();
             drop(handles);
             let over = self.clock().now() >= until;
@@ -268,10 +280,7 @@ impl Server {
             let message = format!("{left} connections did not end in time");
             return Err(Error::new(ErrorKind::TimedOut, message));
         }
-        for handle in self.lock().drain(..) {
-            // A panic has been reported as the connection's end.
-            let _ = handle.thread.join();
-        }
+        self.lock().clear();
         Ok(())
     }
 
@@ -283,7 +292,7 @@ impl Server {
     /// Returns the control of every connection that is being served.
     pub(super) fn controls(&self) -> Vec<Arc<Control>> {
         let handles = self.lock();
-        let live = handles.iter().filter(|handle| !handle.thread.is_finished());
+        let live = handles.iter().filter(|handle| !handle.ended.is_finished());
         live.map(|handle| Arc::clone(&handle.control)).collect()
     }
 
@@ -298,7 +307,7 @@ impl Server {
     ) -> Result<ConnectionId> {
         let origin = address.map(Origin::of);
         let mut handles = self.lock();
-        handles.retain(|handle| !handle.thread.is_finished());
+        handles.retain(|handle| !handle.ended.is_finished());
         let served = match kind {
             Kind::Kernel => handles.len(),
             Kind::Client => self.places.taken(),
@@ -336,8 +345,8 @@ impl Server {
             places: Arc::clone(&self.places),
             events: self.events.clone(),
         };
-        let thread = self.start(task)?;
-        handles.push(Handle { control, kind, origin, thread });
+        let ended = self.start(task)?;
+        handles.push(Handle { control, kind, origin, ended });
         Ok(id)
     }
 
@@ -366,22 +375,23 @@ impl Server {
         })
     }
 
-    /// Starts a thread, and waits until its connection is set up.
-    fn start(&self, task: Task) -> Result<JoinHandle<()>> {
+    /// Serves a connection on a thread of its own, and waits until the connection is set up.
+    fn start(&self, task: Task) -> Result<Ended> {
         let (ready, started) = bounded(1);
         let alive = Alive::new(&self.live);
+        let ended = alive.ended();
         let name = format!("connection-{}", task.id);
         let run = move || {
             task.run(&ready);
             // Last of all: nothing of the connection is left.
             drop(alive);
         };
-        let thread = std::thread::Builder::new().name(name).spawn(run).map_err(not_started)?;
+        self.crew.run(name, Box::new(run)).map_err(not_started)?;
         // Without a message the thread has panicked.
         started.recv().unwrap_or_else(|_| {
             Err(Error::new(ErrorKind::Internal, "a connection's thread died at its start"))
         })?;
-        Ok(thread)
+        Ok(ended)
     }
 
     fn is_full(&self) -> Error {

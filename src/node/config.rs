@@ -21,7 +21,7 @@ pub const DEFAULT_PATH: &str = "/etc/cleat/cleat.toml";
 
 /// The maximum number of connections of one device. Each takes a thread of the worker, and 128 tags in the
 /// kernel.
-pub const MAX_CONNECTIONS: u32 = 16;
+pub const MAX_CONNECTIONS: u32 = cleat_worker_protocol::protocol::MAX_CONNECTIONS;
 
 /// The longest timeout that a call or an option may set, in seconds.
 pub const MAX_TIMEOUT_S: u32 = 86_400;

@@ -35,6 +35,7 @@ pub(crate) fn start_message(cx: &Context, record: &Record, successor: bool) -> S
         name: record.name.clone(),
         generation: record.generation,
         uri: record.uri.clone(),
+        connections: record.options.connections,
         read_only: record.options.read_only,
         log: String::new(),
         policy: record.options.policy,

@@ -46,7 +46,10 @@ pub fn send_signals_to(file: BorrowedFd<'_>, pid: libc::pid_t) -> [i32; 2] {
 const F_SETSIG: libc::c_int = 10;
 
 fn run(entry: &squeue::Entry) -> i32 {
-    let mut ring = IoUring::new(2).unwrap();
+    let mut ring = match IoUring::new(2) {
+        Ok(ring) => ring,
+        Err(error) => return -error.raw_os_error().unwrap(),
+    };
     // SAFETY: the callers own what the entry points to, and this function waits for the completion.
     unsafe { ring.submission().push(entry).unwrap() };
     ring.submit_and_wait(1).unwrap();

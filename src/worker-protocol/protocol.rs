@@ -26,6 +26,9 @@ pub const OLDEST_PROTOCOL: u32 = 1;
 /// The descriptor under which a worker inherits its end of the channel.
 pub const CHANNEL_FD: i32 = 3;
 
+/// The maximum number of connections of one device.
+pub const MAX_CONNECTIONS: u32 = 16;
+
 /// The maximum length of a message in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
 
@@ -154,6 +157,10 @@ pub struct Start {
     pub generation: u64,
     /// The URI of the volume.
     pub uri: String,
+    /// The number of connections of the mapping's device. The worker can serve the old and the new connections
+    /// of a device at the same time.
+    #[serde(default = "most_connections")]
+    pub connections: u32,
     /// Whether the volume is opened such that nothing is ever written.
     pub read_only: bool,
     /// The supervisor's choice of format and filter of the log, see `telemetry`.
@@ -186,6 +193,11 @@ pub struct Start {
     /// descriptor once, to its end.
     #[serde(default)]
     pub credentials: Vec<String>,
+}
+
+/// Returns the number of connections for a supervisor that does not name one.
+fn most_connections() -> u32 {
+    MAX_CONNECTIONS
 }
 
 /// The start message of a worker without a volume.

@@ -24,7 +24,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 
 use super::channel::Channel;
 use super::isolation::Isolation;
-use super::protocol::{CHANNEL_FD, Refuse, Start, ToWorker};
+use super::protocol::{CHANNEL_FD, MAX_CONNECTIONS, Refuse, Start, ToWorker};
 use super::refuse::RefusingWorker;
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
@@ -36,7 +36,8 @@ use cleat_backend::{
 };
 use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_statistics::Page;
+use cleat_export::server::{Limits, reserve_rings};
+use cleat_statistics::{Page, SLOTS};
 use cleat_sys::{descriptor, memory_lock, process};
 use cleat_telemetry::Log;
 
@@ -131,6 +132,7 @@ fn start_session(
     uri.spec().prepare()?;
     prepare_process(&start.name);
     let binary = binary_id(Path::new("/proc/self/exe"));
+    reserve(start.connections)?;
     let options = options(&start, read_credentials(&uri, &start, credentials)?);
     let (image, report) = open_confined(&uri, options, handover, isolation)?;
     // Backends check this before they change anything. Here it is checked for every backend, and for the
@@ -165,9 +167,17 @@ fn start_refusing(
     let page = Page::from_fd(page)?;
     start.log.parse::<Log>()?.init()?;
     prepare_process(&start.name);
+    reserve(MAX_CONNECTIONS)?;
     log_missing_layers(&sandbox::confine(&Needs::default(), isolation)?);
     tracing::info!(mapping = %start.name, "every request of the device fails");
     RefusingWorker::new(start, page)
+}
+
+/// Reserves rings for the old and the new connections of a device, and two more for threads that are about to
+/// end.
+fn reserve(connections: u32) -> Result<()> {
+    let connections = connections.clamp(1, MAX_CONNECTIONS) as usize;
+    reserve_rings((2 * connections + 2).min(SLOTS), &Limits::default())
 }
 
 fn log_missing_layers(report: &Report) {

@@ -39,6 +39,7 @@ pub fn start_message(uri: &str) -> Start {
         name: "test-volume".to_owned(),
         generation: 7,
         uri: uri.to_owned(),
+        connections: 16,
         read_only: false,
         log: String::new(),
         successor: false,

@@ -1,13 +1,14 @@
 //! One connection's thread, from its start to the event that reports its end.
 
 use std::any::Any;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use crossbeam_channel::Sender;
+use crossbeam_channel::{Receiver, Sender, bounded};
 
 use super::{ConnectionId, Event, ExportName, Kind};
 use crate::End;
@@ -17,6 +18,7 @@ use cleat_core::error::Result;
 use cleat_nbd::handshake::Export;
 use cleat_nbd::transmission::MAX_PAYLOAD;
 use cleat_nbd::wire::transmission_flags;
+use cleat_sys::ring;
 
 /// What a connection's thread is given.
 pub(super) struct Task {
@@ -135,19 +137,82 @@ impl Live {
     }
 }
 
-/// Counts as one thread of [`Live`] until it is dropped.
-pub(super) struct Alive(Arc<Live>);
+/// Counts as one connection of [`Live`] until it is dropped.
+pub(super) struct Alive {
+    live: Arc<Live>,
+    ended: Ended,
+}
+
+/// Whether nothing is left of a connection.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Ended(Arc<AtomicBool>);
+
+impl Ended {
+    pub(super) fn is_finished(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
 
 impl Alive {
     pub(super) fn new(live: &Arc<Live>) -> Self {
         *live.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        Self(Arc::clone(live))
+        Self { live: Arc::clone(live), ended: Ended::default() }
+    }
+
+    pub(super) fn ended(&self) -> Ended {
+        self.ended.clone()
     }
 }
 
 impl Drop for Alive {
     fn drop(&mut self) {
-        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        self.0.fell.notify_all();
+        self.ended.0.store(true, Ordering::Release);
+        *self.live.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.live.fell.notify_all();
+    }
+}
+
+/// The work of one connection.
+type Job = Box<dyn FnOnce() + Send>;
+
+/// The threads of the connections. A thread ends with its connection, except where rings are reserved: there it
+/// keeps its ring, and waits for another connection.
+pub(super) struct Crew {
+    jobs: Sender<Job>,
+    idle: Receiver<Job>,
+}
+
+impl Crew {
+    pub(super) fn new() -> Self {
+        let (jobs, idle) = bounded(0);
+        Self { jobs, idle }
+    }
+
+    /// Runs `job` on an idle thread, or on a new one with this name.
+    ///
+    /// # Errors
+    /// Returns an error if no thread can be started.
+    pub(super) fn run(&self, name: String, job: Job) -> io::Result<()> {
+        // How long a thread whose connection has ended may take to wait for the next one.
+        const IDLE_LIMIT: Duration = Duration::from_secs(1);
+        // The channel has no place: this succeeds only if a thread waits.
+        let Err(refused) = self.jobs.try_send(job) else { return Ok(()) };
+        let mut job = refused.into_inner();
+        if ring::is_exhausted() {
+            match self.jobs.send_timeout(job, IDLE_LIMIT) {
+                Ok(()) => return Ok(()),
+                Err(refused) => job = refused.into_inner(),
+            }
+        }
+        let idle = self.idle.clone();
+        let run = move || {
+            job();
+            while ring::is_reserved() {
+                // It fails when the server is gone.
+                let Ok(next) = idle.recv() else { return };
+                next();
+            }
+        };
+        std::thread::Builder::new().name(name).spawn(run).map(drop)
     }
 }

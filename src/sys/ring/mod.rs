@@ -5,18 +5,22 @@
 //! them before it frees any memory.
 //!
 //! The ring permits only the operations of this module. seccomp does not check what io_uring executes, so
-//! a ring that could open files or sockets would bypass the worker's confinement.
+//! a ring that could open files or sockets would bypass the worker's confinement. For the same reason a
+//! confined process makes no ring; see [`reserve()`].
 
 mod operations;
+mod reserve;
 mod setup;
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, squeue, types};
 
-use self::setup::{build, restrictions};
+pub use self::reserve::{is_exhausted, is_reserved, reserve};
+use self::setup::{FILE_SLOTS, build, restrictions};
 use super::buffer::Buffer;
 use super::send_list::SendList;
 
@@ -70,13 +74,11 @@ pub struct Completion {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileSlot(u32);
 
-/// The number of files that one ring can hold.
-const FILE_SLOTS: u32 = 16;
-
 /// An io_uring for one thread. It is not `Send`, because only the thread that made it may use it
 /// (SINGLE_ISSUER).
 pub struct Ring {
-    uring: IoUring,
+    /// Taken only by Drop.
+    uring: ManuallyDrop<IoUring>,
     in_flight: Vec<InFlight>,
     free: Vec<u32>,
     files: u32,
@@ -103,19 +105,19 @@ enum Owned {
 }
 
 impl Ring {
-    /// Makes a ring for at most `entries` operations in flight.
+    /// Makes a ring for at most `entries` operations in flight; after a call of [`reserve()`], takes one that
+    /// was made then.
     ///
     /// # Errors
-    /// Returns `EPERM`/`ENOSYS` if a seccomp profile or `kernel.io_uring_disabled` forbids io_uring.
+    /// Returns `EPERM`/`ENOSYS` if a seccomp profile or `kernel.io_uring_disabled` forbids io_uring, and
+    /// `EMFILE` if every reserved ring is taken.
     pub fn new(entries: u32) -> io::Result<Self> {
-        let (uring, restricted) = build(entries)?;
-        uring.submitter().register_files_sparse(FILE_SLOTS)?;
-        if restricted {
-            uring.submitter().register_restrictions(&mut restrictions())?;
-            uring.submitter().register_enable_rings()?;
-        }
+        let (uring, restricted) = match reserve::take(entries)? {
+            Some(uring) => (uring, true),
+            None => make(entries)?,
+        };
         Ok(Self {
-            uring,
+            uring: ManuallyDrop::new(uring),
             in_flight: (0..entries).map(|_| InFlight::default()).collect(),
             free: (0..entries).rev().collect(),
             files: 0,
@@ -212,8 +214,31 @@ impl Ring {
     }
 }
 
+/// Makes and enables a ring. Also returns whether it is restricted.
+fn make(entries: u32) -> io::Result<(IoUring, bool)> {
+    let (uring, restricted) = build(entries)?;
+    uring.submitter().register_files_sparse(FILE_SLOTS)?;
+    if restricted {
+        uring.submitter().register_restrictions(&mut restrictions())?;
+        uring.submitter().register_enable_rings()?;
+    }
+    Ok((uring, restricted))
+}
+
 impl Drop for Ring {
     fn drop(&mut self) {
+        let idle = self.cancel_all();
+        // SAFETY: `uring` is taken once, and nothing uses it afterwards.
+        let uring = unsafe { ManuallyDrop::take(&mut self.uring) };
+        if idle {
+            reserve::give_back(uring);
+        }
+    }
+}
+
+impl Ring {
+    /// Cancels all operations and waits for them. Returns whether none is in flight any more.
+    fn cancel_all(&mut self) -> bool {
         while self.free.len() < self.in_flight.len() {
             // An entry must be submitted before it can be cancelled. When memory is short, one call may
             // not submit all entries.
@@ -223,10 +248,11 @@ impl Drop for Ring {
             if self.submit_and_wait().is_err() {
                 // The kernel may still write to these buffers, so they must not be freed.
                 std::mem::forget(std::mem::take(&mut self.in_flight));
-                return;
+                return false;
             }
             while self.next().is_some() {}
         }
+        true
     }
 }
 

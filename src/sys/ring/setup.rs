@@ -5,6 +5,9 @@ use std::io;
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue};
 
+/// The number of files that one ring can hold.
+pub(super) const FILE_SLOTS: u32 = 16;
+
 /// Makes a ring with the best flags that this kernel supports. Also returns whether the ring is disabled
 /// until its restrictions are registered. DEFER_TASKRUN and SINGLE_ISSUER exist since Linux 6.1, but a
 /// kernel may be older or patched.

@@ -53,6 +53,12 @@ fn rules(needs: &Needs) -> Backend<Rules> {
         libc::SYS_prctl,
         PRCTLS.iter().map(|n| when(0, is(n.unsigned_abs().into()))).collect::<Backend<_>>()?,
     );
+    // Only with rings that exist, which are restricted: io_uring_setup is missing. A ring is enabled, its files
+    // are exchanged, and its operations are cancelled.
+    rules.insert(
+        libc::SYS_io_uring_register,
+        RING_REGISTRATIONS.iter().map(|n| when(1, is(*n))).collect::<Backend<_>>()?,
+    );
     // Copies, flags and seals of descriptors. F_SETOWN and F_SETSIG are missing: the kernel would send any
     // signal to any process of the same user, also where kill(2) is refused (before Linux 6.12, Landlock does
     // not check these signals). F_SETLEASE and F_NOTIFY could delay or watch other users of a file.
@@ -106,6 +112,10 @@ fn all_bits(mask: u64) -> (SeccompCmpOp, u64) {
     (SeccompCmpOp::MaskedEq(mask), mask)
 }
 
+/// IORING_REGISTER_FILES_UPDATE, IORING_REGISTER_ENABLE_RINGS and IORING_REGISTER_SYNC_CANCEL of
+/// <linux/io_uring.h>.
+const RING_REGISTRATIONS: [u64; 3] = [6, 12, 24];
+
 /// BLKGETSIZE64, for the new size of a device.
 const IOCTLS: [u64; 1] = [0x8008_1272];
 
@@ -126,9 +136,7 @@ const PRCTLS: [i32; 2] = [libc::PR_SET_NAME, libc::PR_SET_VMA];
 
 const ANY: &[c_long] = &[
     // The data path.
-    libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
     libc::SYS_eventfd2,
     libc::SYS_read,
     libc::SYS_write,

@@ -18,6 +18,7 @@ fn session(image: Arc<FakeImage>, clock: Arc<ManualClock>) -> (tempfile::TempDir
         name: "name".to_owned(),
         generation: 1,
         uri: "mem:1M".to_owned(),
+        connections: 1,
         read_only: false,
         log: String::new(),
         successor: false,
