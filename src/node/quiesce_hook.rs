@@ -1,11 +1,11 @@
 //! Runs the administrator's program that quiesces and unquiesces a device. The arguments are those of
 //! rbd-nbd's quiesce hook: the device, and `quiesce` or `unquiesce`.
 //!
-//! The program runs with the daemon's rights, so only root may be able to write it. It gets a minimal
+//! The program runs with the daemon's rights, so only root may be able to change it, its directories and the
+//! symbolic links that lead to it ([`check_program`]). It gets a minimal
 //! environment. At its deadline it is killed, with its process group.
 
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -15,6 +15,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
+use crate::directory::check_program;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// How many bytes of the program's output are logged.
@@ -30,11 +31,17 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// be killed.
 ///
 /// # Errors
-/// Returns `PermissionDenied` if users other than root can write the program, `TimedOut` if it was killed
+/// Returns `PermissionDenied` if users other than root can change the program or a directory on its path,
+/// `TimedOut` if it was killed
 /// at the deadline, and `Unavailable` if it fails.
 pub(super) fn run(hook: &Path, device: &str, verb: &str, deadline: Instant) -> Result<()> {
-    check(hook)?;
     let name = hook.display();
+    check_program(hook).map_err(|error| {
+        let repair = error.repair().unwrap_or("use a program that only root can change").to_owned();
+        Error::new(error.kind(), format!("cannot run the hook {name}"))
+            .with_repair(repair)
+            .with_source(error)
+    })?;
     let failed = |error| Error::from_io(format!("cannot run the hook {name}"), error);
     let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| failed(e.into()))?;
     fcntl(&reader, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(|e| failed(e.into()))?;
@@ -61,20 +68,6 @@ pub(super) fn run(hook: &Path, device: &str, verb: &str, deadline: Instant) -> R
                 .with_repair("check what the hook waits for, or raise map.quiesce_deadline"))
         }
     }
-}
-
-/// Checks that only root can write the program, since the daemon runs it with all privileges.
-fn check(hook: &Path) -> Result<()> {
-    let name = hook.display();
-    let found = std::fs::metadata(hook)
-        .map_err(|error| Error::from_io(format!("cannot run the hook {name}"), error))?;
-    let own = nix::unistd::geteuid().as_raw();
-    if !found.is_file() || ![0, own].contains(&found.uid()) || found.mode() & 0o022 != 0 {
-        let message = format!("the hook {name} is not a file that only root can write");
-        return Err(Error::new(ErrorKind::PermissionDenied, message)
-            .with_repair(format!("chown root {name}; chmod go-w {name}")));
-    }
-    Ok(())
 }
 
 /// Waits for the end of the program. Returns `None` if it was killed at the deadline.
