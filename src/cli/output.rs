@@ -44,7 +44,7 @@ pub fn bytes(content: &[u8]) -> Result<()> {
 /// Returns the errors of [`text`].
 pub fn json(value: &impl Serialize) -> Result<()> {
     let document = serde_json::to_string_pretty(value).map_err(not_json)?;
-    text(&(document + "\n"))
+    text(&(without_controls(&document) + "\n"))
 }
 
 /// Writes `value` to stdout as JSON on one line, for streams. Returns false if the reader has closed stdout.
@@ -52,7 +52,7 @@ pub fn json(value: &impl Serialize) -> Result<()> {
 /// # Errors
 /// Returns the errors of [`text`].
 pub fn json_line(value: &impl Serialize) -> Result<bool> {
-    live((serde_json::to_string(value).map_err(not_json)? + "\n").as_bytes())
+    live((line(value).map_err(not_json)? + "\n").as_bytes())
 }
 
 /// Writes `content` to stdout unchanged, for endless output. Returns false if the reader has closed stdout.
@@ -126,8 +126,30 @@ fn error_as_json(error: &Error, exit_code: u8) -> String {
     }
     let inner =
         Inner { kind: error.kind(), message: error.report(), repair: error.repair(), exit_code };
-    serde_json::to_string(&Outer { error: inner })
-        .map_or_else(|_| error_as_text(error), |line| line + "\n")
+    line(&Outer { error: inner }).map_or_else(|_| error_as_text(error), |line| line + "\n")
+}
+
+/// Encodes `value` as JSON on one line that does not control a terminal.
+///
+/// # Errors
+/// Returns an error for a value that JSON cannot represent.
+pub(super) fn line(value: &impl Serialize) -> serde_json::Result<String> {
+    serde_json::to_string(value).map(|line| without_controls(&line))
+}
+
+/// Escapes the control characters that JSON allows in strings: DEL, and U+0080 to U+009F, which terminals treat
+/// like escape sequences. They occur only in strings, so the document stays the same.
+fn without_controls(document: &str) -> String {
+    let mut escaped = String::with_capacity(document.len());
+    for character in document.chars() {
+        if matches!(character, '\u{7f}'..='\u{9f}') {
+            // Writing to a String cannot fail.
+            let _ = write!(escaped, "\\u{:04x}", u32::from(character));
+        } else {
+            escaped.push(character);
+        }
+    }
+    escaped
 }
 
 fn not_json(error: serde_json::Error) -> Error {
@@ -224,6 +246,17 @@ mod tests {
         let mut table = Table::new(&["COMMAND"]);
         table.row(vec!["evil\x1b]0;title\x07".into()]);
         assert!(!table.render().contains('\x1b'));
+    }
+
+    #[test]
+    fn json_contains_no_control_character_and_has_the_same_content() {
+        let name = "a\u{7f}b\u{85}c\u{9b}31m\u{9f}\x1bé\u{a0}";
+        let encoded = line(&name).expect("it is JSON");
+        assert_eq!(encoded, "\"a\\u007fb\\u0085c\\u009b31m\\u009f\\u001bé\u{a0}\"");
+        assert!(!encoded.chars().any(char::is_control));
+        assert_eq!(serde_json::from_str::<String>(&encoded).expect("it is JSON"), name);
+        let error = Error::new(ErrorKind::NotFound, name);
+        assert!(!error_as_json(&error, 4).trim_end().chars().any(char::is_control));
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl Tracker {
             Style::Lines => writeln!(text, "cleat: {operation} {name}: {percent}%"),
             Style::Json => {
                 let progress = Inner { operation, volume, done, total };
-                let line = serde_json::to_string(&Step { progress }).unwrap_or_default();
+                let line = output::line(&Step { progress }).unwrap_or_default();
                 writeln!(text, "{line}")
             }
         };
