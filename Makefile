@@ -130,6 +130,7 @@ install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DE
 	$(INSTALL) -d $(DESTDIR)$(udevdir)
 	$(INSTALL) -m 0644 systemd/*.rules $(DESTDIR)$(udevdir)
 	$(INSTALL) -D -m 0644 systemd/cleat.toml $(DESTDIR)$(docdir)/cleat.toml
+	$(INSTALL) -m 0644 systemd/optional/59-cleat-no-scan.rules $(DESTDIR)$(docdir)/
 	$(RELEASE) man --directory $(DESTDIR)$(mandir)
 	$(INSTALL) -d $(DESTDIR)$(PREFIX)/share/bash-completion/completions \
 		$(DESTDIR)$(PREFIX)/share/zsh/site-functions \
@@ -143,7 +144,7 @@ install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DE
 uninstall: ## Remove what `install` put there (DESTDIR, PREFIX)
 	rm -f $(DESTDIR)$(bindir)/cleat $(DESTDIR)$(unitdir)/cleat.service \
 		$(addprefix $(DESTDIR)$(udevdir)/,$(notdir $(wildcard systemd/*.rules))) \
-		$(DESTDIR)$(docdir)/cleat.toml \
+		$(DESTDIR)$(docdir)/cleat.toml $(DESTDIR)$(docdir)/59-cleat-no-scan.rules \
 		$(DESTDIR)$(mandir)/cleat.1 $(DESTDIR)$(mandir)/cleat-*.1 \
 		$(DESTDIR)$(PREFIX)/share/bash-completion/completions/cleat \
 		$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_cleat \
