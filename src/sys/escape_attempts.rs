@@ -2,6 +2,8 @@
 //! raw io_uring and ptrace.
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
+pub mod roads;
+
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -40,6 +42,12 @@ pub fn send_signals_to(file: BorrowedFd<'_>, pid: libc::pid_t) -> [i32; 2] {
     [(libc::F_SETOWN, pid), (F_SETSIG, libc::SIGKILL)].map(|(command, value)| unsafe {
         if libc::fcntl(file, command, value) == 0 { 0 } else { -nix::errno::Errno::last_raw() }
     })
+}
+
+/// Makes the kernel send the signal of [`send_signals_to`] when `file` becomes ready.
+pub fn notify_owner(file: BorrowedFd<'_>) {
+    // SAFETY: the command takes an integer.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, libc::O_ASYNC) };
 }
 
 /// From <linux/fcntl.h>; the same on every architecture that cleat runs on.

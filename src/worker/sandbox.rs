@@ -78,6 +78,16 @@ impl From<&Confinement> for Needs {
 /// Returns `Unsupported` if a layer is missing that `isolation` does not allow to be missing. The process then
 /// has the other layers.
 pub fn confine(needs: &Needs, isolation: &Isolation) -> Result<Report> {
+    let mut report = apply_layers(needs, isolation);
+    match filter::apply(needs) {
+        Ok(()) => report.applied.push(layer::SYSTEM_CALL_FILTER),
+        Err(reason) => report.missing.push((layer::SYSTEM_CALL_FILTER, reason)),
+    }
+    check(&report, isolation).map(|()| report)
+}
+
+/// Applies all layers but the system call filter.
+fn apply_layers(needs: &Needs, isolation: &Isolation) -> Report {
     let mut report = Report::default();
     let mut apply = |name, outcome: Result<(), String>| match outcome {
         Ok(()) => report.applied.push(name),
@@ -99,8 +109,7 @@ pub fn confine(needs: &Needs, isolation: &Isolation) -> Result<Report> {
     // A change of the user resets this property (`commit_creds` of the kernel).
     apply(layer::NOT_DUMPABLE, nix::sys::prctl::set_dumpable(false).map_err(text));
     apply(layer::NO_CAPABILITIES, user::drop_capabilities(failures));
-    apply(layer::SYSTEM_CALL_FILTER, filter::apply(needs));
-    check(&report, isolation).map(|()| report)
+    report
 }
 
 /// Checks that every missing layer may be missing.

@@ -17,7 +17,10 @@ use caps::CapSet;
 use super::*;
 use cleat_backend::{OpenOptions, Registry, Waker, channel};
 use cleat_sys::buffer::Buffer;
-use cleat_sys::escape_attempts::{connect_by_ring, open_by_ring, send_signals_to, trace};
+use cleat_sys::escape_attempts::roads::{Targets, Tried, try_all};
+use cleat_sys::escape_attempts::{
+    connect_by_ring, notify_owner, open_by_ring, send_signals_to, trace,
+};
 use cleat_sys::ring::{Ring, Token};
 
 const PROBE: &str = "CLEAT_TEST_CONFINED";
@@ -43,6 +46,10 @@ fn in_a_process_of_its_own(test: &str) -> bool {
 /// Confines the process. A missing layer fails the test, except for layers that need root or a newer kernel,
 /// and for the single thread, because the test harness has another one. Returns the layers that are in place.
 fn confined(needs: &Needs) -> Vec<&'static str> {
+    confine(needs, &isolation()).unwrap().applied
+}
+
+fn isolation() -> Isolation {
     let mut excused = vec![layer::SINGLE_THREAD, layer::LANDLOCK];
     let is_root = nix::unistd::geteuid().is_root();
     let may_make_namespaces =
@@ -51,8 +58,7 @@ fn confined(needs: &Needs) -> Vec<&'static str> {
         excused.extend([layer::EMPTY_NETWORK, layer::OWN_IPC, layer::EMPTY_ROOT, layer::OWN_USER]);
     }
     let allow_missing = excused.into_iter().map(str::to_owned).collect();
-    let isolation = Isolation { user: is_root.then_some(USER), allow_missing };
-    confine(needs, &isolation).unwrap().applied
+    Isolation { user: is_root.then_some(USER), allow_missing }
 }
 
 /// A user that exists on no machine.
@@ -210,6 +216,74 @@ fn a_process_with_needs_gets_only_these() {
     let netlink = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::empty(), None);
     assert_eq!(netlink.err(), Some(nix::Error::EPERM));
     assert!(Command::new("/bin/true").status().is_err());
+}
+
+/// What a worker must not reach: all of it belongs to this process, or is its parent.
+struct Surroundings {
+    targets: Targets,
+    _listeners: (UnixListener, UnixListener, TcpListener),
+}
+
+impl Surroundings {
+    fn new() -> Self {
+        use std::os::linux::net::SocketAddrExt;
+        let directory = tempfile::tempdir().unwrap().keep();
+        let (file, socket) = (directory.join("file"), directory.join("socket"));
+        std::fs::write(&file, b"secret").unwrap();
+        let abstract_name = format!("cleat-roads-{}", std::process::id()).into_bytes();
+        let address = std::os::unix::net::SocketAddr::from_abstract_name(&abstract_name).unwrap();
+        let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = tcp.local_addr().unwrap().port();
+        let listeners =
+            (UnixListener::bind(&socket).unwrap(), UnixListener::bind_addr(&address).unwrap(), tcp);
+        let pid = nix::unistd::Pid::parent().as_raw();
+        Self { targets: Targets { file, socket, abstract_name, pid, port }, _listeners: listeners }
+    }
+
+    /// Tries every road, and returns those that are open.
+    fn open_roads(&self, filter: bool) -> Vec<Tried> {
+        let tried = try_all(&self.targets, filter);
+        assert!(tried.len() >= if filter { 55 } else { 40 }, "{}", tried.len());
+        tried.into_iter().filter(|(_, result)| *result >= 0).collect()
+    }
+}
+
+#[test]
+fn no_road_leads_out_of_a_confined_process() {
+    if in_a_process_of_its_own("no_road_leads_out_of_a_confined_process") {
+        return;
+    }
+    let surroundings = Surroundings::new();
+    confined(&Needs::default());
+    let open = surroundings.open_roads(true);
+    assert!(open.is_empty(), "{open:?}");
+}
+
+/// What seccomp cannot see, such as the operations of a ring, must be closed by another layer, too.
+#[test]
+fn no_road_leads_out_even_without_the_system_call_filter() {
+    if in_a_process_of_its_own("no_road_leads_out_even_without_the_system_call_filter") {
+        return;
+    }
+    let surroundings = Surroundings::new();
+    let isolation = isolation();
+    let applied = apply_layers(&Needs::default(), &isolation).applied;
+    if isolation.allow_missing.iter().any(|name| name == layer::EMPTY_ROOT) {
+        println!("not tried: it needs root and CAP_SYS_ADMIN");
+        return;
+    }
+    for needed in [layer::EMPTY_NETWORK, layer::EMPTY_ROOT, layer::OWN_USER, layer::NO_CAPABILITIES]
+    {
+        assert!(applied.contains(&needed), "{needed}");
+    }
+    let open = surroundings.open_roads(false);
+    assert!(open.is_empty(), "{open:?}");
+    // A signal through an owned descriptor is not sent to a process of another user. Its delivery is not an error
+    // of this process, so the parent, which reads the output, proves it by its life.
+    let (own, mut peer) = std::os::unix::net::UnixStream::pair().unwrap();
+    assert_eq!(send_signals_to(own.as_fd(), surroundings.targets.pid), [0, 0]);
+    notify_owner(own.as_fd());
+    std::io::Write::write_all(&mut peer, b"x").unwrap();
 }
 
 #[test]
