@@ -1,19 +1,24 @@
 //! `cleat serve`: serves a volume to NBD clients, without a daemon and a device.
 
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+
+use clap::builder::PossibleValuesParser;
 
 use super::set::PolicyArgs;
 use super::{Globals, output};
 use cleat_backend::claimant::Claimant;
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{CredentialSet, OpenOptions};
+use cleat_backend::{Confinement, CredentialSet, OpenOptions};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{self, Policy};
 use cleat_export::serve::{self, Address, ServeOptions};
 use cleat_node::config::Config;
 use cleat_statistics::SLOTS;
 use cleat_telemetry::{Format, Log};
+use cleat_worker::isolation::{Isolation, layer};
+use cleat_worker::sandbox::{self, Needs};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -23,6 +28,10 @@ Examples:
 
   One gibibyte of memory on TCP, for this machine only:
     $ cleat serve mem:1G --listen 127.0.0.1:10809
+
+The server confines itself like a worker of the daemon: it keeps its volume and its clients, and gives up files,
+network, capabilities and, if root starts it, root. A layer that the machine lacks is an error, unless
+workers.allow_missing in /etc/cleat/cleat.toml or --allow-missing names it.
 
 The NBD URI is printed on stdout as soon as clients can connect. SIGTERM and SIGINT end the server after
 the requests in flight, or at once (exit code 6) if the volume is not open yet.
@@ -56,6 +65,11 @@ pub(super) struct Serve {
     /// The export's name; clients may also use the empty name
     #[arg(long, value_name = "NAME", default_value = "")]
     export_name: String,
+    /// Serve without these layers of the confinement, if the machine lacks them
+    // The variable is for test harnesses, which start many servers.
+    #[arg(long, value_name = "LAYER", env = "CLEAT_ALLOW_MISSING", value_delimiter = ',',
+          value_parser = PossibleValuesParser::new(layer::ALL))]
+    allow_missing: Vec<String>,
     #[command(flatten)]
     policy: PolicyArgs,
 }
@@ -80,12 +94,14 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
     };
     let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s } = args.policy;
     let policy = policy::Change { outage, iops, bytes_per_s }.apply(Policy::default());
+    let config = Config::load(None)?;
+    let (isolation, _user_lock) = isolation(&config, args.allow_missing)?;
     let options = ServeOptions {
         uri: args.uri,
         address,
         open: OpenOptions {
             read_only: args.read_only,
-            claimant: Claimant::alone(&Config::load(None)?.node_name, args.take_over)?,
+            claimant: Claimant::alone(&config.node_name, args.take_over)?,
             snapshots: false,
             sync_failed: false,
             credentials: CredentialSet::default(),
@@ -95,10 +111,31 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
         export_name: args.export_name,
         policy,
     };
-    serve::run(&options, |address| {
+    let confine = |confinement: &Confinement| {
+        let report = sandbox::confine(&Needs::from(confinement), &isolation)?;
+        for (layer, reason) in &report.missing {
+            tracing::warn!(layer, %reason, "a layer of the server's confinement is missing");
+        }
+        Ok(())
+    };
+    serve::run(&options, confine, |address| {
         // The server also runs if the reader of its output has gone.
         let _ = output::text(&format!("{}\n", uri(address, &options.export_name)));
     })
+}
+
+/// Returns how the server is confined. A server of root becomes a user of its own, whose number is taken until the
+/// returned descriptor is closed. Another user's server does without the layers for which the kernel may require
+/// root.
+fn isolation(config: &Config, allow: Vec<String>) -> Result<(Isolation, Option<OwnedFd>)> {
+    let mut allow_missing = [config.workers.allow_missing.clone(), allow].concat();
+    if nix::unistd::geteuid().is_root() {
+        let (user, lock) = config.workers.users.take(&config.runtime_dir)?;
+        return Ok((Isolation { user: Some(user), allow_missing }, Some(lock)));
+    }
+    let of_root = [layer::EMPTY_NETWORK, layer::OWN_IPC, layer::EMPTY_ROOT, layer::OWN_USER];
+    allow_missing.extend(of_root.map(str::to_owned));
+    Ok((Isolation { user: None, allow_missing }, None))
 }
 
 /// Returns the NBD URI of the export, as specified in `doc/uri.md` of the NBD project.

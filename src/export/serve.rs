@@ -15,9 +15,9 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::End;
-use super::server::{Event, ExportName, Limits, Server};
+use super::server::{Event, ExportName, Limits, Server, most_threads, reserve_rings};
 use cleat_backend::uri::VolumeUri;
-use cleat_backend::{Image, OpenOptions, Waker};
+use cleat_backend::{Confinement, Image, OpenOptions, Waker};
 use cleat_core::error::{Error, Result};
 use cleat_core::policy::Policy;
 use cleat_statistics::Page;
@@ -48,24 +48,27 @@ pub struct ServeOptions {
     pub policy: Policy,
 }
 
-/// Serves until SIGTERM or SIGINT. `ready` is called with the address (the port that the system
-/// chose included) once clients can connect.
+/// Serves until SIGTERM or SIGINT. `confine` confines this process as the backend allows; it is called while
+/// this process has one thread. `ready` is called with the address (the port that the system chose included)
+/// once clients can connect.
 ///
 /// # Errors
-/// Returns an error if the volume cannot be opened or the address cannot be used, and `Aborted` if a signal
-/// comes before that.
-pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
+/// Returns the error of `confine`, an error if the volume cannot be opened or the address cannot be used, and
+/// `Aborted` if a signal comes before that.
+pub fn run(
+    options: &ServeOptions,
+    confine: impl FnOnce(&Confinement) -> Result<()>,
+    ready: impl FnOnce(&Address),
+) -> Result<()> {
     // Before any thread is made: each inherits the mask, so that only this thread receives the signals.
     let signals = catch_signals()?;
-    let (uri, how) = (options.uri.clone(), options.open.clone());
-    let image = open_unless_signalled(&signals, move || uri.open(&how))?;
+    let (image, listener) = open_confined(options, &signals, confine)?;
     let (page, _) = Page::create()?;
     let export = ExportName { name: options.export_name.clone(), description: String::new() };
-    let limits = Limits { connections: options.connections, ..Limits::default() };
+    let limits = limits(options);
     let (server, events) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
     server.set_policy(options.policy);
     let mut outages = Outages::watch(&server, page, Arc::clone(&image))?;
-    let listener = Listener::bind(&options.address)?;
     let log = std::thread::Builder::new().name("events".into()).spawn(move || {
         for Event::ConnectionEnded { id, end } in events {
             // While the server runs, only a client without a handshake is aborted: it gave way to another
@@ -97,6 +100,45 @@ pub fn run(options: &ServeOptions, ready: impl FnOnce(&Address)) -> Result<()> {
     drop(server);
     image.close();
     ended
+}
+
+fn limits(options: &ServeOptions) -> Limits {
+    Limits { connections: options.connections, ..Limits::default() }
+}
+
+/// Opens the volume, listens, and confines this process, in the order that the backend requires.
+fn open_confined(
+    options: &ServeOptions,
+    signals: &SignalFd,
+    confine: impl FnOnce(&Confinement) -> Result<()>,
+) -> Result<(Arc<dyn Image>, Listener)> {
+    let (uri, mut how) = (options.uri.clone(), options.open.clone());
+    let spec = options.uri.spec();
+    // What a confined process cannot do: load libraries, read secrets, make rings.
+    spec.prepare()?;
+    how.credentials.complete(&spec.credential_files())?;
+    let when = spec.confinement();
+    let limits = limits(options);
+    reserve_rings(most_threads(&limits), &limits)?;
+    let open = || open_unless_signalled(signals, move || uri.open(&how));
+    let listen = || -> Result<Listener> {
+        let mut listener = Listener::bind(&options.address)?;
+        listener.leave_removal_to_another_process()?;
+        Ok(listener)
+    };
+    match when {
+        Confinement::AfterOpen => {
+            let image = open()?;
+            let listener = listen()?;
+            confine(&when)?;
+            Ok((image, listener))
+        }
+        Confinement::BeforeOpen { .. } => {
+            let listener = listen()?;
+            confine(&when)?;
+            Ok((open()?, listener))
+        }
+    }
 }
 
 pub(super) fn catch_signals() -> Result<SignalFd> {

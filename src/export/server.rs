@@ -101,6 +101,12 @@ impl Handle {
     }
 }
 
+/// Returns how many threads a server with clients may have at one time: one for each connection and each
+/// handshake, and two that are about to end.
+pub(crate) fn most_threads(limits: &Limits) -> usize {
+    limits.connections + handshakes::IN_ALL + 2
+}
+
 /// Reserves rings for `connections` connections, see [`cleat_sys::ring::reserve`]. Must be called before a
 /// confinement that forbids new rings.
 ///

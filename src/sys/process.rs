@@ -3,12 +3,15 @@
 //! Invariants: a [`PidFd`] always names the one process that it was opened for; a child is started
 //! with exactly the descriptors 0–2, its channel, and at most one that it only keeps open.
 
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
+use std::time::Duration;
 
 use nix::sys::signal::{SigHandler, Signal, signal};
+use nix::unistd::{ForkResult, fork};
 use rustix::process::{
     Pid, PidfdFlags, configure_io_flusher_behavior, pidfd_open, pidfd_send_signal,
 };
@@ -119,6 +122,60 @@ pub fn set_io_flusher() -> io::Result<()> {
 pub fn ignore_signal(which: Signal) -> io::Result<()> {
     // SAFETY: SIG_IGN installs no handler, so no code of this program runs in signal context.
     unsafe { signal(which, SigHandler::SigIgn) }.map(drop).map_err(io::Error::from)
+}
+
+/// A process that does one thing after this process. Dropping it makes the process do that now, and waits for
+/// it for [`JANITOR_TIMEOUT`] at most.
+#[derive(Debug)]
+pub struct Janitor(UnixStream);
+
+/// How long a dropped [`Janitor`] may take.
+pub const JANITOR_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Starts a process that calls `work` as soon as this process has ended, however it ends, or has dropped the
+/// result. A process that confines itself leaves to it what it can do no more. It has no descriptor of this
+/// process open, and ignores SIGINT, SIGTERM and SIGHUP. Must be called while this process has one thread.
+///
+/// # Errors
+/// Returns the errors of socketpair(2) and fork(2).
+pub fn after_this_process(work: impl FnOnce()) -> io::Result<Janitor> {
+    let (ours, theirs) = UnixStream::pair()?;
+    ours.set_read_timeout(Some(JANITOR_TIMEOUT))?;
+    // SAFETY: this process has one thread, so no lock is held in the child, and it may run any code.
+    match unsafe { fork() }? {
+        ForkResult::Parent { .. } => Ok(Janitor(ours)),
+        ForkResult::Child => {
+            drop(ours);
+            wait_for_the_end(theirs);
+            work();
+            exit_now(0);
+        }
+    }
+}
+
+/// Closes every descriptor but `channel`, and waits until its other end is closed.
+fn wait_for_the_end(mut channel: UnixStream) {
+    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+        let _ = ignore_signal(signal);
+    }
+    let own = channel.as_raw_fd().cast_unsigned();
+    let ranges = [(0, own.saturating_sub(1)), (own + 1, libc::c_uint::MAX)];
+    for (first, last) in ranges.into_iter().filter(|(first, last)| first <= last && *last != own) {
+        // SAFETY: close_range takes integers. The owners of these descriptors never run in this process, because
+        // it ends by `exit_now`. ENOSYS before Linux 5.9 is harmless.
+        unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+    }
+    // Nothing is ever sent.
+    while matches!(channel.read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::Interrupted)
+    {
+    }
+}
+
+impl Drop for Janitor {
+    fn drop(&mut self) {
+        // If it takes too long, it still does its work later.
+        let _ = self.0.shutdown(std::net::Shutdown::Write).and_then(|()| self.0.read(&mut [0]));
+    }
 }
 
 /// Starts `command` in a new session. The child inherits `channel` as the descriptor `number`, `also` as the

@@ -177,6 +177,28 @@ fn sigterm_stops_the_server_with_exit_0_and_removes_the_socket() {
 }
 
 #[test]
+fn the_server_is_confined() {
+    for backend in ["mem:1M", "file:"] {
+        let dir = TempDir::new().unwrap();
+        let server = Server::start(&dir, backend, &[]);
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+        let field = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap();
+            line.trim().to_owned()
+        };
+        assert_eq!((field("Seccomp:"), field("NoNewPrivs:")), ("2".to_owned(), "1".to_owned()));
+        assert_eq!(field("CapPrm:"), "0000000000000000");
+        if nix::unistd::geteuid().is_root() {
+            assert!(!field("Uid:").split_whitespace().any(|id| id == "0"), "{status}");
+            let root = format!("/proc/{}/root", server.child.id());
+            assert_eq!(std::fs::read_dir(root).unwrap().count(), 0);
+        }
+        run("nbdinfo", &[&server.uri]);
+    }
+}
+
+#[test]
 fn serving_on_a_network_address_prints_a_warning() {
     for (address, warned) in [("127.0.0.1:0", false), ("0.0.0.0:0", true)] {
         let mut child = Command::new(CLEAT)
@@ -233,9 +255,15 @@ fn the_socket_of_a_dead_server_is_replaced_and_of_a_live_one_is_not() {
     let mut dead = Server::start(&dir, "mem:1M", &[]);
     dead.signal(libc::SIGKILL);
     dead.wait();
-    assert!(dir.path().join("s").exists());
-    let alive = Server::start(&dir, "mem:1M", &[]);
     let socket = dir.path().join("s");
+    // A process that the server has left behind removes its socket. It may end without having done so.
+    let gone = (0..500).any(|_| {
+        std::thread::sleep(Duration::from_millis(10));
+        !socket.exists()
+    });
+    assert!(gone, "the socket of a killed server stays");
+    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    let alive = Server::start(&dir, "mem:1M", &[]);
     let second = command(CLEAT, &["serve", "mem:1M", "--socket", path(&socket)]);
     assert!(!second.status.success());
     let printed = String::from_utf8_lossy(&second.stderr).into_owned();

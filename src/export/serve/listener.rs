@@ -1,5 +1,6 @@
 //! The listening socket of `cleat serve`: bound, private, and removed with its owner.
 
+use std::fs::Metadata;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -14,6 +15,7 @@ use nix::sys::socket::{
 use nix::sys::stat::{Mode, fchmod};
 
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::process::{Janitor, after_this_process};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 64;
@@ -43,10 +45,23 @@ impl std::fmt::Display for Address {
     }
 }
 
+/// Distinguishes a socket's file from the file of a later server, which may get the same inode number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FileMark {
+    inode: u64,
+    changed: (i64, i64),
+}
+
+impl FileMark {
+    fn of(found: &Metadata) -> Self {
+        Self { inode: found.ino(), changed: (found.ctime(), found.ctime_nsec()) }
+    }
+}
+
 /// A bound socket; its file, if it has one, is removed with it.
 #[derive(Debug)]
 pub(super) enum Listener {
-    Unix { socket: UnixListener, path: PathBuf, inode: u64 },
+    Unix { socket: UnixListener, path: PathBuf, mark: FileMark, janitor: Option<Janitor> },
     Tcp(TcpListener),
 }
 
@@ -73,8 +88,18 @@ impl Listener {
             done => done,
         };
         let socket = UnixListener::from(socket.map_err(failed)?);
-        let inode = path.symlink_metadata().map_err(failed)?.ino();
-        Ok(Self::Unix { socket, path: path.to_owned(), inode })
+        let mark = FileMark::of(&path.symlink_metadata().map_err(failed)?);
+        Ok(Self::Unix { socket, path: path.to_owned(), mark, janitor: None })
+    }
+
+    /// Leaves the removal of the socket's file to another process, because this one is going to lose its access
+    /// to paths. Must be called while this process has one thread.
+    pub(super) fn leave_removal_to_another_process(&mut self) -> Result<()> {
+        let Self::Unix { path, mark, janitor, .. } = self else { return Ok(()) };
+        let failed = |error| Error::from_io("cannot start a process", error);
+        let (absolute, mark) = (std::path::absolute(path).map_err(failed)?, *mark);
+        *janitor = Some(after_this_process(move || remove(&absolute, mark)).map_err(failed)?);
+        Ok(())
     }
 
     /// Returns the socket of a new client, and its address if it has one.
@@ -125,12 +150,20 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Self::Unix { path, inode, .. } = self
-            && path.symlink_metadata().is_ok_and(|found| found.ino() == *inode)
-        {
-            // Another process may have removed it first.
-            let _ = std::fs::remove_file(path);
+        if let Self::Unix { path, mark, janitor, .. } = self {
+            match janitor.take() {
+                Some(janitor) => drop(janitor),
+                None => remove(path, *mark),
+            }
         }
+    }
+}
+
+/// Removes the file of a socket, unless another server has replaced it.
+fn remove(path: &Path, mark: FileMark) {
+    if path.symlink_metadata().is_ok_and(|found| FileMark::of(&found) == mark) {
+        // Another process may have removed it first.
+        let _ = std::fs::remove_file(path);
     }
 }
 

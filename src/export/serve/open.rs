@@ -35,10 +35,14 @@ pub(super) fn open_unless_signalled(
         let _ = sender.send(open());
         ended.wake();
     });
-    drop(thread.map_err(|error| Error::from_io("cannot start a thread", error))?);
+    let thread = thread.map_err(|error| Error::from_io("cannot start a thread", error))?;
     loop {
         match opened.try_recv() {
-            Ok(result) => return result,
+            Ok(result) => {
+                // The caller may confine this process next, which needs a single thread.
+                let _ = thread.join();
+                return result;
+            }
             Err(TryRecvError::Disconnected) => {
                 return Err(Error::new(
                     ErrorKind::Internal,

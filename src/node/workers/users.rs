@@ -9,7 +9,7 @@ use std::fs::{DirBuilder, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use nix::errno::Errno;
@@ -30,6 +30,18 @@ impl Default for UserRange {
     /// systemd reserves (from 2147352576).
     fn default() -> Self {
         Self { first: 2_100_000_000, last: 2_100_065_535 }
+    }
+}
+
+impl UserRange {
+    /// Takes the lowest number of the range that no worker has, for this process. It is taken until the
+    /// descriptor is closed.
+    ///
+    /// # Errors
+    /// Returns `NoSpace` if every number is taken, and the error of the file system otherwise.
+    pub fn take(self, runtime_dir: &Path) -> Result<(u32, OwnedFd)> {
+        let User { number, lock } = Users::new(self, runtime_dir.join("users")).take()?;
+        Ok((number, lock))
     }
 }
 
