@@ -49,11 +49,21 @@ impl Channel {
         Ok(Self(socket))
     }
 
-    /// Accepts a connection. Returns `None` if the peer's user is neither root nor the worker's own.
+    /// Returns the user of the process that made the other end.
+    ///
+    /// # Errors
+    /// Returns the error of getsockopt(2).
+    pub fn peer_user(&self) -> Result<u32> {
+        let credentials = getsockopt(&self.0, PeerCredentials)
+            .map_err(|e| Error::from_io("cannot read the credentials of a connection", e.into()))?;
+        Ok(credentials.uid())
+    }
+
+    /// Accepts a connection. Returns `None` if the peer's user is not `user`.
     ///
     /// # Errors
     /// Returns an error if the peer has closed the connection, or if no descriptor is left.
-    pub fn accept(listener: &UnixListener) -> Result<Option<Self>> {
+    pub fn accept(listener: &UnixListener, user: u32) -> Result<Option<Self>> {
         // The type is for stream sockets, but accept4(2) is the same for every connection-based type.
         let (socket, _) = listener
             .accept()
@@ -61,8 +71,7 @@ impl Channel {
         let socket = OwnedFd::from(socket);
         let credentials = getsockopt(&socket, PeerCredentials)
             .map_err(|e| Error::from_io("cannot read the credentials of a connection", e.into()))?;
-        let own = nix::unistd::geteuid().as_raw();
-        if credentials.uid() != 0 && credentials.uid() != own {
+        if credentials.uid() != user {
             tracing::warn!(
                 uid = credentials.uid(),
                 pid = credentials.pid(),
@@ -171,4 +180,37 @@ fn invalid_message(message: &[u8], error: serde_json::Error) -> Error {
 
 fn broken(error: std::io::Error) -> Error {
     Error::new(ErrorKind::Unavailable, "the channel to the supervisor broke").with_source(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::socket::{
+        AddressFamily, Backlog, SockFlag, SockType as Kind, UnixAddr, bind, connect, listen, socket,
+    };
+    use std::os::fd::AsRawFd;
+
+    fn seqpacket() -> OwnedFd {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        socket(AddressFamily::Unix, Kind::SeqPacket, flags, None).unwrap()
+    }
+
+    #[test]
+    fn only_a_peer_of_the_expected_user_is_accepted() {
+        let directory = tempfile::tempdir().unwrap();
+        let address = UnixAddr::new(&directory.path().join("control.sock")).unwrap();
+        let listener = seqpacket();
+        bind(listener.as_raw_fd(), &address).unwrap();
+        listen(&listener, Backlog::new(2).unwrap()).unwrap();
+        let listener = UnixListener::from(listener);
+        let clients = [seqpacket(), seqpacket()];
+        for client in &clients {
+            connect(client.as_raw_fd(), &address).unwrap();
+        }
+        let own = nix::unistd::geteuid().as_raw();
+        // Root is refused, too, unless the supervisor is root.
+        assert!(Channel::accept(&listener, own + 1).unwrap().is_none());
+        let accepted = Channel::accept(&listener, own).unwrap().unwrap();
+        assert_eq!(accepted.peer_user().unwrap(), own);
+    }
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::Signal;
-use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::socket::{Backlog, getsockopt, listen, sockopt};
 
 use super::channel::Channel;
 use super::isolation::Isolation;
@@ -43,6 +43,9 @@ use cleat_telemetry::Log;
 
 /// How long a new worker waits for its first message, in milliseconds.
 const START_TIMEOUT_MS: u16 = 60_000;
+
+/// Connections to the control socket that may wait to be accepted.
+const CONTROL_BACKLOG: i32 = 8;
 
 const OOM_SCORE_ADJ: &str = "-999";
 
@@ -299,6 +302,10 @@ fn inherited(start: &Start, descriptors: Vec<OwnedFd>) -> Result<Inherited> {
     if !listens || kind != Ok(nix::sys::socket::SockType::SeqPacket) {
         return Err(invalid("the first descriptor is not a listening SOCK_SEQPACKET socket"));
     }
+    // Supervisors that connect later see from the kernel that this process listens (SO_PEERCRED, unix(7)).
+    Backlog::new(CONTROL_BACKLOG)
+        .and_then(|backlog| listen(&listener, backlog))
+        .map_err(|e| Error::from_io("cannot listen on the control socket", e.into()))?;
     let listener = UnixListener::from(listener);
     // A connection that is closed before it is accepted must not stop the control thread.
     listener.set_nonblocking(true).map_err(|e| Error::from_io("the control socket", e))?;

@@ -62,13 +62,15 @@ impl Link {
         Ok(Some((serde_json::from_slice(&bytes)?, descriptors)))
     }
 
-    /// Returns the user id of the process that created the socket at the other end.
+    /// Returns the user and the process that called listen(2) or socketpair(2) for the other end. The kernel
+    /// keeps the process itself, not its number; the number is 0 if the process is not visible from here.
     ///
     /// # Errors
     /// Returns the error of getsockopt(2).
-    pub(super) fn peer_uid(&self) -> io::Result<u32> {
+    pub(super) fn peer(&self) -> io::Result<(u32, u32)> {
         let credentials = nix::sys::socket::sockopt::PeerCredentials;
-        Ok(nix::sys::socket::getsockopt(self.0.get_ref(), credentials)?.uid())
+        let found = nix::sys::socket::getsockopt(self.0.get_ref(), credentials)?;
+        Ok((found.uid(), found.pid().unsigned_abs()))
     }
 }
 

@@ -40,6 +40,12 @@ pub trait Handle: Send + Sync {
     /// Takes the exit status, so that the process does not stay a zombie, and returns how it ended. Returns
     /// `None` if that is unknown, for example for a child of an earlier supervisor.
     fn reap(&self) -> Option<String>;
+
+    /// Returns whether the kernel knows the process by the number of its [`WorkerId`], so that the owner of a
+    /// socket can be compared with it.
+    fn is_known_to_the_kernel(&self) -> bool {
+        false
+    }
 }
 
 /// Starts and finds worker processes. The simulation replaces it.
@@ -210,6 +216,10 @@ fn process(id: WorkerId, pidfd: PidFd) -> io::Result<Process> {
 impl Handle for PidFd {
     fn kill(&self) -> io::Result<()> {
         Self::kill(self)
+    }
+
+    fn is_known_to_the_kernel(&self) -> bool {
+        true
     }
 
     fn reap(&self) -> Option<String> {

@@ -172,8 +172,13 @@ impl Workers {
             let link =
                 connect_to(&self.sockets.path(mapping_id, process.id.pid)).map_err(failed)?;
             let link = Link::new(link).map_err(failed)?;
-            // The credentials are those of the process that called listen(2), which was a supervisor.
-            let uid = link.peer_uid().map_err(failed)?;
+            // The credentials are those of the process that called listen(2): the worker, before it changed its
+            // user.
+            let (uid, pid) = link.peer().map_err(failed)?;
+            if process.handle.is_known_to_the_kernel() && pid != process.id.pid {
+                let message = format!("its control socket belongs to process {pid}");
+                return Err(Error::new(ErrorKind::PermissionDenied, message));
+            }
             if uid != nix::unistd::geteuid().as_raw() {
                 let message = format!("its control socket belongs to user {uid}");
                 return Err(Error::new(ErrorKind::PermissionDenied, message));

@@ -22,6 +22,8 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// The connections to supervisors. See the file's comment.
 pub(super) struct Supervisors {
     listener: UnixListener,
+    /// The user of the supervisor that has started this worker, which is that of every later one.
+    user: Option<u32>,
     current: Option<Channel>,
     pending: Vec<Channel>,
 }
@@ -39,11 +41,12 @@ impl Supervisors {
     /// Makes the connections of a worker that nothing has adopted yet. Later supervisors connect to
     /// `listener`.
     pub(super) fn new(listener: UnixListener) -> Self {
-        Self { listener, current: None, pending: Vec::new() }
+        Self { listener, user: None, current: None, pending: Vec::new() }
     }
 
     /// Puts the supervisor behind `channel` in charge.
     pub(super) fn put_in_charge(&mut self, channel: Channel) {
+        self.user = self.user.or_else(|| channel.peer_user().ok());
         self.current = Some(channel);
     }
 
@@ -70,7 +73,9 @@ impl Supervisors {
     /// Accepts a connection. If that fails, blocks for 50 ms: without a descriptor left, for example, the
     /// listener stays readable, and the loop must not spin.
     pub(super) fn accept(&mut self) {
-        match Channel::accept(&self.listener) {
+        // Another worker has another user, so it cannot take this one over, whatever path it reaches.
+        let user = self.user.unwrap_or_else(|| nix::unistd::geteuid().as_raw());
+        match Channel::accept(&self.listener, user) {
             Ok(Some(channel)) => {
                 if self.pending.len() == MAX_PENDING {
                     self.pending.remove(0);
