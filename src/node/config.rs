@@ -209,6 +209,13 @@ impl MapConfig {
     }
 }
 
+impl WorkersConfig {
+    /// Returns the first entry of `allow_missing` that is not a layer.
+    fn unknown_layer(&self) -> Option<&String> {
+        self.allow_missing.iter().find(|name| !layer::ALL.contains(&name.as_str()))
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self { mappings: 1024 }
@@ -325,8 +332,7 @@ impl Config {
         if let Err(error) = self.map.policy().limits.check() {
             return invalid("map.iops or map.bps", format!("is out of range: {}", error.message()));
         }
-        let unknown = |name: &&String| !layer::ALL.contains(&name.as_str());
-        if let Some(name) = self.workers.allow_missing.iter().find(unknown) {
+        if let Some(name) = self.workers.unknown_layer() {
             let why = format!("contains {name:?}; the layers are {}", layer::ALL.join(", "));
             return invalid("workers.allow_missing", why);
         }

@@ -81,7 +81,7 @@ fn paths(targets: &Targets) -> Vec<Tried> {
 fn sockets(targets: &Targets) -> Vec<Tried> {
     vec![
         ("connect to a unix socket", connect(targets.socket.as_os_str().as_bytes())),
-        ("connect to an abstract socket", connect(&[b"\0", &targets.abstract_name[..]].concat())),
+        ("connect to an abstract socket", connect(&[&b"\0"[..], &targets.abstract_name].concat())),
         ("connect over TCP", connect_tcp(targets.port)),
     ]
 }
