@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, chroot, pivot_root};
 
@@ -50,10 +50,7 @@ pub(super) fn enter(needs: &Needs) -> Result<(), String> {
     let entries = entries(needs);
     let shown: Vec<_> = needs.paths.iter().filter_map(|path| fs::canonicalize(path).ok()).collect();
     unshare(CloneFlags::CLONE_NEWNS).map_err(|e| format!("no mount namespace: {e}"))?;
-    // No mount of one namespace appears in the other one, nor does an unmount.
-    let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
-    mount(NONE, "/", NONE, private, NONE)
-        .map_err(|e| format!("cannot make mounts private: {e}"))?;
+    make_private().map_err(|error| format!("cannot make mounts private: {error}"))?;
     let before = umask(Mode::empty());
     let built = build(needs, entries, &shown);
     umask(before);
@@ -62,6 +59,21 @@ pub(super) fn enter(needs: &Needs) -> Result<(), String> {
 }
 
 const NONE: Option<&str> = None;
+
+/// Separates the mounts of the new namespace: no mount of one namespace appears in the other one, nor does an
+/// unmount.
+fn make_private() -> io::Result<()> {
+    let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+    match mount(NONE, "/", NONE, private, NONE) {
+        // The root is a directory inside of a mount, as after chroot(2). Entering the own namespace makes its
+        // root the root of this process (setns(2)).
+        Err(Errno::EINVAL) => {
+            setns(File::open("/proc/self/ns/mnt")?, CloneFlags::CLONE_NEWNS)?;
+            Ok(mount(NONE, "/", NONE, private, NONE)?)
+        }
+        other => Ok(other?),
+    }
+}
 
 /// Makes the new root, which becomes the current directory. `shown` are the directories and devices that
 /// appear in it as they are.

@@ -305,3 +305,39 @@ fn a_map_call_times_out_before_its_rollback_has_ended() {
     wait_until("the rollback has ended", || supervisor.list().is_empty());
     machine.assert_clean();
 }
+
+/// Returns the user of a process.
+fn user_of(pid: u32) -> u32 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap();
+    line.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+/// Only root can give users to processes.
+#[test]
+fn each_worker_has_a_user_of_its_own_also_after_a_crash_of_the_supervisor() {
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mut users: Vec<u32> = ["a", "b"]
+        .map(|name| user_of(supervisor.map(name, &machine.volume(name)).unwrap().worker_pid))
+        .to_vec();
+    supervisor.crash();
+    let supervisor = machine.start();
+    users.push(user_of(supervisor.map("c", &machine.volume("c")).unwrap().worker_pid));
+    let first = users[0];
+    assert!(first > 1_000_000, "{users:?}");
+    users.sort_unstable();
+    users.dedup();
+    assert_eq!(users.len(), 3);
+    // The number of a worker that has ended is used again.
+    assert!(supervisor.unmap("a").unwrap());
+    let next = supervisor.map("d", &machine.volume("d")).unwrap();
+    assert_eq!(user_of(next.worker_pid), first);
+    for name in ["b", "c", "d"] {
+        assert!(supervisor.unmap(name).unwrap());
+    }
+    machine.assert_clean();
+}

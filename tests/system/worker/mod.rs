@@ -14,6 +14,7 @@ use std::time::Duration;
 use cleat_core::error::ErrorKind;
 use cleat_core::policy::{OnOutage, Policy, RateLimits};
 use cleat_core::request::{IoError, Op};
+use cleat_worker::isolation::Isolation;
 use cleat_worker::protocol::{FromWorker, Refuse, ToWorker};
 use test_kit::worker::{Worker, adopt, failure, receive, seqpacket_pair, start_message, versions};
 use test_kit::{memory, nbd::kernel as nbd};
@@ -270,6 +271,22 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
     }
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
+}
+
+#[test]
+fn a_worker_that_lacks_a_layer_does_not_start_unless_it_is_allowed() {
+    let mut refused = Worker::launch_isolated(&[], &Isolation::default());
+    refused.send_start(&start_message("mem:1M"));
+    let (kind, message) = failure(refused.receive());
+    assert_eq!(kind, ErrorKind::Unsupported);
+    assert!(message.contains("own-user (the worker got no user of its own)"), "{message}");
+    assert_eq!(refused.exit().code(), Some(1));
+    let mut invalid = Worker::launch_isolated(
+        &[],
+        &Isolation { user: None, allow_missing: vec!["every-layer".to_owned()] },
+    );
+    assert_eq!(failure(invalid.receive()).0, ErrorKind::InvalidArgument);
+    assert_eq!(invalid.exit().code(), Some(1));
 }
 
 #[cfg(feature = "fault")]
