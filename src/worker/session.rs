@@ -6,6 +6,8 @@
 
 mod adoption;
 mod background;
+#[cfg(feature = "fault")]
+mod break_in;
 mod commands;
 mod connections;
 mod fence_monitor;

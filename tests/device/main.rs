@@ -20,6 +20,7 @@ mod filesystems;
 mod fixture;
 mod force;
 mod host;
+mod isolation;
 mod kernel;
 mod lifecycle;
 mod outage;
@@ -79,6 +80,7 @@ fn trials() -> Vec<Trial> {
         rbd::trials(),
         quiesce::trials(),
         pod::trials(),
+        isolation::trials(),
     ]
     .into_iter()
     .flatten()

@@ -273,6 +273,23 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
     assert_eq!(worker.call(&ToWorker::Ping), FromWorker::Done);
 }
 
+#[cfg(feature = "fault")]
+#[test]
+fn code_inside_a_worker_finds_every_road_closed() {
+    let (directory, uri) = file("a.img", 1 << 20);
+    let (secret, socket) = (directory.path().join("secret"), directory.path().join("socket"));
+    std::fs::write(&secret, "secret").unwrap();
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (pid, port) = (std::process::id(), tcp.local_addr().unwrap().port());
+    let targets = format!("{} {} {pid} {port} none", secret.display(), socket.display());
+    let (worker, sockets) = Worker::serving(&uri, 1);
+    let plan = ToWorker::SetFault { plan: format!("break-in {targets}") };
+    assert_eq!(worker.call(&plan), FromWorker::Done);
+    assert_eq!(std::fs::read(&secret).unwrap(), b"secret");
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+}
+
 #[test]
 fn a_worker_that_lacks_a_layer_does_not_start_unless_it_is_allowed() {
     let mut refused = Worker::launch_isolated(&[], &Isolation::default());
