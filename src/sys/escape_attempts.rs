@@ -38,9 +38,10 @@ pub fn connect_by_ring(port: u16) -> i32 {
 /// Returns the results of the two steps: zero or a negated errno.
 pub fn send_signals_to(file: BorrowedFd<'_>, pid: libc::pid_t) -> [i32; 2] {
     let file = file.as_raw_fd();
-    // SAFETY: both commands take an integer.
-    [(libc::F_SETOWN, pid), (F_SETSIG, libc::SIGKILL)].map(|(command, value)| unsafe {
-        if libc::fcntl(file, command, value) == 0 { 0 } else { -nix::errno::Errno::last_raw() }
+    [(libc::F_SETOWN, pid), (F_SETSIG, libc::SIGKILL)].map(|(command, value)| {
+        // SAFETY: both commands take an integer.
+        let result = unsafe { libc::fcntl(file, command, value) };
+        if result == 0 { 0 } else { -nix::errno::Errno::last_raw() }
     })
 }
 

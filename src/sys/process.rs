@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn the_pidfd_of_a_killed_process_is_readable() {
-        let (_ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let (_ours, theirs) = UnixStream::pair().unwrap();
         let mut command = Command::new("/bin/sleep");
         command.arg("60");
         let mut child = spawn_with_channel(&mut command, &theirs.into(), 3, None).unwrap();
@@ -270,7 +270,7 @@ mod tests {
 
     /// Returns the descriptors of a child that inherits a channel and `also`.
     fn descriptors_of_a_child(also: Option<&OwnedFd>) -> String {
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
         let theirs: OwnedFd = theirs.into();
         let mut command = Command::new("/bin/sh");
         // A pipe in the script would briefly add descriptors to the shell, so the list is a `for` loop.
@@ -281,7 +281,7 @@ mod tests {
         drop(theirs);
         child.wait().unwrap();
         let mut seen = String::new();
-        io::Read::read_to_string(&mut { ours }, &mut seen).unwrap();
+        Read::read_to_string(&mut { ours }, &mut seen).unwrap();
         seen.trim().to_owned()
     }
 
