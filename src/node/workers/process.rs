@@ -156,8 +156,7 @@ impl Launcher for Processes {
         }
         command.envs(self.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
-        // From now on the worker keeps its user's number taken.
-        let lock = user.map(|User { lock, .. }| lock);
+        let (lock, own) = user.map(|User { lock, own, .. }| (lock, own)).unzip();
         let child = spawn_with_channel(&mut command, &channel, CHANNEL_FD, lock.as_ref());
         let child = child.map_err(failed)?;
         drop((channel, lock));
@@ -173,7 +172,7 @@ impl Launcher for Processes {
             let repair = error.repair().unwrap_or_default();
             tracing::warn!(pid, repair, "{}", error.report());
         }
-        process(WorkerId { pid, started_ticks }, pidfd).map_err(failed)
+        process(WorkerId { pid, started_ticks }, pidfd, own).map_err(failed)
     }
 
     fn find(&self, id: WorkerId) -> Result<Option<Process>> {
@@ -187,7 +186,9 @@ impl Launcher for Processes {
         };
         // Read after the descriptor was opened: if the start time is the worker's, so is the descriptor.
         match started_ticks(id.pid) {
-            Ok(ticks) if ticks == id.started_ticks => process(id, pidfd).map(Some).map_err(failed),
+            Ok(ticks) if ticks == id.started_ticks => {
+                process(id, pidfd, self.share_user(id.pid)).map(Some).map_err(failed)
+            }
             Ok(_) => Ok(None),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
@@ -208,14 +209,41 @@ impl Launcher for Processes {
     }
 }
 
-fn process(id: WorkerId, pidfd: PidFd) -> io::Result<Process> {
-    let exit = pidfd.try_clone()?.into_descriptor();
-    Ok(Process { id, exit, handle: Box::new(pidfd) })
+impl Processes {
+    /// Keeps the user of a worker of an earlier supervisor taken. A worker of an earlier version has the user of
+    /// the supervisor.
+    fn share_user(&self, pid: u32) -> Option<OwnedFd> {
+        let (users, number) = (self.users.as_ref()?, user_of(pid).ok()?);
+        users.share(number).unwrap_or_else(|error| {
+            tracing::warn!(pid, user = number, %error, "cannot lock the user of a worker");
+            None
+        })
+    }
 }
 
-impl Handle for PidFd {
+/// Returns the user of a process. The owner of its directory in /proc is root, because it is not dumpable
+/// (proc_pid(5)).
+fn user_of(pid: u32) -> io::Result<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    number.ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+fn process(id: WorkerId, pidfd: PidFd, user: Option<OwnedFd>) -> io::Result<Process> {
+    let exit = pidfd.try_clone()?.into_descriptor();
+    Ok(Process { id, exit, handle: Box::new(WorkerProcess { pidfd, _user: user }) })
+}
+
+/// A worker process, and the lock that keeps its user taken as long as the supervisor knows the process.
+struct WorkerProcess {
+    pidfd: PidFd,
+    _user: Option<OwnedFd>,
+}
+
+impl Handle for WorkerProcess {
     fn kill(&self) -> io::Result<()> {
-        Self::kill(self)
+        self.pidfd.kill()
     }
 
     fn is_known_to_the_kernel(&self) -> bool {
@@ -224,7 +252,7 @@ impl Handle for PidFd {
 
     fn reap(&self) -> Option<String> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
-        match waitid(Id::PIDFd(self.as_fd()), flags) {
+        match waitid(Id::PIDFd(self.pidfd.as_fd()), flags) {
             Ok(status) => description(status),
             // An earlier supervisor started the process, and init reaps it.
             Err(Errno::ECHILD) => None,

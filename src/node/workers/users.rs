@@ -1,9 +1,10 @@
 //! The users of workers: each worker has a user and a group that no other process has.
 //!
-//! The numbers are from a configured range and have no entry in a user database. A number is taken by a lock
-//! on a file in the runtime directory. The worker inherits the open file, so the number is free exactly when
-//! the worker has ended, also after a crash of the supervisor. The lowest free number is used, because
-//! journald has a file for each user that has ever logged.
+//! The numbers are from a configured range and have no entry in a user database. A number is taken by a shared
+//! lock on a file in the runtime directory, which two open files hold. The worker inherits one, so the number
+//! stays taken while the worker runs, also after a crash of the supervisor. The supervisor keeps the other one,
+//! also for a worker that it adopts, so a compromised worker that closes its own cannot share its user with the
+//! next worker. The lowest free number is used, because journald has a file for each user that has ever logged.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -40,7 +41,7 @@ impl UserRange {
     /// # Errors
     /// Returns `NoSpace` if every number is taken, and the error of the file system otherwise.
     pub fn take(self, runtime_dir: &Path) -> Result<(u32, OwnedFd)> {
-        let User { number, lock } = Users::new(self, runtime_dir.join("users")).take()?;
+        let User { number, lock, .. } = Users::new(self, runtime_dir.join("users")).take()?;
         Ok((number, lock))
     }
 }
@@ -68,11 +69,15 @@ pub(super) struct Users {
     directory: PathBuf,
 }
 
-/// The number of a user and a group. It is taken while any process has `lock` open.
+/// The number of a user and a group. It is taken while any process has `lock` or `own` open.
 #[derive(Debug)]
 pub(super) struct User {
     pub(super) number: u32,
+    /// For the worker. It is open only for reading: a worker must not be able to fill the file system of the
+    /// runtime directory.
     pub(super) lock: OwnedFd,
+    /// For the supervisor.
+    pub(super) own: OwnedFd,
 }
 
 impl Users {
@@ -90,8 +95,8 @@ impl Users {
         let failed = |error| Error::from_io(format!("cannot take a user in {directory}"), error);
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory).map_err(failed)?;
         for number in self.range.first..=self.range.last {
-            if let Some(lock) = self.lock(number).map_err(failed)? {
-                return Ok(User { number, lock });
+            if let Some(user) = self.lock(number).map_err(failed)? {
+                return Ok(user);
             }
         }
         let message = "every user of workers.users has a worker";
@@ -99,25 +104,51 @@ impl Users {
             .with_repair("set workers.users to a larger range, and restart the daemon"))
     }
 
+    /// Takes part in the lock of a worker's user. Returns `None` if `number` is not in the range.
+    ///
+    /// # Errors
+    /// Returns the error of the file system, for example if no lock file exists.
+    pub(super) fn share(&self, number: u32) -> io::Result<Option<OwnedFd>> {
+        if !(self.range.first..=self.range.last).contains(&number) {
+            return Ok(None);
+        }
+        let file = File::open(self.directory.join(number.to_string()))?;
+        Ok(set_lock(&file, libc::F_RDLCK)?.then(|| file.into()))
+    }
+
     /// Locks the file of a number. Returns `None` if another process has locked it.
-    fn lock(&self, number: u32) -> io::Result<Option<OwnedFd>> {
+    fn lock(&self, number: u32) -> io::Result<Option<User>> {
         let path = self.directory.join(number.to_string());
         let mut options = File::options();
-        let file = options.write(true).create(true).truncate(false).mode(0o600).open(path)?;
-        #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C")]
-        let whole = libc::flock {
-            l_type: libc::F_WRLCK as libc::c_short,
-            l_whence: libc::SEEK_SET as libc::c_short,
-            l_start: 0,
-            l_len: 0,
-            l_pid: 0,
-        };
-        // The lock belongs to the open file description, which the worker inherits.
-        match fcntl(file.as_fd(), FcntlArg::F_OFD_SETLK(&whole)) {
-            Ok(_) => Ok(Some(file.into())),
-            Err(Errno::EAGAIN | Errno::EACCES) => Ok(None),
-            Err(error) => Err(error.into()),
+        let own =
+            options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
+        // Only one process at a time gets past this. Then its lock becomes a shared one, at no time absent.
+        if !set_lock(&own, libc::F_WRLCK)? {
+            return Ok(None);
         }
+        let lock = File::open(path)?;
+        if set_lock(&own, libc::F_RDLCK)? && set_lock(&lock, libc::F_RDLCK)? {
+            return Ok(Some(User { number, lock: lock.into(), own: own.into() }));
+        }
+        Ok(None)
+    }
+}
+
+/// Sets the lock of an open file, which everything shares that has inherited the open file. Returns whether no
+/// other lock prevents it.
+fn set_lock(file: &File, kind: libc::c_int) -> io::Result<bool> {
+    #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C")]
+    let whole = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    match fcntl(file.as_fd(), FcntlArg::F_OFD_SETLK(&whole)) {
+        Ok(_) => Ok(true),
+        Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -133,11 +164,31 @@ mod tests {
         let (first, second) = (users.take().unwrap(), users.take().unwrap());
         assert_eq!((first.number, second.number), (2_100_000_000, 2_100_000_001));
         assert_eq!(users.take().unwrap_err().kind(), ErrorKind::NoSpace);
-        let inherited = first.lock.try_clone().unwrap();
-        drop(first);
+        // The worker closes its lock, or the supervisor ends.
+        let User { lock, own, .. } = first;
+        drop(lock);
         assert_eq!(users.take().unwrap_err().kind(), ErrorKind::NoSpace);
-        drop(inherited);
-        assert_eq!(users.take().unwrap().number, 2_100_000_000);
+        drop(own);
+        let User { number, lock, own } = users.take().unwrap();
+        assert_eq!(number, 2_100_000_000);
+        drop(own);
+        assert_eq!(users.take().unwrap_err().kind(), ErrorKind::NoSpace);
+        // The next supervisor adopts the worker.
+        let adopted = users.share(number).unwrap().unwrap();
+        drop(lock);
+        assert_eq!(users.take().unwrap_err().kind(), ErrorKind::NoSpace);
+        drop(adopted);
+        assert_eq!(users.take().unwrap().number, number);
+        assert!(users.share(0).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_worker_cannot_write_to_its_lock() {
+        let directory = tempfile::tempdir().unwrap();
+        let range = "2100000000-2100000000".parse().unwrap();
+        let user = Users::new(range, directory.path().join("users")).take().unwrap();
+        let error = io::Write::write(&mut File::from(user.lock), b"x").unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 
     #[test]
