@@ -99,12 +99,18 @@ fn build(needs: &Needs, entries: Vec<Entry>, shown: &[PathBuf]) -> io::Result<()
     Ok(())
 }
 
-/// Lets `path` appear in the new root, read-only.
+/// Lets `path` appear in the new root, read-only. A symbolic link appears with what it leads to: libcryptsetup opens
+/// its files by the number of the process, which /proc/self leads to.
 fn show(path: &Path) -> io::Result<()> {
-    let metadata = match fs::metadata(path) {
+    let real = match fs::canonicalize(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other?,
     };
+    if real != path {
+        make_parents(below(path))?;
+        symlink(&real, below(path))?;
+    }
+    let (path, metadata) = (real.as_path(), fs::metadata(&real)?);
     let target = below(path);
     if metadata.is_dir() {
         DirBuilder::new().recursive(true).mode(0o755).create(target)?;
