@@ -5,11 +5,14 @@
 pub mod roads;
 
 use std::ffi::CString;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use io_uring::{IoUring, opcode, squeue, types};
+
+use crate::process::PidFd;
 
 /// Opens a file for reading through io_uring. Returns a descriptor or a negated errno.
 pub fn open_by_ring(path: &Path) -> i32 {
@@ -24,14 +27,18 @@ pub fn connect_by_ring(port: u16) -> i32 {
     if socket < 0 {
         return socket;
     }
-    let address = libc::sockaddr_in {
+    let address = loopback(port);
+    let length = size_of_val(&address) as libc::socklen_t;
+    run(&opcode::Connect::new(types::Fd(socket), (&raw const address).cast(), length).build())
+}
+
+fn loopback(port: u16) -> libc::sockaddr_in {
+    libc::sockaddr_in {
         sin_family: libc::AF_INET as libc::sa_family_t,
         sin_port: port.to_be(),
         sin_addr: libc::in_addr { s_addr: u32::from(std::net::Ipv4Addr::LOCALHOST).to_be() },
         sin_zero: [0; 8],
-    };
-    let length = size_of_val(&address) as libc::socklen_t;
-    run(&opcode::Connect::new(types::Fd(socket), (&raw const address).cast(), length).build())
+    }
 }
 
 /// Makes `pid` the process that gets a signal when `file` becomes ready, and selects SIGKILL as that signal.
@@ -53,6 +60,15 @@ pub fn notify_owner(file: BorrowedFd<'_>) {
 
 /// From <linux/fcntl.h>; the same on every architecture that cleat runs on.
 const F_SETSIG: libc::c_int = 10;
+
+/// Returns a copy of a descriptor of another process.
+///
+/// # Errors
+/// Returns the errors of pidfd_getfd(2).
+pub fn take_descriptor(process: &PidFd, number: RawFd) -> io::Result<OwnedFd> {
+    let flags = rustix::process::PidfdGetfdFlags::empty();
+    Ok(rustix::process::pidfd_getfd(process, number, flags)?)
+}
 
 fn run(entry: &squeue::Entry) -> i32 {
     let mut ring = match IoUring::new(2) {

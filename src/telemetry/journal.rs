@@ -6,6 +6,7 @@
 use std::fmt::{self, Write as _};
 use std::io;
 use std::os::unix::net::UnixDatagram;
+use std::sync::{PoisonError, RwLock};
 
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
@@ -14,41 +15,66 @@ use tracing_subscriber::layer::{Context, Layer};
 /// The socket on which journald listens.
 const SOCKET: &str = "/run/systemd/journal/socket";
 
+/// The socket of this process that is connected to journald.
+static CONNECTION: RwLock<Option<UnixDatagram>> = RwLock::new(None);
+
 /// Sends events to journald.
-pub(super) struct Journal(UnixDatagram);
+pub(super) struct Journal;
 
 impl Journal {
-    /// Opens a socket, and checks that journald listens.
+    /// Opens the socket, and checks that journald listens.
     ///
     /// # Errors
     /// Returns an error if journald does not listen on its socket.
     pub(super) fn new() -> io::Result<Self> {
-        let socket = UnixDatagram::unbound()?;
-        // Connected, because a confined worker cannot reach the path. systemd keeps the socket open when
-        // journald restarts.
-        socket.connect(SOCKET)?;
-        // journald ignores an empty datagram.
-        socket.send(&[])?;
-        socket.set_nonblocking(true)?;
-        Ok(Self(socket))
+        let socket = connected()?;
+        *CONNECTION.write().unwrap_or_else(PoisonError::into_inner) = Some(socket);
+        Ok(Self)
     }
+}
+
+fn connected() -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    // Connected, because a confined worker cannot reach the path. systemd keeps the socket open when
+    // journald restarts.
+    socket.connect(SOCKET)?;
+    // journald ignores an empty datagram.
+    socket.send(&[])?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// Replaces the socket, if there is one, by a socket of the current network namespace. If that fails, nothing is
+/// logged from now on.
+///
+/// # Errors
+/// Returns an error if journald does not listen on its socket.
+pub(super) fn reconnect() -> io::Result<()> {
+    let mut connection = CONNECTION.write().unwrap_or_else(PoisonError::into_inner);
+    if connection.take().is_some() {
+        *connection = Some(connected()?);
+    }
+    Ok(())
 }
 
 impl<S: Subscriber> Layer<S> for Journal {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
-        let entry = entry(event);
-        if self.0.send(&entry).is_err_and(|error| !self.send_again(&error, &entry)) {
+        let connection = CONNECTION.read().unwrap_or_else(PoisonError::into_inner);
+        if !connection.as_ref().is_some_and(|socket| is_sent(socket, &entry(event))) {
             super::drop_line();
         }
     }
 }
 
-impl Journal {
-    /// Connects to a socket that has replaced the one of this connection, and sends an entry. Returns whether
-    /// it was sent. A confined worker cannot connect.
-    fn send_again(&self, error: &io::Error, entry: &[u8]) -> bool {
-        error.kind() == io::ErrorKind::ConnectionRefused
-            && self.0.connect(SOCKET).and_then(|()| self.0.send(entry)).is_ok()
+/// Sends an entry, if necessary through a socket that has replaced the one of this connection. Returns whether it
+/// was sent. A confined worker cannot connect.
+fn is_sent(socket: &UnixDatagram, entry: &[u8]) -> bool {
+    match socket.send(entry) {
+        Ok(_) => true,
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            socket.connect(SOCKET).and_then(|()| socket.send(entry)).is_ok()
+        }
+        Err(_) => false,
     }
 }
 

@@ -47,6 +47,16 @@ fn drop_line() {
     DROPPED.fetch_add(1, Ordering::Relaxed);
 }
 
+/// Replaces the socket to journald, if this process has one, by a socket of its current network namespace. The
+/// abstract sockets that a socket reaches are those of the namespace in which it was made. If that fails, nothing
+/// is logged from now on.
+///
+/// # Errors
+/// Returns an error if journald does not listen on its socket.
+pub fn reconnect_journal() -> std::io::Result<()> {
+    journal::reconnect()
+}
+
 /// The choice of what is logged, and in which format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Log {

@@ -2,7 +2,8 @@
 //!
 //! The layers, in the order in which they are applied ([`layer`] has their names):
 //!
-//! 1. An empty network namespace of its own: io_uring can make sockets in spite of any system call filter.
+//! 1. An empty network namespace of its own: io_uring can make sockets in spite of any system call filter. The
+//!    socket to journald is made there, also if the process then returns to a network that it needs.
 //! 2. A namespace of its own for System V IPC and message queues.
 //! 3. An empty root directory, see [`root`]: no path leads to a file or a socket of the host.
 //! 4. `no_new_privs`.
@@ -22,19 +23,21 @@
 //!
 //! What remains: memory, threads, time, io_uring, and reads, writes, sizes and holes of open files. A backend
 //! whose library starts threads when it opens a volume is confined before that, with the paths that it will
-//! read and, if it declares so, with sockets of AF_UNIX, AF_INET and AF_INET6; never with AF_NETLINK.
+//! read and, if it declares so, with sockets of AF_INET and AF_INET6; never with AF_UNIX, whose abstract sockets
+//! belong to the network, nor with AF_NETLINK.
 
 mod filter;
 mod root;
 mod user;
 
+use std::fs::File;
 use std::path::PathBuf;
 
 use landlock::{
     ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
     Scope, path_beneath_rules,
 };
-use nix::sched::CloneFlags;
+use nix::sched::{CloneFlags, setns, unshare};
 
 use cleat_backend::Confinement;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -94,13 +97,13 @@ fn apply_layers(needs: &Needs, isolation: &Isolation) -> Report {
         Err(reason) => report.missing.push((name, reason)),
     };
     apply(layer::SINGLE_THREAD, single_thread());
-    user::enter_user_namespace_if_unprivileged();
+    let privileged = user::enter_user_namespace_if_unprivileged();
     if !needs.network {
-        let network = nix::sched::unshare(CloneFlags::CLONE_NEWNET);
-        apply(layer::EMPTY_NETWORK, network.map_err(text));
+        apply(layer::EMPTY_NETWORK, leave_network());
+    } else if privileged && let Err(reason) = leave_network_for_a_moment() {
+        apply(layer::EMPTY_NETWORK, Err(reason));
     }
-    let ipc = nix::sched::unshare(CloneFlags::CLONE_NEWIPC);
-    apply(layer::OWN_IPC, ipc.map_err(text));
+    apply(layer::OWN_IPC, unshare(CloneFlags::CLONE_NEWIPC).map_err(text));
     apply(layer::EMPTY_ROOT, root::enter(needs));
     apply(layer::NO_NEW_PRIVILEGES, nix::sys::prctl::set_no_new_privs().map_err(text));
     apply(layer::LANDLOCK, restrict_files(needs));
@@ -123,7 +126,8 @@ fn check(report: &Report, isolation: &Isolation) -> Result<()> {
     let names: Vec<_> = missing.iter().map(|(name, _)| format!("{name:?}")).collect();
     let message = format!("the process cannot be confined: it lacks {}", list.join(", "));
     Err(Error::new(ErrorKind::Unsupported, message).with_repair(format!(
-        "`cleat doctor` shows what this machine lacks; to accept less, set workers.allow_missing = [{}]",
+        "`cleat doctor` shows what this machine lacks; after a change of the daemon's unit, \
+         systemctl daemon-reload && systemctl restart cleat; to accept less, set workers.allow_missing = [{}]",
         names.join(", ")
     )))
 }
@@ -131,6 +135,22 @@ fn check(report: &Report, isolation: &Isolation) -> Result<()> {
 fn single_thread() -> Result<(), String> {
     let threads = std::fs::read_dir("/proc/self/task").map_err(text)?.count();
     if threads == 1 { Ok(()) } else { Err(format!("{threads} threads exist already")) }
+}
+
+/// Enters an empty network namespace. The socket to journald is made anew in it, because a socket of the host's
+/// namespace could send to the abstract sockets of the host (unix_find_other, net/unix/af_unix.c).
+fn leave_network() -> Result<(), String> {
+    unshare(CloneFlags::CLONE_NEWNET).map_err(text)?;
+    // A worker that cannot log must serve, nevertheless.
+    let _ = cleat_telemetry::reconnect_journal();
+    Ok(())
+}
+
+/// Does the same and returns to the network, which needs CAP_SYS_ADMIN.
+fn leave_network_for_a_moment() -> Result<(), String> {
+    let network = File::open("/proc/self/ns/net").map_err(text)?;
+    leave_network()?;
+    setns(network, CloneFlags::CLONE_NEWNET).map_err(|e| format!("no way back to the network: {e}"))
 }
 
 fn restrict_files(needs: &Needs) -> Result<(), String> {

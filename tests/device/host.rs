@@ -117,8 +117,10 @@ fn fill(payload: &Path) {
         .expect("copying the script of the test cluster");
     for file in std::fs::read_dir(root.join("systemd")).expect("the systemd directory") {
         let file = file.expect("an entry of the systemd directory").path();
-        std::fs::copy(&file, payload.join(file.file_name().expect("a file has a name")))
-            .expect("copying a file of the systemd directory");
+        if file.is_file() {
+            std::fs::copy(&file, payload.join(file.file_name().expect("a file has a name")))
+                .expect("copying a file of the systemd directory");
+        }
     }
 }
 

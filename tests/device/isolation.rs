@@ -4,8 +4,9 @@
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{SocketAddr, UnixListener};
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 
+use cleat_sys::escape_attempts::roads::{DATAGRAMS, SharedMemory};
 use libtest_mimic::Trial;
 
 use crate::fixture::{Image, Node, cleat, cleat_ok, shell, status};
@@ -20,28 +21,50 @@ fn reaches_nothing() {
     let file = "/tmp/of-root";
     std::fs::write(file, "secret").expect("a file");
     std::fs::set_permissions(file, PermissionsExt::from_mode(0o600)).expect("its mode");
+    let _shared_memory = SharedMemory::make();
     let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = tcp.local_addr().expect("its number").port();
-    let name = SocketAddr::from_abstract_name("roads").expect("a name");
-    let _abstract = UnixListener::bind_addr(&name).expect("an abstract socket");
+    let name = |name: &[u8]| SocketAddr::from_abstract_name(name).expect("a name");
+    let _abstract = UnixListener::bind_addr(&name(b"roads")).expect("an abstract socket");
+    let datagrams = UnixDatagram::bind_addr(&name(&[b"roads", DATAGRAMS].concat()));
+    let _datagrams = datagrams.expect("an abstract socket for datagrams");
+    // Another worker, its control socket, and its device.
+    let device = cleat_ok(&["map", "mem:32M", "--name", "other"]);
+    let other = worker("other");
+    let other_socket = shell(&format!("find /run/cleat -type s -name '*.{other}.sock'"));
+    assert!(!other_socket.is_empty(), "{}", shell("find /run/cleat"));
     let image = Image::new("jail", "32M");
     for uri in ["mem:32M".to_owned(), image.uri()] {
-        let device = cleat_ok(&["map", &uri, "--name", "jail"]);
-        let pid = status("jail")["worker_pid"].as_u64().expect("a worker");
-        let ids = shell(&format!("grep -E '^(Uid|Gid):' /proc/{pid}/status"));
-        assert!(ids.split_whitespace().all(|id| id != "0"), "{ids}");
+        let own_device = cleat_ok(&["map", &uri, "--name", "jail"]);
+        let pid = worker("jail");
+        let ids = shell(&format!("grep -hE '^(Uid|Gid):' /proc/{pid}/status /proc/{other}/status"));
+        let mut ids: Vec<_> = ids.split_whitespace().collect();
+        assert!(!ids.contains(&"0"), "{ids:?}");
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), 4, "two users, and the names of the fields: {ids:?}");
         assert_eq!(shell(&format!("ls -A /proc/{pid}/root | wc -l")), "0");
         assert_eq!(shell(&format!("wc -l < /proc/{pid}/mountinfo")), "1");
-        for process in [1, node.pid()] {
-            let targets = format!("break-in {file} /run/cleat/cleat.sock {process} {port} roads");
-            let tried = cleat(&["fault", "jail", &targets]);
+        let targets = [
+            (file, "/run/cleat/cleat.sock", 1),
+            (device.as_str(), other_socket.as_str(), other),
+            ("/dev/mem", "/run/cleat/cleat.sock", u64::from(node.pid())),
+        ];
+        for (path, socket, process) in targets {
+            let plan = format!("break-in {path} {socket} {process} {port} roads");
+            let tried = cleat(&["fault", "jail", &plan]);
             assert!(tried.status.success(), "{uri}: {}", String::from_utf8_lossy(&tried.stderr));
         }
         // The worker serves on.
-        shell(&format!("dd if=/dev/zero of={device} bs=1M count=4 oflag=direct status=none"));
-        assert_eq!(status("jail")["worker_pid"].as_u64(), Some(pid));
+        shell(&format!("dd if=/dev/zero of={own_device} bs=1M count=4 oflag=direct status=none"));
+        assert_eq!((worker("jail"), worker("other")), (pid, other));
         cleat_ok(&["unmap", "jail"]);
     }
     assert_eq!(std::fs::read_to_string(file).expect("the file"), "secret");
+    cleat_ok(&["unmap", "other"]);
     node.terminate();
+}
+
+fn worker(name: &str) -> u64 {
+    status(name)["worker_pid"].as_u64().expect("a worker")
 }

@@ -31,10 +31,13 @@ pub type Tried = (&'static str, i32);
 /// nothing outside of this process, except that it may remove or change `targets.file`. Must be called only by a
 /// confined process: it mounts over its root, and executes another program, if it can.
 pub fn try_all(targets: &Targets, filter: bool) -> Vec<Tried> {
-    let mut tried = [paths(targets), sockets(targets), processes(targets), privileges()].concat();
-    tried.extend(rings(targets));
+    let groups = [paths, sockets, processes, other_views, rings];
+    let mut tried: Vec<Tried> = groups.iter().flat_map(|group| group(targets)).collect();
+    tried.extend(privileges());
     if filter {
         tried.extend(only_filtered(targets));
+        tried.extend(only_filtered_calls());
+        tried.extend(signals_of_files(targets));
     }
     tried
 }
@@ -79,11 +82,43 @@ fn paths(targets: &Targets) -> Vec<Tried> {
 }
 
 fn sockets(targets: &Targets) -> Vec<Tried> {
+    let name = [&b"\0"[..], &targets.abstract_name].concat();
     vec![
         ("connect to a unix socket", connect(targets.socket.as_os_str().as_bytes())),
-        ("connect to an abstract socket", connect(&[&b"\0"[..], &targets.abstract_name].concat())),
-        ("connect over TCP", connect_tcp(targets.port)),
+        ("connect to systemd", connect(b"/run/systemd/private")),
+        ("connect to D-Bus", connect(b"/run/dbus/system_bus_socket")),
+        ("connect to an abstract socket", connect(&name)),
+        ("send to an abstract socket", send(&[&name[..], DATAGRAMS].concat())),
+        ("send to journald by path", send(b"/run/systemd/journal/dev-log")),
+        (CONNECT_OVER_TCP, connect_tcp(targets.port)),
     ]
+}
+
+/// The road that is open to the worker of a volume that is reached over a network.
+pub const CONNECT_OVER_TCP: &str = "connect over TCP";
+
+/// The end of the abstract name on which a process receives datagrams. The rest is [`Targets::abstract_name`].
+pub const DATAGRAMS: &[u8] = b"-datagrams";
+
+/// Tries to send a datagram with a new socket, and with every socket for datagrams that this process has.
+fn send(name: &[u8]) -> i32 {
+    let (address, length) = unix_address(name);
+    // SAFETY: the option and the address outlive the calls, and `length` is within the address.
+    let results = unsafe {
+        let new = libc::socket(libc::AF_UNIX, libc::SOCK_DGRAM, 0);
+        [new].into_iter().chain(0..1024).filter_map(|socket| {
+            let mut kind: libc::c_int = 0;
+            let mut size = size_of_val(&kind) as socklen_t;
+            let value = (&raw mut kind).cast();
+            libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_TYPE, value, &raw mut size);
+            let to = (&raw const address).cast();
+            let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+            (kind == libc::SOCK_DGRAM).then(|| {
+                call(libc::sendto(socket, c"x".as_ptr().cast(), 1, flags, to, length) as _)
+            })
+        })
+    };
+    results.max().unwrap_or(-libc::ENOTSOCK)
 }
 
 fn processes(targets: &Targets) -> Vec<Tried> {
@@ -110,8 +145,78 @@ fn processes(targets: &Targets) -> Vec<Tried> {
                     as c_long),
             ),
             ("change a priority", call(libc::setpriority(libc::PRIO_PROCESS, pid as _, 1).into())),
+            (
+                "write another process",
+                call(libc::process_vm_writev(pid, &raw const local, 1, &raw const local, 1, 0) as _),
+            ),
             ("limit another process", call(limit(pid))),
         ]
+    }
+}
+
+/// What else shows or changes something of another process.
+fn other_views(targets: &Targets) -> Vec<Tried> {
+    let pid = c_long::from(targets.pid);
+    let mut cpus = [0_u8; 128];
+    cpus[0] = 1;
+    let (mut head, mut length) = (0_usize, 0_usize);
+    let directory = CString::new(format!("/proc/{pid}/fd")).unwrap();
+    let first = CString::new("/proc/1/status").unwrap();
+    let idle = libc::sched_param { sched_priority: 0 };
+    // SAFETY: every pointer is to memory that outlives its call.
+    unsafe {
+        let list = libc::SYS_get_robust_list;
+        vec![
+            ("list descriptors", call(libc::open(directory.as_ptr(), libc::O_RDONLY).into())),
+            ("see processes", call(libc::open(first.as_ptr(), libc::O_RDONLY).into())),
+            (
+                "compare with another process",
+                call(libc::syscall(libc::SYS_kcmp, pid, libc::getpid(), 0, 0, 0)),
+            ),
+            (
+                "find memory of another process",
+                call(libc::syscall(list, pid, &raw mut head, &raw mut length)),
+            ),
+            (
+                "move another process",
+                call(libc::syscall(libc::SYS_sched_setaffinity, pid, cpus.len(), cpus.as_ptr())),
+            ),
+            (
+                "schedule another process",
+                call(
+                    libc::sched_setscheduler(targets.pid, libc::SCHED_IDLE, &raw const idle).into(),
+                ),
+            ),
+            (
+                "change the I/O priority of another process",
+                call(libc::syscall(libc::SYS_ioprio_set, 1, pid, 3 << 13)),
+            ),
+            ("attach shared memory", call(libc::shmget(SHARED_MEMORY, 0, 0).into())),
+        ]
+    }
+}
+
+/// The key of System V shared memory that tests make.
+pub const SHARED_MEMORY: libc::key_t = 0x636c_6561;
+
+/// Shared memory that another process must not find. It is removed on drop.
+#[derive(Debug)]
+pub struct SharedMemory(libc::c_int);
+
+impl SharedMemory {
+    /// Makes shared memory with the key [`SHARED_MEMORY`], or finds it.
+    pub fn make() -> Self {
+        // SAFETY: the call takes integers.
+        let id = unsafe { libc::shmget(SHARED_MEMORY, 4096, libc::IPC_CREAT | 0o600) };
+        assert!(id >= 0, "shmget");
+        Self(id)
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the command uses no memory of this process.
+        unsafe { libc::shmctl(self.0, libc::IPC_RMID, std::ptr::null_mut()) };
     }
 }
 
@@ -154,6 +259,11 @@ fn privileges() -> Vec<Tried> {
             ),
             ("load a module", call(libc::syscall(libc::SYS_init_module, none, 0, root.as_ptr()))),
             ("set the host name", call(libc::sethostname(root.as_ptr(), 1).into())),
+            ("open a file system", call(libc::syscall(libc::SYS_fsopen, c"tmpfs".as_ptr(), 0))),
+            (
+                "copy a mount",
+                call(libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, root.as_ptr(), 1)),
+            ),
         ]
     }
 }
@@ -205,11 +315,88 @@ fn only_filtered(targets: &Targets) -> Vec<Tried> {
                 "count events",
                 call(libc::syscall(libc::SYS_perf_event_open, zeroes.as_ptr(), pid, -1, -1, 0)),
             ),
-            ("use keys", call(libc::syscall(libc::SYS_keyctl, 0, -3, 0))),
-            ("handle page faults", call(libc::syscall(libc::SYS_userfaultfd, 0))),
             ("watch files", call(libc::inotify_init1(0).into())),
+            (
+                "watch file systems",
+                call(libc::syscall(libc::SYS_fanotify_init, libc::FAN_REPORT_FID, 0)),
+            ),
+            ("see a process", call(libc::syscall(libc::SYS_pidfd_open, pid, 0))),
+            ("see whether a process exists", call(libc::kill(targets.pid, 0).into())),
             ("change its personality", call(libc::personality(0x0040_0000).into())),
             ("execute a descriptor", call(libc::syscall(libc::SYS_execveat, 0, none, 0, 0, 0))),
+        ]
+    }
+}
+
+/// More of them, which have no target.
+fn only_filtered_calls() -> Vec<Tried> {
+    let name = c"cleat";
+    // SAFETY: every pointer is to a string that outlives its call, or null.
+    unsafe {
+        let none = std::ptr::null::<libc::c_char>();
+        let attributes = std::ptr::null::<libc::c_void>();
+        let kind = c"user".as_ptr();
+        vec![
+            ("make semaphores", call(libc::semget(libc::IPC_PRIVATE, 1, 0o600).into())),
+            (
+                "open a message queue",
+                call(libc::syscall(
+                    libc::SYS_mq_open,
+                    name.as_ptr(),
+                    libc::O_CREAT | libc::O_RDWR,
+                    0o600,
+                    attributes,
+                )),
+            ),
+            ("use keys", call(libc::syscall(libc::SYS_keyctl, 0, -3, 0))),
+            ("add a key", call(libc::syscall(libc::SYS_add_key, kind, name.as_ptr(), kind, 4, -3))),
+            (
+                "request a key",
+                call(libc::syscall(libc::SYS_request_key, kind, name.as_ptr(), none, -3)),
+            ),
+            ("handle page faults", call(libc::syscall(libc::SYS_userfaultfd, 0))),
+            ("read the kernel's log", call(libc::syscall(libc::SYS_syslog, 10, none, 0))),
+            ("leave a core dump", call(libc::prctl(libc::PR_SET_DUMPABLE, 1).into())),
+            ("let another process trace", call(libc::prctl(PR_SET_PTRACER, -1).into())),
+            ("listen", call(libc::listen(3, 1).into())),
+            (
+                "type into a terminal",
+                call(libc::ioctl(0, libc::TIOCSTI as _, name.as_ptr()).into()),
+            ),
+        ]
+    }
+}
+
+/// From <linux/prctl.h>, with Yama.
+const PR_SET_PTRACER: libc::c_int = 0x5961_6d61;
+
+/// Makes the kernel send signals in the name of this process, by every descriptor that may do it.
+fn signals_of_files(targets: &Targets) -> Vec<Tried> {
+    let pid = targets.pid;
+    // From <asm-generic/sockios.h> and <linux/fcntl.h>.
+    const FIOSETOWN: u64 = 0x8901;
+    const F_SETOWN_EX: libc::c_int = 15;
+    let owner = [1_i32, pid];
+    // SAFETY: the calls get integers, and pointers to memory that outlives them.
+    unsafe {
+        let file = libc::eventfd(0, 0);
+        let all = |command, value: libc::c_int| {
+            let results = (0..64).map(|file| call(libc::fcntl(file, command, value).into()));
+            results.max().unwrap_or(0)
+        };
+        vec![
+            ("choose who gets signals", call(libc::fcntl(file, libc::F_SETOWN, pid).into())),
+            (
+                "choose a thread that gets signals",
+                call(libc::fcntl(file, F_SETOWN_EX, owner.as_ptr()).into()),
+            ),
+            ("choose a signal", all(super::F_SETSIG, libc::SIGURG)),
+            ("take a lease", all(libc::F_SETLEASE, libc::F_RDLCK)),
+            ("watch a directory", all(libc::F_NOTIFY, 1)),
+            (
+                "choose who gets signals of a socket",
+                call(libc::ioctl(3, FIOSETOWN as _, &raw const pid).into()),
+            ),
         ]
     }
 }
@@ -231,13 +418,15 @@ fn connect(name: &[u8]) -> i32 {
     }
 }
 
+/// Uses no more system calls than it must: the standard library would also use one that a worker of an image may
+/// not use.
 fn connect_tcp(port: u16) -> i32 {
-    match std::net::TcpStream::connect_timeout(
-        &([127, 0, 0, 1], port).into(),
-        std::time::Duration::from_secs(1),
-    ) {
-        Ok(_) => 0,
-        Err(error) => -error.raw_os_error().unwrap_or(libc::ETIMEDOUT),
+    let address = super::loopback(port);
+    let length = size_of_val(&address) as socklen_t;
+    // SAFETY: the address outlives the call.
+    unsafe {
+        let socket = libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0);
+        call(libc::connect(socket, (&raw const address).cast(), length).into())
     }
 }
 

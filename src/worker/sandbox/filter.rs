@@ -81,14 +81,17 @@ fn rules(needs: &Needs) -> Backend<Rules> {
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, read])?]);
     // abort() sends a signal to its own process; tgkill must not name another one.
     rules.insert(libc::SYS_tgkill, vec![when(0, is(std::process::id().into()))?]);
-    // Only signal 0, which checks whether a process exists and sends nothing.
-    rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
     if !needs.paths.is_empty() || !needs.copies.is_empty() {
         rules.extend(PATHS.iter().map(|call| (*call, Vec::new())));
     }
     if needs.network {
+        // Only signal 0, which checks whether a process exists and sends nothing: the claims on images name
+        // processes.
+        rules.insert(libc::SYS_kill, vec![when(1, is(0))?]);
         rules.extend(NETWORK.iter().map(|call| (*call, Vec::new())));
-        let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
+        // Not AF_UNIX: its abstract sockets belong to the network. Nothing needs it: the C library does without
+        // the name service cache, and librados without an admin socket.
+        let families = [libc::AF_INET, libc::AF_INET6];
         let family = |family: &i32| when(0, is(family.unsigned_abs().into()));
         rules.insert(libc::SYS_socket, families.iter().map(family).collect::<Backend<_>>()?);
     }

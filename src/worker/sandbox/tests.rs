@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -17,7 +17,7 @@ use caps::CapSet;
 use super::*;
 use cleat_backend::{OpenOptions, Registry, Waker, channel};
 use cleat_sys::buffer::Buffer;
-use cleat_sys::escape_attempts::roads::{Targets, Tried, try_all};
+use cleat_sys::escape_attempts::roads::{DATAGRAMS, SharedMemory, Targets, Tried, try_all};
 use cleat_sys::escape_attempts::{
     connect_by_ring, notify_owner, open_by_ring, send_signals_to, trace,
 };
@@ -108,7 +108,7 @@ fn a_confined_process_can_reach_nothing() {
     assert_eq!(send_signals_to(own.as_fd(), parent.as_raw()), [-libc::EPERM; 2]);
     assert!(own.try_clone().is_ok(), "a descriptor can be copied");
     assert_eq!(nix::sys::signal::kill(parent, None).err(), Some(nix::Error::EPERM));
-    assert_eq!(nix::sched::unshare(CloneFlags::CLONE_NEWUSER).err(), Some(nix::Error::EPERM));
+    assert_eq!(unshare(CloneFlags::CLONE_NEWUSER).err(), Some(nix::Error::EPERM));
     assert_eq!(nix::unistd::setuid(1.into()).err(), Some(nix::Error::EPERM));
     assert!(nix::mount::umount("/proc").is_err());
     assert!(std::env::set_current_dir("/").is_err());
@@ -193,7 +193,7 @@ fn a_process_with_needs_gets_only_these() {
     // error of the file.
     assert!(!directory.join("missing").exists());
     let needs = Needs {
-        paths: vec!["/dev/null".into()],
+        paths: vec!["/dev/null".into(), "/proc/self".into()],
         copies: vec![config.clone(), directory.join("files")],
         network: true,
     };
@@ -207,21 +207,27 @@ fn a_process_with_needs_gets_only_these() {
         assert!(File::open("/dev/null").is_ok());
         assert!(!std::path::Path::new("/etc/passwd").exists());
         assert!(File::create("/new").is_err());
+        let own = format!("/proc/{}/status", std::process::id());
+        assert!(File::open(own).is_ok() && File::open("/proc/self/status").is_ok());
+        assert!(!std::path::Path::new("/proc/1").exists());
     }
     if applied.contains(&layer::EMPTY_ROOT) || applied.contains(&layer::LANDLOCK) {
         assert!(File::open(&secret).is_err());
     }
     let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     assert!(stream.as_fd().try_clone_to_owned().is_ok());
-    let netlink = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::empty(), None);
-    assert_eq!(netlink.err(), Some(nix::Error::EPERM));
+    for family in [AddressFamily::Netlink, AddressFamily::Unix] {
+        let other = socket(family, SockType::Raw, SockFlag::empty(), None);
+        assert_eq!(other.err(), Some(nix::Error::EPERM), "{family:?}");
+    }
     assert!(Command::new("/bin/true").status().is_err());
 }
 
 /// What a worker must not reach: all of it belongs to this process, or is its parent.
 struct Surroundings {
     targets: Targets,
-    _listeners: (UnixListener, UnixListener, TcpListener),
+    _listeners: (UnixListener, UnixListener, UnixDatagram, TcpListener),
+    _shared_memory: SharedMemory,
 }
 
 impl Surroundings {
@@ -231,19 +237,29 @@ impl Surroundings {
         let (file, socket) = (directory.join("file"), directory.join("socket"));
         std::fs::write(&file, b"secret").unwrap();
         let abstract_name = format!("cleat-roads-{}", std::process::id()).into_bytes();
-        let address = std::os::unix::net::SocketAddr::from_abstract_name(&abstract_name).unwrap();
+        let named = |name: &[u8]| std::os::unix::net::SocketAddr::from_abstract_name(name).unwrap();
+        let address = named(&abstract_name);
+        let datagrams = named(&[&abstract_name[..], DATAGRAMS].concat());
         let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = tcp.local_addr().unwrap().port();
-        let listeners =
-            (UnixListener::bind(&socket).unwrap(), UnixListener::bind_addr(&address).unwrap(), tcp);
+        let listeners = (
+            UnixListener::bind(&socket).unwrap(),
+            UnixListener::bind_addr(&address).unwrap(),
+            UnixDatagram::bind_addr(&datagrams).unwrap(),
+            tcp,
+        );
         let pid = nix::unistd::Pid::parent().as_raw();
-        Self { targets: Targets { file, socket, abstract_name, pid, port }, _listeners: listeners }
+        Self {
+            targets: Targets { file, socket, abstract_name, pid, port },
+            _listeners: listeners,
+            _shared_memory: SharedMemory::make(),
+        }
     }
 
     /// Tries every road, and returns those that are open.
     fn open_roads(&self, filter: bool) -> Vec<Tried> {
         let tried = try_all(&self.targets, filter);
-        assert!(tried.len() >= if filter { 55 } else { 40 }, "{}", tried.len());
+        assert!(tried.len() >= if filter { 90 } else { 57 }, "{}", tried.len());
         tried.into_iter().filter(|(_, result)| *result >= 0).collect()
     }
 }

@@ -7,11 +7,12 @@ use nix::unistd::{Gid, Uid, getegid, geteuid, setgroups, setresgid, setresuid};
 use super::text;
 
 /// Makes a user namespace if this process lacks CAP_SYS_ADMIN: there it may make the other namespaces. It
-/// keeps its user and group. If the kernel refuses, the layers that need a namespace are missing.
-pub(super) fn enter_user_namespace_if_unprivileged() {
+/// keeps its user and group. If the kernel refuses, the layers that need a namespace are missing. Returns whether
+/// this process has CAP_SYS_ADMIN.
+pub(super) fn enter_user_namespace_if_unprivileged() -> bool {
     let privileged = caps::has_cap(None, CapSet::Effective, Capability::CAP_SYS_ADMIN);
     if privileged.unwrap_or(false) {
-        return;
+        return true;
     }
     let (user, group) = (geteuid(), getegid());
     if nix::sched::unshare(CloneFlags::CLONE_NEWUSER).is_ok() {
@@ -20,6 +21,7 @@ pub(super) fn enter_user_namespace_if_unprivileged() {
         let _ = std::fs::write("/proc/self/uid_map", format!("{user} {user} 1"));
         let _ = std::fs::write("/proc/self/gid_map", format!("{group} {group} 1"));
     }
+    false
 }
 
 /// Becomes the user and the group `number`, with no other group. The process must be root.

@@ -6,6 +6,8 @@ mod fences;
 mod fight;
 mod quiesce;
 mod rbd;
+#[cfg(feature = "fault")]
+mod surroundings;
 
 use std::os::fd::AsFd;
 use std::process::Command;
@@ -276,17 +278,10 @@ fn a_worker_is_confined_and_ignores_signals_of_the_service_manager() {
 #[cfg(feature = "fault")]
 #[test]
 fn code_inside_a_worker_finds_every_road_closed() {
-    let (directory, uri) = file("a.img", 1 << 20);
-    let (secret, socket) = (directory.path().join("secret"), directory.path().join("socket"));
-    std::fs::write(&secret, "secret").unwrap();
-    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let (pid, port) = (std::process::id(), tcp.local_addr().unwrap().port());
-    let targets = format!("{} {} {pid} {port} none", secret.display(), socket.display());
+    let (_directory, uri) = file("a.img", 1 << 20);
+    let around = surroundings::Surroundings::new();
     let (worker, sockets) = Worker::serving(&uri, 1);
-    let plan = ToWorker::SetFault { plan: format!("break-in {targets}") };
-    assert_eq!(worker.call(&plan), FromWorker::Done);
-    assert_eq!(std::fs::read(&secret).unwrap(), b"secret");
+    assert_eq!(worker.call(&ToWorker::SetFault { plan: around.plan() }), FromWorker::Done);
     assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
 }
 

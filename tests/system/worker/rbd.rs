@@ -7,6 +7,8 @@ use cleat_worker::protocol::{FromWorker, Start, ToWorker};
 use librbd::{Cluster, Config, NewImage, Open, Pool};
 use test_kit::ceph::{Cluster as TestCluster, ID, POOL, shared};
 
+#[cfg(feature = "fault")]
+use super::surroundings::Surroundings;
 use test_kit::nbd::kernel as nbd;
 use test_kit::worker::{Worker, failure, start_message};
 
@@ -59,6 +61,18 @@ fn an_image_is_served_by_a_confined_process() {
     // The worker released the image: the next worker can open it at once.
     let (_next, sockets) = Worker::serving(&uri, 1);
     assert!(nbd::read(&sockets[0], 12345 * 512, 1 << 20) == data);
+}
+
+/// The network is open to the worker of an image, and nothing else.
+#[cfg(feature = "fault")]
+#[test]
+fn code_inside_the_worker_of_an_image_finds_every_road_closed_but_the_network() {
+    let around = Surroundings::new();
+    let (worker, sockets) = Worker::serving(&fresh("jail"), 1);
+    let answer = worker.call(&ToWorker::SetFault { plan: around.plan() });
+    let open = around.open_roads(answer);
+    assert!(open.contains("connect over TCP") && open.matches("(\"").count() == 1, "{open}");
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
 }
 
 /// librbd has a limit of 1024 operations in flight, and blocks the thread that starts another one. If
