@@ -18,17 +18,32 @@ const LISTENS: &str = "00010000";
 /// # Errors
 /// Returns an error if /proc cannot be read.
 pub(super) fn listener_of(path: &Path) -> Result<Option<u32>> {
-    let unreadable = |error| Error::from_io("cannot read /proc", error);
+    let Some(link) = link_of(path)? else { return Ok(None) };
+    let processes = fs::read_dir("/proc").map_err(unreadable)?.flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    Ok(pids.into_iter().find(|pid| has_open(*pid, &link)))
+}
+
+/// Returns whether process `pid` has the socket open that listens at `path`. Blocks while it reads /proc.
+///
+/// # Errors
+/// Returns an error if /proc cannot be read.
+pub(super) fn listens(pid: u32, path: &Path) -> Result<bool> {
+    Ok(link_of(path)?.is_some_and(|link| has_open(pid, &link)))
+}
+
+/// Returns what the links in /proc/PID/fd to the socket that listens at `path` contain.
+fn link_of(path: &Path) -> Result<Option<String>> {
     let mut table = Vec::new();
     let file = fs::File::open("/proc/net/unix").map_err(unreadable)?;
     file.take(MAX_TABLE).read_to_end(&mut table).map_err(unreadable)?;
     // The names of other sockets may be invalid UTF-8.
     let table = String::from_utf8_lossy(&table);
-    let Some(inode) = inode_of(&table, path) else { return Ok(None) };
-    let link = format!("socket:[{inode}]");
-    let processes = fs::read_dir("/proc").map_err(unreadable)?.flatten();
-    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    Ok(pids.into_iter().find(|pid| has_open(*pid, &link)))
+    Ok(inode_of(&table, path).map(|inode| format!("socket:[{inode}]")))
+}
+
+fn unreadable(error: std::io::Error) -> Error {
+    Error::from_io("cannot read /proc", error)
 }
 
 /// Returns whether a process has the file open to which `link` points.
@@ -54,6 +69,16 @@ fn inode_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_listens_only_on_its_own_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        assert!(!listens(std::process::id(), &path).unwrap());
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(listens(std::process::id(), &path).unwrap());
+        assert!(!listens(1, &path).unwrap());
+    }
 
     #[test]
     fn the_listening_process_is_found_and_a_connected_one_is_not() {

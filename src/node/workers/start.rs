@@ -10,6 +10,7 @@ use super::Workers;
 use super::link::Link;
 use super::process::Process;
 use super::reader::UNKNOWN_EXIT;
+use super::socket_owner::listens;
 use super::sockets::{connect_to, seqpacket_pair};
 use super::worker::{Worker, channel_broke, exit_of, from_failure, unexpected, worker_gone};
 use crate::blocking::blocking;
@@ -169,13 +170,16 @@ impl Workers {
     ) -> Result<Worker> {
         let attempt = async {
             let failed = |error| Error::from_io("cannot connect to its control socket", error);
-            let link =
-                connect_to(&self.sockets.path(mapping_id, process.id.pid)).map_err(failed)?;
-            let link = Link::new(link).map_err(failed)?;
+            let path = self.sockets.path(mapping_id, process.id.pid);
+            let link = Link::new(connect_to(&path).map_err(failed)?).map_err(failed)?;
             // The credentials are those of the process that called listen(2): the worker, before it changed its
-            // user.
+            // user. For a worker of an earlier version, its supervisor called listen(2).
             let (uid, pid) = link.peer().map_err(failed)?;
-            if process.handle.is_known_to_the_kernel() && pid != process.id.pid {
+            let id = process.id.pid;
+            if process.handle.is_known_to_the_kernel()
+                && pid != id
+                && !blocking(move || listens(id, &path)).await?
+            {
                 let message = format!("its control socket belongs to process {pid}");
                 return Err(Error::new(ErrorKind::PermissionDenied, message));
             }

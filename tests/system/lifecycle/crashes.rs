@@ -2,7 +2,11 @@
 
 use cleat_api::v1::{HealthRequest, MappingState, UnmapRequest};
 use cleat_kernel::Kernel;
+use cleat_sys::escape_attempts::take_descriptor;
+use cleat_sys::process::PidFd;
 use nix::sys::signal::Signal;
+use nix::sys::socket::sockopt::AcceptConn;
+use nix::sys::socket::{Backlog, getsockopt, listen};
 
 use test_kit::node::{Machine, SIZE, index_of, is_alive, kill, request, wait_halted, wait_until};
 
@@ -26,6 +30,30 @@ fn workers_outlive_the_supervisor_and_are_adopted() {
     let supervisor = machine.start();
     assert_eq!(supervisor.list(), [file, memory]);
     assert!(supervisor.unmap("file").unwrap() && supervisor.unmap("memory").unwrap());
+    machine.assert_clean();
+}
+
+/// In earlier versions the supervisor called listen(2), so the kernel names that process at the other end of the
+/// worker's control socket. That worker must be adopted, too.
+#[test]
+fn a_worker_that_did_not_call_listen_itself_is_adopted() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    supervisor.crash();
+    let worker = PidFd::open(mapping.worker_pid).unwrap();
+    let numbers = std::fs::read_dir(format!("/proc/{}/fd", mapping.worker_pid)).unwrap();
+    let numbers = numbers.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let listening: Vec<_> = numbers
+        .map(|number| take_descriptor(&worker, number.parse().unwrap()).unwrap())
+        .filter(|file| getsockopt(file, AcceptConn) == Ok(true))
+        .collect();
+    assert_eq!(listening.len(), 1);
+    listen(&listening[0], Backlog::new(8).unwrap()).unwrap();
+    drop(listening);
+    let supervisor = machine.start();
+    assert_eq!(supervisor.list(), [mapping]);
+    assert!(supervisor.unmap("a").unwrap());
     machine.assert_clean();
 }
 
