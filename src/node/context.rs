@@ -12,6 +12,7 @@ use crate::journal::Journal;
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::{Change, Register};
 use crate::planner::Options;
+use crate::unmanaged::Unmanaged;
 use crate::workers::Workers;
 use cleat_backend::Registry;
 use cleat_core::clock::Clock;
@@ -86,6 +87,8 @@ pub(crate) struct Context {
     pub(crate) restart: watch::Sender<Option<PathBuf>>,
     /// Problems that were found when the daemon started.
     pub(crate) findings: Mutex<Vec<String>>,
+    /// The records that this build cannot use and leaves in place.
+    pub(crate) unmanaged: Unmanaged,
 }
 
 impl Context {

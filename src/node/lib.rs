@@ -45,6 +45,7 @@ mod retry;
 mod status;
 mod target;
 mod unlock;
+mod unmanaged;
 mod worker_failures;
 mod worker_start;
 pub mod workers;

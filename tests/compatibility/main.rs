@@ -6,11 +6,12 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use cleat_core::policy::Policy;
 use cleat_core::request::{IoError, Op};
 use cleat_kernel::UnmountScope;
-use cleat_node::journal::Journal;
+use cleat_node::journal::{Journal, RealDisk};
 use cleat_node::planner::{Intent, Record};
 use cleat_statistics::Page;
 use cleat_worker::protocol::{FromWorker, ToWorker};
@@ -26,7 +27,9 @@ fn golden(name: &str) -> PathBuf {
 /// file, too.
 fn journal(record: &Value) -> (tempfile::TempDir, Journal, PathBuf) {
     let directory = tempfile::tempdir().expect("a directory");
-    let journal = Journal::open(directory.path()).expect("the journal opens");
+    let disk = Arc::new(RealDisk);
+    let journal = Journal::open(directory.path(), &directory.path().join("run"), disk);
+    let journal = journal.expect("the journal opens");
     let id = record["mapping_id"].as_str().expect("an id");
     let path = directory.path().join("mappings").join(format!("{id}.json"));
     fs::write(&path, record.to_string()).expect("writing the record");

@@ -27,7 +27,7 @@ use crate::credentials;
 use crate::directory::create_private;
 use crate::executor::{Executor, Halt};
 use crate::force_disconnected::ForceDisconnected;
-use crate::journal::{Journal, lock};
+use crate::journal::{Disk, Journal, lock};
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::Register;
 use crate::metrics::calls::Calls;
@@ -35,6 +35,7 @@ use crate::metrics::{Endpoint, Source};
 use crate::operations::{orphans, recover, upgrade};
 use crate::planner::Options;
 use crate::unlock;
+use crate::unmanaged::Unmanaged;
 use crate::workers::{Launcher, Workers};
 use cleat_backend::Registry;
 use cleat_backend::claimant::node_name;
@@ -62,6 +63,8 @@ pub struct Parts {
     pub random: Random,
     /// The boot id of the kernel.
     pub boot_id: String,
+    /// The file system of the journal.
+    pub disk: Arc<dyn Disk>,
     /// Stops the supervisor at a named point, as a crash would. For tests.
     pub halt: Option<Halt>,
 }
@@ -96,7 +99,7 @@ impl Node {
         let workers_dir = config.runtime_dir.join("workers");
         create_private(&workers_dir)?;
         let runtime_lock = lock(&config.runtime_dir.join("lock"))?;
-        let journal = Arc::new(Journal::open(&config.state_dir)?);
+        let journal = Arc::new(Journal::open(&config.state_dir, &config.runtime_dir, parts.disk)?);
         let listener = listen(&config.socket()).await?;
         let metrics = Endpoint::bind(&config.metrics, &config.runtime_dir).await?;
 
@@ -123,6 +126,7 @@ impl Node {
             halt: parts.halt,
             restart: watch::channel(None).0,
             findings: std::sync::Mutex::new(Vec::new()),
+            unmanaged: Unmanaged::default(),
         });
         let executor = Arc::new(Executor::new(Arc::clone(&context)));
         // Subscribed before the recovery, so that no event after its observations is missed.

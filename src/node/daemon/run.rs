@@ -11,6 +11,7 @@ use tokio::time::{Instant, interval};
 use super::service_manager::{notify, status};
 use super::{Node, Parts};
 use crate::config::Config;
+use crate::journal::RealDisk;
 use crate::kernel_calls::{MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
 use crate::restart;
 use crate::workers::Processes;
@@ -106,6 +107,7 @@ async fn start_with_retries(
             clock: Arc::new(SystemClock),
             random: Random::from_kernel()?,
             boot_id: boot_id()?,
+            disk: Arc::new(RealDisk),
             halt: None,
         };
         match Node::start(config, parts).await {

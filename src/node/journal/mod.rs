@@ -2,14 +2,30 @@
 //! reads from it which mappings the users want.
 //!
 //! A record is written to a temporary file, synced, and renamed over the old one; then the directory is
-//! synced. After a crash the file contains either the old record or the new one. A file that cannot be
-//! read is moved to `quarantine/` and reported. A record of a newer version is reported and left in
-//! place, for the build that wrote it. Neither stops the daemon.
+//! synced. After a crash the file contains either the old record or the new one.
+//!
+//! A record is needed as long as the machine runs: devices and workers do not survive a boot, and a record
+//! of an earlier boot is only reported. If the state directory does not take a record (full, read-only, or
+//! hung), a copy in the runtime directory, which is in memory on most machines, is as good. The revision of
+//! a record decides which of the two is newer. A record that cannot be removed from the state directory gets
+//! a removal mark in the runtime directory.
+//!
+//! - `disk`: the file operations, which tests replace.
+//! - `load`: reads the records. A damaged record is moved to `quarantine/` and reported. A record of a newer
+//!   version, and one that cannot be read now, is reported and left in place. None of them stops the daemon.
 
-use std::fs::{self, File};
-use std::io::{Read, Write};
+mod disk;
+mod load;
+#[cfg(test)]
+mod simulated_disk;
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::fcntl::{Flock, FlockArg};
@@ -18,112 +34,54 @@ use super::directory::create_private;
 use super::planner::Record;
 use cleat_core::error::{Error, ErrorKind, Result};
 
+pub use disk::{Disk, RealDisk};
+#[cfg(feature = "fuzz")]
+pub use load::reprint_record;
+pub use load::{Loaded, RejectedRecord, Rejection};
+
 /// The longest record, in bytes: a URI of 4096 bytes, escaped, fits many times.
 pub const MAX_RECORD: u64 = 64 * 1024;
+
+/// The extension of a file in the runtime directory that marks a record as removed.
+const REMOVAL_MARK: &str = "removed";
 
 /// An open journal. It holds a lock, so that no other supervisor can open the same state directory.
 #[derive(Debug)]
 pub struct Journal {
-    directory: PathBuf,
+    disk: Arc<dyn Disk>,
+    records: PathBuf,
     quarantine: PathBuf,
+    /// The copies and the removal marks, in the runtime directory.
+    copies: PathBuf,
     _lock: Flock<File>,
 }
 
-/// The content of the journal, as [`Journal::load`] returns it.
-#[derive(Debug, Default)]
-pub struct Loaded {
-    /// The valid records, sorted by name.
-    pub records: Vec<Record>,
-    /// The files that contain no valid record.
-    pub rejected: Vec<RejectedRecord>,
-}
-
-/// A file of the journal that contains no valid record.
-#[derive(Debug)]
-pub struct RejectedRecord {
-    /// The current path of the file.
-    pub path: PathBuf,
-    /// Why this build cannot use the record.
-    pub reason: Rejection,
-}
-
-/// Why a record was rejected.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Rejection {
-    /// A newer build wrote the record; the file was left in place. Contains the record's version.
-    NewerVersion(u32),
-    /// The record is damaged; the file was moved to the quarantine directory. Contains the cause.
-    Invalid(String),
-}
-
-impl std::fmt::Display for RejectedRecord {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let path = self.path.display();
-        match &self.reason {
-            Rejection::NewerVersion(version) => write!(
-                f,
-                "the journal record {path} was left in place and its mapping is not managed: it has \
-                 version {version}, and this build reads version {} at most; install the newer build \
-                 again",
-                Record::VERSION
-            ),
-            Rejection::Invalid(cause) => {
-                write!(f, "a damaged journal record was moved to {path}: {cause}")
-            }
-        }
-    }
-}
-
 impl Journal {
-    /// Opens the journal under `state_dir`, and creates the directories that are missing. Blocks.
+    /// Opens the journal under `state_dir` with its copies under `runtime_dir`, and creates the directories
+    /// that are missing. A state directory that is read-only can be opened if it has been used before.
+    /// Blocks.
     ///
     /// # Errors
     /// Returns `InUse` if another supervisor has the journal open, and an error if the file system
     /// refuses to create a directory.
-    pub fn open(state_dir: &Path) -> Result<Self> {
-        let directory = state_dir.join("mappings");
+    pub fn open(state_dir: &Path, runtime_dir: &Path, disk: Arc<dyn Disk>) -> Result<Self> {
+        let records = state_dir.join("mappings");
         let quarantine = state_dir.join("quarantine");
-        for path in [state_dir, &directory, &quarantine] {
+        let copies = runtime_dir.join("records");
+        for path in [state_dir, &records, &quarantine, &copies] {
             create_private(path)?;
         }
         let lock = lock(&state_dir.join("lock"))?;
-        Ok(Self { directory, quarantine, _lock: lock })
+        Ok(Self { disk, records, quarantine, copies, _lock: lock })
     }
 
-    /// Reads every record. Removes temporary files of interrupted writes, and moves damaged records to the
-    /// quarantine directory. Blocks.
-    ///
-    /// # Errors
-    /// Returns an error if the directory cannot be read.
-    pub fn load(&self) -> Result<Loaded> {
-        let context = || format!("cannot read the journal {}", self.directory.display());
-        let entries =
-            fs::read_dir(&self.directory).map_err(|error| Error::from_io(context(), error))?;
-        let mut loaded = Loaded::default();
-        for entry in entries {
-            let path = entry.map_err(|error| Error::from_io(context(), error))?.path();
-            match path.extension().and_then(|extension| extension.to_str()) {
-                // A crash interrupted this write: the record that it was to replace is still valid.
-                Some("tmp") => {
-                    let _ = fs::remove_file(&path);
-                }
-                _ => match read_record(&path) {
-                    Ok(record) => loaded.records.push(record),
-                    Err(reason @ Rejection::NewerVersion(_)) => {
-                        loaded.rejected.push(RejectedRecord { path, reason });
-                    }
-                    Err(reason) => {
-                        let path = self.quarantine(&path);
-                        loaded.rejected.push(RejectedRecord { path, reason });
-                    }
-                },
-            }
-        }
-        loaded.records.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(loaded)
+    /// Returns the directory of the copies.
+    pub fn copies(&self) -> &Path {
+        &self.copies
     }
 
-    /// Writes `record` durably and replaces its previous content. Blocks until the disk has the record.
+    /// Writes `record` durably to the state directory and replaces its previous content. Blocks until the
+    /// disk has the record.
     ///
     /// # Errors
     /// Returns `NoSpace` if the disk is full, and an error if the file system refuses the write. The
@@ -139,92 +97,135 @@ impl Journal {
     /// # Errors
     /// Returns `TimedOut` if `cancelled` was set; otherwise as [`Journal::store`].
     pub fn store_unless_cancelled(&self, record: &Record, cancelled: &AtomicBool) -> Result<()> {
-        let path = self.path(&record.mapping_id)?;
-        let temporary = path.with_extension("tmp");
-        let written = self.write(record, &temporary, &path, cancelled);
-        if written.is_err() {
-            // Best effort: the next `load` removes the file if this fails.
-            let _ = fs::remove_file(&temporary);
-        }
-        written.map_err(|error| {
-            let message = format!("cannot write the journal record of {}", record.name);
-            let full = matches!(
-                error.kind(),
-                std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded
-            );
-            let error = Error::from_io(message, error);
-            match full {
-                true => {
-                    error.with_repair(format!("free disk space under {}", self.directory.display()))
-                }
-                false => error,
-            }
-        })
+        self.write(&self.records, record, cancelled)
     }
 
-    /// Removes the record of a mapping durably. Succeeds if there is no such record. Blocks.
+    /// Writes a copy of `record` to the runtime directory, because the state directory does not take it.
+    /// Blocks.
+    ///
+    /// # Errors
+    /// As [`Journal::store`].
+    pub fn store_copy(&self, record: &Record) -> Result<()> {
+        self.write(&self.copies, record, &AtomicBool::new(false))
+    }
+
+    /// Removes the copy of a record that the state directory has taken. Succeeds if there is none. Blocks.
+    ///
+    /// # Errors
+    /// Returns an error if the file system refuses the removal. A copy that is older than the record has no
+    /// effect.
+    pub fn remove_copy(&self, mapping_id: &str) -> Result<()> {
+        self.remove_file(&file(&self.copies, mapping_id, "json")?, &self.copies)
+    }
+
+    /// Removes the record of a mapping durably, with its copy and its removal mark. Succeeds if there is no
+    /// such record. Blocks.
     ///
     /// # Errors
     /// Returns an error if the file system refuses the removal.
     pub fn remove(&self, mapping_id: &str) -> Result<()> {
-        let path = self.path(mapping_id)?;
-        let removed = match fs::remove_file(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-            other => other.and_then(|()| sync_directory(&self.directory)),
+        self.remove_file(&file(&self.records, mapping_id, "json")?, &self.records)?;
+        self.remove_copy(mapping_id)?;
+        // The mark is removed last: it applies to the other two files.
+        self.remove_file(&file(&self.copies, mapping_id, REMOVAL_MARK)?, &self.copies)
+    }
+
+    /// Marks the record of a mapping as removed, because it cannot be removed from the state directory now.
+    /// Blocks.
+    ///
+    /// # Errors
+    /// As [`Journal::store`].
+    pub fn mark_removed(&self, mapping_id: &str) -> Result<()> {
+        let mark = file(&self.copies, mapping_id, REMOVAL_MARK)?;
+        let written = self
+            .disk
+            .write_synced(&mark, b"")
+            .and_then(|()| self.disk.sync_directory(&self.copies));
+        written.map_err(|error| {
+            let message = format!("cannot mark the record {mapping_id} as removed");
+            failed_write(message, &self.copies, error)
+        })?;
+        // With the mark, the copy has no effect.
+        let _ = self.remove_copy(mapping_id);
+        Ok(())
+    }
+
+    fn remove_file(&self, path: &Path, directory: &Path) -> Result<()> {
+        let removed = match self.disk.remove(path) {
+            // An earlier attempt may have failed between the removal and the sync.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && directory == self.copies => {
+                return Ok(());
+            }
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => self.disk.sync_directory(directory),
         };
         removed.map_err(|error| {
-            Error::from_io(format!("cannot remove the journal record {}", path.display()), error)
+            let message = format!("cannot remove the journal record {}", path.display());
+            failed_write(message, directory, error)
         })
     }
 
-    fn write(
+    fn write(&self, directory: &Path, record: &Record, cancelled: &AtomicBool) -> Result<()> {
+        let path = file(directory, &record.mapping_id, "json")?;
+        let temporary = path.with_extension("tmp");
+        let written = self.replace(directory, record, &temporary, &path, cancelled);
+        if written.is_err() {
+            // Best effort: the next `load` removes the file if this fails.
+            let _ = self.disk.remove(&temporary);
+        }
+        written.map_err(|error| {
+            let message = format!("cannot write the journal record of {}", record.name);
+            failed_write(message, directory, error)
+        })
+    }
+
+    fn replace(
         &self,
+        directory: &Path,
         record: &Record,
         temporary: &Path,
         path: &Path,
         cancelled: &AtomicBool,
-    ) -> std::io::Result<()> {
+    ) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(record)?;
         text.push(b'\n');
         if text.len() as u64 > MAX_RECORD {
-            return Err(std::io::Error::other(format!(
+            return Err(io::Error::other(format!(
                 "it is {} bytes long, and the limit is {MAX_RECORD}",
                 text.len()
             )));
         }
-        let mut options = File::options();
-        let mut file =
-            options.write(true).create(true).truncate(true).mode(0o600).open(temporary)?;
-        file.write_all(&text)?;
-        file.sync_all()?;
+        self.disk.write_synced(temporary, &text)?;
         if cancelled.load(Ordering::SeqCst) {
-            return Err(std::io::ErrorKind::TimedOut.into());
+            return Err(io::ErrorKind::TimedOut.into());
         }
-        fs::rename(temporary, path)?;
-        sync_directory(&self.directory)
+        self.disk.rename(temporary, path)?;
+        self.disk.sync_directory(directory)
     }
+}
 
-    /// Returns the path of the record's file. An id that is not hexadecimal never becomes a path.
-    fn path(&self, mapping_id: &str) -> Result<PathBuf> {
-        if !is_mapping_id(mapping_id) {
-            return Err(Error::new(
-                ErrorKind::Internal,
-                format!("not a mapping id: {mapping_id:?}"),
-            ));
-        }
-        Ok(self.directory.join(format!("{mapping_id}.json")))
+/// Returns the path of a mapping's file. An id that is not hexadecimal never becomes a path.
+fn file(directory: &Path, mapping_id: &str, extension: &str) -> Result<PathBuf> {
+    if !is_mapping_id(mapping_id) {
+        let message = format!("not a mapping id: {mapping_id:?}");
+        return Err(Error::new(ErrorKind::Internal, message));
     }
+    Ok(directory.join(format!("{mapping_id}.{extension}")))
+}
 
-    /// Moves a file to the quarantine directory and returns its path, which is the old one if the file
-    /// system refuses the move.
-    fn quarantine(&self, path: &Path) -> PathBuf {
-        let name = path.file_name().unwrap_or_default();
-        let quarantined = self.quarantine.join(name);
-        match fs::rename(path, &quarantined) {
-            Ok(()) => quarantined,
-            Err(_) => path.to_owned(),
+/// Returns the error of a write to `directory`, with the repair that fits its cause.
+fn failed_write(message: String, directory: &Path, error: io::Error) -> Error {
+    let directory = directory.display();
+    let repair = match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            format!("free disk space and inodes under {directory}")
         }
-    }
+        io::ErrorKind::ReadOnlyFilesystem => format!(
+            "see dmesg for the reason, then make the file system of {directory} writable (mount -o remount,rw)"
+        ),
+        _ => format!("check the disk of {directory}: see dmesg"),
+    };
+    Error::from_io(message, error).with_repair(repair)
 }
 
 /// Returns whether `text` has the form of a mapping's id: 8 to 32 lower-case hexadecimal digits.
@@ -233,18 +234,23 @@ pub fn is_mapping_id(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
-/// Locks the file at `path` without waiting, and creates it if it is missing.
+/// Locks the file at `path` without waiting, and creates it if it is missing. On a read-only file system the
+/// file must exist.
 ///
 /// # Errors
 /// Returns `InUse` if another process holds the lock, and an error if the file cannot be opened.
 pub fn lock(path: &Path) -> Result<Flock<File>> {
-    let file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-        .map_err(|error| Error::from_io(format!("cannot open {}", path.display()), error))?;
+    let open = |write: bool| {
+        let mut options = File::options();
+        options.read(true).write(write).create(write).truncate(false).mode(0o600).open(path)
+    };
+    let file = match open(true) {
+        // flock(2) needs no write access.
+        Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => open(false),
+        other => other,
+    };
+    let file =
+        file.map_err(|error| Error::from_io(format!("cannot open {}", path.display()), error))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
         nix::errno::Errno::EWOULDBLOCK => {
             let message =
@@ -255,192 +261,4 @@ pub fn lock(path: &Path) -> Result<Flock<File>> {
         }
         errno => Error::from_io(format!("cannot lock {}", path.display()), errno.into()),
     })
-}
-
-fn sync_directory(path: &Path) -> std::io::Result<()> {
-    File::open(path)?.sync_all()
-}
-
-/// Reads and checks a record.
-fn read_record(path: &Path) -> Result<Record, Rejection> {
-    let unreadable = |error: std::io::Error| Rejection::Invalid(error.to_string());
-    let file = File::open(path).map_err(unreadable)?;
-    let mut text = String::new();
-    let mut limited = file.take(MAX_RECORD + 1);
-    limited.read_to_string(&mut text).map_err(unreadable)?;
-    if text.len() as u64 > MAX_RECORD {
-        return Err(Rejection::Invalid(format!("it is longer than {MAX_RECORD} bytes")));
-    }
-    let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-    parse_record(&text, stem)
-}
-
-/// Parses and checks the record of the mapping `mapping_id`.
-fn parse_record(text: &str, mapping_id: &str) -> Result<Record, Rejection> {
-    #[derive(serde::Deserialize)]
-    struct Versioned {
-        version: u32,
-    }
-    let malformed = |error: serde_json::Error| Rejection::Invalid(error.to_string());
-    let invalid = |cause: &str| Err(Rejection::Invalid(cause.to_owned()));
-    // The version comes first: the record of another version may have other fields.
-    let Versioned { version } = serde_json::from_str(text).map_err(malformed)?;
-    if version > Record::VERSION {
-        return Err(Rejection::NewerVersion(version));
-    }
-    if version != Record::VERSION {
-        return invalid(&format!("version {version} does not exist"));
-    }
-    let record: Record = serde_json::from_str(text).map_err(malformed)?;
-    if mapping_id != record.mapping_id || !is_mapping_id(mapping_id) {
-        return invalid("it contains the id of another mapping");
-    }
-    if !crate::api::validate::is_name(&record.name) || record.options.connections == 0 {
-        return invalid("its name or its number of connections is invalid");
-    }
-    Ok(record)
-}
-
-/// Parses the record of the mapping `mapping_id` and returns it as the journal writes it. For the fuzz
-/// target.
-///
-/// # Errors
-/// Returns the reason if `text` is not a valid record.
-#[cfg(feature = "fuzz")]
-pub fn reprint_record(text: &str, mapping_id: &str) -> Result<Vec<u8>, String> {
-    let record = parse_record(text, mapping_id).map_err(|rejection| format!("{rejection:?}"))?;
-    serde_json::to_vec_pretty(&record).map_err(|error| error.to_string())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::planner::{self, Intent};
-    use cleat_kernel::UnmountScope;
-
-    fn record(id: &str, name: &str) -> Record {
-        Record { mapping_id: id.into(), name: name.into(), ..planner::tests::record(1, true) }
-    }
-
-    #[test]
-    fn records_are_stored_replaced_and_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        let mut a = record("00000000000000aa", "a");
-        journal.store(&a).unwrap();
-        a.generation = 2;
-        journal.store(&a).unwrap();
-        let b = record("00000000000000bb", "b");
-        journal.store(&b).unwrap();
-        assert_eq!(journal.load().unwrap().records, [a.clone(), b.clone()]);
-        journal.remove(&a.mapping_id).unwrap();
-        journal.remove(&a.mapping_id).unwrap();
-        assert_eq!(journal.load().unwrap().records, [b]);
-    }
-
-    #[test]
-    fn a_forced_unmap_is_stored_with_its_scope() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        let mut forced = record("00000000000000aa", "a");
-        forced.intent = Intent::Forced(UnmountScope::Own);
-        journal.store(&forced).unwrap();
-        assert_eq!(journal.load().unwrap().records, [forced.clone()]);
-        let path = journal.path(&forced.mapping_id).unwrap();
-        let text = fs::read_to_string(&path).unwrap();
-        fs::write(&path, text.replace("\"own\"", "\"some\"")).unwrap();
-        assert_eq!(journal.load().unwrap().rejected.len(), 1);
-    }
-
-    #[test]
-    fn only_one_supervisor_opens_the_journal() {
-        let dir = tempfile::tempdir().unwrap();
-        let first = Journal::open(dir.path()).unwrap();
-        let error = Journal::open(dir.path()).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InUse);
-        drop(first);
-        Journal::open(dir.path()).unwrap();
-    }
-
-    #[test]
-    fn damaged_records_are_quarantined_and_reported() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        journal.store(&record("00000000000000aa", "a")).unwrap();
-        let good = fs::read_to_string(journal.path("00000000000000aa").unwrap()).unwrap();
-        let bad = [
-            ("00000000000000b0", good[..good.len() / 2].to_owned()),
-            ("00000000000000b2", good.replace("\"version\": 1", "\"version\": 0")),
-            ("00000000000000b3", good.clone()),
-            ("00000000000000b4", "x".repeat(70_000)),
-            (
-                "00000000000000b5",
-                good.replace("00000000000000aa", "00000000000000b5")
-                    .replace("\"name\": \"a\"", "\"name\": \"../a\""),
-            ),
-        ];
-        for (id, text) in &bad {
-            fs::write(journal.path(id).unwrap(), text).unwrap();
-        }
-        fs::write(journal.directory.join("00000000000000cc.tmp"), "half").unwrap();
-        let loaded = journal.load().unwrap();
-        assert_eq!(loaded.records.len(), 1);
-        assert_eq!(loaded.rejected.len(), bad.len(), "{:?}", loaded.rejected);
-        assert!(loaded.rejected.iter().all(|file| file.path.starts_with(&journal.quarantine)));
-        assert!(loaded.rejected.iter().all(|file| file.path.exists()));
-        assert!(journal.load().unwrap().rejected.is_empty());
-        assert!(!journal.directory.join("00000000000000cc.tmp").exists());
-    }
-
-    #[test]
-    fn unknown_fields_are_ignored() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        let a = record("00000000000000aa", "a");
-        journal.store(&a).unwrap();
-        let path = journal.path(&a.mapping_id).unwrap();
-        let text = fs::read_to_string(&path).unwrap();
-        let newer = text.replace("\"read_only\"", "\"later\": {\"x\": 1}, \"read_only\"");
-        fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\""))
-            .unwrap();
-        let loaded = journal.load().unwrap();
-        assert_eq!((loaded.records, loaded.rejected.len()), (vec![a], 0));
-    }
-
-    #[test]
-    fn the_old_record_stays_when_the_disk_is_full() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        let a = record("00000000000000aa", "a");
-        journal.store(&a).unwrap();
-        // Every write to /dev/full fails with ENOSPC, as on a full disk.
-        let temporary = journal.path(&a.mapping_id).unwrap().with_extension("tmp");
-        std::os::unix::fs::symlink("/dev/full", &temporary).unwrap();
-        let error = journal.store(&Record { generation: 9, ..a.clone() }).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::NoSpace);
-        assert!(error.repair().is_some());
-        assert_eq!(journal.load().unwrap().records, [a]);
-    }
-
-    #[test]
-    fn a_cancelled_write_does_not_take_effect() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        let a = record("00000000000000aa", "a");
-        journal.store(&a).unwrap();
-        let later = Record { generation: 9, ..a.clone() };
-        let error = journal.store_unless_cancelled(&later, &AtomicBool::new(true)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::TimedOut);
-        assert_eq!(journal.load().unwrap().records, std::slice::from_ref(&a));
-        assert!(!journal.path(&a.mapping_id).unwrap().with_extension("tmp").exists());
-    }
-
-    #[test]
-    fn a_record_above_the_size_limit_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::open(dir.path()).unwrap();
-        let long = Record { uri: "x".repeat(70_000), ..record("00000000000000aa", "a") };
-        assert!(journal.store(&long).is_err());
-        assert!(journal.load().unwrap().records.is_empty());
-    }
 }

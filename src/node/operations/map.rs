@@ -49,6 +49,7 @@ pub(crate) const UNDO_TIMEOUT: Duration = Duration::from_secs(20);
 /// Returns the error of the step that failed. Nothing is left of the mapping then, unless the error says
 /// otherwise.
 pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
+    cx.unmanaged.check_name(&spec.name)?;
     for _ in 0..MAX_ATTEMPTS {
         let make = || Mapping::new(new_record(cx, spec), cx.work_queue.clone());
         let limit = cx.settings.mappings;
@@ -156,6 +157,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
         },
         intent: Intent::Mapped,
         generation: 0,
+        revision: 0,
         worker: None,
         predecessor: None,
         volume: None,

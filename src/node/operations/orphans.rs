@@ -53,8 +53,13 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
     let orphans = orphans(cx, deadline).await?;
     let mut known = cx.register.ids();
     known.extend(orphans.iter().map(|(_, identity)| identity.mapping_id().to_owned()));
+    known.extend(cx.unmanaged.ids());
     for (device, identity) in orphans {
         let name = format!("/dev/nbd{} ({})", device.index, identity.as_str());
+        if let Err(error) = cx.unmanaged.check_device(&identity) {
+            cx.found(format!("{name} was left connected: {}", error.report()));
+            continue;
+        }
         // A missing socket proves nothing: the worker may belong to a daemon with other directories.
         if cx.workers.sockets.probe(identity.mapping_id()) != Probe::Refused {
             cx.found(format!(

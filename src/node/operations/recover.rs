@@ -4,15 +4,17 @@
 //! not finish is undone. A device without a record is reported. It is removed only if the end of its
 //! worker is proved and it has no holders.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::map::UNDO_TIMEOUT;
 use crate::blocking::blocking;
 use crate::context::Context;
+use crate::journal::RejectedRecord;
 use crate::mapping::Mapping;
 use crate::planner::{Intent, Record, State};
 use crate::reconcile::{reconcile_in_background, take_down};
@@ -24,6 +26,9 @@ const MAX_CONCURRENT: usize = 16;
 /// The timeout for restoring all mappings before the daemon serves.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The interval between two attempts to read a record that could not be read.
+const READ_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Restores the mappings of an earlier supervisor. Mappings that need longer than [`RECOVERY_TIMEOUT`] are
 /// restored in the background, so that one backend that does not answer neither leaves other volumes
 /// without a supervisor nor makes the service manager restart the daemon.
@@ -33,8 +38,9 @@ const RECOVERY_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
     let journal = Arc::clone(&cx.journal);
     let loaded = blocking(move || journal.load()).await?;
-    for rejected in loaded.rejected {
-        cx.found(rejected.to_string());
+    let unreadable = report_rejected(cx, &loaded.rejected);
+    if !unreadable.is_empty() {
+        tokio::spawn(restore_later(Arc::downgrade(cx), unreadable));
     }
     let permits = Arc::new(Semaphore::new(MAX_CONCURRENT));
     let mut tasks = tokio::task::JoinSet::new();
@@ -65,6 +71,42 @@ pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
         tasks.detach_all();
     }
     Ok(())
+}
+
+/// Reports the records that cannot be used. Returns the ids of those that another attempt may read.
+fn report_rejected(cx: &Context, rejected: &[RejectedRecord]) -> BTreeSet<String> {
+    for rejected in rejected {
+        cx.unmanaged.insert(rejected);
+        cx.found(rejected.to_string());
+    }
+    let unreadable = rejected.iter().filter(|rejected| rejected.is_unreadable());
+    unreadable.map(|rejected| rejected.mapping_id.clone()).collect()
+}
+
+/// Restores mappings whose records could not be read when the daemon started, as soon as they can be read.
+async fn restore_later(context: Weak<Context>, mut unreadable: BTreeSet<String>) {
+    while !unreadable.is_empty() {
+        sleep(READ_INTERVAL).await;
+        // A daemon that has ended must not be kept, since it holds the lock of the journal.
+        let Some(cx) = context.upgrade() else { return };
+        for mapping_id in unreadable.clone() {
+            let (journal, id) = (Arc::clone(&cx.journal), mapping_id.clone());
+            let loaded = match blocking(move || journal.load_one(&id)).await {
+                Ok(loaded) if !loaded.rejected.iter().any(RejectedRecord::is_unreadable) => loaded,
+                _ => continue,
+            };
+            unreadable.remove(&mapping_id);
+            cx.unmanaged.remove(&mapping_id);
+            report_rejected(&cx, &loaded.rejected);
+            for record in loaded.records {
+                match restore_mapping(&cx, record).await {
+                    Ok(Some(mapping)) => recover_mapping(&cx, &mapping).await,
+                    Ok(None) => {}
+                    Err(error) => cx.found(error.report()),
+                }
+            }
+        }
+    }
 }
 
 /// Makes a mapping from a record. Returns `None` for a record of an earlier boot or a duplicate name.

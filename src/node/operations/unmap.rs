@@ -18,12 +18,14 @@ use cleat_core::error::{ErrorKind, Result};
 /// Removes a mapping or an orphan. Returns whether there was one.
 ///
 /// # Errors
-/// Returns `InUse`, with the holders, if the device has any. The mapping then stays as it is.
+/// Returns `InUse`, with the holders, if the device has any. The mapping then stays as it is. Returns
+/// `Unsupported` or `Unavailable` for a device whose record this build leaves in place.
 pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Result<bool> {
     let mapping = match find(cx, target, deadline).await? {
         Target::Mapping(mapping) => mapping,
         Target::Nothing => return Ok(false),
         Target::Orphan(index, identity) => {
+            cx.unmanaged.check_device(&identity)?;
             return disconnect_orphan(cx, index, identity, deadline).await.map(|()| true);
         }
     };

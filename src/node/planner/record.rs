@@ -26,6 +26,9 @@ pub struct Record {
     pub intent: Intent,
     /// The generation of the worker. It is incremented before a new worker receives a command.
     pub generation: u64,
+    /// Is incremented with each write. It tells which is newer, a record or its copy in the runtime directory.
+    #[serde(default)]
+    pub revision: u64,
     /// The newest worker. It is recorded before it receives a command, so that it can always be found.
     pub worker: Option<WorkerId>,
     /// During a handover, the worker that `worker` is to replace, and which still serves.

@@ -23,6 +23,7 @@ use cleat_kernel::sim::{Script, SimKernel};
 use cleat_node::config::Config;
 use cleat_node::daemon::{Node, Parts};
 use cleat_node::executor::Halt;
+use cleat_node::journal::RealDisk;
 use cleat_node::workers::Processes;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -198,6 +199,7 @@ impl Machine {
             clock: Arc::new(SystemClock),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),
+            disk: Arc::new(RealDisk),
             halt,
         }
     }

@@ -30,6 +30,7 @@ pub(crate) fn record(connections: u32, outlives_worker: bool) -> Record {
         },
         intent: Intent::Mapped,
         generation: 0,
+        revision: 0,
         worker: None,
         predecessor: None,
         volume: Some(DeviceProperties {
