@@ -3,6 +3,7 @@
 //! In a simulation everything runs on one thread in an order that depends on a seed. There, these calls
 //! run on the event loop, and the simulation determines the delays before and after each.
 
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -27,11 +28,34 @@ pub(crate) fn spawn<T: Send + 'static>(
     tokio::task::spawn_blocking(call)
 }
 
-/// Runs a call that may block for a short time, such as an fsync, off the event loop.
+/// The maximum number of calls of [`blocking`] in progress.
+pub(crate) const MAX_CALLS: usize = 24;
+
+/// The permits of [`blocking`].
+static CALLS: Semaphore = Semaphore::const_new(MAX_CALLS);
+
+/// Runs a call that may block for a short time, such as the start of a process, off the event loop. Calls of
+/// the kernel and writes of the journal have threads of their own.
 ///
 /// # Errors
 /// Returns the call's error, and `Internal` if the call panics.
 pub(crate) async fn blocking<T: Send + 'static>(
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    // Simulations of several threads must not influence each other. The semaphore is never closed.
+    let permit = if is_simulated() { None } else { CALLS.acquire().await.ok() };
+    with_own_limit(move || {
+        let _permit = permit;
+        call()
+    })
+    .await
+}
+
+/// Runs a call as [`blocking`] does, for a caller that limits the number of its calls itself.
+///
+/// # Errors
+/// As [`blocking`].
+pub(crate) async fn with_own_limit<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
     spawn("a call that blocks", call).await.map_err(|error| {

@@ -8,10 +8,10 @@ use tokio::sync::{Semaphore, broadcast, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
 use crate::force_disconnected::ForceDisconnected;
-use crate::journal::Journal;
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::{Change, Register};
 use crate::planner::Options;
+use crate::record_store::Records;
 use crate::unmanaged::Unmanaged;
 use crate::workers::Workers;
 use cleat_backend::Registry;
@@ -52,7 +52,7 @@ pub(crate) struct Context {
     /// The backends, which state how long a volume may take to open.
     pub(crate) registry: Registry,
     /// The durable records.
-    pub(crate) journal: Arc<Journal>,
+    pub(crate) records: Records,
     /// Calls to the kernel.
     pub(crate) kernel: KernelCalls,
     /// The same kernel with separate threads, for queries about devices and for forced unmaps while other

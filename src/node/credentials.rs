@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
-use crate::blocking::blocking;
+use crate::blocking::with_own_limit;
 use crate::context::Context;
 use crate::worker_start::within;
 use cleat_backend::CredentialFile;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The maximum number of volumes whose files are opened at the same time. A file system that does not answer
-/// then blocks only some of the threads that write the journal as well.
+/// then blocks only these threads.
 pub(crate) const MAX_CONCURRENT: usize = 32;
 
 /// The timeout for opening the files of a volume.
@@ -49,7 +49,7 @@ pub(crate) async fn open_credentials(
     let permits = Arc::clone(&cx.credential_opens);
     let opening = async move {
         let permit = permits.acquire_owned().await;
-        let opened = blocking(move || {
+        let opened = with_own_limit(move || {
             let _permit = permit;
             open(&files)
         });

@@ -10,6 +10,7 @@ use tonic::Status;
 use crate::context::Context;
 use crate::kernel_calls::KernelLoad;
 use crate::mapping::{Change, ForceReport, Mapping, Register, View};
+use crate::record_directory::Problem;
 use crate::{devices, holders, operations, target, unlock};
 use cleat_api::v1 as api;
 use cleat_core::error::Result;
@@ -166,6 +167,11 @@ impl Executor {
     /// Returns the problems that were found when the daemon started.
     pub fn findings(&self) -> Vec<String> {
         self.context.findings()
+    }
+
+    /// Returns why the state directory does not take records; `None` if it does.
+    pub(crate) fn state_directory_problem(&self) -> Option<Problem> {
+        self.context.records.state_directory.problem()
     }
 
     /// Returns the number of kernel calls in progress.

@@ -39,6 +39,8 @@ mod operations;
 pub mod planner;
 mod quiesce_hook;
 mod reconcile;
+mod record_directory;
+mod record_store;
 mod records;
 mod restart;
 mod retry;

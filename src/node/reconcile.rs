@@ -48,10 +48,7 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
         return wake_later(cx, guard);
     }
     guard.health.retry_at = None;
-    if let Err(error) = store_again(cx, guard).await {
-        tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
-        wake_later(cx, guard);
-    }
+    store_again(cx, guard).await;
     let deadline =
         Instant::now() + REPAIR_TIMEOUT + unlock::extra_open_time(cx.registry, &guard.record.uri);
     match reconcile(cx, guard, deadline).await {
@@ -68,6 +65,8 @@ async fn reconcile_locked(cx: &Context, guard: &mut Guard) {
 /// # Errors
 /// Returns the first error of an observation or an action. Completed actions are not undone.
 pub(crate) async fn reconcile(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<State> {
+    // A failure of an earlier call does not count for this one.
+    guard.mapping().recorded.take_failure();
     for _ in 0..MAX_ROUNDS {
         let observed = observe(cx, guard, deadline).await?;
         let plan = plan(&guard.record, &observed);

@@ -1,73 +1,191 @@
 //! Writes the record of a mapping to the journal, off the event loop.
+//!
+//! A record has two places: the state directory and, if that does not take it, a copy in the runtime
+//! directory. A write succeeds if one of them has the record. A record that is not in the state directory is
+//! written there as soon as that is possible.
+//!
+//! Which actions need the record before they may run, and which do not, is in `src/ARCHITECTURE.md`. The
+//! former use [`store`], the latter [`store_eventually`].
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use tokio::time::timeout;
+use tokio::time::Instant;
 
-use crate::blocking::blocking;
 use crate::context::Context;
-use crate::journal::Journal;
-use crate::mapping::Guard;
-use cleat_core::error::{Error, ErrorKind, Result};
+use crate::mapping::{Guard, Place};
+use crate::planner::Record;
+use crate::record_store::Order;
+use cleat_core::error::{Error, Result};
 
-/// The timeout of one write to the journal, earlier writes of the mapping included.
-const JOURNAL_TIMEOUT: Duration = Duration::from_secs(10);
+/// The timeout of one write to the state directory, earlier writes of the mapping included. It is short,
+/// because a device may wait for the write, and the copy is as good.
+const STATE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Writes the record of a mapping to the journal.
+/// The timeout of one write to the runtime directory.
+const COPY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Writes the record of a mapping durably: a supervisor that starts after a crash of this one reads it.
 ///
 /// # Errors
-/// As [`write`].
+/// Returns the error of the state directory if neither directory takes the record: `NoSpace` if it is full,
+/// `TimedOut` if its disk does not answer. The record is then written again later, as it is in memory at that
+/// time.
 pub(crate) async fn store(cx: &Context, guard: &Guard) -> Result<()> {
-    let record = guard.record.clone();
-    write(cx, guard, move |journal, cancelled| journal.store_unless_cancelled(&record, cancelled))
-        .await
+    store_within(cx, guard, STATE_TIMEOUT).await
 }
 
-/// Runs `write` on a thread, with a flag that is set after the timeout.
-///
-/// A write continues when its call ends early. The next write of the mapping waits for it, so that the disk
-/// gets them in their order. After a timeout the record is written again when the disk answers: the call
-/// was reported as failed, but the write may have taken effect.
+/// Writes the record as [`store`] does, with another timeout for the state directory.
 ///
 /// # Errors
-/// Returns the error of `write`, and `TimedOut` if the disk does not answer within [`JOURNAL_TIMEOUT`].
-pub(crate) async fn write(
+/// As [`store`].
+pub(crate) async fn store_within(cx: &Context, guard: &Guard, limit: Duration) -> Result<()> {
+    let recorded = &guard.mapping().recorded;
+    let record = next_revision(guard);
+    // If this call is cancelled, the record is written again.
+    recorded.set_place(Place::Memory("a write of the record was interrupted".to_owned()));
+    let Err(error) = store_in_state_directory(cx, guard, &record, limit.min(STATE_TIMEOUT)).await
+    else {
+        return Ok(());
+    };
+    recorded.set_may_have_copy(true);
+    let journal = Arc::clone(&cx.records.journal);
+    let write = move |_: &AtomicBool| journal.store_copy(&record);
+    match cx.records.copies.run(&recorded.copy_order, COPY_TIMEOUT, write).await {
+        Ok(()) => {
+            recorded.set_place(Place::Copy(cause(&error)));
+            Ok(())
+        }
+        Err(other) => {
+            let error = both_failed(error, &other);
+            recorded.set_place(Place::Memory(cause(&error)));
+            recorded.fail();
+            Err(error)
+        }
+    }
+}
+
+/// Writes the record as [`store`] does, for a change that the next supervisor finds out by itself. If neither
+/// directory takes the record, it is written again later.
+pub(crate) async fn store_eventually(cx: &Context, guard: &Guard) {
+    if let Err(error) = store(cx, guard).await {
+        guard.mapping().recorded.take_failure();
+        tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
+    }
+}
+
+/// Writes the record to the state directory if it is not there. The sweep repeats this until it succeeds.
+pub(crate) async fn store_again(cx: &Context, guard: &Guard) {
+    // A map that failed before its worker was recorded has no record, and needs none.
+    if guard.record.worker.is_none() {
+        return;
+    }
+    match guard.mapping().recorded.place() {
+        Place::StateDirectory => {}
+        Place::Copy(_) => {
+            let record = next_revision(guard);
+            if let Err(error) = store_in_state_directory(cx, guard, &record, STATE_TIMEOUT).await {
+                tracing::debug!(mapping = guard.mapping().name, "{}", error.report());
+            }
+        }
+        Place::Memory(_) => store_eventually(cx, guard).await,
+    }
+}
+
+async fn store_in_state_directory(
     cx: &Context,
     guard: &Guard,
-    write: impl FnOnce(&Journal, &AtomicBool) -> Result<()> + Send + 'static,
+    record: &Arc<Record>,
+    limit: Duration,
 ) -> Result<()> {
-    let journal = Arc::clone(&cx.journal);
-    let cancelled = Arc::new(AtomicBool::new(false));
-    let is_cancelled = Arc::clone(&cancelled);
-    let write = async {
-        let permit = guard.mapping().write_permit().await;
-        let write = move || {
-            let _permit = permit;
-            write(&journal, &is_cancelled)
-        };
-        blocking(write).await
-    };
-    timeout(JOURNAL_TIMEOUT, write).await.unwrap_or_else(|_| {
-        cancelled.store(true, Ordering::SeqCst);
-        guard.mapping().store_again_later();
-        let message =
-            "the journal's disk did not write a record in time, and the write still waits";
-        Err(Error::new(ErrorKind::TimedOut, message)
-            .with_repair("check the disk of the state directory: see dmesg and /proc/pressure/io"))
-    })
+    let recorded = &guard.mapping().recorded;
+    let (journal, stored) = (Arc::clone(&cx.records.journal), Arc::clone(record));
+    let write =
+        move |cancelled: &AtomicBool| journal.store_unless_cancelled(&stored, cancelled);
+    cx.records.state_directory.run(&recorded.order, limit, write).await?;
+    recorded.set_place(Place::StateDirectory);
+    if recorded.may_have_copy() {
+        let (journal, id) = (Arc::clone(&cx.records.journal), record.mapping_id.clone());
+        let remove = move |_: &AtomicBool| journal.remove_copy(&id);
+        // A copy that stays has no effect, because its revision is lower.
+        if cx.records.copies.run(&recorded.copy_order, COPY_TIMEOUT, remove).await.is_ok() {
+            recorded.set_may_have_copy(false);
+        }
+    }
+    Ok(())
 }
 
-/// Writes the record again if the outcome of an earlier write is unknown.
+/// Removes the record of a mapping durably. A record that the state directory keeps is marked as removed, and
+/// removed later.
 ///
 /// # Errors
-/// As [`write`].
-pub(crate) async fn store_again(cx: &Context, guard: &Guard) -> Result<()> {
-    if !guard.mapping().is_record_uncertain() || guard.record.worker.is_none() {
+/// Returns the error of the state directory if neither directory takes the change.
+pub(crate) async fn remove(cx: &Context, guard: &Guard, deadline: Instant) -> Result<()> {
+    let recorded = &guard.mapping().recorded;
+    let id = guard.record.mapping_id.clone();
+    let limit = STATE_TIMEOUT.min((deadline - Instant::now()) / 2);
+    let Err(error) = remove_from_state_directory(cx, &id, &recorded.order, limit).await else {
         return Ok(());
+    };
+    let (journal, marked) = (Arc::clone(&cx.records.journal), id.clone());
+    let mark = move |_: &AtomicBool| journal.mark_removed(&marked);
+    match cx.records.copies.run(&recorded.copy_order, COPY_TIMEOUT, mark).await {
+        Ok(()) => {
+            cx.records.removals.insert(id, Arc::clone(&recorded.order));
+            Ok(())
+        }
+        Err(other) => {
+            recorded.fail();
+            Err(both_failed(error, &other))
+        }
     }
-    store(cx, guard).await?;
-    guard.mapping().set_record_certain();
-    Ok(())
+}
+
+/// Removes the records that are marked as removed, as far as the state directory allows it.
+pub(crate) async fn finish_removals(cx: &Context) {
+    for (id, order) in cx.records.removals.all() {
+        match remove_from_state_directory(cx, &id, &order, STATE_TIMEOUT).await {
+            Ok(()) => cx.records.removals.remove(&id),
+            Err(error) => tracing::debug!(id, "{}", error.report()),
+        }
+    }
+}
+
+/// Removes a record that no mapping has.
+///
+/// # Errors
+/// Returns the error of the state directory.
+pub(crate) async fn discard(cx: &Context, mapping_id: &str) -> Result<()> {
+    remove_from_state_directory(cx, mapping_id, &Order::default(), STATE_TIMEOUT).await
+}
+
+async fn remove_from_state_directory(
+    cx: &Context,
+    mapping_id: &str,
+    order: &Order,
+    limit: Duration,
+) -> Result<()> {
+    let (journal, id) = (Arc::clone(&cx.records.journal), mapping_id.to_owned());
+    cx.records.state_directory.run(order, limit, move |_| journal.remove(&id)).await
+}
+
+fn next_revision(guard: &Guard) -> Arc<Record> {
+    let revision = guard.mapping().recorded.next_revision();
+    Arc::new(Record { revision, ..guard.record.clone() })
+}
+
+/// Returns the error of the state directory, with the one of the runtime directory.
+fn both_failed(error: Error, other: &Error) -> Error {
+    let message = format!("{}; {}", error.report(), other.report());
+    let repair = error.repair().unwrap_or_default().to_owned();
+    Error::new(error.kind(), message).with_repair(repair)
+}
+
+/// Returns the text of an error with its repair, for the status of a mapping.
+fn cause(error: &Error) -> String {
+    match error.repair() {
+        Some(repair) => format!("{}; {repair}", error.report()),
+        None => error.report(),
+    }
 }

@@ -14,15 +14,28 @@ use cleat_core::error::Error;
 const RECOVERED_AFTER: Duration = Duration::from_secs(5);
 
 /// Reports a failure, counts it, and schedules a retry with a backoff. A refusal of the backend does not
-/// count as a failure while the outage policy allows requests to wait.
+/// count as a failure while the outage policy allows requests to wait. A journal that cannot be written never
+/// counts: the mapping is not at fault, and works again when the journal does.
 pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
     let policy = guard.record.options.policy.outage;
     let backend_attempt = guard.health.worker_failures.backend_wait_attempts(policy);
+    let record_attempt = guard.mapping().recorded.take_failure();
     let name = &guard.mapping().name;
     let mut message = error.report();
-    match backend_attempt {
-        Some(attempt) => {
+    let waits = match (record_attempt, backend_attempt) {
+        (Some(attempt), _) => {
+            let repair = error.repair().unwrap_or("check the disk of the state directory");
+            message = format!("waiting for the state directory: {message}; {repair}");
+            Some(attempt)
+        }
+        (None, Some(attempt)) => {
             message = format!("waiting for the backend: {message}");
+            Some(attempt)
+        }
+        (None, None) => None,
+    };
+    match waits {
+        Some(attempt) => {
             // An outage may last for days, so most attempts are not logged.
             if attempt <= 3 || attempt.is_multiple_of(60) {
                 tracing::warn!(mapping = name, attempt, "{message}");
@@ -35,7 +48,7 @@ pub(crate) fn after_failure(cx: &Context, guard: &mut Guard, error: &Error) {
         view.message = message;
         view.outage = outage;
     });
-    match backend_attempt {
+    match waits {
         Some(attempt) => set_backoff(cx, guard, attempt),
         None => count_failure(cx, guard),
     }

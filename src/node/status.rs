@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::context::Context;
 use crate::holders::in_use_error;
-use crate::mapping::{Change, Guard, Guarded, Mapping, OutageView, View};
+use crate::mapping::{Change, Guard, Guarded, Mapping, OutageView, Place, View};
 use crate::planner::{Failure, Observed, State};
 use cleat_core::error::Error;
 
@@ -41,6 +41,7 @@ pub(crate) fn publish_state(cx: &Context, guard: &mut Guard, state: &State, obse
         State::Failed(failure) => with_repair_hint(failure),
         State::Held(holders) => in_use_error(&guarded.record.name, holders).message().to_owned(),
         State::Mapped if guarded.record.sync_failed => sync_failure(&guarded.record.name),
+        State::Mapped if guard.mapping().recorded.is_behind() => record_problem(guard),
         State::Mapped => {
             let resize = guarded.resize_deferred.as_ref().map(|(_, why)| why.clone());
             let refused = resize.or_else(|| guarded.upgrade_refusal.clone());
@@ -128,6 +129,22 @@ pub(crate) fn sync_failure(name: &str) -> String {
          fails from now on; check the storage (dmesg), unmount the device, run: cleat unmap --force {name}, map it \
          again, and check its file system (fsck)"
     )
+}
+
+/// Describes why the record of a mapping is not in the state directory.
+fn record_problem(guard: &Guard) -> String {
+    let name = &guard.record.name;
+    match guard.mapping().recorded.place() {
+        Place::StateDirectory => String::new(),
+        Place::Copy(cause) => {
+            format!("the state directory does not take the record of {name}, which is kept in the runtime \
+                     directory: {cause}")
+        }
+        Place::Memory(cause) => {
+            format!("the record of {name} cannot be written, and a restart of the daemon would lose its last \
+                     changes: {cause}")
+        }
+    }
 }
 
 fn with_repair_hint(failure: &Failure) -> String {

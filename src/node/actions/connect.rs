@@ -6,7 +6,8 @@ use tokio::time::Instant;
 
 use super::sockets::{SERVE_TIMEOUT, serve, socket_pairs, wait_for_connections};
 use crate::context::Context;
-use crate::mapping::Guard;
+use crate::mapping::{Guard, Place};
+use crate::records::store;
 use crate::worker_start::{no_worker, within};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::ConnectSpec;
@@ -18,6 +19,10 @@ pub(crate) async fn connect(cx: &Context, guard: &mut Guard, deadline: Instant) 
         let message = "cannot connect a device: an earlier attempt was still in progress";
         return Err(Error::new(ErrorKind::Unavailable, message));
     };
+    // The next supervisor could not tell what a device is that no record describes.
+    if let Place::Memory(_) = guard.mapping().recorded.place() {
+        store(cx, guard).await?;
+    }
     let record = &guard.record;
     let volume = record.volume.as_ref().ok_or_else(|| no_worker(record))?;
     let options = &record.options;

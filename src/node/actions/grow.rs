@@ -7,7 +7,6 @@ use tokio::time::Instant;
 use super::resize_device::{record_size, resize_device};
 use crate::context::Context;
 use crate::mapping::Guard;
-use cleat_core::error::Result;
 use cleat_kernel::DeviceIndex;
 
 /// How long a growth without a request of a user waits for the requests in flight. It is short because
@@ -18,25 +17,22 @@ const GROWTH_DRAIN_TIMEOUT: Duration = Duration::from_millis(300);
 const RETRY_DELAY: Duration = Duration::from_secs(10);
 
 /// Grows the device to the size of its volume, or defers that.
-///
-/// # Errors
-/// Returns an error if the record cannot be written.
 pub(crate) async fn grow(
     cx: &Context,
     guard: &mut Guard,
     index: DeviceIndex,
     size: u64,
     deadline: Instant,
-) -> Result<()> {
+) {
     let resized = resize_device(cx, guard, index, size, GROWTH_DRAIN_TIMEOUT, deadline).await;
     let Err(error) = resized else {
         guard.resize_deferred = None;
         tracing::info!(mapping = guard.record.name, size, "the device has grown with its volume");
-        return record_size(cx, guard).await;
+        record_size(cx, guard).await;
+        return;
     };
     let why = format!("cannot grow the device to its volume of {size} bytes: {}", error.report());
     tracing::warn!(mapping = guard.record.name, "{why}");
     guard.resize_deferred = Some((Instant::now() + RETRY_DELAY, why));
     cx.wake_at(&guard.mapping().name, Instant::now() + RETRY_DELAY);
-    Ok(())
 }

@@ -55,12 +55,18 @@ pub(crate) async fn run(
         Action::RefuseIo { index, connections } => {
             refuse_io::refuse_io(cx, guard, index, connections, deadline).await
         }
-        Action::RecordFenced => record::record_fenced(cx, guard).await,
+        Action::RecordFenced => {
+            record::record_fenced(cx, guard).await;
+            Ok(())
+        }
         Action::RecordSyncFailed => {
             record::record_sync_failed(cx, guard).await;
             Ok(())
         }
-        Action::GrowDevice { index, size } => grow::grow(cx, guard, index, size, deadline).await,
+        Action::GrowDevice { index, size } => {
+            grow::grow(cx, guard, index, size, deadline).await;
+            Ok(())
+        }
         Action::Quiesce { index, snapshot } => {
             quiesce::quiesce(cx, guard, index, snapshot, deadline).await
         }
@@ -69,12 +75,18 @@ pub(crate) async fn run(
             unquiesce::try_unquiesce(cx, guard, deadline).await;
             Ok(())
         }
-        Action::RecordUnmapping => record::record_unmapping(cx, guard, deadline).await,
+        Action::RecordUnmapping => {
+            record::record_unmapping(cx, guard).await;
+            Ok(())
+        }
         Action::Flush(index) => disconnect::flush(cx, guard, index, deadline).await,
         Action::Disconnect(index) => disconnect::disconnect(cx, guard, index, deadline).await,
         Action::StopWorker => stop_worker::stop_worker(cx, guard, deadline).await,
         Action::StopPredecessor => handover::stop_predecessor(cx, guard, deadline).await,
-        Action::RestorePredecessor => handover::restore_predecessor(cx, guard).await,
+        Action::RestorePredecessor => {
+            handover::restore_predecessor(cx, guard).await;
+            Ok(())
+        }
         Action::WaitForConnect => guard.mapping().wait_for_connect(deadline).await,
         Action::RemoveRecord => remove_record::remove_record(cx, guard, deadline).await,
         Action::FailIo => fail_io::fail_io(cx, guard, deadline).await,

@@ -19,10 +19,9 @@ pub(crate) async fn remove_record(
         // It has no volume: it cannot write, and it has been killed.
         tracing::warn!(mapping = guard.mapping().name, "{}", error.report());
     }
-    let id = guard.record.mapping_id.clone();
     // The record is removed last: without it no supervisor would look for the socket.
-    cx.workers.sockets.remove(&id);
-    records::write(cx, guard, move |journal, _| journal.remove(&id)).await?;
+    cx.workers.sockets.remove(&guard.record.mapping_id);
+    records::remove(cx, guard, deadline).await?;
     guard.teardown.removed = true;
     let mapping = Arc::clone(guard.mapping());
     cx.register.remove(&mapping);

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use crate::context::Context;
 use crate::mapping::Guard;
 use crate::planner::{DeviceProperties, Options};
-use crate::records::store;
+use crate::records::store_eventually;
 use crate::target::not_mapped;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::policy::{Policy, RateLimits};
@@ -113,17 +113,18 @@ pub(crate) async fn request_size(
     }
 }
 
-/// Records the size of the volume, in whole blocks, if it has changed.
-pub(crate) async fn record_size(cx: &Context, guard: &mut Guard) -> Result<()> {
+/// Records the size of the volume, in whole blocks, if it has changed. A supervisor with an older record gets
+/// the size from the worker.
+pub(crate) async fn record_size(cx: &Context, guard: &mut Guard) {
     let block = block_size(guard);
     let size = guard.worker.as_ref().map(|worker| worker.size() - worker.size() % block);
     let before = guard.record.volume.clone();
     let now = before.clone().zip(size).map(|(volume, size)| DeviceProperties { size, ..volume });
     if now.is_none() || now == before {
-        return Ok(());
+        return;
     }
     guard.record.volume = now;
-    store(cx, guard).await
+    store_eventually(cx, guard).await;
 }
 
 pub(crate) fn block_size(guard: &Guard) -> u64 {

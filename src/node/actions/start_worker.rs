@@ -10,7 +10,7 @@ use super::stop_worker::STOP_GRACE;
 use crate::context::Context;
 use crate::credentials::open_credentials;
 use crate::mapping::Guard;
-use crate::records::store;
+use crate::records::{store, store_eventually};
 use crate::unlock::{self, unlock_permit};
 use crate::worker_failures::StartFailure;
 use crate::worker_start::{device_properties, start_message, start_permit, within};
@@ -82,9 +82,12 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     guard.statistics = Some(worker.statistics.clone());
     guard.mapping().show_statistics(Some(worker.statistics.clone()));
     guard.worker = Some(worker);
-    if guard.record.volume.as_ref() != Some(&volume) {
-        guard.record.volume = Some(volume);
+    let before = guard.record.volume.replace(volume);
+    if before.is_none() {
+        // The device is connected only after this: its properties cannot be read from it.
         store(cx, guard).await?;
+    } else if before != guard.record.volume {
+        store_eventually(cx, guard).await;
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use super::quiesce::run_hook;
 use crate::context::Context;
 use crate::mapping::{AnsweredSnapshot, Guard, Guarded};
 use crate::planner::Intent;
-use crate::records::store;
+use crate::records::store_eventually;
 use crate::worker_start::within;
 use cleat_core::error::Result;
 
@@ -24,7 +24,7 @@ const RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Ends the quiescing of a mapping's device. If this fails and the mapping stays, it is deferred.
 ///
 /// # Errors
-/// Returns the error of the thaw or of the record if the mapping is to be removed.
+/// Returns the error of the thaw if the mapping is to be removed.
 pub(crate) async fn unquiesce(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let by_hook = guard.record.quiesced.as_ref().is_some_and(|quiesced| quiesced.hook.is_some());
     let limit = match guard.record.intent {
@@ -89,12 +89,9 @@ async fn unquiesce_device(cx: &Context, guard: &mut Guard, deadline: Instant) ->
     }
     cx.point("thawed").await;
     guard.record.quiesced = None;
-    let stored = store(cx, guard).await;
-    if stored.is_err() {
-        // The next attempt thaws again, which does no harm.
-        guard.record.quiesced = Some(quiesced);
-    }
-    stored
+    // A supervisor with the old record thaws again, which does no harm.
+    store_eventually(cx, guard).await;
+    Ok(())
 }
 
 /// Ends the quiescing of every mapping, because no supervisor would do it after this one has ended.

@@ -20,6 +20,7 @@ use super::{convert, validate};
 use crate::executor::{Executor, NewSize};
 use crate::mapping::{Mapping, View};
 use crate::naming;
+use crate::record_directory::Problem;
 use cleat_api::v1 as api;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_worker_protocol::version::{BUILD, binary_id};
@@ -421,6 +422,9 @@ impl ApiService {
                 format!("cleat status {} shows the cause and what to do", names[0]),
             ),
         });
+        if let Some(Problem { message, repair }) = self.executor.state_directory_problem() {
+            checks.push(check("state directory", Verdict::Error, message, repair));
+        }
         for finding in self.executor.findings() {
             let repair = "for information; not shown after the next start of the daemon".to_owned();
             checks.push(check("recovery", Verdict::Warning, finding, repair));

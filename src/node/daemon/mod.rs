@@ -27,13 +27,14 @@ use crate::credentials;
 use crate::directory::create_private;
 use crate::executor::{Executor, Halt};
 use crate::force_disconnected::ForceDisconnected;
-use crate::journal::{Disk, Journal, lock};
+use crate::journal::{Disk, lock};
 use crate::kernel_calls::KernelCalls;
 use crate::mapping::Register;
 use crate::metrics::calls::Calls;
 use crate::metrics::{Endpoint, Source};
 use crate::operations::{orphans, recover, upgrade};
 use crate::planner::Options;
+use crate::record_store::Records;
 use crate::unlock;
 use crate::unmanaged::Unmanaged;
 use crate::workers::{Launcher, Workers};
@@ -99,7 +100,7 @@ impl Node {
         let workers_dir = config.runtime_dir.join("workers");
         create_private(&workers_dir)?;
         let runtime_lock = lock(&config.runtime_dir.join("lock"))?;
-        let journal = Arc::new(Journal::open(&config.state_dir, &config.runtime_dir, parts.disk)?);
+        let records = Records::open(config, parts.disk)?;
         let listener = listen(&config.socket()).await?;
         let metrics = Endpoint::bind(&config.metrics, &config.runtime_dir).await?;
 
@@ -109,7 +110,7 @@ impl Node {
         let kernel = KernelCalls::new((parts.kernel)());
         let context = Arc::new(Context {
             registry: parts.registry,
-            journal,
+            records,
             urgent: kernel.urgent(),
             force_disconnected: ForceDisconnected::default(),
             kernel,

@@ -10,9 +10,12 @@ use tokio::time::{Instant, interval};
 
 use super::service_manager::{notify, status};
 use super::{Node, Parts};
+use crate::blocking;
 use crate::config::Config;
+use crate::credentials;
 use crate::journal::RealDisk;
 use crate::kernel_calls::{MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
+use crate::record_directory;
 use crate::restart;
 use crate::workers::Processes;
 use cleat_backend::Registry;
@@ -21,6 +24,17 @@ use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kernel::real::RealKernel;
+
+/// The sum of the limits of all calls that block. No call waits for a thread because calls of another kind
+/// hang: the kernel's, the writes to the two directories of records, the opens of credential files, and all
+/// others. The rest formats the metrics.
+const MAX_THREADS: usize = MAX_COMMANDS
+    + MAX_WAITS
+    + MAX_URGENT
+    + 2 * record_directory::MAX_WRITES
+    + credentials::MAX_CONCURRENT
+    + blocking::MAX_CALLS
+    + 4;
 
 /// How long a start waits for the sockets and locks of the previous daemon to be free, after a restart as
 /// another build has failed.
@@ -33,8 +47,7 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
 pub fn run(config: &Config, registry: Registry) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        // The threads besides those of kernel calls write to the journal and start workers.
-        .max_blocking_threads(MAX_COMMANDS + MAX_WAITS + MAX_URGENT + 16)
+        .max_blocking_threads(MAX_THREADS)
         .thread_keep_alive(Duration::from_secs(2))
         .thread_name("cleat-node")
         .enable_all()

@@ -10,12 +10,13 @@ use crate::context::Context;
 use crate::devices::devices;
 use crate::liveness::check_liveness;
 use crate::planner::State;
+use crate::records::finish_removals;
 
 /// The interval between two sweeps.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Schedules a reconcile for every mapping that does not work or whose device is not the expected one, and
-/// pings the workers of the others. Runs until the daemon ends.
+/// Schedules a reconcile for every mapping that does not work, whose device is not the expected one, or whose
+/// record is not in the state directory, and pings the workers of the others. Runs until the daemon ends.
 pub(crate) async fn sweep(cx: Arc<Context>) {
     let mut tick = interval(SWEEP_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -30,6 +31,10 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
             }
         };
         while checks.try_join_next().is_some() {}
+        if !cx.records.removals.all().is_empty() {
+            let cx = Arc::clone(&cx);
+            checks.spawn(async move { finish_removals(&cx).await });
+        }
         for mapping in cx.register.all() {
             let view = mapping.view();
             let device = view.device.and_then(|seen| {
@@ -45,6 +50,7 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
                 || !has_identity
                 || !served
                 || view.record.quiesced.is_some()
+                || mapping.recorded.is_behind()
             {
                 cx.wake(&mapping.name);
             } else {

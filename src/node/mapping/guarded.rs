@@ -66,7 +66,7 @@ pub struct QuiesceState {
 /// The progress of removing a mapping.
 #[derive(Debug, Default)]
 pub struct Teardown {
-    /// Whether the journal says that the mapping is to be removed.
+    /// Whether the removal has begun: the journal says so, unless it could not be written.
     pub recorded: bool,
     /// Whether the mapping was removed. A task that waited for the guard looks up the name again.
     pub removed: bool,

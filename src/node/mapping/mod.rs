@@ -6,6 +6,7 @@
 mod force_progress;
 mod guard;
 mod guarded;
+mod recorded;
 mod register;
 mod view;
 
@@ -22,6 +23,7 @@ use cleat_statistics::Page;
 pub use force_progress::{ForceProgress, ForceReport, ForcedStep};
 pub use guard::Guard;
 pub use guarded::{AnsweredSnapshot, Guarded, Health, QuiesceState, Teardown};
+pub use recorded::{Place, Recorded};
 pub use register::Register;
 pub use view::{Change, OutageView, View, node_of};
 
@@ -33,6 +35,8 @@ pub struct Mapping {
     pub name: String,
     /// The id, which never changes.
     pub mapping_id: String,
+    /// The state of the durable record.
+    pub(crate) recorded: Recorded,
     guarded: Arc<tokio::sync::Mutex<Guarded>>,
     view: Mutex<View>,
     statistics: Mutex<Option<Page>>,
@@ -44,12 +48,6 @@ pub struct Mapping {
     call_waiting: AtomicBool,
     /// The number of forced unmaps that wait for the guard. Its holder then cancels its work.
     force_waiting: watch::Sender<u32>,
-    /// Held while a record is being written, also after the call for it was cancelled.
-    writing: Arc<tokio::sync::Mutex<()>>,
-    /// Whether a write of the record was abandoned, and has ended since.
-    record_uncertain: AtomicBool,
-    /// Whether a task waits for the end of an abandoned write.
-    store_again_scheduled: AtomicBool,
     /// Held while the kernel connects a device, also after the call for it was cancelled.
     connecting: Arc<tokio::sync::Mutex<()>>,
     work_queue: mpsc::Sender<String>,
@@ -73,6 +71,7 @@ impl Mapping {
         Self {
             name: record.name.clone(),
             mapping_id: record.mapping_id.clone(),
+            recorded: Recorded::new(record.revision),
             guarded: Arc::new(tokio::sync::Mutex::new(Guarded::new(record))),
             view: Mutex::new(view),
             statistics: Mutex::new(None),
@@ -80,9 +79,6 @@ impl Mapping {
             background_entries: AtomicU32::new(0),
             call_waiting: AtomicBool::new(false),
             force_waiting: watch::Sender::new(0),
-            writing: Arc::default(),
-            record_uncertain: AtomicBool::new(false),
-            store_again_scheduled: AtomicBool::new(false),
             connecting: Arc::default(),
             work_queue,
         }
@@ -167,36 +163,6 @@ impl Mapping {
             }
             done = work => done,
         }
-    }
-
-    /// Waits for the right to write the record. The thread that writes keeps it.
-    pub async fn write_permit(&self) -> OwnedMutexGuard<()> {
-        Arc::clone(&self.writing).lock_owned().await
-    }
-
-    /// Schedules a reconcile for the time at which an abandoned write of the record has ended.
-    pub fn store_again_later(self: &Arc<Self>) {
-        if self.store_again_scheduled.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        let mapping = Arc::clone(self);
-        tokio::spawn(async move {
-            drop(mapping.write_permit().await);
-            mapping.store_again_scheduled.store(false, Ordering::SeqCst);
-            mapping.record_uncertain.store(true, Ordering::SeqCst);
-            // If the queue is full, the next sweep finds the mapping.
-            let _ = mapping.work_queue.try_send(mapping.name.clone());
-        });
-    }
-
-    /// Returns whether the record in the journal may differ from the one in memory.
-    pub fn is_record_uncertain(&self) -> bool {
-        self.record_uncertain.load(Ordering::SeqCst)
-    }
-
-    /// Marks the record in the journal as equal to the one in memory.
-    pub fn set_record_certain(&self) {
-        self.record_uncertain.store(false, Ordering::SeqCst);
     }
 
     /// Returns the right to connect a device, which the connecting thread keeps; `None` while the kernel

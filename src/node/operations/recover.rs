@@ -15,9 +15,10 @@ use super::map::UNDO_TIMEOUT;
 use crate::blocking::blocking;
 use crate::context::Context;
 use crate::journal::RejectedRecord;
-use crate::mapping::Mapping;
+use crate::mapping::{Mapping, Place};
 use crate::planner::{Intent, Record, State};
 use crate::reconcile::{reconcile_in_background, take_down};
+use crate::records;
 use cleat_core::error::{ErrorKind, Result};
 
 /// The number of mappings that are restored at the same time.
@@ -36,16 +37,18 @@ const READ_INTERVAL: Duration = Duration::from_secs(5);
 /// # Errors
 /// Returns an error if the journal cannot be read, or if a void record cannot be processed.
 pub(crate) async fn recover(cx: &Arc<Context>) -> Result<()> {
-    let journal = Arc::clone(&cx.journal);
+    let journal = Arc::clone(&cx.records.journal);
     let loaded = blocking(move || journal.load()).await?;
     let unreadable = report_rejected(cx, &loaded.rejected);
     if !unreadable.is_empty() {
         tokio::spawn(restore_later(Arc::downgrade(cx), unreadable));
     }
+    cx.records.add_removals(loaded.marked);
     let permits = Arc::new(Semaphore::new(MAX_CONCURRENT));
     let mut tasks = tokio::task::JoinSet::new();
     for record in loaded.records {
-        let Some(mapping) = restore_mapping(cx, record).await? else { continue };
+        let copied = loaded.copied.contains(&record.mapping_id);
+        let Some(mapping) = restore_mapping(cx, record, copied).await? else { continue };
         let (context, permits) = (Arc::clone(cx), Arc::clone(&permits));
         tasks.spawn(async move {
             // The semaphore is never closed.
@@ -90,7 +93,7 @@ async fn restore_later(context: Weak<Context>, mut unreadable: BTreeSet<String>)
         // A daemon that has ended must not be kept, since it holds the lock of the journal.
         let Some(cx) = context.upgrade() else { return };
         for mapping_id in unreadable.clone() {
-            let (journal, id) = (Arc::clone(&cx.journal), mapping_id.clone());
+            let (journal, id) = (Arc::clone(&cx.records.journal), mapping_id.clone());
             let loaded = match blocking(move || journal.load_one(&id)).await {
                 Ok(loaded) if !loaded.rejected.iter().any(RejectedRecord::is_unreadable) => loaded,
                 _ => continue,
@@ -99,7 +102,8 @@ async fn restore_later(context: Weak<Context>, mut unreadable: BTreeSet<String>)
             cx.unmanaged.remove(&mapping_id);
             report_rejected(&cx, &loaded.rejected);
             for record in loaded.records {
-                match restore_mapping(&cx, record).await {
+                let copied = loaded.copied.contains(&record.mapping_id);
+                match restore_mapping(&cx, record, copied).await {
                     Ok(Some(mapping)) => recover_mapping(&cx, &mapping).await,
                     Ok(None) => {}
                     Err(error) => cx.found(error.report()),
@@ -109,15 +113,21 @@ async fn restore_later(context: Weak<Context>, mut unreadable: BTreeSet<String>)
     }
 }
 
-/// Makes a mapping from a record. Returns `None` for a record of an earlier boot or a duplicate name.
-async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapping>>> {
+/// Makes a mapping from a record, which is not in the state directory if `copied`. Returns `None` for a record
+/// of an earlier boot or a duplicate name.
+async fn restore_mapping(
+    cx: &Context,
+    record: Record,
+    copied: bool,
+) -> Result<Option<Arc<Mapping>>> {
     if record.boot_id != cx.settings.boot_id {
         cx.found(format!(
             "{} ({}) was mapped before the last boot, and is not mapped now",
             record.name, record.uri
         ));
         // If the removal fails, the next start tries it again.
-        if let Err(error) = remove_record(cx, record).await {
+        cx.workers.sockets.remove(&record.mapping_id);
+        if let Err(error) = records::discard(cx, &record.mapping_id).await {
             cx.found(error.report());
         }
         return Ok(None);
@@ -125,17 +135,16 @@ async fn restore_mapping(cx: &Context, record: Record) -> Result<Option<Arc<Mapp
     let (name, id) = (record.name.clone(), record.mapping_id.clone());
     let make = || Mapping::new(record, cx.work_queue.clone());
     let (mapping, guard) = cx.register.find_or_insert(&name, usize::MAX, make)?;
+    if copied && guard.is_some() {
+        let cause = "an earlier daemon could not write it to the state directory".to_owned();
+        mapping.recorded.set_place(Place::Copy(cause));
+        mapping.recorded.set_may_have_copy(true);
+    }
     if guard.is_none() {
         cx.found(format!("{name} has two records; the one of mapping {id} is ignored"));
         return Ok(None);
     }
     Ok(Some(mapping))
-}
-
-async fn remove_record(cx: &Context, record: Record) -> Result<()> {
-    let journal = Arc::clone(&cx.journal);
-    cx.workers.sockets.remove(&record.mapping_id);
-    blocking(move || journal.remove(&record.mapping_id)).await
 }
 
 async fn recover_mapping(cx: &Context, mapping: &Arc<Mapping>) {

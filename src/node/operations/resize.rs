@@ -73,7 +73,7 @@ async fn resize_mapping(
         cx.wake(&mapping.name);
     }
     resized?;
-    record_size(cx, &mut guard).await?;
+    record_size(cx, &mut guard).await;
     reconcile(cx, &mut guard, deadline).await?;
     Ok(mapping.view())
 }

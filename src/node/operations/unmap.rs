@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::mapping::Guard;
 use crate::planner::Intent;
 use crate::reconcile::take_down;
-use crate::records::store;
+use crate::records::store_eventually;
 use crate::retry::after_failure;
 use crate::status::publish;
 use crate::target::{Target, find};
@@ -50,7 +50,7 @@ async fn unmap_locked(cx: &Context, mut guard: Guard, deadline: Instant) -> Resu
     if intent == Intent::Mapped && (!guard.teardown.recorded || error.kind() == ErrorKind::InUse) {
         guard.record.intent = Intent::Mapped;
         if guard.teardown.recorded {
-            store(cx, &guard).await?;
+            store_eventually(cx, &guard).await;
             guard.teardown.recorded = false;
         }
         publish(cx, &mapping, |now| *now = view);

@@ -1,0 +1,66 @@
+//! The journal with its two directories, as the supervisor uses them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::config::Config;
+use crate::journal::{Disk, Journal};
+use crate::record_directory::RecordDirectory;
+use cleat_core::error::Result;
+
+/// The journal, and what is known about its two directories.
+pub(crate) struct Records {
+    /// The journal.
+    pub(crate) journal: Arc<Journal>,
+    /// The writes to the state directory.
+    pub(crate) state_directory: RecordDirectory,
+    /// The writes to the runtime directory, which has the copies.
+    pub(crate) copies: RecordDirectory,
+    /// The records that are marked as removed.
+    pub(crate) removals: Removals,
+}
+
+impl Records {
+    /// Opens the journal. Blocks.
+    ///
+    /// # Errors
+    /// As [`Journal::open`].
+    pub(crate) fn open(config: &Config, disk: Arc<dyn Disk>) -> Result<Self> {
+        let journal = Arc::new(Journal::open(&config.state_dir, &config.runtime_dir, disk)?);
+        let state = RecordDirectory::new(config.state_dir.clone(), "a call that blocks: a record");
+        let copies = journal.copies().to_owned();
+        let copies = RecordDirectory::new(copies, "a call that blocks: a copy of a record");
+        Ok(Self { journal, state_directory: state, copies, removals: Removals::default() })
+    }
+
+    /// Takes over what an earlier supervisor could not remove. The sweep removes it.
+    pub(crate) fn add_removals(&self, mapping_ids: BTreeSet<String>) {
+        for mapping_id in mapping_ids {
+            self.removals.insert(mapping_id, Order::default());
+        }
+    }
+}
+
+/// The order of the writes of one mapping.
+pub(crate) type Order = Arc<tokio::sync::Mutex<()>>;
+
+/// The records that are marked as removed and still in the state directory.
+#[derive(Default)]
+pub(crate) struct Removals(Mutex<BTreeMap<String, Order>>);
+
+impl Removals {
+    /// Adds a record. Its removal waits for the writes that hold `order`.
+    pub(crate) fn insert(&self, mapping_id: String, order: Order) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(mapping_id, order);
+    }
+
+    /// Returns all records with the order of their writes.
+    pub(crate) fn all(&self) -> BTreeMap<String, Order> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Removes a record from this list.
+    pub(crate) fn remove(&self, mapping_id: &str) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(mapping_id);
+    }
+}
