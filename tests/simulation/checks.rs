@@ -17,7 +17,7 @@ use crate::clock;
 use crate::disks::{SECTORS, key};
 use crate::lives::Calm;
 use crate::scenario::{Lasting, Volume};
-use crate::world::{World, cleat_devices};
+use crate::world::{StateDisk, World, cleat_devices};
 
 /// The time limit of an unmap when no failure is active.
 const UNMAP_LIMIT: Duration = Duration::from_secs(60);
@@ -44,6 +44,7 @@ pub(crate) fn end_faults(world: &World, volumes: &[Volume], lasting: Option<Last
             let _ = std::fs::remove_file(entry.path());
         }
     }
+    world.set_state_disk(StateDisk::Works, false);
     let mut state = world.state();
     state.quirks.clear();
     state.upgrading = None;
@@ -77,21 +78,9 @@ pub(crate) fn end_faults(world: &World, volumes: &[Volume], lasting: Option<Last
     }
 }
 
-/// The ids and names in the journal.
+/// The ids and names in the journal, copies included.
 pub(crate) fn records(world: &World) -> Vec<(String, String)> {
-    let Ok(entries) = std::fs::read_dir(world.records()) else { return Vec::new() };
-    let mut found: Vec<(String, String)> = entries
-        .flatten()
-        .filter(|entry| entry.path().extension().is_some_and(|e| e == "json"))
-        .filter_map(|entry| {
-            let id = entry.path().file_stem()?.to_str()?.to_owned();
-            let text = std::fs::read(entry.path()).ok()?;
-            let record: serde_json::Value = serde_json::from_slice(&text).ok()?;
-            Some((id, record["name"].as_str()?.to_owned()))
-        })
-        .collect();
-    found.sort();
-    found
+    world.recorded()
 }
 
 /// Checks the result of a `map` that succeeded.
@@ -318,7 +307,9 @@ fn holds(world: &World, view: &View, failure: &Failure, gone: bool) -> Result<()
         state.workers.values().filter(|worker| worker.mapping_id() == Some(id)).collect();
     let message = &failure.message;
     let is_true = if message.contains("by another program") {
-        let severed = world.kernel().has_vanished(&record.identity()) || state.forced.contains(id);
+        let severed = world.kernel().has_vanished(&record.identity())
+            || state.forced.contains(id)
+            || state.was_unrecordable;
         devices.is_empty() && severed
     } else if message.contains("in the memory of its worker") {
         // A device that no worker will serve again is connected to a worker that fails its requests.
@@ -563,5 +554,10 @@ fn nothing_is_left(world: &World, executor: &Arc<Executor>) {
     }
     if !sockets.is_empty() {
         world.violation(format!("left at the end: {sockets:?}"));
+    }
+    let copies = std::fs::read_dir(world.copies()).into_iter().flatten().flatten();
+    let copies: Vec<_> = copies.map(|entry| entry.file_name()).collect();
+    if !copies.is_empty() {
+        world.violation(format!("left at the end in the runtime directory: {copies:?}"));
     }
 }

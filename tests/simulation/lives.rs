@@ -24,7 +24,7 @@ use crate::checks;
 use crate::clock::{self, Pulse, WorldClock};
 use crate::disks::Disk;
 use crate::scenario::{By, Dice, End, Lasting, Life, Op, Scenario, Slow, Volume};
-use crate::world::{SimLauncher, World};
+use crate::world::{SimDisk, SimLauncher, World};
 
 /// The maximum duration of a life. A longer one counts as hung.
 const LIFE_LIMIT: Duration = Duration::from_secs(3600);
@@ -139,6 +139,7 @@ async fn live(player: &Player<'_>, life: &Life, boot: u64, end: End, to_the_end:
         clock: Arc::new(WorldClock::new(random.next())),
         random,
         boot_id: format!("boot {boot}"),
+        disk: Arc::new(SimDisk(world.clone())),
         halt: Some(halt),
     };
     let node = match Node::start(&world.config(), parts).await {
@@ -168,11 +169,14 @@ fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::
     let (calls, alike) = (AtomicU64::new(0), AtomicU64::new(0));
     let dice = std::sync::Mutex::new(dice);
     let world = world.clone();
-    let moment = move |crashes: bool, delay: Duration| -> simulation::Delay {
+    let moment = move |crashes: bool, delay: Duration, hangs: bool| -> simulation::Delay {
         let world = world.clone();
         Box::pin(async move {
             if !delay.is_zero() {
                 sleep(delay).await;
+            }
+            while hangs && world.state_disk_hangs() {
+                sleep(Duration::from_millis(500)).await;
             }
             if crashes {
                 tracing::debug!("HALT in a call");
@@ -189,12 +193,12 @@ fn gate(world: &World, end: End, slow: Option<Slow>, dice: Dice) -> simulation::
         let delayed = dice.below(12) == 0;
         let delay =
             if delayed { Duration::from_millis(1 + dice.below(40)) } else { Duration::ZERO };
-        let same = slow.filter(|slow| slow.what == what);
+        let same = slow.filter(|slow| what.starts_with(slow.what));
         let meant = same.filter(|slow| slow.nth == alike.fetch_add(1, Ordering::Relaxed));
         let before = meant.map_or(delay, |slow| slow.time);
         (
-            moment(end == End::AtCall(nth, false), before),
-            moment(end == End::AtCall(nth, true), delay),
+            moment(end == End::AtCall(nth, false), before, what == "a call that blocks: a record"),
+            moment(end == End::AtCall(nth, true), delay, false),
         )
     })
 }
@@ -316,6 +320,7 @@ impl Player<'_> {
             Op::Forget(at) => self.with_record(*at, |path| {
                 let _ = std::fs::remove_file(path);
             }),
+            Op::StateDisk(disk, runtime_full) => world.set_state_disk(*disk, *runtime_full),
             Op::Reboot => self.reboot(),
             Op::Pass(time) => self.pass(*time),
             Op::Usurp(at) => device(at).into_iter().for_each(|index| {

@@ -10,6 +10,7 @@ use cleat_kernel::sim::{Call, Fault};
 use cleat_node::executor::NewSize;
 
 use crate::quirks::{Open, Quirks};
+use crate::world::StateDisk;
 
 /// The scenario of one seed.
 #[derive(Debug)]
@@ -165,6 +166,8 @@ pub(crate) enum Op {
     /// The worker is killed, and another volume takes the place of its volume before the next worker starts.
     Replace(usize),
     JournalFull(usize),
+    /// The state of the disk with the state directory, and whether the runtime directory is full.
+    StateDisk(StateDisk, bool),
     /// This and the following events happen only between lives.
     Corrupt(usize),
     Forget(usize),
@@ -187,6 +190,7 @@ pub(crate) fn of(seed: u64) -> Scenario {
     Dice::new(!seed).enrich(&mut scenario);
     Dice::new(!seed ^ 0x517e).snap(&mut scenario);
     Dice::new(!seed ^ 0x1de7).replace(&mut scenario);
+    Dice::new(!seed ^ 0xd15c).fail_state_disk(&mut scenario);
     scenario
 }
 
@@ -334,6 +338,34 @@ impl Dice {
                 let quirks = Quirks { ignores_identity: true, ..Quirks::default() };
                 life.steps.insert(place, (Duration::ZERO, Op::Next(quirks)));
             }
+        }
+    }
+
+    /// Makes the disk with the state directory fail in every fourth life, sometimes over the end of the life, and
+    /// kills a worker meanwhile.
+    fn fail_state_disk(&mut self, scenario: &mut Scenario) {
+        let count = scenario.volumes.len();
+        for life in &mut scenario.lives {
+            if !self.one_in(4) {
+                continue;
+            }
+            let disk = self.pick(&[StateDisk::Full, StateDisk::ReadOnly, StateDisk::Hung]);
+            let runtime_full = self.one_in(4);
+            let places = (life.steps.len() + 1) as u64;
+            let place = usize::try_from(self.below(places)).unwrap_or(0);
+            let at = usize::try_from(self.below(count as u64)).unwrap_or(0);
+            let lasts = self.millis(&[100, 5000, 30_000, 120_000]);
+            let mut steps = vec![(Duration::ZERO, Op::StateDisk(disk, runtime_full))];
+            if self.one_in(2) {
+                steps.push((self.millis(&[0, 1000]), Op::Kill(at)));
+            }
+            if !self.one_in(4) {
+                let last = place + usize::try_from(self.below(4)).unwrap_or(0);
+                let last = last.min(life.steps.len());
+                let works = Op::StateDisk(StateDisk::Works, false);
+                life.steps.insert(last, (lasts, works));
+            }
+            life.steps.splice(place..place, steps);
         }
     }
 

@@ -17,9 +17,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tokio::sync::Notify;
 
 mod launcher;
+mod records;
 mod surroundings;
 
 pub(crate) use launcher::SimLauncher;
+pub(crate) use records::{SimDisk, StateDisk};
 pub(crate) use surroundings::{Claim, Surroundings, volume_identity};
 
 use crate::clock;
@@ -76,6 +78,12 @@ pub(crate) struct State {
     lives: u64,
     /// Mappings whose records a script has damaged.
     pub(crate) touched: BTreeSet<String>,
+    /// The state of the disk with the state directory.
+    pub(crate) state_disk: StateDisk,
+    /// Whether the runtime directory takes no copies of records.
+    pub(crate) runtime_full: bool,
+    /// Whether both of them have failed at some time, so that a supervisor may have lost changes in a crash.
+    pub(crate) was_unrecordable: bool,
 }
 
 impl World {
@@ -135,6 +143,28 @@ impl World {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The ids and names of the records in the state directory and in the runtime directory.
+    pub(crate) fn recorded(&self) -> Vec<(String, String)> {
+        records::all(&self.records())
+    }
+
+    /// The directory of copies and removal marks.
+    pub(crate) fn copies(&self) -> PathBuf {
+        records::copies(&self.records())
+    }
+
+    /// Whether writes to the state directory hang now.
+    pub(crate) fn state_disk_hangs(&self) -> bool {
+        self.look().state_disk == StateDisk::Hung
+    }
+
+    /// Changes the state of the disk with the state directory, and whether the runtime directory is full.
+    pub(crate) fn set_state_disk(&self, disk: StateDisk, runtime_full: bool) {
+        let mut state = self.state();
+        (state.state_disk, state.runtime_full) = (disk, runtime_full);
+        state.was_unrecordable |= runtime_full && disk != StateDisk::Works;
+    }
+
     /// Records a violation of an invariant.
     pub(crate) fn violation(&self, what: String) {
         tracing::error!("VIOLATION: {what}");
@@ -148,7 +178,7 @@ impl World {
     /// Called when a device is connected: a record must exist, so that a supervisor can find and remove it.
     fn connected(&self, identity: &Identity) {
         let id = identity.mapping_id();
-        let recorded = self.records().join(format!("{id}.json")).exists();
+        let recorded = !records::newest(&self.records(), id).is_null();
         if !recorded && !self.look().touched.contains(id) {
             self.violation(format!("{id} was connected without a record"));
         }
@@ -157,8 +187,7 @@ impl World {
     /// Called when file systems are frozen: a record must exist, so that the next supervisor can thaw them.
     fn froze(&self, identity: &Identity) {
         let id = identity.mapping_id();
-        let text = std::fs::read(self.records().join(format!("{id}.json"))).unwrap_or_default();
-        let record: serde_json::Value = serde_json::from_slice(&text).unwrap_or_default();
+        let record = records::newest(&self.records(), id);
         if record["quiesced"].is_null() && !self.look().touched.contains(id) {
             self.violation(format!("{id} was frozen without a record of it"));
         }
@@ -375,6 +404,7 @@ impl State {
             readers: &mut self.readers,
             gone: &self.gone,
             touched: &self.touched,
+            was_unrecordable: self.was_unrecordable,
             epochs: &mut self.epochs,
             records,
         };

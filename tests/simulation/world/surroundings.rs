@@ -22,6 +22,8 @@ pub(crate) struct Surroundings<'a> {
     pub(super) readers: &'a mut BTreeMap<u64, u32>,
     pub(super) gone: &'a BTreeSet<String>,
     pub(super) touched: &'a BTreeSet<String>,
+    /// Whether changes of records may have been lost.
+    pub(super) was_unrecordable: bool,
     pub(super) epochs: &'a mut u64,
     pub(super) records: PathBuf,
 }
@@ -70,7 +72,8 @@ impl Surroundings<'_> {
     pub(crate) fn stopped_by_supervisor(&mut self, worker: &Worker) {
         let Some(id) = worker.mapping_id().filter(|_| worker.serves()) else { return };
         // A stopped worker may continue after the supervisor has given it up.
-        let excused = worker.was_stopped || self.touched.contains(id);
+        let excused =
+            worker.was_stopped || self.touched.contains(id) || self.was_unrecordable;
         if self.record(id)["intent"] == "mapped" && !excused {
             let pid = worker.id.pid;
             self.violation(format!("{id}: worker {pid} serves what is mapped, and was ended"));
@@ -78,8 +81,7 @@ impl Surroundings<'_> {
     }
 
     fn record(&self, id: &str) -> serde_json::Value {
-        let record = std::fs::read(self.records.join(format!("{id}.json"))).unwrap_or_default();
-        serde_json::from_slice(&record).unwrap_or_default()
+        super::records::newest(&self.records, id)
     }
 
     /// Records that a process reads a socket. No other process may read it until `reads_no_more`, or until the
