@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
 use crate::journal::{Disk, Journal};
+use crate::mapping::Orders;
 use crate::record_directory::RecordDirectory;
 use cleat_core::error::Result;
 
@@ -36,26 +37,24 @@ impl Records {
     /// Takes over what an earlier supervisor could not remove. The sweep removes it.
     pub(crate) fn add_removals(&self, mapping_ids: BTreeSet<String>) {
         for mapping_id in mapping_ids {
-            self.removals.insert(mapping_id, Order::default());
+            self.removals.insert(mapping_id, Orders::default());
         }
     }
 }
 
-/// The order of the writes of one mapping.
-pub(crate) type Order = Arc<tokio::sync::Mutex<()>>;
 
 /// The records that are marked as removed and still in the state directory.
 #[derive(Default)]
-pub(crate) struct Removals(Mutex<BTreeMap<String, Order>>);
+pub(crate) struct Removals(Mutex<BTreeMap<String, Orders>>);
 
 impl Removals {
-    /// Adds a record. Its removal waits for the writes that hold `order`.
-    pub(crate) fn insert(&self, mapping_id: String, order: Order) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(mapping_id, order);
+    /// Adds a record. Its removal waits for the writes that hold `orders`.
+    pub(crate) fn insert(&self, mapping_id: String, orders: Orders) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(mapping_id, orders);
     }
 
-    /// Returns all records with the order of their writes.
-    pub(crate) fn all(&self) -> BTreeMap<String, Order> {
+    /// Returns all records with the orders of their writes.
+    pub(crate) fn all(&self) -> BTreeMap<String, Orders> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

@@ -14,9 +14,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::context::Context;
-use crate::mapping::{Guard, Place};
+use crate::mapping::{Guard, Orders, Place};
 use crate::planner::Record;
-use crate::record_store::Order;
 use cleat_core::error::{Error, Result};
 
 /// The timeout of one write to the state directory, earlier writes of the mapping included. It is short,
@@ -52,7 +51,7 @@ pub(crate) async fn store_within(cx: &Context, guard: &Guard, limit: Duration) -
     recorded.set_may_have_copy(true);
     let journal = Arc::clone(&cx.records.journal);
     let write = move |_: &AtomicBool| journal.store_copy(&record);
-    match cx.records.copies.run(&recorded.copy_order, COPY_TIMEOUT, write).await {
+    match cx.records.copies.run(&recorded.orders.copy, COPY_TIMEOUT, write).await {
         Ok(()) => {
             recorded.set_place(Place::Copy(cause(&error)));
             Ok(())
@@ -103,13 +102,13 @@ async fn store_in_state_directory(
     let (journal, stored) = (Arc::clone(&cx.records.journal), Arc::clone(record));
     let write =
         move |cancelled: &AtomicBool| journal.store_unless_cancelled(&stored, cancelled);
-    cx.records.state_directory.run(&recorded.order, limit, write).await?;
+    cx.records.state_directory.run(&recorded.orders.record, limit, write).await?;
     recorded.set_place(Place::StateDirectory);
     if recorded.may_have_copy() {
         let (journal, id) = (Arc::clone(&cx.records.journal), record.mapping_id.clone());
         let remove = move |_: &AtomicBool| journal.remove_copy(&id);
         // A copy that stays has no effect, because its revision is lower.
-        if cx.records.copies.run(&recorded.copy_order, COPY_TIMEOUT, remove).await.is_ok() {
+        if cx.records.copies.run(&recorded.orders.copy, COPY_TIMEOUT, remove).await.is_ok() {
             recorded.set_may_have_copy(false);
         }
     }
@@ -125,14 +124,17 @@ pub(crate) async fn remove(cx: &Context, guard: &Guard, deadline: Instant) -> Re
     let recorded = &guard.mapping().recorded;
     let id = guard.record.mapping_id.clone();
     let limit = STATE_TIMEOUT.min((deadline - Instant::now()) / 2);
-    let Err(error) = remove_from_state_directory(cx, &id, &recorded.order, limit).await else {
+    let Err(error) = remove_from_state_directory(cx, &id, &recorded.orders, limit).await else {
+        if recorded.may_have_copy() {
+            remove_traces(cx, &id, &recorded.orders).await.inspect_err(|_| recorded.fail())?;
+        }
         return Ok(());
     };
     let (journal, marked) = (Arc::clone(&cx.records.journal), id.clone());
     let mark = move |_: &AtomicBool| journal.mark_removed(&marked);
-    match cx.records.copies.run(&recorded.copy_order, COPY_TIMEOUT, mark).await {
+    match cx.records.copies.run(&recorded.orders.copy, COPY_TIMEOUT, mark).await {
         Ok(()) => {
-            cx.records.removals.insert(id, Arc::clone(&recorded.order));
+            cx.records.removals.insert(id, recorded.orders.clone());
             Ok(())
         }
         Err(other) => {
@@ -144,8 +146,8 @@ pub(crate) async fn remove(cx: &Context, guard: &Guard, deadline: Instant) -> Re
 
 /// Removes the records that are marked as removed, as far as the state directory allows it.
 pub(crate) async fn finish_removals(cx: &Context) {
-    for (id, order) in cx.records.removals.all() {
-        match remove_from_state_directory(cx, &id, &order, STATE_TIMEOUT).await {
+    for (id, orders) in cx.records.removals.all() {
+        match remove_everywhere(cx, &id, &orders).await {
             Ok(()) => cx.records.removals.remove(&id),
             Err(error) => tracing::debug!(id, "{}", error.report()),
         }
@@ -155,19 +157,31 @@ pub(crate) async fn finish_removals(cx: &Context) {
 /// Removes a record that no mapping has.
 ///
 /// # Errors
-/// Returns the error of the state directory.
+/// Returns the error of the first directory that refuses the removal.
 pub(crate) async fn discard(cx: &Context, mapping_id: &str) -> Result<()> {
-    remove_from_state_directory(cx, mapping_id, &Order::default(), STATE_TIMEOUT).await
+    remove_everywhere(cx, mapping_id, &Orders::default()).await
+}
+
+async fn remove_everywhere(cx: &Context, mapping_id: &str, orders: &Orders) -> Result<()> {
+    remove_from_state_directory(cx, mapping_id, orders, STATE_TIMEOUT).await?;
+    remove_traces(cx, mapping_id, orders).await
 }
 
 async fn remove_from_state_directory(
     cx: &Context,
     mapping_id: &str,
-    order: &Order,
+    orders: &Orders,
     limit: Duration,
 ) -> Result<()> {
     let (journal, id) = (Arc::clone(&cx.records.journal), mapping_id.to_owned());
-    cx.records.state_directory.run(order, limit, move |_| journal.remove(&id)).await
+    let remove = move |_: &AtomicBool| journal.remove(&id);
+    cx.records.state_directory.run(&orders.record, limit, remove).await
+}
+
+async fn remove_traces(cx: &Context, mapping_id: &str, orders: &Orders) -> Result<()> {
+    let (journal, id) = (Arc::clone(&cx.records.journal), mapping_id.to_owned());
+    let remove = move |_: &AtomicBool| journal.remove_traces(&id);
+    cx.records.copies.run(&orders.copy, COPY_TIMEOUT, remove).await
 }
 
 fn next_revision(guard: &Guard) -> Arc<Record> {

@@ -13,7 +13,8 @@ use cleat_core::error::{Error, Result};
 pub struct Loaded {
     /// The valid records, sorted by name.
     pub records: Vec<Record>,
-    /// The ids of records whose newest revision is not in the state directory.
+    /// The ids of records that have a copy, which is newer than the one in the state directory or could not be
+    /// removed.
     pub copied: BTreeSet<String>,
     /// The ids of records that are marked as removed and cannot be removed yet.
     pub marked: BTreeSet<String>,
@@ -107,7 +108,8 @@ impl Journal {
         let mut loaded = Loaded::default();
         for mapping_id in marks {
             copies.remove(&mapping_id);
-            if self.remove(&mapping_id).is_err() {
+            let removed = self.remove(&mapping_id).and_then(|()| self.remove_traces(&mapping_id));
+            if removed.is_err() {
                 loaded.marked.insert(mapping_id);
             }
         }
@@ -150,9 +152,9 @@ impl Journal {
                 self.select_copy(copy, loaded);
             }
             (Ok(record), copy) => {
-                if copy.is_some() {
-                    // An older copy has no effect, even if this fails.
-                    let _ = self.remove_copy(&mapping_id);
+                // An older copy would have an effect again after the removal of the record.
+                if copy.is_some() && self.remove_copy(&mapping_id).is_err() {
+                    loaded.copied.insert(mapping_id);
                 }
                 loaded.records.push(record);
             }

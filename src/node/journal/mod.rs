@@ -118,15 +118,23 @@ impl Journal {
         self.remove_file(&file(&self.copies, mapping_id, "json")?, &self.copies)
     }
 
-    /// Removes the record of a mapping durably, with its copy and its removal mark. Succeeds if there is no
-    /// such record. Blocks.
+    /// Removes the record of a mapping durably from the state directory. Succeeds if there is no such record.
+    /// Blocks.
     ///
     /// # Errors
     /// Returns an error if the file system refuses the removal.
     pub fn remove(&self, mapping_id: &str) -> Result<()> {
-        self.remove_file(&file(&self.records, mapping_id, "json")?, &self.records)?;
+        self.remove_file(&file(&self.records, mapping_id, "json")?, &self.records)
+    }
+
+    /// Removes the copy of a record and its removal mark, after the record was removed from the state
+    /// directory. Succeeds if there is none of them. Blocks.
+    ///
+    /// # Errors
+    /// As [`Journal::remove`].
+    pub fn remove_traces(&self, mapping_id: &str) -> Result<()> {
         self.remove_copy(mapping_id)?;
-        // The mark is removed last: it applies to the other two files.
+        // The mark is removed last: it applies to the copy, too.
         self.remove_file(&file(&self.copies, mapping_id, REMOVAL_MARK)?, &self.copies)
     }
 

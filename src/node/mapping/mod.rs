@@ -23,7 +23,7 @@ use cleat_statistics::Page;
 pub use force_progress::{ForceProgress, ForceReport, ForcedStep};
 pub use guard::Guard;
 pub use guarded::{AnsweredSnapshot, Guarded, Health, QuiesceState, Teardown};
-pub use recorded::{Place, Recorded};
+pub use recorded::{Orders, Place, Recorded};
 pub use register::Register;
 pub use view::{Change, OutageView, View, node_of};
 

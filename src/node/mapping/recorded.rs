@@ -17,13 +17,20 @@ pub enum Place {
     Memory(String),
 }
 
+/// The locks that the writes of a mapping hold, also after their calls were cancelled.
+#[derive(Debug, Clone, Default)]
+pub struct Orders {
+    /// Held while the record in the state directory changes.
+    pub(crate) record: Arc<tokio::sync::Mutex<()>>,
+    /// Held while the files in the runtime directory change.
+    pub(crate) copy: Arc<tokio::sync::Mutex<()>>,
+}
+
 /// The durable record of a mapping. Everything but the order of the writes changes only under the guard.
 #[derive(Debug, Default)]
 pub struct Recorded {
-    /// Held while the record is written to the state directory, also after the call for it was cancelled.
-    pub(crate) order: Arc<tokio::sync::Mutex<()>>,
-    /// Held while a copy is written to the runtime directory.
-    pub(crate) copy_order: Arc<tokio::sync::Mutex<()>>,
+    /// Keep the writes in their order.
+    pub(crate) orders: Orders,
     revision: AtomicU64,
     place: Mutex<Place>,
     may_have_copy: AtomicBool,

@@ -76,7 +76,7 @@ pub(crate) async fn set_policy(
     let before = guard.record.options.policy;
     let policy = change.apply(before);
     guard.record.options.policy = policy;
-    if let Err(error) = store(cx, &guard).await {
+    if let Err(error) = mapping.until_forced(store(cx, &guard)).await {
         guard.record.options.policy = before;
         return Err(error);
     }

@@ -1,6 +1,7 @@
 //! A simulated machine for tests: directories, a simulated kernel, real worker processes, and a
 //! supervisor that the test can crash.
 
+mod disk;
 mod upgrade;
 
 use std::fs::File;
@@ -23,7 +24,6 @@ use cleat_kernel::sim::{Script, SimKernel};
 use cleat_node::config::Config;
 use cleat_node::daemon::{Node, Parts};
 use cleat_node::executor::Halt;
-use cleat_node::journal::RealDisk;
 use cleat_node::workers::Processes;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -31,6 +31,7 @@ use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
+pub use self::disk::{DiskFailure, JournalDisk};
 pub use crate::process::{is_alive, kill};
 pub use crate::wait::{LIMIT, wait_until};
 
@@ -46,6 +47,8 @@ pub struct Machine {
     pub seed: u64,
     /// An environment variable that workers are started with.
     pub variable: Option<(&'static str, &'static str)>,
+    /// The file system of the journal.
+    pub disk: JournalDisk,
     /// The number of supervisors that have requested the kernel.
     pub asked_for: Arc<AtomicU64>,
 }
@@ -81,7 +84,8 @@ impl Machine {
         println!("seed {seed}: run again with CLEAT_TEST_SEED={seed}");
         let boot_id = "this boot".to_owned();
         let kernel = SimKernel::new(script);
-        Self { directory, kernel, config, boot_id, seed, variable: None, asked_for: Arc::default() }
+        let (disk, asked_for) = (JournalDisk::default(), Arc::default());
+        Self { directory, kernel, config, boot_id, seed, variable: None, disk, asked_for }
     }
 
     /// Creates a file of [`SIZE`] bytes and returns its `file:` URI.
@@ -199,7 +203,7 @@ impl Machine {
             clock: Arc::new(SystemClock),
             random: Random::seeded(self.seed),
             boot_id: self.boot_id.clone(),
-            disk: Arc::new(RealDisk),
+            disk: Arc::new(self.disk.clone()),
             halt,
         }
     }
@@ -232,9 +236,11 @@ impl Machine {
         let busy: Vec<_> =
             self.kernel.devices().unwrap().into_iter().filter(|device| device.connected).collect();
         assert!(busy.is_empty(), "devices are still connected: {busy:?}");
-        for directory in
-            [self.config.state_dir.join("mappings"), self.config.runtime_dir.join("workers")]
-        {
+        for directory in [
+            self.config.state_dir.join("mappings"),
+            self.config.runtime_dir.join("records"),
+            self.config.runtime_dir.join("workers"),
+        ] {
             let left: Vec<_> = std::fs::read_dir(&directory).unwrap().flatten().collect();
             assert!(left.is_empty(), "{} is not empty: {left:?}", directory.display());
         }

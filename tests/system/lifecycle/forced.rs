@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use tonic::Code;
 
 use test_kit::node::{
-    Machine, Supervisor, assert_code, claim, forced, index_of, is_alive, kill, repair, request,
+    DiskFailure, Machine, Supervisor, assert_code, claim, forced, index_of, is_alive, kill, repair, request,
     wait_halted, wait_until,
 };
 use test_kit::stopwatch::Stopwatch;
@@ -90,31 +90,56 @@ fn a_full_disk_of_the_journal_is_reported_and_does_not_block_a_forced_unmap() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let uri = machine.volume("a");
-    let mapping = supervisor.map("a", &uri).unwrap();
-    std::os::unix::fs::symlink("/dev/full", draft_of(&machine, &mapping)).unwrap();
-    let response = force(&supervisor, "a");
-    let note = note(&response, "record");
-    assert!(
-        note.contains("cannot write the journal record") && note.contains("does not go on"),
-        "{response:?}"
-    );
-    machine.assert_clean();
-    assert_mappable(&machine, &supervisor, &uri);
+    for (runtime, expected) in
+        [(None, "only in the runtime directory"), (Some(DiskFailure::Full), "does not go on")]
+    {
+        supervisor.map("a", &uri).unwrap();
+        machine.disk.fail(Some(DiskFailure::Full), runtime);
+        let response = force(&supervisor, "a");
+        let note = note(&response, "record");
+        assert!(
+            note.contains("cannot write the journal record")
+                && note.contains("No space left on device")
+                && note.contains(expected),
+            "{response:?}"
+        );
+        machine.assert_clean();
+        machine.disk.fail(None, None);
+        assert_mappable(&machine, &supervisor, &uri);
+    }
 }
 
 #[test]
-fn a_hung_disk_of_the_journal_does_not_block_the_disconnect() {
+fn a_hung_disk_of_the_journal_does_not_block_a_forced_unmap() {
     let machine = Machine::new();
     let supervisor = machine.start();
     let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
     let draft = draft_of(&machine, &mapping);
     nix::unistd::mkfifo(&draft, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    force(&supervisor, "a");
+    assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
+    assert!(machine.workers().is_empty());
+    assert!(supervisor.get("a").is_err());
+    // The write that hangs ends with an error, because a pipe cannot be synced. The record is removed then.
+    std::fs::File::options().read(true).write(true).open(&draft).unwrap();
+    wait_until("the record is removed", || !draft.with_extension("json").exists());
+    let mark = machine.config.runtime_dir.join("records").join(&mapping.mapping_id);
+    wait_until("its mark is removed", || !mark.with_extension("removed").exists());
+    machine.assert_clean();
+}
+
+#[test]
+fn a_hung_disk_of_both_directories_does_not_block_the_disconnect() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    machine.disk.fail(Some(DiskFailure::Hang), Some(DiskFailure::Hang));
     // The end cannot be recorded, so the call fails, but all other steps are done.
     let failed = supervisor.force("a").unwrap_err();
     assert_eq!(failed.code(), Code::DeadlineExceeded, "{failed:?}");
     assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
     assert!(machine.workers().is_empty());
-    std::fs::File::options().read(true).write(true).open(&draft).unwrap();
+    machine.disk.fail(None, None);
     wait_until("the record is removed", || supervisor.get("a").is_err());
     machine.assert_clean();
 }

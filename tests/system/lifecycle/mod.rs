@@ -13,5 +13,6 @@ mod outages;
 mod rbd;
 mod replaced;
 mod resize;
+mod state_directory;
 mod syncs;
 mod upgrades;
