@@ -126,6 +126,7 @@ const FILES: &str = "\
 /etc/cleat/cleat.toml            the daemon's configuration
 /run/cleat/cleat.sock            the control socket of the daemon
 /var/lib/cleat/                  the journal of mappings
+/run/cleat/records/              copies of records that the journal does not take
 /dev/nbdX                        the devices
 /dev/disk/by-id/cleat-NAME       stable names of the devices";
 

@@ -12,8 +12,8 @@
 //! device by its number alone; the start of a second worker before the end of the first is proved; a
 //! wait without a timeout.
 //!
-//! Reading order: `planner`, `journal`, `mapping`, `context`, `reconcile`, `actions`, `operations`,
-//! `workers`, `api`, `daemon`.
+//! Reading order: `planner`, `journal`, `mapping`, `context`, `records`, `reconcile`, `actions`,
+//! `operations`, `workers`, `api`, `daemon`.
 
 mod actions;
 mod api;

@@ -136,8 +136,9 @@ impl RecordDirectory {
 
     fn hung(&self) -> Error {
         let path = self.path.display();
-        let message =
-            format!("the disk of {path} did not write a journal record in time, and a write still waits");
+        let message = format!(
+            "the disk of {path} did not write a journal record in time, and a write still waits"
+        );
         Error::new(ErrorKind::TimedOut, message)
             .with_repair(format!("check the disk of {path}: see dmesg and /proc/pressure/io"))
     }

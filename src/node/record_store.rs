@@ -42,7 +42,6 @@ impl Records {
     }
 }
 
-
 /// The records that are marked as removed and still in the state directory.
 #[derive(Default)]
 pub(crate) struct Removals(Mutex<BTreeMap<String, Orders>>);

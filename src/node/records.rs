@@ -100,8 +100,7 @@ async fn store_in_state_directory(
 ) -> Result<()> {
     let recorded = &guard.mapping().recorded;
     let (journal, stored) = (Arc::clone(&cx.records.journal), Arc::clone(record));
-    let write =
-        move |cancelled: &AtomicBool| journal.store_unless_cancelled(&stored, cancelled);
+    let write = move |cancelled: &AtomicBool| journal.store_unless_cancelled(&stored, cancelled);
     cx.records.state_directory.run(&recorded.orders.record, limit, write).await?;
     recorded.set_place(Place::StateDirectory);
     if recorded.may_have_copy() {

@@ -137,12 +137,16 @@ fn record_problem(guard: &Guard) -> String {
     match guard.mapping().recorded.place() {
         Place::StateDirectory => String::new(),
         Place::Copy(cause) => {
-            format!("the state directory does not take the record of {name}, which is kept in the runtime \
-                     directory: {cause}")
+            format!(
+                "the state directory does not take the record of {name}, which is kept in the runtime \
+                 directory: {cause}"
+            )
         }
         Place::Memory(cause) => {
-            format!("the record of {name} cannot be written, and a restart of the daemon would lose its last \
-                     changes: {cause}")
+            format!(
+                "the record of {name} cannot be written, and a restart of the daemon would lose its last \
+                 changes: {cause}"
+            )
         }
     }
 }

@@ -72,7 +72,8 @@ pub(crate) async fn record_unmapping(cx: &Context, guard: &mut Guard) {
         guard.mapping().recorded.take_failure();
         let cause = error.report();
         tracing::warn!(mapping = guard.mapping().name, "cannot record the unmap: {cause}");
-        guard.note(format!("{cause}; a daemon that restarts before its end does not go on with it"));
+        guard
+            .note(format!("{cause}; a daemon that restarts before its end does not go on with it"));
     } else if let Place::Copy(cause) = guard.mapping().recorded.place() {
         guard.note(format!("only in the runtime directory: {cause}"));
     }

@@ -108,8 +108,7 @@ fn unknown_fields_are_ignored() {
     let path = path_of(&journal, &a.mapping_id);
     let text = fs::read_to_string(&path).unwrap();
     let newer = text.replace("\"read_only\"", "\"later\": {\"x\": 1}, \"read_only\"");
-    fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\""))
-        .unwrap();
+    fs::write(&path, newer.replace("\"generation\"", "\"surprise\": 1, \"generation\"")).unwrap();
     let loaded = journal.load().unwrap();
     assert_eq!((loaded.records, loaded.rejected.len()), (vec![a], 0));
 }

@@ -72,8 +72,7 @@ impl Surroundings<'_> {
     pub(crate) fn stopped_by_supervisor(&mut self, worker: &Worker) {
         let Some(id) = worker.mapping_id().filter(|_| worker.serves()) else { return };
         // A stopped worker may continue after the supervisor has given it up.
-        let excused =
-            worker.was_stopped || self.touched.contains(id) || self.was_unrecordable;
+        let excused = worker.was_stopped || self.touched.contains(id) || self.was_unrecordable;
         if self.record(id)["intent"] == "mapped" && !excused {
             let pid = worker.id.pid;
             self.violation(format!("{id}: worker {pid} serves what is mapped, and was ended"));

@@ -215,4 +215,3 @@ fn an_unmap_is_refused_when_the_device_has_a_holder_after_the_flush() {
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
-

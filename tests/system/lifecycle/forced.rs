@@ -12,8 +12,8 @@ use nix::sys::signal::Signal;
 use tonic::Code;
 
 use test_kit::node::{
-    DiskFailure, Machine, Supervisor, assert_code, claim, forced, index_of, is_alive, kill, repair, request,
-    wait_halted, wait_until,
+    DiskFailure, Machine, Supervisor, assert_code, claim, forced, index_of, is_alive, kill, repair,
+    request, wait_halted, wait_until,
 };
 use test_kit::stopwatch::Stopwatch;
 

@@ -146,7 +146,8 @@ fn a_mapping_waits_for_the_journal_and_goes_on_by_itself() {
     let waiting = supervisor.get("a").unwrap();
     assert_eq!(waiting.state(), MappingState::Recovering);
     let state_dir = machine.config.state_dir.to_str().unwrap();
-    for part in ["waiting for the state directory", "No space left on device", "free disk space", state_dir]
+    for part in
+        ["waiting for the state directory", "No space left on device", "free disk space", state_dir]
     {
         assert!(waiting.message.contains(part), "{part}: {}", waiting.message);
     }
