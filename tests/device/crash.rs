@@ -13,7 +13,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-fn kill_worker(name: &str) {
+pub(crate) fn kill_worker(name: &str) {
     let pid = status(name)["worker_pid"].as_u64().expect("a worker");
     signal("KILL", u32::try_from(pid).expect("a pid"));
 }

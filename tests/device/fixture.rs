@@ -257,6 +257,10 @@ impl Loop {
     pub(crate) fn uri(&self) -> String {
         format!("file:{}", self.device)
     }
+
+    pub(crate) fn device(&self) -> &str {
+        &self.device
+    }
 }
 
 impl Drop for Loop {

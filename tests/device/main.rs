@@ -30,6 +30,7 @@ mod quiesce;
 mod rbd;
 mod readonly;
 mod resize;
+mod state_directory;
 mod systemd;
 mod unit_rbd;
 mod upgrade;
@@ -69,6 +70,7 @@ fn trials() -> Vec<Trial> {
         filesystems::trials(),
         verify::trials(),
         crash::trials(),
+        state_directory::trials(),
         facts::trials(),
         campaign::trials(),
         peers::trials(),
