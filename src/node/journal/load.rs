@@ -50,6 +50,13 @@ pub enum Rejection {
     Invalid(String),
 }
 
+impl Rejection {
+    /// Returns whether the file stays in place, because nothing is wrong with it as far as this build knows.
+    fn is_left_in_place(&self) -> bool {
+        matches!(self, Self::NewerVersion { .. } | Self::Unreadable(_))
+    }
+}
+
 impl RejectedRecord {
     /// Returns whether another attempt to read the record may succeed.
     pub fn is_unreadable(&self) -> bool {
@@ -151,6 +158,10 @@ impl Journal {
             {
                 self.select_copy(copy, loaded);
             }
+            // Such a copy may be newer. Both files stay in place.
+            (Ok(_), Some(copy)) if copy.record.as_ref().is_err_and(Rejection::is_left_in_place) => {
+                self.select_copy(copy, loaded);
+            }
             (Ok(record), copy) => {
                 // An older copy would have an effect again after the removal of the record.
                 if copy.is_some() && self.remove_copy(&mapping_id).is_err() {
@@ -159,11 +170,10 @@ impl Journal {
                 loaded.records.push(record);
             }
             (Err(reason), copy) => {
-                let is_damaged = matches!(reason, Rejection::Invalid(_));
-                let path = if is_damaged { self.quarantine(&path) } else { path };
-                loaded.rejected.push(RejectedRecord { path, mapping_id, reason });
+                let stays = reason.is_left_in_place();
+                self.reject(path, mapping_id, reason, loaded);
                 // A record that is left in place may be newer than its copy.
-                if let Some(copy) = copy.filter(|_| is_damaged) {
+                if let Some(copy) = copy.filter(|_| !stays) {
                     self.select_copy(copy, loaded);
                 }
             }
@@ -177,14 +187,13 @@ impl Journal {
                 loaded.copied.insert(mapping_id);
                 loaded.records.push(record);
             }
-            Err(reason) => {
-                let path = match reason {
-                    Rejection::Invalid(_) => self.quarantine(&path),
-                    _ => path,
-                };
-                loaded.rejected.push(RejectedRecord { path, mapping_id, reason });
-            }
+            Err(reason) => self.reject(path, mapping_id, reason, loaded),
         }
+    }
+
+    fn reject(&self, path: PathBuf, mapping_id: String, reason: Rejection, loaded: &mut Loaded) {
+        let path = if reason.is_left_in_place() { path } else { self.quarantine(&path) };
+        loaded.rejected.push(RejectedRecord { path, mapping_id, reason });
     }
 
     /// Reads all files of a directory.

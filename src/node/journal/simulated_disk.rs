@@ -24,7 +24,8 @@ struct State {
     pending: Vec<Change>,
     /// The number of steps until the loss of power.
     steps_left: Option<u64>,
-    reads_fail: Option<io::ErrorKind>,
+    /// The reads of files under this directory fail.
+    reads_fail: Option<(PathBuf, io::ErrorKind)>,
     changes_fail: Option<(PathBuf, io::ErrorKind)>,
     ignores_file_syncs: bool,
     ignores_directory_syncs: bool,
@@ -75,9 +76,9 @@ impl SimulatedDisk {
         disk
     }
 
-    /// Makes every read fail.
-    pub(super) fn fail_reads(&self, error: io::ErrorKind) {
-        self.state().reads_fail = Some(error);
+    /// Makes every read of a file under a directory fail.
+    pub(super) fn fail_reads_under(&self, directory: &Path, error: io::ErrorKind) {
+        self.state().reads_fail = Some((directory.to_owned(), error));
     }
 
     /// Makes every change under a directory fail.
@@ -209,8 +210,10 @@ impl Disk for SimulatedDisk {
 
     fn read(&self, path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         let state = self.state();
-        if let Some(error) = state.reads_fail {
-            return Err(error.into());
+        if let Some((directory, error)) = &state.reads_fail
+            && path.starts_with(directory)
+        {
+            return Err((*error).into());
         }
         let bytes = &state.contents[state.content_of(path)?].bytes;
         Ok(bytes.iter().copied().take(usize::try_from(limit).unwrap()).collect())

@@ -216,7 +216,7 @@ fn a_record_that_cannot_be_read_now_is_left_in_place() {
     let journal = open_on(dir.path(), Arc::clone(&disk) as Arc<dyn Disk>).unwrap();
     journal.store(&revision(A, 1)).unwrap();
     for error in [io::ErrorKind::OutOfMemory, io::ErrorKind::Other] {
-        disk.fail_reads(error);
+        disk.fail_reads_under(&journal.records, error);
         let loaded = journal.load().unwrap();
         assert!(loaded.records.is_empty());
         let [rejected] = loaded.rejected.as_slice() else { panic!("{loaded:?}") };
@@ -226,6 +226,23 @@ fn a_record_that_cannot_be_read_now_is_left_in_place() {
         disk.end_failures();
         assert_eq!(journal.load_one(A).unwrap().records, [revision(A, 1)]);
     }
+}
+
+#[test]
+fn a_copy_that_cannot_be_read_now_is_not_replaced_by_an_older_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Arc::new(SimulatedDisk::default());
+    let journal = open_on(dir.path(), Arc::clone(&disk) as Arc<dyn Disk>).unwrap();
+    journal.store(&revision(A, 1)).unwrap();
+    journal.store_copy(&revision(A, 2)).unwrap();
+    disk.fail_reads_under(&journal.copies, io::ErrorKind::Other);
+    let loaded = journal.load().unwrap();
+    assert!(loaded.records.is_empty(), "{loaded:?}");
+    assert!(loaded.rejected[0].is_unreadable(), "{loaded:?}");
+    disk.end_failures();
+    let loaded = journal.load_one(A).unwrap();
+    assert_eq!(loaded.records, [revision(A, 2)]);
+    assert!(loaded.copied.contains(A));
 }
 
 #[test]
