@@ -82,7 +82,8 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     // As every worker, this one is recorded so that it can be found and ended after a crash.
     guard.record.generation += 1;
     guard.record.worker = Some(launched.id());
-    store(cx, guard).await?;
+    // A journal that does not answer says nothing about the claim.
+    store(cx, guard).await.map_err(|error| Error::new(ErrorKind::Unavailable, error.report()))?;
     let start = start_message(cx, &guard.record, false);
     let start = Start { uri, credentials: credentials.paths, ..start };
     let starting = cx.workers.start(launched, start, None, credentials.descriptors, deadline);

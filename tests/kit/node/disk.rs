@@ -38,6 +38,12 @@ struct Failures {
     refused_writes: u64,
 }
 
+impl Failures {
+    fn of(&self, is_copy: bool) -> Option<DiskFailure> {
+        if is_copy { self.runtime } else { self.state }
+    }
+}
+
 impl JournalDisk {
     /// Sets the failures of the state directory and of the runtime directory.
     pub fn fail(&self, state: Option<DiskFailure>, runtime: Option<DiskFailure>) {
@@ -64,15 +70,11 @@ impl JournalDisk {
     /// Waits while the disk with `path` hangs, and fails as it does. `writes`: the change needs space.
     fn check(&self, path: &Path, writes: bool) -> io::Result<()> {
         let is_copy = path.iter().any(|part| part == "records");
-        let failure = |failures: &Failures| match is_copy {
-            true => failures.runtime,
-            false => failures.state,
-        };
-        let hangs = |failures: &mut Failures| failure(failures) == Some(DiskFailure::Hang);
+        let hangs = |failures: &mut Failures| failures.of(is_copy) == Some(DiskFailure::Hang);
         // The limit lets a test that fails meanwhile end.
         let waited = self.0.changed.wait_timeout_while(self.failures(), LIMIT, hangs);
         let mut failures = waited.unwrap().0;
-        let errno = match failure(&failures) {
+        let errno = match failures.of(is_copy) {
             Some(DiskFailure::Full) if writes => libc::ENOSPC,
             Some(DiskFailure::ReadOnly) => libc::EROFS,
             Some(DiskFailure::Hang) => libc::EIO,
