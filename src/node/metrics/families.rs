@@ -154,6 +154,11 @@ impl Scrape {
             one(self.findings as f64),
         )?;
         writer.gauges(
+            "state_directory_writable",
+            "Whether the state directory took the last record of a mapping",
+            one(f64::from(u8::from(self.state_directory_writable))),
+        )?;
+        writer.gauges(
             "kernel_reachable",
             "Whether the kernel's nbd devices could be listed for this scrape",
             one(f64::from(u8::from(self.orphans.is_some()))),
@@ -413,6 +418,7 @@ mod tests {
             volumes: vec![VolumeSample { view, size: Some(4096), counters }],
             started_at_s: 1,
             findings: 0,
+            state_directory_writable: false,
             log_lines_dropped: 0,
             orphans: None,
             kernel: KernelLoad { commands: 1, waits: 2, stuck: 3 },
@@ -470,6 +476,7 @@ mod tests {
     fn orphans_are_left_out_if_the_kernel_did_not_answer() {
         let text = text(scrape(Snapshot::default())).unwrap();
         assert!(text.contains("cleat_kernel_reachable 0.0\n"), "{text}");
+        assert!(text.contains("cleat_state_directory_writable 0.0\n"), "{text}");
         assert!(!text.contains("\ncleat_orphan_devices "), "{text}");
         assert!(text.contains("cleat_kernel_calls_stuck 3.0\n"), "{text}");
     }

@@ -19,6 +19,8 @@ pub(super) struct Scrape {
     pub(super) volumes: Vec<VolumeSample>,
     pub(super) started_at_s: u64,
     pub(super) findings: usize,
+    /// Whether the state directory took the last record.
+    pub(super) state_directory_writable: bool,
     pub(super) log_lines_dropped: u64,
     /// The number of devices of cleat without a record; `None` if the kernel did not answer.
     pub(super) orphans: Option<usize>,
@@ -68,6 +70,7 @@ impl Scrape {
             volumes,
             started_at_s: source.started_at_s,
             findings: executor.findings().len(),
+            state_directory_writable: executor.state_directory_problem().is_none(),
             log_lines_dropped: cleat_telemetry::dropped_lines(),
             orphans: orphans.ok().map(|orphans| orphans.len()),
             kernel: executor.kernel_load(),
