@@ -34,7 +34,7 @@ impl Records {
         Ok(Self { journal, state_directory: state, copies, removals: Removals::default() })
     }
 
-    /// Takes over what an earlier supervisor could not remove. The sweep removes it.
+    /// Adds records that no mapping has and that cannot be removed now. The sweep removes them.
     pub(crate) fn add_removals(&self, mapping_ids: BTreeSet<String>) {
         for mapping_id in mapping_ids {
             self.removals.insert(mapping_id, Orders::default());

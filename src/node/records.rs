@@ -44,10 +44,8 @@ pub(crate) async fn store_within(cx: &Context, guard: &Guard, limit: Duration) -
     let record = next_revision(guard);
     // If this call is cancelled, the record is written again.
     recorded.set_place(Place::Memory("a write of the record was interrupted".to_owned()));
-    let Err(error) = store_in_state_directory(cx, guard, &record, limit.min(STATE_TIMEOUT)).await
-    else {
-        return Ok(());
-    };
+    let stored = store_in_state_directory(cx, guard, &record, limit.min(STATE_TIMEOUT), true).await;
+    let Err(error) = stored else { return Ok(()) };
     recorded.set_may_have_copy(true);
     let journal = Arc::clone(&cx.records.journal);
     let write = move |_: &AtomicBool| journal.store_copy(&record);
@@ -84,7 +82,10 @@ pub(crate) async fn store_again(cx: &Context, guard: &Guard) {
         Place::StateDirectory => {}
         Place::Copy(_) => {
             let record = next_revision(guard);
-            if let Err(error) = store_in_state_directory(cx, guard, &record, STATE_TIMEOUT).await {
+            // No caller gets an error, so the write may take effect after its timeout. On a disk that is always
+            // slower than the timeout, it does.
+            let stored = store_in_state_directory(cx, guard, &record, STATE_TIMEOUT, false).await;
+            if let Err(error) = stored {
                 tracing::debug!(mapping = guard.mapping().name, "{}", error.report());
             }
         }
@@ -92,15 +93,21 @@ pub(crate) async fn store_again(cx: &Context, guard: &Guard) {
     }
 }
 
+/// Writes `record` to the state directory, and removes its copy. `cancels`: the write takes no effect after
+/// `limit`.
 async fn store_in_state_directory(
     cx: &Context,
     guard: &Guard,
     record: &Arc<Record>,
     limit: Duration,
+    cancels: bool,
 ) -> Result<()> {
     let recorded = &guard.mapping().recorded;
     let (journal, stored) = (Arc::clone(&cx.records.journal), Arc::clone(record));
-    let write = move |cancelled: &AtomicBool| journal.store_unless_cancelled(&stored, cancelled);
+    let write = move |cancelled: &AtomicBool| match cancels {
+        true => journal.store_unless_cancelled(&stored, cancelled),
+        false => journal.store(&stored),
+    };
     cx.records.state_directory.run(&recorded.orders.record, limit, write).await?;
     recorded.set_place(Place::StateDirectory);
     if recorded.may_have_copy() {

@@ -125,10 +125,11 @@ async fn restore_mapping(
             "{} ({}) was mapped before the last boot, and is not mapped now",
             record.name, record.uri
         ));
-        // If the removal fails, the next start tries it again.
+        // If the removal fails, the sweep tries it again.
         cx.workers.sockets.remove(&record.mapping_id);
         if let Err(error) = records::discard(cx, &record.mapping_id).await {
-            cx.found(error.report());
+            cx.found(format!("its record stays for now: {}", error.report()));
+            cx.records.add_removals(BTreeSet::from([record.mapping_id]));
         }
         return Ok(None);
     }
