@@ -187,6 +187,8 @@ impl Machine {
 
     fn parts(&self, halt: Option<Halt>) -> Parts {
         let (kernel, asked_for) = (self.kernel.clone(), Arc::clone(&self.asked_for));
+        // Ids must not repeat: a supervisor may still remove the records of an earlier one.
+        let life = asked_for.load(Ordering::Relaxed);
         let mut processes = Processes::of(self.executable())
             .with_users(self.config.workers.users, &self.config.runtime_dir)
             .allow_missing(crate::isolation::all_layers());
@@ -201,7 +203,7 @@ impl Machine {
             }),
             launcher: Arc::new(processes),
             clock: Arc::new(SystemClock),
-            random: Random::seeded(self.seed),
+            random: Random::seeded(self.seed ^ life << 32),
             boot_id: self.boot_id.clone(),
             disk: Arc::new(self.disk.clone()),
             halt,
