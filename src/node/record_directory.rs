@@ -67,21 +67,53 @@ impl RecordDirectory {
         lock(&self.problem).clone()
     }
 
-    /// Runs `write` on a thread, with a flag that is set after the timeout. The thread holds `order`, so that
-    /// the disk gets the writes of a mapping in their order. `write` continues when this call is cancelled or
-    /// times out.
+    /// Waits until no write is in progress, hung ones included. Returns false if `deadline` passes before.
+    pub(crate) async fn wait_until_idle(&self, deadline: Instant) -> bool {
+        // New writes wait behind this.
+        let idle = self.slots.acquire_many(u32::try_from(MAX_WRITES).unwrap_or(u32::MAX));
+        timeout_at(deadline, idle).await.is_ok()
+    }
+
+    /// Runs `write`, which needs space, on a thread, with a flag that is set after the timeout. The thread
+    /// holds `order`, so that the disk gets the writes of a mapping in their order. `write` continues when
+    /// this call is cancelled or times out.
     ///
     /// # Errors
     /// Returns the error of `write`, and `TimedOut` if it does not end within `limit`. Returns `TimedOut` at
     /// once while an earlier write hangs.
-    pub(crate) async fn run(
+    pub(crate) async fn write(
         &self,
         order: &Arc<tokio::sync::Mutex<()>>,
         limit: Duration,
         write: impl FnOnce(&AtomicBool) -> Result<()> + Send + 'static,
     ) -> Result<()> {
+        self.run(order, limit, true, write).await
+    }
+
+    /// Runs `remove` as [`RecordDirectory::write`] does. Its success does not prove that the directory takes
+    /// records: a full one allows removals.
+    ///
+    /// # Errors
+    /// As [`RecordDirectory::write`].
+    pub(crate) async fn remove(
+        &self,
+        order: &Arc<tokio::sync::Mutex<()>>,
+        limit: Duration,
+        remove: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.run(order, limit, false, |_| remove()).await
+    }
+
+    async fn run(
+        &self,
+        order: &Arc<tokio::sync::Mutex<()>>,
+        limit: Duration,
+        needs_space: bool,
+        write: impl FnOnce(&AtomicBool) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
         let result = self.attempt(order, limit, write).await;
         let before = match &result {
+            Ok(()) if !needs_space => return result,
             Ok(()) => lock(&self.problem).take(),
             Err(error) => lock(&self.problem).replace(Problem {
                 message: error.report(),
@@ -204,7 +236,7 @@ mod tests {
                     let _ = gate.lock().unwrap().recv();
                     Ok(())
                 };
-                directory.run(&order(), LIMIT, write).await
+                directory.write(&order(), LIMIT, write).await
             });
         }
         for result in calls.join_all().await {
@@ -216,12 +248,12 @@ mod tests {
         // After a while no write is even tried.
         tokio::time::sleep(HUNG_AFTER).await;
         let began = Instant::now();
-        let late = directory.run(&order(), HUNG_AFTER, |_| Ok(())).await;
+        let late = directory.write(&order(), HUNG_AFTER, |_| Ok(())).await;
         assert_eq!(late.unwrap_err().kind(), ErrorKind::TimedOut);
         assert!(began.elapsed() < HUNG_AFTER / 2);
         drop(closed);
         let deadline = Instant::now() + Duration::from_secs(10);
-        while directory.run(&order(), LIMIT, |_| Ok(())).await.is_err() {
+        while directory.write(&order(), LIMIT, |_| Ok(())).await.is_err() {
             assert!(Instant::now() < deadline, "the writes have not ended");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
@@ -241,11 +273,13 @@ mod tests {
             let _ = sender.send(cancelled.load(Ordering::SeqCst));
             Ok(())
         };
-        directory.run(&order, LIMIT, write).await.unwrap_err();
-        directory.run(&order, LIMIT, |_| Ok(())).await.unwrap_err();
+        directory.write(&order, LIMIT, write).await.unwrap_err();
+        directory.write(&order, LIMIT, |_| Ok(())).await.unwrap_err();
+        assert!(!directory.wait_until_idle(Instant::now() + LIMIT).await);
         drop(closed);
         assert!(cancelled.recv_timeout(Duration::from_secs(10)).unwrap());
-        directory.run(&order, Duration::from_secs(10), |_| Ok(())).await.unwrap();
+        directory.write(&order, Duration::from_secs(10), |_| Ok(())).await.unwrap();
+        assert!(directory.wait_until_idle(Instant::now() + Duration::from_secs(10)).await);
     }
 
     #[tokio::test]
@@ -255,11 +289,13 @@ mod tests {
             let error = std::io::Error::from_raw_os_error(libc::ENOSPC);
             Err(Error::from_io("cannot write", error).with_repair("free space"))
         };
-        directory.run(&order(), LIMIT, full).await.unwrap_err();
+        directory.write(&order(), LIMIT, full).await.unwrap_err();
+        // A full disk allows removals.
+        directory.remove(&order(), Duration::from_secs(10), || Ok(())).await.unwrap();
         let Problem { message, repair } = directory.problem().unwrap();
         assert!(message.contains("No space left on device"), "{message}");
         assert_eq!(repair, "free space");
-        directory.run(&order(), Duration::from_secs(10), |_| Ok(())).await.unwrap();
+        directory.write(&order(), Duration::from_secs(10), |_| Ok(())).await.unwrap();
         assert_eq!(directory.problem(), None);
     }
 }

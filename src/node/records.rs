@@ -49,7 +49,7 @@ pub(crate) async fn store_within(cx: &Context, guard: &Guard, limit: Duration) -
     recorded.set_may_have_copy(true);
     let journal = Arc::clone(&cx.records.journal);
     let write = move |_: &AtomicBool| journal.store_copy(&record);
-    match cx.records.copies.run(&recorded.orders.copy, COPY_TIMEOUT, write).await {
+    match cx.records.copies.write(&recorded.orders.copy, COPY_TIMEOUT, write).await {
         Ok(()) => {
             recorded.set_place(Place::Copy(cause(&error)));
             Ok(())
@@ -108,13 +108,13 @@ async fn store_in_state_directory(
         true => journal.store_unless_cancelled(&stored, cancelled),
         false => journal.store(&stored),
     };
-    cx.records.state_directory.run(&recorded.orders.record, limit, write).await?;
+    cx.records.state_directory.write(&recorded.orders.record, limit, write).await?;
     recorded.set_place(Place::StateDirectory);
     if recorded.may_have_copy() {
         let (journal, id) = (Arc::clone(&cx.records.journal), record.mapping_id.clone());
-        let remove = move |_: &AtomicBool| journal.remove_copy(&id);
+        let remove = move || journal.remove_copy(&id);
         // A copy that stays has no effect, because its revision is lower.
-        if cx.records.copies.run(&recorded.orders.copy, COPY_TIMEOUT, remove).await.is_ok() {
+        if cx.records.copies.remove(&recorded.orders.copy, COPY_TIMEOUT, remove).await.is_ok() {
             recorded.set_may_have_copy(false);
         }
     }
@@ -138,7 +138,7 @@ pub(crate) async fn remove(cx: &Context, guard: &Guard, deadline: Instant) -> Re
     };
     let (journal, marked) = (Arc::clone(&cx.records.journal), id.clone());
     let mark = move |_: &AtomicBool| journal.mark_removed(&marked);
-    match cx.records.copies.run(&recorded.orders.copy, COPY_TIMEOUT, mark).await {
+    match cx.records.copies.write(&recorded.orders.copy, COPY_TIMEOUT, mark).await {
         Ok(()) => {
             cx.records.removals.insert(id, recorded.orders.clone());
             Ok(())
@@ -157,6 +157,19 @@ pub(crate) async fn finish_removals(cx: &Context) {
             Ok(()) => cx.records.removals.remove(&id),
             Err(error) => tracing::debug!(id, "{}", error.report()),
         }
+    }
+}
+
+/// After a failed write, finds out whether the state directory takes records again.
+pub(crate) async fn check_state_directory(cx: &Context) {
+    if cx.records.state_directory.problem().is_none() {
+        return;
+    }
+    let journal = Arc::clone(&cx.records.journal);
+    let write = move |_: &AtomicBool| journal.check_writable();
+    let order = Orders::default().record;
+    if let Err(error) = cx.records.state_directory.write(&order, STATE_TIMEOUT, write).await {
+        tracing::debug!("{}", error.report());
     }
 }
 
@@ -180,14 +193,14 @@ async fn remove_from_state_directory(
     limit: Duration,
 ) -> Result<()> {
     let (journal, id) = (Arc::clone(&cx.records.journal), mapping_id.to_owned());
-    let remove = move |_: &AtomicBool| journal.remove(&id);
-    cx.records.state_directory.run(&orders.record, limit, remove).await
+    let remove = move || journal.remove(&id);
+    cx.records.state_directory.remove(&orders.record, limit, remove).await
 }
 
 async fn remove_traces(cx: &Context, mapping_id: &str, orders: &Orders) -> Result<()> {
     let (journal, id) = (Arc::clone(&cx.records.journal), mapping_id.to_owned());
-    let remove = move |_: &AtomicBool| journal.remove_traces(&id);
-    cx.records.copies.run(&orders.copy, COPY_TIMEOUT, remove).await
+    let remove = move || journal.remove_traces(&id);
+    cx.records.copies.remove(&orders.copy, COPY_TIMEOUT, remove).await
 }
 
 fn next_revision(guard: &Guard) -> Arc<Record> {

@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::devices::devices;
 use crate::liveness::check_liveness;
 use crate::planner::State;
-use crate::records::finish_removals;
+use crate::records::{check_state_directory, finish_removals};
 
 /// The interval between two sweeps.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
@@ -34,6 +34,11 @@ pub(crate) async fn sweep(cx: Arc<Context>) {
         if !cx.records.removals.all().is_empty() {
             let cx = Arc::clone(&cx);
             checks.spawn(async move { finish_removals(&cx).await });
+        }
+        // A record that is to be written again is such a check.
+        if !cx.register.all().iter().any(|mapping| mapping.recorded.is_behind()) {
+            let cx = Arc::clone(&cx);
+            checks.spawn(async move { check_state_directory(&cx).await });
         }
         for mapping in cx.register.all() {
             let view = mapping.view();

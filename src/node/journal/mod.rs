@@ -42,6 +42,10 @@ pub use load::{Loaded, RejectedRecord, Rejection};
 /// The longest record, in bytes: a URI of 4096 bytes, escaped, fits many times.
 pub const MAX_RECORD: u64 = 64 * 1024;
 
+/// The length of the file that checks the state directory, in bytes: one block of most file systems, as most
+/// records need.
+const CHECK_LENGTH: usize = 4096;
+
 /// The extension of a file in the runtime directory that marks a record as removed.
 const REMOVAL_MARK: &str = "removed";
 
@@ -98,6 +102,19 @@ impl Journal {
     /// Returns `TimedOut` if `cancelled` was set; otherwise as [`Journal::store`].
     pub fn store_unless_cancelled(&self, record: &Record, cancelled: &AtomicBool) -> Result<()> {
         self.write(&self.records, record, cancelled)
+    }
+
+    /// Checks that the state directory takes a file of the size of a record, and removes it again. Blocks.
+    ///
+    /// # Errors
+    /// As [`Journal::store`].
+    pub fn check_writable(&self) -> Result<()> {
+        let path = self.records.join("check.tmp");
+        let written = self.disk.write_synced(&path, &[0; CHECK_LENGTH]);
+        let removed = self.disk.remove(&path);
+        written.and(removed).map_err(|error| {
+            failed_write(format!("cannot write {}", path.display()), &self.records, error)
+        })
     }
 
     /// Writes a copy of `record` to the runtime directory, because the state directory does not take it.
