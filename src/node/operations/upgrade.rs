@@ -134,6 +134,14 @@ async fn binary_on_disk(cx: &Context) -> Result<Binary> {
         return Err(Error::new(ErrorKind::Unavailable, message)
             .with_repair("see the kernel's log (dmesg) for the cause"));
     }
+    let (state_directory, copies) = (&cx.records.state_directory, &cx.records.copies);
+    if binary != Binary::Current
+        && !(state_directory.wait_until_idle(until).await && copies.wait_until_idle(until).await)
+    {
+        let message = "cannot restart the daemon: a write of the journal does not return";
+        return Err(Error::new(ErrorKind::Unavailable, message)
+            .with_repair("check the disk of the state directory: see dmesg"));
+    }
     Ok(binary)
 }
 
