@@ -41,6 +41,11 @@ impl Unmanaged {
         self.records().keys().cloned().collect()
     }
 
+    /// Returns whether the record of a mapping cannot be read now.
+    pub(crate) fn is_unreadable(&self, mapping_id: &str) -> bool {
+        matches!(self.records().get(mapping_id), Some(Reason::Unreadable))
+    }
+
     /// Checks that no mapping of a newer build has the name `name`. With a second mapping of this name, the
     /// newer build would ignore one of the two.
     ///

@@ -27,6 +27,7 @@ use crate::devices::devices;
 use crate::mapping::{ForceProgress, ForceReport};
 use crate::planner::{Intent, State};
 use crate::reconcile::reconcile;
+use crate::records;
 use crate::retry::after_failure;
 use crate::target::{Target, find};
 use crate::worker_start::within;
@@ -154,6 +155,13 @@ async fn force_disconnect_orphan(
         progress.begin("end the worker");
         stop_process(&process, deadline).await?;
         cx.workers.sockets.remove(id);
+        progress.end();
+    }
+    if cx.unmanaged.is_unreadable(id) {
+        // Otherwise the mapping would be restored as soon as its record can be read.
+        progress.begin("remove the record");
+        records::discard(cx, id).await?;
+        cx.unmanaged.remove(id);
         progress.end();
     }
     if !no_writes_proved {

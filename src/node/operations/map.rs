@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::context::Context;
+use crate::devices::orphans;
 use crate::mapping::{Change, Guard, Mapping, View};
 use crate::naming::other_volume;
 use crate::planner::{Intent, Options, Record, State};
@@ -49,7 +50,7 @@ pub(crate) const UNDO_TIMEOUT: Duration = Duration::from_secs(20);
 /// Returns the error of the step that failed. Nothing is left of the mapping then, unless the error says
 /// otherwise.
 pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
-    cx.unmanaged.check_name(&spec.name)?;
+    check_unmanaged(cx, &spec.name, deadline).await?;
     for _ in 0..MAX_ATTEMPTS {
         let make = || Mapping::new(new_record(cx, spec), cx.work_queue.clone());
         let limit = cx.settings.mappings;
@@ -67,6 +68,18 @@ pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Resu
         ErrorKind::Aborted,
         format!("cannot map {}: other calls keep removing it", spec.name),
     ))
+}
+
+/// Checks that no record that this daemon leaves in place, and no device of such a record, has the name `name`.
+async fn check_unmanaged(cx: &Context, name: &str, deadline: Instant) -> Result<()> {
+    cx.unmanaged.check_name(name)?;
+    if cx.unmanaged.ids().is_empty() {
+        return Ok(());
+    }
+    // The name in a record that cannot be read is known only from its device.
+    let orphans = orphans(cx, deadline).await?;
+    let mut named = orphans.iter().filter(|(_, identity)| identity.name() == name);
+    named.try_for_each(|(_, identity)| cx.unmanaged.check_device(identity))
 }
 
 async fn map_new(cx: &Context, mut guard: Guard, deadline: Instant) -> Result<View> {

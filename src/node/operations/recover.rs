@@ -99,15 +99,19 @@ async fn restore_later(context: Weak<Context>, mut unreadable: BTreeSet<String>)
                 _ => continue,
             };
             unreadable.remove(&mapping_id);
-            cx.unmanaged.remove(&mapping_id);
-            report_rejected(&cx, &loaded.rejected);
+            let mut restored = None;
             for record in loaded.records {
                 let copied = loaded.copied.contains(&record.mapping_id);
                 match restore_mapping(&cx, record, copied).await {
-                    Ok(Some(mapping)) => recover_mapping(&cx, &mapping).await,
-                    Ok(None) => {}
+                    Ok(mapping) => restored = mapping,
                     Err(error) => cx.found(error.report()),
                 }
+            }
+            // Only now: its device must not be taken for one without a record meanwhile.
+            cx.unmanaged.remove(&mapping_id);
+            report_rejected(&cx, &loaded.rejected);
+            if let Some(mapping) = restored {
+                recover_mapping(&cx, &mapping).await;
             }
         }
     }

@@ -169,6 +169,11 @@ fn a_map_that_cannot_be_recorded_leaves_nothing_behind() {
     assert!(status.message().contains("No space left on device"), "{status}");
     assert!(repair(&status).contains("free disk space"), "{status:?}");
     machine.assert_clean();
+    // The check shows the state directory until it takes records again, also without any mapping.
+    let is_shown = || checks(&supervisor).iter().any(|check| check.name == "state directory");
+    assert!(is_shown());
+    machine.disk.fail(None, None);
+    wait_until("the check is gone", || !is_shown());
     // A mapping that works can be unmapped nevertheless.
     machine.disk.fail(None, None);
     supervisor.map("a", &machine.volume("a")).unwrap();
@@ -241,6 +246,9 @@ fn a_record_that_cannot_be_read_for_a_while_is_neither_moved_nor_forgotten() {
     };
     assert!(findings.iter().any(left), "{findings:?}");
     assert_code(supervisor.unmap("a"), Code::Unavailable, "cannot be read");
+    // Two mappings of one name would share a link, and one of the records would be ignored later.
+    let other = machine.volume("other");
+    assert_code(supervisor.map("a", &other), Code::Unavailable, "cannot be read");
     machine.disk.fail_reads(None);
     wait_until("the mapping is restored", || {
         supervisor.get("a").is_ok_and(|now| now.state() == MappingState::Mapped)
@@ -249,6 +257,24 @@ fn a_record_that_cannot_be_read_for_a_while_is_neither_moved_nor_forgotten() {
     assert_eq!((now.device, now.mapping_id), (mapping.device, mapping.mapping_id));
     let quarantine = machine.config.state_dir.join("quarantine");
     assert_eq!(std::fs::read_dir(quarantine).unwrap().count(), 0);
+    supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}
+
+#[test]
+fn a_mapping_whose_record_cannot_be_read_does_not_come_back_after_a_forced_unmap() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    supervisor.crash();
+    machine.disk.fail_reads(Some(libc::EIO));
+    let supervisor = machine.start();
+    assert_code(supervisor.unmap("a"), Code::Unavailable, "cannot be read");
+    supervisor.force("a").unwrap();
+    assert!(!is_alive(mapping.worker_pid));
+    assert!(!record_of(&machine, &mapping).exists());
+    machine.disk.fail_reads(None);
+    supervisor.map("a", &machine.volume("a")).unwrap();
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
