@@ -21,7 +21,16 @@ pub(crate) async fn holders_of(
     index: DeviceIndex,
     deadline: Instant,
 ) -> Result<Vec<Holder>> {
-    cx.kernel.wait("find the holders", deadline, None, move |k, _| k.holders(index)).await
+    let found = cx.kernel.wait("find the holders", deadline, None, move |k, _| k.holders(index));
+    Ok(without_own(found.await?))
+}
+
+/// Removes this process from the holders of a device. It has a device open only to flush it, or so that no
+/// other program can use it, and a disconnect ends both.
+pub(crate) fn without_own(mut holders: Vec<Holder>) -> Vec<Holder> {
+    let own = std::process::id();
+    holders.retain(|holder| !matches!(holder, Holder::Process { pid, .. } if *pid == own));
+    holders
 }
 
 /// Waits until a device has no holders. Short-lived udev probes may have it open for [`TRANSIENT_TIMEOUT`].

@@ -24,6 +24,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::actions::{self, FAIL_TIMEOUT, UNMOUNT_TIMEOUT};
 use crate::context::Context;
 use crate::devices::devices;
+use crate::holders::without_own;
 use crate::mapping::{ForceProgress, ForceReport};
 use crate::planner::{Intent, State};
 use crate::reconcile::reconcile;
@@ -189,7 +190,7 @@ async fn report(
         let holders =
             cx.urgent.wait("look for holders", deadline, None, move |k, _| k.holders(index));
         match holders.await {
-            Ok(holders) => forced.holders = holders,
+            Ok(holders) => forced.holders = without_own(holders),
             Err(error) => tracing::warn!(device = index, "{}", error.report()),
         }
     }

@@ -197,6 +197,47 @@ fn an_unmap_is_refused_when_the_flush_fails() {
     machine.assert_clean();
 }
 
+/// The unmap has 30 s. A new worker must not wait until they have passed.
+#[test]
+fn a_worker_that_dies_while_an_unmap_waits_for_its_flush_is_replaced_at_once() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    machine.kernel.write(index_of(&mapping), 0, &[4; 4096]).unwrap();
+    // The flush gets no answer until the worker is killed.
+    kill(mapping.worker_pid, Signal::SIGSTOP);
+    let killing = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(1));
+        kill(mapping.worker_pid, Signal::SIGKILL);
+    });
+    let asked = Stopwatch::start();
+    assert!(supervisor.unmap("a").unwrap());
+    assert!(asked.elapsed() < Duration::from_secs(15), "{:?}", asked.elapsed());
+    killing.join().unwrap();
+    machine.assert_clean();
+    assert_eq!(std::fs::read(machine.path("a")).unwrap()[..4096], [4; 4096]);
+}
+
+/// A flush that a timed-out unmap has left behind has the device open in the supervisor.
+#[test]
+fn the_supervisor_is_no_holder_of_its_devices() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let index = index_of(&supervisor.map("a", &machine.volume("a")).unwrap());
+    let own = Holder::Process { pid: std::process::id(), command: "cleat".into() };
+    machine.kernel.set_holders(index, vec![own]);
+    assert_eq!(supervisor.get("a").unwrap().holders, []);
+    let kernel = machine.kernel.clone();
+    let closing = std::thread::spawn(move || {
+        // The disconnect fails the flush, which then closes the device.
+        wait_until("the device is disconnected", || kernel.is_disconnected(index));
+        kernel.set_holders(index, Vec::new());
+    });
+    assert!(supervisor.unmap("a").unwrap());
+    closing.join().unwrap();
+    machine.assert_clean();
+}
+
 #[test]
 fn an_unmap_is_refused_when_the_device_has_a_holder_after_the_flush() {
     let machine = Machine::new();
