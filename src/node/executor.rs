@@ -54,7 +54,8 @@ impl Executor {
     /// Unmaps a volume and returns whether it was mapped.
     ///
     /// # Errors
-    /// Returns `InUse`, with the holders, if the device has any; the mapping then does not change.
+    /// Returns `InUse`, with the holders, if the device has any, and the cause if the device's data cannot be
+    /// flushed; the mapping then does not change. After any other error, the supervisor continues the unmap.
     pub async fn unmap(&self, target: &str, deadline: Instant) -> Result<bool> {
         operations::unmap::unmap(&self.context, target, deadline).await
     }

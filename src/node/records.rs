@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::context::Context;
 use crate::mapping::{Guard, Orders, Place};
-use crate::planner::Record;
+use crate::planner::{Intent, Record};
 use cleat_core::error::{Error, Result};
 
 /// The timeout of one write to the state directory, earlier writes of the mapping included. It is short,
@@ -26,6 +26,9 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(2);
 const COPY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Writes the record of a mapping durably: a supervisor that starts after a crash of this one reads it.
+///
+/// Until the unmap is to be recorded (`Teardown::recorded`), the record keeps the intent that the mapping had:
+/// an unmap that fails before, or whose supervisor crashes, leaves the mapping as it was.
 ///
 /// # Errors
 /// Returns the error of the state directory if neither directory takes the record: `NoSpace` if it is full,
@@ -205,7 +208,11 @@ async fn remove_traces(cx: &Context, mapping_id: &str, orders: &Orders) -> Resul
 
 fn next_revision(guard: &Guard) -> Arc<Record> {
     let revision = guard.mapping().recorded.next_revision();
-    Arc::new(Record { revision, ..guard.record.clone() })
+    let intent = match guard.record.intent {
+        Intent::Unmapped if !guard.teardown.recorded => Intent::Mapped,
+        intent => intent,
+    };
+    Arc::new(Record { revision, intent, ..guard.record.clone() })
 }
 
 /// Returns the error of the state directory, with the one of the runtime directory.

@@ -10,7 +10,7 @@ use cleat_core::error::Error;
 use cleat_kernel::Device;
 use cleat_node::executor::Executor;
 use cleat_node::mapping::View;
-use cleat_node::planner::{Failure, Intent, State};
+use cleat_node::planner::{Failure, Intent, Record, State};
 use tokio::time::{Instant, sleep};
 
 use crate::clock;
@@ -220,6 +220,10 @@ pub(crate) async fn at_the_end(
             State::Held(_) if held == Some(name) => Ok(()),
             // The dirty data of the device cannot be written; the message says that only force removes it.
             State::Unmapping if stopped == Some(name) && view.message.contains("flush") => Ok(()),
+            // The same without a worker that could flush it.
+            State::Unmapping if view.message.contains("cannot be flushed without a worker") => {
+                is_open_elsewhere_or(world, &view, gone == Some(name))
+            }
             State::Held(_) | State::Mapping | State::Unmapping | State::Unmapped => {
                 Err("is not at rest".to_owned())
             }
@@ -464,8 +468,9 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
         }
         match last {
             Ok(_) => after_unmap(world, &volume.mapping_id),
-            // The unmap has to open the volume to prove that no writer is left; an orphan may have it open.
-            Err(_) if has_orphan(world, &volume.view().record.uri, executor) => {
+            // The unmap has to open the volume to flush the device, or to prove that no writer is left.
+            // Another mapping or an orphan may have it open.
+            Err(_) if is_claimed_elsewhere(world, &volume.view().record) => {
                 elsewhere.push(volume);
             }
             Err(error) => {
@@ -503,18 +508,17 @@ async fn take_everything_down(world: &World, executor: &Arc<Executor>) {
             Ok(_) => after_unmap(world, &volume.mapping_id),
             Err(error) => {
                 let (name, error) = (&volume.name, error.report());
-                world.violation(format!("{name} cannot be unmapped without orphans: {error}"));
+                world.violation(format!("{name} cannot be unmapped when it is alone: {error}"));
             }
         }
     }
 }
 
-/// Whether a worker of no listed mapping has the volume open.
-fn has_orphan(world: &World, uri: &str, executor: &Executor) -> bool {
-    let known = executor.register().ids();
+/// Whether a worker of another mapping has the volume open.
+fn is_claimed_elsewhere(world: &World, record: &Record) -> bool {
     let state = world.state();
-    let claims = state.disks.get(uri).map(|disk| disk.claims.as_slice());
-    claims.unwrap_or_default().iter().any(|claim| !known.contains(&claim.mapping_id))
+    let claims = state.disks.get(&record.uri).map(|disk| disk.claims.as_slice());
+    claims.unwrap_or_default().iter().any(|claim| claim.mapping_id != record.mapping_id)
 }
 
 /// Checks that an unmapped volume can be mapped again.

@@ -6,6 +6,7 @@ use crate::context::Context;
 use crate::holders::{check_unused, or_by_force};
 use crate::kernel_calls::COMMAND_TIMEOUT;
 use crate::mapping::Guard;
+use crate::planner::Intent;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{DeviceIndex, Kernel};
 
@@ -37,6 +38,29 @@ pub(crate) async fn flush(
         }
     };
     flushed.map_err(|error| or_by_force(error, &guard.record.name))
+}
+
+/// Explains, in an unmap, the error of a step that has to precede the flush. Returns other errors as they are.
+pub(crate) fn not_flushed(guard: &Guard, error: Error) -> Error {
+    if guard.record.intent != Intent::Unmapped {
+        return error;
+    }
+    let name = &guard.record.name;
+    // The mapping exists, even if its volume does not.
+    let kind = match error.kind() {
+        ErrorKind::NotFound => ErrorKind::Unavailable,
+        kind => kind,
+    };
+    let message = format!(
+        "{name} is not unmapped, because its data cannot be flushed without a worker: {}",
+        error.report()
+    );
+    let explained = Error::new(kind, message);
+    let explained = match error.repair() {
+        Some(repair) => explained.with_repair(repair),
+        None => explained,
+    };
+    or_by_force(explained, name)
 }
 
 pub(crate) async fn disconnect(

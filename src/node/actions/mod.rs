@@ -45,12 +45,16 @@ pub(crate) async fn run(
     deadline: Instant,
 ) -> Result<()> {
     match action {
-        Action::StartWorker => start_worker::start_worker(cx, guard, deadline).await,
+        Action::StartWorker => {
+            let started = start_worker::start_worker(cx, guard, deadline).await;
+            started.map_err(|error| disconnect::not_flushed(guard, error))
+        }
         Action::Connect => connect::connect(cx, guard, deadline).await,
         Action::WaitForDevice => wait_for_device::wait_for_device(cx, guard, deadline).await,
         Action::RecordMapped => record::record_mapped(cx, guard).await,
         Action::Reconnect { index, missing } => {
-            reconnect::reconnect(cx, guard, index, missing, deadline).await
+            let connected = reconnect::reconnect(cx, guard, index, missing, deadline).await;
+            connected.map_err(|error| disconnect::not_flushed(guard, error))
         }
         Action::RefuseIo { index, connections } => {
             refuse_io::refuse_io(cx, guard, index, connections, deadline).await

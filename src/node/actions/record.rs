@@ -65,6 +65,8 @@ pub(crate) async fn record_unmapping(cx: &Context, guard: &mut Guard) {
         Intent::Forced(_) => FORCED_TIMEOUT,
         Intent::Mapped | Intent::Unmapped => UNMAP_TIMEOUT,
     };
+    // Before the write, because only then the record gets the new intent.
+    guard.teardown.recorded = true;
     // A map that failed before its worker was recorded has no record, and needs none.
     if guard.record.worker.is_some()
         && let Err(error) = store_within(cx, guard, limit).await
@@ -77,5 +79,4 @@ pub(crate) async fn record_unmapping(cx: &Context, guard: &mut Guard) {
     } else if let Place::Copy(cause) = guard.mapping().recorded.place() {
         guard.note(format!("only in the runtime directory: {cause}"));
     }
-    guard.teardown.recorded = true;
 }

@@ -18,8 +18,9 @@ use cleat_core::error::{ErrorKind, Result};
 /// Removes a mapping or an orphan. Returns whether there was one.
 ///
 /// # Errors
-/// Returns `InUse`, with the holders, if the device has any. The mapping then stays as it is. Returns
-/// `Unsupported` or `Unavailable` for a device whose record this build leaves in place.
+/// Returns `InUse`, with the holders, if the device has any, and the cause if the data of the device cannot be
+/// flushed. The mapping then stays as it is. After any other error, the unmap is retried in the background.
+/// Returns `Unsupported` or `Unavailable` for a device whose record this build leaves in place.
 pub(crate) async fn unmap(cx: &Context, target: &str, deadline: Instant) -> Result<bool> {
     let mapping = match find(cx, target, deadline).await? {
         Target::Mapping(mapping) => mapping,

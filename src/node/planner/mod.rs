@@ -7,7 +7,8 @@
 //! Rules, which property tests check:
 //! - the planner touches only devices that carry the identity of the mapping;
 //! - it starts a worker only when no earlier worker can still write (the end of its process is proved);
-//! - it does not disconnect a device that has holders;
+//! - it does not disconnect a device that has holders, or before a flush if its users may have written data
+//!   that a worker can make durable;
 //! - it reports content that ended with its worker as lost, and never replaces it by zeroes.
 //!
 //! A forced unmap is the exception to the third rule, because its user asks for it: it ends only when

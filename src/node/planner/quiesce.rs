@@ -117,10 +117,16 @@ mod tests {
             Holder::Mount { path: "/mnt".into(), filesystem: "ext4".into(), namespace_pid: None };
         let in_use = Observed { holders: vec![mount], ..observed(SERVES, in_progress) };
         assert_eq!(plan(&unmapped, &in_use).actions, []);
-        let dead =
-            plan(&unmapped, &observed(ObservedWorker::Gone, ObservedQuiesce::default())).actions;
-        assert!(position(&dead, Action::Disconnect(3)) < position(&dead, Action::Unquiesce));
-        assert!(position(&dead, Action::Unquiesce) < position(&dead, Action::RemoveRecord));
+        let dead = observed(ObservedWorker::Gone, ObservedQuiesce::default());
+        let actions = plan(&unmapped, &dead).actions;
+        let reconnect = Action::Reconnect { index: 3, missing: 1 };
+        assert!(position(&actions, reconnect) < position(&actions, Action::Unquiesce));
+        assert!(position(&actions, Action::Unquiesce) < position(&actions, Action::Flush(3)));
+        // No worker will serve the writes of the thaw.
+        let lost = Record { fenced: true, ..unmapped };
+        let actions = plan(&lost, &dead).actions;
+        assert!(position(&actions, Action::Disconnect(3)) < position(&actions, Action::Unquiesce));
+        assert!(position(&actions, Action::Unquiesce) < position(&actions, Action::RemoveRecord));
 
         let forced = quiesced(Intent::Forced(UnmountScope::All));
         let actions = plan(&forced, &observed(SERVES, in_progress)).actions;

@@ -1,6 +1,6 @@
 //! The plans for a mapping that is to be removed, with and without force.
 
-use super::{Action, Observed, ObservedWorker, Plan, Record, State};
+use super::{Action, DeviceProperties, Observed, ObservedWorker, Plan, Record, State};
 use cleat_kernel::UnmountScope;
 
 pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
@@ -11,17 +11,7 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if !observed.holders.is_empty() && !observed.devices.is_empty() {
         return Plan::without_actions(State::Held(observed.holders.clone()));
     }
-    let mut actions = Vec::new();
-    // Without a worker, a flush would only wait for the timeout of the dead connections. A worker that
-    // does not answer the supervisor may still serve; its writes must be durable before it is killed.
-    let serves = match observed.worker {
-        ObservedWorker::Alive { connections, .. } => connections > 0,
-        ObservedWorker::Unreachable { .. } => record.established,
-        ObservedWorker::Gone | ObservedWorker::Fenced => false,
-    };
-    if serves {
-        actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
-    }
+    let mut actions = flush(record, observed);
     // A failure before this action leaves the mapping as it was. From here on it is being removed.
     actions.push(Action::RecordUnmapping);
     actions.extend(observed.devices.iter().map(|device| Action::Disconnect(device.index)));
@@ -30,6 +20,42 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     }
     actions.push(last_action(observed));
     Plan { state: State::Unmapping, actions }
+}
+
+/// Makes the data of the device's users durable. Without a worker, or without connections, a flush would only
+/// wait for the timeout of the dead connections, so the device gets them first. A failure leaves the mapping
+/// as it was: only a forced unmap removes a device whose data cannot be flushed.
+fn flush(record: &Record, observed: &Observed) -> Vec<Action> {
+    let missing = record.options.connections;
+    let reconnect = observed
+        .devices
+        .iter()
+        .map(|device| Action::Reconnect { index: device.index, missing });
+    let mut actions = Vec::new();
+    match observed.worker {
+        ObservedWorker::Alive { connections: 1.., .. } => {}
+        ObservedWorker::Alive { .. } if can_be_flushed(record) => actions.extend(reconnect),
+        ObservedWorker::Gone if can_be_flushed(record) && !observed.devices.is_empty() => {
+            actions.push(Action::StartWorker);
+            actions.extend(reconnect);
+        }
+        // The worker may still serve. Its writes must be durable before it is killed.
+        ObservedWorker::Unreachable { .. } if record.established => {}
+        _ => return actions,
+    }
+    actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
+    actions
+}
+
+/// Returns whether users of the device may have written data that a new worker could make durable. Content
+/// that ended with its worker cannot be flushed, and neither can that of a volume that the mapping has lost.
+fn can_be_flushed(record: &Record) -> bool {
+    let writable = |volume: &DeviceProperties| volume.outlives_worker && !volume.is_read_only();
+    record.established
+        && !record.options.read_only
+        && !record.fenced
+        && record.replaced.is_none()
+        && record.volume.as_ref().is_some_and(writable)
 }
 
 /// The record must stay as long as the kernel may still create a device.

@@ -9,7 +9,7 @@ use cleat_kernel::{Holder, Kernel};
 use nix::sys::signal::Signal;
 use tonic::Code;
 
-use test_kit::node::{Machine, assert_code, index_of, is_alive, kill, wait_until};
+use test_kit::node::{Machine, assert_code, index_of, is_alive, kill, repair, wait_until};
 use test_kit::stopwatch::Stopwatch;
 
 #[test]
@@ -194,6 +194,35 @@ fn an_unmap_is_refused_when_the_flush_fails() {
     assert_code(supervisor.unmap("a"), Code::Internal, "");
     assert_eq!(supervisor.wait_for("a", MappingState::Mapped).device, mapping.device);
     supervisor.unmap("a").unwrap();
+    machine.assert_clean();
+}
+
+/// The page cache of the device may have data that no worker has received.
+#[test]
+fn an_unmap_without_a_worker_does_not_skip_the_flush() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let index = index_of(&mapping);
+    machine.kernel.write(index, 0, &[2; 512]).unwrap();
+    let (here, away) = (machine.path("a"), machine.path("away"));
+    std::fs::rename(&here, &away).unwrap();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    supervisor.wait_for("a", MappingState::Recovering);
+    let refused = supervisor.unmap("a").unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    assert!(refused.message().contains("a is not unmapped, because its data cannot be flushed"));
+    assert!(refused.message().contains(&*here.to_string_lossy()), "{refused:?}");
+    assert!(repair(&refused).contains("cleat unmap a --force"), "{refused:?}");
+    assert!(machine.kernel.devices().unwrap()[index as usize].connected);
+    // The refusal is not taken back by a crash of the supervisor.
+    supervisor.crash();
+    let supervisor = machine.start();
+    supervisor.wait_for("a", MappingState::Recovering);
+    std::fs::rename(&away, &here).unwrap();
+    machine.kernel.inject(Call::Flush, Fault::Fail(ErrorKind::Internal));
+    assert_code(supervisor.unmap("a"), Code::Internal, "Flush");
+    wait_until("the volume can be unmapped", || supervisor.unmap("a").is_ok());
     machine.assert_clean();
 }
 

@@ -1,7 +1,7 @@
 //! Plans for mappings that are to be removed.
 
 use super::{observed_with, record};
-use crate::planner::{Action, Intent, Observed, ObservedWorker, WorkerId, plan};
+use crate::planner::{Action, Intent, Observed, ObservedWorker, Record, WorkerId, plan};
 use cleat_kernel::{Holder, UnmountScope};
 
 #[test]
@@ -14,6 +14,41 @@ fn writes_of_an_unreachable_worker_are_flushed_before_it_is_killed() {
     let actions = plan(&record, &observed).actions;
     assert_eq!(actions[..2], [Action::Flush(3), Action::RecordUnmapping]);
     assert_eq!(actions[3..], [Action::StopWorker, Action::RemoveRecord]);
+}
+
+/// Only a flush through a new worker makes the data in the page cache durable.
+#[test]
+fn a_device_without_a_worker_is_flushed_by_a_new_one() {
+    let unmapped = |established, outlives_worker| Record {
+        intent: Intent::Unmapped,
+        established,
+        ..record(2, outlives_worker)
+    };
+    let actions = |record: &Record, worker| plan(record, &observed_with(worker)).actions;
+    let begin = |record: &Record, worker| actions(record, worker)[0];
+    let reconnect = Action::Reconnect { index: 3, missing: 2 };
+    let kept = unmapped(true, true);
+    let flush = [Action::StartWorker, reconnect, Action::Flush(3), Action::RecordUnmapping];
+    assert_eq!(actions(&kept, ObservedWorker::Gone)[..4], flush);
+    let unconnected = ObservedWorker::Alive { connections: 0, size: 1 << 20 };
+    assert_eq!(actions(&kept, unconnected.clone())[..3], flush[1..]);
+    // There is nothing to flush, or no worker that could do it.
+    let read_only = {
+        let mut record = kept.clone();
+        record.options.read_only = true;
+        record
+    };
+    let lost = [
+        unmapped(false, true),
+        unmapped(true, false),
+        read_only,
+        Record { fenced: true, ..kept.clone() },
+        Record { replaced: Some("another".into()), ..kept.clone() },
+    ];
+    for record in lost {
+        assert_eq!(begin(&record, ObservedWorker::Gone), Action::RecordUnmapping, "{record:?}");
+        assert_eq!(begin(&record, unconnected.clone()), Action::RecordUnmapping, "{record:?}");
+    }
 }
 
 #[test]

@@ -122,7 +122,10 @@ fn the_removal_of_a_mapped_image_is_reported() {
             && mapping.message.contains("No such file")
     });
     assert_code(supervisor.map("removed", &mapping.uri), Code::NotFound, "volumes/removed");
-    supervisor.unmap("removed").unwrap();
+    // Nothing can be flushed to a removed image, which only a forced unmap accepts.
+    let refused = supervisor.unmap("removed");
+    assert_code(refused, Code::Unavailable, "its data cannot be flushed");
+    supervisor.force("removed").unwrap();
     machine.assert_clean();
 }
 
