@@ -90,6 +90,8 @@ pub(super) enum Holder {
     Mount { path: String, filesystem: String, namespace_pid: Option<u32> },
     Process { pid: u32, command: String },
     Device { name: String },
+    /// A user inside the kernel.
+    Kernel { what: String },
     Unknown,
 }
 
@@ -157,6 +159,7 @@ impl From<v1::Holder> for Holder {
                 Self::Process { pid: process.pid, command: process.command }
             }
             Some(v1::holder::Kind::Device(name)) => Self::Device { name },
+            Some(v1::holder::Kind::Kernel(what)) => Self::Kernel { what },
             // A newer daemon may know kinds that this client does not.
             None => Self::Unknown,
         }
@@ -198,6 +201,7 @@ impl std::fmt::Display for Holder {
             Self::Process { pid, command } => write!(f, "open in process {pid} ({command})"),
             Self::Device { name } if name == "swap" => f.write_str("used as swap"),
             Self::Device { name } => write!(f, "under the block device {name}"),
+            Self::Kernel { what } => f.write_str(what),
             Self::Unknown => f.write_str("held in a way that this version of cleat does not know"),
         }
     }

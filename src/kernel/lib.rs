@@ -14,8 +14,10 @@
 mod bounded_call;
 pub mod cgroup;
 mod events;
+mod exclusive;
 mod freeze;
 mod identity;
+mod kernel_users;
 mod mountinfo;
 mod namespaces;
 mod netlink;
@@ -33,6 +35,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use cleat_core::error::{Error, ErrorKind, Result};
+pub use exclusive::ExclusiveOpen;
 pub use identity::Identity;
 pub use mountinfo::{Mount, parse_mountinfo};
 
@@ -97,6 +100,9 @@ pub enum Holder {
     Process { pid: u32, command: String },
     /// A block device on top of the device (`dm-0`, `loop3`), or swap (`swap`).
     Device { name: String },
+    /// A user inside the kernel without a mount, an open file or a device on top: another member of a file
+    /// system on several devices, an external log, an exported target. `what` describes it.
+    Kernel { what: String },
 }
 
 /// The mounts that [`Kernel::unmount`] removes.
@@ -170,6 +176,33 @@ pub trait Kernel: Send + Sync {
     /// Returns `TimedOut` at the deadline; the kernel may still carry out the command later.
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()>;
 
+    /// Opens a device exclusively (O_EXCL), which claims the device and its partitions. No other program and
+    /// no part of the kernel can claim one of them until the value is dropped. Returns the users that have
+    /// claimed one of them as the inner error; [`Kernel::holders`] does not show all of these.
+    ///
+    /// May read the partition table, and then blocks until the device answers.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if the device is not connected as `identity`, and the errors of opening it.
+    fn open_exclusively(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+    ) -> Result<Result<ExclusiveOpen, Vec<Holder>>>;
+
+    /// Disconnects a device as [`Kernel::disconnect`] does, and closes `open` as soon as the kernel has
+    /// carried out the command: an open device stays configured.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Kernel::disconnect`].
+    fn disconnect_exclusively(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        open: ExclusiveOpen,
+        deadline: Instant,
+    ) -> Result<()>;
+
     /// Unmounts the device and its partitions lazily, in the namespaces of `which`, together with what
     /// is mounted below them. Processes keep the files that they have open; new opens find the mount
     /// gone. Returns when the mounts are gone and their dirty data is written, or has failed.
@@ -229,7 +262,8 @@ pub trait Kernel: Send + Sync {
     fn devices(&self) -> Result<Vec<Device>>;
 
     /// Returns the users of the device: mounts in every mount namespace that this process can see,
-    /// openers, block devices on top of it, swap. The list is a snapshot and may change at any time.
+    /// openers, block devices on top of it, swap. The list is a snapshot and may change at any time. It has
+    /// users inside the kernel only as far as sysfs and configfs name them.
     ///
     /// # Errors
     /// Returns an error if /proc or sysfs cannot be read, or the machine has more processes, open files or

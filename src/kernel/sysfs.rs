@@ -180,7 +180,7 @@ fn read_number(directory: &Path) -> Option<DeviceNumber> {
     parse_number(&fs::read_to_string(directory.join("dev")).ok()?)
 }
 
-fn list(directory: &Path) -> io::Result<Vec<String>> {
+pub(super) fn list(directory: &Path) -> io::Result<Vec<String>> {
     let entries = fs::read_dir(directory)?;
     Ok(entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect())
 }

@@ -81,6 +81,10 @@ pub(crate) fn in_use_error(name: &str, holders: &[Holder]) -> Error {
             "swapoff the device; see /proc/swaps".to_owned()
         }
         Some(Holder::Device { name: upper }) => format!("remove the device {upper} first"),
+        Some(Holder::Kernel { .. }) => {
+            "end its use first: unmount the file system that it is a part of, or remove the export"
+                .to_owned()
+        }
         None => String::new(),
     };
     Error::new(ErrorKind::InUse, format!("{name} is in use: {}", shown.join(", ")))
@@ -101,6 +105,7 @@ fn describe(holder: &Holder) -> String {
         Holder::Process { pid, command } => format!("open in process {pid} ({command})"),
         Holder::Device { name } if name == "swap" => "used as swap".to_owned(),
         Holder::Device { name } => format!("under the block device {name}"),
+        Holder::Kernel { what } => what.clone(),
     }
 }
 

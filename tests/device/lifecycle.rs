@@ -12,6 +12,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("map_prints_the_device_and_unmap_frees_it", map_and_unmap),
         trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
         trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
+        trial("unmap_is_refused_while_used_inside_the_kernel", used_inside_the_kernel),
         trial("many_volumes_are_mapped_and_unmapped_in_parallel", parallel),
         trial("a_restarted_supervisor_still_has_its_mappings", restart),
         trial("leftovers_are_reconciled_and_reported", leftovers),
@@ -72,6 +73,35 @@ fn refused_while_held() {
     opener.kill().expect("killing the opener");
     opener.wait().expect("waiting for the opener");
     cleat_ok(&["unmap", "held"]);
+}
+
+/// Neither /proc/mounts nor a process names the second member of a btrfs, or the log device of XFS.
+fn used_inside_the_kernel() {
+    let _node = Node::start();
+    let (first, second) = (Image::new("first", "400M"), Image::new("second", "200M"));
+    let map = |name: &str, image: &Image| cleat_ok(&["map", &image.uri(), "--name", name]);
+    let (one, two) = (map("first", &first), map("second", &second));
+    shell(&format!(
+        "modprobe btrfs; mkfs.btrfs -q -f {one} {two}; mkdir -p /mnt/several; mount {one} /mnt/several"
+    ));
+    refused("second", "is a member of the btrfs");
+    refused("first", "/mnt/several");
+    shell("umount /mnt/several");
+    shell(&format!(
+        "wipefs -qa {one} {two}; mkfs.xfs -q -f -l logdev={two},size=100m {one};
+         mount -o logdev={two} {one} /mnt/several"
+    ));
+    refused("second", "claimed inside the kernel");
+    shell("echo data > /mnt/several/file; umount /mnt/several");
+    // A claim of a partition counts, too.
+    shell(&format!(
+        "wipefs -qa {two}; echo 'start=2048' | sfdisk --quiet {two}; udevadm settle;
+         mkfs.xfs -q -f -l logdev={two}p1,size=100m {one}; mount -o logdev={two}p1 {one} /mnt/several"
+    ));
+    refused("second", "claimed inside the kernel");
+    shell("umount /mnt/several");
+    cleat_ok(&["unmap", "first"]);
+    cleat_ok(&["unmap", "second"]);
 }
 
 fn refused(target: &str, holder: &str) {

@@ -79,6 +79,7 @@ pub fn suite(kernel: &dyn Kernel) {
     two_devices_are_independent(kernel);
     devices_connect_and_disconnect_concurrently(kernel);
     another_identity_is_refused(kernel);
+    a_device_is_open_exclusively_until_its_disconnect(kernel);
     an_unneeded_replacement_socket_is_closed(kernel);
     a_dead_connection_is_reported_and_replaced(kernel);
     a_resize_changes_the_device_size(kernel);
@@ -111,6 +112,29 @@ pub fn settled_holders(kernel: &dyn Kernel, index: DeviceIndex) -> Vec<Holder> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+fn a_device_is_open_exclusively_until_its_disconnect(kernel: &dyn Kernel) {
+    let mapped = connect(kernel, "exclusive", 1);
+    mapped.ready();
+    let attempt = |identity: &Identity| kernel.open_exclusively(mapped.index, identity);
+    assert_eq!(attempt(&identity("another")).unwrap_err().kind(), ErrorKind::NotFound);
+    let open = attempt(&mapped.identity).unwrap().expect("nothing has claimed it");
+    let claimed = attempt(&mapped.identity).unwrap().expect_err("it is open exclusively");
+    assert!(matches!(claimed.as_slice(), [Holder::Kernel { .. }]), "{claimed:?}");
+    kernel.flush(mapped.index, soon()).unwrap();
+    drop(open);
+    let deadline = soon();
+    let open = loop {
+        match attempt(&mapped.identity).unwrap() {
+            Ok(open) => break open,
+            Err(claimed) => assert!(Instant::now() < deadline, "{claimed:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    // The open device alone would stay configured.
+    kernel.disconnect_exclusively(mapped.index, &mapped.identity, open, soon()).unwrap();
+    assert!(!mapped.is_listed(), "the device is listed after its disconnect");
 }
 
 fn two_devices_are_independent(kernel: &dyn Kernel) {

@@ -20,13 +20,13 @@ use super::events::Hub;
 use super::freeze::Freezes;
 use super::netlink::{self, Netlink};
 use super::shared_scan::SharedScan;
-use super::sysfs::Sysfs;
+use super::sysfs::{Disk, Sysfs};
 use super::udev::{Missing, Names};
 use super::unmount::unmount;
 use super::usage::{Proc, Usage};
 use super::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
-    Kernel, KernelEvent, UnmountScope, not_ours,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, ExclusiveOpen, Holder,
+    Identity, Kernel, KernelEvent, UnmountScope, exclusive, not_ours,
 };
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -206,6 +206,41 @@ impl Kernel for RealKernel {
         self.withdraw(index, identity, deadline)
     }
 
+    fn open_exclusively(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+    ) -> Result<Result<ExclusiveOpen, Vec<Holder>>> {
+        let check = || {
+            let device = self.sysfs.connected_device(index, identity)?;
+            device.map(drop).ok_or_else(|| not_ours(index, identity))
+        };
+        check()?;
+        let disk = self.sysfs.disk(index)?;
+        let opened = exclusive::open(&self.names.dev, &disk)?;
+        // While it is open, its number belongs to no other device.
+        check()?;
+        Ok(opened.map_err(|claimed| self.claimants(&disk, &claimed)))
+    }
+
+    fn disconnect_exclusively(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        open: ExclusiveOpen,
+        deadline: Instant,
+    ) -> Result<()> {
+        let meant = self.is_connected_as(identity.clone());
+        match self.netlink.disconnect(index, deadline, move || meant(index)) {
+            // The device was disconnected in the meantime.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            result => result?,
+        }
+        // From here on every request fails.
+        drop(open);
+        self.disconnect(index, identity, deadline)
+    }
+
     fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()> {
         let disk = self.sysfs.disk(index)?;
         unmount(&self.proc, &self.unmounts, &disk, which, deadline)
@@ -277,6 +312,11 @@ impl Kernel for RealKernel {
         let mut holders = self.usage_scan.get(|| self.proc.usage())?.holders(&disk)?;
         let stacked = self.sysfs.stacked(index, &disk)?;
         holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
+        // A mounted file system is named by its mount.
+        if !holders.iter().any(|holder| matches!(holder, Holder::Mount { .. })) {
+            let users = self.sysfs.kernel_users(&disk);
+            holders.extend(users.into_iter().map(|what| Holder::Kernel { what }));
+        }
         Ok(holders)
     }
 
@@ -344,6 +384,19 @@ impl RealKernel {
     ) -> impl Fn(DeviceIndex) -> Result<bool> + Send + use<> {
         let sysfs = self.sysfs.clone();
         move |index| Ok(sysfs.connected_device(index, &identity)?.is_some())
+    }
+
+    /// Describes the users that have claimed the disk or the partitions with the names `claimed`.
+    fn claimants(&self, disk: &Disk, claimed: &[String]) -> Vec<Holder> {
+        let mut users = self.sysfs.kernel_users(disk);
+        if users.is_empty() {
+            users.push(format!(
+                "{} claimed inside the kernel or by an exclusive open (a member of a btrfs or of a ZFS \
+                 pool, an external log or journal, an exported target)",
+                claimed.join(", ")
+            ));
+        }
+        users.into_iter().map(|what| Holder::Kernel { what }).collect()
     }
 
     fn subscribe(&self, queue: usize) -> Result<Receiver<KernelEvent>> {

@@ -12,8 +12,8 @@ use super::script::{failure, timed_out};
 use super::watch::watch_connections;
 use super::{Call, Fault, SimKernel, State, io};
 use crate::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, Holder, Identity,
-    Kernel, KernelEvent, UnmountScope,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, ExclusiveOpen, Holder,
+    Identity, Kernel, KernelEvent, UnmountScope,
 };
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -65,10 +65,27 @@ impl Kernel for SimKernel {
 
     fn disconnect(&self, index: DeviceIndex, identity: &Identity, deadline: Instant) -> Result<()> {
         self.send_and_shut_down(Call::Disconnect, index, identity, deadline)?;
-        self.wait(Call::Disconnect, deadline, |state| match state.config(index, identity) {
-            Ok(_) => Err("the device is held"),
-            Err(_) => Ok(()),
-        })
+        self.wait_until_free(index, identity, deadline)
+    }
+
+    fn open_exclusively(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+    ) -> Result<Result<ExclusiveOpen, Vec<Holder>>> {
+        self.open_device(index, identity)
+    }
+
+    fn disconnect_exclusively(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        open: ExclusiveOpen,
+        deadline: Instant,
+    ) -> Result<()> {
+        self.send_and_shut_down(Call::Disconnect, index, identity, deadline)?;
+        drop(open);
+        self.wait_until_free(index, identity, deadline)
     }
 
     fn unmount(&self, index: DeviceIndex, which: UnmountScope, deadline: Instant) -> Result<()> {
@@ -202,6 +219,18 @@ impl SimKernel {
             state.emit(KernelEvent::Changed(index));
         }
         self.leave(state, call, fault)
+    }
+
+    fn wait_until_free(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        deadline: Instant,
+    ) -> Result<()> {
+        self.wait(Call::Disconnect, deadline, |state| match state.config(index, identity) {
+            Ok(_) => Err("the device is held"),
+            Err(_) => Ok(()),
+        })
     }
 
     /// Begins a call: checks the module and the permission, takes a fault, and marks dead connections.

@@ -19,6 +19,10 @@ pub(super) const PEER_CLOSED: PollFlags = PollFlags::from_bits_retain(libc::POLL
 pub(super) struct SimDevice {
     pub(super) config: Option<Config>,
     pub(super) holders: Vec<Holder>,
+    /// Users inside the kernel that have claimed the device. They are not among `holders`.
+    pub(super) kernel_users: Vec<String>,
+    /// Whether the device is open exclusively.
+    pub(super) exclusive: bool,
     pub(super) frozen: Vec<super::freeze::Frozen>,
 }
 

@@ -10,12 +10,14 @@
 //! - RECONFIGURE replaces dead connections only, and drops other sockets without an error;
 //! - DISCONNECT sends NBD_CMD_DISC, which may block, then shuts the sockets down. While the device is held it
 //!   stays configured (sysfs `pid`), because openers hold the configuration;
+//! - only an exclusive open shows some users inside the kernel;
 //! - LINK_DEAD is not sent for a connection that ends by a DISCONNECT.
 
 mod block;
 mod calls;
 mod control;
 mod device;
+mod exclusive;
 mod freeze;
 mod io;
 mod replies;
@@ -198,7 +200,8 @@ impl SimDevice {
 
     /// Removes the configuration of a device that is disconnected and not held.
     fn release(&mut self) {
-        if self.holders.is_empty() && self.config.as_ref().is_some_and(|c| c.disconnected) {
+        let held = !self.holders.is_empty() || self.exclusive || !self.kernel_users.is_empty();
+        if !held && self.config.as_ref().is_some_and(|c| c.disconnected) {
             self.config = None;
         }
     }

@@ -65,16 +65,19 @@ pub(crate) fn not_flushed(guard: &Guard, error: Error) -> Error {
 
 pub(crate) async fn disconnect(
     cx: &Context,
-    guard: &Guard,
+    guard: &mut Guard,
     index: DeviceIndex,
     deadline: Instant,
 ) -> Result<()> {
     // A process may have opened the device during the flush.
     check_unused(cx, guard, index, deadline).await?;
-    let identity = guard.record.identity();
+    let (identity, exclusive) = (guard.record.identity(), guard.exclusive.remove(&index));
     cx.kernel
         .wait("disconnect the device", deadline, Some(COMMAND_TIMEOUT), move |kernel, until| {
-            kernel.disconnect(index, &identity, until)
+            match exclusive {
+                Some(open) => kernel.disconnect_exclusively(index, &identity, open, until),
+                None => kernel.disconnect(index, &identity, until),
+            }
         })
         .await
 }

@@ -7,6 +7,7 @@ mod fail_io;
 mod force_disconnect;
 mod grow;
 mod handover;
+mod open_exclusively;
 mod prove_no_writes;
 mod quiesce;
 mod reconnect;
@@ -30,6 +31,7 @@ use cleat_core::error::Result;
 
 pub(crate) use fail_io::{FAIL_TIMEOUT, fail_all, kill};
 pub(crate) use force_disconnect::force_disconnect;
+pub(crate) use open_exclusively::open_exclusively;
 pub(crate) use sockets::wait_for_connections;
 pub(crate) use unmount::{UNMOUNT_TIMEOUT, unmount};
 pub(crate) use unquiesce::unquiesce_all;
@@ -83,6 +85,7 @@ pub(crate) async fn run(
             record::record_unmapping(cx, guard).await;
             Ok(())
         }
+        Action::OpenExclusively(index) => open_exclusively::run(cx, guard, index, deadline).await,
         Action::Flush(index) => disconnect::flush(cx, guard, index, deadline).await,
         Action::Disconnect(index) => disconnect::disconnect(cx, guard, index, deadline).await,
         Action::StopWorker => stop_worker::stop_worker(cx, guard, deadline).await,

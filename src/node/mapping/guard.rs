@@ -1,5 +1,6 @@
 //! The guard of a mapping: the right to change it, which one task has at a time.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,12 +10,16 @@ use super::Mapping;
 use super::force_progress::step_name;
 use super::guarded::Guarded;
 use crate::planner::Action;
+use cleat_kernel::{DeviceIndex, ExclusiveOpen};
 
 /// The right to change a mapping. Its fields are dropped in this order.
 pub struct Guard {
     /// Dropped before the lock is released: a call that finds the lock taken must wait only for the
     /// supervisor's own work.
     background: Option<BackgroundEntry>,
+    /// The exclusive opens of an unmap. They end with the guard, also if the unmap fails or is cancelled, so
+    /// that other programs can use the device again.
+    pub(crate) exclusive: BTreeMap<DeviceIndex, ExclusiveOpen>,
     guarded: OwnedMutexGuard<Guarded>,
     /// Dropped after the lock is released, so that events until then are not missed.
     mapping: WakeOnDrop,
@@ -66,7 +71,8 @@ impl Drop for ForceWaiting<'_> {
 
 impl Guard {
     pub(super) fn new(mapping: &Arc<Mapping>, guarded: OwnedMutexGuard<Guarded>) -> Self {
-        Self { background: None, guarded, mapping: WakeOnDrop(Arc::clone(mapping)) }
+        let mapping = WakeOnDrop(Arc::clone(mapping));
+        Self { background: None, exclusive: BTreeMap::new(), guarded, mapping }
     }
 
     /// Marks the guard as the supervisor's own, so that calls wait for it.

@@ -3,6 +3,7 @@
 
 use tokio::time::Instant;
 
+use crate::actions::open_exclusively;
 use crate::context::Context;
 use crate::devices::orphans;
 use crate::holders::{holders_of, in_use_error, or_by_force};
@@ -22,10 +23,11 @@ pub(crate) async fn disconnect_orphan(
     deadline: Instant,
 ) -> Result<()> {
     let holders = holders_of(cx, index, deadline).await?;
+    let name = format!("/dev/nbd{index}");
     if !holders.is_empty() {
-        let name = format!("/dev/nbd{index}");
         return Err(or_by_force(in_use_error(&name, &holders), &name));
     }
+    let exclusive = open_exclusively(cx, index, &identity, &name, deadline).await?;
     let mapping_id = identity.mapping_id().to_owned();
     if cx.workers.sockets.probe(&mapping_id) == Probe::Answers {
         // The worker still serves the writeback of the page cache. It ends after the disconnect.
@@ -35,7 +37,7 @@ pub(crate) async fn disconnect_orphan(
     }
     cx.kernel
         .wait("disconnect an orphan", deadline, Some(COMMAND_TIMEOUT), move |kernel, until| {
-            kernel.disconnect(index, &identity, until)
+            kernel.disconnect_exclusively(index, &identity, exclusive, until)
         })
         .await?;
     tracing::warn!(device = index, mapping_id, "disconnected an orphan");

@@ -38,6 +38,9 @@ pub enum Action {
     },
     /// Records that the mapping is being removed.
     RecordUnmapping,
+    /// Opens the device exclusively until it is disconnected. Fails if a user inside the kernel has claimed
+    /// the device or a partition of it.
+    OpenExclusively(DeviceIndex),
     /// Writes back the page cache of the device.
     Flush(DeviceIndex),
     /// Looks for holders again, then disconnects the device.

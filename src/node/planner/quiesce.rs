@@ -27,7 +27,9 @@ pub(crate) fn add_quiesce_actions(mut plan: Plan, record: &Record, observed: &Ob
             // Thawing writes: either a worker serves these writes, or the disconnected device fails them.
             let last = |a: &Action| matches!(a, Action::RemoveRecord | Action::WaitForConnect);
             let flush = position(|a| matches!(a, Action::Flush(_)));
-            if let Some(at) = flush.or_else(|| position(last)) {
+            // A frozen file system without a mount has the device claimed until it is thawed.
+            let open = position(|a| matches!(a, Action::OpenExclusively(_)));
+            if let Some(at) = flush.and(open).or(flush).or_else(|| position(last)) {
                 actions.insert(at, Action::Unquiesce);
             }
         }

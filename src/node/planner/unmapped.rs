@@ -1,7 +1,7 @@
 //! The plans for a mapping that is to be removed, with and without force.
 
 use super::{Action, DeviceProperties, Observed, ObservedWorker, Plan, Record, State};
-use cleat_kernel::UnmountScope;
+use cleat_kernel::{DeviceIndex, UnmountScope};
 
 pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if observed.devices.is_empty() && observed.worker == ObservedWorker::Gone {
@@ -11,10 +11,22 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if !observed.holders.is_empty() && !observed.devices.is_empty() {
         return Plan::without_actions(State::Held(observed.holders.clone()));
     }
-    let mut actions = flush(record, observed);
+    let each = |action: fn(DeviceIndex) -> Action| {
+        observed.devices.iter().map(move |device| action(device.index))
+    };
+    let before_flush = before_flush(record, observed);
+    let flushes = before_flush.is_some();
+    let mut actions = before_flush.unwrap_or_default();
+    // The list of holders lacks users inside the kernel. Nothing uses a device whose map did not finish.
+    if record.established {
+        actions.extend(each(Action::OpenExclusively));
+    }
+    if flushes {
+        actions.extend(each(Action::Flush));
+    }
     // A failure before this action leaves the mapping as it was. From here on it is being removed.
     actions.push(Action::RecordUnmapping);
-    actions.extend(observed.devices.iter().map(|device| Action::Disconnect(device.index)));
+    actions.extend(each(Action::Disconnect));
     if observed.worker != ObservedWorker::Gone {
         actions.push(Action::StopWorker);
     }
@@ -22,10 +34,11 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     Plan { state: State::Unmapping, actions }
 }
 
-/// Makes the data of the device's users durable. Without a worker, or without connections, a flush would only
-/// wait for the timeout of the dead connections, so the device gets them first. A failure leaves the mapping
-/// as it was: only a forced unmap removes a device whose data cannot be flushed.
-fn flush(record: &Record, observed: &Observed) -> Vec<Action> {
+/// Returns the actions after which a flush makes the data of the device's users durable; `None` if there is no
+/// such data. Without a worker, or without connections, a flush would only wait for the timeout of the dead
+/// connections, so the device gets them first. A failure leaves the mapping as it was: only a forced unmap
+/// removes a device whose data cannot be flushed.
+fn before_flush(record: &Record, observed: &Observed) -> Option<Vec<Action>> {
     let missing = record.options.connections;
     let reconnect = observed
         .devices
@@ -41,10 +54,9 @@ fn flush(record: &Record, observed: &Observed) -> Vec<Action> {
         }
         // The worker may still serve. Its writes must be durable before it is killed.
         ObservedWorker::Unreachable { .. } if record.established => {}
-        _ => return actions,
+        _ => return None,
     }
-    actions.extend(observed.devices.iter().map(|device| Action::Flush(device.index)));
-    actions
+    Some(actions)
 }
 
 /// Returns whether users of the device may have written data that a new worker could make durable. Content

@@ -5,7 +5,7 @@ use cleat_api::v1::{
     WatchRequest,
 };
 use cleat_kernel::sim::{Call, Fault};
-use cleat_kernel::{Holder, Kernel};
+use cleat_kernel::{Holder, Identity, Kernel};
 use tonic::Code;
 
 use test_kit::node::{Machine, SIZE, assert_code, index_of, repair, request, wait_until};
@@ -114,6 +114,57 @@ fn a_device_in_use_is_not_unmapped_and_its_holders_are_named() {
 
     machine.kernel.set_holders(index, Vec::new());
     assert!(supervisor.unmap("a").unwrap());
+    machine.assert_clean();
+}
+
+/// The second member of a btrfs, an external log, an exported target: no list of mounts or open files has them.
+#[test]
+fn a_user_inside_the_kernel_blocks_an_unmap_and_is_named() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let index = index_of(&mapping);
+    machine.kernel.set_kernel_users(index, vec!["a member of the btrfs 1234".into()]);
+    let refused = supervisor.unmap("a").unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
+    assert!(refused.message().contains("a is in use: a member of the btrfs 1234"), "{refused:?}");
+    assert!(repair(&refused).contains("cleat unmap a --force"), "{refused:?}");
+    assert_eq!(supervisor.get("a").unwrap().state(), MappingState::Mapped);
+    machine.kernel.write(index, 0, &[1; 512]).unwrap();
+    // A short-lived exclusive open of another program is waited for.
+    let kernel = machine.kernel.clone();
+    let closing = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        kernel.set_kernel_users(index, Vec::new());
+    });
+    assert!(supervisor.unmap("a").unwrap());
+    closing.join().unwrap();
+    machine.assert_clean();
+}
+
+#[test]
+fn nothing_claims_a_device_between_the_flush_and_the_disconnect() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let (index, identity) = (index_of(&mapping), Identity::new(&mapping.mapping_id, "a"));
+    let pause = std::time::Duration::from_millis(300);
+    machine.kernel.inject(Call::Flush, Fault::Slow(2 * pause));
+    let (kernel, id) = (machine.kernel.clone(), identity.clone());
+    let claiming = std::thread::spawn(move || {
+        std::thread::sleep(pause);
+        kernel.open_exclusively(index, &id).unwrap().is_err()
+    });
+    assert!(supervisor.unmap("a").unwrap());
+    assert!(claiming.join().unwrap(), "another program claimed the device during the flush");
+
+    // An unmap that fails releases the device.
+    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+    let (index, identity) = (index_of(&mapping), Identity::new(&mapping.mapping_id, "a"));
+    machine.kernel.inject(Call::Flush, Fault::Fail(cleat_core::error::ErrorKind::Internal));
+    assert_code(supervisor.unmap("a"), Code::Internal, "Flush");
+    drop(machine.kernel.open_exclusively(index, &identity).unwrap().unwrap());
+    supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
 

@@ -151,6 +151,12 @@ impl Model {
                     return Err(());
                 }
             }
+            Action::OpenExclusively(index) => {
+                assert!(self.devices[index as usize].ours);
+                if fail || self.in_use {
+                    return Err(());
+                }
+            }
             Action::Disconnect(index) => {
                 assert!(self.devices[index as usize].ours, "disconnects a foreign device");
                 if fail || self.in_use {
@@ -286,9 +292,10 @@ impl Model {
     /// Applies an action, unless a fault has removed its device. The executor checks the same.
     fn apply_if_possible(&mut self, action: Action, fail: bool) -> Result<(), ()> {
         let index = match action {
-            Action::Reconnect { index, .. } | Action::Flush(index) | Action::Disconnect(index) => {
-                Some(index)
-            }
+            Action::Reconnect { index, .. }
+            | Action::OpenExclusively(index)
+            | Action::Flush(index)
+            | Action::Disconnect(index) => Some(index),
             _ => None,
         };
         if index.is_some_and(|index| !self.devices[index as usize].ours) {

@@ -12,8 +12,10 @@ fn writes_of_an_unreachable_worker_are_flushed_before_it_is_killed() {
     let reason = "speaks another version".into();
     let observed = observed_with(ObservedWorker::Unreachable { pid: 7, reason });
     let actions = plan(&record, &observed).actions;
-    assert_eq!(actions[..2], [Action::Flush(3), Action::RecordUnmapping]);
-    assert_eq!(actions[3..], [Action::StopWorker, Action::RemoveRecord]);
+    let flush = [Action::OpenExclusively(3), Action::Flush(3), Action::RecordUnmapping];
+    assert_eq!(actions[..3], flush);
+    assert_eq!(actions[3], Action::Disconnect(3));
+    assert_eq!(actions[4..], [Action::StopWorker, Action::RemoveRecord]);
 }
 
 /// Only a flush through a new worker makes the data in the page cache durable.
@@ -25,13 +27,14 @@ fn a_device_without_a_worker_is_flushed_by_a_new_one() {
         ..record(2, outlives_worker)
     };
     let actions = |record: &Record, worker| plan(record, &observed_with(worker)).actions;
-    let begin = |record: &Record, worker| actions(record, worker)[0];
     let reconnect = Action::Reconnect { index: 3, missing: 2 };
     let kept = unmapped(true, true);
-    let flush = [Action::StartWorker, reconnect, Action::Flush(3), Action::RecordUnmapping];
-    assert_eq!(actions(&kept, ObservedWorker::Gone)[..4], flush);
+    let open = Action::OpenExclusively(3);
+    let flush =
+        [Action::StartWorker, reconnect, open, Action::Flush(3), Action::RecordUnmapping];
+    assert_eq!(actions(&kept, ObservedWorker::Gone)[..5], flush);
     let unconnected = ObservedWorker::Alive { connections: 0, size: 1 << 20 };
-    assert_eq!(actions(&kept, unconnected.clone())[..3], flush[1..]);
+    assert_eq!(actions(&kept, unconnected.clone())[..4], flush[1..]);
     // There is nothing to flush, or no worker that could do it.
     let read_only = {
         let mut record = kept.clone();
@@ -46,8 +49,13 @@ fn a_device_without_a_worker_is_flushed_by_a_new_one() {
         Record { replaced: Some("another".into()), ..kept.clone() },
     ];
     for record in lost {
-        assert_eq!(begin(&record, ObservedWorker::Gone), Action::RecordUnmapping, "{record:?}");
-        assert_eq!(begin(&record, unconnected.clone()), Action::RecordUnmapping, "{record:?}");
+        for worker in [ObservedWorker::Gone, unconnected.clone()] {
+            // A device that users know of may be in use inside the kernel, whatever its volume is.
+            let before: &[Action] = if record.established { &[open] } else { &[] };
+            let actions = actions(&record, worker);
+            assert_eq!(actions[..before.len()], *before, "{record:?}");
+            assert_eq!(actions[before.len()], Action::RecordUnmapping, "{record:?}");
+        }
     }
 }
 
