@@ -166,8 +166,8 @@ impl Image for FaultImage {
         injected.or_else(|| self.inner.failure_reason())
     }
 
-    fn close(&self) {
-        self.inner.close();
+    fn close(&self) -> bool {
+        self.inner.close()
     }
 
     fn resize(&self) -> Option<&dyn Resize> {

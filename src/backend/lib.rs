@@ -173,10 +173,14 @@ pub trait Image: Send + Sync {
         None
     }
 
-    /// Closes the volume within seconds: stops its background work, and releases the claim and every
-    /// resource at the backend. The owner calls it once, after the queues are dropped; other threads may
-    /// hold the `Arc` for longer, so that `Drop` would come too late or never. Later calls fail.
-    fn close(&self) {}
+    /// Closes the volume: stops its background work, and releases the claim and every resource at the
+    /// backend. Returns whether that was done; `false` if the backend has not answered for half a minute, or
+    /// has refused it, so that the claim may stand. The owner calls it once, after the queues are dropped;
+    /// other threads may hold the `Arc` for longer, so that `Drop` would come too late or never. Later calls
+    /// fail.
+    fn close(&self) -> bool {
+        true
+    }
 
     /// Returns the capability to make the volume larger.
     fn resize(&self) -> Option<&dyn Resize> {

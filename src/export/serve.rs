@@ -98,7 +98,9 @@ pub fn run(
     drop(listener);
     let ended = accepted.and(server.stop(STOP_LIMIT));
     drop(server);
-    image.close();
+    if !image.close() {
+        tracing::warn!(volume = %options.uri, "the claim of the volume may not be released");
+    }
     ended
 }
 

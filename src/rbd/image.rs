@@ -25,7 +25,7 @@ use crate::keyring::ClientKey;
 use crate::queue::RbdQueue;
 use crate::quiesce::Snapshots;
 use crate::shared::Shared;
-use close::Handles;
+use close::{CLOSE_TIMEOUT, DROP_TIMEOUT, Handles};
 
 /// The interval at which the owner should read the size again. librbd reports changes only to writers, and
 /// a report can be lost with the connection.
@@ -189,13 +189,13 @@ impl Image for RbdImage {
         Some(self)
     }
 
-    fn close(&self) {
-        self.close_once();
+    fn close(&self) -> bool {
+        self.close_once(CLOSE_TIMEOUT)
     }
 }
 
 impl Drop for RbdImage {
     fn drop(&mut self) {
-        self.close_once();
+        self.close_once(DROP_TIMEOUT);
     }
 }

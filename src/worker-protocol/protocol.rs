@@ -75,7 +75,8 @@ pub enum ToWorker {
     /// Serve these kernel connections. Descriptors: one connected stream socket for each. Answered by
     /// `Serving`.
     Serve,
-    /// Close every connection after its running requests, and exit. Answered by the end of the channel.
+    /// Close every connection after its running requests, close the volume, and exit. Answered by `Closed` if the
+    /// volume was closed, and by the end of the channel.
     Stop,
     /// Read the volume's size from the backend. Answered by `Size`.
     RefreshSize,
@@ -251,6 +252,9 @@ pub enum FromWorker {
     // --- reports without a command
     /// A report: the kernel has disconnected the device, and the worker is about to exit.
     Disconnected,
+    /// A report: the worker has ended its service and closed the volume, which has released the claim. The
+    /// worker is about to exit. Without this report, the claim may stand.
+    Closed,
     /// A report: another client owns the volume now.
     Fenced,
     /// A report: a sync has failed, see `Image::sync_failed`. A new supervisor gets it again.

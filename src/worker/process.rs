@@ -24,7 +24,7 @@ use nix::sys::socket::{Backlog, getsockopt, listen, sockopt};
 
 use super::channel::Channel;
 use super::isolation::Isolation;
-use super::protocol::{CHANNEL_FD, MAX_CONNECTIONS, Refuse, Start, ToWorker};
+use super::protocol::{CHANNEL_FD, FromWorker, MAX_CONNECTIONS, Refuse, Start, ToWorker};
 use super::refuse::RefusingWorker;
 use super::sandbox::{self, Needs, Report};
 use super::session::Session;
@@ -74,8 +74,13 @@ pub fn main(registry: Registry) -> u8 {
     let ended = match started {
         Ok(Role::Volume(session)) => {
             let image = session.image();
-            let ended = session.run(channel);
-            image.close();
+            let (ended, channel) = session.run(channel);
+            if image.close()
+                && let Some(channel) = channel
+            {
+                // An error means that the supervisor is gone.
+                let _ = channel.send(&FromWorker::Closed, &[]);
+            }
             ended
         }
         Ok(Role::Refusing(worker)) => worker.run(&channel),

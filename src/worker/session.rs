@@ -137,17 +137,19 @@ impl Session {
         Arc::clone(&self.image)
     }
 
-    /// Serves the volume until the worker should end.
+    /// Serves the volume until the worker should end. Returns the channel to the supervisor in charge, too.
     ///
     /// # Errors
     /// Returns an error if `Ready` cannot be sent, or if poll(2) fails.
-    pub(super) fn run(mut self, channel: Channel) -> Result<()> {
-        channel.send(&FromWorker::Ready(Box::new(self.ready())), &[])?;
+    pub(super) fn run(mut self, channel: Channel) -> (Result<()>, Option<Channel>) {
+        if let Err(error) = channel.send(&FromWorker::Ready(Box::new(self.ready())), &[]) {
+            return (Err(error), None);
+        }
         self.supervisors.put_in_charge(channel);
         let ended = self.serve_until_the_end();
         // However this worker ends: sockets that a successor has taken stay open.
         self.end_offer();
-        ended
+        (ended, self.supervisors.take_current())
     }
 
     fn serve_until_the_end(&mut self) -> Result<()> {

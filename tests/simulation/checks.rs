@@ -221,7 +221,11 @@ pub(crate) async fn at_the_end(
             // The dirty data of the device cannot be written; the message says that only force removes it.
             State::Unmapping if stopped == Some(name) && view.message.contains("flush") => Ok(()),
             // The same without a worker that could flush it.
-            State::Unmapping if view.message.contains("cannot be flushed without a worker") => {
+            State::Unmapping
+                if ["cannot be flushed without a worker", "the claim of its volume"]
+                    .iter()
+                    .any(|reason| view.message.contains(reason)) =>
+            {
                 is_open_elsewhere_or(world, &view, gone == Some(name))
             }
             State::Held(_) | State::Mapping | State::Unmapping | State::Unmapped => {

@@ -211,6 +211,7 @@ impl Worker {
         if self.refuse.is_none() && self.disconnecting && self.connections.is_empty() {
             self.report(&FromWorker::Disconnected, &[]);
             if !self.quirks.never_ends {
+                self.report(&FromWorker::Closed, &[]);
                 return Turn::Ends;
             }
             (self.disconnecting, moved) = (false, true);

@@ -102,6 +102,7 @@ pub(crate) async fn run(
             Ok(())
         }
         Action::ForceDisconnect(index) => force_disconnect::run(cx, guard, index, deadline).await,
+        Action::ReleaseClaim => prove_no_writes::release_claim(cx, guard, deadline).await,
         Action::ProveNoWrites => prove_no_writes::prove_no_writes(cx, guard, deadline).await,
     }
 }

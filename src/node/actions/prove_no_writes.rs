@@ -1,13 +1,14 @@
-//! Proves that the backend executes no request of a worker that has ended.
+//! Proves that the backend executes no request of a worker that has ended, and releases its claim.
 
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::stop_worker::FORCED_STOP_GRACE;
 use crate::context::Context;
 use crate::credentials::open_credentials;
+use crate::holders::or_by_force;
 use crate::mapping::Guard;
+use crate::planner::Record;
 use crate::records::store;
 use crate::unlock;
 use crate::worker_start::start_message;
@@ -21,10 +22,11 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The maximum delay between two attempts.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Opens the volume for writing, and closes it again.
+/// Opens the volume for writing, and closes it again, which releases the claim.
 ///
 /// Requests of a process may outlive it, in the kernel's block layer or on their way to the storage. Its
 /// claim is released only after them. If the volume can be opened for writing, they have therefore ended.
+/// Nothing is left to prove if the worker has answered every request and has closed the volume itself.
 ///
 /// # Errors
 /// Returns `TimedOut` if the claim is not free at `deadline`.
@@ -33,11 +35,8 @@ pub(crate) async fn prove_no_writes(
     guard: &mut Guard,
     deadline: Instant,
 ) -> Result<()> {
-    let record = &guard.record;
-    // Content in memory ended with the worker, and the storage rejects the writes of a fenced worker.
-    let outlives = record.volume.as_ref().is_some_and(|volume| volume.outlives_worker);
-    let harmless = record.options.read_only || record.fenced || !outlives;
-    if guard.teardown.no_writes_proved || record.worker.is_none() || harmless {
+    let proved = guard.teardown.no_writes_proved && guard.teardown.volume_closed;
+    if proved || !may_have_claim(&guard.record) {
         return Ok(());
     }
     let mut delay = FIRST_RETRY_DELAY;
@@ -55,7 +54,7 @@ pub(crate) async fn prove_no_writes(
                 delay = MAX_RETRY_DELAY.min(delay * 2);
             }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) => {
-                let message = "requests of the ended worker may still be in flight";
+                let message = "requests of the ended worker may still be in flight, or its claim may stand";
                 return Err(Error::new(ErrorKind::TimedOut, message)
                     .with_source(error.report())
                     .with_repair("check the storage of the volume: it does not answer"));
@@ -68,10 +67,49 @@ pub(crate) async fn prove_no_writes(
         }
     }
     guard.teardown.no_writes_proved = true;
+    // Also if the volume cannot be opened: a repetition would not release the claim either.
+    guard.teardown.volume_closed = true;
     Ok(())
 }
 
-/// Starts a worker that opens the volume and takes the claim, and stops it again.
+/// Releases the claim of a worker that has ended without closing the volume, for example because it was killed.
+///
+/// # Errors
+/// Returns an error if the volume cannot be opened and closed until `deadline`. The claim may stand then.
+pub(crate) async fn release_claim(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
+    if guard.teardown.volume_closed || !may_have_claim(&guard.record) {
+        return Ok(());
+    }
+    match claim_once(cx, guard, deadline).await {
+        Ok(()) => {}
+        // There is no volume, or another client has claimed it since.
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::NotFound | ErrorKind::Replaced | ErrorKind::InUse | ErrorKind::Fenced
+            ) =>
+        {
+            let name = &guard.record.name;
+            tracing::info!(mapping = name, "no claim to release: {}", error.report());
+        }
+        Err(error) => {
+            let message = "the claim of its volume may stand, because it could not be released";
+            let failed = Error::new(error.kind(), message).with_source(error.report());
+            return Err(or_by_force(failed, &guard.record.name));
+        }
+    }
+    guard.teardown.volume_closed = true;
+    Ok(())
+}
+
+/// Returns whether workers of the mapping claim the volume, and whether a claim can outlive them. Content in
+/// memory ends with the worker, and the storage rejects the writes of a fenced worker.
+fn may_have_claim(record: &Record) -> bool {
+    let outlives = record.volume.as_ref().is_some_and(|volume| volume.outlives_worker);
+    record.worker.is_some() && outlives && !record.options.read_only && !record.fenced
+}
+
+/// Starts a worker that opens the volume and takes the claim, and stops it again, which releases the claim.
 async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     let uri = unlock::without_content_key(cx.registry, &guard.record.uri);
     // A missing volume is a proof (`NotFound`); a missing file is not.
@@ -90,5 +128,11 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "opening the volume timed out");
     let worker = started.await.map_err(late)?.map_err(|start_failed| start_failed.error)?;
-    worker.stop(FORCED_STOP_GRACE, deadline).await
+    worker.stop(deadline.saturating_duration_since(Instant::now()), deadline).await?;
+    if !worker.has_closed() {
+        let message = "the volume was opened, and closing it timed out";
+        return Err(Error::new(ErrorKind::TimedOut, message));
+    }
+    guard.teardown.volume_closed = true;
+    Ok(())
 }

@@ -40,6 +40,7 @@ pub(crate) async fn start_worker(cx: &Context, guard: &mut Guard, deadline: Inst
     cx.point("worker launched").await;
     guard.record.generation += 1;
     guard.record.worker = Some(launched.id());
+    guard.teardown.volume_closed = false;
     store(cx, guard).await?;
     cx.point("worker recorded").await;
     let start = Start {

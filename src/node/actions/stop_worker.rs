@@ -14,15 +14,26 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// How long a worker may take to end before it is killed.
 pub(crate) const STOP_GRACE: Duration = Duration::from_secs(2);
 
-/// As `STOP_GRACE`, in a forced unmap.
-pub(crate) const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
+/// As `STOP_GRACE`, in an unmap: the worker releases its claim, at a storage that may be slow. Longer than its
+/// own limits for that (`STOP_TIMEOUT` in the worker's session, and `CLOSE_TIMEOUT` of RBD images).
+const CLOSE_GRACE: Duration = Duration::from_secs(29);
+
+/// The part of the time before the deadline of an unmap that is reserved for a kill.
+const KILL_TIME: Duration = Duration::from_secs(1);
+
+/// As `STOP_GRACE`, in a forced unmap whose worker has requests at the backend.
+const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
 
 /// The timeout for stopping a worker, SIGKILL included.
 const STOP_TIMEOUT: Duration = Duration::from_secs(7);
 
 pub(crate) async fn stop_worker(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
     end_worker(cx, guard, guard.worker.as_ref(), guard.record.worker, deadline).await?;
-    guard.worker = None;
+    let worker = guard.worker.take();
+    // During a handover, the other worker has the volume open.
+    if guard.record.predecessor.is_none() {
+        guard.teardown.volume_closed |= worker.is_some_and(|worker| worker.has_closed());
+    }
     Ok(())
 }
 
@@ -34,10 +45,16 @@ pub(crate) async fn end_worker(
     id: Option<WorkerId>,
     deadline: Instant,
 ) -> Result<()> {
-    // A forced unmap may use all of its remaining time.
+    let left = deadline.saturating_duration_since(Instant::now());
+    // A forced unmap may use all of its remaining time. It has to prove the end of the worker's requests, by
+    // another worker that opens the volume, only if the worker could not do so.
     let (grace, deadline) = match guard.record.intent {
+        Intent::Forced(_) if guard.teardown.no_writes_proved => {
+            (FORCED_STOP_GRACE.max(left / 2), deadline)
+        }
         Intent::Forced(_) => (FORCED_STOP_GRACE, deadline),
-        Intent::Mapped | Intent::Unmapped => (STOP_GRACE, within(deadline, STOP_TIMEOUT)),
+        Intent::Unmapped => (CLOSE_GRACE.min(left.saturating_sub(KILL_TIME)), deadline),
+        Intent::Mapped => (STOP_GRACE, within(deadline, STOP_TIMEOUT)),
     };
     if let Some(worker) = worker {
         return worker.stop(grace, deadline).await;

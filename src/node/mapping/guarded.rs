@@ -72,6 +72,8 @@ pub struct Teardown {
     pub removed: bool,
     /// Whether no request of its worker can reach the backend any more.
     pub no_writes_proved: bool,
+    /// Whether the last worker has closed the volume, which releases the claim.
+    pub volume_closed: bool,
     /// The progress of a forced unmap that a caller waits for.
     pub force: Option<ForceProgress>,
 }

@@ -140,6 +140,7 @@ fn worker_ended(cx: &Context, guard: &mut Guard, slot: WorkerSlot) -> ObservedWo
         return ObservedWorker::Gone;
     }
     if let Some(worker) = &worker {
+        guard.teardown.volume_closed |= worker.has_closed();
         let (pid, how) = (worker.id().pid, worker.exit_reason());
         guard.health.worker_failures.exited(cx.clock.as_ref(), pid, how);
     }

@@ -6,7 +6,12 @@ use cleat_kernel::{DeviceIndex, UnmountScope};
 pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     if observed.devices.is_empty() && observed.worker == ObservedWorker::Gone {
         // The record is removed last. The caller does not plan a mapping without a record.
-        return Plan { state: State::Unmapping, actions: vec![last_action(observed)] };
+        let mut actions = Vec::new();
+        if record.established {
+            actions.extend([Action::RecordUnmapping, Action::ReleaseClaim]);
+        }
+        actions.push(last_action(observed));
+        return Plan { state: State::Unmapping, actions };
     }
     if !observed.holders.is_empty() && !observed.devices.is_empty() {
         return Plan::without_actions(State::Held(observed.holders.clone()));
@@ -27,8 +32,12 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
     // A failure before this action leaves the mapping as it was. From here on it is being removed.
     actions.push(Action::RecordUnmapping);
     actions.extend(each(Action::Disconnect));
-    if observed.worker != ObservedWorker::Gone {
+    if observed.worker != ObservedWorker::Gone || actions.contains(&Action::StartWorker) {
         actions.push(Action::StopWorker);
+    }
+    // The volume of a map that did not finish may never have been claimed.
+    if record.established {
+        actions.push(Action::ReleaseClaim);
     }
     actions.push(last_action(observed));
     Plan { state: State::Unmapping, actions }

@@ -29,6 +29,8 @@ pub(super) struct ReportedState {
     pub(super) broken: AtomicBool,
     /// Whether another client has fenced the worker's volume.
     pub(super) fenced: AtomicBool,
+    /// Whether the worker has closed the volume.
+    pub(super) closed: AtomicBool,
     /// The number of the snapshot that waits or is being made; 0: none.
     pub(super) snapshot: AtomicU64,
     /// The present outage of the backend.
@@ -76,6 +78,8 @@ impl Reader {
                 self.state.fenced.store(true, Ordering::Release);
                 self.send_event("the volume was fenced by another client".to_owned());
             }
+            // The end of the process follows.
+            Ok(Some((FromWorker::Closed, _))) => self.state.closed.store(true, Ordering::Release),
             Ok(Some((FromWorker::SyncFailed, _))) => {
                 // The statistics page says so, too, and it survives the worker.
                 self.send_event("a sync of the volume failed".to_owned());

@@ -102,6 +102,12 @@ impl Worker {
         self.state.fenced.load(Ordering::Acquire)
     }
 
+    /// Returns whether the worker has closed its volume, which releases the claim. Workers of builds that do
+    /// not report it have never closed it.
+    pub fn has_closed(&self) -> bool {
+        self.state.closed.load(Ordering::Acquire)
+    }
+
     /// Returns the number of the snapshot of the volume that waits or is being made.
     pub fn snapshot(&self) -> Option<u64> {
         Some(self.state.snapshot.load(Ordering::Acquire)).filter(|number| *number != 0)

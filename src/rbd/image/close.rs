@@ -10,8 +10,12 @@ use crate::background::Background;
 use crate::claim;
 use crate::quiesce::Snapshots;
 
-/// The timeout of closing. After it, closing continues on its thread.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The timeout of closing a volume that was served. After it, closing continues on its thread. It is long,
+/// because a claim that is not released keeps other nodes out. The supervisor waits for longer.
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// The same for a volume that was opened and is not served.
+pub(super) const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The interval at which closing checks whether the last user of the image has ended.
 const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(2);
@@ -26,36 +30,36 @@ pub(super) struct Handles {
 }
 
 impl RbdImage {
-    /// Closes the image once. Closing releases the lock, so it waits for the cluster, but at most for
-    /// `CLOSE_TIMEOUT`: the cluster itself drops the lock of a client that has ended.
-    pub(super) fn close_once(&self) {
+    /// Closes the image once. Closing releases the claim and the lock, so it waits for the cluster, but at
+    /// most for `timeout`. Returns whether both are released.
+    pub(super) fn close_once(&self, timeout: Duration) -> bool {
         let handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(handles) = handles else { return };
+        let Some(handles) = handles else { return true };
         let (sender, closed) = mpsc::channel();
         // A fenced client must not change the claim of another client.
         let claim = self.shared.claim().take().filter(|_| !self.shared.is_fenced());
         let name = self.name.clone();
         let close = move || {
-            if let Some(claim) = claim
-                && let Err(error) = claim::release(&handles.image, &claim, &name)
-            {
+            let released = claim.map_or(Ok(()), |claim| claim::release(&handles.image, &claim, &name));
+            if let Err(error) = &released {
                 tracing::warn!(image = %name, error = %error.report(), "cannot release the claim");
             }
-            let _ = sender.send(handles.close());
+            let _ = sender.send(handles.close().map(|()| released.is_ok()));
         };
         if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
             // The failed spawn has dropped the closure, which closes the image on this thread.
             tracing::warn!(image = %self.name, %error, "no thread for closing; closed without a timeout");
-            return;
+            return false;
         }
-        match closed.recv_timeout(CLOSE_TIMEOUT) {
-            Ok(Ok(())) => {}
+        match closed.recv_timeout(timeout) {
+            Ok(Ok(released)) => return released,
             Ok(Err(error)) => tracing::warn!(image = %self.name, %error, "closing failed"),
             Err(_) => tracing::warn!(
                 image = %self.name,
-                "closing takes longer than {CLOSE_TIMEOUT:?}; the cluster does not answer"
+                "closing takes longer than {timeout:?}; the cluster does not answer"
             ),
         }
+        false
     }
 }
 

@@ -60,6 +60,11 @@ impl Supervisors {
         self.current = None;
     }
 
+    /// Takes the channel to the supervisor in charge.
+    pub(super) fn take_current(&mut self) -> Option<Channel> {
+        self.current.take()
+    }
+
     /// Receives the next message of the supervisor in charge; `None` without one.
     pub(super) fn receive(&self) -> Option<Result<Incoming>> {
         self.current.as_ref().map(Channel::receive)

@@ -198,7 +198,11 @@ impl Worker {
         let reply = match command {
             ToWorker::Stop => {
                 around.stopped_by_supervisor(self);
-                return if self.quirks.never_ends { Turn::Moved } else { Turn::Ends };
+                if self.quirks.never_ends {
+                    return Turn::Moved;
+                }
+                self.report(&FromWorker::Closed, &[]);
+                return Turn::Ends;
             }
             ToWorker::Serve => {
                 self.disconnecting = false;

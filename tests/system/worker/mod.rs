@@ -51,6 +51,7 @@ fn a_volume_is_served_on_two_connections_until_the_device_is_disconnected() {
         nbd::disconnect(socket);
     }
     assert_eq!(worker.receive(), FromWorker::Disconnected);
+    assert_eq!(worker.receive(), FromWorker::Closed);
     assert!(worker.exit().success(), "{}", worker.log());
     let content = std::fs::read(uri.strip_prefix("file:").unwrap()).unwrap();
     assert!(content[8192..8192 + (60 << 10)] == data[..60 << 10]);
@@ -94,6 +95,7 @@ fn stop_completes_requests_in_flight_and_exits() {
     worker.send(&ToWorker::Stop, &[]);
     assert!(worker.exit().success());
     assert!(nbd::is_closed(&sockets[0]));
+    assert_eq!(worker.receive(), FromWorker::Closed);
     assert_eq!(receive(worker.channel.as_ref().unwrap()).map(|_| ()), None);
 }
 

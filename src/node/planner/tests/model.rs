@@ -131,6 +131,7 @@ impl Model {
             | Action::StopWorker
             | Action::StopPredecessor
             | Action::RestorePredecessor
+            | Action::ReleaseClaim
                 if fail =>
             {
                 return Err(());
@@ -175,6 +176,7 @@ impl Model {
                 }
                 self.record = None;
             }
+            Action::ReleaseClaim => assert!(self.worker.has_ended()),
             Action::WaitForConnect => {}
             forced => return self.apply_forced(forced, fail),
         }

@@ -15,7 +15,8 @@ fn writes_of_an_unreachable_worker_are_flushed_before_it_is_killed() {
     let flush = [Action::OpenExclusively(3), Action::Flush(3), Action::RecordUnmapping];
     assert_eq!(actions[..3], flush);
     assert_eq!(actions[3], Action::Disconnect(3));
-    assert_eq!(actions[4..], [Action::StopWorker, Action::RemoveRecord]);
+    let end = [Action::StopWorker, Action::ReleaseClaim, Action::RemoveRecord];
+    assert_eq!(actions[4..], end);
 }
 
 /// Only a flush through a new worker makes the data in the page cache durable.
@@ -30,9 +31,11 @@ fn a_device_without_a_worker_is_flushed_by_a_new_one() {
     let reconnect = Action::Reconnect { index: 3, missing: 2 };
     let kept = unmapped(true, true);
     let open = Action::OpenExclusively(3);
-    let flush =
-        [Action::StartWorker, reconnect, open, Action::Flush(3), Action::RecordUnmapping];
-    assert_eq!(actions(&kept, ObservedWorker::Gone)[..5], flush);
+    let flush = [Action::StartWorker, reconnect, open, Action::Flush(3), Action::RecordUnmapping];
+    let all = actions(&kept, ObservedWorker::Gone);
+    assert_eq!(all[..5], flush);
+    assert_eq!(all[5], Action::Disconnect(3));
+    assert_eq!(all[6..], [Action::StopWorker, Action::ReleaseClaim, Action::RemoveRecord]);
     let unconnected = ObservedWorker::Alive { connections: 0, size: 1 << 20 };
     assert_eq!(actions(&kept, unconnected.clone())[..4], flush[1..]);
     // There is nothing to flush, or no worker that could do it.
@@ -57,6 +60,17 @@ fn a_device_without_a_worker_is_flushed_by_a_new_one() {
             assert_eq!(actions[before.len()], Action::RecordUnmapping, "{record:?}");
         }
     }
+}
+
+/// The worker may have been killed before it could release the claim.
+#[test]
+fn the_claim_is_released_before_the_record_is_removed() {
+    let mut record = Record { intent: Intent::Unmapped, ..record(1, true) };
+    let gone = Observed { devices: Vec::new(), ..observed_with(ObservedWorker::Gone) };
+    assert_eq!(plan(&record, &gone).actions, [Action::RemoveRecord]);
+    record.established = true;
+    let end = [Action::RecordUnmapping, Action::ReleaseClaim, Action::RemoveRecord];
+    assert_eq!(plan(&record, &gone).actions, end);
 }
 
 #[test]

@@ -2,12 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use cleat_kernel::sim::{Call, Fault};
 use nix::sys::signal::Signal;
-use test_kit::ceph::Cluster;
+use test_kit::ceph::{Cluster, shared};
 use tonic::Code;
 
-use super::Scene;
 use super::load::{Load, assert_within, held};
+use super::{Scene, spec};
 use test_kit::node::{assert_code, index_of, kill, wait_until};
 
 /// A little more than `osd_client_watch_timeout`, after which the OSDs remove a dead client's watch.
@@ -58,6 +59,57 @@ fn outages_of_the_osd_and_the_monitor_lose_no_write() {
     assert_eq!(held(&scene.content("a")), written);
     println!("figures: {written:?} writes verified over five outages");
     scene.machine.assert_clean();
+}
+
+/// An unmap of a volume whose storage is slow must not kill the worker while it releases the claim: another node
+/// could not map the volume.
+#[test]
+fn an_unmap_releases_the_claim_although_the_storage_is_slow() {
+    let cluster = Cluster::start();
+    let scene = Scene::on(&cluster);
+    for (image, forced) in [("slow", false), ("forced", true)] {
+        scene.image(image);
+        let mapping = scene.map(image);
+        scene.machine.kernel.write(index_of(&mapping), 0, &[1; 4096]).unwrap();
+        // The OSD stops between the flush and the release, for longer than the former limits of 2 s and 0.3 s.
+        let call = if forced { Call::ForceDisconnect } else { Call::Disconnect };
+        scene.machine.kernel.inject(call, Fault::Slow(Duration::from_secs(1)));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(500));
+                cluster.tell("pause osd");
+                std::thread::sleep(Duration::from_millis(if forced { 1500 } else { 5000 }));
+                cluster.tell("resume osd");
+            });
+            if forced {
+                scene.supervisor.force(image).unwrap();
+            } else {
+                assert!(scene.supervisor.unmap(image).unwrap());
+            }
+        });
+        let claim = cluster.rbd(&["image-meta", "get", &spec(image), "cleat.claim"]).unwrap();
+        let claim: serde_json::Value = serde_json::from_slice(&claim).unwrap();
+        assert_eq!(claim["released"], true, "{image}: {claim}");
+        scene.machine.assert_clean();
+    }
+}
+
+/// A worker that is killed releases nothing, so the supervisor does it.
+#[test]
+fn the_claim_of_a_worker_that_was_killed_is_released_by_an_unmap() {
+    let scene = Scene::on(shared());
+    scene.image("unreleased");
+    let mapping = scene.map("unreleased");
+    let (machine, supervisor) = (scene.machine, scene.supervisor);
+    supervisor.crash();
+    kill(mapping.worker_pid, Signal::SIGKILL);
+    machine.kernel.vanish(index_of(&mapping));
+    let supervisor = machine.start();
+    assert!(supervisor.unmap("unreleased").unwrap());
+    let claim = shared().rbd(&["image-meta", "get", &spec("unreleased"), "cleat.claim"]).unwrap();
+    let claim: serde_json::Value = serde_json::from_slice(&claim).unwrap();
+    assert_eq!(claim["released"], true, "{claim}");
+    machine.assert_clean();
 }
 
 #[test]
