@@ -87,11 +87,22 @@ pub(super) struct Quiesced {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(super) enum Holder {
-    Mount { path: String, filesystem: String, namespace_pid: Option<u32> },
-    Process { pid: u32, command: String },
-    Device { name: String },
+    Mount {
+        path: String,
+        filesystem: String,
+        namespace_pid: Option<u32>,
+    },
+    Process {
+        pid: u32,
+        command: String,
+    },
+    Device {
+        name: String,
+    },
     /// A user inside the kernel.
-    Kernel { what: String },
+    Kernel {
+        what: String,
+    },
     Unknown,
 }
 

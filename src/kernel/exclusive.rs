@@ -51,7 +51,8 @@ impl Drop for OpenNode {
 pub(super) fn open(dev: &Path, disk: &Disk) -> Result<Result<ExclusiveOpen, Vec<String>>> {
     let [name, partitions @ ..] = disk.names.as_slice() else { return Ok(Err(Vec::new())) };
     let node = dev.join(name);
-    let failed = |error| Error::from_io(format!("cannot open {} exclusively", node.display()), error);
+    let failed =
+        |error| Error::from_io(format!("cannot open {} exclusively", node.display()), error);
     if block_device(&node).map_err(failed)? != disk.numbers.first().copied() {
         let message = format!("{} is the node of another device", node.display());
         return Err(Error::new(ErrorKind::NotFound, message));

@@ -7,7 +7,7 @@
 //! therefore has these steps:
 //!
 //! 1. Have the cluster blocklist the address that the claim names, and wait for that OSD map. The client
-//!    that watches the image now may be a different one.
+//!    that watches the image now may be a different one. The entry is short-lived if the client has ended.
 //! 2. Announce the new claim under a second metadata key.
 //! 3. Break the lock.
 //! 4. Acquire the lock.
@@ -38,13 +38,17 @@ use crate::errors::image_error;
 use cleat_backend::claimant::Claimant;
 use cleat_core::clock::Clock;
 use cleat_core::error::{Error, ErrorKind, Result};
-use decision::{Decision, Lost, Purpose, decide};
+use decision::{Decision, Liveness, Lost, Purpose, decide, liveness};
 use header::{Header, ImageHeader};
 use record::{Claim, Client};
 
-/// How long a client stays on the blocklist unless the option says otherwise, in seconds: five years. A
-/// client that resumes after that could write again.
+/// How long a client that may live stays on the blocklist unless the option says otherwise, in seconds: five
+/// years. A client that resumes after that could write again.
 pub(crate) const BLOCKLIST_S: u32 = 5 * 365 * 24 * 3600;
+
+/// How long a client that has ended stays on the blocklist at most, in seconds. Only requests that it sent before
+/// may still arrive. Crashes are frequent, and every OSD and every client gets the whole list with each map.
+const ENDED_BLOCKLIST_S: u64 = 3600;
 
 /// The option of Ceph for this duration. librbd uses it, too, when it breaks the lock of a client that it
 /// considers dead. That does not happen here, because the lock is checked just before. In 16.2 it would
@@ -94,10 +98,13 @@ impl<H: Header> ClaimAttempt<'_, H> {
             if let Some(other) = rivals.iter().find(|rival| !self.may_fence(rival)) {
                 return Err(held(name, other));
             }
-            self.fence(&rivals)?;
+            for address in &rivals {
+                self.fence(address, liveness(&seen, claimant, address))?;
+            }
             let (last, now_s) = (seen.claim, self.clock.unix_s());
             let next =
-                Claim::after(last.as_ref(), id.clone(), claimant, own.clone(), now_s, &rivals);
+                Claim::after(last.as_ref(), id.clone(), claimant, own.clone(), now_s, &rivals)
+                    .with_details(seen.announced.as_ref());
             // This replaces an earlier announcement. If that one identified the holder of the lock, this one
             // names the holder as fenced.
             header.announce(&next)?;
@@ -126,12 +133,11 @@ impl<H: Header> ClaimAttempt<'_, H> {
         Err(Error::new(ErrorKind::Aborted, message).with_repair("repeat the command"))
     }
 
-    /// Fences `clients`. After this, an OSD that has served a request of this client serves none of theirs.
-    fn fence(&self, clients: &[String]) -> Result<()> {
-        clients.iter().try_for_each(|address| {
-            tracing::warn!(image = self.name, client = address, "fencing a client");
-            self.header.fence(address)
-        })
+    /// Fences the client at `address`. After this, an OSD that has served a request of this client serves none
+    /// of the fenced one's.
+    fn fence(&self, address: &str, liveness: Liveness) -> Result<()> {
+        tracing::warn!(image = self.name, client = address, ?liveness, "fencing a client");
+        self.header.fence(address, liveness)
     }
 
     /// Fences the last process of a mapping that has lost the image. Its end is proved, but requests that it
@@ -141,7 +147,7 @@ impl<H: Header> ClaimAttempt<'_, H> {
         let last = active.map(|claim| &claim.client);
         let last = last.filter(|last| last.mapping_id == self.claimant.mapping_id);
         last.filter(|last| last.address != own)
-            .map_or(Ok(()), |last| self.fence(std::slice::from_ref(&last.address)))
+            .map_or(Ok(()), |last| self.fence(&last.address, Liveness::Ended))
     }
 
     /// Returns the error for a lock that the client at `owner` has acquired in the meantime.
@@ -184,10 +190,22 @@ pub(crate) fn of(image: &Image, name: &str) -> Result<Option<Claim>> {
     ImageHeader { image, name }.claim()
 }
 
-/// Has the cluster blocklist a client, for the time that the configuration says.
-pub(crate) fn fence_client(cluster: &Cluster, address: &str) -> Result<()> {
+/// Has the cluster blocklist a client: for the time that the configuration says, or for at most an hour if the
+/// client has ended.
+///
+/// # Errors
+/// Returns `InvalidArgument` for an address that stands for several clients, and the cluster's error.
+pub(crate) fn fence_client(cluster: &Cluster, address: &str, liveness: Liveness) -> Result<()> {
+    if !record::is_address(address) {
+        let message = format!("cannot fence {address:?}: it is not the address of one client");
+        return Err(Error::new(ErrorKind::InvalidArgument, message));
+    }
     let configured = cluster.option(BLOCKLIST_OPTION).ok().and_then(|text| text.parse().ok());
-    let seconds = configured.filter(|seconds| *seconds > 0).unwrap_or(BLOCKLIST_S.into());
+    let seconds: u64 = configured.filter(|seconds| *seconds > 0).unwrap_or(BLOCKLIST_S.into());
+    let seconds = match liveness {
+        Liveness::Ended => seconds.min(ENDED_BLOCKLIST_S),
+        Liveness::MayLive => seconds,
+    };
     cluster.blocklist_add(address, Duration::from_secs(seconds)).map_err(|error| {
         let kind = crate::errors::kind(&error);
         let failed = Error::new(kind, format!("cannot fence the client {address}"));

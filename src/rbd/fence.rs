@@ -12,7 +12,7 @@ use std::time::Instant;
 use librbd::{Cluster, Image, Open};
 use serde::Deserialize;
 
-use crate::claim::decision::{Purpose, is_same_node};
+use crate::claim::decision::{Liveness, Purpose, is_same_node};
 use crate::claim::header::ImageHeader;
 use crate::claim::record::{self, Claim};
 use crate::claim::{self, ClaimAttempt};
@@ -95,7 +95,8 @@ impl Fence for RbdFence {
         // They have the image open without a claim, or another client has taken over from them.
         self.call(Open::ReadOnly, deadline, move |image, _| {
             let cluster = image.pool().cluster();
-            addresses.iter().try_for_each(|address| claim::fence_client(cluster, address))
+            let fence = |address: &String| claim::fence_client(cluster, address, Liveness::MayLive);
+            addresses.iter().try_for_each(fence)
         })
     }
 

@@ -25,8 +25,8 @@ use super::udev::{Missing, Names};
 use super::unmount::unmount;
 use super::usage::{Proc, Usage};
 use super::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, ExclusiveOpen, Holder,
-    Identity, Kernel, KernelEvent, UnmountScope, exclusive, not_ours,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, ExclusiveOpen,
+    Holder, Identity, Kernel, KernelEvent, UnmountScope, exclusive, not_ours,
 };
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};

@@ -12,8 +12,8 @@ use super::script::{failure, timed_out};
 use super::watch::watch_connections;
 use super::{Call, Fault, SimKernel, State, io};
 use crate::{
-    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, ExclusiveOpen, Holder,
-    Identity, Kernel, KernelEvent, UnmountScope,
+    ConnectSpec, Device, DeviceIndex, DevicePaths, Disconnected, EVENT_QUEUE, ExclusiveOpen,
+    Holder, Identity, Kernel, KernelEvent, UnmountScope,
 };
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};

@@ -54,7 +54,8 @@ pub(crate) async fn prove_no_writes(
                 delay = MAX_RETRY_DELAY.min(delay * 2);
             }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) => {
-                let message = "requests of the ended worker may still be in flight, or its claim may stand";
+                let message =
+                    "requests of the ended worker may still be in flight, or its claim may stand";
                 return Err(Error::new(ErrorKind::TimedOut, message)
                     .with_source(error.report())
                     .with_repair("check the storage of the volume: it does not answer"));
@@ -76,7 +77,11 @@ pub(crate) async fn prove_no_writes(
 ///
 /// # Errors
 /// Returns an error if the volume cannot be opened and closed until `deadline`. The claim may stand then.
-pub(crate) async fn release_claim(cx: &Context, guard: &mut Guard, deadline: Instant) -> Result<()> {
+pub(crate) async fn release_claim(
+    cx: &Context,
+    guard: &mut Guard,
+    deadline: Instant,
+) -> Result<()> {
     if guard.teardown.volume_closed || !may_have_claim(&guard.record) {
         return Ok(());
     }

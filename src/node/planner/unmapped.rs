@@ -49,10 +49,8 @@ pub(crate) fn plan_unmapped(record: &Record, observed: &Observed) -> Plan {
 /// removes a device whose data cannot be flushed.
 fn before_flush(record: &Record, observed: &Observed) -> Option<Vec<Action>> {
     let missing = record.options.connections;
-    let reconnect = observed
-        .devices
-        .iter()
-        .map(|device| Action::Reconnect { index: device.index, missing });
+    let reconnect =
+        observed.devices.iter().map(|device| Action::Reconnect { index: device.index, missing });
     let mut actions = Vec::new();
     match observed.worker {
         ObservedWorker::Alive { connections: 1.., .. } => {}

@@ -56,6 +56,15 @@ pub(crate) enum Decision {
     Lost(Lost),
 }
 
+/// The state of a client that is fenced, which determines how long it stays on the blocklist.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Liveness {
+    /// Its process has provably ended, or its node was restarted.
+    Ended,
+    /// It may resume at any time.
+    MayLive,
+}
+
 /// Why a mapping must not resume its device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Lost {
@@ -201,6 +210,18 @@ fn may_replace(client: &Client, claimant: &Claimant, seen: &Observation) -> bool
     let same_mapping = client.mapping_id == claimant.mapping_id && !client.mapping_id.is_empty();
     same_mapping
         || client.process.is_some_and(|process| process.has_ended(claimant.process.as_ref()))
+}
+
+/// Returns whether the client at `address`, which `claimant` is about to fence, has ended. Only what it has
+/// recorded about itself can show that. A client that another one was entitled to fence may still live.
+pub(crate) fn liveness(seen: &Observation, claimant: &Claimant, address: &str) -> Liveness {
+    let records = [&seen.claim, &seen.announced].into_iter().flatten();
+    let clients = records.flat_map(|record| std::iter::once(&record.client).chain(&record.cut));
+    let mut own = clients.filter(|client| client.address == address);
+    match own.any(|client| may_replace(client, claimant, seen)) {
+        true => Liveness::Ended,
+        false => Liveness::MayLive,
+    }
 }
 
 /// Returns whether `client` ran on the node with the name `node` and the machine id `machine`. Two
@@ -440,6 +461,28 @@ mod tests {
             let forced = Claimant { take_over: true, ..me.clone() };
             assert_eq!(opening(claim, Some(&by_hand), &forced), take(&["T/1"]));
         }
+    }
+
+    #[test]
+    fn only_a_client_whose_own_record_shows_its_end_is_on_the_blocklist_for_a_short_time() {
+        let (me, other) = (claimant("n", "b", "m"), claimant("o", "c", "x"));
+        let forced = |of: &Claimant| Claimant { take_over: true, ..of.clone() };
+        let own = claim(&me, "A/1");
+        let held = seen(Some(&own), Some(&holder("T/1", false)));
+        let ended = |seen: &Observation, by: &Claimant, address| {
+            liveness(seen, by, address) == Liveness::Ended
+        };
+        assert!(ended(&held, &me, "A/1"), "the end of the last process was proved");
+        assert!(ended(&held, &forced(&me), "A/1"), "--take-over was not needed");
+        assert!(ended(&held, &claimant("n", "c", "x"), "A/1"), "the node was restarted");
+        assert!(!ended(&held, &forced(&other), "A/1"), "it was taken over");
+        assert!(!ended(&held, &me, "T/1"), "a client without a claim may resume");
+        // Its announcement shows who had the lock, but not the end of a client that it was about to fence.
+        let fenced = ["T/1".to_owned()];
+        let next = Claim::after(None, "id".into(), &me, "A/2".into(), 0, &fenced);
+        let broken = Observation { claim: None, announced: Some(next), ..held };
+        assert!(ended(&broken, &me, "A/2"));
+        assert!(!ended(&broken, &me, "T/1"));
     }
 
     #[test]

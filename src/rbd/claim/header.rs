@@ -3,7 +3,7 @@
 
 use librbd::{Image, RBD_FEATURE_EXCLUSIVE_LOCK};
 
-use super::decision::{Holder, Observation};
+use super::decision::{Holder, Liveness, Observation};
 use super::record::{ANNOUNCED, Claim, KEY};
 use super::{fence_client, no_exclusive_lock};
 use crate::errors::image_error;
@@ -29,8 +29,8 @@ pub(crate) trait Header {
     /// Reads the newest claim.
     fn claim(&self) -> Result<Option<Claim>>;
 
-    /// Has the cluster blocklist the client at `address`.
-    fn fence(&self, address: &str) -> Result<()>;
+    /// Has the cluster blocklist the client at `address`, for the time that `liveness` requires.
+    fn fence(&self, address: &str, liveness: Liveness) -> Result<()>;
 
     /// Breaks the lock of a fenced client. Succeeds if the client does not hold the lock any more.
     fn break_lock(&self, address: &str) -> Result<()>;
@@ -112,8 +112,8 @@ impl Header for ImageHeader<'_> {
         self.read(KEY)?
     }
 
-    fn fence(&self, address: &str) -> Result<()> {
-        fence_client(self.image.pool().cluster(), address)
+    fn fence(&self, address: &str, liveness: Liveness) -> Result<()> {
+        fence_client(self.image.pool().cluster(), address, liveness)
     }
 
     fn break_lock(&self, address: &str) -> Result<()> {

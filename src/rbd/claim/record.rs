@@ -129,6 +129,17 @@ impl Claim {
         Self { version: VERSION, image, client, released: false, cut: known }
     }
 
+    /// Adds what `announced` says about fenced clients that had announced a claim and not written it.
+    pub(crate) fn with_details(mut self, announced: Option<&Self>) -> Self {
+        let known = || announced.iter().flat_map(|a| std::iter::once(&a.client).chain(&a.cut));
+        for client in self.cut.iter_mut().filter(|client| client.generation == 0) {
+            if let Some(found) = known().find(|known| known.address == client.address) {
+                client.clone_from(found);
+            }
+        }
+        self
+    }
+
     /// Returns the JSON text of the record.
     pub(crate) fn text(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|error| {
@@ -174,11 +185,15 @@ impl Client {
 /// The last second of the year 9999, the latest time that `humantime` can format.
 const LAST_SECOND: u64 = 253_402_300_799;
 
-/// Returns whether `text` can be a client's address (`IP:PORT/NONCE`), so that it may be put into a
-/// command for the monitors.
+/// Returns whether `text` can be the address of one client (`IP:PORT/NONCE`), so that it may be put into a
+/// command for the monitors. An entry of the blocklist with port 0 and nonce 0 stands for every client of the
+/// host (`OSDMap::is_blocklisted`), and no client has the nonce 0.
 pub(crate) fn is_address(text: &str) -> bool {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"[]:./".contains(&byte);
-    text.len() <= MAX_TEXT && text.contains('/') && text.bytes().all(plain)
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"[]:.".contains(&byte);
+    let Some((host, nonce)) = text.split_once('/') else { return false };
+    let one_client = nonce.bytes().all(|byte| byte.is_ascii_digit())
+        && nonce.parse().is_ok_and(|nonce: u64| nonce != 0);
+    text.len() <= MAX_TEXT && host.contains(':') && host.bytes().all(plain) && one_client
 }
 
 #[cfg(test)]
@@ -242,6 +257,28 @@ mod tests {
             let error = read(&text).expect_err(&text);
             assert_eq!(error.kind(), kind, "{text}");
             assert!(error.repair().unwrap().contains("image-meta remove p/i"), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn an_address_stands_for_one_client() {
+        for address in ["10.0.0.1:0/7", "[fd00::1]:6800/4294967295"] {
+            assert!(is_address(address), "{address}");
+        }
+        for other in [
+            "10.0.0.1:0/0",
+            "10.0.0.1:0/00",
+            "10.0.0.1:6800/0",
+            "10.0.0.1:0/",
+            "10.0.0.1:0",
+            "10.0.0.0/8",
+            "10.0.0.1:0/7/0",
+            "10.0.0.1:0/+7",
+            "10.0.0.1:0/-1",
+            ":/0",
+            "",
+        ] {
+            assert!(!is_address(other), "{other}");
         }
     }
 

@@ -2,7 +2,7 @@
 //! the steps of two mappings that claim the image at the same time.
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use proptest::prelude::*;
@@ -19,7 +19,7 @@ const STEPS: u32 = 20;
 struct State {
     seen: Observation,
     watching: BTreeSet<String>,
-    blocklist: BTreeSet<String>,
+    blocklist: BTreeMap<String, Liveness>,
     running: BTreeSet<String>,
     /// The address of the client with the newest claim that is not released.
     owner: Option<String>,
@@ -155,7 +155,7 @@ impl Process<'_> {
         while self.world.in_turns && state.turn != Some(self.mapping) {
             state = self.world.wait(state);
         }
-        let done = if state.blocklist.contains(&self.address) {
+        let done = if state.blocklist.contains_key(&self.address) {
             Err(Error::new(ErrorKind::Fenced, "the client is fenced"))
         } else {
             request(&mut state)
@@ -200,11 +200,14 @@ impl Header for Process<'_> {
         self.step(|state| Ok(state.seen.claim.clone()))
     }
 
-    fn fence(&self, address: &str) -> Result<()> {
+    fn fence(&self, address: &str, liveness: Liveness) -> Result<()> {
         self.step(|state| {
-            let alive = state.running.contains(address) && state.watching.contains(address);
+            let running = state.running.contains(address);
+            let alive = running && state.watching.contains(address);
             assert!(self.claimant.take_over || !alive, "{address} is fenced without take_over");
-            state.blocklist.insert(address.to_owned());
+            let short = liveness == Liveness::Ended;
+            assert!(!(short && running), "{address} could write again after an hour");
+            state.blocklist.insert(address.to_owned(), liveness);
             state.watching.remove(address);
             Ok(())
         })
@@ -286,6 +289,8 @@ fn a_mapping_recovers_from_any_two_consecutive_crashes() {
             crashes += ends.iter().filter(|end| **end == End::Crashed).count();
             let expected = ends.iter().all(|end| [End::Crashed, End::Served].contains(end));
             assert!(expected && ends[2] == End::Served, "{first}, {second}: {ends:?}");
+            let short = world.state().blocklist.values().all(|entry| *entry == Liveness::Ended);
+            assert!(short, "{first}, {second}: a crash costs an entry for years");
         }
     }
     assert!(crashes > 200, "{crashes}");
@@ -330,8 +335,9 @@ fn a_mapping_does_not_resume_after_a_client_without_a_claim_wherever_its_process
             let next = world.run(&resuming, 0, "A/2", STEPS);
             assert_eq!(next, End::Superseded, "{steps}: {holder:?}");
             let state = world.state();
-            assert!(!state.blocklist.contains("T/1"), "{steps}: a foreign client was fenced");
-            assert!(state.blocklist.contains("A/1"), "{steps}: the dead client could still write");
+            let entries: Vec<_> = state.blocklist.iter().collect();
+            // The dead client could still write, and the foreign one is not fenced.
+            assert_eq!(entries, [(&"A/1".to_owned(), &Liveness::Ended)], "{steps}");
             assert_eq!(state.seen.holder, holder, "{steps}: its lock was changed");
         }
     }

@@ -40,7 +40,8 @@ impl RbdImage {
         let claim = self.shared.claim().take().filter(|_| !self.shared.is_fenced());
         let name = self.name.clone();
         let close = move || {
-            let released = claim.map_or(Ok(()), |claim| claim::release(&handles.image, &claim, &name));
+            let released =
+                claim.map_or(Ok(()), |claim| claim::release(&handles.image, &claim, &name));
             if let Err(error) = &released {
                 tracing::warn!(image = %name, error = %error.report(), "cannot release the claim");
             }

@@ -84,6 +84,9 @@ fn a_killed_worker_has_a_successor_at_once_and_a_stopped_one_releases_its_claim(
         assert_ne!(claim["address"], first["address"]);
         assert_eq!(claim["cut"].as_array().unwrap().len(), usize::from(round) - 1);
     }
+    // The end of each predecessor was proved.
+    let entry_s = blocklisted_for_s(first["address"].as_str().unwrap());
+    assert!((60..=3600).contains(&entry_s), "{entry_s}");
     println!("from the detected death to a ready successor: {times:?}");
     stop(worker);
     assert_eq!(claim_of("succession")["released"], true);
@@ -140,6 +143,7 @@ fn a_rebooted_node_takes_over_its_own_claims_when_its_old_client_has_gone() {
     let (before, sockets) = serving(&machine(start_as(&uri, "a", "boot-1", "m")));
     assert_eq!(refused(&start_as(&uri, "b", "boot-1b", "m")).kind, ErrorKind::InUse);
     let rebooted = machine(start_as(&uri, "a", "boot-2", "n"));
+    let old = claim_of("rebooted");
     let failure = refused(&rebooted);
     assert_eq!(failure.kind, ErrorKind::InUse, "{failure:?}");
     assert!(failure.message.contains("claimed by the node a"), "{failure:?}");
@@ -148,7 +152,21 @@ fn a_rebooted_node_takes_over_its_own_claims_when_its_old_client_has_gone() {
     drop_watches("rebooted");
     let after = started(&rebooted);
     assert_eq!(claim_of("rebooted")["mapping_id"], "n");
+    let entry_s = blocklisted_for_s(old["address"].as_str().unwrap());
+    assert!((60..=3600).contains(&entry_s), "{entry_s}");
     stop(after);
+}
+
+/// Returns how long the cluster refuses the requests of the client at `address`, in seconds.
+fn blocklisted_for_s(address: &str) -> i64 {
+    let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+    let entry = listed.lines().find_map(|line| line.strip_prefix(&format!("{address} ")));
+    let until = entry.unwrap_or_else(|| panic!("{address} is not on the blocklist: {listed}"));
+    let date = |text: &str| -> i64 {
+        let printed = std::process::Command::new("date").args(["+%s", "--date", text]).output();
+        String::from_utf8(printed.unwrap().stdout).unwrap().trim().parse().unwrap()
+    };
+    date(until) - date("now")
 }
 
 /// Has the OSDs drop the watches of the clients of an image, which they do half a minute after their death.
