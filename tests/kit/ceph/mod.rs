@@ -74,15 +74,28 @@ impl Cluster {
         Self::start_in("disk")
     }
 
+    /// Starts a cluster with two OSDs, `osd` and `osd1`, that keep different objects.
+    pub fn start_with_two_osds() -> Self {
+        Self::start_with(&Self::script(), &["memory", "2"])
+    }
+
     fn start_in(store: &str) -> Self {
-        Self::start_by(&Path::new(env!("CARGO_MANIFEST_DIR")).join("ceph/cluster"), store)
+        Self::start_by(&Self::script(), store)
+    }
+
+    fn script() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("ceph/cluster")
     }
 
     /// Starts a cluster by a copy of the script, for callers without access to this directory.
     /// `store` is `memory` or `disk`.
     pub fn start_by(script: &Path, store: &str) -> Self {
+        Self::start_with(script, &[store])
+    }
+
+    fn start_with(script: &Path, arguments: &[&str]) -> Self {
         let mut process = Command::new(script)
-            .arg(store)
+            .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

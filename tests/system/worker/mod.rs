@@ -4,6 +4,7 @@ mod claims;
 mod credentials;
 mod fences;
 mod fight;
+mod lagging;
 mod quiesce;
 mod rbd;
 #[cfg(feature = "fault")]
