@@ -25,6 +25,7 @@ use crate::keyring::ClientKey;
 use crate::queue::RbdQueue;
 use crate::quiesce::Snapshots;
 use crate::shared::Shared;
+use crate::sharer::Sharer;
 use close::{CLOSE_TIMEOUT, DROP_TIMEOUT, Handles};
 
 /// The interval at which the owner should read the size again. librbd reports changes only to writers, and
@@ -39,6 +40,8 @@ pub(crate) struct RbdImage {
     identity: VolumeIdentity,
     /// `None` if the image is not claimed: it is read-only, or several clients may write to it.
     claimant: Option<Claimant>,
+    /// The mapping, if several clients may write to the image.
+    sharer: Option<Sharer>,
     /// The key that librados connected with; `None` if librados has read it by itself.
     key: Option<ClientKey>,
     blocks: BlockSizes,
@@ -54,7 +57,7 @@ impl RbdImage {
         })
     }
 
-    /// Claims the image, if this volume has a claim.
+    /// Claims the image, if this volume has a claim, or records its client if it is shared.
     ///
     /// # Errors
     /// Returns `Fenced` if another client has taken the image over, or may have written to it since the last
@@ -67,8 +70,12 @@ impl RbdImage {
         if self.is_fenced() {
             return Err(lost(&"this client is fenced"));
         }
-        let Some(claimant) = &self.claimant else { return Ok(()) };
         let (image, name) = (self.image()?, &self.name);
+        if let Some(sharer) = &self.sharer {
+            let recorded = sharer.record(&image, name, purpose, &SystemClock);
+            return recorded.inspect_err(|error| self.note_fenced(error));
+        }
+        let Some(claimant) = &self.claimant else { return Ok(()) };
         let header = &ImageHeader { image: &image, name };
         let attempt =
             ClaimAttempt { header, name, claimant, purpose, only: None, clock: &SystemClock };

@@ -35,6 +35,7 @@ mod queue;
 mod quiesce;
 mod registration;
 mod shared;
+mod sharer;
 mod spec;
 mod store;
 mod timeouts;

@@ -35,7 +35,8 @@ pub(crate) struct RbdSpec {
     /// Whether TRIM is offered, which returns space to the cluster. The default is true unless the image is
     /// encrypted.
     pub trim: bool,
-    /// Whether several clients may write. Then there is no claim, no lock is kept, and no client is fenced.
+    /// Whether several clients may write. Then there is no claim, no lock is kept, and no client of another
+    /// mapping is fenced.
     pub shared: bool,
     /// Options of Ceph, which override the configuration file.
     pub config: BTreeMap<String, String>,

@@ -9,6 +9,8 @@ use super::RbdImage;
 use crate::background::Background;
 use crate::claim;
 use crate::quiesce::Snapshots;
+use crate::sharer::Sharer;
+use cleat_core::error::Result;
 
 /// The timeout of closing a volume that was served. After it, closing continues on its thread. It is long,
 /// because a claim that is not released keeps other nodes out. The supervisor waits for longer.
@@ -39,13 +41,21 @@ impl RbdImage {
         // A fenced client must not change the claim of another client.
         let claim = self.shared.claim().take().filter(|_| !self.shared.is_fenced());
         let name = self.name.clone();
+        let sharer = self.sharer.as_ref().and_then(Sharer::take);
         let close = move || {
-            let released =
-                claim.map_or(Ok(()), |claim| claim::release(&handles.image, &claim, &name));
-            if let Err(error) = &released {
-                tracing::warn!(image = %name, error = %error.report(), "cannot release the claim");
-            }
-            let _ = sender.send(handles.close().map(|()| released.is_ok()));
+            let noted = |released: Result<()>| {
+                released
+                    .inspect_err(|error| {
+                        let error = error.report();
+                        tracing::warn!(image = %name, %error, "cannot release the claim");
+                    })
+                    .is_ok()
+            };
+            let release = |claim| claim::release(&handles.image, &claim, &name);
+            let released = noted(claim.map_or(Ok(()), release));
+            let closed = handles
+                .close(|image| noted(sharer.map_or(Ok(()), |sharer| sharer.release(image, &name))));
+            let _ = sender.send(closed.map(|last| released && last));
         };
         if let Err(error) = thread::Builder::new().name("rbd-close".to_owned()).spawn(close) {
             // The failed spawn has dropped the closure, which closes the image on this thread.
@@ -65,18 +75,22 @@ impl RbdImage {
 }
 
 impl Handles {
-    /// Ends the background work, waits for the last queue, and closes the image. Blocks without a limit.
+    /// Ends the background work, waits for the last queue, and closes the image. Calls `at_last` when no
+    /// request is in flight, and returns its result. Blocks without a limit.
     #[allow(
         clippy::disallowed_methods,
         reason = "it waits for other threads, on a thread of its own"
     )]
-    fn close(self) -> librbd::Result<()> {
+    fn close(self, at_last: impl FnOnce(&librbd::Image) -> bool) -> librbd::Result<bool> {
         drop(self.snapshots);
         self.background.into_iter().for_each(Background::end);
         let mut image = self.image;
         loop {
             match Arc::try_unwrap(image) {
-                Ok(image) => return image.close(),
+                Ok(image) => {
+                    let done = at_last(&image);
+                    return image.close().map(|()| done);
+                }
                 // For example, a connection's thread has not ended yet.
                 Err(shared) => image = shared,
             }

@@ -24,6 +24,7 @@ use crate::permissions::{self, MissingCaps};
 use crate::pool_space::PoolSpace;
 use crate::quiesce::Snapshots;
 use crate::shared::{Shared, whole_blocks};
+use crate::sharer::Sharer;
 use crate::spec::RbdSpec;
 use crate::{cache, mirror, timeouts};
 
@@ -165,10 +166,15 @@ impl RbdImage {
             // For an image that is claimed, the claim includes this check.
             mirror::check_primary(&image, &name)?;
         }
-        let claimant = (!read_only && !spec.shared).then_some(options.claimant);
+        let (claimant, sharer) = match (read_only, spec.shared) {
+            (true, _) => (None, None),
+            (false, true) => (None, Sharer::new(options.claimant)),
+            (false, false) => (Some(options.claimant), None),
+        };
         let handles = Mutex::new(Some(Handles { background, snapshots, image }));
         let blocks = block_sizes(stat, encrypted);
-        Ok(Self { handles, name, identity, claimant, key: None, blocks, features, shared })
+        let key = None;
+        Ok(Self { handles, name, identity, claimant, sharer, key, blocks, features, shared })
     }
 
     /// Claims the image after opening. If the mapping has a device and another mapping has claimed the image

@@ -84,6 +84,12 @@ impl Session {
             return Err(Error::new(ErrorKind::Unavailable, message)
                 .with_repair("try again when the snapshot is complete"));
         }
+        if self.resizer.unanswered() > 0 {
+            // The storage may execute it after the successor's first write.
+            let message = "a change of the volume's size has not been answered";
+            return Err(Error::new(ErrorKind::Unavailable, message)
+                .with_repair("hand the volume over when its backend answers again"));
+        }
         let seen = self.page.snapshot();
         if seen.queued > 0 || seen.outage_since_ns != 0 {
             let message =

@@ -157,6 +157,73 @@ fn a_rebooted_node_takes_over_its_own_claims_when_its_old_client_has_gone() {
     stop(after);
 }
 
+/// Several mappings may write to a shared image. Only the dead client of the own mapping is fenced.
+#[test]
+fn a_killed_worker_of_a_shared_image_is_fenced_before_its_successor_serves() {
+    let uri = format!("{}&lock=shared", fresh("shared-crash"));
+    let client_of = |mapping: &str| -> serde_json::Value {
+        let image = pool().open("shared-crash", None, Open::ReadOnly).unwrap();
+        let key = format!("cleat.client.{mapping}");
+        serde_json::from_str(&image.metadata_get(&key).unwrap().expect("a record")).unwrap()
+    };
+    let start = start_as(&uri, "a", "boot", "m");
+    let (first, sockets) = serving(&start);
+    let (other, theirs) = serving(&start_as(&uri, "b", "other", "x"));
+    assert_eq!(nbd::write(&sockets[0], 0, &[1; 4096]), 0);
+    assert_eq!(nbd::write(&theirs[0], 4096, &[1; 4096]), 0);
+    let before = client_of("m");
+    killed(first);
+    let (second, sockets) = serving(&Start { resumes: true, ..start });
+    let entry_s = blocklisted_for_s(before["address"].as_str().unwrap());
+    assert!((60..=3600).contains(&entry_s), "{entry_s}");
+    assert_ne!(client_of("m")["address"], before["address"]);
+    assert_eq!(nbd::write(&sockets[0], 0, &[2; 4096]), 0);
+    assert_eq!(nbd::write(&theirs[0], 4096, &[2; 4096]), 0, "another mapping was fenced");
+    let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+    assert!(!listed.contains(client_of("x")["address"].as_str().unwrap()), "{listed}");
+    stop(second);
+    assert_eq!(client_of("m")["released"], true);
+    stop(other);
+}
+
+/// The client of a worker that has handed over has no request in flight, and its successor is not fenced when
+/// it closes the image.
+#[test]
+fn a_handover_of_a_shared_image_fences_no_client_and_the_record_follows() {
+    let uri = format!("{}&lock=shared", fresh("shared-handover"));
+    let uri = volume(&uri).unwrap();
+    let claimant = Claimant {
+        node: "a".to_owned(),
+        boot_id: "boot".to_owned(),
+        mapping_id: "m".to_owned(),
+        resumes: true,
+        ..Claimant::default()
+    };
+    let options = OpenOptions { claimant, ..OpenOptions::default() };
+    let record = || -> serde_json::Value {
+        let image = pool().open("shared-handover", None, Open::ReadOnly).unwrap();
+        let text = image.metadata_get("cleat.client.m").unwrap().expect("a record");
+        serde_json::from_str(&text).unwrap()
+    };
+    let old = uri.open(&options).unwrap();
+    let first = record();
+    let files = old.handover().unwrap().prepare().unwrap();
+    let new = uri.open_successor(&options, files).unwrap();
+    assert_eq!(record(), first, "the successor has not taken over yet");
+    let state = old.handover().unwrap().release().unwrap();
+    new.handover().unwrap().take_over(&state).unwrap();
+    let second = record();
+    assert_ne!(second["address"], first["address"]);
+    assert!(old.close());
+    assert_eq!(record(), second, "the predecessor has changed the record");
+    let listed = shared().ceph(&["osd", "blocklist", "ls"]);
+    for client in [&first, &second] {
+        assert!(!listed.contains(client["address"].as_str().unwrap()), "{listed}");
+    }
+    assert!(new.close());
+    assert_eq!(record()["released"], true);
+}
+
 /// Returns how long the cluster refuses the requests of the client at `address`, in seconds.
 fn blocklisted_for_s(address: &str) -> i64 {
     let listed = shared().ceph(&["osd", "blocklist", "ls"]);
