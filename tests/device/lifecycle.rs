@@ -4,7 +4,9 @@ use std::path::Path;
 
 use libtest_mimic::Trial;
 
-use crate::fixture::{Image, Node, cleat, cleat_ok, repeat, shell, status, wait_for_state};
+use crate::fixture::{
+    Image, Node, cleat, cleat_ok, promised, repeat, shell, signal, status, wait_for_state,
+};
 use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -13,6 +15,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
         trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
         trial("unmap_is_refused_while_used_inside_the_kernel", used_inside_the_kernel),
+        trial("a_worker_that_dies_during_the_flush_of_an_unmap_is_replaced", dies_during_the_flush),
         trial("many_volumes_are_mapped_and_unmapped_in_parallel", parallel),
         trial("a_restarted_supervisor_still_has_its_mappings", restart),
         trial("leftovers_are_reconciled_and_reported", leftovers),
@@ -102,6 +105,31 @@ fn used_inside_the_kernel() {
     shell("umount /mnt/several");
     cleat_ok(&["unmap", "first"]);
     cleat_ok(&["unmap", "second"]);
+}
+
+/// An unmap that has timed out leaves a flush behind, which has the device open in the supervisor.
+fn dies_during_the_flush() {
+    let node = Node::start();
+    let image = Image::new("dies", "64M");
+    let device = cleat_ok(&["map", &image.uri(), "--name", "dies"]);
+    shell(&format!("dd if=/dev/urandom of={device} bs=1M count=4 oflag=direct status=none"));
+    let worker = status("dies")["worker_pid"].as_u64().expect("a worker");
+    let worker = u32::try_from(worker).expect("a process number");
+    signal("STOP", worker);
+    for _ in 0..2 {
+        let output = cleat(&["unmap", "dies", "--deadline", "5s"]);
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && message.contains("flush"), "{message}");
+        assert!(!message.contains(&format!("process {}", node.pid())), "{message}");
+    }
+    let killing = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        signal("KILL", worker);
+    });
+    let began = std::time::Instant::now();
+    cleat_ok(&["unmap", "dies", "--deadline", "300s"]);
+    promised(began.elapsed(), std::time::Duration::from_secs(10), "an unmap without a worker");
+    killing.join().expect("the worker is killed");
 }
 
 fn refused(target: &str, holder: &str) {
