@@ -2,11 +2,13 @@
 
 use tokio::time::Instant;
 
+use super::fail_io::process_of;
 use crate::context::Context;
 use crate::holders::{check_unused, or_by_force};
 use crate::kernel_calls::COMMAND_TIMEOUT;
 use crate::mapping::Guard;
 use crate::planner::Intent;
+use crate::workers::exit_of;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{DeviceIndex, Kernel};
 
@@ -23,11 +25,16 @@ pub(crate) async fn flush(
 ) -> Result<()> {
     let flush = move |k: &dyn Kernel, until| k.flush(index, until);
     let flush = cx.kernel.wait("flush the device", deadline, None, flush);
+    // A worker without a channel may serve, too.
+    let process = process_of(cx, guard)?;
     let worker_ended = async {
-        match &guard.worker {
-            Some(worker) => worker.ended().await,
-            // A worker without a channel may serve. Its end is not noticed here.
-            None => std::future::pending().await,
+        let ended = match &process {
+            Some(process) => exit_of(process).await.is_ok(),
+            None => false,
+        };
+        if !ended {
+            // Only the end of the flush ends the wait.
+            std::future::pending::<()>().await;
         }
     };
     let flushed = tokio::select! {

@@ -31,7 +31,7 @@ pub(crate) use sockets::{ControlSockets, Probe, stops_listening};
 pub(crate) use start::Launched;
 pub use users::UserRange;
 pub use worker::Worker;
-pub(crate) use worker::{has_ended, stop_process, unexpected};
+pub(crate) use worker::{exit_of, has_ended, stop_process, unexpected};
 
 /// Starts and adopts workers.
 pub struct Workers {

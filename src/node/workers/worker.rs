@@ -76,12 +76,6 @@ impl Worker {
         has_ended(&self.process)
     }
 
-    /// Waits until the process has ended.
-    pub async fn ended(&self) {
-        // An error means that the reader was dropped, which happens only with this value.
-        let _ = self.ended.clone().wait_for(|ended| *ended).await;
-    }
-
     /// Returns whether the channel can no longer be used.
     pub fn is_broken(&self) -> bool {
         self.state.broken.load(Ordering::Acquire)
