@@ -28,8 +28,11 @@ pub(super) const REPLY_MARGIN: Duration = Duration::from_secs(2);
 /// The default timeout of `map`, `unmap` and similar operations.
 pub(super) const OPERATION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The metadata key of an error's hint, see `node.proto`.
+/// The metadata key of an error's hint in ASCII, see `node.proto`.
 const REPAIR_KEY: &str = "cleat-repair";
+
+/// The metadata key of an error's hint in UTF-8, see `node.proto`.
+const REPAIR_UTF8_KEY: &str = "cleat-repair-bin";
 
 /// A connection to the daemon.
 #[derive(Debug, Clone)]
@@ -157,8 +160,13 @@ fn kind_of(code: Code) -> ErrorKind {
 }
 
 fn repair_of(status: &Status) -> Option<String> {
-    let value = status.metadata().get(REPAIR_KEY)?;
-    String::from_utf8(value.as_bytes().to_vec()).ok().filter(|text| !text.is_empty())
+    let metadata = status.metadata();
+    let exact = metadata.get_bin(REPAIR_UTF8_KEY).and_then(|value| value.to_bytes().ok());
+    // Older daemons, and hints of one line of ASCII, have only the other key.
+    let bytes = exact
+        .map(|bytes| bytes.to_vec())
+        .or_else(|| metadata.get(REPAIR_KEY).map(|value| value.as_bytes().to_vec()))?;
+    String::from_utf8(bytes).ok().filter(|text| !text.is_empty())
 }
 
 fn cannot_connect(socket: &Path, source: io::Error) -> Error {
@@ -231,6 +239,17 @@ mod tests {
             (ErrorKind::Unsupported, Some("modprobe nbd".to_owned()))
         );
         assert_eq!(client_error(Code::FailedPrecondition).0, ErrorKind::InUse);
+    }
+
+    #[test]
+    fn the_hint_in_utf8_is_preferred() {
+        let mut status = Status::new(Code::FailedPrecondition, "cause");
+        let plain = "umount /mnt/?".parse().expect("plain ASCII");
+        status.metadata_mut().insert(REPAIR_KEY, plain);
+        assert_eq!(repair_of(&status).as_deref(), Some("umount /mnt/?"));
+        let exact = tonic::metadata::MetadataValue::from_bytes("umount /mnt/ü".as_bytes());
+        status.metadata_mut().insert_bin(REPAIR_UTF8_KEY, exact);
+        assert_eq!(repair_of(&status).as_deref(), Some("umount /mnt/ü"));
     }
 
     #[test]

@@ -15,16 +15,24 @@ use cleat_core::request::{IoError, Op};
 use cleat_kernel::{Device, Holder, Identity, UnmountScope};
 use cleat_statistics::{BUCKETS, FIRST_BUCKET_NS, Snapshot};
 
-/// The metadata key of an error's hint; see `node.proto`.
+/// The metadata key of an error's hint in ASCII; see `node.proto`.
 pub(crate) const REPAIR_KEY: &str = "cleat-repair";
 
-/// Converts an error to a gRPC status, with the hint in the metadata key [`REPAIR_KEY`].
+/// The metadata key of an error's hint in UTF-8; see `node.proto`.
+pub(crate) const REPAIR_UTF8_KEY: &str = "cleat-repair-bin";
+
+/// Converts an error to a gRPC status, with the hint in the metadata key [`REPAIR_KEY`]. A hint that is not one
+/// line of ASCII is also in [`REPAIR_UTF8_KEY`], unchanged.
 pub(crate) fn status(error: &Error) -> Status {
     let mut status = Status::new(code(error.kind()), error.report());
     if let Some(repair) = error.repair() {
-        // Metadata values are one line of ASCII.
+        // The values of keys without the suffix "-bin" are one line of ASCII. Older clients read only this key.
         let plain: String =
             repair.chars().map(|c| if (' '..='~').contains(&c) { c } else { '?' }).collect();
+        if plain != repair {
+            let exact = MetadataValue::from_bytes(repair.as_bytes());
+            status.metadata_mut().insert_bin(REPAIR_UTF8_KEY, exact);
+        }
         if let Ok(value) = MetadataValue::try_from(plain) {
             status.metadata_mut().insert(REPAIR_KEY, value);
         }
@@ -264,12 +272,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hint_is_sent_as_one_ascii_line() {
-        let error = Error::new(ErrorKind::InUse, "busy").with_repair("umount /mnt/ä\nthen again");
-        let status = status(&error);
+    fn a_hint_is_sent_unchanged_and_as_one_ascii_line_for_older_clients() {
+        let hint = "umount /mnt/ä\nthen again";
+        let status = status(&Error::new(ErrorKind::InUse, "busy").with_repair(hint));
         assert_eq!(status.code(), Code::FailedPrecondition);
         let repair = status.metadata().get(REPAIR_KEY).unwrap().to_str().unwrap();
         assert_eq!(repair, "umount /mnt/??then again");
+        let exact = status.metadata().get_bin(REPAIR_UTF8_KEY).unwrap().to_bytes().unwrap();
+        assert_eq!(exact, hint.as_bytes());
+    }
+
+    #[test]
+    fn a_hint_of_one_ascii_line_is_sent_once() {
+        let status = status(&Error::new(ErrorKind::InUse, "busy").with_repair("umount /mnt"));
+        let plain = status.metadata().get(REPAIR_KEY).unwrap().to_str().unwrap();
+        assert_eq!(plain, "umount /mnt");
+        assert!(status.metadata().get_bin(REPAIR_UTF8_KEY).is_none());
     }
 
     #[test]

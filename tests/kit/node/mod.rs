@@ -428,8 +428,12 @@ pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, pa
 }
 
 /// Returns the repair hint of an error, or an empty string.
-pub fn repair(status: &Status) -> &str {
-    status.metadata().get("cleat-repair").map_or("", |value| value.to_str().unwrap())
+pub fn repair(status: &Status) -> String {
+    let metadata = status.metadata();
+    if let Some(exact) = metadata.get_bin("cleat-repair-bin") {
+        return String::from_utf8(exact.to_bytes().unwrap().to_vec()).unwrap();
+    }
+    metadata.get("cleat-repair").map_or("", |value| value.to_str().unwrap()).to_owned()
 }
 
 fn seed() -> u64 {

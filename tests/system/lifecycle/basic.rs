@@ -112,6 +112,12 @@ fn a_device_in_use_is_not_unmapped_and_its_holders_are_named() {
     let status = supervisor.unmap("a").unwrap_err();
     assert!(repair(&status).starts_with("nsenter --mount --target 190 umount /data; or "));
 
+    let path = "/mnt/ü".into();
+    let foreign = Holder::Mount { path, filesystem: "ext4".into(), namespace_pid: None };
+    machine.kernel.set_holders(index, vec![foreign]);
+    let status = supervisor.unmap("a").unwrap_err();
+    assert!(repair(&status).starts_with("umount /mnt/ü; or "), "{}", repair(&status));
+
     machine.kernel.set_holders(index, Vec::new());
     assert!(supervisor.unmap("a").unwrap());
     machine.assert_clean();
