@@ -24,8 +24,8 @@ const BACKLOG: i32 = 64;
 const KEEPALIVE_IDLE_S: u32 = 60;
 const KEEPALIVE_INTERVAL_S: u32 = 15;
 
-/// How long a TCP client may leave bytes or probes without an answer, in milliseconds.
-const DEAD_PEER_LIMIT_MS: u32 = 120_000;
+/// The connection ends when this number of probes has no answer, 120 s after the client's last packet.
+const KEEPALIVE_PROBES: u32 = 4;
 
 /// The address at which clients connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,12 +130,17 @@ impl Listener {
 }
 
 /// Without probes, a client whose machine has crashed would occupy a connection without end.
+///
+/// No probe is sent while replies are unsent. Then the kernel's retransmissions (or its probes of a closed
+/// window) end the connection after `net.ipv4.tcp_retries2` of them have had no answer: about 15 minutes.
+/// TCP_USER_TIMEOUT would shorten that, but it also ends the connection of a client that lives, answers every
+/// probe, and does not read for that time (net/ipv4/tcp_timer.c, tcp_probe_timer). A paused virtual machine
+/// or a stopped process is such a client.
 fn notice_dead_peers(stream: &TcpStream) -> io::Result<()> {
     setsockopt(stream, sockopt::KeepAlive, &true)?;
     setsockopt(stream, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S)?;
     setsockopt(stream, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S)?;
-    // No probe is sent while replies are unsent; this bounds how long they are retransmitted.
-    setsockopt(stream, sockopt::TcpUserTimeout, &DEAD_PEER_LIMIT_MS)?;
+    setsockopt(stream, sockopt::TcpKeepCount, &KEEPALIVE_PROBES)?;
     Ok(())
 }
 
@@ -305,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_by_tcp_is_watched() {
+    fn a_client_by_tcp_is_probed_and_may_stop_reading() {
         let listener = Listener::bind(&Address::Tcp(([127, 0, 0, 1], 0).into())).unwrap();
         let Address::Tcp(address) = listener.address().unwrap() else { unreachable!() };
         let _client = TcpStream::connect(address).unwrap();
@@ -313,7 +318,9 @@ mod tests {
         assert_eq!(address, Some(IpAddr::from([127, 0, 0, 1])));
         use nix::sys::socket::getsockopt;
         assert!(getsockopt(&accepted, sockopt::KeepAlive).unwrap());
-        assert_eq!(getsockopt(&accepted, sockopt::TcpUserTimeout).unwrap(), DEAD_PEER_LIMIT_MS);
+        assert_eq!(getsockopt(&accepted, sockopt::TcpKeepCount).unwrap(), KEEPALIVE_PROBES);
+        // 0: a closed window alone does not end the connection.
+        assert_eq!(getsockopt(&accepted, sockopt::TcpUserTimeout).unwrap(), 0);
     }
 
     #[test]
