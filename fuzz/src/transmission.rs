@@ -32,6 +32,9 @@ pub(crate) fn check(mut data: &[u8]) {
                 assert!(agreed.allocation, "BLOCK_STATUS without its context");
                 check_range(*offset, *length);
             }
+            Event::StatusRefused { .. } => {
+                assert!(agreed.structured, "an error chunk without structured replies");
+            }
             Event::Violation(Violation::Payload(length)) => assert!(*length > MAX_SKIPPED),
             _ => {}
         }

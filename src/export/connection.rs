@@ -301,7 +301,10 @@ impl Connection {
                 self.begin(cookie, request);
             }
             Event::Status { cookie, .. } if self.requests.fails_io() => {
-                self.requests.refuse(cookie, None, IoError::Broken, None);
+                self.requests.refuse_block_status(cookie, IoError::Broken);
+            }
+            Event::StatusRefused { cookie, error } => {
+                self.requests.refuse_block_status(cookie, error);
             }
             Event::Status { cookie, offset, length, one } => {
                 self.block_status.ask(cookie, offset, length, one);

@@ -173,6 +173,11 @@ impl Requests {
         self.sending.reply_to_block_status(answer.cookie, extents, &mut self.pool);
     }
 
+    /// Answers a BLOCK_STATUS that is not asked of the volume with an error.
+    pub(super) fn refuse_block_status(&mut self, cookie: u64, error: IoError) {
+        self.sending.reply_to_block_status(cookie, Err(error), &mut self.pool);
+    }
+
     /// Takes a completion of the backend's own operation on the ring.
     pub(super) fn on_ring(&mut self, completion: Completion, ring: &mut Ring) {
         if let Some((id, outcome)) = self.backend.queue.on_ring(completion, ring) {

@@ -91,8 +91,8 @@ impl Sending {
         self.push_buffer(buffer, pool);
     }
 
-    /// Queues the reply to BLOCK_STATUS. Without memory for all extents, it has the first one only; the
-    /// client then asks for the rest.
+    /// Queues the reply to BLOCK_STATUS; an error is a chunk, too. Without memory for all extents, the reply has
+    /// the first one only, and the client asks for the rest.
     pub(super) fn reply_to_block_status(
         &mut self,
         cookie: u64,
@@ -103,7 +103,7 @@ impl Sending {
             Ok(extents) if !extents.is_empty() => extents,
             other => {
                 let error = other.err().unwrap_or(IoError::Broken);
-                return self.push(&simple_reply(cookie, Err(error)));
+                return self.push(&structured::error(cookie, error));
             }
         };
         match pool.take(structured::status_len(extents.len())) {

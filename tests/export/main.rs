@@ -8,6 +8,7 @@
     reason = "a test fails by panicking, prints figures, and waits in real time"
 )]
 
+mod block_status;
 mod data_path;
 mod fixture;
 mod flaky;

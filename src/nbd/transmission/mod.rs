@@ -56,6 +56,14 @@ pub enum Event {
         /// The reply must have exactly one extent (NBD_CMD_FLAG_REQ_ONE).
         one: bool,
     },
+    /// A BLOCK_STATUS that the volume does not accept, with structured replies. The caller must reply with an
+    /// error chunk.
+    StatusRefused {
+        /// The cookie that the reply must repeat.
+        cookie: u64,
+        /// The reason.
+        error: IoError,
+    },
     /// A request that the volume does not accept. The caller must reply with the error.
     Refused {
         /// The cookie that the reply must repeat.
@@ -163,7 +171,7 @@ impl Transmission {
         if header.command == command::DISC {
             return Event::Disconnect;
         }
-        if header.command == command::BLOCK_STATUS && self.agreed.allocation {
+        if header.command == command::BLOCK_STATUS && self.agreed.structured {
             return self.parse_status(&header, size);
         }
         let is_write = header.command == command::WRITE;
@@ -186,10 +194,13 @@ impl Transmission {
     fn parse_status(&self, header: &RequestHeader, size: u64) -> Event {
         let RequestHeader { cookie, offset, flags, .. } = *header;
         let length = u64::from(header.length);
-        if flags & !command_flag::REQ_ONE != 0
+        // FUA is valid for every command and has no effect on this one ("Command flags").
+        let fua = if self.features.fua { command_flag::FUA } else { 0 };
+        if !self.agreed.allocation
+            || flags & !(command_flag::REQ_ONE | fua) != 0
             || self.check_range(offset, length, size, IoError::Invalid).is_err()
         {
-            return Event::Refused { cookie, op: None, error: IoError::Invalid };
+            return Event::StatusRefused { cookie, error: IoError::Invalid };
         }
         let one = flags & command_flag::REQ_ONE != 0;
         Event::Status { cookie, offset, length, one }

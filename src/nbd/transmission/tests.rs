@@ -90,13 +90,14 @@ fn negotiated_extensions_are_served() {
     assert_eq!(seen(whole), status(false));
     let one = RequestHeader { flags: command_flag::REQ_ONE, ..whole };
     assert_eq!(seen(one), status(true));
-    let refused = Event::Refused { cookie: 42, op: None, error: IoError::Invalid };
+    assert_eq!(seen(RequestHeader { flags: command_flag::FUA, ..whole }), status(false));
+    let refused = Event::StatusRefused { cookie: 42, error: IoError::Invalid };
     for bad in [
         RequestHeader { length: 0, ..whole },
         RequestHeader { offset: 512, ..whole },
         RequestHeader { offset: u64::MAX - 511, length: 512, ..whole },
         RequestHeader { offset: 1, length: 512, ..whole },
-        RequestHeader { flags: command_flag::FUA, ..whole },
+        RequestHeader { flags: command_flag::NO_HOLE, ..whole },
     ] {
         assert_eq!(seen(bad), refused, "{bad:?}");
     }
@@ -104,6 +105,19 @@ fn negotiated_extensions_are_served() {
     assert!(matches!(seen(read), Event::Request { .. }));
     let write = header(command::WRITE, command_flag::DF, 0, 512);
     assert!(matches!(seen(write), Event::Refused { .. }));
+}
+
+#[test]
+fn block_status_is_refused_with_a_flag_or_in_a_context_that_was_not_negotiated() {
+    let refused = Event::StatusRefused { cookie: 42, error: IoError::Invalid };
+    let mut parser = Transmission::new(Features::ALL, BLOCKS);
+    parser.agree(Agreed { structured: true, allocation: false });
+    let status = header(command::BLOCK_STATUS, 0, 0, 512);
+    assert_eq!(parser.next(&status.encode(), SIZE).1, refused);
+    let mut parser = Transmission::new(Features { fua: false, ..Features::ALL }, BLOCKS);
+    parser.agree(Agreed { structured: true, allocation: true });
+    let with_fua = RequestHeader { flags: command_flag::FUA, ..status };
+    assert_eq!(parser.next(&with_fua.encode(), SIZE).1, refused);
 }
 
 #[test]
