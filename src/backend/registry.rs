@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::spec::{Backend, Nested, VolumeSpec};
-use crate::uri::{MAX_URI, Options, StoreUri, VolumeUri, invalid};
+use crate::uri::{MAX_URI, Options, StoreUri, VolumeUri, invalid, shown};
 
 /// The backends of a program.
 #[derive(Clone, Copy)]
@@ -54,7 +54,7 @@ impl Registry {
         let Some((parser, location)) = found else {
             let forms = self.backends().filter_map(|backend| backend.stores());
             let forms = forms.flat_map(|parser| parser.forms().iter().copied());
-            return Err(invalid(format!("{text:?} does not name a store of volumes"))
+            return Err(invalid(format!("{:?} does not name a store of volumes", shown(text)))
                 .with_repair(format!("write {}", alternatives(forms))));
         };
         parser.parse_store(location, options).map(StoreUri::new)
@@ -71,15 +71,16 @@ impl Registry {
 
     fn parse(&self, text: &str, options: Options) -> Result<Arc<dyn VolumeSpec>> {
         let Some((scheme, location)) = text.split_once(':') else {
-            let error = invalid(format!("the volume {text:?} has no scheme"));
+            let error = invalid(format!("the volume {:?} has no scheme", shown(text)));
             return Err(if text.starts_with('/') {
-                error.with_repair(format!("write file:{text} for a file or a block device"))
+                let example = shown(text);
+                error.with_repair(format!("write file:{example} for a file or a block device"))
             } else {
                 error.with_repair(self.examples())
             });
         };
         let Some(backend) = self.backend(scheme) else {
-            return Err(invalid(format!("the volume scheme {scheme:?} is unknown"))
+            return Err(invalid(format!("the volume scheme {:?} is unknown", shown(scheme)))
                 .with_repair(self.examples()));
         };
         backend.parse(location, options, &|text, options| self.parse(text, options))

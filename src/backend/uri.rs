@@ -45,6 +45,9 @@ pub use size::{MAX_SIZE, Size, parse_size, parse_size_or_zero};
 /// The longest URI, in bytes.
 pub const MAX_URI: usize = 4096;
 
+/// The longest text of a URI in an error message, in characters.
+const MAX_SHOWN: usize = 100;
+
 /// The longest name that [`VolumeUri::default_name`] returns, and that a mapping may have, in bytes.
 pub const MAX_NAME: usize = 128;
 
@@ -278,13 +281,25 @@ pub fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidArgument, message)
 }
 
-/// Parses the value of the option `key`, an absolute path.
+/// Returns the text of a URI that an error message may contain: without its options, whose values may be
+/// secrets that do not belong there, and at most 100 characters. `…` stands for the rest.
+pub fn shown(uri: &str) -> String {
+    let location = uri.split_once('?').map_or(uri, |(location, _)| location);
+    let mut shown: String = location.chars().take(MAX_SHOWN).collect();
+    if shown.len() < uri.len() {
+        shown.push('…');
+    }
+    shown
+}
+
+/// Parses the value of the option `key`, an absolute path. The error does not contain the value, which may be
+/// a secret that was given instead of the path of its file.
 ///
 /// # Errors
 /// Returns `InvalidArgument` for a relative path or a zero byte.
 pub fn absolute_path(path: &str, key: &str) -> Result<PathBuf> {
     if !path.starts_with('/') || path.contains('\0') {
-        return Err(invalid(format!("{key} needs an absolute path, not {path:?}"))
+        return Err(invalid(format!("{key} needs an absolute path"))
             .with_repair(format!("write the whole path, as in {key}=/etc/ceph/…")));
     }
     Ok(path.into())

@@ -38,10 +38,11 @@ mod volume;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::error::ErrorKind as Usage;
+use clap::error::{ContextValue, ErrorKind as Usage};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 
+use cleat_backend::uri::shown;
 use cleat_core::error::{Error, ErrorKind, Result};
 use output::Format;
 
@@ -200,7 +201,7 @@ fn usage_error(refused: &clap::Error) -> Error {
         return error("no command was given").with_repair("list the commands with `cleat --help`");
     }
     // The text of clap is "error: " and the cause, followed by paragraphs of tips and the usage.
-    let rendered = refused.render().to_string();
+    let rendered = without_options(refused, refused.render().to_string());
     let text = rendered.strip_prefix("error: ").unwrap_or(&rendered).trim();
     let (cause, rest) = text.split_once("\n\n").unwrap_or((text, ""));
     let cause = cause.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -218,6 +219,20 @@ fn usage_error(refused: &clap::Error) -> Error {
     .flatten()
     .collect();
     error(&cause).with_repair(repair.join("\n"))
+}
+
+/// Shortens the values that clap repeats in `text`: options of a URI may contain a secret, which is then refused,
+/// and must not appear in a log.
+fn without_options(refused: &clap::Error, mut text: String) -> String {
+    for (_, value) in refused.context() {
+        let ContextValue::String(value) = value else { continue };
+        let short = shown(value);
+        if short != *value {
+            // clap escapes values that contain white space.
+            text = text.replace(&value.escape_debug().to_string(), &short).replace(value, &short);
+        }
+    }
+    text
 }
 
 /// Returns the requested output format, as far as arguments that clap has refused show it.
@@ -272,6 +287,37 @@ mod tests {
         let error = usage_error(&parse(&words).expect_err("it has no scheme"));
         assert!(error.message().contains("has no scheme"), "{}", error.message());
         assert!(error.repair().is_some_and(|text| text.contains("file:/dev/vdb")), "{error:?}");
+    }
+
+    #[test]
+    fn a_refused_secret_is_not_shown() {
+        const SECRET: &str = "AQsecret";
+        for uri in [
+            "rbd:p/i?config.key=AQsecret==",
+            "rbd:p/i?config.key=AQsecret x==",
+            "rbd:p/i?config.key=AQsecret%zz",
+            "rbd:p/i?keyring=AQsecret==",
+            "rbd:p/i?direct=AQsecret==",
+        ] {
+            let words = ["cleat", "serve", uri, "--listen", "127.0.0.1:0"].map(OsString::from);
+            let error = usage_error(&parse(&words).expect_err(uri));
+            let shown = format!("{} {:?}", error.report(), error.repair());
+            assert!(!shown.contains(SECRET), "{shown}");
+            assert!(shown.contains("'rbd:p/i…'"), "{shown}");
+            let error = crate::backends::volume(uri).expect_err(uri);
+            let shown = format!("{} {:?}", error.report(), error.repair());
+            assert!(!shown.contains(SECRET), "{shown}");
+        }
+    }
+
+    #[test]
+    fn an_overlong_uri_is_shortened() {
+        for uri in ["file:/".to_owned() + &"x".repeat(9000), "x".repeat(4000)] {
+            let words = ["cleat", "serve", &uri, "--listen", "127.0.0.1:0"].map(OsString::from);
+            let error = usage_error(&parse(&words).expect_err("it is refused"));
+            let length = error.report().len();
+            assert!(length < 500, "a message of {length} bytes");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use crate::devices::{devices, orphans};
 use crate::mapping::{Guard, Mapping};
 use crate::naming::mapped_as;
 use crate::planner::Intent;
+use cleat_backend::uri::shown;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_kernel::{Device, DeviceIndex, Identity};
 
@@ -41,8 +42,10 @@ pub(crate) async fn find(cx: &Context, target: &str, deadline: Instant) -> Resul
         (Some(mapping), None) => Ok(Target::Mapping(mapping)),
         (Some(one), Some(other)) => {
             let message = format!(
-                "{target} is ambiguous: it is mapped as {} and as {}",
-                one.name, other.name
+                "{} is ambiguous: it is mapped as {} and as {}",
+                shown(target),
+                one.name,
+                other.name
             );
             Err(Error::new(ErrorKind::InvalidArgument, message)
                 .with_repair("use the name of the mapping"))
@@ -104,7 +107,7 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
     match find(cx, target, deadline).await? {
         Target::Mapping(mapping) => Ok(mapping),
         Target::Nothing => {
-            let message = format!("no mapping has the name, URI or device {target}");
+            let message = format!("no mapping has the name, URI or device {}", shown(target));
             Err(Error::new(ErrorKind::NotFound, message).with_repair("cleat ls lists the mappings"))
         }
         Target::Orphan(index, identity) => {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use cleat_backend::CredentialFile;
-use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid};
+use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, shown};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::cache::check_option;
@@ -72,7 +72,7 @@ impl RbdSpec {
             [pool, image] => (pool, None, image),
             [pool, namespace, image] => (pool, Some(part(namespace, "namespace")?), image),
             _ => {
-                let message = format!("rbd: needs a pool and an image, not {location:?}");
+                let message = format!("rbd: needs a pool and an image, not {:?}", shown(location));
                 return Err(invalid(message).with_repair(
                     "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE, or either with @SNAPSHOT",
                 ));
@@ -187,7 +187,7 @@ impl RbdStoreSpec {
             [pool] => (pool, None),
             [pool, namespace] => (pool, Some(part(namespace, "namespace")?)),
             _ => {
-                let message = format!("rbd: needs a pool, not {location:?}");
+                let message = format!("rbd: needs a pool, not {:?}", shown(location));
                 return Err(invalid(message).with_repair("write rbd:POOL or rbd:POOL/NAMESPACE"));
             }
         };
@@ -252,7 +252,7 @@ impl RbdStoreSpec {
 /// Decodes a name of a location. A name cannot contain the separators, which RBD's own tools use, too.
 fn part(text: &str, what: &str) -> Result<String> {
     let name = String::from_utf8(decode(text)?)
-        .map_err(|_| invalid(format!("the {what}'s name {text:?} is not UTF-8")))?;
+        .map_err(|_| invalid(format!("the {what}'s name {:?} is not UTF-8", shown(text))))?;
     if name.is_empty() {
         return Err(invalid(format!("the {what}'s name is empty")).with_repair(
             "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE, or either with @SNAPSHOT",
@@ -264,7 +264,7 @@ fn part(text: &str, what: &str) -> Result<String> {
 
 fn plain(name: &str, what: &str) -> Result<()> {
     if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '@', '\0']) {
-        let message = format!("{name:?} cannot be the {what}'s name");
+        let message = format!("{:?} cannot be the {what}'s name", shown(name));
         return Err(invalid(message)
             .with_repair(format!("names have 1 to {MAX_NAME} bytes, without /, @ and zero")));
     }

@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 
 use cleat_core::error::Result;
 
-use crate::uri::{Options, decode, invalid, parse_size};
+use crate::uri::{Options, decode, invalid, parse_size, shown};
 
 /// A file or a block device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,7 +48,8 @@ impl DirectorySpec {
     /// Returns the file `name` in this directory.
     pub(super) fn file(&self, name: &str) -> Result<FileSpec> {
         if Path::new(name).file_name() != Some(OsStr::new(name)) || name.contains('\0') {
-            return Err(invalid(format!("{name:?} cannot be the name of a file")));
+            let message = format!("{:?} cannot be the name of a file", shown(name));
+            return Err(invalid(message));
         }
         Ok(FileSpec { path: self.path.join(name), direct: false, create: None })
     }
@@ -59,7 +60,7 @@ fn path(location: &str) -> Result<PathBuf> {
     // RFC 8089 has both file:/path and file:///path.
     let location = location.strip_prefix("//").unwrap_or(location);
     if !location.starts_with('/') {
-        return Err(invalid(format!("file: needs an absolute path, not {location:?}"))
+        return Err(invalid(format!("file: needs an absolute path, not {:?}", shown(location)))
             .with_repair("write the whole path, as in file:/var/lib/images/a.img"));
     }
     let bytes = decode(location)?;

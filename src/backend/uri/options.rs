@@ -4,8 +4,8 @@ use std::fmt;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
 
-use super::invalid;
-use cleat_core::error::Result;
+use super::{invalid, shown};
+use cleat_core::error::{Error, Result};
 
 /// Options that have not been taken yet. Keys are unique.
 #[derive(Debug, Default)]
@@ -21,14 +21,17 @@ impl Options {
         let mut options = Self::default();
         for pair in text.split('&').filter(|pair| !pair.is_empty()) {
             let Some((key, value)) = pair.split_once('=') else {
-                return Err(invalid(format!("the option {pair:?} has no value"))
+                return Err(invalid(format!("the option {:?} has no value", shown(pair)))
                     .with_repair("options are written as key=value, joined by &"));
             };
             if options.0.iter().any(|(known, _)| known == key) {
-                return Err(invalid(format!("the option {key:?} is given twice")));
+                return Err(invalid(format!("the option {:?} is given twice", shown(key))));
             }
-            let value = String::from_utf8(decode(value)?)
-                .map_err(|_| invalid(format!("the value of {key:?} is not UTF-8")))?;
+            // The errors do not contain the value, which may be a secret.
+            let owner = || format!("the value of {:?}", shown(key));
+            let value = try_decode(value).ok_or_else(|| bad_escape(&owner()))?;
+            let value = String::from_utf8(value)
+                .map_err(|_| invalid(format!("{} is not UTF-8", owner())))?;
             options.0.push((key.to_owned(), value));
         }
         Ok(options)
@@ -89,7 +92,7 @@ impl Options {
     /// Returns `InvalidArgument` for an option that is left.
     pub fn finish(self, owner: &str, valid: &[&str]) -> Result<()> {
         let Some((key, _)) = self.0.first() else { return Ok(()) };
-        let error = invalid(format!("{owner} has no option {key:?}"));
+        let error = invalid(format!("{owner} has no option {:?}", shown(key)));
         Err(if valid.is_empty() {
             error.with_repair(format!("{owner} takes no options"))
         } else {
@@ -104,15 +107,21 @@ impl Options {
 /// # Errors
 /// Returns `InvalidArgument` for a `%` that is not followed by two hexadecimal digits.
 pub fn decode(text: &str) -> Result<Vec<u8>> {
+    try_decode(text).ok_or_else(|| bad_escape(&format!("{:?}", shown(text))))
+}
+
+fn bad_escape(owner: &str) -> Error {
+    invalid(format!("{owner} has a % that no two hexadecimal digits follow"))
+        .with_repair("write %25 for the character % itself")
+}
+
+fn try_decode(text: &str) -> Option<Vec<u8>> {
     let is_valid = |at: usize| {
         let digits = text.as_bytes().get(at + 1..at + 3);
         digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit))
     };
-    if text.match_indices('%').any(|(at, _)| !is_valid(at)) {
-        return Err(invalid(format!("{text:?} has a % that no two hexadecimal digits follow"))
-            .with_repair("write %25 for the character % itself"));
-    }
-    Ok(percent_decode_str(text).collect())
+    let is_encoded = text.match_indices('%').all(|(at, _)| is_valid(at));
+    is_encoded.then(|| percent_decode_str(text).collect())
 }
 
 /// The bytes that [`Encoded`] escapes: all except letters, digits and a few marks without a meaning in

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::invalid;
+use super::{invalid, shown};
 use cleat_core::error::Result;
 
 /// The largest size of a volume, in bytes: 4 EiB, so that offsets fit everywhere.
@@ -17,7 +17,7 @@ const UNITS: [char; 6] = ['K', 'M', 'G', 'T', 'P', 'E'];
 /// Returns `InvalidArgument` for any other text, for zero, and above 4 EiB.
 pub fn parse_size(text: &str) -> Result<u64> {
     let wrong = || {
-        invalid(format!("{text:?} is not a size")).with_repair(
+        invalid(format!("{:?} is not a size", shown(text))).with_repair(
             "sizes are written as 4096, 512M, 1G or 1Gi; every unit is a power of 1024",
         )
     };

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::config::{MAX_CONNECTIONS, MAX_TIMEOUT_S};
+use cleat_backend::uri::shown;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The maximum length of a URI, in bytes.
@@ -50,7 +51,7 @@ pub(crate) fn uri(uri: &str) -> Result<()> {
     let plausible = scheme.bytes().next().is_some_and(|first| first.is_ascii_lowercase())
         && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
     if !plausible {
-        return Err(invalid(format!("{uri:?} is not the URI of a volume"))
+        return Err(invalid(format!("{:?} is not the URI of a volume", shown(uri)))
             .with_repair("begin with a scheme, for example file:/path or mem:1G"));
     }
     Ok(())
@@ -158,5 +159,7 @@ mod tests {
         for bad in ["", "mem", ":1", "/dev/sda", "File:/x", "mem:1\0", &"a".repeat(5000)] {
             assert!(uri(bad).is_err(), "{bad:?}");
         }
+        let message = uri("Rbd:p/i?config.key=AQsecret").unwrap_err().report();
+        assert!(!message.contains("AQsecret"), "{message}");
     }
 }
