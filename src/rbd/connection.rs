@@ -43,7 +43,8 @@ pub(crate) fn open_library(
     read_only: bool,
 ) -> Result<Arc<librbd::Image>> {
     let failed = |error| open_error(error, &spec.image_name(), spec);
-    let config = librbd::Config { defaults: defaults(spec), ..config(spec) };
+    // The library's own lines are part of the log of the process that serves the image.
+    let config = librbd::Config { defaults: defaults(spec), quiet: false, ..config(spec) };
     let cluster = connect(&config, key).map_err(failed)?;
     let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
     let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
@@ -61,7 +62,8 @@ pub(crate) fn connect(
     }
 }
 
-/// Returns the configuration with which librbd connects to the cluster of `spec`, without the key.
+/// Returns the configuration with which librbd connects to the cluster of `spec`, without the key. The library
+/// writes nothing to stderr, where a command prints its error, as JSON if requested.
 pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
     librbd::Config {
         conf: spec.conf.clone(),
@@ -70,6 +72,7 @@ pub(crate) fn config(spec: &RbdSpec) -> librbd::Config {
         defaults: owned(&cache::OFF).collect(),
         overrides: spec.config.clone().into_iter().collect(),
         monitor_timeout: MONITOR_TIMEOUT,
+        quiet: true,
     }
 }
 
@@ -108,6 +111,7 @@ mod tests {
         };
         let plain = config(&spec("p/i"));
         assert_eq!((plain.defaults, plain.overrides), (list(&cache::OFF), Vec::new()));
+        assert!(plain.quiet);
         let own = config(&spec("p/i?config.rbd_op_threads=2&id=x"));
         assert_eq!(own.overrides, list(&[("rbd_op_threads", "2")]));
         assert_eq!(own.id.as_deref(), Some("x"));

@@ -104,6 +104,7 @@ table! {
         fn rados_create2(*mut rados_t, *const c_char, *const c_char, u64) -> c_int;
         fn rados_shutdown(rados_t);
         fn rados_conf_read_file(rados_t, *const c_char) -> c_int;
+        fn rados_conf_parse_argv(rados_t, c_int, *mut *const c_char) -> c_int;
         fn rados_conf_set(rados_t, *const c_char, *const c_char) -> c_int;
         fn rados_conf_get(rados_t, *const c_char, *mut c_char, size_t) -> c_int;
         fn rados_connect(rados_t) -> c_int;

@@ -27,6 +27,8 @@ pub struct Config {
     pub overrides: Vec<(String, String)>,
     /// The timeout for answers of the monitors, when connecting and later.
     pub monitor_timeout: Duration,
+    /// Whether the library writes nothing to stderr. Otherwise it writes its own lines about errors there.
+    pub quiet: bool,
 }
 
 /// A connected client. Its pools and images keep it; the last of them disconnects it.
@@ -87,6 +89,10 @@ impl Cluster {
         };
         check(created, || format!("set up the client {}", name.to_string_lossy()))?;
         let cluster = Self { api, handle };
+        if config.quiet {
+            // First of all: the library also reports errors in the configuration file.
+            cluster.silence()?;
+        }
         cluster.read(config)?;
         let seconds = config.monitor_timeout.as_secs().max(1).to_string();
         cluster.set("client_mount_timeout", &seconds)?;
@@ -104,6 +110,19 @@ impl Cluster {
             cluster.set(option, value)?;
         }
         Ok(cluster)
+    }
+
+    fn silence(&self) -> Result<()> {
+        self.set("err_to_stderr", "false")?;
+        self.set("log_to_stderr", "false")?;
+        // The library's log takes a changed option over when arguments are parsed (ConfigProxy::apply_changes),
+        // here those of a program without any.
+        let mut arguments = [c"cleat".as_ptr()];
+        // SAFETY: the handle is open and not connected, and the array has the one C string that is announced.
+        let parsed = unsafe {
+            (self.api.rados.rados_conf_parse_argv)(self.handle, 1, arguments.as_mut_ptr())
+        };
+        check(parsed, || "silence Ceph's log".to_owned()).map(drop)
     }
 
     fn read(&self, config: &Config) -> Result<()> {
@@ -314,6 +333,7 @@ impl Default for Config {
             defaults: Vec::new(),
             overrides: Vec::new(),
             monitor_timeout: Duration::from_secs(15),
+            quiet: false,
         }
     }
 }

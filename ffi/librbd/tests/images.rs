@@ -25,6 +25,7 @@ fn config(id: &str) -> Config {
         defaults: vec![("no_such_option".to_owned(), "1".to_owned())],
         overrides: vec![("rbd_cache".to_owned(), "false".to_owned())],
         monitor_timeout: Duration::from_secs(20),
+        quiet: false,
     }
 }
 

@@ -61,6 +61,27 @@ fn with_json_output_errors_are_json_too() {
     assert_eq!(error["error"]["exit_code"], 3);
 }
 
+/// librados has lines of its own about a key, a configuration file or an option that it cannot use.
+#[test]
+fn with_json_output_stderr_has_nothing_else() {
+    let cluster = shared();
+    let conf = cluster.conf();
+    let conf = conf.display();
+    let place = |options: String| format!("rbd:{POOL}?{options}");
+    let cases = [
+        place(format!("conf={conf}&id=stranger")),
+        place("conf=/no/such/ceph.conf".to_owned()),
+        place(format!("conf={conf}&config.no_such_option=1")),
+        place(format!("conf={conf}&config.rados_osd_op_timeout=soon")),
+    ];
+    for place in cases {
+        let run = volume(&["list", &place, "-o", "json"]);
+        assert_ne!(run.code, 0, "{place}: {run:?}");
+        let error: Result<serde_json::Value, _> = serde_json::from_str(&run.stderr);
+        assert!(error.is_ok_and(|error| error["error"].is_object()), "{place}: {run:?}");
+    }
+}
+
 #[test]
 fn missing_rights_are_reported_with_the_command_that_grants_them() {
     let cluster = shared();
