@@ -4,10 +4,10 @@
 //!
 //! Invariants: at most [`MAX_UNANSWERED`] requests are unanswered (at the bound, the loop stops reading from
 //! the socket); a reply has at most [`MAX_EXTENTS`] extents; each request is answered once, also after a
-//! panic of the thread. The log has at most one line about failures in [`LOG_INTERVAL`].
+//! panic of the thread. The log has at most one line about failures in the interval of [`LogLimit`].
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 
@@ -18,18 +18,16 @@ use cleat_core::request::IoError;
 use cleat_core::volume::Extent;
 use cleat_nbd::structured;
 
+use super::log_limit::LogLimit;
+
 /// Unanswered requests of one connection.
 const MAX_UNANSWERED: usize = 16;
 
 /// Extents of one reply, which then fits a small buffer.
 const MAX_EXTENTS: usize = (4096 - structured::STATUS_HEADER_LEN) / structured::EXTENT_LEN;
 
-/// The time between two log lines about failures. Clients may ask as often as they like, over as many
-/// connections as they like.
-const LOG_INTERVAL: Duration = Duration::from_secs(60);
-
-/// The failures of the whole process, which serves one volume.
-static FAILURES: Mutex<Failures> = Mutex::new(Failures { logged: None, unlogged: 0 });
+/// The log lines about failures of the whole process, which serves one volume.
+static FAILURES: Mutex<LogLimit> = Mutex::new(LogLimit::new(1));
 
 /// The BLOCK_STATUS requests of a connection. See the file's comment.
 pub(super) struct BlockStatus {
@@ -155,49 +153,9 @@ impl Drop for Question {
     }
 }
 
-/// Failures, of which one in an interval is logged, with the number of those before it.
-struct Failures {
-    logged: Option<Instant>,
-    unlogged: u64,
-}
-
-impl Failures {
-    /// Counts a failure. If it should be logged, returns how many were not since the last one that was.
-    fn count(&mut self, now: Instant) -> Option<u64> {
-        if self.logged.is_some_and(|logged| now.duration_since(logged) < LOG_INTERVAL) {
-            self.unlogged += 1;
-            return None;
-        }
-        self.logged = Some(now);
-        Some(std::mem::take(&mut self.unlogged))
-    }
-}
-
 fn log_failure(message: &'static str, error: &dyn std::fmt::Display, now: Instant) {
     let due = FAILURES.lock().unwrap_or_else(PoisonError::into_inner).count(now);
     if let Some(unlogged_before) = due {
         tracing::warn!(%error, unlogged_before, "{message}");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use cleat_core::clock::ManualClock;
-
-    #[test]
-    fn the_first_failure_of_an_interval_is_logged_with_the_number_of_the_rest() {
-        let mut failures = Failures { logged: None, unlogged: 0 };
-        let clock = ManualClock::new();
-        assert_eq!(failures.count(clock.now()), Some(0));
-        for _ in 0..1000 {
-            assert_eq!(failures.count(clock.now()), None);
-            clock.advance(Duration::from_millis(1));
-        }
-        clock.advance(LOG_INTERVAL - Duration::from_secs(1));
-        assert_eq!(failures.count(clock.now()), Some(1000));
-        assert_eq!(failures.count(clock.now()), None);
-        clock.advance(2 * LOG_INTERVAL);
-        assert_eq!(failures.count(clock.now()), Some(1));
     }
 }

@@ -19,6 +19,7 @@ mod in_flight;
 mod limiter;
 mod limits;
 mod link;
+mod log_limit;
 mod modifications;
 mod negotiation;
 mod paused;

@@ -10,14 +10,17 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::Receiver;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::End;
+use super::log_limit::LogLimit;
 use super::server::{Event, ExportName, Limits, Server, most_threads, reserve_rings};
 use cleat_backend::uri::VolumeUri;
 use cleat_backend::{Confinement, Image, OpenOptions, Waker};
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, Result};
 use cleat_core::policy::Policy;
 use cleat_statistics::Page;
@@ -30,6 +33,9 @@ const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long nothing is accepted when the process or the system has no descriptor left.
 const EXHAUSTED_PAUSE_MS: u16 = 200;
+
+/// The maximum number of log lines of one kind that clients can cause in the interval of [`LogLimit`].
+const MAX_LOG_LINES: u32 = 10;
 
 /// The volume to serve, and the address to serve it at.
 #[derive(Debug, Clone)]
@@ -69,17 +75,7 @@ pub fn run(
     let (server, events) = Server::new(Arc::clone(&image), export, page.clone(), limits)?;
     server.set_policy(options.policy);
     let mut outages = Outages::watch(&server, page, Arc::clone(&image))?;
-    let log = std::thread::Builder::new().name("events".into()).spawn(move || {
-        for Event::ConnectionEnded { id, end } in events {
-            // While the server runs, only a client without a handshake is aborted: it gave way to another
-            // one.
-            if end.is_orderly() || matches!(end, End::Aborted) {
-                tracing::debug!(connection = id, "{end}");
-            } else {
-                tracing::warn!(connection = id, "connection lost: {end}");
-            }
-        }
-    });
+    let log = std::thread::Builder::new().name("events".into()).spawn(move || log_ends(events));
     log.map_err(|error| Error::from_io("cannot start a thread", error))?;
     let address = listener.address()?;
     if let Address::Tcp(tcp) = address
@@ -143,6 +139,27 @@ fn open_confined(
     }
 }
 
+fn log_ends(events: Receiver<Event>) {
+    let mut limit = LogLimit::new(MAX_LOG_LINES);
+    for Event::ConnectionEnded { id, end } in events {
+        match &end {
+            // While the server runs, only a client without a handshake is aborted: it gave way to another one.
+            _ if end.is_orderly() || matches!(end, End::Aborted) => {
+                tracing::debug!(connection = id, "{end}");
+            }
+            // A client cannot cause these at will.
+            End::Ring(_) | End::Panicked(_) => {
+                tracing::warn!(connection = id, "connection lost: {end}");
+            }
+            _ => {
+                if let Some(unlogged_before) = limit.count(SystemClock.now()) {
+                    tracing::warn!(connection = id, unlogged_before, "connection lost: {end}");
+                }
+            }
+        }
+    }
+}
+
 pub(super) fn catch_signals() -> Result<SignalFd> {
     let mut wanted = SigSet::empty();
     wanted.add(Signal::SIGTERM);
@@ -191,6 +208,7 @@ fn accept_until_signal(
     outages: &mut Outages,
 ) -> Result<()> {
     let failed = |error| Error::from_io("cannot wait for clients", error);
+    let [mut refused, mut exhausted] = [(); 2].map(|()| LogLimit::new(MAX_LOG_LINES));
     loop {
         let mut waiting = [
             PollFd::new(signals.as_fd(), PollFlags::POLLIN),
@@ -211,12 +229,16 @@ fn accept_until_signal(
         }
         match listener.accept() {
             Ok((client, address)) => {
-                if let Err(error) = server.add_client(client, address) {
-                    tracing::warn!("a client was refused: {}", error.report());
+                if let Err(error) = server.add_client(client, address)
+                    && let Some(unlogged_before) = refused.count(server.clock().now())
+                {
+                    tracing::warn!(unlogged_before, "a client was refused: {}", error.report());
                 }
             }
             Err(error) if is_exhausted(&error) => {
-                tracing::warn!("cannot accept: {error}");
+                if let Some(unlogged_before) = exhausted.count(server.clock().now()) {
+                    tracing::warn!(unlogged_before, "cannot accept: {error}");
+                }
                 // Meanwhile only a signal ends the wait.
                 let mut waiting = [PollFd::new(signals.as_fd(), PollFlags::POLLIN)];
                 let _ = poll(&mut waiting, EXHAUSTED_PAUSE_MS);

@@ -350,6 +350,33 @@ impl Backend {
 }
 
 /// A running `cleat serve`; killed when dropped.
+/// Each session costs a line at the level WARN, up to a bound.
+#[test]
+fn junk_sessions_do_not_fill_the_log() {
+    const SESSIONS: usize = 200;
+    let dir = TempDir::new().unwrap();
+    let (socket, log) = (dir.path().join("s"), dir.path().join("log"));
+    let mut child = Command::new(CLEAT)
+        .args(["serve", "mem:1M", "--socket", path(&socket)])
+        .stdout(Stdio::piped())
+        .stderr(File::create(&log).unwrap())
+        .spawn()
+        .unwrap();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+    let server = Server { child, uri: String::new() };
+    for _ in 0..SESSIONS {
+        let mut client = UnixStream::connect(&socket).unwrap();
+        client.read_exact(&mut [0; 18]).unwrap();
+        // Handshake flags that no server offers; the server then closes the connection.
+        client.write_all(&[0xff; 4]).unwrap();
+        assert_eq!(client.read(&mut [0; 1]).unwrap_or(0), 0);
+    }
+    drop(server);
+    let log = std::fs::read_to_string(&log).unwrap();
+    let lines = log.lines().filter(|line| line.contains("connection lost")).count();
+    assert!((1..=10).contains(&lines), "{lines} lines for {SESSIONS} sessions:\n{log}");
+}
+
 struct Server {
     child: Child,
     uri: String,
