@@ -39,8 +39,8 @@ fails, until its holders close it: open in process 4711 (dd)
 ///
 /// Fails while the device is open or mounted, and names the holders. Otherwise the daemon flushes all data
 /// to the volume and disconnects the device; the command returns when the device is gone. It fails if the
-/// data cannot be flushed, for example because the volume is missing. It also succeeds if the target is not
-/// mapped.
+/// data cannot be flushed, for example because the volume is missing, and for a device of another program.
+/// It also succeeds if the target is not mapped.
 ///
 /// With --force, nothing is refused or waited for: all requests fail immediately, mounts are detached, the
 /// device is disconnected and its worker is ended. Data that was not written is lost. When the command

@@ -1,5 +1,6 @@
 //! Finds the mapping or device that a user names by a name, a URI or a path.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -27,8 +28,8 @@ pub(crate) enum Target {
 /// Finds the mapping or device that `target` names.
 ///
 /// # Errors
-/// Returns `InvalidArgument` if `target` is ambiguous, and an error if the kernel's devices cannot be listed
-/// until `deadline`.
+/// Returns `InvalidArgument` if `target` is ambiguous or a device of another program, and an error if the kernel's
+/// devices cannot be listed until `deadline`.
 pub(crate) async fn find(cx: &Context, target: &str, deadline: Instant) -> Result<Target> {
     if let Some(mapping) = cx.register.get(target) {
         return Ok(Target::Mapping(mapping));
@@ -85,17 +86,56 @@ async fn find_device(cx: &Context, path: &Path, deadline: Instant) -> Result<Tar
         .and_then(|name| name.to_str()?.strip_prefix("nbd")?.parse::<DeviceIndex>().ok());
     let Some(index) = index else {
         let name = path.to_str().and_then(|p| p.strip_prefix("/dev/disk/by-id/cleat-"));
-        let mapping = name.and_then(|name| cx.register.get(name));
-        return Ok(mapping.map_or(Target::Nothing, Target::Mapping));
+        return match name.and_then(|name| cx.register.get(name)) {
+            Some(mapping) => Ok(Target::Mapping(mapping)),
+            None if is_block_device(&real) => Err(foreign(path, &real)),
+            None => Ok(Target::Nothing),
+        };
     };
-    let devices = devices(cx, deadline).await?;
-    let device = devices.iter().find(|device| device.index == index && device.connected);
-    let Some(identity) = device.and_then(Device::identity) else { return Ok(Target::Nothing) };
+    // A device that is not connected is free: nothing is mapped.
+    let Some(device) = connected(cx, index, deadline).await? else { return Ok(Target::Nothing) };
+    let Some(identity) = device.identity() else { return Err(foreign(path, &real)) };
     let mapping = cx.register.get(identity.name());
     match mapping.filter(|mapping| mapping.mapping_id == identity.mapping_id()) {
         Some(mapping) => Ok(Target::Mapping(mapping)),
         None => Ok(Target::Orphan(index, identity)),
     }
+}
+
+/// Returns the device `index` if it is connected.
+async fn connected(cx: &Context, index: DeviceIndex, deadline: Instant) -> Result<Option<Device>> {
+    let find = |devices: Vec<Device>| {
+        devices.into_iter().find(|device| device.index == index && device.connected)
+    };
+    match find(devices(cx, deadline).await?) {
+        // The kernel removes `pid` and `backend` one after the other, so this device may be ours, and free soon.
+        Some(device) if device.backend.is_none() => Ok(find(devices(cx, deadline).await?)),
+        device => Ok(device),
+    }
+}
+
+/// Returns whether `path`, which is below /dev, is the node of a block device.
+fn is_block_device(path: &Path) -> bool {
+    path.starts_with("/dev")
+        && std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
+}
+
+/// Returns the error for a device that cleat has not made. Success would mean that it is free. `real` is the path
+/// of the device node that `path` leads to.
+fn foreign(path: &Path, real: &Path) -> Error {
+    let (path, real) = (path.display(), real.to_str().unwrap_or_default());
+    let disk = real.rsplit_once('p').map(|(disk, _)| disk);
+    let (message, repair) = match disk.filter(|disk| disk.starts_with("/dev/nbd")) {
+        Some(disk) => (
+            format!("{path} is a partition, which is not mapped by itself"),
+            format!("name the whole device: {disk}"),
+        ),
+        None => (
+            format!("{path} is not a device of cleat"),
+            "cleat ls lists the devices of cleat; another program has made this one".to_owned(),
+        ),
+    };
+    Error::new(ErrorKind::InvalidArgument, message).with_repair(repair)
 }
 
 /// Returns the mapping that `target` names.
@@ -135,4 +175,25 @@ pub(crate) async fn lock_mapped(mapping: &Arc<Mapping>, deadline: Instant) -> Re
 pub(crate) fn not_mapped(mapping: &Mapping) -> Error {
     Error::new(ErrorKind::Unavailable, format!("the device of {} does not work now", mapping.name))
         .with_repair(format!("cleat status {} shows the cause", mapping.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_ours_is_named_with_a_way_out() {
+        let foreign = |path: &str, real: &str| {
+            let error = foreign(Path::new(path), Path::new(real));
+            (error.message().to_owned(), error.repair().unwrap().to_owned())
+        };
+        for (path, real) in
+            [("/dev/nbd3", "/dev/nbd3"), ("/dev/sda", "/dev/sda"), ("/dev/mapper/p", "/dev/dm-0")]
+        {
+            assert_eq!(foreign(path, real).0, format!("{path} is not a device of cleat"));
+        }
+        let (message, repair) = foreign("/dev/disk/by-id/cleat-x-part2", "/dev/nbd3p2");
+        assert!(message.starts_with("/dev/disk/by-id/cleat-x-part2 is a partition"), "{message}");
+        assert_eq!(repair, "name the whole device: /dev/nbd3");
+    }
 }

@@ -7,8 +7,11 @@ use cleat_sys::process::PidFd;
 use nix::sys::signal::Signal;
 use nix::sys::socket::sockopt::AcceptConn;
 use nix::sys::socket::{Backlog, getsockopt, listen};
+use tonic::Code;
 
-use test_kit::node::{Machine, SIZE, index_of, is_alive, kill, request, wait_halted, wait_until};
+use test_kit::node::{
+    Machine, SIZE, assert_code, index_of, is_alive, kill, request, wait_halted, wait_until,
+};
 
 #[test]
 fn workers_outlive_the_supervisor_and_are_adopted() {
@@ -217,9 +220,25 @@ fn a_device_without_a_record_is_removed_or_reported() {
     assert!(supervisor.unmap(&live.device).unwrap());
     wait_until("its worker has exited", || !is_alive(live.worker_pid));
     assert!(supervisor.unmap("/dev/nbd78").unwrap());
-    assert!(!supervisor.unmap("/dev/nbd77").unwrap());
+}
+
+#[test]
+fn a_device_of_another_program_is_not_unmapped_and_not_reported_as_free() {
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    machine.kernel.add_foreign(77, SIZE, Some("another driver"));
+    machine.kernel.add_foreign(78, SIZE, None);
+    for device in ["/dev/nbd77", "/dev/nbd78"] {
+        let foreign = "is not a device of cleat";
+        assert_code(supervisor.unmap(device), Code::InvalidArgument, foreign);
+        assert_code(supervisor.force(device), Code::InvalidArgument, foreign);
+        assert_code(supervisor.get(device), Code::InvalidArgument, foreign);
+    }
     let devices = machine.kernel.devices().unwrap();
-    assert!(devices.iter().find(|device| device.index == 77).unwrap().connected);
+    assert_eq!(devices.iter().filter(|device| device.connected).count(), 2);
+    // A device that is not connected, and one that does not exist, are free.
+    assert!(!supervisor.unmap("/dev/nbd79").unwrap());
+    assert!(!supervisor.unmap("/dev/disk/by-id/cleat-none").unwrap());
 }
 
 #[test]
