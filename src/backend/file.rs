@@ -397,6 +397,9 @@ fn inspect(spec: &FileSpec, read_only: bool) -> Result<(bool, bool)> {
     let kind = match std::fs::metadata(&spec.path) {
         Ok(metadata) => metadata.file_type(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            if has_no_directory(spec) {
+                return Err(no_directory(spec));
+            }
             if spec.create.is_some() && !read_only {
                 return Ok((false, true));
             }
@@ -412,6 +415,17 @@ fn inspect(spec: &FileSpec, read_only: bool) -> Result<(bool, bool)> {
     }
     let what = if kind.is_dir() { "a directory" } else { "a special file" };
     Err(invalid(format!("{path} is {what}, not a file or a block device")))
+}
+
+fn has_no_directory(spec: &FileSpec) -> bool {
+    spec.path.parent().is_some_and(|directory| directory.try_exists().is_ok_and(|exists| !exists))
+}
+
+fn no_directory(spec: &FileSpec) -> Error {
+    let path = spec.path.display();
+    let directory = spec.path.parent().unwrap_or(Path::new("/")).display();
+    Error::new(ErrorKind::NotFound, format!("the directory of {path} does not exist"))
+        .with_repair(format!("correct the path, or create the directory: mkdir -p {directory}"))
 }
 
 fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
@@ -441,11 +455,8 @@ fn open(spec: &FileSpec, read_only: bool, device: bool) -> Result<File> {
         )
         .with_repair("remove direct=true from the URI")
         .with_source(error),
-        Some(libc::ENOENT) if spec.create.is_some() && !read_only => {
-            let directory = spec.path.parent().unwrap_or(Path::new("/")).display();
-            Error::new(ErrorKind::NotFound, format!("the directory of {path} does not exist"))
-                .with_repair(format!("create it first: mkdir -p {directory}"))
-        }
+        // It was removed in the meantime.
+        Some(libc::ENOENT) if spec.create.is_some() && !read_only => no_directory(spec),
         Some(libc::EROFS | libc::EACCES | libc::EPERM) if !read_only => {
             Error::new(ErrorKind::PermissionDenied, format!("{path} cannot be opened for writing"))
                 .with_repair("map it read-only, or make it writable for the daemon's user")

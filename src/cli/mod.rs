@@ -192,6 +192,13 @@ fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     output::error(&usage_error(error), wanted_format(arguments))
 }
 
+/// The messages of `std::num::ParseIntError`, and what they mean for the value of an option.
+const NUMBER_ERRORS: [(&str, &str); 3] = [
+    ("invalid digit found in string", "it must be a whole number, without a sign or a unit"),
+    ("cannot parse integer from empty string", "it must be a whole number"),
+    ("number too large to fit in target type", "the number is too large"),
+];
+
 fn usage_error(refused: &clap::Error) -> Error {
     let error = |message: &str| Error::new(ErrorKind::InvalidArgument, message);
     let kind = refused.kind();
@@ -204,7 +211,10 @@ fn usage_error(refused: &clap::Error) -> Error {
     let rendered = without_options(refused, refused.render().to_string());
     let text = rendered.strip_prefix("error: ").unwrap_or(&rendered).trim();
     let (cause, rest) = text.split_once("\n\n").unwrap_or((text, ""));
-    let cause = cause.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut cause = cause.split_whitespace().collect::<Vec<_>>().join(" ");
+    for (of_std, plain) in NUMBER_ERRORS {
+        cause = cause.replace(of_std, plain);
+    }
     let usage = rest.lines().find_map(|line| line.trim().strip_prefix("Usage: "));
     let tip = rest.lines().find_map(|line| line.trim().strip_prefix("tip: "));
     // If a value parser of cleat refused the value, its error has the best hint.
@@ -279,6 +289,21 @@ mod tests {
         let repair = error.repair().expect("there is one");
         assert!(repair.contains("'--connections'"), "{repair}");
         assert!(repair.contains("usage: cleat map"), "{repair}");
+    }
+
+    #[test]
+    fn a_number_that_is_none_is_refused_in_plain_words() {
+        for (option, value, cause) in [
+            ("--iops", "-1", "a whole number, without a sign"),
+            ("--iops", "500K", "a whole number, without a sign or a unit"),
+            ("--iops", "99999999999999999999", "too large"),
+            ("--connections", "many", "a whole number"),
+        ] {
+            let words = ["cleat", "map", "mem:1G", option, value].map(OsString::from);
+            let error = usage_error(&parse(&words).expect_err(value));
+            assert!(error.message().contains(cause), "{value}: {}", error.message());
+            assert!(error.message().contains(option), "{value}: {}", error.message());
+        }
     }
 
     #[test]

@@ -98,11 +98,21 @@ pub enum Holder {
     Mount { path: PathBuf, filesystem: String, namespace_pid: Option<u32> },
     /// A process that has the device node open, or uses a file system on it that is no longer mounted.
     Process { pid: u32, command: String },
-    /// A block device on top of the device (`dm-0`, `loop3`), or swap (`swap`).
-    Device { name: String },
+    /// A block device on top of the device (`dm-0`, `loop3`), or swap (`swap`). `mapper` is set for a device of
+    /// the device mapper. The mounts of the device on top are holders of their own.
+    Device { name: String, mapper: Option<Mapper> },
     /// A user inside the kernel without a mount, an open file or a device on top: another member of a file
     /// system on several devices, an external log, an exported target. `what` describes it.
     Kernel { what: String },
+}
+
+/// What the device mapper calls one of its devices (`/sys/block/dm-N/dm`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapper {
+    /// The name of the node in `/dev/mapper`.
+    pub name: String,
+    /// The UUID. Its prefix shows who made the device: `LVM-`, `CRYPT-`.
+    pub uuid: String,
 }
 
 /// The mounts that [`Kernel::unmount`] removes.

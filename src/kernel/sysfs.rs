@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{Device, DeviceIndex, Identity};
+use super::{Device, DeviceIndex, Identity, Mapper};
 use cleat_core::error::{Error, Result};
 use cleat_sys::descriptor::DeviceNumber;
 
@@ -112,6 +112,20 @@ impl Sysfs {
         found.sort_unstable();
         found.dedup();
         Ok(found)
+    }
+
+    /// Returns the disk `name` without its partitions.
+    pub(super) fn whole_disk(&self, name: &str) -> Disk {
+        let number = read_number(&self.0.join("block").join(name));
+        Disk { names: vec![name.to_owned()], numbers: number.into_iter().collect() }
+    }
+
+    /// Returns what the device mapper calls the disk `name`; `None` if it is not one of its devices.
+    pub(super) fn mapper(&self, name: &str) -> Option<Mapper> {
+        let directory = self.0.join("block").join(name).join("dm");
+        let read = |file| fs::read_to_string(directory.join(file)).ok();
+        let (name, uuid) = (read("name")?, read("uuid").unwrap_or_default());
+        Some(Mapper { name: name.trim_end().to_owned(), uuid: uuid.trim_end().to_owned() })
     }
 
     /// Sets the time after which the kernel checks an unanswered request (`queue/io_timeout`).
@@ -244,11 +258,20 @@ mod tests {
             ("block/loop3/loop/backing_file", "/dev/nbd1p1\n"),
             ("block/loop4/loop/backing_file", "/dev/nbd10\n"),
             ("block/nbd10/dev", "43:320\n"),
+            ("block/dm-0/dev", "254:0\n"),
+            ("block/dm-0/dm/name", "vg0-data\n"),
+            ("block/dm-0/dm/uuid", "LVM-abc\n"),
         ]);
         let disk = sysfs.disk(1).unwrap();
         assert_eq!(disk.names, ["nbd1", "nbd1p1"]);
         assert_eq!(disk.numbers.iter().map(|n| n.minor).collect::<Vec<_>>(), [32, 33]);
         assert_eq!(sysfs.stacked(1, &disk).unwrap(), ["dm-0", "loop3", "md0"]);
+        let number = DeviceNumber { major: 254, minor: 0 };
+        let upper = Disk { names: vec!["dm-0".into()], numbers: vec![number] };
+        assert_eq!(sysfs.whole_disk("dm-0"), upper);
+        let mapper = Mapper { name: "vg0-data".into(), uuid: "LVM-abc".into() };
+        assert_eq!(sysfs.mapper("dm-0"), Some(mapper));
+        assert_eq!(sysfs.mapper("loop3"), None);
     }
 
     #[test]

@@ -47,14 +47,7 @@ pub(super) struct Usage {
 impl Usage {
     /// Returns the mounts, openers and swap on the disk or its partitions.
     pub(super) fn holders(&self, disk: &Disk) -> Result<Vec<Holder>> {
-        let mounts = self.mounts.iter().filter(|(mount, _)| mount.is_on(disk));
-        let mut holders: Vec<_> = mounts
-            .map(|(mount, namespace_pid)| Holder::Mount {
-                path: mount.path.clone(),
-                filesystem: mount.filesystem.clone(),
-                namespace_pid: *namespace_pid,
-            })
-            .collect();
+        let mut holders: Vec<_> = self.mounts_on(disk).collect();
         let ours = |numbers: &[DeviceNumber]| numbers.iter().any(|n| disk.numbers.contains(n));
         let opens = self.opens.iter().chain(&self.lingering).filter(|(.., numbers)| ours(numbers));
         for (pid, command, _) in opens {
@@ -64,11 +57,21 @@ impl Usage {
             }
         }
         let swap = self.swaps.iter().any(|path| is_ours(path, disk));
-        holders.extend(swap.then(|| Holder::Device { name: "swap".into() }));
+        holders.extend(swap.then(|| Holder::Device { name: "swap".into(), mapper: None }));
         if holders.len() > HOLDERS_MAX {
             return Err(too_much("holders"));
         }
         Ok(holders)
+    }
+
+    /// Returns the mounts on the disk or its partitions.
+    pub(super) fn mounts_on<'a>(&'a self, disk: &'a Disk) -> impl Iterator<Item = Holder> + 'a {
+        let mounts = self.mounts.iter().filter(|(mount, _)| mount.is_on(disk));
+        mounts.map(|(mount, namespace_pid)| Holder::Mount {
+            path: mount.path.clone(),
+            filesystem: mount.filesystem.clone(),
+            namespace_pid: *namespace_pid,
+        })
     }
 }
 
@@ -307,7 +310,7 @@ broken line
         let own = [("/mnt/my data", None), ("/mnt/part", None), ("/mnt/btrfs", None)];
         assert_eq!(mounts[..3], own);
         assert_eq!(mounts[3..], [("/container", Some(20))]);
-        assert_eq!(holders.last(), Some(&Holder::Device { name: "swap".into() }));
+        assert_eq!(holders.last(), Some(&Holder::Device { name: "swap".into(), mapper: None }));
         // Another device has its own mounts.
         let number = DeviceNumber { major: 43, minor: 64 };
         let other = Disk { names: vec!["nbd2".into()], numbers: vec![number] };

@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 use crate::context::Context;
 use crate::mapping::Guard;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_kernel::{DeviceIndex, Holder};
+use cleat_kernel::{DeviceIndex, Holder, Mapper};
 
 /// How long udev's probes may have a device open before they count as holders.
 pub(crate) const TRANSIENT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -77,10 +77,7 @@ pub(crate) fn in_use_error(name: &str, holders: &[Holder]) -> Error {
             format!("nsenter --mount --target {pid} umount {}", path.display())
         }
         Some(Holder::Process { pid, .. }) => format!("end process {pid}, or make it close {name}"),
-        Some(Holder::Device { name: upper }) if upper == "swap" => {
-            "swapoff the device; see /proc/swaps".to_owned()
-        }
-        Some(Holder::Device { name: upper }) => format!("remove the device {upper} first"),
+        Some(Holder::Device { name: upper, mapper }) => remove_device(upper, mapper.as_ref()),
         Some(Holder::Kernel { .. }) => {
             "end its use first: unmount the file system that it is a part of, or remove the export"
                 .to_owned()
@@ -103,9 +100,29 @@ fn describe(holder: &Holder) -> String {
             )
         }
         Holder::Process { pid, command } => format!("open in process {pid} ({command})"),
-        Holder::Device { name } if name == "swap" => "used as swap".to_owned(),
-        Holder::Device { name } => format!("under the block device {name}"),
+        Holder::Device { name, .. } if name == "swap" => "used as swap".to_owned(),
+        Holder::Device { name, mapper: Some(mapper) } => {
+            format!("under the block device {name} ({})", mapper.name)
+        }
+        Holder::Device { name, mapper: None } => format!("under the block device {name}"),
         Holder::Kernel { what } => what.clone(),
+    }
+}
+
+/// Returns the command that removes a block device from on top of another one.
+fn remove_device(name: &str, mapper: Option<&Mapper>) -> String {
+    match mapper {
+        Some(Mapper { name, uuid }) if uuid.starts_with("LVM-") => {
+            format!("lvchange --activate n /dev/mapper/{name}")
+        }
+        Some(Mapper { name, uuid }) if uuid.starts_with("CRYPT-") => {
+            format!("cryptsetup close {name}")
+        }
+        Some(Mapper { name, .. }) => format!("dmsetup remove {name}"),
+        None if name == "swap" => "swapoff the device; see /proc/swaps".to_owned(),
+        None if name.starts_with("loop") => format!("losetup --detach /dev/{name}"),
+        None if name.starts_with("md") => format!("mdadm --stop /dev/{name}"),
+        None => format!("remove the device {name} first"),
     }
 }
 
@@ -117,4 +134,26 @@ pub(crate) fn or_by_force(error: Error, name: &str) -> Error {
         None => force,
     };
     error.with_repair(repair)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hint_for_a_device_on_top_can_be_typed() {
+        let hint = |name: &str, mapper: Option<(&str, &str)>| {
+            let mapper = mapper.map(|(name, uuid)| Mapper { name: name.into(), uuid: uuid.into() });
+            let error = in_use_error("a", &[Holder::Device { name: name.into(), mapper }]);
+            (error.message().to_owned(), error.repair().unwrap().to_owned())
+        };
+        let (message, repair) = hint("dm-0", Some(("vg0-data", "LVM-x")));
+        assert_eq!(message, "a is in use: under the block device dm-0 (vg0-data)");
+        assert_eq!(repair, "lvchange --activate n /dev/mapper/vg0-data");
+        assert_eq!(hint("dm-1", Some(("safe", "CRYPT-LUKS2-x"))).1, "cryptsetup close safe");
+        assert_eq!(hint("dm-2", Some(("any", ""))).1, "dmsetup remove any");
+        assert_eq!(hint("loop3", None).1, "losetup --detach /dev/loop3");
+        assert_eq!(hint("md0", None).1, "mdadm --stop /dev/md0");
+        assert!(hint("swap", None).1.contains("swapoff"));
+    }
 }

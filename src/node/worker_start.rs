@@ -84,7 +84,7 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
             "the size of {}, {} bytes, is not a positive multiple of {block_size}",
             record.uri, ready.size
         );
-        return Err(invalid(message).with_repair("use a smaller block size, or enlarge the volume"));
+        return Err(invalid(message).with_repair(fitting_size(ready.size, min, block_size)));
     }
     if record.options.connections > 1 && ready.transmission_flags & CAN_MULTI_CONN == 0 {
         let message = format!("{} cannot be used over several connections", record.uri);
@@ -106,6 +106,19 @@ pub(crate) fn device_properties(record: &Record, ready: &Ready) -> Result<Device
         transmission_flags: before.map_or(ready.transmission_flags, |v| v.transmission_flags),
         outlives_worker: ready.outlives_worker,
     })
+}
+
+/// Returns the hint for a volume of `size` bytes that is not a multiple of `block_size`. The volume accepts
+/// blocks of at least `min` bytes.
+fn fitting_size(size: u64, min: u32, block_size: u32) -> String {
+    let fits = |block: &u32| size > 0 && size.is_multiple_of(u64::from(*block));
+    let mut smaller =
+        [2048, 1024, 512].into_iter().filter(|block| (min..block_size).contains(block));
+    let larger = (size + 1).next_multiple_of(u64::from(block_size));
+    match smaller.find(fits) {
+        Some(block) => format!("map it with --block-size {block}, or enlarge it to {larger} bytes"),
+        None => format!("enlarge it to {larger} bytes"),
+    }
 }
 
 /// Returns the error for a mapping without a worker.
@@ -173,6 +186,20 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{}", error.report());
         }
         device_properties(&record(2, 0), &ready(8192, 1, 1 | CAN_MULTI_CONN)).unwrap();
+    }
+
+    #[test]
+    fn the_hint_for_a_size_that_does_not_fit_can_be_followed() {
+        let hint = |block_size, size, minimum| {
+            let refused = device_properties(&record(1, block_size), &ready(size, minimum, 1));
+            refused.unwrap_err().repair().unwrap().to_owned()
+        };
+        assert_eq!(hint(0, 513, 1), "enlarge it to 1024 bytes");
+        assert_eq!(hint(0, 0, 1), "enlarge it to 512 bytes");
+        let smaller = "map it with --block-size 1024, or enlarge it to 8192 bytes";
+        assert_eq!(hint(4096, 5120, 1), smaller);
+        assert_eq!(hint(4096, 5120, 4096), "enlarge it to 8192 bytes");
+        assert_eq!(hint(2048, 1536, 1024), "enlarge it to 2048 bytes");
     }
 
     #[test]

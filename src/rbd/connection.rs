@@ -7,7 +7,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::cache;
 use crate::claim::{BLOCKLIST_OPTION, BLOCKLIST_S};
-use crate::errors::open_error;
+use crate::errors::{missing_namespace, open_error};
 use crate::keyring::ClientKey;
 use crate::spec::RbdSpec;
 
@@ -48,7 +48,8 @@ pub(crate) fn open_library(
     let cluster = connect(&config, key).map_err(failed)?;
     let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
     let how = if read_only { librbd::Open::ReadOnly } else { librbd::Open::Write };
-    pool.open(&spec.image, spec.snapshot.as_deref(), how).map_err(failed)
+    pool.open(&spec.image, spec.snapshot.as_deref(), how)
+        .map_err(|error| missing_namespace(&error, &cluster, spec).unwrap_or_else(|| failed(error)))
 }
 
 /// Connects to a cluster with `key`; `None`: with the key in the keyring of the configuration.

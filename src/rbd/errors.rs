@@ -1,19 +1,19 @@
 //! Converts librbd's errors into errors of cleat, with hints for the administrator.
 
+use std::sync::Arc;
+
+use librbd::{Cluster, Subject};
+
 use crate::spec::RbdSpec;
 use cleat_core::error::{Error, ErrorKind};
 
 /// Converts an error from opening the image `name`, with a hint.
 pub(crate) fn open_error(error: librbd::Error, name: &str, spec: &RbdSpec) -> Error {
     let kind = kind(&error);
-    let repair = match kind {
-        ErrorKind::NotFound => Some(format!(
-            "check that the image exists (rbd info {name}), and the configuration and the key of \
-             {}; conf=PATH, keyring=PATH and id=NAME in the volume's options select others",
-            client_name(spec)
-        )),
-        _ => repair(&error, spec),
-    };
+    let repair = repair(&error, spec).or_else(|| {
+        (kind == ErrorKind::NotFound)
+            .then(|| format!("check that the image exists: rbd info {name}"))
+    });
     let opened = Error::new(kind, format!("cannot open the RBD image {name}")).with_source(error);
     match repair {
         Some(repair) => opened.with_repair(repair),
@@ -21,8 +21,55 @@ pub(crate) fn open_error(error: librbd::Error, name: &str, spec: &RbdSpec) -> Er
     }
 }
 
+/// Returns a better error for one from opening the image of `spec`, if its namespace does not exist: then the
+/// library only reports that the image does not.
+pub(crate) fn missing_namespace(
+    error: &librbd::Error,
+    cluster: &Arc<Cluster>,
+    spec: &RbdSpec,
+) -> Option<Error> {
+    let name = spec.namespace.as_deref().filter(|_| error.errno() == Some(libc::ENOENT))?;
+    // A client that may only use this namespace cannot read the list.
+    let exists = cluster.pool(&spec.pool, None).ok()?.has_namespace(name).ok()?;
+    (!exists).then(|| no_namespace(&spec.pool, name))
+}
+
+/// Returns the error for a namespace that does not exist.
+pub(crate) fn no_namespace(pool: &str, name: &str) -> Error {
+    let message = format!("the pool {pool} has no namespace {name}");
+    Error::new(ErrorKind::NotFound, message).with_repair(format!(
+        "create it (rbd namespace create {pool}/{name}), or list the existing ones (rbd namespace ls \
+         {pool})"
+    ))
+}
+
 /// Returns the hint for `error`, for those errors whose hint does not depend on the operation.
 pub(crate) fn repair(error: &librbd::Error, spec: &RbdSpec) -> Option<String> {
+    match (kind(error), error.subject()) {
+        (ErrorKind::InvalidArgument, Subject::Option) => {
+            return Some(
+                "correct or remove that config.OPTION of the volume; ceph config ls lists the options, and \
+                 ceph config help OPTION explains one"
+                    .to_owned(),
+            );
+        }
+        (_, Subject::Configuration) => {
+            return Some(
+                "check the file; conf=PATH in the volume's options names another one".to_owned(),
+            );
+        }
+        (ErrorKind::NotFound, Subject::Connection) => {
+            return Some(format!(
+                "check Ceph's configuration, and that the key of {} is in its keyring; conf=PATH, \
+                 keyring=PATH and id=NAME in the volume's options select others",
+                client_name(spec)
+            ));
+        }
+        (ErrorKind::NotFound, Subject::Pool) => {
+            return Some("check that the pool exists: ceph osd pool ls".to_owned());
+        }
+        _ => {}
+    }
     match kind(error) {
         ErrorKind::Unsupported => error.load().map(librbd::LoadError::repair),
         ErrorKind::PermissionDenied => Some(missing_caps_repair(spec, None)),
@@ -88,6 +135,8 @@ pub(crate) fn kind(error: &librbd::Error) -> ErrorKind {
         return ErrorKind::Unsupported;
     }
     match error.errno() {
+        // The library knows no such option.
+        Some(libc::ENOENT) if error.subject() == Subject::Option => ErrorKind::InvalidArgument,
         // No errno: a value with a zero byte, or an answer that exceeds every limit.
         None | Some(libc::EINVAL) => ErrorKind::InvalidArgument,
         Some(libc::ENOENT) => ErrorKind::NotFound,

@@ -58,7 +58,10 @@ impl RbdFence {
             let key = ClientKey::load(&spec)?;
             let cluster = connect(&config(&spec), key.as_ref()).map_err(failed)?;
             let pool = cluster.pool(&spec.pool, spec.namespace.as_deref()).map_err(failed)?;
-            let done = work(&*pool.open(&spec.image, None, how).map_err(failed)?, &name);
+            let image = pool.open(&spec.image, None, how).map_err(|error| {
+                errors::missing_namespace(&error, &cluster, &spec).unwrap_or_else(|| failed(error))
+            })?;
+            let done = work(&image, &name);
             done.map_err(|error| errors::with_caps_repair(error, &spec))
         })
     }

@@ -510,15 +510,7 @@ fn open_pool(spec: &RbdStoreSpec) -> Result<Arc<Pool>> {
             // A client that may only use this namespace cannot read the list.
             Err(error) if error.errno() == Some(libc::EPERM) => {}
             Err(error) => return Err(failed(error)),
-            Ok(false) => {
-                let place = format!("{}/{name}", spec.pool());
-                let message = format!("the pool {} has no namespace {name}", spec.pool());
-                return Err(Error::new(ErrorKind::NotFound, message).with_repair(format!(
-                    "create it (rbd namespace create {place}), or list the existing ones (rbd namespace \
-                     ls {})",
-                    spec.pool()
-                )));
-            }
+            Ok(false) => return Err(errors::no_namespace(spec.pool(), name)),
         }
     }
     Ok(pool)

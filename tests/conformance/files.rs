@@ -65,6 +65,9 @@ fn missing_empty_and_special_files_are_refused_or_created() {
     let nowhere = refused(&format!("file:{}?create=1M", path("none/new.img")));
     assert_eq!(nowhere.kind(), ErrorKind::NotFound);
     assert!(nowhere.repair().unwrap().ends_with(&path("none")), "{nowhere:?}");
+    let nowhere = refused(&format!("file:{}", path("none/old.img")));
+    assert!(nowhere.message().contains("directory"), "{nowhere:?}");
+    assert!(!nowhere.repair().unwrap().contains("truncate"), "{nowhere:?}");
     let odd = refused(&format!("file:{}", path("")));
     assert!(odd.message().contains("is a directory"), "{}", odd.message());
     nix::unistd::mkfifo(path("fifo").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();

@@ -253,11 +253,11 @@ fn a_failed_open_reports_its_cause_and_a_repair() {
     let good = fresh(shared(), "opened", MIB);
     for (uri, kind, repair) in [
         (image_uri(shared(), "missing"), ErrorKind::NotFound, "rbd info"),
-        (good.replace(&format!("rbd:{POOL}/"), "rbd:nowhere/"), ErrorKind::NotFound, "rbd info"),
+        (good.replace(&format!("rbd:{POOL}/"), "rbd:nowhere/"), ErrorKind::NotFound, "osd pool ls"),
         (good.replace(".keyring", ".none"), ErrorKind::NotFound, "keyring=PATH"),
         (good.replace("id=volumes", "id=other"), ErrorKind::PermissionDenied, "keyring=PATH"),
         (good.replace("ceph.conf", "none.conf"), ErrorKind::NotFound, "conf=PATH"),
-        (format!("{good}&config.no_such=1"), ErrorKind::NotFound, ""),
+        (format!("{good}&config.no_such=1"), ErrorKind::InvalidArgument, "ceph config ls"),
     ] {
         let error = refused(&uri);
         assert_eq!(error.kind(), kind, "{uri}: {}", error.report());

@@ -136,10 +136,10 @@ fn real_layers(kernel: &RealKernel) {
     other.wait().unwrap();
 
     shell(&format!("losetup /dev/loop7 {node}p1"));
-    named(&|holder| matches!(holder, Holder::Device { name } if name == "loop7"));
+    named(&|holder| matches!(holder, Holder::Device { name, .. } if name == "loop7"));
     shell("losetup -d /dev/loop7");
     shell(&format!("mkswap {node}p1 && swapon {node}p1"));
-    named(&|holder| matches!(holder, Holder::Device { name } if name == "swap"));
+    named(&|holder| matches!(holder, Holder::Device { name, .. } if name == "swap"));
     shell(&format!("swapoff {node}p1"));
     assert_eq!(settled_holders(kernel, mapped.index), []);
     mapped.disconnect();

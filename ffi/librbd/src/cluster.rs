@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use librbd_sys::{Api, api, rados_t};
 
-use crate::error::{Error, Result, check};
+use crate::error::{Error, Result, Subject, check};
 use crate::text::{c_string, growing, owned, until_zero};
 
 /// The address of a cluster and the identity of the client. It contains no secret: the library reads the
@@ -75,7 +75,8 @@ impl Cluster {
         // SAFETY: the handle is open and not connected yet.
         check(unsafe { (self.api.rados.rados_connect)(self.handle) }, || {
             format!("connect to the cluster as client.{}", config.id())
-        })?;
+        })
+        .map_err(|error| error.about(Subject::Connection))?;
         Ok(Arc::new(self))
     }
 
@@ -134,7 +135,9 @@ impl Cluster {
         let text = c_string(path_text(path)?, "a path")?;
         // SAFETY: the handle is open, and the path is a C string.
         let read = unsafe { (self.api.rados.rados_conf_read_file)(self.handle, text.as_ptr()) };
-        check(read, || format!("read Ceph's configuration {}", path.display())).map(drop)
+        check(read, || format!("read Ceph's configuration {}", path.display()))
+            .map(drop)
+            .map_err(|error| error.about(Subject::Configuration))
     }
 
     fn set(&self, option: &str, value: &str) -> Result<()> {
@@ -142,7 +145,9 @@ impl Cluster {
         // SAFETY: the handle is open and not connected, the texts are C strings.
         let set =
             unsafe { (self.api.rados.rados_conf_set)(self.handle, name.as_ptr(), text.as_ptr()) };
-        check(set, || format!("set Ceph's option {option} to {value:?}")).map(drop)
+        check(set, || format!("set Ceph's option {option} to {value:?}"))
+            .map(drop)
+            .map_err(|error| error.about(Subject::Option))
     }
 
     /// Returns the effective value of an option of Ceph for this client.

@@ -12,6 +12,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub struct Error {
     action: String,
     cause: Cause,
+    subject: Subject,
+}
+
+/// What an action that failed was about, as far as the errno alone does not show it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subject {
+    /// Ceph's configuration file.
+    Configuration,
+    /// An option of Ceph: it is unknown, or its value is invalid.
+    Option,
+    /// The connection to the cluster, with the client's key.
+    Connection,
+    /// A pool.
+    Pool,
+    /// Anything else.
+    Other,
 }
 
 #[derive(Debug)]
@@ -38,16 +54,30 @@ impl Error {
         }
     }
 
+    /// Returns what the action was about.
+    pub fn subject(&self) -> Subject {
+        self.subject
+    }
+
+    /// Sets what the action was about.
+    pub(crate) fn about(self, subject: Subject) -> Self {
+        Self { subject, ..self }
+    }
+
+    fn with(action: impl Into<String>, cause: Cause) -> Self {
+        Self { action: action.into(), cause, subject: Subject::Other }
+    }
+
     pub(crate) fn new(action: impl Into<String>, errno: i32) -> Self {
-        Self { action: action.into(), cause: Cause::Errno(errno) }
+        Self::with(action, Cause::Errno(errno))
     }
 
     pub(crate) fn invalid(action: impl Into<String>, what: &'static str) -> Self {
-        Self { action: action.into(), cause: Cause::Invalid(what) }
+        Self::with(action, Cause::Invalid(what))
     }
 
     pub(crate) fn no_library(error: LoadError) -> Self {
-        Self { action: "use Ceph".to_owned(), cause: Cause::Load(error) }
+        Self::with("use Ceph", Cause::Load(error))
     }
 }
 

@@ -33,7 +33,7 @@ mod watch;
 pub use cluster::{Cluster, Config};
 pub use describe::{LinkedImage, Objects, Parent};
 pub use encryption::{Key, Luks};
-pub use error::{Error, Result};
+pub use error::{Error, Result, Subject};
 pub use image::{Image, Open, Stat};
 pub use librbd_sys::{
     LoadError, RBD_FEATURE_DATA_POOL, RBD_FEATURE_DEEP_FLATTEN, RBD_FEATURE_EXCLUSIVE_LOCK,

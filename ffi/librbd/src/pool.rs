@@ -11,7 +11,7 @@ use librbd_sys::{
 };
 
 use crate::cluster::Cluster;
-use crate::error::{Result, check};
+use crate::error::{Result, Subject, check};
 use crate::list::listed;
 use crate::progress::{Progress, with_progress};
 use crate::text::{c_string, owned};
@@ -77,7 +77,8 @@ impl Cluster {
         // SAFETY: the handle is connected, the names are C strings; `io` receives the new context.
         let created =
             unsafe { (self.api.rados.rados_ioctx_create)(self.handle, pool.as_ptr(), &raw mut io) };
-        check(created, || format!("use the pool {name}"))?;
+        check(created, || format!("use the pool {name}"))
+            .map_err(|error| error.about(Subject::Pool))?;
         if let Some(space) = &space {
             // SAFETY: `io` is open and not shared yet.
             unsafe { (self.api.rados.rados_ioctx_set_namespace)(io, space.as_ptr()) };

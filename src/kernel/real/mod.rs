@@ -309,11 +309,22 @@ impl Kernel for RealKernel {
 
     fn holders(&self, index: DeviceIndex) -> Result<Vec<Holder>> {
         let disk = self.sysfs.disk(index)?;
-        let mut holders = self.usage_scan.get(|| self.proc.usage())?.holders(&disk)?;
+        let usage = self.usage_scan.get(|| self.proc.usage())?;
         let stacked = self.sysfs.stacked(index, &disk)?;
-        holders.extend(stacked.into_iter().map(|name| Holder::Device { name }));
+        // The order in which they must be removed: the file systems on top come first.
+        let mut holders = Vec::new();
+        for name in &stacked {
+            holders.extend(usage.mounts_on(&self.sysfs.whole_disk(name)));
+        }
+        let own = usage.holders(&disk)?;
         // A mounted file system is named by its mount.
-        if !holders.iter().any(|holder| matches!(holder, Holder::Mount { .. })) {
+        let is_mounted = own.iter().any(|holder| matches!(holder, Holder::Mount { .. }));
+        holders.extend(own);
+        holders.extend(stacked.into_iter().map(|name| {
+            let mapper = self.sysfs.mapper(&name);
+            Holder::Device { name, mapper }
+        }));
+        if !is_mounted {
             let users = self.sysfs.kernel_users(&disk);
             holders.extend(users.into_iter().map(|what| Holder::Kernel { what }));
         }

@@ -220,7 +220,7 @@ pub(crate) fn holder(holder: &Holder) -> api::Holder {
         Holder::Process { pid, command } => {
             Kind::Process(Process { pid: *pid, command: command.clone() })
         }
-        Holder::Device { name } => Kind::Device(name.clone()),
+        Holder::Device { name, .. } => Kind::Device(name.clone()),
         Holder::Kernel { what } => Kind::Kernel(what.clone()),
     };
     api::Holder { kind: Some(kind) }

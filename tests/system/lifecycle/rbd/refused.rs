@@ -28,10 +28,23 @@ fn a_failed_map_reports_its_cause_and_leaves_no_state() {
     let key = "AQBbCH1lAAAAABAAZ5F5Yr0zQAg9tGv0n8bRJQ==";
     std::fs::write(&forged, format!("[client.{ID}]\nkey = {key}\n")).unwrap();
     let own = cluster.keyring(ID).display().to_string();
+    let pooled = format!("{POOL}/a");
     for (uri, code, part, way) in [
         (scene.uri("missing"), Code::NotFound, "volumes/missing", "rbd info volumes/missing"),
         (scene.uri("a@never"), Code::NotFound, "volumes/a@never", "rbd info"),
-        (good.replace(&format!("{POOL}/a"), "nowhere/a"), Code::NotFound, "nowhere/a", "rbd info"),
+        (good.replace(&pooled, "nowhere/a"), Code::NotFound, "nowhere/a", "ceph osd pool ls"),
+        (
+            good.replace(&pooled, &format!("{POOL}/none/a")),
+            Code::NotFound,
+            "no namespace none",
+            "rbd namespace create volumes/none",
+        ),
+        (
+            format!("{good}&config.no_such_option=1"),
+            Code::InvalidArgument,
+            "no_such_option",
+            "ceph config ls",
+        ),
         (
             good.replace(&own, &forged.display().to_string()),
             Code::PermissionDenied,
@@ -51,6 +64,9 @@ fn a_failed_map_reports_its_cause_and_leaves_no_state() {
         assert_eq!(status.code(), code, "{uri}: {status}");
         assert!(status.message().contains(part), "{uri}: {status}");
         assert!(repair(&status).contains(way), "{uri}: {:?}", repair(&status));
+        // Only where the image is the cause.
+        let names_image = repair(&status).contains("rbd info");
+        assert_eq!(names_image, way.contains("rbd info"), "{uri}: {:?}", repair(&status));
     }
     for (gone, back) in
         [("kill mon", "start mon"), ("pause mon", "resume mon"), ("pause osd", "resume osd")]
