@@ -140,6 +140,11 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         Duration::ZERO
     }
 
+    /// Returns what a user of this machine should know before the volume is opened.
+    fn warning(&self) -> Option<String> {
+        None
+    }
+
     /// Returns the same volume without its content key, which is enough to claim it; `None` where the
     /// volume has no such key.
     fn without_content_key(&self) -> Option<Arc<dyn VolumeSpec>> {

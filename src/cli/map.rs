@@ -7,7 +7,7 @@ use super::output::{self, Format};
 use super::set::PolicyArgs;
 use super::{Globals, size, view};
 use cleat_api::v1::{MapOptions, MapRequest};
-use cleat_core::error::{Error, Result};
+use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_node::config::MAX_CONNECTIONS;
 
 pub(super) const EXAMPLES: &str = "\
@@ -63,7 +63,7 @@ pub(super) struct Map {
     /// memory; its data is lost when it is unmapped. Write `?` and `%` in a path as %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
-    #[arg(long)]
+    #[arg(long, value_parser = name)]
     name: Option<String>,
     /// Make the device read-only
     #[arg(long)]
@@ -110,6 +110,9 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
     // The client checks the URI, too, so that a typing error is reported without a daemon. It sends the URI as
     // typed.
     let uri = crate::backends::volume(&args.uri).map_err(with_hint)?;
+    if let Some(warning) = uri.spec().warning().filter(|_| globals.output != Some(Format::Json)) {
+        output::note(&format!("warning: {warning}"));
+    }
     let timeout = args.timeout.unwrap_or(OPERATION_TIMEOUT + uri.spec().extra_open_time());
     let options = MapOptions {
         read_only: args.read_only,
@@ -148,6 +151,16 @@ fn with_hint(error: Error) -> Error {
         Some(_) => error,
         None => error.with_repair("see the kinds of volumes with `cleat map --help`"),
     }
+}
+
+/// Refuses an empty name, which in the API stands for none: a script whose variable is empty would get a mapping
+/// with a name that it does not expect. The daemon checks the rest.
+fn name(text: &str) -> Result<String> {
+    if text.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidArgument, "the name is empty")
+            .with_repair("write a name, or omit --name to derive one from the URI"));
+    }
+    Ok(text.to_owned())
 }
 
 fn block_size(text: &str) -> Result<u32, String> {

@@ -92,6 +92,9 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
                 .with_repair("add --socket PATH or --listen IP:PORT"));
         }
     };
+    if let Some(warning) = args.uri.spec().warning() {
+        output::note(&format!("warning: {warning}"));
+    }
     let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s } = args.policy;
     let policy = policy::Change { outage, iops, bytes_per_s }.apply(Policy::default());
     let config = Config::load(None)?;

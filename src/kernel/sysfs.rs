@@ -81,6 +81,19 @@ impl Sysfs {
         Ok(disk)
     }
 
+    /// Returns the partitions that the kernel has found on the device: their numbers on the disk, and their
+    /// device numbers.
+    pub(super) fn partitions(&self, index: DeviceIndex) -> Result<Vec<(u32, DeviceNumber)>> {
+        let prefix = format!("nbd{index}p");
+        let names = self.disk(index)?.names;
+        // A partition that was removed since the directory was read is left out.
+        let partitions = names.iter().filter_map(|name| {
+            let number = name.strip_prefix(&prefix)?.parse().ok()?;
+            Some((number, read_number(&self.directory(index).join(name))?))
+        });
+        Ok(partitions.collect())
+    }
+
     /// Returns the block devices on top of the disk or a partition of it: device mapper, md and bcache
     /// from `holders/`, loop devices by their backing file.
     pub(super) fn stacked(&self, index: DeviceIndex, disk: &Disk) -> Result<Vec<String>> {
@@ -265,6 +278,8 @@ mod tests {
         let disk = sysfs.disk(1).unwrap();
         assert_eq!(disk.names, ["nbd1", "nbd1p1"]);
         assert_eq!(disk.numbers.iter().map(|n| n.minor).collect::<Vec<_>>(), [32, 33]);
+        let partition = DeviceNumber { major: 43, minor: 33 };
+        assert_eq!(sysfs.partitions(1).unwrap(), [(1, partition)]);
         assert_eq!(sysfs.stacked(1, &disk).unwrap(), ["dm-0", "loop3", "md0"]);
         let number = DeviceNumber { major: 254, minor: 0 };
         let upper = Disk { names: vec!["dm-0".into()], numbers: vec![number] };

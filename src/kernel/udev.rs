@@ -136,6 +136,19 @@ impl Names {
         }
     }
 
+    /// Returns whether the symlink of a partition leads to it. The rule makes it.
+    pub(super) fn partition_has_symlink(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        partition: u32,
+        number: DeviceNumber,
+    ) -> bool {
+        let mut symlink = self.paths(index, identity).symlink.into_os_string();
+        symlink.push(format!("-part{partition}"));
+        block_device(Path::new(&symlink)).is_ok_and(|found| found == Some(number))
+    }
+
     /// Makes the symlink. It replaces an existing file atomically.
     pub(super) fn make_symlink(&self, index: DeviceIndex, identity: &Identity) -> Result<()> {
         let symlink = self.paths(index, identity).symlink;

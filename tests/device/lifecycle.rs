@@ -12,6 +12,7 @@ use crate::trial;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("map_prints_the_device_and_unmap_frees_it", map_and_unmap),
+        trial("map_returns_with_the_links_of_existing_partitions", existing_partitions),
         trial("mapping_is_idempotent_and_conflicts_are_refused", idempotence),
         trial("unmap_is_refused_while_held_naming_the_holder", refused_while_held),
         trial("unmap_is_refused_while_used_inside_the_kernel", used_inside_the_kernel),
@@ -44,6 +45,22 @@ fn map_and_unmap() {
     assert!(!Path::new("/dev/disk/by-id/cleat-scratch").is_symlink(), "the symlink is still there");
     assert_eq!(shell("pgrep -cf '[c]leat worker' || true"), "0", "a worker was left behind");
     cleat_ok(&["unmap", "scratch"]);
+}
+
+fn existing_partitions() {
+    let _node = Node::start();
+    let image = Image::new("parted", "64M");
+    shell(&format!("printf 'size=8M\\nsize=8M\\n' | sfdisk --quiet {}", image.path()));
+    for _ in 0..10 {
+        let device = cleat_ok(&["map", &image.uri(), "--name", "parted"]);
+        // Nothing between the end of the command and the check gives udevd time.
+        for partition in [1, 2] {
+            let link = format!("/dev/disk/by-id/cleat-parted-part{partition}");
+            let leads_to = std::fs::canonicalize(&link).unwrap_or_default();
+            assert_eq!(leads_to, Path::new(&format!("{device}p{partition}")), "{link}");
+        }
+        cleat_ok(&["unmap", "parted"]);
+    }
 }
 
 fn idempotence() {

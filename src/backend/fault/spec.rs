@@ -93,6 +93,10 @@ impl VolumeSpec for FaultSpec {
         self.inner.confinement()
     }
 
+    fn warning(&self) -> Option<String> {
+        self.inner.warning()
+    }
+
     fn extra_open_time(&self) -> Duration {
         self.inner.extra_open_time()
     }

@@ -51,6 +51,12 @@ impl VolumeSpec for MemSpec {
         Size(self.size).to_string()
     }
 
+    fn warning(&self) -> Option<String> {
+        // Without /proc, nothing is known about the memory.
+        let has = memory_and_swap(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
+        too_large(self.size, has)
+    }
+
     fn open(&self, options: &OpenOptions) -> Result<Arc<dyn Image>> {
         let image = MemImage::create(self.size, options.read_only)?;
         // New memory never has the content of a volume that was open before.
@@ -64,5 +70,41 @@ impl VolumeSpec for MemSpec {
         files: HandoverFiles,
     ) -> Result<Arc<dyn Image>> {
         Ok(Arc::new(MemImage::open_successor(files, options.read_only)?))
+    }
+}
+
+/// Returns the warning for a volume of `size` bytes on a machine with `has` bytes of memory and swap.
+fn too_large(size: u64, has: u64) -> Option<String> {
+    let (shown, mib) = (Size(size), has >> 20);
+    (size > has).then(|| {
+        format!(
+            "mem:{shown} is larger than this machine's memory and swap ({mib} MiB); when more is written than \
+             fits, the kernel ends processes"
+        )
+    })
+}
+
+/// Returns the bytes of memory and swap of a machine with this /proc/meminfo (proc_meminfo(5)).
+fn memory_and_swap(meminfo: &str) -> Option<u64> {
+    let kib = |key: &str| {
+        let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
+        line.trim().strip_suffix("kB")?.trim_end().parse::<u64>().ok()
+    };
+    Some((kib("MemTotal:")? + kib("SwapTotal:").unwrap_or(0)) << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_that_exceeds_the_memory_is_reported() {
+        let meminfo = "MemTotal:        4194304 kB\nMemFree:  1 kB\nSwapTotal:       1048576 kB\n";
+        let has = memory_and_swap(meminfo).unwrap();
+        assert_eq!(has, 5 << 30);
+        assert_eq!(memory_and_swap("MemTotal: many kB\n"), None);
+        assert_eq!(too_large(has, has), None);
+        let warning = too_large(64 << 30, has).unwrap();
+        assert!(warning.contains("mem:64G") && warning.contains("5120 MiB"), "{warning}");
     }
 }

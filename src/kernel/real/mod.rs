@@ -363,7 +363,10 @@ impl Kernel for RealKernel {
             Ok(None)
         })?;
         match (ready, missing) {
-            (Some(()), _) => Ok(paths),
+            (Some(()), _) => {
+                self.wait_for_partitions(index, identity, events.as_ref(), deadline)?;
+                Ok(paths)
+            }
             (None, missing) => Err(not_ready(index, size, &paths, missing)),
         }
     }

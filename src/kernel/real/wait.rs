@@ -4,15 +4,18 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
-use super::RealKernel;
-use crate::udev::Missing;
-use crate::{DeviceIndex, DevicePaths, KernelEvent};
+use super::{ANNOUNCE_AFTER, RealKernel};
+use crate::udev::{Missing, udevd_idle};
+use crate::{DeviceIndex, DevicePaths, Identity, KernelEvent};
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The first and the longest time between two checks without an event. The time doubles in between.
 const POLL_MIN: Duration = Duration::from_millis(2);
 const POLL_MAX: Duration = Duration::from_millis(500);
+
+/// How long udevd may take to make the symlinks of partitions after that of their disk.
+const PARTITIONS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The reason why a device is not ready yet.
 pub(super) enum NotReady {
@@ -47,6 +50,47 @@ impl RealKernel {
             }
             pause = (pause * 2).min(POLL_MAX);
         }
+    }
+}
+
+impl RealKernel {
+    /// Waits until the partitions that the device has already have their symlinks. udevd opens the device before
+    /// it makes the symlink of the disk, and with the first open the kernel finds the partitions. Waits for at
+    /// most [`PARTITIONS_TIMEOUT`]: a content of the volume that udevd cannot handle must not prevent a map.
+    ///
+    /// # Errors
+    /// Returns an error if sysfs cannot be read.
+    pub(super) fn wait_for_partitions(
+        &self,
+        index: DeviceIndex,
+        identity: &Identity,
+        events: Option<&Receiver<KernelEvent>>,
+        deadline: Instant,
+    ) -> Result<()> {
+        if self.names.makes_symlinks() {
+            // Only udevd makes the symlinks of partitions.
+            return Ok(());
+        }
+        let begun = SystemClock.now();
+        let mut announced = begun;
+        let deadline = deadline.min(begun + PARTITIONS_TIMEOUT);
+        let complete = self.wait(deadline, events.map(|events| (events, index)), || {
+            let partitions = self.sysfs.partitions(index)?;
+            if partitions.iter().all(|(partition, number)| {
+                self.names.partition_has_symlink(index, identity, *partition, *number)
+            }) {
+                return Ok(Some(()));
+            }
+            if SystemClock.elapsed_since(announced) >= ANNOUNCE_AFTER && udevd_idle() {
+                self.sysfs.announce_partitions(index);
+                announced = SystemClock.now();
+            }
+            Ok(None)
+        })?;
+        if complete.is_none() {
+            tracing::warn!(device = index, "udevd has not made the symlinks of all partitions");
+        }
+        Ok(())
     }
 }
 

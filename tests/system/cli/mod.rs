@@ -175,6 +175,25 @@ fn map_prints_only_the_device() {
 }
 
 #[test]
+fn an_empty_name_is_refused() {
+    let words = ["map", "mem:1G", "--name", ""];
+    let output = Command::new(env!("CARGO_BIN_EXE_cleat")).args(words).output().expect("it runs");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("the name is empty") && message.contains("omit --name"), "{message}");
+}
+
+#[test]
+fn a_volume_beyond_the_machines_memory_is_mapped_with_a_warning() {
+    let daemon = Daemon::start(Script::default());
+    let run = cleat("map mem:4E", &daemon.socket);
+    assert_eq!((run.code, run.stdout.as_str()), (0, "/dev/nbd0\n"));
+    assert!(run.stderr.starts_with("cleat: warning: mem:4E is larger than"), "{}", run.stderr);
+    let quiet = cleat("map mem:4E -o json", &daemon.socket);
+    assert_eq!((quiet.code, quiet.stderr.as_str()), (0, ""));
+}
+
+#[test]
 fn a_mapping_in_json_has_the_documented_fields() {
     let daemon = Daemon::start(Script::default());
     let mapping = json(&cleat("map mem:1G -o json", &daemon.socket).stdout);
