@@ -63,6 +63,9 @@ pub(super) struct Map {
     /// memory; its data is lost when it is unmapped. Write `?` and `%` in a path as %3F and %25.
     uri: String,
     /// The mapping's name, unique on this node [default: derived from the URI]
+    ///
+    /// The device's symlink is /dev/disk/by-id/cleat-NAME, and those of its partitions end with -part1, -part2
+    /// and so on. A name must not end like that.
     #[arg(long, value_parser = name)]
     name: Option<String>,
     /// Make the device read-only

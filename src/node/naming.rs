@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::mapping::{Mapping, Register};
 use crate::planner::Record;
+use cleat_core::error::{Error, ErrorKind, Result};
 
 /// Returns the mappings of a URI: those with the same options, or, if there are none and the URI has no
 /// options, those of the same volume with any options.
@@ -48,6 +49,22 @@ pub(crate) fn derived_name(uri: &str) -> String {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
     format!("{stem}-{:08x}", hash >> 32)
+}
+
+/// Checks that a new mapping's symlink cannot be that of a partition of another mapping: whoever can write a
+/// volume determines its partitions, and a user of the symlink would get the other volume. Mappings of earlier
+/// builds may have such names; the udev rule gives their symlinks precedence.
+///
+/// # Errors
+/// Returns `InvalidArgument` if the name ends with `-part` and a number.
+pub(crate) fn check_new_name(name: &str) -> Result<()> {
+    let Some((stem, number)) = name.rsplit_once("-part") else { return Ok(()) };
+    if number.is_empty() || !number.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Ok(());
+    }
+    let message = format!("{name} is the name of a partition of the mapping {stem:?}");
+    Err(Error::new(ErrorKind::InvalidArgument, message)
+        .with_repair("choose a name that does not end with -part and a number"))
 }
 
 /// Describes how the volume of a record differs from the requested one; `None`: it does not.
@@ -101,6 +118,17 @@ mod tests {
     }
 
     #[test]
+    fn the_name_of_a_partition_is_refused() {
+        for bad in ["x-part1", "x-part12", "-part0", "a-part1-part2"] {
+            let error = check_new_name(bad).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{bad}");
+        }
+        for good in ["x", "x-part", "part1", "x-part1a", "x-party", "x-part1-data", "x.part1"] {
+            check_new_name(good).unwrap();
+        }
+    }
+
+    #[test]
     fn a_difference_between_volumes_is_described() {
         let of = |uri: &str| Record { uri: uri.into(), ..planner::tests::record(1, true) };
         let difference = |present, requested| other_volume(&of(present), requested);
@@ -117,6 +145,7 @@ mod tests {
         #[test]
         fn derived_names_are_valid_names(uri in ".{0,300}") {
             prop_assert!(validate::is_name(&derived_name(&uri)), "{}", derived_name(&uri));
+            prop_assert!(check_new_name(&derived_name(&uri)).is_ok(), "{}", derived_name(&uri));
         }
     }
 }

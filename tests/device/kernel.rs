@@ -30,6 +30,7 @@ fn real_kernel() {
     real_io(&kernel);
     real_holders(&kernel);
     real_layers(&kernel);
+    real_collision(&kernel);
     real_latency(&kernel);
     nothing_is_left(&kernel);
 }
@@ -143,6 +144,38 @@ fn real_layers(kernel: &RealKernel) {
     shell(&format!("swapoff {node}p1"));
     assert_eq!(settled_holders(kernel, mapped.index), []);
     mapped.disconnect();
+}
+
+/// Checks that no partition takes the symlink of another device, in either order of their appearance.
+fn real_collision(kernel: &RealKernel) {
+    if !udevd_runs() || !rule_installed() {
+        return;
+    }
+    let partition = |node: &Path| {
+        let node = node.display();
+        shell(&format!("echo 'start=64, size=900' | sfdisk --quiet {node}; udevadm settle"));
+    };
+    let leads_to = |link: &Path| std::fs::canonicalize(link).unwrap_or_default();
+    let disk = connect(kernel, "twin-part1", 1);
+    let first = disk.ready();
+    let other = connect(kernel, "twin", 1);
+    partition(&other.ready().node);
+    assert_eq!(leads_to(&first.symlink), first.node, "a new partition has taken the link");
+    settled_holders(kernel, disk.index);
+    disk.disconnect();
+    shell("udevadm settle");
+    let disk = connect(kernel, "twin-part1", 1);
+    let second = disk.ready();
+    shell("udevadm settle");
+    assert_eq!(
+        leads_to(&second.symlink),
+        second.node,
+        "the partition that was first keeps the link"
+    );
+    settled_holders(kernel, disk.index);
+    disk.disconnect();
+    settled_holders(kernel, other.index);
+    other.disconnect();
 }
 
 /// Prints how long a map and an unmap take in the kernel, without an assertion.

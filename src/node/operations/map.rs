@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::context::Context;
 use crate::devices::orphans;
 use crate::mapping::{Change, Guard, Mapping, View};
-use crate::naming::other_volume;
+use crate::naming::{check_new_name, other_volume};
 use crate::planner::{Intent, Options, Record, State};
 use crate::reconcile::{reconcile_with_retries, take_down};
 use crate::retry::{after_failure, wake_later};
@@ -51,6 +51,9 @@ pub(crate) const UNDO_TIMEOUT: Duration = Duration::from_secs(20);
 /// otherwise.
 pub(crate) async fn map(cx: &Context, spec: &MapSpec, deadline: Instant) -> Result<View> {
     check_unmanaged(cx, &spec.name, deadline).await?;
+    if cx.register.get(&spec.name).is_none() {
+        check_new_name(&spec.name)?;
+    }
     for _ in 0..MAX_ATTEMPTS {
         let make = || Mapping::new(new_record(cx, spec), cx.work_queue.clone());
         let limit = cx.settings.mappings;

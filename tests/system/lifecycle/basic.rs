@@ -59,6 +59,7 @@ fn invalid_requests_are_refused_and_leave_no_state() {
     let supervisor = machine.start();
     for (name, uri, code, part) in [
         ("../x", "mem:1M", Code::InvalidArgument, "name"),
+        ("x-part1", "mem:1M", Code::InvalidArgument, "a partition of the mapping \"x\""),
         ("x", "", Code::InvalidArgument, "empty"),
         ("x", "/dev/sda", Code::InvalidArgument, "URI"),
         ("x", "nothing:1", Code::InvalidArgument, "nothing"),
