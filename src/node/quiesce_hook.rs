@@ -6,6 +6,7 @@
 //! environment. At its deadline it is killed, with its process group.
 
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -27,6 +28,9 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// The program's PATH.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// The program that runs a script without `#!`.
+const SHELL: &str = "/bin/sh";
+
 /// Runs the program and waits for its end. Blocks until `deadline`, and a second longer if the program must
 /// be killed.
 ///
@@ -45,13 +49,13 @@ pub(super) fn run(hook: &Path, device: &str, verb: &str, deadline: Instant) -> R
     let failed = |error| Error::from_io(format!("cannot run the hook {name}"), error);
     let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| failed(e.into()))?;
     fcntl(&reader, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(|e| failed(e.into()))?;
-    let mut command = Command::new(hook);
-    command.args([device, verb]).env_clear().env("PATH", PATH).current_dir("/");
-    command.process_group(0).stdin(Stdio::null());
-    command.stdout(writer.try_clone().map_err(failed)?).stderr(writer);
-    let mut child = command.spawn().map_err(failed)?;
-    // The command holds copies of the pipe's write end, which would keep the pipe open.
-    drop(command);
+    let mut child = spawn(hook, [device, verb], &writer).map_err(|error| match error.kind() {
+        // The file itself exists, as `check_program` has found.
+        io::ErrorKind::NotFound => no_interpreter(hook, error),
+        _ => failed(error),
+    })?;
+    // Otherwise the pipe would stay open.
+    drop(writer);
     let mut output = Output { pipe: reader.into(), text: Vec::new() };
     let ended = wait(&mut child, &mut output, deadline);
     output.log(hook, verb);
@@ -68,6 +72,33 @@ pub(super) fn run(hook: &Path, device: &str, verb: &str, deadline: Instant) -> R
                 .with_repair("check what the hook waits for, or raise map.quiesce_deadline"))
         }
     }
+}
+
+/// Starts the program. A file that is neither a binary nor begins with `#!` is run by the shell, as execvp(3) and
+/// so rbd-nbd do it.
+fn spawn(hook: &Path, arguments: [&str; 2], output: &OwnedFd) -> io::Result<Child> {
+    let start = |mut command: Command| {
+        command.args(arguments).env_clear().env("PATH", PATH).current_dir("/");
+        command.process_group(0).stdin(Stdio::null());
+        command.stdout(output.try_clone()?).stderr(output.try_clone()?);
+        command.spawn()
+    };
+    match start(Command::new(hook)) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOEXEC) => {
+            let mut shell = Command::new(SHELL);
+            shell.arg(hook);
+            start(shell)
+        }
+        started => started,
+    }
+}
+
+fn no_interpreter(hook: &Path, error: io::Error) -> Error {
+    let name = hook.display();
+    let message = format!("cannot run the hook {name}: the interpreter that it names is missing");
+    Error::new(ErrorKind::NotFound, message)
+        .with_source(error)
+        .with_repair(format!("correct the first line of {name}, for example to #!/bin/sh"))
 }
 
 /// Waits for the end of the program. Returns `None` if it was killed at the deadline.
@@ -144,8 +175,12 @@ mod tests {
 
     impl Hook {
         fn new(text: &str) -> Self {
+            Self::with_content(&format!("#!/bin/sh\n{text}\n"))
+        }
+
+        fn with_content(content: &str) -> Self {
             let directory = tempfile::tempdir().unwrap();
-            std::fs::write(directory.path().join("hook"), format!("#!/bin/sh\n{text}\n")).unwrap();
+            std::fs::write(directory.path().join("hook"), content).unwrap();
             let hook = Self { directory };
             hook.set_mode(0o755);
             hook
@@ -181,6 +216,29 @@ mod tests {
         assert!(environment.lines().all(|line| {
             ["PATH=", "PWD=", "OLDPWD=", "SHLVL=", "_="].iter().any(|known| line.starts_with(known))
         }));
+    }
+
+    #[test]
+    fn a_hook_without_an_interpreter_is_run_by_the_shell() {
+        let text = "cd \"$(dirname \"$0\")\" && echo \"$@\" >arguments";
+        for first in ["", "\n", "# a comment\n", " #!/bin/sh\n"] {
+            let hook = Hook::with_content(&format!("{first}{text}\n"));
+            hook.run(far_deadline()).unwrap();
+            let arguments = std::fs::read_to_string(hook.path("arguments")).unwrap();
+            assert_eq!(arguments, "/dev/nbd7 quiesce\n", "{first:?}");
+        }
+        let failing = Hook::with_content("exit 3\n");
+        let error = failing.run(far_deadline()).unwrap_err();
+        assert!(error.report().contains("exit status: 3"), "{}", error.report());
+    }
+
+    #[test]
+    fn a_missing_interpreter_is_named_as_the_cause() {
+        let hook = Hook::with_content("#!/no/such/interpreter\n");
+        let error = hook.run(far_deadline()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.report().contains("interpreter"), "{}", error.report());
+        assert!(error.repair().unwrap().contains("first line"), "{error:?}");
     }
 
     #[test]
