@@ -353,6 +353,23 @@ fn a_hook_runs_instead_of_freezing_and_its_failure_fails_the_snapshot() {
 }
 
 #[test]
+fn an_unmap_waits_for_a_slow_unquiesce_hook() {
+    let change = |machine: &Machine, config: &mut Config| {
+        config.map.quiesce_hook = Some(hook(machine, "test \"$2\" = quiesce || sleep 3"));
+        config.map.quiesce_deadline = Duration::from_secs(60);
+    };
+    let scene = scene(shared(), change, |_| false);
+    scene.image("slow-hook");
+    let mapping = scene.quiesced("slow-hook");
+    scene.release(index_of(&mapping));
+    let made = Scene::snap(shared(), "slow-hook@one", &[]);
+    wait_until("the unquiesce hook runs", || hook_calls(&scene).len() == 2);
+    scene.supervisor.unmap("slow-hook").unwrap();
+    made.recv_timeout(RBD_LIMIT).unwrap().unwrap();
+    scene.machine.assert_clean();
+}
+
+#[test]
 fn quiesce_is_refused_for_volumes_that_cannot_be_quiesced() {
     let scene = Scene::on(shared());
     scene.image("refused");
