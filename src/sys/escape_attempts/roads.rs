@@ -31,6 +31,17 @@ pub type Tried = (&'static str, i32);
 /// nothing outside of this process, except that it may remove or change `targets.file`. Must be called only by a
 /// confined process: it mounts over its root, and executes another program, if it can.
 pub fn try_all(targets: &Targets, filter: bool) -> Vec<Tried> {
+    let mut tried = try_without_execution(targets, filter);
+    let (program, none) = (c"/bin/true", std::ptr::null::<libc::c_char>());
+    // SAFETY: the pointers are to a string and empty lists. If it succeeds, it replaces this process, and the test
+    // sees no result.
+    let executed = unsafe { libc::execve(program.as_ptr(), &raw const none, &raw const none) };
+    tried.push(("execute a program", call(executed.into())));
+    tried
+}
+
+/// Tries every road but the execution of a program.
+pub fn try_without_execution(targets: &Targets, filter: bool) -> Vec<Tried> {
     let groups = [paths, sockets, processes, other_views, rings];
     let mut tried: Vec<Tried> = groups.iter().flat_map(|group| group(targets)).collect();
     tried.extend(privileges());
@@ -39,26 +50,37 @@ pub fn try_all(targets: &Targets, filter: bool) -> Vec<Tried> {
         tried.extend(only_filtered_calls());
         tried.extend(signals_of_files(targets));
     }
+    // It takes all others from a process that has them.
+    tried.push(("gain a capability", gain_capability()));
     tried
+}
+
+fn gain_capability() -> i32 {
+    // Version 3 of the capability interface, for this thread; then CAP_CHOWN, effective and permitted.
+    let header: [u32; 2] = [0x2008_0522, 0];
+    let one = [1_u32, 1, 0, 0, 0, 0];
+    // SAFETY: both pointers are to memory that outlives the call.
+    call(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), one.as_ptr()) })
 }
 
 fn paths(targets: &Targets) -> Vec<Tried> {
     let file = c_text(&targets.file);
     let new = c_text(&targets.file.with_extension("new"));
-    let (in_root, program, name) = (c"/new", c"/bin/true", c"user.cleat");
+    let directory = c_text(&targets.file.with_extension("directory"));
+    let link = c_text(&targets.file.with_extension("link"));
+    let (in_root, name) = (c"/new", c"user.cleat");
     let (path, flags) = (file.as_ptr(), libc::O_RDONLY);
     let create = libc::O_CREAT | libc::O_WRONLY;
     let none = std::ptr::null::<libc::c_char>();
-    // SAFETY: every pointer is to a string or an empty list that outlives its call. A successful execve replaces
-    // this process, and the test sees no result.
+    // SAFETY: every pointer is to a string that outlives its call.
     unsafe {
         vec![
             ("open a file", call(libc::open(path, flags).into())),
             ("write a file", call(libc::open(path, libc::O_WRONLY).into())),
             ("create a file", call(libc::open(new.as_ptr(), create, 0o600).into())),
             ("create a file in the root", call(libc::open(in_root.as_ptr(), create, 0o600).into())),
-            ("create a directory", call(libc::mkdir(new.as_ptr(), 0o700).into())),
-            ("make a link", call(libc::link(path, new.as_ptr()).into())),
+            ("create a directory", call(libc::mkdir(directory.as_ptr(), 0o700).into())),
+            ("make a link", call(libc::link(path, link.as_ptr()).into())),
             ("change a mode", call(libc::chmod(path, 0o666).into())),
             ("change an owner", call(libc::chown(path, 4711, 4711).into())),
             (
@@ -75,8 +97,6 @@ fn paths(targets: &Targets) -> Vec<Tried> {
                 call(libc::open(c"/proc/1/mem".as_ptr(), libc::O_RDWR).into()),
             ),
             ("open a device", call(libc::open(c"/dev/mem".as_ptr(), libc::O_RDWR).into())),
-            ("remove a file", call(libc::unlink(path).into())),
-            ("execute a program", call(libc::execve(program.as_ptr(), &none, &none).into())),
         ]
     }
 }
@@ -141,13 +161,19 @@ fn processes(targets: &Targets) -> Vec<Tried> {
             ("trace a process", call(libc::ptrace(libc::PTRACE_SEIZE, pid, nothing, nothing))),
             (
                 "read another process",
-                call(libc::process_vm_readv(pid, &raw const local, 1, &raw const local, 1, 0)
-                    as c_long),
+                reached(
+                    libc::process_vm_readv(pid, &raw const local, 1, &raw const local, 1, 0)
+                        as c_long,
+                    libc::EFAULT,
+                ),
             ),
             ("change a priority", call(libc::setpriority(libc::PRIO_PROCESS, pid as _, 1).into())),
             (
                 "write another process",
-                call(libc::process_vm_writev(pid, &raw const local, 1, &raw const local, 1, 0) as _),
+                reached(
+                    libc::process_vm_writev(pid, &raw const local, 1, &raw const local, 1, 0) as _,
+                    libc::EFAULT,
+                ),
             ),
             ("limit another process", call(limit(pid))),
         ]
@@ -223,9 +249,6 @@ impl Drop for SharedMemory {
 fn privileges() -> Vec<Tried> {
     let none = std::ptr::null::<libc::c_char>();
     let (root, here) = (c"/", c".");
-    // Version 3 of the capability interface, for this thread; then all capabilities.
-    let header: [u32; 2] = [0x2008_0522, 0];
-    let all = [u32::MAX; 6];
     // A handle with 8 bytes of type 1 (FILEID_INO32_GEN).
     let handle: [u32; 4] = [8, 1, 2, 0];
     // SAFETY: every pointer is to memory that outlives its call.
@@ -235,10 +258,6 @@ fn privileges() -> Vec<Tried> {
             ("become group 0", call(libc::setgid(0).into())),
             ("join groups", call(libc::setgroups(1, &0).into())),
             (
-                "gain capabilities",
-                call(libc::syscall(libc::SYS_capset, header.as_ptr(), all.as_ptr())),
-            ),
-            (
                 "mount",
                 call(libc::mount(none, root.as_ptr(), c"tmpfs".as_ptr(), 0, none.cast()).into()),
             ),
@@ -246,7 +265,10 @@ fn privileges() -> Vec<Tried> {
             ("change the root", call(libc::chroot(root.as_ptr()).into())),
             (
                 "exchange the root",
-                call(libc::syscall(libc::SYS_pivot_root, here.as_ptr(), here.as_ptr())),
+                reached(
+                    libc::syscall(libc::SYS_pivot_root, here.as_ptr(), here.as_ptr()),
+                    libc::EBUSY,
+                ),
             ),
             (
                 "open by handle",
@@ -257,7 +279,10 @@ fn privileges() -> Vec<Tried> {
                     0,
                 )),
             ),
-            ("load a module", call(libc::syscall(libc::SYS_init_module, none, 0, root.as_ptr()))),
+            (
+                "load a module",
+                reached(libc::syscall(libc::SYS_init_module, none, 0, root.as_ptr()), libc::EFAULT),
+            ),
             ("set the host name", call(libc::sethostname(root.as_ptr(), 1).into())),
             ("open a file system", call(libc::syscall(libc::SYS_fsopen, c"tmpfs".as_ptr(), 0))),
             (
@@ -268,19 +293,21 @@ fn privileges() -> Vec<Tried> {
     }
 }
 
-/// Operations of a new ring.
+/// Operations of a new ring; at last, files are removed.
 fn rings(targets: &Targets) -> Vec<Tried> {
-    let file = c_text(&targets.file);
-    let new = c_text(&targets.file.with_extension("new"));
+    let (file, socket) = (c_text(&targets.file), c_text(&targets.socket));
+    let new = c_text(&targets.file.with_extension("ring"));
     let (path, here) = (file.as_ptr(), types::Fd(libc::AT_FDCWD));
     let attribute = opcode::SetXattr::new(c"user.cleat".as_ptr(), path.cast(), path, 0).build();
     vec![
         ("open a file by ring", run(&opcode::OpenAt::new(here, path).build())),
         ("create a directory by ring", run(&opcode::MkDirAt::new(here, new.as_ptr()).build())),
         ("set an attribute by ring", run(&attribute)),
-        ("remove a file by ring", run(&opcode::UnlinkAt::new(here, path).build())),
         ("connect to a unix socket by ring", connect_to_path_by_ring(&targets.socket)),
         ("connect over TCP by ring", connect_by_ring(targets.port)),
+        ("remove a file by ring", run(&opcode::UnlinkAt::new(here, socket.as_ptr()).build())),
+        // SAFETY: the path outlives the call.
+        ("remove a file", call(unsafe { libc::unlink(path) }.into())),
     ]
 }
 
@@ -288,6 +315,11 @@ fn rings(targets: &Targets) -> Vec<Tried> {
 fn only_filtered(targets: &Targets) -> Vec<Tried> {
     let none = std::ptr::null::<libc::c_char>();
     let zeroes = [0_u64; 16];
+    // An array of one element of 8 bytes (union bpf_attr), and the software event "CPU clock" (perf_event_attr).
+    let mut map = [0_u32; 32];
+    map[..4].copy_from_slice(&[2, 4, 8, 1]);
+    let mut event = [0_u64; 16];
+    event[0] = 112 << 32 | 1;
     let pid = c_long::from(targets.pid);
     let flags = c_long::from(libc::SIGCHLD);
     // SAFETY: the calls get integers, null, and zeroed memory that is longer than what they read. A child that
@@ -301,8 +333,11 @@ fn only_filtered(targets: &Targets) -> Vec<Tried> {
         let family = |family| call(libc::socket(family, libc::SOCK_RAW, 0).into());
         vec![
             ("start a process", child),
-            ("make a user namespace", call(libc::unshare(libc::CLONE_NEWUSER).into())),
-            ("join a namespace", call(libc::setns(0, 0).into())),
+            (
+                "make a user namespace",
+                reached(libc::unshare(libc::CLONE_NEWUSER).into(), libc::EINVAL),
+            ),
+            ("join a namespace", reached(libc::setns(0, 0).into(), libc::EINVAL)),
             ("make a netlink socket", family(libc::AF_NETLINK)),
             ("make a packet socket", family(libc::AF_PACKET)),
             ("make a socket of the kernel's crypto", family(libc::AF_ALG)),
@@ -310,10 +345,10 @@ fn only_filtered(targets: &Targets) -> Vec<Tried> {
             ("make a ring", call(libc::syscall(libc::SYS_io_uring_setup, 2, zeroes.as_ptr()))),
             ("make a message queue", call(libc::msgget(libc::IPC_PRIVATE, 0o600).into())),
             ("make shared memory", call(libc::shmget(libc::IPC_PRIVATE, 4096, 0o600).into())),
-            ("load a BPF program", call(libc::syscall(libc::SYS_bpf, 5, zeroes.as_ptr(), 128))),
+            ("make a BPF map", call(libc::syscall(libc::SYS_bpf, 0, map.as_ptr(), 128))),
             (
                 "count events",
-                call(libc::syscall(libc::SYS_perf_event_open, zeroes.as_ptr(), pid, -1, -1, 0)),
+                call(libc::syscall(libc::SYS_perf_event_open, event.as_ptr(), pid, -1, -1, 0)),
             ),
             ("watch files", call(libc::inotify_init1(0).into())),
             (
@@ -323,7 +358,10 @@ fn only_filtered(targets: &Targets) -> Vec<Tried> {
             ("see a process", call(libc::syscall(libc::SYS_pidfd_open, pid, 0))),
             ("see whether a process exists", call(libc::kill(targets.pid, 0).into())),
             ("change its personality", call(libc::personality(0x0040_0000).into())),
-            ("execute a descriptor", call(libc::syscall(libc::SYS_execveat, 0, none, 0, 0, 0))),
+            (
+                "execute a descriptor",
+                reached(libc::syscall(libc::SYS_execveat, 0, none, 0, 0, 0), libc::EFAULT),
+            ),
         ]
     }
 }
@@ -357,11 +395,14 @@ fn only_filtered_calls() -> Vec<Tried> {
             ("handle page faults", call(libc::syscall(libc::SYS_userfaultfd, 0))),
             ("read the kernel's log", call(libc::syscall(libc::SYS_syslog, 10, none, 0))),
             ("leave a core dump", call(libc::prctl(libc::PR_SET_DUMPABLE, 1).into())),
-            ("let another process trace", call(libc::prctl(PR_SET_PTRACER, -1).into())),
+            (
+                "let another process trace",
+                reached(libc::prctl(PR_SET_PTRACER, -1).into(), libc::EINVAL),
+            ),
             ("listen", call(libc::listen(3, 1).into())),
             (
                 "type into a terminal",
-                call(libc::ioctl(0, libc::TIOCSTI as _, name.as_ptr()).into()),
+                reached(libc::ioctl(0, libc::TIOCSTI as _, name.as_ptr()).into(), libc::ENOTTY),
             ),
         ]
     }
@@ -456,4 +497,12 @@ fn c_text(path: &Path) -> CString {
 /// Returns the result of a call that has just ended: 0, or a negated errno.
 fn call(result: c_long) -> i32 {
     if result < 0 { -nix::errno::Errno::last_raw() } else { 0 }
+}
+
+/// Like [`call`], where `errno` shows that the kernel would have done more with other arguments.
+fn reached(result: c_long, errno: i32) -> i32 {
+    match call(result) {
+        refused if refused == -errno => 0,
+        other => other,
+    }
 }
