@@ -2,7 +2,7 @@
 //! needed.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    println!("cargo:rerun-if-changed=../../proto");
+    println!("cargo:rerun-if-changed=../../proto/cleat");
     println!("cargo:rerun-if-changed=build.rs");
     let mut sources = vec!["cleat/v1/node.proto"];
     if std::env::var_os("CARGO_FEATURE_FAULT").is_some() {
