@@ -13,6 +13,7 @@ use crate::source::files;
 const ROOMS: &[(&str, &[&str])] = &[
     ("core", &[]),
     ("api", &[]),
+    ("csi-api", &[]),
     ("sys", &["core"]),
     ("nbd", &["core"]),
     ("telemetry", &["core"]),
