@@ -26,7 +26,7 @@ JOBS ?= 3
 # The suites `system` and `device` run one test with `make system TEST=NAME`.
 TEST ?=
 EXACT = $(if $(TEST),--exact $(TEST))
-SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh
+SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.sh
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \

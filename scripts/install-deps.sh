@@ -26,6 +26,7 @@ test  ceph-mon                the test cluster's monitor
 test  ceph-osd                the test cluster's storage, in memory
 test  e2fsprogs               file systems on test devices
 test  fio                     load generator
+test  golang-go               builds the Go programs of the tests
 test  libnbd-bin              nbdinfo, nbdcopy, nbdsh: a peer
 test  librados2               loaded by the rbd backend
 test  librbd-dev              headers, to compare the declarations with
@@ -101,6 +102,13 @@ from_backports() {
     return 1
 }
 
+# Debian 12 has Go 1.19. From 1.21 on, Go fetches the version that a module requires.
+has_go() {
+    local version
+    version=$(go env GOVERSION 2>/dev/null | sed -n 's/^go1\.\([0-9]*\).*/\1/p')
+    [ "${version:-0}" -ge 21 ]
+}
+
 # Sets backports_options: options with which apt knows the backports suite. If apt's
 # sources do not contain it, a copy of them does, for this run only.
 backports_options=()
@@ -125,7 +133,7 @@ know_backports() {
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $codename-backports main" \
         >"$temporary/cleat-backports.list"
     backports_options+=(-o "Dir::Etc::sourceparts=$temporary")
-    say "apt gets $codename-backports for this run: QEMU is installed from there"
+    say "apt gets $codename-backports for this run: some packages are installed from there"
     apt_get update "${backports_options[@]:2}"
 }
 
@@ -145,27 +153,30 @@ wanted=$(table | grep -E "^($(IFS='|' && echo "${groups[*]}")) ")
 present=$(awk '{ print $2 }' <<<"$wanted" |
     xargs dpkg-query -W -f '${db:Status-Status} ${Package}\n' 2>/dev/null | sed -n 's/^installed //p' || true)
 
-stock=() qemu=()
+stock=() backports=()
 while read -r group package reason; do
-    grep -qx "$package" <<<"$present" && continue
-    case " ${stock[*]} ${qemu[*]} " in *" $package "*) continue ;; esac # it is in two groups
-    say "$group needs $package: $reason"
     case $package in
-        qemu-*) qemu+=("$package") ;;
-        *) stock+=("$package") ;;
+        golang-go) has_go && continue ;; # not every Go comes from Debian
+        *) grep -qx "$package" <<<"$present" && continue ;;
     esac
+    case " ${stock[*]} ${backports[*]} " in *" $package "*) continue ;; esac # it is in two groups
+    say "$group needs $package: $reason"
+    if [ "$package" = golang-go ] || { [[ $package = qemu-* ]] && from_backports; }; then
+        backports+=("$package")
+    else
+        stock+=("$package")
+    fi
 done <<<"$wanted"
 
-if [ "${#stock[@]}" -gt 0 ] || [ "${#qemu[@]}" -gt 0 ]; then
+if [ "${#stock[@]}" -gt 0 ] || [ "${#backports[@]}" -gt 0 ]; then
     [ "$(id -u)" = 0 ] || command -v sudo >/dev/null || { say "run this as root, or install sudo" >&2; exit 1; }
     apt_get update
-    if [ "${#qemu[@]}" -gt 0 ] && from_backports; then
+    if [ "${#backports[@]}" -gt 0 ]; then
         know_backports
-        install "${backports_options[@]}" "${qemu[@]}"
-        qemu=()
+        install "${backports_options[@]}" "${backports[@]}"
     fi
-    if [ "${#stock[@]}" -gt 0 ] || [ "${#qemu[@]}" -gt 0 ]; then
-        install "${stock[@]}" "${qemu[@]}"
+    if [ "${#stock[@]}" -gt 0 ]; then
+        install "${stock[@]}"
     fi
     say "${groups[*]}: installed"
 else

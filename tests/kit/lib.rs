@@ -1,7 +1,7 @@
 //! The test kit: what the test suites of the project share.
 //!
 //! Without features it holds parts that do not depend on the project's crates: an NBD peer, waiting, a
-//! stopwatch, memory figures, and a Ceph cluster. With the feature `daemon` it also holds the
+//! stopwatch, memory figures, a Ceph cluster, and programs in Go. With the feature `daemon` it also holds the
 //! harnesses that start a worker process or a supervisor on the simulated kernel.
 //!
 //! A helper of the kit fails by panicking, as a test does.
@@ -19,6 +19,7 @@
 pub mod backends;
 pub mod binary;
 pub mod ceph;
+pub mod go;
 #[cfg(feature = "daemon")]
 pub mod isolation;
 #[cfg(feature = "daemon")]
