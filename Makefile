@@ -67,8 +67,8 @@ tests: deps-test ## Build all tests
 vm-image: deps-test ## Build the image of the virtual machines
 	tests/vm/build-image.sh
 
-crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora
-	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz
+crates: deps-test ## Unit tests of the crates, rules of the code, fuzz targets on their corpora, CSI's messages
+	$(CARGO_TEST) --lib --bins --test tidy --test compatibility --test fuzz --test csi-wire
 
 export: deps-test ## The data path, and other people's NBD clients
 	$(CARGO_TEST) --test export
