@@ -32,6 +32,7 @@ mod user;
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use landlock::{
     ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
@@ -132,9 +133,25 @@ fn check(report: &Report, isolation: &Isolation) -> Result<()> {
     )))
 }
 
+/// How often the threads are counted until there is one, and the time in between.
+const COUNTS: u32 = 50;
+const COUNT_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Checks that this process has one thread. A thread that has been joined is in /proc for a moment longer: the
+/// kernel wakes the joiner before it removes the thread (mm_release and release_task of the kernel).
+#[allow(clippy::disallowed_methods, reason = "no event reports that a joined thread is removed")]
 fn single_thread() -> Result<(), String> {
-    let threads = std::fs::read_dir("/proc/self/task").map_err(text)?.count();
-    if threads == 1 { Ok(()) } else { Err(format!("{threads} threads exist already")) }
+    let count = || std::fs::read_dir("/proc/self/task").map(Iterator::count).map_err(text);
+    for _ in 1..COUNTS {
+        if count()? == 1 {
+            return Ok(());
+        }
+        std::thread::sleep(COUNT_INTERVAL);
+    }
+    match count()? {
+        1 => Ok(()),
+        threads => Err(format!("{threads} threads exist already")),
+    }
 }
 
 /// Enters an empty network namespace. The socket to journald is made anew in it, because a socket of the host's
