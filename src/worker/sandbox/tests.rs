@@ -162,7 +162,7 @@ fn a_confined_process_can_serve() {
         let mut ring = Ring::new(4).unwrap();
         let again = waker.descriptor();
         ring.register(again).unwrap();
-        assert!(ring.timeout(std::time::Duration::ZERO, Token(9)));
+        assert!(ring.timeout(Duration::ZERO, Token(9)));
         ring.submit_and_wait().unwrap();
         assert_eq!(ring.next().unwrap().token, Token(9));
         let other = std::thread::spawn(|| Ring::new(4).err().unwrap().raw_os_error());
@@ -173,7 +173,7 @@ fn a_confined_process_can_serve() {
     // A panic is reported and caught.
     assert!(std::panic::catch_unwind(|| panic!("as expected")).is_err());
     #[allow(clippy::disallowed_methods, reason = "the call itself is tested")]
-    std::thread::sleep(std::time::Duration::from_millis(1));
+    std::thread::sleep(Duration::from_millis(1));
 }
 
 #[test]
