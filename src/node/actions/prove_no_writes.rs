@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout_at};
 
+use super::stop_worker::{KILL_TIME, end_worker};
 use crate::context::Context;
 use crate::credentials::open_credentials;
 use crate::holders::or_by_force;
@@ -39,19 +40,30 @@ pub(crate) async fn prove_no_writes(
     if proved || !may_have_claim(&guard.record) {
         return Ok(());
     }
+    // If the worker has answered every request, only its claim is left. A storage that does not answer must not
+    // keep the device for its sake: the next worker of this node takes the claim over.
+    let only_claim = guard.teardown.no_writes_proved;
+    let until = if only_claim { half_way_to(deadline) } else { deadline };
     let mut delay = FIRST_RETRY_DELAY;
     loop {
-        match claim_once(cx, guard, deadline).await {
+        match claim_once(cx, guard, until).await {
             Ok(()) => break,
             // The URI leads to no volume or to another one, on which no request of the ended worker is. A new
             // mapping of the volume under another name has to claim it.
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Replaced) => {
                 break;
             }
-            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < deadline => {
+            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
                 guard.note(error.report());
-                sleep_until(deadline.min(Instant::now() + delay)).await;
+                sleep_until(until.min(Instant::now() + delay)).await;
                 delay = MAX_RETRY_DELAY.min(delay * 2);
+            }
+            Err(error)
+                if only_claim && matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) =>
+            {
+                guard.note(format!("its claim on the volume may stand: {}", error.report()));
+                end_worker(cx, guard, None, guard.record.worker, deadline).await?;
+                break;
             }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::TimedOut) => {
                 let message =
@@ -107,6 +119,11 @@ pub(crate) async fn release_claim(
     Ok(())
 }
 
+fn half_way_to(deadline: Instant) -> Instant {
+    let now = Instant::now();
+    now + deadline.saturating_duration_since(now) / 2
+}
+
 /// Returns whether workers of the mapping claim the volume, and whether a claim can outlive them. Content in
 /// memory ends with the worker, and the storage rejects the writes of a fenced worker.
 fn may_have_claim(record: &Record) -> bool {
@@ -133,7 +150,8 @@ async fn claim_once(cx: &Context, guard: &mut Guard, deadline: Instant) -> Resul
     let started = timeout_at(deadline, starting);
     let late = |_| Error::new(ErrorKind::TimedOut, "opening the volume timed out");
     let worker = started.await.map_err(late)?.map_err(|start_failed| start_failed.error)?;
-    worker.stop(deadline.saturating_duration_since(Instant::now()), deadline).await?;
+    let left = deadline.saturating_duration_since(Instant::now());
+    worker.stop(left.saturating_sub(KILL_TIME), deadline).await?;
     if !worker.has_closed() {
         let message = "the volume was opened, and closing it timed out";
         return Err(Error::new(ErrorKind::TimedOut, message));

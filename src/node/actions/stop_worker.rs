@@ -19,7 +19,7 @@ pub(crate) const STOP_GRACE: Duration = Duration::from_secs(2);
 const CLOSE_GRACE: Duration = Duration::from_secs(29);
 
 /// The part of the time before the deadline of an unmap that is reserved for a kill.
-const KILL_TIME: Duration = Duration::from_secs(1);
+pub(crate) const KILL_TIME: Duration = Duration::from_secs(1);
 
 /// As `STOP_GRACE`, in a forced unmap whose worker has requests at the backend.
 const FORCED_STOP_GRACE: Duration = Duration::from_millis(300);
