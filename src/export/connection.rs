@@ -9,12 +9,14 @@
 //! in flight, and a single request is always admitted.
 
 mod ending;
+mod first_half;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::first_half::FirstHalf;
 use super::End;
 use super::block_status::BlockStatus;
 use super::control::{Control, Desired};
@@ -62,6 +64,7 @@ pub(super) struct Connection {
     overlap_due_ns: Option<u64>,
     /// The next request was held back.
     was_held: bool,
+    first_half: FirstHalf,
     /// Set when the connection ends and nothing more is read.
     ending: Option<End>,
 }
@@ -117,6 +120,7 @@ impl Connection {
             socket_due_ns: None,
             overlap_due_ns: None,
             was_held: false,
+            first_half: FirstHalf::default(),
             ending: None,
         })
     }
@@ -175,6 +179,7 @@ impl Connection {
                 return Ok(());
             }
         }
+        self.first_half.sleep();
         let limit = self
             .due_ns()
             .map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(self.policy.now_ns())));
@@ -271,12 +276,14 @@ impl Connection {
         self.follow_fail_io();
         let size = self.image.size();
         let pausing = self.is_pausing();
+        self.first_half.begin(self.receiving.unread().len());
         while self.ending.is_none() && !self.receiving.is_receiving() {
             if self.receiving.in_write() {
                 let Some(write) = self.receiving.fill_write() else {
                     return self.receiving.set_starved(true);
                 };
                 self.start_write(write);
+                self.send_first_half();
                 continue;
             }
             if pausing && self.receiving.held().is_none() {
@@ -289,8 +296,24 @@ impl Connection {
             }
             match self.receiving.next(size) {
                 Event::Starved => return self.receiving.set_starved(true),
-                event => self.handle(event),
+                event => {
+                    self.handle(event);
+                    self.send_first_half();
+                }
             }
+        }
+    }
+
+    /// Sends the queued replies if the first half of the batch has been executed; see `first_half`.
+    fn send_first_half(&mut self) {
+        let unread = self.receiving.unread().len();
+        let replies = self.requests.sending().queued();
+        let sends = self.first_half.is_over(unread, replies)
+            && !self.socket_is_paused()
+            && self.requests.flush(&mut self.link);
+        // If the ring refuses, the next turn of the loop submits the send, and reports the error.
+        if sends && self.link.ring().submit().is_ok() {
+            self.reap();
         }
     }
 

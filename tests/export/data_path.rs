@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use test_kit::nbd::wire;
 use test_kit::stopwatch::Stopwatch;
 
-use super::fixture::{Fixture, MIB, Panicking, Slow, SlowImage};
+use super::fixture::{Fixture, MIB, Panicking, Slow, SlowImage, Waiting};
 
 #[test]
 fn a_disconnect_request_is_executed_after_all_replies() {
@@ -325,6 +325,25 @@ fn fail_io_applies_to_new_connections_until_it_is_reset() {
         client.send(wire::FLUSH, cookie, 0, 0);
         client.expect(cookie, Ok(()));
     }
+}
+
+#[test]
+fn the_first_half_of_a_batch_is_answered_before_the_second_half_is_executed() {
+    let (release, released) = crossbeam_channel::bounded(0);
+    let fixture = Fixture::new(Arc::new(Waiting(released)), Limits::default());
+    let mut client = fixture.connect();
+    let request = |command, cookie| wire::Request::new(command, cookie, 0, 4096).encode();
+    let mut batch: Vec<u8> = (0..16).flat_map(|cookie| request(wire::TRIM, cookie)).collect();
+    batch.extend(wire::Request::new(wire::FLUSH, 16, 0, 0).encode());
+    // A batch that arrives before the thread of the connection sleeps is answered as a whole.
+    let halved = (0..20).any(|_| {
+        client.stream.write_all(&batch).unwrap();
+        client.expect(0, Ok(()));
+        let waits = release.send_timeout((), Duration::from_millis(10)).is_ok();
+        (1..=16).for_each(|cookie| client.expect(cookie, Ok(())));
+        waits
+    });
+    assert!(halved, "the flush at the end of the batch has ended before the first reply");
 }
 
 #[test]

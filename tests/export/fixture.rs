@@ -1,4 +1,4 @@
-//! A server in this process, and volumes that are slow or panic.
+//! A server in this process, and volumes that are slow, wait or panic.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
@@ -194,6 +194,49 @@ impl ImageQueue for Panicking {
         _ring: &mut Ring,
     ) -> Started {
         assert!(request.op != Op::Trim, "a defect");
+        Started::Done(Outcome { result: Ok(()), buffer })
+    }
+    fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
+        None
+    }
+}
+
+/// A volume that executes a request within its start, as memory does. A flush waits there
+/// until the test releases it, 100 ms at most.
+pub(super) struct Waiting(pub(super) Receiver<()>);
+
+impl Image for Waiting {
+    fn size(&self) -> u64 {
+        MIB as u64
+    }
+    fn block_sizes(&self) -> BlockSizes {
+        Panicking.block_sizes()
+    }
+    fn features(&self) -> Features {
+        Panicking.features()
+    }
+    fn identity(&self) -> VolumeIdentity {
+        Panicking.identity()
+    }
+    fn queue(&self, _: &mut Ring, _: &Completer) -> Result<Box<dyn ImageQueue>> {
+        Ok(Box::new(Self(self.0.clone())))
+    }
+    fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size())
+    }
+}
+
+impl ImageQueue for Waiting {
+    fn start(
+        &mut self,
+        _id: RequestId,
+        request: Request,
+        buffer: Option<Buffer>,
+        _ring: &mut Ring,
+    ) -> Started {
+        if request.op == Op::Flush {
+            let _ = self.0.recv_timeout(Duration::from_millis(100));
+        }
         Started::Done(Outcome { result: Ok(()), buffer })
     }
     fn on_ring(&mut self, _: Completion, _: &mut Ring) -> Option<(RequestId, Outcome)> {
