@@ -136,7 +136,7 @@ A field without a value is null. Sizes are in bytes, times in seconds since the 
 
 map, set, resize, status TARGET: a mapping
   name uri state message device symlink size_bytes block_size read_only connections
-  dead_connection_timeout_s on_outage iops bytes_per_s fenced sync_failed outage quiesce quiet
+  dead_connection_timeout_s on_outage iops bytes_per_s busy_poll fenced sync_failed outage quiesce quiet
   worker_pid worker_version last_worker_end mapping_id generation mapped_at_s holders
   state    mapping, mapped, recovering, failed, unmapping, orphan
   fenced   true: another client owns the volume, or another volume has taken its place; the state is

@@ -128,6 +128,7 @@ pub(super) fn run(globals: &Globals, args: Map) -> Result<()> {
         on_outage: args.policy.on_outage.map(|policy| policy.to_string()).unwrap_or_default(),
         iops: args.policy.iops,
         bytes_per_s: args.policy.bps,
+        busy_poll: args.policy.busy_poll.map(|setting| setting.to_string()).unwrap_or_default(),
         quiesce: args.quiesce,
     };
     let request = MapRequest {

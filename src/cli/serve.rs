@@ -95,8 +95,8 @@ pub(super) fn run(globals: &Globals, args: Serve) -> Result<()> {
     if let Some(warning) = args.uri.spec().warning() {
         output::note(&format!("warning: {warning}"));
     }
-    let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s } = args.policy;
-    let policy = policy::Change { outage, iops, bytes_per_s }.apply(Policy::default());
+    let PolicyArgs { on_outage: outage, iops, bps: bytes_per_s, busy_poll } = args.policy;
+    let policy = policy::Change { outage, iops, bytes_per_s, busy_poll }.apply(Policy::default());
     let config = Config::load(None)?;
     let (isolation, _user_lock) = isolation(&config, args.allow_missing)?;
     let options = ServeOptions {

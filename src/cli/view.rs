@@ -41,6 +41,8 @@ pub(super) struct Mapping {
     pub iops: u64,
     /// The limit of bytes per second; 0 is no limit.
     pub bytes_per_s: u64,
+    /// auto or off
+    pub busy_poll: Option<String>,
     /// Another client owns the volume. This node does not write to it until it is mapped again.
     pub fenced: bool,
     /// A sync of the volume failed: acknowledged writes may be lost, and every flush fails.
@@ -134,6 +136,7 @@ impl From<v1::Mapping> for Mapping {
             on_outage: text(options.on_outage),
             iops: options.iops.unwrap_or(0),
             bytes_per_s: options.bytes_per_s.unwrap_or(0),
+            busy_poll: text(options.busy_poll),
             fenced: mapping.fenced,
             sync_failed: mapping.sync_failed,
             outage: mapping.outage.map(|outage| Outage {

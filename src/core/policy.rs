@@ -17,6 +17,8 @@ pub struct Policy {
     pub outage: OnOutage,
     /// The rate limits, which hold at any time.
     pub limits: RateLimits,
+    /// Whether connections poll before they sleep.
+    pub busy_poll: BusyPoll,
 }
 
 impl Policy {
@@ -51,6 +53,19 @@ pub enum OnOutage {
     Fail,
 }
 
+/// Whether a connection looks for new requests and completions for up to 50 µs before it sleeps.
+///
+/// Its text form is `auto` or `off`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BusyPoll {
+    /// It does while requests follow each other closely, and no other thread wants the processor.
+    #[default]
+    Auto,
+    /// It sleeps at once.
+    Off,
+}
+
 /// The rate limits of a mapping, over all its connections. Zero means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -80,18 +95,21 @@ pub struct Change {
     pub iops: Option<u64>,
     /// See [`RateLimits::bytes_per_s`].
     pub bytes_per_s: Option<u64>,
+    /// See [`Policy::busy_poll`].
+    pub busy_poll: Option<BusyPoll>,
 }
 
 impl Change {
     /// Returns `policy` with this change applied.
     pub fn apply(self, policy: Policy) -> Policy {
-        let Policy { outage, limits } = policy;
+        let Policy { outage, limits, busy_poll } = policy;
         Policy {
             outage: self.outage.unwrap_or(outage),
             limits: RateLimits {
                 iops: self.iops.unwrap_or(limits.iops),
                 bytes_per_s: self.bytes_per_s.unwrap_or(limits.bytes_per_s),
             },
+            busy_poll: self.busy_poll.unwrap_or(busy_poll),
         }
     }
 
@@ -108,6 +126,31 @@ impl OnOutage {
             Self::Queue => None,
             Self::QueueFor(limit) => Some(limit),
             Self::Fail => Some(Duration::ZERO),
+        }
+    }
+}
+
+impl fmt::Display for BusyPoll {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Off => "off",
+        })
+    }
+}
+
+impl FromStr for BusyPoll {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            _ => {
+                let shown: String = text.chars().take(40).collect();
+                let message = format!("{shown:?} is not a setting of busy polling");
+                Err(Error::new(ErrorKind::InvalidArgument, message).with_repair("use auto or off"))
+            }
         }
     }
 }
@@ -213,11 +256,22 @@ mod tests {
     }
 
     #[test]
+    fn settings_of_busy_polling_are_parsed_and_printed() {
+        for setting in [BusyPoll::Auto, BusyPoll::Off] {
+            assert_eq!(setting.to_string().parse::<BusyPoll>().unwrap(), setting);
+        }
+        for text in ["", "on", "Auto"] {
+            assert!(text.parse::<BusyPoll>().expect_err(text).repair().is_some());
+        }
+    }
+
+    #[test]
     fn a_record_without_a_policy_has_the_default() {
         assert_eq!(serde_json::from_str::<Policy>("{}").unwrap(), Policy::default());
         let policy = Policy {
             outage: OnOutage::QueueFor(Duration::from_secs(5)),
             limits: RateLimits { iops: 7, bytes_per_s: 1 << 20 },
+            busy_poll: BusyPoll::Off,
         };
         let text = serde_json::to_string(&policy).unwrap();
         assert!(text.contains("\"queue:5s\""), "{text}");

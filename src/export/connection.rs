@@ -25,12 +25,14 @@ use super::link::{Link, RECEIVE, SEND, TRIM, WAKE, repeat_after};
 use super::modifications::{Listing, Modifications, Registry};
 use super::negotiation::negotiate;
 use super::policy::ActivePolicy;
+use super::polling::{Awaited, Polling};
 use super::receive_buffer::{ReceiveBuffer, Write};
 use super::receiving::Receiving;
 use super::requests::{Backend, Requests};
 use super::statistics::Statistics;
 use super::throttle::{Admission, Throttle};
 use cleat_backend::{Image, channel};
+use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::request::{Flags, IoError, Op, Request};
 use cleat_nbd::handshake::Export;
@@ -64,6 +66,7 @@ pub(super) struct Connection {
     overlap_due_ns: Option<u64>,
     /// The next request was held back.
     was_held: bool,
+    polling: Polling,
     first_half: FirstHalf,
     /// Set when the connection ends and nothing more is read.
     ending: Option<End>,
@@ -120,6 +123,7 @@ impl Connection {
             socket_due_ns: None,
             overlap_due_ns: None,
             was_held: false,
+            polling: Polling::default(),
             first_half: FirstHalf::default(),
             ending: None,
         })
@@ -180,10 +184,28 @@ impl Connection {
             }
         }
         self.first_half.sleep();
+        self.poll()?;
         let limit = self
             .due_ns()
             .map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(self.policy.now_ns())));
         self.link.submit_and_wait(limit)
+    }
+
+    /// Looks for completions for a short time, so that the thread need not sleep; see `polling`.
+    fn poll(&mut self) -> io::Result<()> {
+        if !self.policy.polls() {
+            return Ok(());
+        }
+        let ring = self.link.ring();
+        ring.submit()?;
+        let awaited = match self.requests.in_flight() {
+            0 => Awaited::Client,
+            _ => Awaited::Backend,
+        };
+        // Not the policy's clock: that of a test may stand still.
+        let now_ns = || SystemClock.monotonic_ns();
+        self.polling.poll(awaited, || ring.has_completions(), now_ns, std::thread::yield_now);
+        Ok(())
     }
 
     /// Takes the completions. Returns whether there was another one than the end of a send.

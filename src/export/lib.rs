@@ -24,6 +24,7 @@ mod modifications;
 mod negotiation;
 mod paused;
 mod policy;
+mod polling;
 mod receive_buffer;
 mod receiving;
 mod requests;

@@ -3,14 +3,14 @@
 //! Invariant: the policy may change at any time; a connection reads it when it decides, never earlier. All
 //! times of the connections are nanoseconds on this clock.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::limiter::Limiter;
 use cleat_backend::Waker;
 use cleat_core::clock::Clock;
-use cleat_core::policy::Policy;
+use cleat_core::policy::{BusyPoll, Policy};
 
 /// See the file's comment.
 #[derive(Debug)]
@@ -19,6 +19,7 @@ pub(super) struct ActivePolicy {
     clock: Arc<dyn Clock>,
     /// 0: requests fail at once; `u64::MAX`: they wait without a limit.
     outage_limit_ns: AtomicU64,
+    polls: AtomicBool,
     /// Woken when an outage begins or ends.
     watcher: Mutex<Option<Waker>>,
 }
@@ -30,6 +31,7 @@ impl ActivePolicy {
             limiter: Limiter::default(),
             clock,
             outage_limit_ns: AtomicU64::new(0),
+            polls: AtomicBool::new(false),
             watcher: Mutex::default(),
         };
         active.set(policy);
@@ -41,12 +43,18 @@ impl ActivePolicy {
         let limit_ns = |limit: Duration| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let limit_ns = policy.outage.max_queue_time().map_or(u64::MAX, limit_ns);
         self.outage_limit_ns.store(limit_ns, Ordering::Release);
+        self.polls.store(policy.busy_poll == BusyPoll::Auto, Ordering::Relaxed);
         self.limiter.set(policy.limits);
     }
 
     /// The rate limits of all connections together.
     pub(super) fn limiter(&self) -> &Limiter {
         &self.limiter
+    }
+
+    /// Whether connections may poll before they sleep.
+    pub(super) fn polls(&self) -> bool {
+        self.polls.load(Ordering::Relaxed)
     }
 
     /// The clock.

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use crate::workers::UserRange;
 use cleat_backend::uri::parse_size_or_zero;
 use cleat_core::error::{Error, ErrorKind, Result};
-use cleat_core::policy::{OnOutage, Policy, RateLimits};
+use cleat_core::policy::{BusyPoll, OnOutage, Policy, RateLimits};
 use cleat_telemetry::{Format, Log};
 use cleat_worker_protocol::isolation::layer;
 
@@ -93,6 +93,8 @@ pub struct MapConfig {
     /// Bytes per second; 0: no limit.
     #[serde(deserialize_with = "size_or_zero")]
     pub bps: u64,
+    /// Whether connections poll before they sleep.
+    pub busy_poll: BusyPoll,
     /// The program that quiesces a device for a snapshot; `None`: the daemon freezes its file systems.
     #[serde(deserialize_with = "path_or_none")]
     pub quiesce_hook: Option<PathBuf>,
@@ -194,6 +196,7 @@ impl Default for MapConfig {
             on_outage: OnOutage::Queue,
             iops: 0,
             bps: 0,
+            busy_poll: BusyPoll::Auto,
             quiesce_hook: None,
             quiesce_deadline: Duration::from_secs(30),
             timeout: Duration::from_secs(30),
@@ -205,7 +208,7 @@ impl MapConfig {
     /// Returns the policy of a mapping that does not set one.
     pub fn policy(&self) -> Policy {
         let limits = RateLimits { iops: self.iops, bytes_per_s: self.bps };
-        Policy { outage: self.on_outage, limits }
+        Policy { outage: self.on_outage, limits, busy_poll: self.busy_poll }
     }
 }
 
@@ -454,6 +457,7 @@ mod tests {
             "on_outage",
             "iops",
             "bps",
+            "busy_poll",
             "timeout",
             "mappings",
             "users",
@@ -491,6 +495,7 @@ mod tests {
             ("[map]\non_outage = \"wait\"", "outage"),
             ("[map]\nbps = \"100\"", "map.bps"),
             ("[map]\nbps = \"fast\"", "fast"),
+            ("[map]\nbusy_poll = \"on\"", "auto"),
             ("[limits]\nmappings = 0", "limits.mappings"),
             ("[workers]\nusers = \"0-100\"", "2100000000"),
             ("[workers]\nallow_missing = [\"all\"]", "empty-root"),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use cleat_backend::{Completer, Image, ImageQueue, Outcome, RequestId, Started, VolumeIdentity};
 use cleat_core::error::Result;
-use cleat_core::policy::{OnOutage, Policy, RateLimits};
+use cleat_core::policy::{BusyPoll, OnOutage, Policy, RateLimits};
 use cleat_core::request::{IoError, Op, Request};
 use cleat_core::volume::{BlockSizes, Features};
 use cleat_export::End;
@@ -21,7 +21,7 @@ pub(super) const SIZE: usize = 1 << 20;
 pub(super) const QUEUE: Policy = policy(OnOutage::Queue, 0, 0);
 
 pub(super) const fn policy(outage: OnOutage, iops: u64, bytes_per_s: u64) -> Policy {
-    Policy { outage, limits: RateLimits { iops, bytes_per_s } }
+    Policy { outage, limits: RateLimits { iops, bytes_per_s }, busy_poll: BusyPoll::Auto }
 }
 
 pub(super) const DEPTH: u32 = 128;

@@ -436,7 +436,7 @@ impl Dice {
     fn policy(&mut self) -> policy::Change {
         let limited = OnOutage::QueueFor(Duration::from_secs(30));
         let outage = Some(self.pick(&[OnOutage::Queue, limited, OnOutage::Fail]));
-        policy::Change { outage, iops: Some(self.below(1000)), bytes_per_s: None }
+        policy::Change { outage, iops: Some(self.below(1000)), ..policy::Change::default() }
     }
 
     fn rarely(&mut self, op: Op) -> Op {

@@ -76,7 +76,12 @@ pub(crate) fn map_spec(request: api::MapRequest) -> Result<MapSpec> {
         connections: options.connections,
         block_size: options.block_size,
         dead_connection_timeout_s: options.dead_connection_timeout_s,
-        policy: policy_change(&options.on_outage, options.iops, options.bytes_per_s)?,
+        policy: policy_change(
+            &options.on_outage,
+            options.iops,
+            options.bytes_per_s,
+            &options.busy_poll,
+        )?,
         take_over: request.take_over,
         quiesce: options.quiesce,
     })
@@ -90,9 +95,11 @@ pub(crate) fn policy_change(
     on_outage: &str,
     iops: Option<u64>,
     bytes_per_s: Option<u64>,
+    busy_poll: &str,
 ) -> Result<policy::Change> {
     let outage = (!on_outage.is_empty()).then(|| on_outage.parse()).transpose()?;
-    let change = policy::Change { outage, iops, bytes_per_s };
+    let busy_poll = (!busy_poll.is_empty()).then(|| busy_poll.parse()).transpose()?;
+    let change = policy::Change { outage, iops, bytes_per_s, busy_poll };
     change.apply(policy::Policy::default()).limits.check()?;
     Ok(change)
 }
@@ -116,6 +123,7 @@ pub(crate) fn mapping(view: &View) -> api::Mapping {
             iops: Some(record.options.policy.limits.iops),
             bytes_per_s: Some(record.options.policy.limits.bytes_per_s),
             quiesce: record.options.quiesce,
+            busy_poll: record.options.policy.busy_poll.to_string(),
         }),
         state: state(&view.state).into(),
         message: view.message.clone(),

@@ -339,8 +339,12 @@ impl api::node_server::Node for ApiService {
     ) -> Result<Response<api::Mapping>, Status> {
         let request = request.into_inner();
         let target = checked(validate::target(request.target))?;
-        let (iops, bytes_per_s) = (request.iops, request.bytes_per_s);
-        let change = checked(convert::policy_change(&request.on_outage, iops, bytes_per_s))?;
+        let change = checked(convert::policy_change(
+            &request.on_outage,
+            request.iops,
+            request.bytes_per_s,
+            &request.busy_poll,
+        ))?;
         let deadline = self.deadline(0)?;
         let executor = Arc::clone(&self.executor);
         let renew = request.renew_credentials;

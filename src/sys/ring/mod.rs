@@ -177,6 +177,12 @@ impl Ring {
         entered(self.uring.submitter().submit_with_args(1, &arguments))
     }
 
+    /// Returns whether a completion can be taken, or will be after [`Ring::submit_and_wait`] without a wait. Reads
+    /// memory that the kernel shares; makes no system call.
+    pub fn has_completions(&mut self) -> bool {
+        !self.uring.completion().is_empty() || self.uring.submission().taskrun()
+    }
+
     /// Takes one completion, if there is one. Does not wait.
     #[expect(clippy::should_implement_trait, reason = "more completions may follow a None")]
     pub fn next(&mut self) -> Option<Completion> {

@@ -13,7 +13,8 @@ pub(super) const FILE_SLOTS: u32 = 16;
 /// kernel may be older or patched.
 pub(super) fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     let mut best = IoUring::builder();
-    best.setup_submit_all().setup_single_issuer().setup_defer_taskrun().setup_r_disabled();
+    best.setup_submit_all().setup_single_issuer().setup_defer_taskrun();
+    best.setup_taskrun_flag().setup_r_disabled();
     let mut plainer = IoUring::builder();
     plainer.setup_submit_all().setup_r_disabled();
     for builder in [best, plainer] {

@@ -199,7 +199,7 @@ fn a_mapping_in_json_has_the_documented_fields() {
     let mapping = json(&cleat("map mem:1G -o json", &daemon.socket).stdout);
     let fields: Vec<&str> =
         mapping.as_object().expect("an object").keys().map(String::as_str).collect();
-    let documented = "block_size bytes_per_s connections dead_connection_timeout_s device \
+    let documented = "block_size busy_poll bytes_per_s connections dead_connection_timeout_s device \
                       fenced generation holders iops last_worker_end mapped_at_s mapping_id message name \
                       on_outage outage quiesce quiet read_only size_bytes state symlink sync_failed uri worker_pid \
                       worker_version";
@@ -348,7 +348,15 @@ fn set_sends_only_the_given_options() {
     cleat("set data --iops 0", &daemon.socket);
     let Seen::SetOptions(seen) = daemon.seen() else { panic!("the daemon was asked to set") };
     assert_eq!((seen.on_outage.as_str(), seen.iops, seen.bytes_per_s), ("", Some(0), None));
-    for wrong in ["set data", "set data --on-outage perhaps", "set data --bps fast"] {
+    cleat("set data --busy-poll off", &daemon.socket);
+    let Seen::SetOptions(seen) = daemon.seen() else { panic!("the daemon was asked to set") };
+    assert_eq!((seen.busy_poll.as_str(), seen.iops, seen.bytes_per_s), ("off", None, None));
+    for wrong in [
+        "set data",
+        "set data --on-outage perhaps",
+        "set data --bps fast",
+        "set data --busy-poll on",
+    ] {
         let run = cleat(wrong, &daemon.socket);
         assert_eq!(run.code, 2, "{wrong}: {}", run.stderr);
     }

@@ -1,0 +1,130 @@
+//! Busy polling: a connection looks for completions for a short time before it sleeps.
+//!
+//! To put a thread to sleep and to wake it costs more than most waits last: with polling, a client with one
+//! request at a time gets 39k instead of 23k reads/s from memory. Three rules bound the cost. A poll ends after
+//! [`POLL_NS`]. Each look yields the processor, and a poll ends if another thread has used it. Polls that find
+//! nothing become rarer, to one in [`MAX_SKIPPED`] waits. A connection without requests sleeps: there is at
+//! most one poll for each time that it woke up.
+
+/// How long one poll lasts at most, in nanoseconds.
+const POLL_NS: u64 = 50_000;
+
+/// A yield that takes longer than this has run another thread, which needs the processor; in nanoseconds.
+const YIELD_NS: u64 = 30_000;
+
+/// The highest number of waits without a poll after a poll that found nothing.
+const MAX_SKIPPED: u32 = 128;
+
+/// What a connection waits for. Polls for one say nothing about polls for the other.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Awaited {
+    /// Requests from the client.
+    Client,
+    /// Requests in flight at the backend, or the client.
+    Backend,
+}
+
+/// Decides when a connection polls.
+#[derive(Debug, Default)]
+pub(super) struct Polling {
+    client: Record,
+    backend: Record,
+}
+
+/// The results of the last polls.
+#[derive(Debug, Default)]
+struct Record {
+    /// The number of waits after a poll that finds nothing.
+    penalty: u32,
+    /// The number of waits until the next poll.
+    skip: u32,
+}
+
+impl Polling {
+    /// Looks for completions with `is_ready` until there is one or the poll has to end. Returns whether there is
+    /// one. `now_ns` is a monotonic clock; `pause` yields the processor.
+    pub(super) fn poll(
+        &mut self,
+        awaited: Awaited,
+        mut is_ready: impl FnMut() -> bool,
+        now_ns: impl Fn() -> u64,
+        pause: impl Fn(),
+    ) -> bool {
+        let record = match awaited {
+            Awaited::Client => &mut self.client,
+            Awaited::Backend => &mut self.backend,
+        };
+        if record.skip > 0 {
+            record.skip -= 1;
+            return false;
+        }
+        let began_ns = now_ns();
+        let mut before_ns = began_ns;
+        while !is_ready() {
+            pause();
+            let after_ns = now_ns();
+            if after_ns - began_ns >= POLL_NS || after_ns - before_ns > YIELD_NS {
+                record.penalty = (record.penalty * 2).clamp(1, MAX_SKIPPED);
+                record.skip = record.penalty;
+                return is_ready();
+            }
+            before_ns = after_ns;
+        }
+        record.penalty = 0;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Polls with looks that take `step_ns`, where a completion arrives at `ready_ns`. Returns the result, and
+    /// how long the poll has lasted.
+    fn poll(polling: &mut Polling, step_ns: u64, ready_ns: u64) -> (bool, u64) {
+        let now_ns = Cell::new(0);
+        let is_ready = || now_ns.get() >= ready_ns;
+        let pause = || now_ns.set(now_ns.get() + step_ns);
+        let found = polling.poll(Awaited::Client, is_ready, || now_ns.get(), pause);
+        (found, now_ns.get())
+    }
+
+    #[test]
+    fn a_poll_ends_with_a_completion_or_after_its_limit() {
+        let mut polling = Polling::default();
+        assert_eq!(poll(&mut polling, 1_000, 0), (true, 0));
+        assert_eq!(poll(&mut polling, 1_000, 20_000), (true, 20_000));
+        assert_eq!(poll(&mut polling, 1_000, u64::MAX), (false, POLL_NS));
+    }
+
+    #[test]
+    fn a_poll_ends_when_another_thread_has_used_the_processor() {
+        assert_eq!(poll(&mut Polling::default(), 100_000, u64::MAX), (false, 100_000));
+    }
+
+    #[test]
+    fn polls_that_find_nothing_become_rarer_and_a_find_makes_them_frequent_again() {
+        let mut polling = Polling::default();
+        let polls = |polling: &mut Polling, waits| {
+            (0..waits).filter(|_| poll(polling, 1_000, u64::MAX).1 > 0).count()
+        };
+        let many = polls(&mut polling, 10_000);
+        assert!((70..100).contains(&many), "{many}");
+        while !poll(&mut polling, 1_000, 5_000).0 {}
+        assert_eq!(poll(&mut polling, 1_000, 5_000), (true, 5_000));
+        assert_eq!(polls(&mut polling, 2), 1, "the penalty begins anew");
+    }
+
+    #[test]
+    fn a_slow_backend_does_not_stop_the_polls_for_the_client() {
+        let mut polling = Polling::default();
+        let now_ns = Cell::new(0);
+        let tick = || now_ns.set(now_ns.get() + 1_000);
+        for _ in 0..10 {
+            assert!(!polling.poll(Awaited::Backend, || false, || now_ns.get(), tick));
+            assert_eq!(poll(&mut polling, 1_000, 5_000), (true, 5_000));
+        }
+    }
+}
