@@ -19,6 +19,7 @@ mod facts;
 mod filesystems;
 mod fixture;
 mod force;
+mod foreign;
 mod host;
 mod isolation;
 mod kernel;
@@ -77,6 +78,7 @@ fn trials() -> Vec<Trial> {
         resize::trials(),
         readonly::trials(),
         force::trials(),
+        foreign::trials(),
         outage::trials(),
         upgrade::trials(),
         rbd::trials(),
