@@ -18,6 +18,7 @@ mod exclusive;
 mod freeze;
 mod identity;
 mod kernel_users;
+mod mount_table;
 mod mountinfo;
 mod namespaces;
 mod netlink;
@@ -37,6 +38,7 @@ use std::time::{Duration, Instant};
 use cleat_core::error::{Error, ErrorKind, Result};
 pub use exclusive::ExclusiveOpen;
 pub use identity::Identity;
+pub use mount_table::{MountEntry, Propagation, parse_mount_table, topmost};
 pub use mountinfo::{Mount, parse_mountinfo};
 
 /// The number N of `/dev/nbdN`.

@@ -52,7 +52,7 @@ pub(super) fn parse_swaps(text: &[u8]) -> impl Iterator<Item = OsString> {
 }
 
 /// Undoes the kernel's escapes `\ooo` (fs/seq_file.c, `mangle_path`).
-fn unescape(field: &[u8]) -> OsString {
+pub(super) fn unescape(field: &[u8]) -> OsString {
     let mut plain = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((&byte, after)) = rest.split_first() {
