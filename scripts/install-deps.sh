@@ -20,6 +20,7 @@ build libc6-dev               headers of the C library
 build make                    runs the Makefile
 build pkg-config              finds libraries
 build libudev-dev             headers of libudev
+test  btrfs-progs             file systems on test devices
 test  ceph-common             ceph, rbd: set up the test cluster
 test  ceph-mgr                the test cluster's statistics, for quotas
 test  ceph-mon                the test cluster's monitor
@@ -32,6 +33,7 @@ test  librados2               loaded by the rbd backend
 test  librbd-dev              headers, to compare the declarations with
 test  librbd1                 loaded by the rbd backend
 test  mandoc                  checks the manual pages
+test  mount                   mounts of test devices
 test  nbd-client              a peer, and the oldest client of the kernel driver
 test  nbdkit                  a peer
 test  python3                 test scripts
@@ -41,7 +43,9 @@ test  qemu-utils              qemu-nbd, qemu-io, qemu-img: peers
 test  shellcheck              checks the shell scripts
 test  systemd                 systemd-analyze verify
 test  udev                    udevadm verify
+test  util-linux              blkid, losetup, fstrim, fsfreeze
 test  valgrind                finds leaks around librbd
+test  xfsprogs                file systems on test devices
 vm    busybox-static          programs of the initramfs
 vm    cpio                    packs the initramfs
 vm    debian-archive-keyring  verifies the image's packages

@@ -27,6 +27,7 @@ const ROOMS: &[(&str, &[&str])] = &[
         &["backend", "core", "export", "nbd", "statistics", "sys", "telemetry", "worker-protocol"],
     ),
     ("kernel", &["core", "sys"]),
+    ("filesystem", &["core", "kernel", "sys"]),
     (
         "node",
         &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],

@@ -1,0 +1,219 @@
+//! Mounts and bind mounts.
+//!
+//! The kernel's list of mounts decides whether a mount has succeeded as requested, not the exit code of
+//! mount(8). If it has not, it is removed again.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_kernel::MountEntry;
+use cleat_sys::descriptor::block_device;
+use tokio::time::Instant;
+
+use crate::blocking::bounded;
+use crate::call::{Call, Ended};
+use crate::kind::Kind;
+use crate::mount_options::check_options;
+use crate::mount_table::find;
+use crate::path::{check_device, check_path};
+use crate::tools::MOUNT;
+use crate::unmount::{detach, unmount};
+use crate::writers::refuse_if_written;
+
+/// How long the removal of an unfinished bind mount may take after the deadline.
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A file system and the place where it is mounted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MountSpec {
+    /// The block device.
+    pub source: PathBuf,
+    /// The mount point: an existing directory.
+    pub target: PathBuf,
+    /// The file system. Without it, mount(8) determines it from the device.
+    pub kind: Option<Kind>,
+    /// Options such as `noatime`, one each. `ro` and `rw` are not among them.
+    pub options: Vec<String>,
+    /// Mounts the file system read-only. The kernel may still replay its journal on a writable device.
+    pub read_only: bool,
+    /// Permits a file system whose UUID equals that of another mounted one, as a clone or a snapshot has
+    /// it. XFS refuses that otherwise (`nouuid`). btrfs always refuses it before Linux 6.7.
+    pub duplicate_uuid: bool,
+}
+
+/// Mounts a file system and returns the new mount.
+///
+/// At the deadline the mount may continue in the kernel; [`find`] shows its result.
+///
+/// # Errors
+/// Returns `AlreadyExists` if `target` is a mount point; `InUse` if the device is mounted or held elsewhere
+/// with other properties; `InvalidArgument` for options and paths that are not permitted; `NotFound` if
+/// source or target do not exist; `Unsupported` if the kernel lacks the file system; `PermissionDenied` if
+/// the device is read-only and `read_only` is not set; `TimedOut`; `Internal` if the kernel refuses the
+/// file system. After an error other than `TimedOut` nothing is mounted.
+pub async fn mount(spec: &MountSpec, deadline: Instant) -> Result<MountEntry> {
+    let (source, target) = (spec.source.as_path(), spec.target.as_path());
+    let number = check_device(source)?;
+    check_options(&spec.options)?;
+    refuse_if_written(number, source)?;
+    refuse_mount_point(target, deadline).await?;
+    // Without --rw, mount(8) mounts a write-protected device read-only, and succeeds.
+    let mut call = Call::new(MOUNT, target)
+        .args(["--internal-only", if spec.read_only { "--read-only" } else { "--rw" }]);
+    if let Some(kind) = spec.kind {
+        call = call.args(["--types", kind.name()]);
+    }
+    let mut options = spec.options.clone();
+    let has_nouuid = options.iter().any(|option| option == "nouuid");
+    if spec.duplicate_uuid && spec.kind == Some(Kind::Xfs) && !has_nouuid {
+        options.push("nouuid".to_owned());
+    }
+    if !options.is_empty() {
+        call = call.args(["--options", &options.join(",")]);
+    }
+    let ended = call.arg("--source").arg(source).arg("--target").arg(target).run(deadline).await?;
+    if !ended.status.success() {
+        return Err(mount_failure(&ended, source));
+    }
+    verify(target, spec.read_only, deadline, |entry| {
+        let is_kind = spec.kind.is_none_or(|kind| kind.name() == entry.mount.filesystem);
+        // btrfs has device numbers of its own, and lists the device as source.
+        let is_device = entry.mount.number == number
+            || block_device(Path::new(&entry.mount.source)).ok().flatten() == Some(number);
+        is_kind && is_device
+    })
+    .await
+}
+
+/// Makes the directory or file `source` visible at `target`, without the mounts below it, and returns the new
+/// mount. With `read_only`, writes through the new mount fail, whatever the mount of `source` permits.
+///
+/// # Errors
+/// Returns `AlreadyExists` if `target` is a mount point; `InvalidArgument` if the mount is read-only
+/// although `read_only` is not set, because that of `source` is; otherwise the errors of [`mount()`]. A
+/// mount that should be read-only never remains writable after an error; to ensure this, the call may take
+/// up to 5 s more than its deadline permits.
+pub async fn bind(
+    source: &Path,
+    target: &Path,
+    read_only: bool,
+    deadline: Instant,
+) -> Result<MountEntry> {
+    check_path("the source", source)?;
+    refuse_mount_point(target, deadline).await?;
+    let options = if read_only { "bind,ro" } else { "bind" };
+    let call = Call::new(MOUNT, target).args(["--internal-only", "--options", options]);
+    let call = call.arg("--source").arg(source).arg("--target").arg(target);
+    let failed = match call.run(deadline).await {
+        Ok(ended) if ended.status.success() => None,
+        Ok(ended) => Some(mount_failure(&ended, source)),
+        Err(error) => Some(error),
+    };
+    if let Some(error) = failed {
+        // mount(8) before version 2.39 makes a writable mount first, and leaves it if the second step fails
+        // or the program is killed between the two.
+        remove(target, deadline.max(Instant::now() + CLEANUP_TIMEOUT)).await?;
+        return Err(error);
+    }
+    verify(target, read_only, deadline, |_| true).await
+}
+
+/// Makes the block device `device` visible at the existing file `target`, for a volume without a file system,
+/// and returns the new mount.
+///
+/// The mount does not determine whether the device can be written: the kernel does not apply `ro` to device
+/// nodes. For a read-only volume, the device itself must be read-only.
+///
+/// # Errors
+/// Returns the errors of [`bind`], and `InvalidArgument` if `device` is not a block device.
+pub async fn bind_device(device: &Path, target: &Path, deadline: Instant) -> Result<MountEntry> {
+    let number = check_device(device)?;
+    let entry = bind(device, target, false, deadline).await?;
+    let path = target.to_owned();
+    let look = move || Ok(block_device(&path).ok().flatten());
+    let found = bounded("examine", target, deadline, look).await?;
+    if found == Some(number) {
+        return Ok(entry);
+    }
+    remove(target, deadline).await?;
+    let (device, target) = (device.display(), target.display());
+    let message = format!("{target} is not the device {device} after it was bound there");
+    Err(Error::new(ErrorKind::Internal, message)
+        .with_repair(format!("stat {device}: another device has its name now; retry")))
+}
+
+async fn refuse_mount_point(target: &Path, deadline: Instant) -> Result<()> {
+    let Some(entry) = find(target, deadline).await? else { return Ok(()) };
+    let (path, source) = (target.display(), entry.mount.source.display());
+    let kind = &entry.mount.filesystem;
+    let message = format!("cannot mount at {path}: {source} ({kind}) is mounted there");
+    Err(Error::new(ErrorKind::AlreadyExists, message)
+        .with_repair(format!("findmnt {path}; if it is not needed there: umount {path}")))
+}
+
+/// Checks the new mount at `target` in the kernel's list, and removes it if it is not as requested.
+async fn verify(
+    target: &Path,
+    read_only: bool,
+    deadline: Instant,
+    is_expected: impl Fn(&MountEntry) -> bool,
+) -> Result<MountEntry> {
+    let path = target.display();
+    let Some(entry) = find(target, deadline).await? else {
+        let message = format!("nothing is mounted at {path} after mount succeeded");
+        return Err(Error::new(ErrorKind::Internal, message));
+    };
+    let source = entry.mount.source.display();
+    let wrong = if !is_expected(&entry) {
+        let message =
+            format!("another file system than requested, of {source}, is mounted at {path}");
+        Error::new(ErrorKind::Internal, message)
+    } else if entry.is_read_only() && !read_only {
+        let message = format!("{source} is mounted read-only at {path}, but not requested so");
+        Error::new(ErrorKind::InvalidArgument, message).with_repair(format!(
+            "request a read-only mount, or remount the source: findmnt {source}"
+        ))
+    } else if !entry.is_read_only() && read_only {
+        let message = format!("{source} is mounted writable at {path}, but requested read-only");
+        Error::new(ErrorKind::Internal, message)
+    } else {
+        return Ok(entry);
+    };
+    remove(target, deadline).await?;
+    Err(wrong)
+}
+
+/// Removes a mount that was made in this call, and that no process is known to use.
+async fn remove(target: &Path, deadline: Instant) -> Result<()> {
+    match unmount(target, deadline).await {
+        Err(error) if error.kind() == ErrorKind::InUse => detach(target, deadline).await,
+        result => result,
+    }?;
+    Ok(())
+}
+
+fn mount_failure(ended: &Ended, source: &Path) -> Error {
+    let causes = [
+        ("already mounted", ErrorKind::InUse),
+        ("mount point busy", ErrorKind::InUse),
+        ("write-protected", ErrorKind::PermissionDenied),
+        ("must be superuser", ErrorKind::PermissionDenied),
+        ("permission denied", ErrorKind::PermissionDenied),
+        ("unknown filesystem type", ErrorKind::Unsupported),
+        ("does not exist", ErrorKind::NotFound),
+    ];
+    let known = causes.iter().find(|(text, _)| ended.reports(text));
+    let kind = known.map_or(ErrorKind::Internal, |(_, kind)| *kind);
+    let device = source.display();
+    let name = source.file_name().unwrap_or_default().display();
+    ended.failure(kind).with_repair(match kind {
+        ErrorKind::InUse => format!("findmnt {device}; lsblk {device}"),
+        ErrorKind::PermissionDenied => "mount it read-only, or make the volume writable".to_owned(),
+        ErrorKind::Unsupported => {
+            "load the kernel module of the file system with modprobe".to_owned()
+        }
+        ErrorKind::NotFound => format!("ls -l {device}; create the missing path"),
+        _ => format!("dmesg | grep {name} shows the reason"),
+    })
+}
