@@ -62,7 +62,9 @@ async fn hangs<T: Debug>(name: &str, how: &str, call: impl AsyncFn(Instant) -> R
     let mut timeout = Duration::from_secs(1);
     loop {
         let error = call(Instant::now() + timeout).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error:?}");
+        // A read that missed the deadline may still hold the device.
+        let kinds = [ErrorKind::TimedOut, ErrorKind::InUse];
+        assert!(kinds.contains(&error.kind()), "{error:?}");
         if error.message().starts_with(name) && error.message().contains(how) {
             return;
         }
