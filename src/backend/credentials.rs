@@ -43,6 +43,11 @@ impl Credentials {
         Ok(Self(bytes))
     }
 
+    /// Wraps a secret that did not come from a file.
+    pub fn new(secret: Zeroizing<Vec<u8>>) -> Self {
+        Self(secret)
+    }
+
     /// Returns the secret.
     pub fn bytes(&self) -> &[u8] {
         &self.0
@@ -188,6 +193,11 @@ impl CredentialSet {
         Ok(set)
     }
 
+    /// Returns a set with one secret in place of the content of the file `path`, which need not exist.
+    pub fn with(path: PathBuf, secret: Credentials) -> Self {
+        Self([(path, Arc::new(secret))].into())
+    }
+
     /// Opens and reads those of `files` that are not in the set.
     ///
     /// # Errors
@@ -297,6 +307,10 @@ mod tests {
         assert_eq!(set.get(Path::new("/none/c")).unwrap_err().kind(), ErrorKind::Internal);
         let few = CredentialSet::receive(&files, &paths, vec![file(b"b").into()]).unwrap_err();
         assert_eq!(few.kind(), ErrorKind::InvalidArgument);
+        let given = Credentials::new(Zeroizing::new(b"given".to_vec()));
+        let mut given = CredentialSet::with("/none/a".into(), given);
+        given.complete(&files[..1]).unwrap();
+        assert_eq!(given.get(Path::new("/none/a")).unwrap().bytes(), b"given");
         let long = CredentialSet::receive(&files, &paths[..1], vec![file(b"too long").into()]);
         let long = long.unwrap_err();
         assert!(long.message().contains("/none/b is empty or longer than 7 bytes"), "{long}");

@@ -89,6 +89,17 @@ pub fn of_file(
     Ok(base + if layout.is_complete() { position.min(range.end) } else { range.end })
 }
 
+/// Returns whether a file has data besides holes. A file system that does not report holes has data everywhere.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn has_data(file: impl AsFd) -> io::Result<bool> {
+    match seek(&file, 0, Whence::SeekData) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(true),
+        found => Ok(found?.is_some()),
+    }
+}
+
 /// Returns `None` behind the last data and behind the end of the file.
 fn seek(file: impl AsFd, position: u64, whence: Whence) -> io::Result<Option<u64>> {
     let position = i64::try_from(position).map_err(|_| io::Error::from(Errno::EINVAL))?;

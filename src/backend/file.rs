@@ -21,11 +21,15 @@
 //! - Acknowledged writes are in the page cache or on the disk, and survive the worker.
 
 mod claim;
+mod copy;
+mod labels;
 mod queue;
 mod registration;
+mod snapshots;
 mod spec;
 mod store;
 mod sync;
+mod unfinished;
 
 use std::fs::{File, OpenOptions};
 use std::io;

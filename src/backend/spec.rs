@@ -208,17 +208,18 @@ pub trait StoreSpec: fmt::Debug + Send + Sync + Any {
     /// volumes have none.
     fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>>;
 
-    /// Returns the form of a snapshot's URI; `None` where volumes have no snapshots.
+    /// Returns the form of a snapshot's URI; `None` where a URI cannot name a snapshot.
     fn snapshot_form(&self) -> Option<&'static str> {
         None
     }
 
     /// Opens the store. Blocks, within a limit. Operations that remove data treat other clients as
-    /// `claimant` would on [`VolumeSpec::open`].
+    /// `claimant` would on [`VolumeSpec::open`]. Files with secrets that the store needs and that `credentials`
+    /// does not have are read.
     ///
     /// # Errors
     /// Returns `NotFound`, `PermissionDenied`, `TimedOut`, `Unsupported`, or the backend's error.
-    fn connect(&self, claimant: &Claimant) -> Result<Box<dyn Store>>;
+    fn connect(&self, claimant: &Claimant, credentials: CredentialSet) -> Result<Box<dyn Store>>;
 
     /// Returns this store, accessed with the options of `other` where this one has no options itself.
     ///

@@ -34,6 +34,7 @@ use std::sync::Arc;
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::claimant::Claimant;
+use crate::credentials::CredentialSet;
 use crate::fence::Fence;
 use crate::spec::store::Store;
 use crate::spec::{OpenOptions, StoreSpec, VolumeSpec};
@@ -130,7 +131,7 @@ impl VolumeUri {
     ///
     /// # Errors
     /// Fails as [`VolumeUri::store_location`] does. Returns `InvalidArgument` where no snapshot is named,
-    /// and `Unsupported` where volumes have no snapshots.
+    /// and `Unsupported` where a URI cannot name a snapshot.
     pub fn snapshot_location(&self) -> Result<(StoreUri, String, String)> {
         let (store, name, snapshot) = self.store_location()?;
         match (snapshot, store.spec.snapshot_form()) {
@@ -141,7 +142,8 @@ impl VolumeUri {
                     .with_repair(format!("write the snapshot behind the volume: {form}")))
             }
             (None, None) => {
-                let message = format!("{} volumes have no snapshots", self.scheme());
+                let message =
+                    format!("the URI of a {} volume cannot name a snapshot", self.scheme());
                 Err(Error::new(ErrorKind::Unsupported, message)
                     .with_repair("take a snapshot of the file system that holds the volume"))
             }
@@ -236,7 +238,7 @@ impl StoreUri {
     /// # Errors
     /// Fails as [`StoreSpec::connect`] does.
     pub fn connect(&self) -> Result<Box<dyn Store>> {
-        self.spec.connect(&Claimant::default())
+        self.spec.connect(&Claimant::default(), CredentialSet::default())
     }
 
     /// Opens the store with a claim identity; see [`StoreSpec::connect`].
@@ -244,7 +246,15 @@ impl StoreUri {
     /// # Errors
     /// Fails as [`StoreSpec::connect`] does.
     pub fn connect_as(&self, claimant: &Claimant) -> Result<Box<dyn Store>> {
-        self.spec.connect(claimant)
+        self.spec.connect(claimant, CredentialSet::default())
+    }
+
+    /// Opens the store as [`StoreUri::connect`] does, with secrets instead of the content of their files.
+    ///
+    /// # Errors
+    /// Fails as [`StoreSpec::connect`] does.
+    pub fn connect_with(&self, credentials: CredentialSet) -> Result<Box<dyn Store>> {
+        self.spec.connect(&Claimant::default(), credentials)
     }
 
     /// Returns this store, accessed with the options of `other` where this one has no options itself.

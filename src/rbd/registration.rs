@@ -10,8 +10,8 @@ use cleat_backend::fence::Fence;
 use cleat_backend::store::Store;
 use cleat_backend::uri::{Options, invalid};
 use cleat_backend::{
-    Backend, Confinement, CredentialFile, HandoverFiles, Image, Nested, OpenOptions, StoreParser,
-    StoreSpec, Stored, VolumeSpec,
+    Backend, Confinement, CredentialFile, CredentialSet, HandoverFiles, Image, Nested, OpenOptions,
+    StoreParser, StoreSpec, Stored, VolumeSpec,
 };
 use cleat_core::error::Result;
 
@@ -160,8 +160,8 @@ impl StoreSpec for RbdStoreSpec {
         Some("rbd:POOL/IMAGE@SNAPSHOT")
     }
 
-    fn connect(&self, claimant: &Claimant) -> Result<Box<dyn Store>> {
-        Ok(Box::new(RbdStore::connect(self, claimant)?))
+    fn connect(&self, claimant: &Claimant, credentials: CredentialSet) -> Result<Box<dyn Store>> {
+        Ok(Box::new(RbdStore::connect(self, claimant, credentials)?))
     }
 
     fn with_access_of(&self, other: &dyn StoreSpec) -> Result<Arc<dyn StoreSpec>> {

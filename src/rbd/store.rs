@@ -9,6 +9,7 @@
 
 mod encrypted;
 mod info;
+mod labels;
 mod layout;
 mod listing;
 mod other_clients;
@@ -28,10 +29,11 @@ use crate::mirror::check_primary;
 use crate::spec::{RbdSpec, RbdStoreSpec};
 use crate::timeouts::{CALL_TIMEOUT, Tracker, answer, with_progress, with_timeout};
 use crate::{encryption, errors};
+use cleat_backend::CredentialSet;
 use cleat_backend::claimant::Claimant;
 use cleat_backend::store::{
-    CloneStore, Info, Layout, Listing, Page, Progress, Purged, Removal, Removed, Snapshot,
-    SnapshotStore, Source, Store, TrashStore, Trashed,
+    CloneStore, Info, LabelStore, Layout, Listing, Page, Progress, Purged, Removal, Removed,
+    Snapshot, SnapshotStore, Source, Store, TrashStore, Trashed,
 };
 use cleat_backend::uri::{Size, StoreUri, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -39,6 +41,10 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// The timeout of taking a snapshot. A client that has mapped the image may first have to write its dirty
 /// data (quiesce).
 const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The additional timeout of creating an image with labels. If an image exists without them, each of its objects
+/// may have to be looked up.
+const ADOPTION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A pool or a namespace, with its own connection.
 #[derive(Clone)]
@@ -67,10 +73,15 @@ impl RbdStore {
     /// # Errors
     /// Returns `NotFound` if the pool or namespace does not exist, `TimedOut` if the cluster does not
     /// answer, and otherwise the cluster's error.
-    pub(crate) fn connect(spec: &RbdStoreSpec, claimant: &Claimant) -> Result<Self> {
+    pub(crate) fn connect(
+        spec: &RbdStoreSpec,
+        claimant: &Claimant,
+        credentials: CredentialSet,
+    ) -> Result<Self> {
         load_library()?;
         let wanted = spec.clone();
-        let pool = with_timeout(CALL_TIMEOUT, &answer(spec.pool()), move || open_pool(&wanted))?;
+        let open = move || open_pool(&wanted, credentials);
+        let pool = with_timeout(CALL_TIMEOUT, &answer(spec.pool()), open)?;
         Ok(Self { pool, spec: spec.clone(), claimant: claimant.clone() })
     }
 
@@ -115,9 +126,8 @@ impl Store for RbdStore {
         let target = self.target(name, None)?;
         let unlocking =
             target.spec.encryption.as_ref().map_or(Duration::ZERO, |_| encrypted::FORMAT_TIMEOUT);
-        with_timeout(CALL_TIMEOUT + unlocking, &answer(&target.name), move || {
-            target.create(size, &layout)
-        })
+        let timeout = CALL_TIMEOUT + unlocking + adoption_timeout(&layout);
+        with_timeout(timeout, &answer(&target.name), move || target.create_labelled(size, &layout))
     }
 
     fn remove(&self, name: &str, how: Removal, progress: Progress<'_>) -> Result<Removed> {
@@ -154,17 +164,33 @@ impl Store for RbdStore {
     fn trash(&self) -> Option<&dyn TrashStore> {
         Some(self)
     }
+
+    fn labels(&self) -> Option<&dyn LabelStore> {
+        Some(self)
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>> {
+        self.pool_space()
+    }
 }
 
 impl CloneStore for RbdStore {
-    fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool> {
+    fn create_clone(
+        &self,
+        source: &Source<'_>,
+        name: &str,
+        layout: &Layout,
+        _progress: Progress<'_>,
+    ) -> Result<bool> {
         let spec: &dyn Any = source.store;
-        let Some(spec) = spec.downcast_ref::<RbdStoreSpec>() else {
+        let (Some(spec), Some(snapshot)) = (spec.downcast_ref::<RbdStoreSpec>(), source.snapshot)
+        else {
             return Err(invalid("an RBD image can only be cloned from a snapshot of an RBD image"));
         };
-        let parent = spec.image(source.name, Some(source.snapshot))?;
-        let layout = layout.clone();
-        self.call(name, None, move |target| target.clone_of(&parent, layout))
+        let parent = spec.image(source.name, Some(snapshot))?;
+        let (target, layout) = (self.target(name, None)?, layout.clone());
+        let timeout = CALL_TIMEOUT + adoption_timeout(&layout);
+        with_timeout(timeout, &answer(&target.name), move || target.clone_labelled(&parent, layout))
     }
 
     fn flatten(&self, name: &str, progress: Progress<'_>) -> Result<bool> {
@@ -177,7 +203,7 @@ impl SnapshotStore for RbdStore {
         self.call(name, None, |target| target.snapshots_of(&*target.open(Open::ReadOnly)?))
     }
 
-    fn create(&self, name: &str, snapshot: &str) -> Result<bool> {
+    fn create(&self, name: &str, snapshot: &str, _progress: Progress<'_>) -> Result<bool> {
         let target = self.target(name, Some(snapshot))?;
         with_timeout(SNAPSHOT_TIMEOUT, &answer(&target.name), move || target.snapshot_create())
     }
@@ -499,9 +525,15 @@ impl Target {
     }
 }
 
-fn open_pool(spec: &RbdStoreSpec) -> Result<Arc<Pool>> {
+fn adoption_timeout(layout: &Layout) -> Duration {
+    if layout.labels.is_empty() { Duration::ZERO } else { ADOPTION_TIMEOUT }
+}
+
+fn open_pool(spec: &RbdStoreSpec, mut credentials: CredentialSet) -> Result<Arc<Pool>> {
     let failed = |error| pool_error(error, spec.client());
-    let key = ClientKey::load(spec.client())?;
+    let keyring: Vec<_> = spec.client().keyring_file().into_iter().collect();
+    credentials.complete(&keyring)?;
+    let key = ClientKey::find(spec.client(), &credentials)?;
     let cluster = connect(&config(spec.client()), key.as_ref()).map_err(failed)?;
     let pool = cluster.pool(spec.pool(), spec.namespace()).map_err(failed)?;
     if let Some(name) = spec.namespace() {

@@ -28,11 +28,24 @@ const MAX_PROCESSES: usize = 10_000;
 /// # Errors
 /// Returns `InUse` if another process holds the lock, and the kernel's error otherwise.
 pub(super) fn lock(file: &File, path: &str) -> Result<()> {
+    lock_as(libc::F_WRLCK, file, path)
+}
+
+/// Keeps writers away from the whole file until the file is closed, and not other readers. The file must be
+/// open for reading. Blocks for about a second while the file is busy.
+///
+/// # Errors
+/// Returns `InUse` if another process may write to the file, and the kernel's error otherwise.
+pub(super) fn lock_out_writers(file: &File, path: &str) -> Result<()> {
+    lock_as(libc::F_RDLCK, file, path)
+}
+
+fn lock_as(kind: libc::c_int, file: &File, path: &str) -> Result<()> {
     // An open-file-description lock (fcntl(2)): it exists as long as the description, so that neither a
     // fork nor the close of another descriptor of the file releases it.
     #[allow(clippy::cast_possible_truncation, reason = "small constants, wider in C than needed")]
     let whole = libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
+        l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: 0,
         l_len: 0,

@@ -12,6 +12,7 @@ use super::FileImage;
 use super::spec::{DirectorySpec, FileSpec};
 use super::store::FileStore;
 use crate::claimant::Claimant;
+use crate::credentials::CredentialSet;
 use crate::spec::store::Store;
 use crate::spec::{Backend, Nested, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec};
 use crate::uri::{Encoded, Options, Size, invalid};
@@ -110,14 +111,15 @@ impl StoreSpec for DirectorySpec {
     fn volume(&self, name: &str, snapshot: Option<&str>) -> Result<Arc<dyn VolumeSpec>> {
         let spec = self.file(name)?;
         if snapshot.is_some() {
-            return Err(Error::new(ErrorKind::Unsupported, "a file has no snapshots").with_repair(
-                "keep the volume in RBD, or take snapshots of the file system that holds it",
-            ));
+            let message = "a snapshot of a file cannot be mapped";
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_repair("make a volume from the snapshot, and map that"));
         }
         Ok(Arc::new(spec))
     }
 
-    fn connect(&self, _claimant: &Claimant) -> Result<Box<dyn Store>> {
+    /// Files need no secrets.
+    fn connect(&self, _claimant: &Claimant, _: CredentialSet) -> Result<Box<dyn Store>> {
         Ok(Box::new(FileStore::open(self)?))
     }
 

@@ -8,6 +8,9 @@ use cleat_core::error::Result;
 
 use crate::uri::{Options, decode, invalid, parse_size, shown};
 
+/// The subdirectory of a store with everything that is not a volume.
+pub(super) const HIDDEN: &str = ".cleat";
+
 /// A file or a block device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FileSpec {
@@ -47,6 +50,9 @@ impl DirectorySpec {
 
     /// Returns the file `name` in this directory.
     pub(super) fn file(&self, name: &str) -> Result<FileSpec> {
+        if name == HIDDEN {
+            return Err(invalid(format!("{name:?} has the snapshots of a directory's volumes")));
+        }
         if Path::new(name).file_name() != Some(OsStr::new(name)) || name.contains('\0') {
             let message = format!("{:?} cannot be the name of a file", shown(name));
             return Err(invalid(message));

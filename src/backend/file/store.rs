@@ -12,11 +12,15 @@ use std::os::unix::fs::MetadataExt;
 use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::spec::{DirectorySpec, FileSpec};
-use super::{FileImage, claim, create, inspect, open, sync_directory};
+use super::{FileImage, claim, create, inspect, labels, open, sync_directory};
 use crate::Image;
+use crate::extents::has_data;
 use crate::spec::{OpenOptions, StoreSpec};
-use crate::store::{Entry, Info, Layout, Listing, Lock, Page, Progress, Removal, Removed, Store};
-use crate::uri::{Size, VolumeUri, invalid};
+use crate::store::{
+    self, CloneStore, Entry, Info, LabelStore, Labels, Layout, Listing, Lock, Page, Progress,
+    Removal, Removed, Store, changed_labels, label_differences,
+};
+use crate::uri::{Encoded, Size, VolumeUri, invalid};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The maximum number of files in a directory that can be listed.
@@ -24,7 +28,7 @@ const MAX_FILES: usize = 1 << 20;
 
 /// A directory as a store.
 pub(super) struct FileStore {
-    directory: DirectorySpec,
+    pub(super) directory: DirectorySpec,
 }
 
 impl FileStore {
@@ -38,22 +42,42 @@ impl FileStore {
         Ok(Self { directory: directory.clone() })
     }
 
-    fn spec(&self, name: &str, create: Option<u64>) -> Result<FileSpec> {
+    pub(super) fn spec(&self, name: &str, create: Option<u64>) -> Result<FileSpec> {
         Ok(FileSpec { create, ..self.directory.file(name)? })
     }
 
-    fn uri(&self, name: &str, snapshot: Option<&str>) -> Result<String> {
-        self.directory.volume(name, snapshot).map(VolumeUri::new).map(|uri| uri.to_string())
+    fn uri(&self, name: &str) -> Result<String> {
+        self.directory.volume(name, None).map(VolumeUri::new).map(|uri| uri.to_string())
+    }
+
+    /// Checks that `layout` has nothing but labels.
+    pub(super) fn check_layout(layout: &Layout) -> Result<()> {
+        let labels = layout.labels.clone();
+        if *layout == (Layout { labels, ..Layout::default() }) {
+            return Ok(());
+        }
+        let message = "a file has no features, objects, stripes or pool";
+        Err(Error::new(ErrorKind::Unsupported, message)
+            .with_repair("remove these options, or create an RBD image"))
     }
 
     /// Opens the file of `spec` for writing, and creates it if `spec` has a size for that. Returns `None` if it
     /// does not exist.
     fn file(&self, spec: &FileSpec) -> Result<Option<File>> {
-        let path = spec.path.display();
-        let (device, missing) = match inspect(spec, false) {
+        match self.check_plain(spec) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             other => other?,
-        };
+        }
+        open(spec, false, false).map(Some)
+    }
+
+    /// Checks that `spec` is a file and neither a link nor a device, or that it is missing and must be created.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if it is missing and has no size for its creation.
+    pub(super) fn check_plain(&self, spec: &FileSpec) -> Result<()> {
+        let path = spec.path.display();
+        let (device, missing) = inspect(spec, spec.create.is_none())?;
         if device {
             let message = format!("{path} is a block device, which cleat cannot change");
             return Err(Error::new(ErrorKind::Unsupported, message).with_repair(
@@ -66,17 +90,46 @@ impl FileStore {
             return Err(invalid(format!("{path} is a symbolic link"))
                 .with_repair(format!("name its target: file:{}", target.display())));
         }
-        open(spec, false, false).map(Some)
+        Ok(())
+    }
+
+    /// Labels a file whose creation was interrupted before it had labels. Returns whether it has been labelled.
+    ///
+    /// # Errors
+    /// Returns `AlreadyExists` if the file has other labels, or content without labels.
+    fn adopt(&self, file: &File, path: &str, wanted: &Labels) -> Result<bool> {
+        let is = labels::read(file, path)?;
+        let differences = label_differences(&is, wanted);
+        if differences.is_empty() {
+            return Ok(false);
+        }
+        let exists = |with: String| {
+            Error::new(ErrorKind::AlreadyExists, format!("{path} exists with {with}"))
+                .with_repair("use another name, or remove the file")
+        };
+        if !is.is_empty() {
+            return Err(exists(differences.join("; ")));
+        }
+        claim::lock(file, path)?;
+        let failed = |error| Error::from_io(format!("cannot look for data in {path}"), error);
+        if has_data(file).map_err(failed)? {
+            return Err(exists("data and without labels: another program made it".to_owned()));
+        }
+        self.label(file, path, wanted)?;
+        Ok(true)
+    }
+
+    fn label(&self, file: &File, path: &str, labels: &Labels) -> Result<()> {
+        labels::write(file, path, labels)?;
+        let failed = |error| Error::from_io(format!("cannot store the labels of {path}"), error);
+        file.sync_all().map_err(failed)
     }
 }
 
 impl Store for FileStore {
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool> {
-        if *layout != Layout::default() {
-            let message = "a file has no features, objects, stripes or pool";
-            return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_repair("remove these options, or create an RBD image"));
-        }
+        Self::check_layout(layout)?;
+        let wanted = changed_labels(&Labels::new(), &layout.labels)?;
         let spec = self.spec(name, Some(size))?;
         let missing = !spec.path.exists();
         let path = spec.path.display().to_string();
@@ -89,7 +142,7 @@ impl Store for FileStore {
         match length(&file, &path)? {
             // This call created the file, or an earlier one that was killed.
             0 => {}
-            is if is == size => return Ok(false),
+            is if is == size => return self.adopt(&file, &path, &wanted),
             is => {
                 let (is, size) = (Size(is), Size(size));
                 let message = format!("{path} exists with a size of {is}, not {size}");
@@ -104,6 +157,9 @@ impl Store for FileStore {
                 let _ = fs::remove_file(&spec.path);
             }
         })?;
+        if !wanted.is_empty() {
+            self.label(&file, &path, &wanted)?;
+        }
         Ok(true)
     }
 
@@ -118,6 +174,11 @@ impl Store for FileStore {
                 .with_repair("repeat with --now, which deletes the file for good"));
         }
         claim::lock(&file, &path)?;
+        let snapshots = self.snapshot_names(name)?;
+        if !snapshots.is_empty() {
+            let message = format!("{path} has the snapshots {}", snapshots.join(", "));
+            return Err(Error::new(ErrorKind::InUse, message).with_repair("remove them first"));
+        }
         let failed = |error| Error::from_io(format!("cannot remove {path}"), error);
         let (opened, found) =
             (file.metadata().map_err(failed)?, fs::metadata(&spec.path).map_err(failed)?);
@@ -128,6 +189,7 @@ impl Store for FileStore {
             ));
         }
         fs::remove_file(&spec.path).and_then(|()| sync_directory(&spec.path)).map_err(failed)?;
+        self.clear_snapshots(name);
         Ok(Removed { changed: true, trash: None })
     }
 
@@ -187,7 +249,7 @@ impl Store for FileStore {
                 Err(error) => return Err(failed(error)),
             };
             volumes.push(Entry {
-                uri: self.uri(&name, None)?,
+                uri: self.uri(&name)?,
                 name,
                 size_bytes: Some(metadata.len()),
                 ..Entry::default()
@@ -197,7 +259,10 @@ impl Store for FileStore {
     }
 
     fn info(&self, name: &str, snapshot: Option<&str>) -> Result<Info> {
-        let uri = self.uri(name, snapshot)?;
+        if let Some(snapshot) = snapshot {
+            return self.snapshot_info(name, snapshot);
+        }
+        let uri = self.uri(name)?;
         let spec = self.spec(name, None)?;
         let path = spec.path.display().to_string();
         let (device, _) = inspect(&spec, true)?;
@@ -216,7 +281,64 @@ impl Store for FileStore {
             // stat(2): the unit is 512 bytes for every block size.
             used_bytes: Some(metadata.blocks() * 512),
             locks: claim::lock_holder(&file).map(lock).into_iter().collect(),
+            snapshots: self.snapshots_of(name)?,
+            labels: labels::read(&file, &path)?,
             ..info
+        })
+    }
+
+    fn snapshots(&self) -> Option<&dyn store::SnapshotStore> {
+        Some(self)
+    }
+
+    fn clones(&self) -> Option<&dyn CloneStore> {
+        Some(self)
+    }
+
+    fn labels(&self) -> Option<&dyn LabelStore> {
+        Some(self)
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>> {
+        let path = &self.directory.path;
+        let found = rustix::fs::statvfs(path).map_err(|error| {
+            let message = format!("cannot read the free space of {}", path.display());
+            Error::from_io(message, error.into())
+        })?;
+        Ok(Some(found.f_bavail.saturating_mul(found.f_frsize)))
+    }
+}
+
+impl LabelStore for FileStore {
+    fn set(&self, name: &str, changes: &Labels) -> Result<bool> {
+        let spec = self.spec(name, None)?;
+        let path = spec.path.display().to_string();
+        let Some(file) = self.file(&spec)? else {
+            return Err(Error::new(ErrorKind::NotFound, format!("{path} does not exist")));
+        };
+        let is = labels::read(&file, &path)?;
+        let labels = changed_labels(&is, changes)?;
+        if labels == is {
+            return Ok(false);
+        }
+        self.label(&file, &path, &labels)?;
+        Ok(true)
+    }
+}
+
+impl FileStore {
+    fn snapshot_info(&self, name: &str, snapshot: &str) -> Result<Info> {
+        let (file, path) = Self::open_snapshot(&self.directory, name, snapshot)?;
+        let metadata =
+            file.metadata().map_err(|e| Error::from_io(format!("cannot look at {path}"), e))?;
+        Ok(Info {
+            name: name.to_owned(),
+            uri: format!("file:{}", Encoded(path.as_bytes())),
+            size_bytes: metadata.len(),
+            used_bytes: Some(metadata.blocks() * 512),
+            created_at_s: Some(metadata.mtime()),
+            clones: Some(Vec::new()),
+            ..Info::default()
         })
     }
 }
@@ -298,6 +420,39 @@ mod tests {
     }
 
     #[test]
+    fn labels_tell_an_interrupted_creation_from_another_volume() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let store = store(directory.path());
+        let labels = |name: &str| Labels::from([("csi.name".to_owned(), name.to_owned())]);
+        let layout = |name: &str| Layout { labels: labels(name), ..Layout::default() };
+        assert!(Store::create(&store, "a", 1 << 20, &layout("a")).expect("it is new"));
+        assert!(!Store::create(&store, "a", 1 << 20, &layout("a")).expect("it exists"));
+        let error = Store::create(&store, "a", 1 << 20, &layout("b")).expect_err("another name");
+        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+        assert!(error.message().contains("csi.name=\"a\", not \"b\""), "{error}");
+
+        // A call that was killed leaves a file without labels.
+        File::create(directory.path().join("half")).expect("a file").set_len(4096).expect("a size");
+        assert!(Store::create(&store, "half", 4096, &layout("half")).expect("it continues"));
+        assert_eq!(store.info("half", None).expect("it exists").labels, labels("half"));
+        // Another program's file has data.
+        fs::write(directory.path().join("other"), [1_u8; 4096]).expect("a file");
+        let error = Store::create(&store, "other", 4096, &layout("other")).expect_err("data");
+        assert!(error.message().contains("without labels"), "{error}");
+
+        let changes = [("csi.iops", "7"), ("csi.name", "")];
+        let changes = changes.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+        assert!(store.set("a", &changes).expect("it changes"));
+        assert!(!store.set("a", &changes).expect("it does not change"));
+        let info = store.info("a", None).expect("it exists");
+        assert_eq!(info.labels.into_iter().collect::<Vec<_>>(), [("csi.iops".into(), "7".into())]);
+        let long = Labels::from([("k".to_owned(), "v".repeat(4000))]);
+        assert_eq!(store.set("a", &long).expect_err("too long").kind(), ErrorKind::InvalidArgument);
+        assert_eq!(store.set("none", &long).expect_err("none").kind(), ErrorKind::NotFound);
+        assert!(store.available_bytes().expect("a file system").is_some());
+    }
+
+    #[test]
     fn lists_come_in_pages() {
         let directory = tempfile::tempdir().expect("a directory");
         let store = store(directory.path());
@@ -326,7 +481,7 @@ mod tests {
         let striped = Layout { stripes: Some((4096, 2)), ..Layout::default() };
         let error = store.create("b", 4096, &striped).expect_err("files have none");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(store.snapshots().is_none() && store.clones().is_none() && store.trash().is_none());
+        assert!(store.trash().is_none());
         assert!(store.create("../b", 4096, &Layout::default()).is_err());
     }
 }

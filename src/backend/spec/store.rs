@@ -10,11 +10,12 @@
 //!   progress have no limit while they make progress, but the caller can stop them; the error then says
 //!   what is left, and another call continues. A call that reached its limit may still take effect later.
 //! - Operations that only some backends support are capabilities of the store: [`SnapshotStore`],
-//!   [`CloneStore`], [`TrashStore`].
+//!   [`CloneStore`], [`TrashStore`], [`LabelStore`].
 //!
 //! Fields of results that a backend does not have are `None` (null in JSON), or empty. Every method returns
 //! the backend's error if the storage refuses the call or does not answer.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
@@ -26,14 +27,18 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// in units of the operation, both zero until they are known. The operation stops if it returns `Break`.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
 
+/// Texts with keys that are stored with a volume and removed with it. Clones do not inherit them. See
+/// [`LabelStore`].
+pub type Labels = BTreeMap<String, String>;
+
 /// A place that holds volumes. Names are those of [`crate::uri::VolumeUri::store_location`]. Results of
 /// type `bool` say whether the call changed anything.
 pub trait Store: Send + Sync {
     /// Creates a volume of `size` bytes.
     ///
     /// # Errors
-    /// Returns `AlreadyExists` if the volume exists with other properties, and the backend's error
-    /// otherwise.
+    /// Returns `AlreadyExists` if the volume exists with other properties or, where [`Layout::labels`] has any,
+    /// with other labels, and the backend's error otherwise.
     fn create(&self, name: &str, size: u64, layout: &Layout) -> Result<bool>;
 
     /// Removes a volume.
@@ -77,6 +82,20 @@ pub trait Store: Send + Sync {
     fn trash(&self) -> Option<&dyn TrashStore> {
         None
     }
+
+    /// Returns the capability to store labels with volumes.
+    fn labels(&self) -> Option<&dyn LabelStore> {
+        None
+    }
+
+    /// Returns how many bytes new data of volumes can use; `None` if the storage does not say. Thin volumes
+    /// can be larger than that together.
+    ///
+    /// # Errors
+    /// Returns the backend's error.
+    fn available_bytes(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
 }
 
 /// Takes, lists and removes snapshots of volumes. Results of type `bool` say whether the call changed
@@ -88,11 +107,14 @@ pub trait SnapshotStore {
     /// Returns the backend's error.
     fn list(&self, name: &str) -> Result<Vec<Snapshot>>;
 
-    /// Takes a snapshot. Clients that have the volume open continue.
+    /// Takes a snapshot. Clients that have the volume open continue. The snapshot has every write that was
+    /// acknowledged before the call, and of later ones a state that the volume had at one moment, as after a
+    /// crash.
     ///
     /// # Errors
-    /// Returns the backend's error.
-    fn create(&self, name: &str, snapshot: &str) -> Result<bool>;
+    /// Returns `InUse` if the backend can only copy the volume and a client writes to it, and the backend's
+    /// error otherwise.
+    fn create(&self, name: &str, snapshot: &str, progress: Progress<'_>) -> Result<bool>;
 
     /// Removes a snapshot.
     ///
@@ -119,9 +141,20 @@ pub trait CloneStore {
     /// Creates the volume `name` as a clone of a snapshot, which may be in another store of the backend.
     ///
     /// # Errors
-    /// Returns `AlreadyExists` if a volume `name` exists that is not a clone of that snapshot, and the
-    /// backend's error otherwise.
-    fn create_clone(&self, source: &Source<'_>, name: &str, layout: &Layout) -> Result<bool>;
+    /// Returns `AlreadyExists` if a volume `name` exists that is not a clone of that snapshot or, where
+    /// [`Layout::labels`] has any, has other labels, and the backend's error otherwise.
+    fn create_clone(
+        &self,
+        source: &Source<'_>,
+        name: &str,
+        layout: &Layout,
+        progress: Progress<'_>,
+    ) -> Result<bool>;
+
+    /// Returns whether a volume itself can be a source, without a snapshot ([`Source::snapshot`]).
+    fn clones_volumes(&self) -> bool {
+        false
+    }
 
     /// Makes a clone independent of its parent.
     ///
@@ -156,6 +189,57 @@ pub trait TrashStore {
     fn purge(&self, ids: &[String], force: bool, progress: Progress<'_>) -> Result<Purged>;
 }
 
+/// Stores labels with volumes. A volume gets its first labels when it is created ([`Layout::labels`]), so that
+/// a repeated creation can tell a volume of its own from another one of the same name. A volume without labels
+/// that is empty and unused counts as one whose creation was interrupted, and gets them later.
+///
+/// [`Info::labels`] has the labels of a volume. All labels together have at most [`MAX_LABELS`] bytes.
+pub trait LabelStore {
+    /// Sets the labels in `changes`; an empty value removes a label. The other labels stay. The change takes
+    /// effect as a whole or not at all. Concurrent calls for the same volume can lose a change. Returns whether
+    /// anything changed.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if the volume does not exist, `InvalidArgument` for too many labels, and the backend's
+    /// error otherwise.
+    fn set(&self, name: &str, changes: &Labels) -> Result<bool>;
+}
+
+/// The maximum length of the labels of a volume in bytes, in JSON. Some filesystems store no more with a file.
+pub const MAX_LABELS: usize = 3072;
+
+/// Returns `labels` with `changes`; an empty value removes a label.
+///
+/// # Errors
+/// Returns `InvalidArgument` if the result is too long.
+pub fn changed_labels(labels: &Labels, changes: &Labels) -> Result<Labels> {
+    let mut labels = labels.clone();
+    for (key, value) in changes {
+        if value.is_empty() {
+            labels.remove(key);
+        } else {
+            labels.insert(key.clone(), value.clone());
+        }
+    }
+    // The quotes, the colon and the comma of each entry in JSON, and room for a few escapes.
+    let length: usize = labels.iter().map(|(key, value)| key.len() + value.len() + 8).sum();
+    if length > MAX_LABELS {
+        let message = format!("the labels of a volume have {length} bytes, more than {MAX_LABELS}");
+        return Err(Error::new(ErrorKind::InvalidArgument, message));
+    }
+    Ok(labels)
+}
+
+/// Returns how the labels `is` differ from `wanted`, as text for people. Labels that are not wanted do not count.
+pub fn label_differences(is: &Labels, wanted: &Labels) -> Vec<String> {
+    let differs = |(key, value): &(&String, &String)| is.get(*key) != Some(*value);
+    let shown = |(key, value): (&String, &String)| match is.get(key) {
+        Some(is) => format!("the label {key}={is:?}, not {value:?}"),
+        None => format!("no label {key}={value:?}"),
+    };
+    wanted.iter().filter(differs).map(shown).collect()
+}
+
 /// How the storage lays out a new volume. The storage chooses what is `None`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Layout {
@@ -169,17 +253,20 @@ pub struct Layout {
     pub data_pool: Option<String>,
     /// The format of a clone: with 1 the snapshot must be protected and must stay; with 2, the default, not.
     pub clone_format: Option<u8>,
+    /// The labels of the volume.
+    pub labels: Labels,
 }
 
-/// The snapshot from which a clone is created.
+/// The snapshot, or the volume, from which a clone is created.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// The store of the volume. The clone's client accesses it; the access options of this store are ignored.
     pub store: &'a dyn super::StoreSpec,
     /// The volume.
     pub name: &'a str,
-    /// The snapshot of the volume.
-    pub snapshot: &'a str,
+    /// The snapshot of the volume; `None` for the present content of the volume, which has then the same
+    /// consistency as in a snapshot. Only where [`CloneStore::clones_volumes`] says so.
+    pub snapshot: Option<&'a str>,
 }
 
 /// How a volume is removed.
@@ -311,6 +398,9 @@ pub struct Info {
     pub watchers: Vec<Watcher>,
     /// The locks on the volume.
     pub locks: Vec<Lock>,
+    /// The labels of the volume.
+    #[serde(skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 /// The snapshot from which a volume was cloned.

@@ -1,5 +1,6 @@
 //! `cleat volume create`, `remove`, `resize`, `clone` and `flatten`.
 
+use std::ops::ControlFlow;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -234,9 +235,11 @@ pub(super) fn clone(globals: &Globals, args: Clone) -> Result<()> {
     let (to, name) = volume_location(&args.uri)?;
     let store = to.with_access_of(&from)?.connect()?;
     let layout = Layout { clone_format: Some(args.clone_format), ..args.layout.into() };
-    let source = Source { store: from.spec(), name: &source, snapshot: &snapshot };
-    let changed =
-        capability(store.clones(), &to, "clones")?.create_clone(&source, &name, &layout)?;
+    let source = Source { store: from.spec(), name: &source, snapshot: Some(&snapshot) };
+    let clones = capability(store.clones(), &to, "clones")?;
+    // A URI can only name snapshots of backends whose clones copy nothing, so there is no progress to show.
+    let mut progress = |_, _| ControlFlow::Continue(());
+    let changed = clones.create_clone(&source, &name, &layout, &mut progress)?;
     print_change(globals, &args.uri, changed, "already is this clone")
 }
 
@@ -283,7 +286,7 @@ impl From<LayoutArgs> for Layout {
             object_size: args.object_size,
             stripes: args.stripe_unit.zip(args.stripe_count),
             data_pool: args.data_pool,
-            clone_format: None,
+            ..Self::default()
         }
     }
 }

@@ -1,5 +1,7 @@
 //! `cleat volume snapshot`.
 
+use std::ops::ControlFlow;
+
 use serde::Serialize;
 
 use super::change::volume_location;
@@ -149,7 +151,10 @@ pub(super) fn run(globals: &Globals, args: Snapshot) -> Result<()> {
         Command::Create(Create { uri }) => {
             let (store, name, snapshot) = uri.snapshot_location()?;
             let connected = store.connect()?;
-            let changed = snapshots(&*connected, &store)?.create(&name, &snapshot)?;
+            // A URI can only name snapshots of backends that copy nothing, so there is no progress to show.
+            let mut progress = |_, _| ControlFlow::Continue(());
+            let snapshots = snapshots(&*connected, &store)?;
+            let changed = snapshots.create(&name, &snapshot, &mut progress)?;
             print_change(globals, &uri, changed, "already exists")
         }
         Command::List(List { uri }) => list(globals, &uri),

@@ -5,7 +5,7 @@ use librbd::{
     RBD_FLAG_FAST_DIFF_INVALID, RBD_FLAG_OBJECT_MAP_INVALID, SnapshotKind,
 };
 
-use super::{Target, layout};
+use super::{Target, labels, layout};
 use crate::claim::record::KEY;
 use cleat_backend::store::{Entry, Info, Lock, Parent, Snapshot, Watcher};
 use cleat_core::error::{ErrorKind, Result};
@@ -94,6 +94,8 @@ impl Target {
                     address: Some(l.address),
                 })
                 .collect(),
+            // Labels that cannot be read count as none here; a change of them reports the error.
+            labels: labels::read(image)?.unwrap_or_default(),
         })
     }
 

@@ -5,5 +5,6 @@ mod claims;
 mod files;
 mod fixture;
 mod interrupts;
+mod labels;
 mod refusals;
 mod trash;
