@@ -1,10 +1,15 @@
 //! `cleat node`: runs the daemon.
 
+use std::future::Future;
 use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
 
 use super::Globals;
 use cleat_core::error::Result;
+use cleat_csi::Driver;
 use cleat_node::config::Config;
+use cleat_node::executor::Executor;
 use cleat_telemetry::Format;
 
 pub(super) const EXAMPLES: &str = "\
@@ -15,6 +20,9 @@ Examples:
   A second daemon, for a test:
     $ cleat node --runtime-dir /tmp/c/run --state-dir /tmp/c/state
     $ cleat --socket /tmp/c/run/cleat.sock ls
+
+  A CSI driver for one machine, with volumes in the directories of [csi.directories]:
+    $ cleat node --csi-controller
 ";
 
 /// Run the daemon; devices stay mapped when it ends
@@ -39,6 +47,9 @@ pub(super) struct Node {
     /// Unmap all devices that are not in use when the daemon ends
     #[arg(long)]
     unmap_on_shutdown: bool,
+    /// Serve CSI, and also its Controller service on the same socket (csi.enabled and csi.controller)
+    #[arg(long)]
+    csi_controller: bool,
 }
 
 /// Runs the daemon until a signal ends it.
@@ -68,7 +79,25 @@ pub(super) fn run(globals: &Globals, args: Node) -> Result<()> {
         _ => "trace".to_owned(),
     };
     config.unmap_on_shutdown |= args.unmap_on_shutdown;
+    config.csi.enabled |= args.csi_controller;
+    config.csi.controller |= args.csi_controller;
     config.check(std::path::Path::new("command line"))?;
     config.log().init()?;
-    cleat_node::daemon::run(&config, crate::backends::REGISTRY)
+    cleat_node::daemon::run(&config, crate::backends::REGISTRY, &[csi])
+}
+
+/// The CSI driver, if it is enabled.
+fn csi(
+    config: &Config,
+    executor: &Arc<Executor>,
+) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>> {
+    let (csi, node) = (config.csi.clone(), executor.node_name().to_owned());
+    if !csi.enabled {
+        return None;
+    }
+    let controller = csi.controller;
+    let driver = Driver::new(csi, node, Arc::clone(executor), config.limits.mappings);
+    let driver =
+        if controller { driver.with_controller(crate::backends::REGISTRY) } else { driver };
+    Some(Box::pin(driver.serve()))
 }

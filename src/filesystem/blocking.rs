@@ -18,9 +18,9 @@ static THREADS: Semaphore = Semaphore::const_new(THREADS_MAX);
 /// is dropped, the thread continues until the call returns. `what` describes the call: a verb and its object.
 ///
 /// # Errors
-/// Returns `TimedOut` at the deadline, also if [`THREADS_MAX`] earlier calls still block then; `NoSpace` if
-/// the kernel refuses a thread.
-pub(crate) async fn bounded<T: Send + 'static>(
+/// Returns `TimedOut` at the deadline, also if 128 earlier calls still block then; `NoSpace` if
+/// the kernel refuses a thread; otherwise the error of `call`.
+pub async fn bounded<T: Send + 'static>(
     what: &str,
     subject: &Path,
     deadline: Instant,

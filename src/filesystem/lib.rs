@@ -40,6 +40,7 @@ mod writers;
 mod zeroes;
 
 pub use blkid::Found;
+pub use blocking::bounded;
 pub use check::{CheckPolicy, Checked, check};
 pub use cleat_kernel::{MountEntry, Propagation};
 pub use content::{Content, content};

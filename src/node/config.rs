@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::config_path::path_or_none;
+use crate::csi_config::CsiConfig;
 use crate::workers::UserRange;
 use cleat_backend::uri::parse_size_or_zero;
 use cleat_core::error::{Error, ErrorKind, Result};
@@ -61,6 +63,8 @@ pub struct Config {
     pub workers: WorkersConfig,
     /// The metrics endpoint.
     pub metrics: MetricsConfig,
+    /// The CSI driver.
+    pub csi: CsiConfig,
 }
 
 /// The `log` section: logging.
@@ -161,6 +165,21 @@ impl Default for MetricsConfig {
     }
 }
 
+impl MetricsConfig {
+    /// Checks the address. Returns what is wrong with it.
+    fn check(&self) -> Result<(), String> {
+        let Listen::Tcp(address) = self.listen else { return Ok(()) };
+        if address.ip().is_loopback() || self.allow_remote {
+            return Ok(());
+        }
+        Err(format!(
+            "must be a loopback address: {} is reachable from other machines, which could read the \
+             name and the URI of every volume; to allow that, set metrics.allow_remote = true",
+            address.ip()
+        ))
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -175,6 +194,7 @@ impl Default for Config {
             limits: Limits::default(),
             workers: WorkersConfig::default(),
             metrics: MetricsConfig::default(),
+            csi: CsiConfig::default(),
         }
     }
 }
@@ -342,16 +362,11 @@ impl Config {
         if !(1..=65536).contains(&self.limits.mappings) {
             return invalid("limits.mappings", "must be 1 to 65536".to_owned());
         }
-        if let Listen::Tcp(address) = self.metrics.listen
-            && !address.ip().is_loopback()
-            && !self.metrics.allow_remote
-        {
-            let why = format!(
-                "must be a loopback address: {} is reachable from other machines, which could read the \
-                 name and the URI of every volume; to allow that, set metrics.allow_remote = true",
-                address.ip()
-            );
+        if let Err(why) = self.metrics.check() {
             return invalid("metrics.listen", why);
+        }
+        if let Err((key, why)) = self.csi.check() {
+            return invalid(&key, why);
         }
         Log::check_filter(&self.log.level)
             .or_else(|why| invalid("log.level", format!("is not a level or a filter: {why}")))
@@ -380,14 +395,6 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
 fn size_or_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
     parse_size_or_zero(&text).map_err(|error| serde::de::Error::custom(error.message()))
-}
-
-/// Reads a path; "" means none.
-fn path_or_none<'de, D: serde::Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<PathBuf>, D::Error> {
-    let path = PathBuf::deserialize(deserializer)?;
-    Ok((!path.as_os_str().is_empty()).then_some(path))
 }
 
 /// Reads a range of users such as "2100000000-2100065535".

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::{UnixListener, UnixStream};
 
+pub use crate::api::service::PeerCheck;
 use crate::directory::{check_shared, create_private};
 use cleat_core::error::{Error, ErrorKind, Result};
 
@@ -13,7 +14,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 /// # Errors
 /// Returns `InUse` if another process listens on `path`, `AlreadyExists` if `path` is not a socket,
 /// `PermissionDenied` if other users can change its directory, and the errors of the file system.
-pub(crate) async fn listen(path: &Path) -> Result<UnixListener> {
+pub async fn listen(path: &Path) -> Result<UnixListener> {
     let failed = |error| Error::from_io(format!("cannot listen on {}", path.display()), error);
     match path.parent() {
         Some(parent) if parent.exists() => check_shared(parent)?,

@@ -37,6 +37,11 @@ impl Executor {
         &self.context
     }
 
+    /// Returns the name of this node.
+    pub fn node_name(&self) -> &str {
+        &self.context.settings.node
+    }
+
     /// Returns how much longer than other volumes `uri` may take to open.
     pub(crate) fn extra_open_time(&self, uri: &str) -> Duration {
         unlock::extra_open_time(self.context.registry, uri)

@@ -32,6 +32,7 @@ const ROOMS: &[(&str, &[&str])] = &[
         "node",
         &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],
     ),
+    ("csi", &["backend", "core", "csi-api", "filesystem", "kernel", "node", "statistics", "sys"]),
     ("fuzz", &["backend", "core", "kernel", "nbd", "node", "rbd", "worker"]),
 ];
 

@@ -64,7 +64,7 @@ pub(crate) struct ApiService {
 /// Accepts only connections of root and of the daemon's user. The socket's mode has the same effect, but an
 /// administrator may change it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct PeerCheck;
+pub struct PeerCheck;
 
 impl Interceptor for PeerCheck {
     fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {

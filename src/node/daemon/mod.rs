@@ -46,7 +46,7 @@ use cleat_core::random::Random;
 use cleat_kernel::{Kernel, cgroup};
 use cleat_sys::host;
 
-pub use run::run;
+pub use run::{Extension, run};
 use service_manager::{notify, status};
 
 /// The external parts of the daemon, which tests replace.
@@ -172,6 +172,15 @@ impl Node {
     /// Returns the TCP address of the metrics endpoint; `None` if it uses no TCP port.
     pub fn metrics_address(&self) -> Option<SocketAddr> {
         self.metrics_address
+    }
+
+    /// Starts services beside the control API. They end with the daemon.
+    fn extend(&mut self, config: &Config, extensions: &[Extension]) {
+        for extension in extensions {
+            if let Some(service) = extension(config, &self.executor) {
+                self.tasks.spawn(service);
+            }
+        }
     }
 
     /// Stops the daemon. Mappings stay, except with `unmap_on_shutdown`.

@@ -1,7 +1,9 @@
 //! Runs the daemon as a process: handles signals, notifies the service manager, and restarts as another
 //! build.
 
+use std::future::Future;
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +15,7 @@ use super::{Node, Parts};
 use crate::blocking;
 use crate::config::Config;
 use crate::credentials;
+use crate::executor::Executor;
 use crate::journal::RealDisk;
 use crate::kernel_calls::{MAX_COMMANDS, MAX_URGENT, MAX_WAITS};
 use crate::record_directory;
@@ -40,11 +43,16 @@ const MAX_THREADS: usize = MAX_COMMANDS
 /// another build has failed.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs the daemon until SIGTERM or SIGINT. Logging must have been set up.
+/// Returns the work of a service beside the control API, such as CSI, which runs until the daemon ends; `None`
+/// if the configuration does not ask for it.
+pub type Extension =
+    fn(&Config, &Arc<Executor>) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>>;
+
+/// Runs the daemon, with the services `extensions`, until SIGTERM or SIGINT. Logging must have been set up.
 ///
 /// # Errors
 /// Returns `InUse` if another daemon runs, and an error if a directory or a socket cannot be created.
-pub fn run(config: &Config, registry: Registry) -> Result<()> {
+pub fn run(config: &Config, registry: Registry, extensions: &[Extension]) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(MAX_THREADS)
@@ -53,17 +61,22 @@ pub fn run(config: &Config, registry: Registry) -> Result<()> {
         .enable_all()
         .build()
         .map_err(|error| Error::from_io("cannot start the daemon's threads", error))?;
-    let result = runtime.block_on(run_until_signal(config, registry));
+    let result = runtime.block_on(run_until_signal(config, registry, extensions));
     // A kernel call that hangs must not block the end of the daemon.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
-async fn run_until_signal(config: &Config, registry: Registry) -> Result<()> {
+async fn run_until_signal(
+    config: &Config,
+    registry: Registry,
+    extensions: &[Extension],
+) -> Result<()> {
     // Installed first: the default actions would end the daemon during its start.
     let mut signals = Signals::new()?;
     restart::reap_children();
     let mut node = start_with_retries(config, registry, Duration::ZERO).await?;
+    node.extend(config, extensions);
     while let Some(path) = wait_for_signal(&node, &mut signals).await {
         let now = sd_notify::NotifyState::monotonic_usec_now();
         let now = now.map_err(|error| Error::from_io("cannot read the clock", error))?;
@@ -74,6 +87,7 @@ async fn run_until_signal(config: &Config, registry: Registry) -> Result<()> {
         let error = restart::exec(&path);
         tracing::error!("the daemon continues with its present build: {}", error.report());
         node = start_with_retries(config, registry, RESTART_TIMEOUT).await?;
+        node.extend(config, extensions);
     }
     notify(&[sd_notify::NotifyState::Stopping]);
     node.shutdown().await;

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::api::validate;
 use crate::context::Context;
 use crate::devices::orphans;
 use crate::mapping::{Change, Guard, Mapping, View};
@@ -36,6 +37,22 @@ pub struct MapSpec {
     pub take_over: bool,
     /// Whether the device is quiesced for snapshots.
     pub quiesce: bool,
+}
+
+impl MapSpec {
+    /// Checks the options.
+    ///
+    /// # Errors
+    /// Returns `InvalidArgument` if one of them is out of range.
+    pub fn check(&self) -> Result<()> {
+        validate::uri(&self.uri)?;
+        validate::name(&self.name)?;
+        validate::connections(self.connections)?;
+        validate::block_size(self.block_size)?;
+        validate::timeout_s(self.dead_connection_timeout_s)?;
+        validate::quiesce(self.quiesce, self.read_only)?;
+        self.policy.apply(policy::Policy::default()).limits.check().map(drop)
+    }
 }
 
 /// The number of attempts to find or insert a mapping that is removed meanwhile.

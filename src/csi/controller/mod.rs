@@ -1,0 +1,170 @@
+//! The Controller service: creates, removes, lists, clones and grows volumes and their snapshots, and decides which
+//! node may use a volume.
+//!
+//! Nothing is remembered between calls. The name of a volume in its storage follows from the name in the request
+//! (`names`), its id says where it is (`places`), and its labels, which are stored with it, say for which request
+//! it was made (`labels`). Every call can therefore be repeated after a crash at any point.
+//!
+//! What must never happen here: a blocking call on a thread of the runtime; the removal of a volume that this
+//! driver did not make; a second call for a volume that is busy; trust in a name whose labels differ.
+//!
+//! Reading order: `names`, `parameters`, `places`, `labels`, `volumes`, `snapshots`, `access`, `service`.
+
+mod access;
+mod capacity;
+mod health;
+mod labels;
+mod list;
+mod local;
+mod modify;
+mod names;
+mod parameters;
+mod places;
+mod refused;
+mod secrets;
+mod service;
+mod size;
+mod snapshot_id;
+mod snapshots;
+#[cfg(test)]
+mod tests;
+mod volumes;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_backend::Registry;
+use cleat_core::error::{Error, ErrorKind};
+use cleat_node::csi_config::CsiConfig;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{Instant, timeout_at};
+use tonic::{Response, Status};
+
+use crate::busy::{Busy, Claimed};
+use local::Local;
+use refused::Answer;
+pub(crate) use service::ControllerService;
+
+/// The maximum number of calls that use the storage at the same time. Others wait. Each has a thread of its own,
+/// because the threads of the runtime's pool are those of the supervisor.
+const MAX_THREADS: usize = 16;
+
+/// How long after its deadline a call may take to return its own error.
+const ANSWER_MARGIN: Duration = Duration::from_millis(300);
+
+/// The Controller service. Clones share everything.
+#[derive(Clone)]
+pub(crate) struct Controller {
+    config: Arc<CsiConfig>,
+    /// The node that this process runs on.
+    node: String,
+    registry: Registry,
+    local: Arc<dyn Local>,
+    /// Not that of the Node service: a long copy must not keep a pod from ending.
+    busy: Busy,
+    threads: Arc<Semaphore>,
+}
+
+impl Controller {
+    /// Creates the controller in the process of the node `node`, which has mapped the volumes of `local`.
+    pub(crate) fn new(
+        config: Arc<CsiConfig>,
+        node: String,
+        registry: Registry,
+        local: Arc<dyn Local>,
+    ) -> Self {
+        let threads = Arc::new(Semaphore::new(MAX_THREADS));
+        Self { config, node, registry, local, busy: Busy::default(), threads }
+    }
+
+    /// Runs `call` as a task of its own, with the volumes and names `keys` busy, so that a caller that disconnects
+    /// does not leave a half-finished call. Returns the error of the deadline if the call does not end.
+    async fn exclusive<T, F>(
+        &self,
+        name: &'static str,
+        keys: &[String],
+        deadline: Instant,
+        call: impl FnOnce(Self) -> F,
+    ) -> Result<Response<T>, Status>
+    where
+        T: Send + 'static,
+        F: Future<Output = Answer<T>> + Send + 'static,
+    {
+        let claims: Result<Vec<Claimed>, Error> =
+            keys.iter().map(|key| self.busy.claim(key, name)).collect();
+        let claims = claims.map_err(|error| crate::status::of(&error))?;
+        let call = call(self.clone());
+        let task = tokio::spawn(async move {
+            let _claims = claims;
+            call.await
+        });
+        let shown = keys.first().map_or("", String::as_str);
+        let answer = match timeout_at(deadline + ANSWER_MARGIN, task).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(error)) => {
+                let message = "internal: the call panicked";
+                Err(Error::new(ErrorKind::Internal, message).with_source(error).into())
+            }
+            Err(_) => {
+                let message = format!("{name} {shown} continues in the background");
+                Err(Error::new(ErrorKind::TimedOut, message).with_repair("repeat the call").into())
+            }
+        };
+        answer.map(Response::new).map_err(|refused| {
+            let report = refused.error().report();
+            tracing::warn!(volume = shown, node = self.node, "{name}: {report}");
+            refused.status()
+        })
+    }
+
+    /// Runs `work`, which may block, on a thread of its own. The thread continues if the returned future is
+    /// dropped.
+    ///
+    /// # Errors
+    /// Returns `Unavailable` if no thread becomes free until `deadline`, and the error of `work` otherwise.
+    async fn on_thread<T: Send + 'static>(
+        &self,
+        deadline: Instant,
+        work: impl FnOnce(&Self) -> Answer<T> + Send + 'static,
+    ) -> Answer<T> {
+        let permit = match timeout_at(deadline, Arc::clone(&self.threads).acquire_owned()).await {
+            Ok(Ok(permit)) => permit,
+            Ok(Err(_)) | Err(_) => {
+                let message = format!("{MAX_THREADS} other calls wait for the storage");
+                return Err(Error::new(ErrorKind::Unavailable, message)
+                    .with_repair("repeat the call later; check that the storage answers")
+                    .into());
+            }
+        };
+        let (sender, receiver) = oneshot::channel();
+        let this = self.clone();
+        let thread = std::thread::Builder::new().name("csi-controller".to_owned());
+        let started = thread.spawn(move || {
+            let _permit = permit;
+            // The receiver is gone if the call has been given up.
+            let _ = sender.send(work(&this));
+        });
+        started.map_err(|error| Error::from_io("cannot start a thread for the call", error))?;
+        receiver.await.unwrap_or_else(|_| {
+            Err(Error::new(ErrorKind::Internal, "internal: the call panicked").into())
+        })
+    }
+
+    /// Runs `work`, which may block, as [`Controller::exclusive`] runs a call.
+    async fn blocking<T: Send + 'static>(
+        &self,
+        name: &'static str,
+        keys: &[String],
+        deadline: Instant,
+        work: impl FnOnce(&Self) -> Answer<T> + Send + 'static,
+    ) -> Result<Response<T>, Status> {
+        self.exclusive(
+            name,
+            keys,
+            deadline,
+            |this| async move { this.on_thread(deadline, work).await },
+        )
+        .await
+    }
+}

@@ -1,0 +1,152 @@
+//! The driver: what all calls share.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleat_backend::Registry;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_core::policy::Change;
+use cleat_kernel::UnmountScope;
+use cleat_node::csi_config::CsiConfig;
+use cleat_node::executor::{Executor, MapSpec};
+use cleat_node::mapping::View;
+use cleat_node::planner::State;
+use cleat_sys::descriptor::DeviceNumber;
+use tokio::time::Instant;
+
+use crate::busy::Busy;
+use crate::controller::Controller;
+use crate::host::{Host, ThisHost, device_at};
+use crate::volume_id::{PREFIX, mapping_name};
+
+/// The age of a request from which on its volume counts as hung.
+const HUNG_AFTER: Duration = Duration::from_secs(20);
+
+/// The CSI driver of one node. Clones share everything.
+#[derive(Clone)]
+pub struct Driver {
+    pub(crate) config: Arc<CsiConfig>,
+    pub(crate) node: String,
+    pub(crate) executor: Arc<Executor>,
+    pub(crate) host: Arc<dyn Host>,
+    pub(crate) busy: Busy,
+    /// The Controller service, if this process has it.
+    pub(crate) controller: Option<Controller>,
+    /// The maximum number of mappings of the daemon.
+    limit: usize,
+}
+
+impl Driver {
+    /// Creates the driver of the node `node`, whose daemon has `executor` and maps at most `limit` volumes.
+    pub fn new(config: CsiConfig, node: String, executor: Arc<Executor>, limit: usize) -> Self {
+        let (config, host) = (Arc::new(config), Arc::new(ThisHost));
+        Self { config, node, executor, host, busy: Busy::default(), controller: None, limit }
+    }
+
+    /// Adds the Controller service, for the volumes of the backends in `registry`.
+    #[must_use]
+    pub fn with_controller(self, registry: Registry) -> Self {
+        let (config, node) = (Arc::clone(&self.config), self.node.clone());
+        let controller = Controller::new(config, node, registry, Arc::new(self.clone()));
+        Self { controller: Some(controller), ..self }
+    }
+
+    /// Returns the number of volumes that this node can have at the same time: devices that others have
+    /// mapped are not available.
+    pub(crate) fn attach_limit(&self) -> usize {
+        let mappings = self.executor.register().all();
+        let foreign = mappings.iter().filter(|mapping| !mapping.name.starts_with(PREFIX)).count();
+        self.limit.saturating_sub(foreign)
+    }
+
+    /// Returns the views of this driver's mappings.
+    pub(crate) fn csi_views(&self) -> Vec<View> {
+        let mappings = self.executor.register().all();
+        let own = mappings.iter().filter(|mapping| mapping.name.starts_with(PREFIX));
+        own.map(|mapping| mapping.view()).collect()
+    }
+
+    /// Maps a volume and returns its device. An existing mapping keeps its outage policy and its limits, which may
+    /// have been changed since (ControllerModifyVolume, `cleat set`).
+    pub(crate) async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<Device> {
+        let exists = self.executor.register().get(&spec.name).is_some();
+        let policy = if exists { Change::default() } else { spec.policy };
+        let spec = MapSpec { policy, ..spec.clone() };
+        let view = self.executor.map(&spec, deadline).await?;
+        Device::of(&view)
+    }
+
+    /// Returns the mapping of a volume; `None` if it is not mapped.
+    pub(crate) async fn mapped(&self, id: &str, deadline: Instant) -> Result<Option<View>> {
+        match self.executor.get(&mapping_name(id), deadline).await {
+            Ok(mapping) => Ok(Some(mapping.view())),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns whether no request of a volume can succeed any more: another client owns it, or its mapping
+    /// has failed.
+    pub(crate) async fn is_lost(&self, id: &str, deadline: Instant) -> Result<bool> {
+        let view = self.mapped(id, deadline).await?;
+        Ok(view.is_some_and(|view| matches!(view.state, State::Failed(_))))
+    }
+
+    /// Returns whether a volume does not answer: its backend is unreachable, or a request has waited for
+    /// [`HUNG_AFTER`].
+    pub(crate) async fn is_hung(&self, id: &str, deadline: Instant) -> Result<bool> {
+        let mapping = match self.executor.get(&mapping_name(id), deadline).await {
+            Ok(mapping) => mapping,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        let view = mapping.view();
+        let oldest = mapping.statistics().map_or(0, |page| page.snapshot().oldest_ns);
+        let age = if oldest == 0 { 0 } else { cleat_statistics::now_ns().saturating_sub(oldest) };
+        Ok(view.outage.is_some()
+            || matches!(view.state, State::Failed(_) | State::Recovering)
+            || Duration::from_nanos(age) >= HUNG_AFTER)
+    }
+
+    /// Unmaps a volume whose device has no users. A volume that is not mapped is success.
+    pub(crate) async fn unmap(&self, id: &str, deadline: Instant) -> Result<()> {
+        self.executor.unmap(&mapping_name(id), deadline).await.map(|_| ())
+    }
+
+    /// Unmaps a volume although its backend does not answer, and unmounts it everywhere. Returns what was
+    /// done, for the log.
+    pub(crate) async fn unmap_by_force(&self, id: &str, deadline: Instant) -> Result<String> {
+        let name = mapping_name(id);
+        let report = self.executor.force_unmap(&name, UnmountScope::All, deadline).await?;
+        let Some(report) = report else { return Ok("it was not mapped".to_owned()) };
+        if let Some(unproven) = report.unproven {
+            let message = format!("volume {id} was unmapped by force, but {unproven}");
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        }
+        let steps: Vec<&str> = report.steps.iter().map(|step| step.step).collect();
+        Ok(format!("unmapped by force: {}", steps.join(", ")))
+    }
+}
+
+/// The device of a mapped volume.
+#[derive(Debug, Clone)]
+pub(crate) struct Device {
+    pub(crate) node: PathBuf,
+    /// The device number, as in the mount table.
+    pub(crate) number: DeviceNumber,
+    pub(crate) size: u64,
+}
+
+impl Device {
+    pub(crate) fn of(view: &View) -> Result<Self> {
+        let missing = || {
+            let message = format!("{} has no device", view.record.name);
+            Error::new(ErrorKind::Unavailable, message).with_repair("repeat the call")
+        };
+        let node = view.node().ok_or_else(missing)?;
+        let number = device_at(&node).ok_or_else(missing)?;
+        let size = view.device.map_or(0, |device| device.size);
+        Ok(Self { node, number, size })
+    }
+}

@@ -1,0 +1,252 @@
+//! The operations on filesystems and mounts that the driver needs, behind a trait, so that tests can stop
+//! the driver between any two of them.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cleat_core::error::Result;
+use cleat_filesystem::{self as filesystem, FormatOptions, MountEntry, MountSpec, bounded};
+use cleat_sys::descriptor::{DeviceNumber, block_device};
+use tokio::time::Instant;
+
+use crate::paths;
+
+pub(crate) use cleat_filesystem::{CheckPolicy, Content, Kind, Usage};
+
+/// A mount of this mount namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MountInfo {
+    pub(crate) path: PathBuf,
+    /// The block device; `None` for a filesystem without one.
+    pub(crate) device: Option<DeviceNumber>,
+    /// The type of the filesystem.
+    pub(crate) filesystem: String,
+    /// Whether this mount refuses writes.
+    pub(crate) read_only: bool,
+    /// Whether the filesystem itself refuses writes, also after an error.
+    pub(crate) super_read_only: bool,
+}
+
+/// Returns the block device whose node is at `path`; `None` for anything else. Does not open the device. Blocks as
+/// the filesystem does that has `path`; that of /dev does not.
+pub(crate) fn device_at(path: &Path) -> Option<DeviceNumber> {
+    block_device(path).ok().flatten()
+}
+
+impl MountInfo {
+    fn of(entry: MountEntry) -> Self {
+        let has = |options: &[std::ffi::OsString]| options.iter().any(|option| option == "ro");
+        // btrfs has numbers of its own, with the major number 0, and lists the device as source.
+        let source = Path::new(&entry.mount.source);
+        let device = match entry.mount.number.major {
+            0 if source.starts_with("/dev") => device_at(source),
+            0 => None,
+            _ => Some(entry.mount.number),
+        };
+        Self {
+            read_only: has(&entry.options),
+            super_read_only: has(&entry.super_options),
+            path: entry.mount.path,
+            device,
+            filesystem: entry.mount.filesystem,
+        }
+    }
+}
+
+/// Operations on this host. Every call ends at its deadline at the latest.
+#[tonic::async_trait]
+pub(crate) trait Host: Send + Sync {
+    /// Returns the topmost mount at `path`; `None` if nothing is mounted there.
+    async fn mount_at(&self, path: &Path) -> Result<Option<MountInfo>>;
+
+    /// Returns every mount of this mount namespace.
+    async fn mounts(&self) -> Result<Vec<MountInfo>>;
+
+    /// Returns the block device whose node is at `path`; `None` for anything else.
+    async fn block_device(&self, path: &Path, deadline: Instant) -> Result<Option<DeviceNumber>>;
+
+    /// Makes a directory, with its parents, if it does not exist.
+    async fn make_directory(&self, path: &Path, deadline: Instant) -> Result<()>;
+
+    /// Makes an empty file, with the directories above it, if it does not exist.
+    async fn make_file(&self, path: &Path, deadline: Instant) -> Result<()>;
+
+    /// Removes the empty directory or the empty file at `path`. A missing one is success.
+    async fn remove(&self, path: &Path, deadline: Instant) -> Result<()>;
+
+    /// Returns what a device contains.
+    async fn content(&self, device: &Path, deadline: Instant) -> Result<Content>;
+
+    /// Makes a filesystem on an empty device.
+    async fn format(&self, device: &Path, kind: Kind, deadline: Instant) -> Result<()>;
+
+    /// Checks the filesystem of a device that is not mounted.
+    async fn check(
+        &self,
+        device: &Path,
+        kind: Kind,
+        policy: CheckPolicy,
+        deadline: Instant,
+    ) -> Result<()>;
+
+    /// Mounts the filesystem of a device.
+    async fn mount(&self, mount: NewMount<'_>, deadline: Instant) -> Result<()>;
+
+    /// Makes the directory `source` visible at `target`.
+    async fn bind(
+        &self,
+        source: &Path,
+        target: &Path,
+        read_only: bool,
+        deadline: Instant,
+    ) -> Result<()>;
+
+    /// Makes the node of a device visible at the file `target`.
+    async fn bind_device(&self, device: &Path, target: &Path, deadline: Instant) -> Result<()>;
+
+    /// Unmounts everything that is mounted at `path`. Writes the dirty data of the last mount of a filesystem.
+    async fn unmount(&self, path: &Path, deadline: Instant) -> Result<()>;
+
+    /// Removes everything that is mounted at `path` without a wait for its filesystem (MNT_DETACH).
+    async fn detach(&self, path: &Path, deadline: Instant) -> Result<()>;
+
+    /// Makes the filesystem at `mount_point` as large as its device, if it is smaller.
+    async fn grow(
+        &self,
+        device: &Path,
+        mount_point: &Path,
+        kind: Kind,
+        deadline: Instant,
+    ) -> Result<()>;
+
+    /// Gives the files below `mount_point` to a group, unless its root directory belongs to it already.
+    async fn apply_group(&self, mount_point: &Path, group: u32, deadline: Instant) -> Result<()>;
+
+    /// Returns how full the filesystem at `path` is.
+    async fn usage(&self, path: &Path, deadline: Instant) -> Result<Usage>;
+}
+
+/// A mount to make.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NewMount<'a> {
+    pub(crate) device: &'a Path,
+    pub(crate) target: &'a Path,
+    pub(crate) kind: Kind,
+    pub(crate) options: &'a [String],
+    pub(crate) read_only: bool,
+}
+
+/// This machine.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ThisHost;
+
+/// How long reading the table of mounts may take.
+const TABLE_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[tonic::async_trait]
+impl Host for ThisHost {
+    async fn mount_at(&self, path: &Path) -> Result<Option<MountInfo>> {
+        let found = filesystem::find(path, Instant::now() + TABLE_TIMEOUT).await?;
+        Ok(found.map(MountInfo::of))
+    }
+
+    async fn mounts(&self) -> Result<Vec<MountInfo>> {
+        let found = filesystem::mounts(Instant::now() + TABLE_TIMEOUT).await?;
+        Ok(found.into_iter().map(MountInfo::of).collect())
+    }
+
+    async fn block_device(&self, path: &Path, deadline: Instant) -> Result<Option<DeviceNumber>> {
+        let here = path.to_owned();
+        let look = move || Ok(device_at(&here));
+        bounded("examine", path, deadline, look).await
+    }
+
+    async fn make_directory(&self, path: &Path, deadline: Instant) -> Result<()> {
+        let here = path.to_owned();
+        bounded("make", path, deadline, move || paths::make_directory(&here)).await
+    }
+
+    async fn make_file(&self, path: &Path, deadline: Instant) -> Result<()> {
+        let here = path.to_owned();
+        bounded("make", path, deadline, move || paths::make_file(&here)).await
+    }
+
+    async fn remove(&self, path: &Path, deadline: Instant) -> Result<()> {
+        let here = path.to_owned();
+        bounded("remove", path, deadline, move || paths::remove(&here)).await
+    }
+
+    async fn content(&self, device: &Path, deadline: Instant) -> Result<Content> {
+        filesystem::content(device, deadline).await
+    }
+
+    async fn format(&self, device: &Path, kind: Kind, deadline: Instant) -> Result<()> {
+        filesystem::format(device, kind, &FormatOptions::default(), deadline).await.map(drop)
+    }
+
+    async fn check(
+        &self,
+        device: &Path,
+        kind: Kind,
+        policy: CheckPolicy,
+        deadline: Instant,
+    ) -> Result<()> {
+        filesystem::check(device, kind, policy, deadline).await.map(drop)
+    }
+
+    async fn mount(&self, mount: NewMount<'_>, deadline: Instant) -> Result<()> {
+        let spec = MountSpec {
+            source: mount.device.to_owned(),
+            target: mount.target.to_owned(),
+            kind: Some(mount.kind),
+            options: mount.options.to_vec(),
+            read_only: mount.read_only,
+            // A clone is staged beside its source.
+            duplicate_uuid: true,
+        };
+        filesystem::mount(&spec, deadline).await.map(drop)
+    }
+
+    async fn bind(
+        &self,
+        source: &Path,
+        target: &Path,
+        read_only: bool,
+        deadline: Instant,
+    ) -> Result<()> {
+        filesystem::bind(source, target, read_only, deadline).await.map(drop)
+    }
+
+    async fn bind_device(&self, device: &Path, target: &Path, deadline: Instant) -> Result<()> {
+        filesystem::bind_device(device, target, deadline).await.map(drop)
+    }
+
+    async fn unmount(&self, path: &Path, deadline: Instant) -> Result<()> {
+        filesystem::unmount(path, deadline).await.map(drop)
+    }
+
+    async fn detach(&self, path: &Path, deadline: Instant) -> Result<()> {
+        filesystem::detach(path, deadline).await.map(drop)
+    }
+
+    async fn grow(
+        &self,
+        device: &Path,
+        mount_point: &Path,
+        kind: Kind,
+        deadline: Instant,
+    ) -> Result<()> {
+        if filesystem::needs_growth(device, kind, deadline).await? {
+            filesystem::grow(device, mount_point, kind, deadline).await?;
+        }
+        Ok(())
+    }
+
+    async fn apply_group(&self, mount_point: &Path, group: u32, deadline: Instant) -> Result<()> {
+        crate::group::apply(mount_point, group, deadline).await
+    }
+
+    async fn usage(&self, path: &Path, deadline: Instant) -> Result<Usage> {
+        filesystem::usage(path, deadline).await
+    }
+}

@@ -1,0 +1,223 @@
+//! NodeStageVolume and NodeUnstageVolume: a volume becomes a device and, with a filesystem, a mount at the
+//! staging path.
+
+use std::path::Path;
+use std::time::Duration;
+
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_filesystem::bounded;
+use tokio::time::Instant;
+
+use super::Wanted;
+use crate::capability::Access;
+use crate::driver::{Device, Driver};
+use crate::host::{Content, Kind, NewMount};
+use crate::source;
+
+/// The filesystem of an empty volume whose caller names none.
+const DEFAULT_KIND: Kind = Kind::Ext4;
+
+/// The part of an unstage's time that a plain unmount may take. The rest is for the forced one.
+const PLAIN_PART: f64 = 0.6;
+
+/// The timeout for removing a stale mount.
+const STALE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Stages a volume. A volume that is staged already as wanted is success.
+pub(crate) async fn stage(
+    driver: &Driver,
+    wanted: &Wanted,
+    staging: &Path,
+    deadline: Instant,
+) -> Result<()> {
+    let read_only = wanted.capability.read_only;
+    let (this, volume) = (driver.clone(), wanted.clone());
+    let find = move || {
+        let attributes = &volume.attributes;
+        source::map_spec(&this.config, &this.node, &volume.id, attributes, read_only)
+    };
+    let spec = bounded("find", Path::new(&wanted.id), deadline, find).await?;
+    let device = driver.map(&spec, deadline).await?;
+    match &wanted.capability.access {
+        Access::Block => Ok(()),
+        Access::Filesystem { kind, options, .. } => {
+            let filesystem = Wish { kind: *kind, options, read_only };
+            stage_filesystem(driver, wanted, &device, &filesystem, staging, deadline).await
+        }
+    }
+}
+
+/// The filesystem that a caller wants.
+struct Wish<'a> {
+    kind: Option<Kind>,
+    options: &'a [String],
+    read_only: bool,
+}
+
+async fn stage_filesystem(
+    driver: &Driver,
+    wanted: &Wanted,
+    device: &Device,
+    wish: &Wish<'_>,
+    staging: &Path,
+    deadline: Instant,
+) -> Result<()> {
+    driver.host.make_directory(staging, deadline).await?;
+    if is_staged(driver, &wanted.id, device, wish, staging, deadline).await? {
+        return Ok(());
+    }
+    let kind = prepare(driver, wanted, device, wish, deadline).await?;
+    let mount = NewMount {
+        device: &device.node,
+        target: staging,
+        kind,
+        options: wish.options,
+        read_only: wish.read_only,
+    };
+    driver.host.mount(mount, deadline).await?;
+    if !wish.read_only {
+        driver.host.grow(&device.node, staging, kind, deadline).await?;
+    }
+    Ok(())
+}
+
+/// Returns whether the filesystem is mounted at the staging path as wanted. Removes every other mount there.
+async fn is_staged(
+    driver: &Driver,
+    id: &str,
+    device: &Device,
+    wish: &Wish<'_>,
+    staging: &Path,
+    deadline: Instant,
+) -> Result<bool> {
+    let stale_deadline = deadline.min(Instant::now() + STALE_TIMEOUT);
+    while let Some(mount) = driver.host.mount_at(staging).await? {
+        let problem = if mount.device != Some(device.number) {
+            "it is on another device"
+        } else if mount.super_read_only && !wish.read_only {
+            "the kernel has made its filesystem read-only after an error"
+        } else if mount.read_only != wish.read_only {
+            let message = format!(
+                "volume {id} is staged at {} {} already",
+                staging.display(),
+                if mount.read_only { "read-only" } else { "read-write" }
+            );
+            return Err(
+                Error::new(ErrorKind::AlreadyExists, message).with_repair("unstage it first")
+            );
+        } else if wish.kind.is_some_and(|kind| kind.name() != mount.filesystem) {
+            let message = format!("volume {id} is staged already, with {}", mount.filesystem);
+            return Err(
+                Error::new(ErrorKind::AlreadyExists, message).with_repair("unstage it first")
+            );
+        } else {
+            return Ok(true);
+        };
+        tracing::warn!(volume = id, path = %staging.display(), "removing a stale staging mount: {problem}");
+        if driver.host.unmount(staging, stale_deadline).await.is_err() {
+            driver.host.detach(staging, deadline).await?;
+        }
+    }
+    Ok(false)
+}
+
+/// Makes sure that the device has the wanted filesystem, and that it is sound. Formats an empty device.
+async fn prepare(
+    driver: &Driver,
+    wanted: &Wanted,
+    device: &Device,
+    wish: &Wish<'_>,
+    deadline: Instant,
+) -> Result<Kind> {
+    let id = &wanted.id;
+    let refused = |found: String, repair: &str| {
+        let message = format!("volume {id} ({}) contains {found}", device.node.display());
+        Err(Error::new(ErrorKind::InUse, message).with_repair(repair.to_owned()))
+    };
+    match driver.host.content(&device.node, deadline).await? {
+        Content::Empty if wish.read_only => {
+            refused("nothing, and a read-only volume is not formatted".into(), "write to it first")
+        }
+        Content::Empty => {
+            let kind = wish.kind.unwrap_or(DEFAULT_KIND);
+            tracing::info!(volume = id, "formatting the empty volume with {}", kind.name());
+            driver.host.format(&device.node, kind, deadline).await?;
+            Ok(kind)
+        }
+        Content::Filesystem(found) => {
+            let Ok(kind) = found.kind.parse::<Kind>() else {
+                return refused(
+                    format!(
+                        "the filesystem {}, which this driver does not mount; it is not formatted",
+                        found.kind
+                    ),
+                    "copy its data to a volume with ext4, xfs or btrfs",
+                );
+            };
+            if wish.kind.is_some_and(|wish| wish != kind) {
+                return refused(
+                    format!("the filesystem {}, and not the one that was asked for", kind.name()),
+                    "set fsType to that filesystem, or leave it out",
+                );
+            }
+            if !wish.read_only {
+                let policy = wanted.attributes.check;
+                driver.host.check(&device.node, kind, policy, deadline).await?;
+            }
+            Ok(kind)
+        }
+        Content::Other(what) => refused(
+            format!("{what}, which is no filesystem; it is not formatted"),
+            "use volumeMode: Block, or erase the volume if its data is not needed: wipefs --all",
+        ),
+        Content::Unknown(what) => refused(
+            format!("{what}, but no known filesystem; it is not formatted"),
+            "use volumeMode: Block, or erase the volume if its data is not needed: blkdiscard --zeroout",
+        ),
+    }
+}
+
+/// Unstages a volume. A volume that is not staged is success. One whose backend does not answer, or that
+/// another client owns, is unmapped by force in the last part of the time; one that is only slow is not.
+///
+/// # Errors
+/// Returns `InUse` if the device has other users, and `TimedOut` if the volume is slow; the caller repeats the
+/// call, and nothing is lost.
+pub(crate) async fn unstage(
+    driver: &Driver,
+    id: &str,
+    staging: &Path,
+    deadline: Instant,
+) -> Result<()> {
+    if driver.is_lost(id, deadline).await? {
+        tracing::warn!(
+            volume = id,
+            "another client owns the volume, or it has failed: unstaging by force"
+        );
+        return by_force(driver, id, staging, deadline).await;
+    }
+    let now = Instant::now();
+    let plain_deadline = now + deadline.saturating_duration_since(now).mul_f64(PLAIN_PART);
+    match plain(driver, id, staging, plain_deadline).await {
+        Err(error) if error.kind() == ErrorKind::TimedOut => {
+            if !driver.is_hung(id, deadline).await? {
+                return Err(error.with_repair("repeat the call: the volume answers, but slowly"));
+            }
+            tracing::warn!(volume = id, "the volume hangs, unstaging by force: {}", error.report());
+            by_force(driver, id, staging, deadline).await
+        }
+        other => other,
+    }
+}
+
+async fn plain(driver: &Driver, id: &str, staging: &Path, deadline: Instant) -> Result<()> {
+    driver.host.unmount(staging, deadline).await?;
+    driver.unmap(id, deadline).await
+}
+
+async fn by_force(driver: &Driver, id: &str, staging: &Path, deadline: Instant) -> Result<()> {
+    let done = driver.unmap_by_force(id, deadline).await?;
+    driver.host.detach(staging, deadline).await?;
+    tracing::warn!(volume = id, "{done}");
+    Ok(())
+}

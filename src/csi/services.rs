@@ -1,0 +1,69 @@
+//! The services of the driver's socket. Each call goes to the service that its path names.
+
+use std::convert::Infallible;
+
+use cleat_csi_api::csi::v1::controller_server::{self, ControllerServer};
+use cleat_csi_api::csi::v1::identity_server;
+use cleat_csi_api::csi::v1::identity_server::IdentityServer;
+use cleat_csi_api::csi::v1::node_server::{self, NodeServer};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response};
+use tonic::codegen::{BoxFuture, Context, Poll, Service};
+
+use crate::controller::ControllerService;
+use crate::driver::Driver;
+use crate::identity::IdentityService;
+use crate::node::NodeService;
+
+/// The maximum size of a request, in bytes. The maps of a request have at most 4 KiB each.
+const MAX_MESSAGE: usize = 256 * 1024;
+
+/// The services of one driver.
+#[derive(Clone)]
+pub(crate) struct Services {
+    identity: IdentityServer<IdentityService>,
+    node: NodeServer<NodeService>,
+    controller: Option<ControllerServer<ControllerService>>,
+}
+
+impl Services {
+    /// Creates the services of a driver. The Controller service exists only if the driver has it.
+    pub(crate) fn of(driver: &Driver) -> Self {
+        let identity = IdentityServer::new(IdentityService { driver: driver.clone() });
+        let node = NodeServer::new(NodeService { driver: driver.clone() });
+        let controller = driver.controller.clone().map(|controller| {
+            let server = ControllerServer::new(ControllerService(controller));
+            server.max_decoding_message_size(MAX_MESSAGE)
+        });
+        Self {
+            identity: identity.max_decoding_message_size(MAX_MESSAGE),
+            node: node.max_decoding_message_size(MAX_MESSAGE),
+            controller,
+        }
+    }
+}
+
+impl Service<Request<Body>> for Services {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Response<Body>, Infallible>;
+
+    /// The generated services are always ready.
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let service = request.uri().path().split('/').nth(1).unwrap_or_default();
+        match (service, &mut self.controller) {
+            (identity_server::SERVICE_NAME, _) => self.identity.call(request),
+            (node_server::SERVICE_NAME, _) => self.node.call(request),
+            (controller_server::SERVICE_NAME, Some(controller)) => controller.call(request),
+            _ => {
+                let message = format!("this driver does not have the service {service}");
+                Box::pin(async move { Ok(Status::unimplemented(message).into_http()) })
+            }
+        }
+    }
+}

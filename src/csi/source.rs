@@ -1,0 +1,273 @@
+//! Where a volume is: the request to map it, from its id and its attributes.
+
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use cleat_backend::uri::Encoded;
+use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_node::csi_config::CsiConfig;
+use cleat_node::executor::MapSpec;
+use serde::Deserialize;
+
+use crate::attributes::Attributes;
+use crate::volume_id::{VolumeId, mapping_name};
+
+/// The maximum size of the file of clusters, in bytes.
+const MAX_CLUSTERS: u64 = 1 << 20;
+
+/// One entry of the file of clusters, in the form of ceph-csi's `config.json`, with fields of its own that
+/// ceph-csi ignores. Other fields of ceph-csi are ignored.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Cluster {
+    #[serde(rename = "clusterID")]
+    cluster_id: String,
+    monitors: Vec<String>,
+    #[serde(default)]
+    pub(crate) rbd: ClusterRbd,
+    /// The Ceph client, without `client.`; absent: admin.
+    #[serde(default, rename = "userID")]
+    user_id: Option<String>,
+    /// The path of the client's keyring; absent: librados looks for it in /etc/ceph.
+    #[serde(default)]
+    keyring: Option<PathBuf>,
+    /// The pools whose volumes the controller lists: POOL or POOL/NAMESPACE.
+    #[serde(default)]
+    pub(crate) pools: Vec<String>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub(crate) struct ClusterRbd {
+    pub(crate) rados_namespace: String,
+}
+
+impl Cluster {
+    /// Returns the options of a URI that reach the cluster as the configured client, or as `client` with the
+    /// keyring at that path.
+    pub(crate) fn options(&self, client: Option<(&str, &Path)>) -> String {
+        let part = |text: &[u8]| Encoded(text).to_string();
+        let mut options = format!("config.mon_host={}", part(self.monitors.join(",").as_bytes()));
+        let configured = (self.user_id.as_deref(), self.keyring.as_deref());
+        let (user, keyring) =
+            client.map_or(configured, |(user, keyring)| (Some(user), Some(keyring)));
+        for (key, value) in [
+            ("id", user.map(str::as_bytes)),
+            ("keyring", keyring.map(|path| path.as_os_str().as_bytes())),
+        ] {
+            if let Some(value) = value {
+                options.push_str(&format!("&{key}={}", part(value)));
+            }
+        }
+        options
+    }
+}
+
+/// Returns the request to map a volume. Reads the file of clusters, and blocks as that does.
+///
+/// # Errors
+/// Returns `NotFound` for an id that names no volume of this driver and has no attributes of a static
+/// volume, for a directory or a cluster that this node does not have, `InvalidArgument` for incomplete
+/// attributes, and `InUse` for a volume of another node.
+pub(crate) fn map_spec(
+    config: &CsiConfig,
+    node: &str,
+    id: &str,
+    attributes: &Attributes,
+    read_only: bool,
+) -> Result<MapSpec> {
+    let uri = uri(config, node, id, attributes)?;
+    let spec = MapSpec {
+        name: mapping_name(id),
+        uri,
+        read_only,
+        connections: attributes.connections,
+        block_size: attributes.block_size,
+        dead_connection_timeout_s: 0,
+        policy: attributes.policy,
+        take_over: false,
+        quiesce: attributes.quiesce && !read_only,
+    };
+    spec.check()?;
+    Ok(spec)
+}
+
+fn uri(config: &CsiConfig, node: &str, id: &str, attributes: &Attributes) -> Result<String> {
+    if let Some(uri) = &attributes.uri {
+        return Ok(uri.clone());
+    }
+    if attributes.static_volume {
+        let pool = attributes.pool.clone().ok_or_else(|| missing("pool"))?;
+        let cluster = attributes.cluster.clone().ok_or_else(|| missing("clusterID"))?;
+        let image = attributes.image.clone().unwrap_or_else(|| id.to_owned());
+        return rbd(config, &cluster, &pool, attributes.namespace.as_deref(), &image);
+    }
+    match VolumeId::parse(id) {
+        None => Err(unknown(id)),
+        Some(VolumeId::File { node: owner, directory, name }) => {
+            if owner != node {
+                let message =
+                    format!("volume {id} is on the node {owner}, and this node is {node}");
+                return Err(Error::new(ErrorKind::InUse, message).with_repair(
+                    "schedule its pods to that node: the PersistentVolume needs its nodeAffinity",
+                ));
+            }
+            let path = file_path(config, &directory, &name, id)?;
+            let direct = if attributes.direct_io { "?direct=true" } else { "" };
+            Ok(format!("file:{}{direct}", Encoded(path.as_os_str().as_bytes())))
+        }
+        Some(VolumeId::Rbd { cluster, pool, namespace, image }) => {
+            rbd(config, &cluster, &pool, Some(&namespace), &image)
+        }
+    }
+}
+
+fn missing(attribute: &str) -> Error {
+    let message = format!("a static volume needs the attribute {attribute}");
+    Error::new(ErrorKind::InvalidArgument, message)
+}
+
+fn unknown(id: &str) -> Error {
+    let message = format!("volume {id} does not exist: this driver did not make its id");
+    Error::new(ErrorKind::NotFound, message).with_repair(
+        "a static volume needs volumeAttributes: uri, or staticVolume, clusterID and pool",
+    )
+}
+
+/// Returns the path of a file volume. `name` is one component of a path.
+fn file_path(config: &CsiConfig, directory: &str, name: &str, id: &str) -> Result<PathBuf> {
+    let base = config.directories.get(directory).ok_or_else(|| {
+        let known: Vec<&str> = config.directories.keys().map(String::as_str).collect();
+        let message = format!(
+            "volume {id} is in the directory {directory:?}, which this node does not have; it has: {}",
+            known.join(", ")
+        );
+        Error::new(ErrorKind::NotFound, message).with_repair("add it to [csi.directories]")
+    })?;
+    if name.contains('/') || name == "." || name == ".." || name.contains('\0') {
+        return Err(unknown(id));
+    }
+    Ok(base.join(name))
+}
+
+fn rbd(
+    config: &CsiConfig,
+    cluster: &str,
+    pool: &str,
+    namespace: Option<&str>,
+    image: &str,
+) -> Result<String> {
+    let found = self::cluster(config, cluster)?;
+    let part = |text: &str| Encoded(text.as_bytes()).to_string();
+    let namespace = namespace.unwrap_or(&found.rbd.rados_namespace);
+    let namespace = match namespace {
+        "" => String::new(),
+        name => format!("{}/", part(name)),
+    };
+    Ok(format!("rbd:{}/{namespace}{}?{}", part(pool), part(image), found.options(None)))
+}
+
+/// Returns the entry of a cluster in the file of clusters.
+///
+/// # Errors
+/// Returns `NotFound` for a cluster that is not in the file, and the errors of reading the file.
+pub(crate) fn cluster(config: &CsiConfig, id: &str) -> Result<Cluster> {
+    let mut known = clusters(&config.clusters)?;
+    known.remove(id).ok_or_else(|| {
+        let names: Vec<&str> = known.keys().map(String::as_str).collect();
+        let message = format!(
+            "the cluster {id:?} is not in {}; it has: {}",
+            config.clusters.display(),
+            names.join(", ")
+        );
+        Error::new(ErrorKind::NotFound, message)
+            .with_repair("add the clusterID and its monitors to the file")
+    })
+}
+
+/// Reads the file of clusters.
+///
+/// # Errors
+/// Returns `InvalidArgument` if it is not a list of clusters, and the error of the read otherwise.
+pub(crate) fn clusters(path: &Path) -> Result<BTreeMap<String, Cluster>> {
+    let shown = path.display();
+    let failed = |error| {
+        Error::from_io(format!("cannot read the clusters in {shown}"), error).with_repair(
+            "write a JSON list: [{\"clusterID\": \"ID\", \"monitors\": [\"HOST:PORT\"]}]",
+        )
+    };
+    let length = std::fs::metadata(path).map_err(failed)?.len();
+    if length > MAX_CLUSTERS {
+        let message = format!("{shown} is longer than {MAX_CLUSTERS} bytes");
+        return Err(Error::new(ErrorKind::InvalidArgument, message));
+    }
+    let text = std::fs::read(path).map_err(failed)?;
+    let list: Vec<Cluster> = serde_json::from_slice(&text).map_err(|error| {
+        let message = format!("{shown} is not a list of clusters: {error}");
+        Error::new(ErrorKind::InvalidArgument, message)
+    })?;
+    Ok(list.into_iter().map(|cluster| (cluster.cluster_id.clone(), cluster)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(directory: &tempfile::TempDir) -> CsiConfig {
+        let clusters = directory.path().join("clusters.json");
+        let list = r#"[{"clusterID": "c1", "monitors": ["10.0.0.1:6789", "10.0.0.2:6789"],
+            "rbd": {"radosNamespace": "tenant"}, "cephFS": {"subvolumeGroup": "x"}}]"#;
+        std::fs::write(&clusters, list).unwrap();
+        let directories = [("fast".to_owned(), PathBuf::from("/srv/fast"))].into();
+        CsiConfig { clusters, directories, ..CsiConfig::default() }
+    }
+
+    fn uri_of(id: &str, attributes: &Attributes) -> Result<String> {
+        let directory = tempfile::tempdir().unwrap();
+        uri(&config(&directory), "n1", id, attributes)
+    }
+
+    #[test]
+    fn ids_of_the_driver_give_uris() {
+        let plain = Attributes::default();
+        assert_eq!(uri_of("file/n1/fast/a%20b", &plain).unwrap(), "file:/srv/fast/a%20b");
+        assert_eq!(
+            uri_of("rbd/c1/pool/ns/img", &plain).unwrap(),
+            "rbd:pool/ns/img?config.mon_host=10.0.0.1:6789,10.0.0.2:6789"
+        );
+        let direct = Attributes { direct_io: true, ..Attributes::default() };
+        assert_eq!(uri_of("file/n1/fast/a", &direct).unwrap(), "file:/srv/fast/a?direct=true");
+    }
+
+    #[test]
+    fn a_static_volume_of_ceph_csi_is_the_image_of_its_handle() {
+        let attributes = Attributes {
+            static_volume: true,
+            cluster: Some("c1".into()),
+            pool: Some("pool".into()),
+            ..Attributes::default()
+        };
+        let uri = uri_of("my-image", &attributes).unwrap();
+        assert!(uri.starts_with("rbd:pool/tenant/my-image?"), "{uri}");
+        let no_pool = Attributes { pool: None, ..attributes };
+        assert!(uri_of("my-image", &no_pool).unwrap_err().message().contains("pool"));
+    }
+
+    #[test]
+    fn volumes_that_this_node_does_not_have() {
+        let plain = Attributes::default();
+        for (id, kind, part) in [
+            ("fake", ErrorKind::NotFound, "did not make its id"),
+            ("file/n2/fast/a", ErrorKind::InUse, "on the node n2"),
+            ("file/n1/slow/a", ErrorKind::NotFound, "it has: fast"),
+            ("file/n1/fast/..", ErrorKind::NotFound, "does not exist"),
+            ("file/n1/fast/..%2Fa", ErrorKind::NotFound, "does not exist"),
+            ("rbd/c2/pool//img", ErrorKind::NotFound, "it has: c1"),
+        ] {
+            let error = uri_of(id, &plain).unwrap_err();
+            assert_eq!(error.kind(), kind, "{id}: {error}");
+            assert!(error.message().contains(part), "{id}: {error}");
+        }
+    }
+}
