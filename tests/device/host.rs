@@ -13,6 +13,8 @@ use std::sync::Mutex;
 
 use libtest_mimic::{Arguments, Trial};
 
+use crate::csi::sanity;
+
 /// Set in the guest: the file with the names of the tests to run, one per line.
 pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
 
@@ -45,7 +47,7 @@ pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i
         return 0;
     }
     let payload = tempfile::tempdir().expect("a temporary directory for the payload");
-    fill(payload.path());
+    fill(payload.path(), machines.iter().flat_map(|machine| &machine.trials));
     for machine in &machines {
         let list = payload.path().join(&machine.name);
         std::fs::write(list, machine.trials.join("\n")).expect("writing the list of tests");
@@ -109,7 +111,12 @@ fn is_chosen(arguments: &Arguments, trial: &Trial) -> bool {
         && (!arguments.ignored || trial.has_ignored_flag())
 }
 
-fn fill(payload: &Path) {
+/// Fills the payload of the machines with what `trials` need.
+fn fill<'a>(payload: &Path, mut trials: impl Iterator<Item = &'a String>) {
+    if trials.any(|name| name.contains("csi_sanity")) {
+        let built = test_kit::go::build(sanity::MODULE, &[sanity::PACKAGE]);
+        install(&built.join(sanity::PROGRAM), &payload.join(sanity::PROGRAM));
+    }
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     install(Path::new(env!("CARGO_BIN_EXE_cleat")), &payload.join("cleat"));
     install(&std::env::current_exe().expect("the path of this program"), &payload.join("device"));

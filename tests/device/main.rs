@@ -15,6 +15,7 @@
 
 mod campaign;
 mod crash;
+mod csi;
 mod facts;
 mod filesystems;
 mod fixture;
@@ -60,7 +61,10 @@ fn main() {
 
 /// The tests of the unit, on a machine with systemd.
 fn trials_with_systemd() -> Vec<Trial> {
-    systemd::trials().into_iter().chain(unit_rbd::trials()).collect()
+    [systemd::trials(), unit_rbd::trials(), csi::trials_with_systemd()]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 /// The tests on a machine with a small init.
@@ -85,6 +89,7 @@ fn trials() -> Vec<Trial> {
         quiesce::trials(),
         pod::trials(),
         isolation::trials(),
+        csi::trials(),
     ]
     .into_iter()
     .flatten()
