@@ -28,6 +28,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ),
     ("kernel", &["core", "sys"]),
     ("filesystem", &["core", "kernel", "sys"]),
+    ("grants", &["core"]),
     (
         "node",
         &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],

@@ -1,0 +1,384 @@
+//! The grant object of a volume, `VolumeGrant`, in the JSON that the API server stores: everything but the
+//! metadata, which the layer above adds.
+
+use std::fmt;
+use std::time::{Duration, UNIX_EPOCH};
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// The maximum number of holders of one volume. A larger number is refused.
+pub const MAX_HOLDERS: usize = 64;
+
+/// The number of a grant. Each new grant of a volume gets a higher one, and a claim at the storage carries
+/// it. 0 is a claim without a grant: the standalone mode, without an API server.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
+pub struct Generation(pub u64);
+
+impl Generation {
+    /// Returns the generation after this one.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A wall-clock time in seconds since the Unix epoch, in RFC 3339 in JSON. Times are for users and for
+/// timeouts; no rule compares them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Time(pub u64);
+
+impl Time {
+    /// Returns whether at least `seconds` have passed at `now`. A time in the future counts as not passed.
+    pub fn is_older_than(self, seconds: u64, now: Self) -> bool {
+        now.0.saturating_sub(self.0) >= seconds
+    }
+}
+
+impl fmt::Display for Time {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(self.0)).fmt(f)
+    }
+}
+
+impl Serialize for Time {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Time {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let time = humantime::parse_rfc3339_weak(&text).map_err(D::Error::custom)?;
+        let since = time.duration_since(UNIX_EPOCH).map_err(D::Error::custom)?;
+        Ok(Self(since.as_secs()))
+    }
+}
+
+/// The resourceVersion of an object. It can only be compared for equality.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Version(pub String);
+
+/// A grant object as a client has read it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StoredGrant {
+    /// The version of the object that was read.
+    pub version: Version,
+    /// Whether the object has a deletion timestamp and waits for its finalizer.
+    pub deleting: bool,
+    /// The content.
+    pub grant: VolumeGrant,
+}
+
+/// The grant object of one volume, without its metadata. It is named after the volume.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeGrant {
+    /// The decision: only the controller writes it.
+    pub spec: GrantSpec,
+    /// What is true on the nodes and at the storage.
+    #[serde(default)]
+    pub status: GrantStatus,
+}
+
+/// The decision which nodes may claim a volume.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrantSpec {
+    /// The nodes that may claim the volume: one, or several in a mode that permits it.
+    #[serde(default)]
+    pub holders: Vec<Holder>,
+    /// The highest generation that was given out.
+    #[serde(default)]
+    pub generation: Generation,
+}
+
+/// A node that may claim the volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Holder {
+    /// The name of the node.
+    pub node: String,
+    /// How the node may use the volume.
+    pub mode: Mode,
+    /// The generation of this grant.
+    pub generation: Generation,
+    /// Whether the node must end its use of the volume. A revocation is never withdrawn.
+    #[serde(default)]
+    pub revoked: bool,
+    /// The time of the grant or, if it is revoked, of the revocation.
+    pub since: Time,
+    /// The pods for which the grant was made.
+    #[serde(default, rename = "podUIDs", skip_serializing_if = "Vec::is_empty")]
+    pub pod_uids: Vec<String>,
+}
+
+/// How a holder may use a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Mode {
+    /// The holder reads and writes, and no other node has the volume.
+    ReadWrite,
+    /// The holder reads and writes, and other nodes may do so at the same time.
+    SharedReadWrite,
+    /// The holder reads, and other nodes may do so at the same time.
+    ReadOnly,
+}
+
+impl Mode {
+    /// Returns whether one node with this mode and another one with `other` may hold a volume at the same
+    /// time.
+    pub fn is_compatible(self, other: Self) -> bool {
+        self == other && self != Self::ReadWrite
+    }
+}
+
+/// What is true on the nodes and at the storage.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrantStatus {
+    /// One entry for each node. A node writes its own entry only.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<NodeEntry>,
+    /// The fenced nodes that have not cleaned up yet. Only the controller writes them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fences: Vec<FenceEntry>,
+}
+
+/// What a node reports about a volume.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeEntry {
+    /// The name of the node.
+    pub node: String,
+    /// The generation of the last claim or attempt to claim.
+    pub generation: Generation,
+    /// The number of intents that the node has written. It makes each intent a change of the object, because
+    /// the API server does not change the resourceVersion for a write that changes nothing.
+    #[serde(default)]
+    pub intents: u64,
+    /// The client of the storage that has claimed the volume, as recorded with the claim.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client: Option<String>,
+    /// The path of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_path: Option<String>,
+    /// The signals.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<Condition>,
+}
+
+/// A signal of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Condition {
+    /// The signal.
+    #[serde(rename = "type")]
+    pub kind: Signal,
+    /// Whether it is true.
+    pub status: Truth,
+    /// The reason, for programs.
+    pub reason: Reason,
+    /// The reason, for readers.
+    #[serde(default)]
+    pub message: String,
+    /// The generation for which the signal is valid. It says nothing about other generations.
+    pub generation: Generation,
+    /// The time of the last change of `status`.
+    pub last_transition_time: Time,
+}
+
+/// The signals of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Signal {
+    /// The volume is claimed and mapped, the link exists, and a read was answered.
+    SafeToMount,
+    /// Nothing on the node can write to the volume with this generation, and the claim is released.
+    SafeToDetach,
+    /// Nothing is left on the node of a generation that was fenced. This never becomes false again.
+    Cleaned,
+}
+
+/// The status of a condition.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Truth {
+    /// The signal is true.
+    True,
+    /// The signal is false.
+    False,
+    /// The node cannot tell.
+    Unknown,
+}
+
+/// The reason of a condition.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reason {
+    /// The node is about to claim the volume, or does so now.
+    Claiming,
+    /// The volume is mapped and works.
+    Mapped,
+    /// The node does not use the volume, and its claim is released.
+    Released,
+    /// The volume was mapped, and it is not any more, for example after a reboot.
+    Lost,
+    /// The record at the storage is at a higher generation.
+    Superseded,
+    /// The generation was fenced at the storage.
+    Fenced,
+    /// A client of another node has claimed the volume.
+    ClaimedElsewhere,
+    /// The node has the volume mapped with another generation than the granted one, for example after a
+    /// restored backup.
+    OtherGeneration,
+    /// A fenced node has removed what was left.
+    Cleaned,
+    /// A reason of a newer build.
+    #[serde(other)]
+    Other,
+}
+
+/// A node that was fenced: the condition Fenced, with its proof.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FenceEntry {
+    /// The name of the node.
+    pub node: String,
+    /// The generation that was fenced.
+    pub generation: Generation,
+    /// The client that was cut off, as recorded with its claim; none if the node had not claimed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client: Option<String>,
+    /// What the storage answered when the record was read back.
+    pub proof: String,
+    /// The time when it was read back.
+    pub time: Time,
+}
+
+impl VolumeGrant {
+    /// Returns the holder entry of `node`.
+    pub fn holder(&self, node: &str) -> Option<&Holder> {
+        self.spec.holders.iter().find(|holder| holder.node == node)
+    }
+
+    /// Returns what `node` reports.
+    pub fn entry(&self, node: &str) -> Option<&NodeEntry> {
+        self.status.nodes.iter().find(|entry| entry.node == node)
+    }
+
+    /// Returns whether `node` reports that `signal` is true for `generation`.
+    pub fn is_true(&self, node: &str, signal: Signal, generation: Generation) -> bool {
+        self.entry(node).is_some_and(|entry| entry.is(signal, Truth::True, generation))
+    }
+
+    /// Returns the fence of `node` at `generation`.
+    pub fn fence(&self, node: &str, generation: Generation) -> Option<&FenceEntry> {
+        let fences = &self.status.fences;
+        fences.iter().find(|fence| fence.node == node && fence.generation == generation)
+    }
+
+    /// Returns the fences of `node`.
+    pub fn fences_of<'a>(&'a self, node: &'a str) -> impl Iterator<Item = &'a FenceEntry> {
+        self.status.fences.iter().filter(move |fence| fence.node == node)
+    }
+}
+
+impl NodeEntry {
+    /// Returns the condition for `signal`.
+    pub fn condition(&self, signal: Signal) -> Option<&Condition> {
+        self.conditions.iter().find(|condition| condition.kind == signal)
+    }
+
+    /// Returns whether `signal` has the status `truth` for `generation`.
+    pub fn is(&self, signal: Signal, truth: Truth, generation: Generation) -> bool {
+        self.condition(signal)
+            .is_some_and(|known| known.status == truth && known.generation == generation)
+    }
+
+    /// Sets a condition. The time of the last transition stays if the status stays.
+    pub fn set(&mut self, mut condition: Condition) {
+        let known = self.conditions.iter_mut().find(|known| known.kind == condition.kind);
+        match known {
+            Some(known) => {
+                if known.status == condition.status {
+                    condition.last_transition_time = known.last_transition_time;
+                }
+                *known = condition;
+            }
+            None => self.conditions.push(condition),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const JSON: &str = r#"{
+        "spec": {
+            "holders": [{
+                "node": "node-a", "mode": "ReadWrite", "generation": 7, "revoked": false,
+                "since": "2030-01-01T00:00:00Z", "podUIDs": ["5d1c"]
+            }],
+            "generation": 7
+        },
+        "status": {
+            "nodes": [{
+                "node": "node-a", "generation": 7, "intents": 1, "client": "10.0.0.1:0/71",
+                "devicePath": "/dev/nbd0",
+                "conditions": [{
+                    "type": "SafeToMount", "status": "True", "reason": "Mapped", "message": "",
+                    "generation": 7, "lastTransitionTime": "2030-01-01T00:00:01Z"
+                }]
+            }],
+            "fences": [{
+                "node": "node-b", "generation": 6, "client": "10.0.0.2:0/9",
+                "proof": "generation 6 is sealed", "time": "2030-01-01T00:00:00Z"
+            }]
+        }
+    }"#;
+
+    #[test]
+    fn the_json_has_the_fields_of_the_custom_resource() {
+        let grant: VolumeGrant = serde_json::from_str(JSON).unwrap();
+        assert_eq!(grant.holder("node-a").unwrap().pod_uids, ["5d1c"]);
+        assert!(grant.is_true("node-a", Signal::SafeToMount, Generation(7)));
+        assert!(!grant.is_true("node-a", Signal::SafeToMount, Generation(8)));
+        assert!(grant.fence("node-b", Generation(6)).is_some());
+        let expected: serde_json::Value = serde_json::from_str(JSON).unwrap();
+        assert_eq!(serde_json::to_value(&grant).unwrap(), expected);
+    }
+
+    #[test]
+    fn absent_fields_and_reasons_of_newer_builds_are_read() {
+        let grant: VolumeGrant = serde_json::from_str(r#"{"spec": {}}"#).unwrap();
+        assert_eq!(grant, VolumeGrant::default());
+        let reason: Reason = serde_json::from_str(r#""InventedLater""#).unwrap();
+        assert_eq!(reason, Reason::Other);
+    }
+
+    #[test]
+    fn the_transition_time_changes_with_the_status_only() {
+        let condition = |status, time| Condition {
+            kind: Signal::SafeToDetach,
+            status,
+            reason: Reason::Released,
+            message: String::new(),
+            generation: Generation(1),
+            last_transition_time: Time(time),
+        };
+        let mut entry = NodeEntry::default();
+        for (status, time, expected) in
+            [(Truth::True, 1, 1), (Truth::True, 2, 1), (Truth::False, 3, 3)]
+        {
+            entry.set(condition(status, time));
+            let known = entry.condition(Signal::SafeToDetach).unwrap();
+            assert_eq!(known.last_transition_time, Time(expected));
+        }
+        assert_eq!(entry.conditions.len(), 1);
+    }
+}

@@ -1,0 +1,122 @@
+//! When fencing may start. The policy decides when to try; the storage decides whether it is safe.
+
+use crate::object::Time;
+
+/// The settings of the controller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Policy {
+    /// How long a node may take to release a revoked volume before it is fenced, in seconds.
+    pub release_timeout_s: u64,
+    /// How long a node is not ready before Kubernetes detaches its volumes by force, in seconds. The
+    /// default is the one of kube-controller-manager.
+    pub forced_detach_s: u64,
+    /// How long the lease of a node may be stale before its revoked volumes are fenced, in seconds. `None`,
+    /// the default, fences no node because of its lease.
+    pub lease_timeout_s: Option<u64>,
+    /// Whether a node whose lease is stale for `lease_timeout_s` loses also the volumes that are still
+    /// requested for it. Off by default.
+    pub remediate: bool,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        let (release_timeout_s, forced_detach_s) = (5, 360);
+        Self { release_timeout_s, forced_detach_s, lease_timeout_s: None, remediate: false }
+    }
+}
+
+/// What the controller has observed of a node that exists in the API server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeState {
+    /// Whether the node has the taint `node.kubernetes.io/out-of-service`.
+    pub out_of_service: bool,
+    /// Since when the node is not ready; `None` if it is ready.
+    pub not_ready_since: Option<Time>,
+    /// The last renewal of the node's lease, or of the agent's lease if that is later.
+    pub lease_renewed: Option<Time>,
+}
+
+/// The reason why fencing a node may start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FencingReason {
+    /// The Node object was deleted.
+    NodeDeleted,
+    /// The node has the out-of-service taint.
+    OutOfService,
+    /// Kubernetes detaches by force from a node that is not ready.
+    ForcedDetach,
+    /// The node's lease is stale.
+    LeaseStale,
+}
+
+impl Policy {
+    /// Returns why a node that does not release a revoked volume may be fenced; `None` if it may not: the node
+    /// is unknown then, and stays so. `node` is `None` if the Node object does not exist; `is_requested` says
+    /// whether the volume is still requested for the node.
+    pub fn fencing_reason(
+        &self,
+        node: Option<&NodeState>,
+        is_requested: bool,
+        now: Time,
+    ) -> Option<FencingReason> {
+        let Some(node) = node else { return Some(FencingReason::NodeDeleted) };
+        if node.out_of_service {
+            return Some(FencingReason::OutOfService);
+        }
+        let is_forced = |since: Time| since.is_older_than(self.forced_detach_s, now);
+        if !is_requested && node.not_ready_since.is_some_and(is_forced) {
+            return Some(FencingReason::ForcedDetach);
+        }
+        self.is_lease_stale(node, now).then_some(FencingReason::LeaseStale)
+    }
+
+    /// Returns whether a node is to lose its volumes although they are requested.
+    pub fn is_lost(&self, node: Option<&NodeState>, now: Time) -> bool {
+        self.remediate && node.is_some_and(|node| self.is_lease_stale(node, now))
+    }
+
+    fn is_lease_stale(&self, node: &NodeState, now: Time) -> bool {
+        let timeout = self.lease_timeout_s.zip(node.lease_renewed);
+        timeout.is_some_and(|(timeout_s, renewed)| renewed.is_older_than(timeout_s, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_node_is_not_fenced_by_default() {
+        let (policy, now) = (Policy::default(), Time(10_000));
+        let silent = NodeState { lease_renewed: Some(Time(0)), ..NodeState::default() };
+        assert_eq!(policy.fencing_reason(Some(&silent), false, now), None);
+        assert!(!policy.is_lost(Some(&silent), now));
+    }
+
+    #[test]
+    fn each_decision_of_kubernetes_permits_fencing() {
+        let (policy, now) = (Policy::default(), Time(10_000));
+        let fenced =
+            |node: Option<&NodeState>, requested| policy.fencing_reason(node, requested, now);
+        assert_eq!(fenced(None, true), Some(FencingReason::NodeDeleted));
+        let tainted = NodeState { out_of_service: true, ..NodeState::default() };
+        assert_eq!(fenced(Some(&tainted), true), Some(FencingReason::OutOfService));
+        let since = |s| NodeState { not_ready_since: Some(Time(s)), ..NodeState::default() };
+        assert_eq!(fenced(Some(&since(9_640)), false), Some(FencingReason::ForcedDetach));
+        assert_eq!(fenced(Some(&since(9_641)), false), None);
+        assert_eq!(fenced(Some(&since(9_640)), true), None);
+    }
+
+    #[test]
+    fn a_stale_lease_permits_fencing_if_it_is_configured() {
+        let policy = Policy { lease_timeout_s: Some(15), ..Policy::default() };
+        let node = NodeState { lease_renewed: Some(Time(100)), ..NodeState::default() };
+        assert_eq!(policy.fencing_reason(Some(&node), true, Time(114)), None);
+        let reason = policy.fencing_reason(Some(&node), true, Time(115));
+        assert_eq!(reason, Some(FencingReason::LeaseStale));
+        assert!(!policy.is_lost(Some(&node), Time(115)));
+        assert!(Policy { remediate: true, ..policy }.is_lost(Some(&node), Time(115)));
+        // A lease that was never seen is not a stale one.
+        assert_eq!(policy.fencing_reason(Some(&NodeState::default()), true, Time(115)), None);
+    }
+}
