@@ -110,6 +110,7 @@ soak-device:
 
 soak-simulation:
 	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --test simulation
+	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --lib -- simulation::every_seed
 
 soak-fights:
 	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- no_write_of_a_fenced_worker
