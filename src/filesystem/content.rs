@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::block::device_size;
@@ -16,6 +17,13 @@ use crate::blocking::bounded;
 use crate::path::check_device;
 use crate::writers::refuse_if_written;
 use crate::zeroes::first_data;
+
+/// How long a device that is in use is tried again. A process that another thread starts has, until its exec,
+/// copies of all descriptors, also of one that has the device open exclusively and is closed meanwhile.
+pub(crate) const BUSY_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The time between two attempts.
+pub(crate) const BUSY_DELAY: Duration = Duration::from_millis(100);
 
 /// What a device contains.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,8 +60,16 @@ pub async fn content(device: &Path, deadline: Instant) -> Result<Content> {
         Signature::Unclear(what) => return Ok(Content::Unknown(what)),
         Signature::None => {}
     }
-    let path = device.to_owned();
-    let found = bounded("read", device, deadline, move || search(&path, deadline)).await?;
+    let last_attempt = deadline.min(Instant::now() + BUSY_TIMEOUT);
+    let found = loop {
+        let path = device.to_owned();
+        match bounded("read", device, deadline, move || search(&path, deadline)).await {
+            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < last_attempt => {
+                tokio::time::sleep(BUSY_DELAY).await;
+            }
+            other => break other?,
+        }
+    };
     Ok(match found {
         None => Content::Empty,
         Some(at) => Content::Unknown(format!("data at byte {at}")),

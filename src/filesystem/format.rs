@@ -7,10 +7,13 @@ use tokio::time::Instant;
 
 use crate::blkid::Found;
 use crate::call::Call;
-use crate::content::{Content, content};
+use crate::content::{BUSY_DELAY, BUSY_TIMEOUT, Content, content};
 use crate::kind::Kind;
 use crate::mkfs_options::arguments;
 use crate::path::check_device;
+
+/// What mkfs programs write if they cannot open the device exclusively.
+const BUSY: [&str; 2] = ["apparently in use by the system", "Device or resource busy"];
 
 /// How a device is formatted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -45,15 +48,30 @@ pub async fn format(
     let arguments = arguments(kind, options.uuid.as_deref(), &options.extra)?;
     // A missing program is reported before the device is read.
     kind.mkfs().find(device)?;
-    let found = content(device, deadline).await?;
-    if found != Content::Empty {
-        return Err(not_empty(device, kind, &found));
+    let last_attempt = deadline.min(Instant::now() + BUSY_TIMEOUT);
+    loop {
+        let found = content(device, deadline).await?;
+        if found != Content::Empty {
+            return Err(not_empty(device, kind, &found));
+        }
+        let number = check_device(device)?;
+        let call = Call::new(kind.mkfs(), device).args(&arguments).arg(device).writes(number);
+        let ended = call.run(deadline).await?;
+        let is_busy = BUSY.iter().any(|text| ended.reports(text));
+        if is_busy && !ended.status.success() {
+            if Instant::now() < last_attempt {
+                // It has written nothing.
+                tokio::time::sleep(BUSY_DELAY).await;
+                continue;
+            }
+            let repair = format!("lsblk {0}; fuser --verbose {0}", device.display());
+            return Err(ended.failure(ErrorKind::InUse).with_repair(repair));
+        }
+        ended.success().map_err(|error| {
+            error.with_repair(format!("check the size of {} and the options", device.display()))
+        })?;
+        break;
     }
-    let number = check_device(device)?;
-    let call = Call::new(kind.mkfs(), device).args(arguments).arg(device).writes(number);
-    call.run(deadline).await?.success().map_err(|error| {
-        error.with_repair(format!("check the size of {} and the options", device.display()))
-    })?;
     match content(device, deadline).await? {
         Content::Filesystem(made) if is_as_requested(&made, kind, options) => Ok(made),
         other => {
