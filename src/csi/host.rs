@@ -122,6 +122,9 @@ pub(crate) trait Host: Send + Sync {
     /// Gives the files below `mount_point` to a group, unless its root directory belongs to it already.
     async fn apply_group(&self, mount_point: &Path, group: u32, deadline: Instant) -> Result<()>;
 
+    /// Discards the unused blocks of the filesystem at `mount_point`, and returns their number of bytes.
+    async fn trim(&self, mount_point: &Path, deadline: Instant) -> Result<u64>;
+
     /// Returns how full the filesystem at `path` is.
     async fn usage(&self, path: &Path, deadline: Instant) -> Result<Usage>;
 }
@@ -244,6 +247,10 @@ impl Host for ThisHost {
 
     async fn apply_group(&self, mount_point: &Path, group: u32, deadline: Instant) -> Result<()> {
         crate::group::apply(mount_point, group, deadline).await
+    }
+
+    async fn trim(&self, mount_point: &Path, deadline: Instant) -> Result<u64> {
+        filesystem::trim(mount_point, deadline).await
     }
 
     async fn usage(&self, path: &Path, deadline: Instant) -> Result<Usage> {

@@ -16,6 +16,7 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests wait in real time"))]
 
+mod addons;
 mod attributes;
 mod busy;
 mod capability;

@@ -2,6 +2,11 @@
 
 use std::convert::Infallible;
 
+use cleat_csi_api::addons::identity::identity_server as addons_identity;
+use cleat_csi_api::addons::reclaimspace::{
+    reclaim_space_controller_server as reclaim_controller,
+    reclaim_space_node_server as reclaim_node,
+};
 use cleat_csi_api::csi::v1::controller_server::{self, ControllerServer};
 use cleat_csi_api::csi::v1::identity_server;
 use cleat_csi_api::csi::v1::identity_server::IdentityServer;
@@ -11,6 +16,7 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::codegen::{BoxFuture, Context, Poll, Service};
 
+use crate::addons::Addons;
 use crate::controller::ControllerService;
 use crate::driver::Driver;
 use crate::identity::IdentityService;
@@ -25,13 +31,18 @@ pub(crate) struct Services {
     identity: IdentityServer<IdentityService>,
     node: NodeServer<NodeService>,
     controller: Option<ControllerServer<ControllerService>>,
+    addons_identity: addons_identity::IdentityServer<Addons>,
+    reclaim_node: reclaim_node::ReclaimSpaceNodeServer<Addons>,
+    reclaim_controller: reclaim_controller::ReclaimSpaceControllerServer<Addons>,
 }
 
 impl Services {
     /// Creates the services of a driver. The Controller service exists only if the driver has it.
     pub(crate) fn of(driver: &Driver) -> Self {
         let identity = IdentityServer::new(IdentityService { driver: driver.clone() });
-        let node = NodeServer::new(NodeService { driver: driver.clone() });
+        let node = NodeService { driver: driver.clone() };
+        let addons = Addons { node: node.clone() };
+        let node = NodeServer::new(node);
         let controller = driver.controller.clone().map(|controller| {
             let server = ControllerServer::new(ControllerService(controller));
             server.max_decoding_message_size(MAX_MESSAGE)
@@ -40,6 +51,12 @@ impl Services {
             identity: identity.max_decoding_message_size(MAX_MESSAGE),
             node: node.max_decoding_message_size(MAX_MESSAGE),
             controller,
+            addons_identity: addons_identity::IdentityServer::new(addons.clone())
+                .max_decoding_message_size(MAX_MESSAGE),
+            reclaim_node: reclaim_node::ReclaimSpaceNodeServer::new(addons.clone())
+                .max_decoding_message_size(MAX_MESSAGE),
+            reclaim_controller: reclaim_controller::ReclaimSpaceControllerServer::new(addons)
+                .max_decoding_message_size(MAX_MESSAGE),
         }
     }
 }
@@ -59,6 +76,9 @@ impl Service<Request<Body>> for Services {
         match (service, &mut self.controller) {
             (identity_server::SERVICE_NAME, _) => self.identity.call(request),
             (node_server::SERVICE_NAME, _) => self.node.call(request),
+            (addons_identity::SERVICE_NAME, _) => self.addons_identity.call(request),
+            (reclaim_node::SERVICE_NAME, _) => self.reclaim_node.call(request),
+            (reclaim_controller::SERVICE_NAME, _) => self.reclaim_controller.call(request),
             (controller_server::SERVICE_NAME, Some(controller)) => controller.call(request),
             _ => {
                 let message = format!("this driver does not have the service {service}");

@@ -51,7 +51,7 @@ pub(crate) struct NodeService {
 
 impl NodeService {
     /// Runs `call` with its volume busy. Returns the error of the deadline if it does not end.
-    async fn exclusive<T, F>(
+    pub(crate) async fn exclusive<T, F>(
         &self,
         name: &'static str,
         id: &str,
@@ -258,7 +258,7 @@ fn refuse_secrets(secrets: &BTreeMap<String, String>) -> Result<()> {
 }
 
 /// The error of a call for a volume that this node does not have.
-fn not_mapped(id: &str) -> Error {
+pub(crate) fn not_mapped(id: &str) -> Error {
     let message = format!("volume {id} is not staged on this node");
     Error::new(ErrorKind::NotFound, message).with_repair("cleat ls lists the volumes of this node")
 }
