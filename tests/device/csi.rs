@@ -1,8 +1,10 @@
 //! The CSI driver on a real kernel: every call on file volumes, with real mounts.
 
+mod addons;
 mod client;
 mod content;
 mod controller;
+mod interrupted;
 pub(crate) mod sanity;
 mod unit;
 
@@ -14,7 +16,7 @@ use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use libtest_mimic::Trial;
 use tonic::Code;
 
-use crate::fixture::{Node, cleat_command, cleat_ok, shell, signal, status, wait_for_state};
+use crate::fixture::{Node, cleat_ok, shell, signal, status, wait_for_state};
 use crate::trial;
 use client::Client;
 
@@ -23,6 +25,7 @@ const VOLUMES: &str = "/var/tmp/csi-volumes";
 /// A directory on which tests mount an XFS.
 const XFS: &str = "/var/tmp/csi-xfs";
 const KUBELET: &str = "/var/lib/kubelet";
+const SOCKET: &str = "/var/lib/kubelet/plugins/csi.test/csi.sock";
 const STAGING: &str = "/var/lib/kubelet/staging/v";
 const TARGET: &str = "/var/lib/kubelet/pods/1/v";
 
@@ -38,8 +41,14 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("csi_registers_with_kubelet", registration),
         trial("csi_controller_from_create_to_delete", controller::from_create_to_delete),
         trial("csi_snapshots_of_a_volume_in_use", controller::snapshots_of_a_volume_in_use),
+        trial("csi_calls_killed_at_any_moment_are_repeated", interrupted::killed_at_any_moment),
+        trial("csi_many_volumes_at_once", interrupted::many_at_once),
+        trial("csi_durations_of_stage_and_unstage", interrupted::durations),
+        trial("csi_unused_space_is_reclaimed", addons::unused_space_is_reclaimed),
         trial("csi_sanity_file_mount", sanity::file_mount),
         trial("csi_sanity_file_block", sanity::file_block),
+        trial("csi_sanity_rbd_mount", sanity::rbd_mount),
+        trial("csi_sanity_rbd_block", sanity::rbd_block),
     ]
 }
 
@@ -68,13 +77,13 @@ impl Scene {
              controller = true\ndriver = \"csi.test\"\n{lines}\nEND"
         ));
         let node = Node::start_as(daemon());
-        Self { node, client: Client::connect(&format!("{KUBELET}/plugins/csi.test/csi.sock")) }
+        Self { node, client: Client::connect(SOCKET) }
     }
 
     /// Starts the daemon again and connects to it.
     fn restart(&mut self) {
         self.node.restart_as(daemon());
-        self.client = Client::connect(&format!("{KUBELET}/plugins/csi.test/csi.sock"));
+        self.client = Client::connect(SOCKET);
     }
 
     /// Makes a file volume and returns its id.
@@ -140,8 +149,11 @@ impl Scene {
     }
 }
 
+/// The command of the daemon, with the limit of open files that the unit has.
 fn daemon() -> std::process::Command {
-    cleat_command(&["node", "--config", CONFIG])
+    let mut command = std::process::Command::new("prlimit");
+    command.args(["--nofile=65536", "./cleat", "node", "--config", CONFIG]);
+    command
 }
 
 pub(crate) fn filesystem(fs_type: &str, mode: Mode) -> csi::VolumeCapability {

@@ -3,9 +3,11 @@
 use std::path::Path;
 
 use serde_json::Value;
+use test_kit::ceph::{ID, POOL};
 
 use super::{KUBELET, Scene, VOLUMES};
 use crate::fixture::shell;
+use crate::rbd::cluster;
 
 /// The program, in the payload.
 pub(crate) const PROGRAM: &str = "csi-sanity";
@@ -34,16 +36,44 @@ const SKIPPED: [&str; 5] = [
 
 pub(crate) fn file_mount() {
     let directories = format!("directories = {{ default = \"{VOLUMES}\" }}");
-    run(&Scene::with(&directories), "mount");
+    run(&Scene::with(&directories), "mount", "");
 }
 
 pub(crate) fn file_block() {
     let directories = format!("directories = {{ default = \"{VOLUMES}\" }}");
-    run(&Scene::with(&directories), "block");
+    run(&Scene::with(&directories), "block", "");
+}
+
+pub(crate) fn rbd_mount() {
+    run(&with_cluster(), "mount", &parameters());
+}
+
+pub(crate) fn rbd_block() {
+    run(&with_cluster(), "block", &parameters());
+}
+
+/// A daemon that also has a cluster.
+fn with_cluster() -> Scene {
+    const CLUSTERS: &str = "/tmp/clusters.json";
+    let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
+    let monitors = shell(&format!("sed -n 's/^ *mon[ _]host *= *//p' {}", conf.display()));
+    let entry = serde_json::json!([{
+        "clusterID": "test", "monitors": [monitors], "userID": ID, "keyring": keyring, "pools": [POOL],
+    }]);
+    std::fs::write(CLUSTERS, entry.to_string()).expect("writing the clusters");
+    Scene::with(&format!("clusters = \"{CLUSTERS}\"\ndirectories = {{ default = \"{VOLUMES}\" }}"))
+}
+
+/// The option with the parameters of RBD volumes.
+fn parameters() -> String {
+    const FILE: &str = "/tmp/parameters.yaml";
+    let text = format!("clusterID: test\npool: {POOL}\n");
+    std::fs::write(FILE, text).expect("writing the parameters");
+    format!("--csi.testvolumeparameters={FILE}")
 }
 
 /// Runs all specs, and checks that each of them passes or is one of those that must be skipped.
-fn run(scene: &Scene, access: &str) {
+fn run(scene: &Scene, access: &str, options: &str) {
     const REPORT: &str = "/tmp/csi-sanity.json";
     let log = format!("/out/csi-sanity-{access}.log");
     // The exit status is not needed: the report says what failed.
@@ -51,7 +81,7 @@ fn run(scene: &Scene, access: &str) {
         "rm -f {REPORT}; ./{PROGRAM} --csi.endpoint=unix:{KUBELET}/plugins/csi.test/csi.sock \
          --csi.mountdir={KUBELET}/sanity-mount --csi.stagingdir={KUBELET}/sanity-staging \
          --csi.testvolumesize={} --csi.testvolumeexpandsize={} --csi.testvolumeaccesstype={access} \
-         --ginkgo.no-color --ginkgo.json-report={REPORT} > {log} 2>&1 || true",
+         --ginkgo.no-color --ginkgo.json-report={REPORT} {options} > {log} 2>&1 || true",
         64 << 20,
         128 << 20
     ));
@@ -72,6 +102,9 @@ fn run(scene: &Scene, access: &str) {
     let count = |state| specs.iter().filter(|spec| spec.state == state).count();
     let (passed, skipped, pending) = (count("passed"), count("skipped"), count("pending"));
     println!("figures: csi-sanity {access}: {passed} passed, {skipped} skipped, {pending} pending");
+    for spec in specs.iter().filter(|spec| spec.state == "skipped") {
+        println!("figures: skipped: {}: {}", spec.name, spec.failure);
+    }
     let is_expected = |spec: &&Spec| match &*spec.state {
         "passed" | "pending" => true,
         "skipped" => SKIPPED.iter().any(|part| spec.name.contains(part)),
@@ -88,7 +121,7 @@ fn run(scene: &Scene, access: &str) {
 struct Spec {
     name: String,
     state: String,
-    #[allow(dead_code, reason = "Debug prints it")]
+    /// Why it failed or was skipped.
     failure: String,
 }
 
