@@ -202,6 +202,6 @@ fn timeout_s() -> String {
     };
     let comparison = std::env::args().any(|argument| argument.ends_with("ignored"));
     let comparison_s = if comparison { 1800 } else { 0 };
-    (2700 + comparison_s + 4 * number("CLEAT_VERIFY_SECONDS") + 60 * number("CLEAT_REPEAT"))
+    (3600 + comparison_s + 4 * number("CLEAT_VERIFY_SECONDS") + 60 * number("CLEAT_REPEAT"))
         .to_string()
 }
