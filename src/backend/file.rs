@@ -13,6 +13,8 @@
 //!   failed: a page that could not be written back is lost, and no repetition restores it. Only direct access
 //!   can therefore wait for the end of an outage of the storage below. On a network file system writes are
 //!   not repeated at all: a server may execute a write after the client has given it up.
+//! - A request on a file whose file system is full may wait for space (see `space`). One on a device may not:
+//!   there ENOSPC also means that the device has become smaller.
 //! - CACHE makes the kernel read ahead a part of the range, of a bounded length.
 //! - The identity of a volume is that of the open file or device (`cleat_sys::volume_id`), never its path. A
 //!   successor by handover has the file of its predecessor, also where the path leads to another one.
@@ -26,6 +28,7 @@ mod labels;
 mod queue;
 mod registration;
 mod snapshots;
+mod space;
 mod spec;
 mod store;
 mod sync;
@@ -57,6 +60,7 @@ use cleat_sys::ring::Ring;
 use cleat_sys::volume_id::{DeviceId, FileId};
 use queue::{Abilities, FileQueue};
 pub use registration::BACKEND;
+use space::{FreeSpace, NFS};
 use spec::FileSpec;
 use sync::Syncer;
 
@@ -164,7 +168,10 @@ impl FileImage {
         }
         let blocks = block_sizes(&file, spec.direct, device, &path)?;
         let identity = identity(&file, device, &path)?;
-        let remote = !device && is_remote(&file, &path)?;
+        let file_system = file_system(&file, &path)?;
+        let remote = !device && is_network(file_system);
+        let mut abilities = Abilities::new(device, spec.direct, remote);
+        abilities.space = FreeSpace::new(file_system, spec.direct);
         let file = Arc::new(file);
         let syncer = Arc::new(Syncer::new(Arc::clone(&file), path.clone()));
         if options.sync_failed {
@@ -179,7 +186,7 @@ impl FileImage {
             direct: spec.direct,
             size: AtomicU64::new(0),
             blocks,
-            abilities: Arc::new(Abilities::new(device, spec.direct, remote)),
+            abilities: Arc::new(abilities),
             syncer,
         })
     }
@@ -253,6 +260,14 @@ impl Image for FileImage {
     #[cfg(feature = "fault")]
     fn fail_next_sync(&self) {
         self.syncer.inject_failure();
+    }
+
+    fn retries_no_space(&self) -> bool {
+        !self.device
+    }
+
+    fn failure_reason(&self) -> Option<String> {
+        self.abilities.space.failure_reason(&self.path)
     }
 
     fn size_check_interval(&self) -> Option<Duration> {
@@ -487,9 +502,10 @@ fn create(spec: &FileSpec, file: &File) -> Result<()> {
     set_size().map_err(|e| Error::from_io(format!("cannot create {path} with {}", Size(size)), e))
 }
 
-/// The magic numbers of network file systems (linux/magic.h, and the file systems' own headers).
+/// The magic numbers of network file systems (linux/magic.h, and the file systems' own headers): their storage
+/// is reached by another protocol than a block device's.
 const NETWORK_FILE_SYSTEMS: [i64; 11] = [
-    0x6969,      // nfs
+    NFS,         // nfs
     0xfe53_4d42, // smb2, also of the present cifs
     0xff53_4d42, // cifs
     0x00c3_6400, // ceph
@@ -502,12 +518,20 @@ const NETWORK_FILE_SYSTEMS: [i64; 11] = [
     0x1983_0326, // fhgfs, beegfs
 ];
 
-/// Returns whether the file is on a file system whose storage is reached by another protocol than a block
-/// device's.
+/// Returns whether the file is on a network file system.
 fn is_remote(file: &File, path: &str) -> Result<bool> {
+    file_system(file, path).map(is_network)
+}
+
+fn is_network(file_system: i64) -> bool {
+    NETWORK_FILE_SYSTEMS.contains(&file_system)
+}
+
+/// Returns the magic number of the file system that has the file.
+fn file_system(file: &File, path: &str) -> Result<i64> {
     let status = fstatfs(file)
         .map_err(|e| Error::from_io(format!("cannot read the file system of {path}"), e.into()))?;
-    Ok(NETWORK_FILE_SYSTEMS.contains(&status.filesystem_type().0))
+    Ok(status.filesystem_type().0)
 }
 
 /// Makes the creation or removal of `path` durable.

@@ -110,9 +110,9 @@ impl Plan {
         std::mem::take(&mut self.fail_sync)
     }
 
-    /// Returns whether the plan simulates a backend that cannot be reached.
+    /// Returns whether the plan simulates a backend that cannot be reached, or is full.
     pub(super) fn is_outage(&self) -> bool {
-        self.error == Some(IoError::Retry)
+        matches!(self.error, Some(IoError::Retry | IoError::NoSpace))
     }
 
     /// Returns the fault of the volume's request number `number`; `None` if it has none.

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::{Completer, ImageQueue, Outcome, RequestId, Started, index};
+use super::space::FreeSpace;
 use super::sync::Syncer;
 use cleat_core::request::{IoError, Op, Request};
 use cleat_sys::buffer::Buffer;
@@ -41,18 +42,14 @@ pub(super) struct Abilities {
     remote: bool,
     punch: AtomicBool,
     zero_range: AtomicBool,
+    pub(super) space: FreeSpace,
 }
 
 impl Abilities {
     /// Assumes that every operation is supported until an attempt fails.
     pub(super) fn new(device: bool, direct: bool, remote: bool) -> Self {
-        Self {
-            device,
-            direct,
-            remote,
-            punch: AtomicBool::new(true),
-            zero_range: AtomicBool::new(true),
-        }
+        let (punch, zero_range) = (AtomicBool::new(true), AtomicBool::new(true));
+        Self { device, direct, remote, punch, zero_range, space: FreeSpace::default() }
     }
 }
 
@@ -335,9 +332,13 @@ impl FileQueue {
                 self.syncer.set_failed(errno);
                 return Err(IoError::Broken);
             }
+            Step::Transfer | Step::WriteZeroes if self.abilities.space.is_loss(errno) => {
+                self.syncer.set_failed(errno);
+                return Err(IoError::Broken);
+            }
             _ => {}
         }
-        Err(error)
+        Err(self.abilities.space.record(errno, error))
     }
 }
 
@@ -505,6 +506,16 @@ mod tests {
         assert!(!direct.syncer.has_failed());
         assert_eq!(direct.advance(&mut write, -libc::EROFS), Err(IoError::Broken));
         assert!(direct.syncer.has_failed());
+    }
+
+    #[test]
+    fn a_lack_of_space_on_nfs_is_a_loss_of_earlier_writes() {
+        let nfs = FreeSpace::new(super::super::space::NFS, false);
+        let abilities = Abilities { space: nfs, ..Abilities::new(false, false, true) };
+        let queue = queue(&Arc::new(abilities), 1);
+        let mut write = task(Op::Write, Flags::default(), Step::Transfer, 512);
+        assert_eq!(queue.advance(&mut write, -libc::ENOSPC), Err(IoError::Broken));
+        assert!(queue.syncer.has_failed());
     }
 
     #[test]

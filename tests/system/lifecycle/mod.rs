@@ -6,6 +6,7 @@ mod basic;
 mod crashes;
 mod failures;
 mod forced;
+mod full;
 mod metrics;
 mod names;
 mod openmetrics;

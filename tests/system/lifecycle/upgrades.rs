@@ -414,7 +414,7 @@ fn a_handover_fails_while_the_backend_hangs() {
     write.join().unwrap();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);
     // A fault plan that was set at runtime is handed over.
-    supervisor.set_fault("error=nospace&ops=write");
+    supervisor.set_fault("error=broken&ops=write");
     supervisor.hand_over();
     machine.kernel.write(index, 0, &[4; 512]).unwrap_err();
     assert_eq!(machine.kernel.read(index, 0, 512).unwrap(), [3; 512]);
