@@ -18,7 +18,8 @@ Examples:
 /// List the mappings of this node
 ///
 /// The state `orphan` marks devices of cleat that the daemon has no record of, and devices that remain after
-/// a forced unmap because they are held. `-o json` shows the holders.
+/// a forced unmap because they are held. `-o json` shows the holders. `cleat map`, with the volume and the name
+/// of a device without a record, adopts the device if its worker still serves.
 #[derive(Debug, clap::Args)]
 #[command(visible_alias = "list", after_long_help = EXAMPLES)]
 pub(super) struct Ls {}

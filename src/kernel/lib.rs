@@ -82,6 +82,8 @@ pub struct Device {
     pub backend: Option<String>,
     /// The size in bytes.
     pub size: u64,
+    /// The logical block size in bytes.
+    pub block_size: u32,
 }
 
 impl Device {

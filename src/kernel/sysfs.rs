@@ -12,6 +12,9 @@ use cleat_sys::descriptor::DeviceNumber;
 /// The unit of the attribute `size`, in bytes (include/linux/types.h: always 512).
 const SECTOR_BYTES: u64 = 512;
 
+/// The smallest logical block size, in bytes.
+const MIN_BLOCK: u32 = 512;
+
 /// The path of `/sys`; a test gives another directory.
 #[derive(Debug, Clone)]
 pub(super) struct Sysfs(pub(super) PathBuf);
@@ -43,6 +46,7 @@ impl Sysfs {
         let Some(sectors) = self.attribute(index, "size")? else { return Ok(None) };
         let pid = self.attribute(index, "pid")?;
         let backend = self.attribute(index, "backend")?.filter(|backend| !backend.is_empty());
+        let block_size = self.attribute(index, "queue/logical_block_size")?;
         let sectors: u64 = sectors
             .parse()
             .map_err(|_| unreadable(&directory.join("size"), io::ErrorKind::InvalidData.into()))?;
@@ -52,6 +56,8 @@ impl Sysfs {
             pid: pid.and_then(|pid| pid.parse().ok()),
             backend,
             size: sectors.saturating_mul(SECTOR_BYTES),
+            // A device that is being removed has no queue any more.
+            block_size: block_size.and_then(|size| size.parse().ok()).unwrap_or(MIN_BLOCK),
         }))
     }
 

@@ -47,13 +47,14 @@ impl Executor {
         unlock::extra_open_time(self.context.registry, uri)
     }
 
-    /// Maps a volume, or returns the existing mapping.
+    /// Maps a volume, or returns the existing mapping. Adopts a device of the volume that has the name of `spec`
+    /// and no record.
     ///
     /// # Errors
     /// Returns the first error of any step. The steps before it are undone; if that fails, the error
     /// states what is left.
     pub async fn map(&self, spec: &MapSpec, deadline: Instant) -> Result<View> {
-        operations::map::map(&self.context, spec, deadline).await
+        operations::adopt::adopt_or_map(&self.context, spec, deadline).await
     }
 
     /// Unmaps a volume and returns whether it was mapped.

@@ -22,7 +22,7 @@ pub(crate) fn mapped_as(register: &Register, uri: &str) -> Vec<Arc<Mapping>> {
 
 /// Returns whether two URIs name the same volume. Only the text is compared: two spellings of a path count
 /// as two volumes, and the claim of the storage prevents that both are mapped.
-fn is_same(one: &str, other: &str) -> bool {
+pub(crate) fn is_same(one: &str, other: &str) -> bool {
     volume_part(one) == volume_part(other)
 }
 

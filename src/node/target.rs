@@ -152,8 +152,10 @@ pub(crate) async fn get(cx: &Context, target: &str, deadline: Instant) -> Result
         }
         Target::Orphan(index, identity) => {
             let message = format!("/dev/nbd{index} ({}) has no record", identity.as_str());
-            Err(Error::new(ErrorKind::NotFound, message)
-                .with_repair(format!("cleat unmap /dev/nbd{index}")))
+            Err(Error::new(ErrorKind::NotFound, message).with_repair(format!(
+                "cleat map URI --name {} adopts it; cleat unmap /dev/nbd{index} removes it",
+                identity.name()
+            )))
         }
     }
 }

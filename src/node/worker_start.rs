@@ -160,6 +160,7 @@ mod tests {
             transmission_flags,
             outlives_worker: true,
             connections: 0,
+            opened: None,
         }
     }
 

@@ -322,6 +322,21 @@ pub struct Ready {
     pub outlives_worker: bool,
     /// The number of kernel connections that are being served.
     pub connections: u32,
+    /// What the worker has opened. `None` for a worker without a volume, and from workers of builds that do not
+    /// report it.
+    #[serde(default)]
+    pub opened: Option<Opened>,
+}
+
+/// What a worker has opened, as in its `Start`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opened {
+    /// The URI of the volume.
+    pub uri: String,
+    /// Whether nothing is ever written.
+    pub read_only: bool,
+    /// Whether the worker reports snapshots that are about to be made.
+    pub quiesce: bool,
 }
 
 /// An [`cleat_core::error::Error`] in a message.

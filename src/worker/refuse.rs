@@ -120,6 +120,7 @@ impl RefusingWorker {
             transmission_flags: transmission_flags(NoVolume.features()),
             outlives_worker: false,
             connections: 0,
+            opened: None,
         }
     }
 }

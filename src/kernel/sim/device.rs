@@ -31,6 +31,7 @@ pub(super) struct SimDevice {
 pub(super) struct Config {
     pub(super) connections: Vec<Arc<Connection>>,
     pub(super) size: u64,
+    pub(super) block_size: u32,
     pub(super) transmission_flags: u16,
     pub(super) backend: Option<String>,
     pub(super) pid: u32,
@@ -70,6 +71,7 @@ impl Config {
         Self {
             connections: spec.sockets.into_iter().map(Connection::new).collect(),
             size: spec.size,
+            block_size: spec.block_size,
             transmission_flags: spec.transmission_flags,
             backend: Some(spec.identity.as_str().to_owned()),
             pid: std::process::id(),
@@ -87,6 +89,7 @@ impl Config {
         Self {
             connections: Vec::new(),
             size,
+            block_size: 512,
             transmission_flags: 0,
             backend,
             pid: 1,

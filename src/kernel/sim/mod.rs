@@ -195,6 +195,7 @@ impl SimDevice {
             pid: self.config.as_ref().map(|config| config.pid),
             backend: self.config.as_ref().and_then(|config| config.backend.clone()),
             size: self.config.as_ref().map_or(0, |config| config.size),
+            block_size: self.config.as_ref().map_or(512, |config| config.block_size),
         }
     }
 

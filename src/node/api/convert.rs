@@ -164,7 +164,11 @@ pub(crate) fn orphan(
     let node = node_of(device.index).to_string_lossy().into_owned();
     let message = match force_disconnected {
         true => "unmapped by force; the device disappears when its holders close it".to_owned(),
-        false => format!("the device has no record; cleat unmap {node} removes it"),
+        false => format!(
+            "the device has no record; cleat map URI --name {} adopts it if its worker serves; \
+             cleat unmap {node} removes it",
+            identity.name()
+        ),
     };
     api::Mapping {
         name: identity.name().to_owned(),

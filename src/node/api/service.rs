@@ -401,7 +401,8 @@ impl ApiService {
                 "kernel",
                 Verdict::Warning,
                 format!("{} devices of cleat have no record", orphans.len()),
-                "cleat ls lists them; cleat unmap /dev/nbdN removes one".into(),
+                "cleat ls lists them; cleat map URI --name NAME adopts one, cleat unmap /dev/nbdN removes one"
+                    .into(),
             ),
             Err(error) => check(
                 "kernel",

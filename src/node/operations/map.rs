@@ -166,7 +166,7 @@ fn unexpected_state(name: &str, state: &State) -> Error {
     Error::new(ErrorKind::Internal, message)
 }
 
-fn new_record(cx: &Context, spec: &MapSpec) -> Record {
+pub(super) fn new_record(cx: &Context, spec: &MapSpec) -> Record {
     let defaults = &cx.settings.defaults;
     let or = |value: u32, default: u32| if value == 0 { default } else { value };
     let connections = or(spec.connections, defaults.connections);
@@ -205,7 +205,7 @@ fn new_record(cx: &Context, spec: &MapSpec) -> Record {
 }
 
 /// Returns the first difference between a mapping and a request for its name.
-fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
+pub(super) fn difference(record: &Record, spec: &MapSpec) -> Option<String> {
     let options = &record.options;
     let differs = |asked: u32, is: u32| asked != 0 && asked != is;
     if let Some(other) = other_volume(record, &spec.uri) {

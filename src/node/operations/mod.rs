@@ -1,5 +1,6 @@
 //! The operations that users request, one file each.
 
+pub(crate) mod adopt;
 pub(crate) mod force_unmap;
 pub(crate) mod handover;
 pub(crate) mod map;

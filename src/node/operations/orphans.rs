@@ -8,6 +8,7 @@ use crate::context::Context;
 use crate::devices::orphans;
 use crate::holders::{holders_of, in_use_error, or_by_force};
 use crate::kernel_calls::COMMAND_TIMEOUT;
+use crate::mapping::node_of;
 use crate::workers::{Probe, stops_listening};
 use cleat_core::error::Result;
 use cleat_kernel::{DeviceIndex, Identity};
@@ -64,8 +65,11 @@ pub(crate) async fn clear_orphans(cx: &Context, deadline: Instant) -> Result<()>
         }
         // A missing socket proves nothing: the worker may belong to a daemon with other directories.
         if cx.workers.sockets.probe(identity.mapping_id()) != Probe::Refused {
+            let (node, named) = (node_of(device.index), identity.name());
+            let node = node.display();
             cx.found(format!(
-                "{name} has no record, and its worker may be running: left connected"
+                "{name} has no record, and its worker may be running: left connected; cleat map URI --name \
+                 {named} adopts it, cleat unmap {node} removes it"
             ));
             continue;
         }

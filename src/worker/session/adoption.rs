@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use super::{Next, Session};
 use crate::channel::Channel;
-use crate::protocol::{FromWorker, Ready, ToWorker};
+use crate::protocol::{FromWorker, Opened, Ready, Start, ToWorker};
 use crate::version::ProtocolVersions;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_nbd::wire::transmission_flags;
@@ -73,6 +73,8 @@ impl Session {
         let blocks = self.image.block_sizes();
         let features = self.image.features();
         let ProtocolVersions { newest, oldest, build } = ProtocolVersions::of_this_build();
+        let Start { uri, read_only, quiesce, .. } = &self.start;
+        let opened = Opened { uri: uri.clone(), read_only: *read_only, quiesce: *quiesce };
         Ready {
             version: newest,
             oldest,
@@ -88,6 +90,7 @@ impl Session {
             transmission_flags: transmission_flags(features),
             outlives_worker: features.keeps_acknowledged_writes,
             connections: self.connections.count(),
+            opened: Some(opened),
         }
     }
 }

@@ -309,6 +309,7 @@ impl Worker {
             transmission_flags: transmission_flags(features),
             outlives_worker: features.keeps_acknowledged_writes,
             connections: u32::try_from(self.connections.len()).unwrap_or(u32::MAX),
+            opened: None,
         }
     }
 }

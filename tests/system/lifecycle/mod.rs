@@ -10,6 +10,7 @@ mod full;
 mod metrics;
 mod names;
 mod openmetrics;
+mod orphans;
 mod outages;
 mod rbd;
 mod replaced;
