@@ -61,6 +61,6 @@ fn memory_is_lost() {
     kill_worker("lost");
     wait_for_state("lost", "failed");
     let message = status("lost")["message"].as_str().unwrap_or_default().to_owned();
-    assert!(message.contains("lost") || message.contains("gone"), "{message}");
+    assert!(message.contains("the content of lost is lost"), "{message}");
     cleat_ok(&["unmap", "lost"]);
 }

@@ -116,7 +116,8 @@ fn clean_up() {
     shell("rm -rf /run/cleat /var/lib/cleat");
 }
 
-fn install_rules() {
+/// Installs the udev rules of cleat.
+pub(crate) fn install_rules() {
     let target = Path::new("/etc/udev/rules.d/60-cleat.rules");
     if !target.exists() {
         std::fs::copy("60-cleat.rules", target).expect("the udev rules are in the payload");
@@ -177,7 +178,10 @@ pub(crate) fn wait_for_state(target: &str, state: &str) {
 
 /// Runs a shell script, which must succeed. Returns its trimmed stdout.
 pub(crate) fn shell(script: &str) -> String {
-    let output = Command::new("bash").args(["-euo", "pipefail", "-c", script]).output();
+    // With -e, bash ignores the status of `! COMMAND`, unless it is the last command.
+    let fails = "fails() { if \"$@\"; then echo \"this succeeded: $*\"; return 1; fi; }";
+    let text = format!("{fails}\n{script}");
+    let output = Command::new("bash").args(["-euo", "pipefail", "-c", &text]).output();
     let output = output.expect("bash runs");
     assert!(
         output.status.success(),

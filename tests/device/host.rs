@@ -44,7 +44,8 @@ pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i
     let machines = machines(arguments, fast, systemd);
     if machines.is_empty() {
         println!("no test is chosen");
-        return 0;
+        // A name that no test has must not pass. Without --exact, other test programs may have such a test.
+        return if arguments.exact { EXIT_HARNESS } else { 0 };
     }
     let payload = tempfile::tempdir().expect("a temporary directory for the payload");
     fill(payload.path(), machines.iter().flat_map(|machine| &machine.trials));
@@ -61,8 +62,12 @@ pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i
                 loop {
                     let next = waiting.lock().expect("no panic").pop_front();
                     let Some(machine) = next else { return };
-                    let end = boot(payload.path(), &machine);
-                    ended.lock().expect("no panic").push((machine.name, end));
+                    let (mut code, results) = boot(payload.path(), &machine);
+                    if code == 0 && reported(&results) != machine.trials.len() {
+                        println!("{}: not all of its tests have run", machine.name);
+                        code = EXIT_HARNESS;
+                    }
+                    ended.lock().expect("no panic").push((machine.name, (code, results)));
                 }
             });
         }
@@ -75,6 +80,16 @@ pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i
         println!("{name}: {}", if counts.is_empty() { "no results" } else { counts });
     }
     ended.into_iter().map(|(_, (code, _))| code).find(|code| *code != 0).unwrap_or(0)
+}
+
+/// Returns how many tests libtest's summary line counts as passed, failed or ignored.
+fn reported(results: &str) -> usize {
+    let words: Vec<&str> = results.split_whitespace().collect();
+    let counts = words.windows(2).filter_map(|pair| {
+        let kind = pair[1].trim_end_matches(';');
+        ["passed", "failed", "ignored"].contains(&kind).then(|| pair[0].parse::<usize>().ok())?
+    });
+    counts.sum()
 }
 
 /// Divides the tests that `arguments` choose among machines.

@@ -13,7 +13,7 @@ use cleat_kernel::{Holder, Kernel};
 use libtest_mimic::Trial;
 use test_kit::kernel::{connect, settled_holders, soon, suite};
 
-use crate::fixture::shell;
+use crate::fixture::{install_rules, shell};
 use crate::trial;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -26,7 +26,11 @@ fn real_kernel() {
     std::fs::write(&left_behind, "CLEAT_NAME=left-behind\n").unwrap();
     let kernel = RealKernel::new(Path::new(RUN_DIRECTORY));
     assert!(!left_behind.exists(), "names that a dead supervisor left are removed");
+    // First without the rules of cleat: the symlinks are then made without udev.
     suite(&kernel);
+    install_rules();
+    suite(&kernel);
+    assert!(udevd_runs() && rule_installed(), "the rest needs udev, with the rules of cleat");
     real_io(&kernel);
     real_holders(&kernel);
     real_layers(&kernel);
@@ -103,14 +107,12 @@ fn real_layers(kernel: &RealKernel) {
     };
 
     shell(&format!("echo 'start=64, size=900' | sfdisk --quiet {node}"));
-    if udevd_runs() && rule_installed() {
-        let partition = format!("{}-part1", paths.symlink.display());
-        let found = || std::fs::canonicalize(&partition).unwrap_or_default();
-        let deadline = soon();
-        while found() != Path::new(&format!("{node}p1")) {
-            assert!(Instant::now() < deadline, "{partition} leads to {}", found().display());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+    let partition = format!("{}-part1", paths.symlink.display());
+    let found = || std::fs::canonicalize(&partition).unwrap_or_default();
+    let deadline = soon();
+    while found() != Path::new(&format!("{node}p1")) {
+        assert!(Instant::now() < deadline, "{partition} leads to {}", found().display());
+        std::thread::sleep(Duration::from_millis(20));
     }
     let directory = tempfile::tempdir().unwrap();
     let place = directory.path().join("a place");
@@ -148,9 +150,6 @@ fn real_layers(kernel: &RealKernel) {
 
 /// Checks that no partition takes the symlink of another device, in either order of their appearance.
 fn real_collision(kernel: &RealKernel) {
-    if !udevd_runs() || !rule_installed() {
-        return;
-    }
     let partition = |node: &Path| {
         let node = node.display();
         shell(&format!("echo 'start=64, size=900' | sfdisk --quiet {node}; udevadm settle"));

@@ -286,7 +286,7 @@ fn forced() {
     assert!(!has_ended(&mut frozen.writer), "a refused unmap ended the quiesce");
     cleat_ok(&["unmap", "ended", "--force", "--deadline", "40s"]);
     wait_until("the writer ends", || has_ended(&mut frozen.writer));
-    shell("! findmnt /mnt/ended");
+    shell("fails findmnt /mnt/ended");
     frozen.brake.release();
     wait_until("the snapshot ends", || has_ended(&mut frozen.snap));
 }

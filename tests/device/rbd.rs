@@ -166,7 +166,7 @@ fn forced() {
         !Path::new(&format!("/sys/block/{}/pid", &device[5..])).exists(),
         "the device is still connected"
     );
-    shell("! findmnt /mnt/forced");
+    shell("fails findmnt /mnt/forced");
     no_task_is_blocked();
     cluster().tell("resume osd");
     wait_until("the daemon completes the unmap", nothing_is_mapped);

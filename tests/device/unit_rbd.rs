@@ -100,7 +100,7 @@ fn fenced(device: &str) {
     wait_until("the fence is detected without a request", || status(NAME)["fenced"] == true);
     assert_eq!(status(NAME)["state"], "failed");
     metric(1);
-    shell(&format!("! dd if=/dev/zero of={device} bs=4k count=1 oflag=direct 2> /dev/null"));
+    shell(&format!("fails dd if=/dev/zero of={device} bs=4k count=1 oflag=direct"));
     let errors = shell(&format!("journalctl -t cleat MAPPING={NAME} -o cat -p err"));
     assert!(errors.contains("another client owns the volume"), "{errors:?}");
     assert_eq!(cleat(&["map", &uri(), "--name", NAME]).status.code(), Some(12));

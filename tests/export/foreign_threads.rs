@@ -52,7 +52,7 @@ fn each_request_has_one_reply() {
     let random = Random::seeded(seed);
     let fixture = Fixture::failing(true);
     let mut client = Client::connect(&fixture.server);
-    let mut next = 0;
+    let (mut next, mut checked, mut refused) = (0, 0, 0);
     for _ in 0..3000 {
         let mut sent = HashMap::new();
         for _ in 0..1 + random.next() % 3 {
@@ -69,7 +69,8 @@ fn each_request_has_one_reply() {
             }
             sent.entry(next).or_insert(None);
         }
-        let failing = random.next().is_multiple_of(20);
+        let (failing, failed_before) = (random.next().is_multiple_of(20), fixture.failed());
+        let mut failed = 0;
         if failing {
             fixture.server.set_fail_io(true);
         }
@@ -77,15 +78,27 @@ fn each_request_has_one_reply() {
             let (cookie, result) = client.reply();
             let read =
                 sent.remove(&cookie).expect("a request of this round that is not answered yet");
-            assert!(result.is_ok() || result == Err(IoError::Broken), "{result:?}");
-            if let (Ok(()), Some((offset, length))) = (result, read) {
-                assert!(client.take(length as usize) == content(offset, length));
+            match (result, read) {
+                (Ok(()), Some((offset, length))) => {
+                    assert!(client.take(length as usize) == content(offset, length));
+                    checked += 1;
+                }
+                (Ok(()), None) => {}
+                (Err(error), _) => {
+                    assert_eq!(error, IoError::Broken);
+                    failed += 1;
+                }
             }
         }
         if failing {
             fixture.server.set_fail_io(false);
+            refused += failed;
+            fixture.wait_until_idle();
+        } else {
+            assert_eq!(failed, fixture.failed() - failed_before, "only the volume fails requests");
         }
     }
+    assert!(checked > 1000 && refused > 10 && fixture.failed() > 20, "{checked} {refused}");
 }
 
 /// The socket buffer fills, so the connection's thread must send the rest of a reply later.
@@ -132,7 +145,9 @@ fn content(offset: u64, length: u32) -> Vec<u8> {
 struct Fixture {
     server: Server,
     page: Page,
+    started: Arc<AtomicUsize>,
     ended: Arc<AtomicUsize>,
+    failed: Arc<AtomicUsize>,
 }
 
 impl Fixture {
@@ -144,10 +159,25 @@ impl Fixture {
     fn failing(failing: bool) -> Self {
         let (page, _) = Page::create().unwrap();
         let image = Arc::new(Threaded { failing, ..Threaded::default() });
-        let ended = Arc::clone(&image.ended);
+        let [started, ended, failed] =
+            [&image.started, &image.ended, &image.failed].map(Arc::clone);
         let (server, _) =
             Server::new(image, ExportName::default(), page.clone(), Limits::default()).unwrap();
-        Self { server, page, ended }
+        Self { server, page, started, ended, failed }
+    }
+
+    /// Returns how many requests the volume has failed.
+    fn failed(&self) -> usize {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the volume has ended all requests, also those that were answered before.
+    fn wait_until_idle(&self) {
+        let limit = Instant::now() + Duration::from_secs(20);
+        while self.ended() < self.started.load(Ordering::Relaxed) {
+            assert!(Instant::now() < limit);
+            std::thread::yield_now();
+        }
     }
 
     fn ended(&self) -> usize {
@@ -159,7 +189,9 @@ impl Fixture {
 #[derive(Default)]
 struct Threaded {
     failing: bool,
+    started: Arc<AtomicUsize>,
     ended: Arc<AtomicUsize>,
+    failed: Arc<AtomicUsize>,
 }
 
 impl Image for Threaded {
@@ -183,10 +215,11 @@ impl Image for Threaded {
                 completer: completer.clone(),
                 failing: self.failing,
                 ended: Arc::clone(&self.ended),
+                failed: Arc::clone(&self.failed),
             };
             std::thread::spawn(move || worker.run(&Random::seeded(seed)));
         }
-        Ok(Box::new(ThreadedQueue { sender }))
+        Ok(Box::new(ThreadedQueue { sender, started: Arc::clone(&self.started) }))
     }
     fn refresh_size(&self) -> Result<u64> {
         Ok(self.size())
@@ -195,6 +228,7 @@ impl Image for Threaded {
 
 struct ThreadedQueue {
     sender: Sender<(RequestId, Request, Option<Buffer>)>,
+    started: Arc<AtomicUsize>,
 }
 
 /// A thread that completes requests.
@@ -203,6 +237,7 @@ struct Worker {
     completer: Completer,
     failing: bool,
     ended: Arc<AtomicUsize>,
+    failed: Arc<AtomicUsize>,
 }
 
 impl Worker {
@@ -216,6 +251,7 @@ impl Worker {
             }
             let fails = self.failing && random.next().is_multiple_of(50);
             let result = if fails { Err(IoError::Broken) } else { Ok(()) };
+            self.failed.fetch_add(usize::from(fails), Ordering::Relaxed);
             self.completer.complete(id, Outcome { result, buffer });
             self.ended.fetch_add(1, Ordering::Relaxed);
         }
@@ -230,6 +266,7 @@ impl ImageQueue for ThreadedQueue {
         buffer: Option<Buffer>,
         _: &mut Ring,
     ) -> Started {
+        self.started.fetch_add(1, Ordering::Relaxed);
         self.sender.send((id, request, buffer)).unwrap();
         Started::Pending
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use cleat_core::request::IoError;
 use cleat_export::End;
 use cleat_export::server::Limits;
 use test_kit::nbd::wire;
@@ -34,9 +35,9 @@ fn a_write_waits_for_the_stalled_write_of_another_connection_to_the_same_range()
     slow.release(1);
     second.send(wire::FLUSH, 4, 0, 0);
     slow.release(3);
-    let mut cookies = [(); 3].map(|()| second.reply().0);
-    cookies.sort_unstable();
-    assert_eq!(cookies, [2, 3, 4]);
+    let mut replies = [(); 3].map(|()| second.reply());
+    replies.sort_unstable_by_key(|(cookie, _)| *cookie);
+    assert_eq!(replies, [(2, Ok(())), (3, Ok(())), (4, Ok(()))]);
 }
 
 #[test]
@@ -74,8 +75,8 @@ fn a_stalled_write_does_not_hold_back_other_ranges_or_reads() {
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(slow.waiting(), 3);
     fixture.server.set_fail_io(true);
-    let mut cookies = [(); 3].map(|()| second.reply().0);
-    cookies.sort_unstable();
-    assert_eq!(cookies, [2, 3, 4]);
+    let mut replies = [(); 3].map(|()| second.reply());
+    replies.sort_unstable_by_key(|(cookie, _)| *cookie);
+    assert_eq!(replies, [2, 3, 4].map(|cookie| (cookie, Err(IoError::Broken))));
     slow.release(3);
 }

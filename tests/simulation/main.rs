@@ -51,6 +51,7 @@ fn every_seed_ends_well() {
     a_seed_replays();
     what_once_failed_does_not_fail_again();
     let seeds = seeds();
+    assert!(!seeds.is_empty(), "no seed is in {seeds:?}");
     let next = AtomicU64::new(seeds.start);
     let watchdog = Watchdog::default();
     let failed = Mutex::new(Vec::new());

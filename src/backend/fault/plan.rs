@@ -263,14 +263,14 @@ mod tests {
     #[test]
     fn an_error_names_its_cause() {
         for (text, cause) in [
-            ("latency=10", "latency"),
-            ("latency=2h", "1h"),
-            ("error=oops", "oops"),
-            ("rate=1.5", "rate"),
-            ("ops=read,write,x", "\"x\""),
-            ("from=2M&to=1M", "below"),
-            ("speed=1", "speed"),
-            ("latency=1s&fault.latency=2s", "twice"),
+            ("latency=10", "latency is a time"),
+            ("latency=2h", "latency is at most 1h"),
+            ("error=oops", "no error kind is called \"oops\""),
+            ("rate=1.5", "rate is from 0 to 1"),
+            ("ops=read,write,x", "no operation is called \"x\""),
+            ("from=2M&to=1M", "from must be below to"),
+            ("speed=1", "has no option \"speed\""),
+            ("latency=1s&fault.latency=2s", "is given twice"),
         ] {
             let error = text.parse::<Plan>().expect_err(text);
             assert!(error.message().contains(cause), "{text}: {}", error.message());

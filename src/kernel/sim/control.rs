@@ -15,6 +15,11 @@ impl SimKernel {
         self.state().faults.push((call, fault));
     }
 
+    /// Returns how many injected faults no call has had yet.
+    pub fn faults_left(&self) -> usize {
+        self.state().faults.len()
+    }
+
     /// Sets how many of a thousand calls have a random fault from now on.
     pub fn set_fault_rate(&self, per_mille: u32) {
         self.state().script.faults_per_mille = per_mille;

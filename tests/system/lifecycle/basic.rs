@@ -34,7 +34,7 @@ fn a_volume_is_mapped_listed_and_unmapped() {
 
     assert!(supervisor.unmap(&mapping.device).unwrap());
     assert!(!supervisor.unmap("a").unwrap());
-    assert_code(supervisor.get("a"), Code::NotFound, "a");
+    assert_code(supervisor.get("a"), Code::NotFound, "no mapping has the name, URI or device a");
     machine.assert_clean();
     assert_eq!(std::fs::read(machine.path("a")).unwrap()[4096..8192], [7; 4096]);
 }
@@ -45,10 +45,11 @@ fn a_second_map_with_the_same_name_and_other_properties_is_refused() {
     let supervisor = machine.start();
     let (a, b) = (machine.volume("a"), machine.volume("b"));
     supervisor.map("a", &a).unwrap();
-    assert_code(supervisor.map("a", &b), Code::AlreadyExists, &a);
+    let other = format!("a is mapped already, with the volume {a}");
+    assert_code(supervisor.map("a", &b), Code::AlreadyExists, &other);
     let read_only = MapOptions { read_only: true, ..Default::default() };
     let request = MapRequest { options: Some(read_only), ..request("a", &a) };
-    assert_code(supervisor.map_with(request), Code::AlreadyExists, "read_only");
+    assert_code(supervisor.map_with(request), Code::AlreadyExists, "with read_only=false");
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }
@@ -58,19 +59,19 @@ fn invalid_requests_are_refused_and_leave_no_state() {
     let machine = Machine::new();
     let supervisor = machine.start();
     for (name, uri, code, part) in [
-        ("../x", "mem:1M", Code::InvalidArgument, "name"),
+        ("../x", "mem:1M", Code::InvalidArgument, "\"../x\" is not a name for a mapping"),
         ("x-part1", "mem:1M", Code::InvalidArgument, "a partition of the mapping \"x\""),
-        ("x", "", Code::InvalidArgument, "empty"),
-        ("x", "/dev/sda", Code::InvalidArgument, "URI"),
-        ("x", "nothing:1", Code::InvalidArgument, "nothing"),
-        ("x", "file:/no/such/file", Code::NotFound, "/no/such/file"),
-        ("x", "mem:0", Code::InvalidArgument, ""),
+        ("x", "", Code::InvalidArgument, "the volume's URI is empty"),
+        ("x", "/dev/sda", Code::InvalidArgument, "\"/dev/sda\" is not the URI of a volume"),
+        ("x", "nothing:1", Code::InvalidArgument, "scheme \"nothing\" is unknown"),
+        ("x", "file:/no/such/file", Code::NotFound, "does not exist"),
+        ("x", "mem:0", Code::InvalidArgument, "must be greater than zero"),
     ] {
         assert_code(supervisor.map(name, uri), code, part);
     }
     let options = MapOptions { block_size: 513, ..Default::default() };
     let request = MapRequest { options: Some(options), ..request("x", "mem:1M") };
-    assert_code(supervisor.map_with(request), Code::InvalidArgument, "513");
+    assert_code(supervisor.map_with(request), Code::InvalidArgument, "513 is not a block size");
     assert!(supervisor.list().is_empty());
     machine.assert_clean();
 }
@@ -280,7 +281,7 @@ fn a_volume_grows_and_does_not_shrink() {
     let file = std::fs::File::options().write(true).open(machine.path("a")).unwrap();
     file.set_len(3 * SIZE).unwrap();
     assert_eq!(resize(0).unwrap().into_inner().size_bytes, 3 * SIZE);
-    assert_code(resize(3 * SIZE + 1), Code::InvalidArgument, "block size");
+    assert_code(resize(3 * SIZE + 1), Code::InvalidArgument, "is not a multiple of the block size");
     supervisor.unmap("a").unwrap();
     machine.assert_clean();
 }

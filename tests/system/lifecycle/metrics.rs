@@ -186,6 +186,7 @@ fn invalid_requests_are_refused_and_the_socket_is_private() {
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
     assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 431"), "{answer:?}");
+    scrape(&machine);
     supervisor.shut_down();
     assert!(!path.exists());
 }

@@ -21,10 +21,11 @@ fn the_derived_name_of_a_volume_does_not_depend_on_its_options() {
         assert_code(refused, Code::AlreadyExists, lacks);
     }
     // Under another name it is still the same volume, and the claim refuses a second writer.
-    assert_code(supervisor.map("other", &uri), Code::FailedPrecondition, "");
+    assert_code(supervisor.map("other", &uri), Code::FailedPrecondition, "is being written by");
     assert_eq!(supervisor.list(), std::slice::from_ref(&mapping));
     // A URI without options matches any options; a URI with options matches only the same options.
-    assert_code(supervisor.get(&format!("{uri}?direct=true")), Code::NotFound, "");
+    let unknown = supervisor.get(&format!("{uri}?direct=true"));
+    assert_code(unknown, Code::NotFound, "no mapping has the name, URI or device");
     assert_eq!(supervisor.get(&uri).unwrap(), mapping);
     assert!(supervisor.unmap(&uri).unwrap());
     machine.assert_clean();

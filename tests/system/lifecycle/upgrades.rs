@@ -125,7 +125,8 @@ fn workers_of_the_current_build_are_upgraded_only_with_force() {
     let events = supervisor.upgrade_with(one).unwrap();
     assert_eq!((events.len(), events[0].outcome()), (1, Outcome::HandedOver));
     let none = UpgradeRequest { targets: vec!["c".into()], ..UpgradeRequest::default() };
-    assert_code(supervisor.upgrade_with(none), tonic::Code::NotFound, "c");
+    let unknown = "no mapping has the name, URI or device c";
+    assert_code(supervisor.upgrade_with(none), tonic::Code::NotFound, unknown);
 }
 
 #[test]

@@ -206,7 +206,8 @@ fn a_worker_that_dies_while_its_device_is_frozen_is_replaced_and_the_device_thaw
     });
     scene.wait_until_thawed();
     // The snapshot may be created by the next lock owner, or fail.
-    let _ = made.recv_timeout(RBD_LIMIT).unwrap();
+    let made = made.recv_timeout(RBD_LIMIT).unwrap();
+    assert!(made.is_err() || scene.snapshots("widowed") == 1, "the snapshot is missing");
     scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
     scene.wait_until_thawed();
     scene.release(index_of(&mapping));
@@ -242,7 +243,8 @@ fn a_snapshot_that_exceeds_the_deadline_is_thawed_and_reported() {
     assert!(mapping_now.message.contains("may not be consistent"), "{mapping_now:?}");
     assert!(made.try_recv().is_err(), "the snapshot is still blocked");
     scene.cluster.tell("resume osd");
-    let _ = made.recv_timeout(RBD_LIMIT).unwrap();
+    let made = made.recv_timeout(RBD_LIMIT).unwrap();
+    assert!(made.is_err() || scene.snapshots("stuck") == 1, "the snapshot is missing");
     scene.machine.kernel.write(index_of(&mapping), 0, &[7; 4096]).unwrap();
     scene.wait_until_thawed();
     scene.release(index_of(&mapping));
@@ -265,7 +267,9 @@ fn a_quiesced_volume_is_not_upgraded_or_unmapped_and_thawed_before_a_forced_unma
     assert_eq!(scene.frozen(), 2, "the file systems stay frozen for the snapshot");
     // The simulated kernel refuses to unmount a frozen file system. The OSD does not answer, so the
     // end of all requests is confirmed only later.
-    let _ = scene.supervisor.force("stuck");
+    if let Err(status) = scene.supervisor.force("stuck") {
+        assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    }
     assert_eq!(scene.frozen(), 0);
     assert!(!scene.machine.kernel.is_disconnected(index_of(&mapping)));
     scene.cluster.tell("resume osd");

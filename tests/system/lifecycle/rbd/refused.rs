@@ -30,8 +30,18 @@ fn a_failed_map_reports_its_cause_and_leaves_no_state() {
     let own = cluster.keyring(ID).display().to_string();
     let pooled = format!("{POOL}/a");
     for (uri, code, part, way) in [
-        (scene.uri("missing"), Code::NotFound, "volumes/missing", "rbd info volumes/missing"),
-        (scene.uri("a@never"), Code::NotFound, "volumes/a@never", "rbd info"),
+        (
+            scene.uri("missing"),
+            Code::NotFound,
+            "cannot open the RBD image volumes/missing",
+            "rbd info volumes/missing",
+        ),
+        (
+            scene.uri("a@never"),
+            Code::NotFound,
+            "cannot open the RBD image volumes/a@never",
+            "rbd info volumes/a@never",
+        ),
         (good.replace(&pooled, "nowhere/a"), Code::NotFound, "nowhere/a", "ceph osd pool ls"),
         (
             good.replace(&pooled, &format!("{POOL}/none/a")),
