@@ -108,8 +108,11 @@ impl<H: Header> ClaimAttempt<'_, H> {
             // This replaces an earlier announcement. If that one identified the holder of the lock, this one
             // names the holder as fenced.
             header.announce(&next)?;
-            if let Some(holder) = seen.holder.filter(|holder| rivals.contains(&holder.address)) {
-                header.break_lock(&holder.address)?;
+            if let Some(holder) = seen.holder.filter(|holder| rivals.contains(&holder.address))
+                && !header.break_lock(&holder.address)?
+                && self.lost_lock(last.as_ref(), &holder.address)?
+            {
+                return Ok(Err(Lost::NoLock));
             }
             if let Some(owner) = header.lock()? {
                 return Err(self.lost_race(&owner, last));
@@ -148,6 +151,13 @@ impl<H: Header> ClaimAttempt<'_, H> {
         let last = last.filter(|last| last.mapping_id == self.claimant.mapping_id);
         last.filter(|last| last.address != own)
             .map_or(Ok(()), |last| self.fence(&last.address, Liveness::Ended))
+    }
+
+    /// Returns whether another client has broken the lock of the mapping's last claim since the decision, at
+    /// which the client at `holder` had it. That client gives up the lock only after it has released its claim.
+    fn lost_lock(&self, last: Option<&Claim>, holder: &str) -> Result<bool> {
+        let own = last.is_some_and(|last| last.client.address == holder && !last.released);
+        Ok(own && self.claimant.resumes && self.header.claim()?.as_ref() == last)
     }
 
     /// Returns the error for a lock that the client at `owner` has acquired in the meantime.

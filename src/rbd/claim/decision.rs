@@ -168,9 +168,9 @@ pub(crate) fn decide(
 /// other client can have written to the image since the mapping's last claim, as far as the image shows it.
 ///
 /// Not detected: a client without a claim that has locked, written and released the image while the mapping's
-/// claim was released (in a handover, for milliseconds), or after a process of the mapping had read the state of
-/// the lock and before it had the lock. If it died after its announcement, this time ends when the next process
-/// has the lock.
+/// claim was released (in a handover, for milliseconds), or after a process of the mapping had broken the lock
+/// and before it had the lock. If a process died after its announcement, this time begins there, and ends when the
+/// next process has the lock.
 fn why_lost(seen: &Observation, claimant: &Claimant, own: &str) -> Option<Lost> {
     let Some(claim) = &seen.claim else { return Some(Lost::NoClaim) };
     if claim.client.mapping_id != claimant.mapping_id {

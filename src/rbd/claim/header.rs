@@ -32,8 +32,8 @@ pub(crate) trait Header {
     /// Has the cluster blocklist the client at `address`, for the time that `liveness` requires.
     fn fence(&self, address: &str, liveness: Liveness) -> Result<()>;
 
-    /// Breaks the lock of a fenced client. Succeeds if the client does not hold the lock any more.
-    fn break_lock(&self, address: &str) -> Result<()>;
+    /// Breaks the lock of a fenced client. Returns whether the client still had it.
+    fn break_lock(&self, address: &str) -> Result<bool>;
 
     /// Announces the claim that this client is about to write. Does not need the lock.
     fn announce(&self, next: &Claim) -> Result<()>;
@@ -116,10 +116,11 @@ impl Header for ImageHeader<'_> {
         fence_client(self.image.pool().cluster(), address, liveness)
     }
 
-    fn break_lock(&self, address: &str) -> Result<()> {
+    fn break_lock(&self, address: &str) -> Result<bool> {
         match self.image.lock_break(address) {
-            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
-            broken => broken.map_err(|error| image_error(error, self.name)),
+            Ok(()) => Ok(true),
+            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(false),
+            Err(error) => Err(image_error(error, self.name)),
         }
     }
 

@@ -159,6 +159,44 @@ fn a_late_write_never_follows_one_of_the_successor_on_the_same_osd() {
     }
 }
 
+/// Runs an actor. Also after a panic, `end` must run: `grant` waits for the actor otherwise.
+fn act<T>(world: &World, actor: usize, work: impl FnOnce() -> T) -> T {
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    world.end(actor);
+    ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// A client without a claim breaks the lock, writes, and has gone when the mapping's process breaks the lock.
+#[test]
+fn a_lock_that_another_client_has_broken_after_it_was_read_is_noticed() {
+    let own = claimant("a", "m");
+    let resuming = Claimant { resumes: true, ..own.clone() };
+    // The process has read the lock, has fenced the client of the claim, or has announced its claim.
+    for steps in 4..7 {
+        let world = &World::in_turns();
+        let end = std::thread::scope(|scope| {
+            let first = scope.spawn(|| act(world, 1, || world.run(&own, 1, "A/1", 9)));
+            while !first.is_finished() {
+                world.grant(1);
+            }
+            assert_eq!(first.join().unwrap(), End::Crashed);
+            world.drop_watch("A/1");
+            let second = scope.spawn(|| act(world, 0, || world.run(&resuming, 0, "A/2", STEPS)));
+            (0..steps).for_each(|_| world.grant(0));
+            let foreign = scope.spawn(|| act(world, 2, || world.run_foreign(2, "T/1", STEPS)));
+            while !foreign.is_finished() {
+                world.grant(2);
+            }
+            assert_eq!(foreign.join().unwrap(), End::Served);
+            while !second.is_finished() {
+                world.grant(0);
+            }
+            second.join().unwrap()
+        });
+        assert_eq!(end, End::Superseded, "{steps}");
+    }
+}
+
 /// Runs the consecutive processes of an actor: of a mapping, or for the last actor of clients without claims.
 fn run_all(world: &World, actor: usize, crashes: [u32; 3], forced: [bool; 3]) {
     let claimants = [("a", "m"), ("b", "x")].map(|(node, id)| claimant(node, id));
@@ -209,13 +247,8 @@ proptest! {
         std::thread::scope(|scope| {
             let threads: Vec<_> = (0..ACTORS).map(|actor| {
                 let world = &world;
-                scope.spawn(move || {
-                    let run = || run_all(world, actor, crashes[actor], forced[actor]);
-                    // Also after a panic, `end` must run: `grant` waits for the actor otherwise.
-                    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-                    world.end(actor);
-                    ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                })
+                let run = move || run_all(world, actor, crashes[actor], forced[actor]);
+                scope.spawn(move || act(world, actor, run))
             }).collect();
             for (actor, event) in schedule {
                 happen(&world, event);

@@ -78,6 +78,8 @@ struct Mappings {
     claimed: BTreeMap<String, u64>,
     /// Those whose claim was active when a client without a claim became the owner.
     lost: BTreeSet<String>,
+    /// How often a client without a claim has broken the lock of each one's active claim.
+    broken: BTreeMap<String, u32>,
 }
 
 impl State {
@@ -138,6 +140,18 @@ impl State {
         self.seen.announced.clone().filter(|_| self.written_for[1] == self.image)
     }
 
+    /// Notes that a client without a claim breaks the lock of the client at `address`.
+    fn note_broken(&mut self, address: &str) {
+        let active = self.claim().filter(|claim| !claim.released);
+        if let Some(claim) = active.filter(|claim| claim.client.address == address) {
+            *self.mappings.broken.entry(claim.client.mapping_id).or_default() += 1;
+        }
+    }
+
+    fn broken(&self, mapping_id: &str) -> u32 {
+        self.mappings.broken.get(mapping_id).copied().unwrap_or_default()
+    }
+
     /// Notes that a client without a claim has become the owner: a mapping with an active claim must not resume.
     /// `claim::decision` says in which cases the image does not show it.
     fn note_lost(&mut self) {
@@ -174,6 +188,8 @@ pub(super) struct Process<'a> {
     image: u64,
     /// The number of this owner.
     owner: Cell<u64>,
+    /// How often the lock of the mapping's claim had been broken when this process read the lock.
+    broken_before: Cell<u32>,
     /// The number of steps before the process crashes.
     left: Cell<u32>,
 }
@@ -273,9 +289,9 @@ impl World {
         state.watching.insert(address.clone());
         state.running.insert(address.clone());
         state.users.insert(address.clone());
-        let (owner, left) = (Cell::new(0), Cell::new(steps));
+        let (owner, broken_before, left) = (Cell::new(0), Cell::new(0), Cell::new(steps));
         let (image, claimant) = (state.image, claimant.clone());
-        Process { world: self, actor, claimant, address, image, owner, left }
+        Process { world: self, actor, claimant, address, image, owner, broken_before, left }
     }
 
     /// Runs a process of a mapping.
@@ -420,7 +436,10 @@ impl Header for Process<'_> {
         let claim = self.claim()?;
         let announced = self.step(HEADER, |state| Ok(state.announced()))?;
         let watching = self.step(HEADER, |state| Ok(state.watching.iter().cloned().collect()))?;
-        let holder = self.step(HEADER, |state| Ok(state.seen.holder.clone()))?;
+        let holder = self.step(HEADER, |state| {
+            self.broken_before.set(state.broken(&self.claimant.mapping_id));
+            Ok(state.seen.holder.clone())
+        })?;
         Ok(Observation { claim, announced, holder, watching })
     }
 
@@ -452,13 +471,16 @@ impl Header for Process<'_> {
         })
     }
 
-    fn break_lock(&self, address: &str) -> Result<()> {
+    fn break_lock(&self, address: &str) -> Result<bool> {
         self.step(HEADER, |state| match &state.seen.holder {
             Some(holder) if holder.address == address => {
                 state.seen.holder = None;
-                Ok(())
+                if self.claimant.mapping_id.is_empty() {
+                    state.note_broken(address);
+                }
+                Ok(true)
             }
-            None => Ok(()),
+            None => Ok(false),
             Some(_) => Err(Error::new(ErrorKind::InUse, "another client has the lock")),
         })
     }
@@ -502,7 +524,8 @@ impl Header for Process<'_> {
             let before = state.mappings.claimed.insert(mapping_id.clone(), self.image);
             let lost = state.mappings.lost.remove(mapping_id);
             if self.claimant.resumes {
-                assert!(!lost, "{mapping_id} resumes after a client without a claim has written");
+                let unbroken = state.broken(mapping_id) == self.broken_before.get();
+                assert!(!lost && unbroken, "{mapping_id} resumes after a client without a claim");
                 assert_eq!(before, Some(self.image), "{mapping_id} resumes on another image");
             }
             Ok(())
