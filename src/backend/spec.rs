@@ -157,6 +157,12 @@ pub trait VolumeSpec: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Returns whether the claim of the volume may outlive the process that has taken it, so that another
+    /// process has to release it after a crash. The kernel removes the lock of a file with the process.
+    fn claim_outlives_process(&self) -> bool {
+        true
+    }
+
     /// Returns the access to the volume's clients and their fencing; `None` for volumes of one machine, where
     /// the kernel excludes a second writer. Does not open the volume.
     ///

@@ -106,6 +106,10 @@ impl VolumeSpec for FaultSpec {
         Some(Arc::new(Self { inner, plan: self.plan.clone() }))
     }
 
+    fn claim_outlives_process(&self) -> bool {
+        self.inner.claim_outlives_process()
+    }
+
     fn fence(&self) -> Result<Option<Box<dyn Fence>>> {
         self.inner.fence()
     }

@@ -84,6 +84,10 @@ impl VolumeSpec for FileSpec {
         Ok(Arc::new(FileImage::open_successor(self, files, options)?))
     }
 
+    fn claim_outlives_process(&self) -> bool {
+        false
+    }
+
     fn creation_size(&self) -> Option<u64> {
         self.create
     }

@@ -36,8 +36,11 @@ pub(crate) async fn prove_no_writes(
     guard: &mut Guard,
     deadline: Instant,
 ) -> Result<()> {
-    let proved = guard.teardown.no_writes_proved && guard.teardown.volume_closed;
-    if proved || !may_have_claim(&guard.record) {
+    if !may_have_claim(&guard.record) {
+        return Ok(());
+    }
+    let claim_released = guard.teardown.volume_closed || !claim_outlives_process(cx, &guard.record);
+    if guard.teardown.no_writes_proved && claim_released {
         return Ok(());
     }
     // If the worker has answered every request, only its claim is left. A storage that does not answer must not
@@ -86,6 +89,7 @@ pub(crate) async fn prove_no_writes(
 }
 
 /// Releases the claim of a worker that has ended without closing the volume, for example because it was killed.
+/// Starts no worker for a volume whose claim ends with the process.
 ///
 /// # Errors
 /// Returns an error if the volume cannot be opened and closed until `deadline`. The claim may stand then.
@@ -94,7 +98,11 @@ pub(crate) async fn release_claim(
     guard: &mut Guard,
     deadline: Instant,
 ) -> Result<()> {
-    if guard.teardown.volume_closed || !may_have_claim(&guard.record) {
+    let record = &guard.record;
+    if guard.teardown.volume_closed
+        || !may_have_claim(record)
+        || !claim_outlives_process(cx, record)
+    {
         return Ok(());
     }
     match claim_once(cx, guard, deadline).await {
@@ -129,6 +137,13 @@ fn half_way_to(deadline: Instant) -> Instant {
 fn may_have_claim(record: &Record) -> bool {
     let outlives = record.volume.as_ref().is_some_and(|volume| volume.outlives_worker);
     record.worker.is_some() && outlives && !record.options.read_only && !record.fenced
+}
+
+/// Returns whether another process has to release the claim of a worker that has ended without doing so. The
+/// kernel removes the lock of a file with its process.
+fn claim_outlives_process(cx: &Context, record: &Record) -> bool {
+    let volume = cx.registry.volume(&record.uri);
+    volume.map_or(true, |volume| volume.spec().claim_outlives_process())
 }
 
 /// Starts a worker that opens the volume and takes the claim, and stops it again, which releases the claim.

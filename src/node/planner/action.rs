@@ -51,7 +51,7 @@ pub enum Action {
     StopPredecessor,
     /// Makes the predecessor the worker again, after a handover that did not happen.
     RestorePredecessor,
-    /// Releases the claim of the volume, if the ended worker has not done so.
+    /// Releases the claim of the volume, if the ended worker has not done so and the claim may outlive it.
     ReleaseClaim,
     /// Waits until the kernel has ended an attempt to connect a device. The mapping is then observed
     /// again.

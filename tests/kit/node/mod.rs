@@ -5,7 +5,7 @@ mod disk;
 mod upgrade;
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
@@ -108,6 +108,20 @@ impl Machine {
     /// Starts a supervisor with a hook that may halt it, or panics.
     pub fn start_with(&self, halt: Option<Halt>) -> Supervisor {
         Self::retry_while_in_use(|| self.try_start(halt.clone()))
+    }
+
+    /// Starts a supervisor whose workers are killed each time it passes the point `at`.
+    pub fn start_killing_at(&self, at: &'static str) -> Supervisor {
+        let executable = self.executable();
+        self.start_with(Some(Arc::new(move |point: &str| {
+            if point == at {
+                for pid in workers_of(&executable) {
+                    kill(pid, nix::sys::signal::Signal::SIGKILL);
+                }
+                wait_until("all workers have exited", || workers_of(&executable).is_empty());
+            }
+            false
+        })))
     }
 
     /// Calls `start` until it does not report `InUse`. Between fork and exec, a worker that another
@@ -222,15 +236,7 @@ impl Machine {
     /// Returns every worker process of this machine that runs. A zombie has no command line, and is not
     /// returned.
     pub fn workers(&self) -> Vec<u32> {
-        let executable = self.executable();
-        let started = executable.as_os_str().as_encoded_bytes();
-        let processes = std::fs::read_dir("/proc").unwrap().flatten();
-        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        let ours = |pid: &u32| {
-            let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            command.split(|byte| *byte == 0).next() == Some(started)
-        };
-        pids.filter(ours).collect()
+        workers_of(&self.executable())
     }
 
     /// Checks that nothing of cleat is left: no device, no record, no socket, no process.
@@ -256,6 +262,18 @@ impl Drop for Machine {
             kill(pid, nix::sys::signal::Signal::SIGKILL);
         }
     }
+}
+
+/// Returns every process that was started as `executable`.
+fn workers_of(executable: &Path) -> Vec<u32> {
+    let started = executable.as_os_str().as_encoded_bytes();
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let ours = |pid: &u32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        command.split(|byte| *byte == 0).next() == Some(started)
+    };
+    pids.filter(ours).collect()
 }
 
 /// A running supervisor, and a client connected to it.

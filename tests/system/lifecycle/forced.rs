@@ -130,18 +130,22 @@ fn a_hung_disk_of_the_journal_does_not_block_a_forced_unmap() {
 
 #[test]
 fn a_hung_disk_of_both_directories_does_not_block_the_disconnect() {
-    let machine = Machine::new();
-    let supervisor = machine.start();
-    let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
-    machine.disk.fail(Some(DiskFailure::Hang), Some(DiskFailure::Hang));
-    // The end cannot be recorded, so the call fails, but all other steps are done.
-    let failed = supervisor.force("a").unwrap_err();
-    assert_eq!(failed.code(), Code::DeadlineExceeded, "{failed:?}");
-    assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
-    assert!(machine.workers().is_empty());
-    machine.disk.fail(None, None);
-    wait_until("the record is removed", || supervisor.get("a").is_err());
-    machine.assert_clean();
+    for killed in [false, true] {
+        let machine = Machine::new();
+        let supervisor =
+            if killed { machine.start_killing_at("before StopWorker") } else { machine.start() };
+        let mapping = supervisor.map("a", &machine.volume("a")).unwrap();
+        machine.disk.fail(Some(DiskFailure::Hang), Some(DiskFailure::Hang));
+        // The end cannot be recorded, so the call fails, but all other steps are done.
+        let failed = supervisor.force("a").unwrap_err();
+        assert_eq!(failed.code(), Code::DeadlineExceeded, "{failed:?}");
+        assert!(machine.kernel.write(index_of(&mapping), 0, &[1; 512]).is_err());
+        // No other worker is started either: the claim of a file ends with the process.
+        assert!(machine.workers().is_empty());
+        machine.disk.fail(None, None);
+        wait_until("the record is removed", || supervisor.get("a").is_err());
+        machine.assert_clean();
+    }
 }
 
 #[test]

@@ -182,6 +182,21 @@ fn a_map_that_cannot_be_recorded_leaves_nothing_behind() {
     machine.assert_clean();
 }
 
+#[test]
+fn the_claim_of_a_file_needs_no_record_to_be_released_after_the_worker_was_killed() {
+    let machine = Machine::new();
+    let supervisor = machine.start_killing_at("before StopWorker");
+    let uri = machine.volume("a");
+    for _ in 0..2 {
+        let mapping = supervisor.map("a", &uri).unwrap();
+        machine.disk.fail(Some(DiskFailure::Full), Some(DiskFailure::Full));
+        assert!(supervisor.unmap("a").unwrap());
+        assert!(!is_alive(mapping.worker_pid));
+        machine.assert_clean();
+        machine.disk.fail(None, None);
+    }
+}
+
 /// The number of mappings whose records are written at the same time.
 const MANY: usize = 100;
 
