@@ -174,6 +174,9 @@ impl Connection {
         if self.requests.pool().wants_idle_timer() && self.link.ring().timeout(IDLE_AFTER, TRIM) {
             self.requests.pool().watch_idle();
         }
+        if self.first_half.needs_turn() {
+            return self.link.ring().submit();
+        }
         if sending && receiving {
             // Most sends end within the enter, and so does a receive if bytes have arrived. The end of the
             // send alone needs no turn of the loop. Waiting for a second completion with a timeout costs more
@@ -334,8 +337,8 @@ impl Connection {
             && !self.socket_is_paused()
             && self.requests.flush(&mut self.link);
         // If the ring refuses, the next turn of the loop submits the send, and reports the error.
-        if sends && self.link.ring().submit().is_ok() {
-            self.reap();
+        if sends && self.link.ring().submit().is_ok() && self.reap() {
+            self.first_half.completions_taken();
         }
     }
 

@@ -11,6 +11,8 @@ pub(super) struct FirstHalf {
     slept: bool,
     /// The number of unread bytes at which the first half ends.
     ends_at: Option<usize>,
+    /// Completions besides that of the send were taken within the batch.
+    took_completions: bool,
 }
 
 /// The number of replies from which on a send of their own costs less than it gains.
@@ -25,6 +27,17 @@ impl FirstHalf {
     /// Begins a batch of `unread` bytes.
     pub(super) fn begin(&mut self, unread: usize) {
         self.ends_at = std::mem::take(&mut self.slept).then_some(unread / 2);
+    }
+
+    /// Records that completions besides that of the send were taken, after the batch has begun. What they change,
+    /// for example a pause, is followed before the next batch only.
+    pub(super) fn completions_taken(&mut self) {
+        self.took_completions = true;
+    }
+
+    /// Whether the loop needs another turn before the thread may sleep. Returns `true` once.
+    pub(super) fn needs_turn(&mut self) -> bool {
+        std::mem::take(&mut self.took_completions)
     }
 
     /// Returns `true` once in a batch: when the rest of it has `unread` bytes, and the `replies` that are queued
@@ -56,5 +69,14 @@ mod tests {
         half.sleep();
         half.begin(800);
         assert!(!half.is_over(0, 10), "nothing is left: the turn of the loop sends the replies");
+    }
+
+    #[test]
+    fn completions_within_a_batch_lead_to_one_more_turn() {
+        let mut half = FirstHalf::default();
+        assert!(!half.needs_turn());
+        half.completions_taken();
+        assert!(half.needs_turn());
+        assert!(!half.needs_turn());
     }
 }
