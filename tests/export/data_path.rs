@@ -346,6 +346,24 @@ fn the_first_half_of_a_batch_is_answered_before_the_second_half_is_executed() {
     assert!(halved, "the flush at the end of the batch has ended before the first reply");
 }
 
+/// The flush at the begin of the batch lasts 100 ms, in which the pause arrives.
+#[test]
+fn a_pause_within_a_batch_is_followed_without_further_requests() {
+    let (_release, released) = crossbeam_channel::bounded(0);
+    let fixture = Fixture::new(Arc::new(Waiting(released)), Limits::default());
+    let mut client = fixture.connect();
+    let mut batch = wire::Request::new(wire::FLUSH, 0, 0, 0).encode().to_vec();
+    let trim = |cookie| wire::Request::new(wire::TRIM, cookie, 0, 4096).encode();
+    batch.extend((1..=16).flat_map(trim));
+    for _ in 0..5 {
+        client.stream.write_all(&batch).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        fixture.server.pause(Duration::from_secs(5)).unwrap();
+        fixture.server.resume();
+        (0..=16).for_each(|cookie| client.expect(cookie, Ok(())));
+    }
+}
+
 #[test]
 fn a_panic_ends_one_connection_only() {
     let fixture = Fixture::new(Arc::new(Panicking), Limits::default());

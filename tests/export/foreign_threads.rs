@@ -55,6 +55,8 @@ fn each_request_has_one_reply() {
     let (mut next, mut checked, mut refused) = (0, 0, 0);
     for _ in 0..3000 {
         let mut sent = HashMap::new();
+        // Before the requests are sent: the volume may fail one at once.
+        let failed_before = fixture.failed();
         for _ in 0..1 + random.next() % 3 {
             next += 1;
             let offset = random.next() % 100 * u64::from(BLOCK);
@@ -69,7 +71,7 @@ fn each_request_has_one_reply() {
             }
             sent.entry(next).or_insert(None);
         }
-        let (failing, failed_before) = (random.next().is_multiple_of(20), fixture.failed());
+        let failing = random.next().is_multiple_of(20);
         let mut failed = 0;
         if failing {
             fixture.server.set_fail_io(true);
