@@ -129,7 +129,10 @@ fn dies_during_the_flush() {
     let node = Node::start();
     let image = Image::new("dies", "64M");
     let device = cleat_ok(&["map", &image.uri(), "--name", "dies"]);
-    shell(&format!("dd if=/dev/urandom of={device} bs=1M count=4 oflag=direct status=none"));
+    // udev reads the device after it was written. A read that hangs would be another user than the flush.
+    shell(&format!(
+        "dd if=/dev/urandom of={device} bs=1M count=4 oflag=direct status=none; udevadm settle"
+    ));
     let worker = status("dies")["worker_pid"].as_u64().expect("a worker");
     let worker = u32::try_from(worker).expect("a process number");
     signal("STOP", worker);
