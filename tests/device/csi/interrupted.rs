@@ -8,13 +8,15 @@ use tonic::{Code, Status};
 
 use super::client::Client;
 use super::{KUBELET, SOCKET, STAGING, Scene, TARGET, filesystem, mounts};
-use crate::fixture::{TIMEOUT, shell};
+use crate::fixture::{TIMEOUT, repeat as repeats, shell};
 
 /// The number of moments at which each call is interrupted.
 const MOMENTS: u32 = 6;
 
-/// The number of volumes that are staged at the same time.
-const VOLUMES: usize = 100;
+/// The number of volumes that are staged at the same time: 25, or 100 if `CLEAT_REPEAT` is set.
+fn volumes() -> usize {
+    if repeats().is_some() { 100 } else { 25 }
+}
 
 /// The calls of a volume's life on a node, in order, each with the time between two moments.
 const CALLS: [(Call, Duration); 4] = [
@@ -120,9 +122,9 @@ pub(crate) fn killed_at_any_moment() {
 
 /// Many volumes are staged and unstaged at the same time, and none is left or confused with another one.
 pub(crate) fn many_at_once() {
-    let scene = Scene::new();
+    let (scene, volumes) = (Scene::new(), volumes());
     let ids: Vec<String> =
-        (0..VOLUMES).map(|number| scene.volume(&format!("many-{number}"), "8M")).collect();
+        (0..volumes).map(|number| scene.volume(&format!("many-{number}"), "8M")).collect();
     let staging = |number: usize| format!("{KUBELET}/many/{number}");
     let at_once = |what: Call| {
         let begun = Instant::now();
@@ -132,10 +134,10 @@ pub(crate) fn many_at_once() {
                 scope.spawn(move || repeat(&Client::connect(SOCKET), what, id, &path));
             }
         });
-        println!("figures: {what:?} of {VOLUMES} volumes at once: {:.1?}", begun.elapsed());
+        println!("figures: {what:?} of {volumes} volumes at once: {:.1?}", begun.elapsed());
     };
     at_once(Call::Stage);
-    for number in 0..VOLUMES {
+    for number in 0..volumes {
         shell(&format!("echo {number} > {}/file", staging(number)));
     }
     let memory = shell(&format!("grep VmHWM /proc/{}/status", scene.node.pid()));
@@ -143,7 +145,7 @@ pub(crate) fn many_at_once() {
     at_once(Call::Unstage);
     scene.nothing_is_left();
     at_once(Call::Stage);
-    for number in 0..VOLUMES {
+    for number in 0..volumes {
         assert_eq!(shell(&format!("cat {}/file", staging(number))), number.to_string());
     }
     at_once(Call::Unstage);
