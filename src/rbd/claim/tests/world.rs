@@ -201,6 +201,8 @@ pub(super) enum End {
     Superseded,
     Failed(ErrorKind, String),
     Crashed,
+    /// The process has crashed before its claim, so it has made no device.
+    CrashedUnclaimed,
 }
 
 impl World {
@@ -372,6 +374,7 @@ impl Process<'_> {
             state.watching.remove(&self.address);
         }
         match served {
+            _ if crashed && self.owner.get() == 0 => End::CrashedUnclaimed,
             _ if crashed => End::Crashed,
             Ok(end) => end,
             Err(error) => End::Failed(error.kind(), error.message().to_owned()),
