@@ -9,61 +9,24 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use zeroize::Zeroizing;
+use crate::kernel_key::KernelKey;
+use crate::secret::Credentials;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 
 /// The maximum number of files with secrets that one volume names.
 pub const MAX_CREDENTIAL_FILES: usize = 32;
 
-/// The bytes of a secret: a key, a token, a passphrase. They are overwritten with zeroes when the value is
-/// dropped, and `Debug` does not show them.
-pub struct Credentials(Zeroizing<Vec<u8>>);
-
-impl Credentials {
-    /// Reads a secret from its current position in `file` to the end. Blocks as reads of the file do.
-    ///
-    /// # Errors
-    /// Returns `InvalidData` if the secret is empty or longer than `max_bytes`, and the error of the read otherwise.
-    pub fn read(file: &File, max_bytes: usize) -> io::Result<Self> {
-        // A vector that grows leaves a copy of its content behind. `read_to_end` grows a full vector, so
-        // there must be space left at the end.
-        let mut bytes = Zeroizing::new(Vec::with_capacity(2 * max_bytes + 64));
-        file.take(max_bytes as u64 + 1).read_to_end(&mut bytes)?;
-        if bytes.is_empty() || bytes.len() > max_bytes {
-            let message = format!("the secret is empty, or longer than {max_bytes} bytes");
-            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
-        }
-        Ok(Self(bytes))
-    }
-
-    /// Wraps a secret that did not come from a file.
-    pub fn new(secret: Zeroizing<Vec<u8>>) -> Self {
-        Self(secret)
-    }
-
-    /// Returns the secret.
-    pub fn bytes(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl fmt::Debug for Credentials {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Credentials(hidden)")
-    }
-}
-
-/// A file that contains a secret, as the URI of a volume names it.
+/// A file that contains a secret, or a key of the kernel, as the URI of a volume names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFile {
-    /// The absolute path.
+    /// The absolute path, or the value that names a [`KernelKey`].
     pub path: PathBuf,
     /// The content, for messages: `keyring`, `passphrase`.
     pub what: &'static str,
@@ -74,14 +37,18 @@ pub struct CredentialFile {
 }
 
 impl CredentialFile {
-    /// Opens the file for reading. Follows symbolic links; the checks apply to the file that was opened.
+    /// Opens the file, or the key, for reading. Follows symbolic links; the checks apply to the file that was opened.
     /// Logs a warning if all users may read the file. Blocks as open(2) does.
     ///
     /// # Errors
     /// Returns `InvalidArgument` for anything but a regular file, `PermissionDenied` for a file that belongs
     /// to neither root nor the calling user, or that other users may write, and the error of open(2)
-    /// otherwise. The repair is a command or the option to change.
+    /// otherwise. The repair is a command or the option to change. For a key it fails as [`KernelKey::secret`] does, and
+    /// returns `NotFound` if there is no such key.
     pub fn open(&self) -> Result<File> {
+        if let Some(key) = KernelKey::of_path(&self.path) {
+            return key.open();
+        }
         // Without O_NONBLOCK, opening a named pipe would block until it has a writer.
         let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(&self.path);
@@ -228,6 +195,8 @@ impl CredentialSet {
 mod tests {
     use std::io::{Seek, Write};
     use std::os::unix::fs::PermissionsExt;
+
+    use zeroize::Zeroizing;
 
     use super::*;
 

@@ -22,8 +22,10 @@ pub mod fence;
 pub mod file;
 mod handover;
 mod identity;
+mod kernel_key;
 pub mod mem;
 mod registry;
+mod secret;
 mod spec;
 pub mod uri;
 mod waker;
@@ -34,12 +36,14 @@ pub use capability::{
     BackgroundWork, Extents, RenewCredentials, Resize, RunningTask, Shrink, SnapshotQuiesce,
 };
 pub use completion::{Completer, Completions, channel};
-pub use credentials::{CredentialFile, CredentialSet, Credentials, MAX_CREDENTIAL_FILES};
+pub use credentials::{CredentialFile, CredentialSet, MAX_CREDENTIAL_FILES};
 #[cfg(feature = "fault")]
 pub use fault::crash_point;
 pub use handover::{Handover, HandoverFiles, HandoverState};
 pub use identity::VolumeIdentity;
+pub use kernel_key::KernelKey;
 pub use registry::{Registry, Unavailable};
+pub use secret::Credentials;
 pub use spec::store;
 pub use spec::{
     Backend, Confinement, Nested, OpenOptions, StoreParser, StoreSpec, Stored, VolumeSpec,

@@ -36,6 +36,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use crate::claimant::Claimant;
 use crate::credentials::CredentialSet;
 use crate::fence::Fence;
+use crate::kernel_key::KernelKey;
 use crate::spec::store::Store;
 use crate::spec::{OpenOptions, StoreSpec, VolumeSpec};
 use crate::{HandoverFiles, Image};
@@ -313,6 +314,16 @@ pub fn absolute_path(path: &str, key: &str) -> Result<PathBuf> {
             .with_repair(format!("write the whole path, as in {key}=/etc/ceph/…")));
     }
     Ok(path.into())
+}
+
+/// Parses the value of the option `key`: the absolute path of a file with a secret, or the value that names a
+/// [`KernelKey`]. The error does not contain the value.
+///
+/// # Errors
+/// Returns `InvalidArgument` for a malformed name of a key, a relative path, or a zero byte.
+pub fn secret_path(value: &str, key: &str) -> Result<PathBuf> {
+    let found = KernelKey::parse(value)?;
+    found.map_or_else(|| absolute_path(value, key), |found| Ok(found.path()))
 }
 
 fn text(scheme: &str, location: &str, options: &[(String, String)]) -> String {

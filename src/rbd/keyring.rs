@@ -10,7 +10,7 @@ use base64::Engine;
 use base64::alphabet::STANDARD;
 use base64::engine::general_purpose::{GeneralPurpose, PAD};
 use cleat_backend::uri::invalid;
-use cleat_backend::{CredentialFile, CredentialSet};
+use cleat_backend::{CredentialFile, CredentialSet, KernelKey};
 use cleat_core::error::{Error, ErrorKind, Result};
 use zeroize::Zeroizing;
 
@@ -166,7 +166,10 @@ fn no_key(clients: &[&[u8]], client: &str, file: &CredentialFile) -> Error {
 
 /// Returns the command that writes a keyring.
 fn new_keyring(client: &str, file: &CredentialFile) -> String {
-    format!("ceph auth get {client} -o {}", file.path.display())
+    match KernelKey::of_path(&file.path) {
+        Some(key) => format!("ceph auth get {client} | {}", key.store_command()),
+        None => format!("ceph auth get {client} -o {}", file.path.display()),
+    }
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use cleat_backend::CredentialFile;
-use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, shown};
+use cleat_backend::uri::{Encoded, Options, absolute_path, decode, invalid, secret_path, shown};
 use cleat_core::error::{Error, ErrorKind, Result};
 
 use crate::cache::check_option;
@@ -28,7 +28,7 @@ pub(crate) struct RbdSpec {
     pub conf: Option<PathBuf>,
     /// The client's name, without `client.`.
     pub id: Option<String>,
-    /// The absolute path of the file with the client's key.
+    /// The absolute path of the file with the client's key, or the value that names a key of the kernel.
     pub keyring: Option<PathBuf>,
     /// The encryption of the content, with the files of the passphrases.
     pub encryption: Option<Encryption>,
@@ -97,7 +97,7 @@ impl RbdSpec {
             snapshot,
             conf: file(&mut options, "conf")?,
             id: options.take("id").map(|id| client(&id)).transpose()?,
-            keyring: file(&mut options, "keyring")?,
+            keyring: secret(&mut options, "keyring")?,
             trim: options.flag("trim")?.unwrap_or(encryption.is_none()),
             encryption,
             shared: shared(options.take("lock").as_deref())?,
@@ -273,6 +273,10 @@ fn plain(name: &str, what: &str) -> Result<()> {
 
 fn file(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {
     options.take(key).map(|path| absolute_path(&path, key)).transpose()
+}
+
+fn secret(options: &mut Options, key: &str) -> Result<Option<PathBuf>> {
+    options.take(key).map(|value| secret_path(&value, key)).transpose()
 }
 
 fn shared(lock: Option<&str>) -> Result<bool> {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use cleat_backend::CredentialFile;
-use cleat_backend::uri::{Options, absolute_path, invalid};
+use cleat_backend::uri::{Options, invalid, secret_path};
 use cleat_core::error::Result;
 
 /// LUKS encryption in the format of `rbd encryption format`.
@@ -68,7 +68,7 @@ impl Encryption {
         let layer = |(format, file): (&&str, &&str)| {
             Ok(Layer {
                 format: Luks::named(format)?,
-                passphrase_file: absolute_path(file, "passphrase_file")?,
+                passphrase_file: secret_path(file, "passphrase_file")?,
             })
         };
         let layers = formats.iter().zip(&files).map(layer).collect::<Result<_>>()?;
