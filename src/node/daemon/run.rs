@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, interval};
 
@@ -43,6 +44,9 @@ const MAX_THREADS: usize = MAX_COMMANDS
 /// another build has failed.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The limit of open files that the daemon gives itself, as in its unit. A mapping has about ten.
+const OPEN_FILES: u64 = 65_536;
+
 /// Returns the work of a service beside the control API, such as CSI, which runs until the daemon ends; `None`
 /// if the configuration does not ask for it.
 pub type Extension =
@@ -53,6 +57,7 @@ pub type Extension =
 /// # Errors
 /// Returns `InUse` if another daemon runs, and an error if a directory or a socket cannot be created.
 pub fn run(config: &Config, registry: Registry, extensions: &[Extension]) -> Result<()> {
+    raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(MAX_THREADS)
@@ -65,6 +70,19 @@ pub fn run(config: &Config, registry: Registry, extensions: &[Extension]) -> Res
     // A kernel call that hangs must not block the end of the daemon.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
+}
+
+/// Raises the soft limit of open files, which is 1024 in a shell, as far as the hard limit permits. A failure limits
+/// the number of mappings.
+fn raise_open_files() {
+    let raised =
+        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| match hard.min(OPEN_FILES) {
+            wanted if wanted > soft => setrlimit(Resource::RLIMIT_NOFILE, wanted, hard),
+            _ => Ok(()),
+        });
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the daemon could not raise its limit of open files");
+    }
 }
 
 async fn run_until_signal(
