@@ -77,6 +77,11 @@ impl Driver {
         Device::of(&view)
     }
 
+    /// Returns whether a volume is mapped, or a call that maps it has not ended.
+    pub(crate) fn is_mapped(&self, id: &str) -> bool {
+        self.executor.register().get(&mapping_name(id)).is_some()
+    }
+
     /// Returns the mapping of a volume; `None` if it is not mapped.
     pub(crate) async fn mapped(&self, id: &str, deadline: Instant) -> Result<Option<View>> {
         match self.executor.get(&mapping_name(id), deadline).await {

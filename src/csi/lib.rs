@@ -30,6 +30,7 @@ mod identity;
 mod node;
 mod paths;
 mod registration;
+mod secrets;
 mod server;
 mod services;
 mod source;

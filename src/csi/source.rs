@@ -11,6 +11,8 @@ use cleat_node::executor::MapSpec;
 use serde::Deserialize;
 
 use crate::attributes::Attributes;
+use crate::node::key::NodeClient;
+use crate::secrets::Secrets;
 use crate::volume_id::{VolumeId, mapping_name};
 
 /// The maximum size of the file of clusters, in bytes.
@@ -75,9 +77,10 @@ pub(crate) fn map_spec(
     node: &str,
     id: &str,
     attributes: &Attributes,
+    client: Option<&NodeClient>,
     read_only: bool,
 ) -> Result<MapSpec> {
-    let uri = uri(config, node, id, attributes)?;
+    let uri = uri(config, node, id, attributes, client)?;
     let spec = MapSpec {
         name: mapping_name(id),
         uri,
@@ -93,7 +96,32 @@ pub(crate) fn map_spec(
     Ok(spec)
 }
 
-fn uri(config: &CsiConfig, node: &str, id: &str, attributes: &Attributes) -> Result<String> {
+/// Returns whether a volume is an RBD image whose Ceph client the secrets of a call can name.
+///
+/// # Errors
+/// Returns `InvalidArgument` if the secrets name a client, and the attributes have the URI of the volume.
+pub(crate) fn uses_secrets(id: &str, attributes: &Attributes, secrets: &Secrets) -> Result<bool> {
+    if attributes.uri.is_none() {
+        let is_rbd = matches!(VolumeId::parse(id), Some(VolumeId::Rbd { .. }));
+        return Ok(attributes.static_volume || is_rbd);
+    }
+    if secrets.keyring().is_some() {
+        let message =
+            format!("volume {id} has the attribute uri, and its secret names a Ceph client");
+        return Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(
+            "name the client in the uri (id=NAME&keyring=PATH), or use staticVolume, clusterID and pool",
+        ));
+    }
+    Ok(false)
+}
+
+fn uri(
+    config: &CsiConfig,
+    node: &str,
+    id: &str,
+    attributes: &Attributes,
+    client: Option<&NodeClient>,
+) -> Result<String> {
     if let Some(uri) = &attributes.uri {
         return Ok(uri.clone());
     }
@@ -101,7 +129,8 @@ fn uri(config: &CsiConfig, node: &str, id: &str, attributes: &Attributes) -> Res
         let pool = attributes.pool.clone().ok_or_else(|| missing("pool"))?;
         let cluster = attributes.cluster.clone().ok_or_else(|| missing("clusterID"))?;
         let image = attributes.image.clone().unwrap_or_else(|| id.to_owned());
-        return rbd(config, &cluster, &pool, attributes.namespace.as_deref(), &image);
+        let namespace = attributes.namespace.as_deref();
+        return rbd(config, (&cluster, &pool, namespace, &image), client);
     }
     match VolumeId::parse(id) {
         None => Err(unknown(id)),
@@ -118,7 +147,7 @@ fn uri(config: &CsiConfig, node: &str, id: &str, attributes: &Attributes) -> Res
             Ok(format!("file:{}{direct}", Encoded(path.as_os_str().as_bytes())))
         }
         Some(VolumeId::Rbd { cluster, pool, namespace, image }) => {
-            rbd(config, &cluster, &pool, Some(&namespace), &image)
+            rbd(config, (&cluster, &pool, Some(&namespace), &image), client)
         }
     }
 }
@@ -153,10 +182,8 @@ fn file_path(config: &CsiConfig, directory: &str, name: &str, id: &str) -> Resul
 
 fn rbd(
     config: &CsiConfig,
-    cluster: &str,
-    pool: &str,
-    namespace: Option<&str>,
-    image: &str,
+    (cluster, pool, namespace, image): (&str, &str, Option<&str>, &str),
+    client: Option<&NodeClient>,
 ) -> Result<String> {
     let found = self::cluster(config, cluster)?;
     let part = |text: &str| Encoded(text.as_bytes()).to_string();
@@ -165,7 +192,8 @@ fn rbd(
         "" => String::new(),
         name => format!("{}/", part(name)),
     };
-    Ok(format!("rbd:{}/{namespace}{}?{}", part(pool), part(image), found.options(None)))
+    let options = found.options(client.map(|client| (&*client.user, &*client.keyring)));
+    Ok(format!("rbd:{}/{namespace}{}?{options}", part(pool), part(image)))
 }
 
 /// Returns the entry of a cluster in the file of clusters.
@@ -225,7 +253,7 @@ mod tests {
 
     fn uri_of(id: &str, attributes: &Attributes) -> Result<String> {
         let directory = tempfile::tempdir().unwrap();
-        uri(&config(&directory), "n1", id, attributes)
+        uri(&config(&directory), "n1", id, attributes, None)
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod content;
 mod controller;
 mod interrupted;
 pub(crate) mod sanity;
+mod secret;
 mod unit;
 
 use std::path::Path;
@@ -16,7 +17,7 @@ use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use libtest_mimic::Trial;
 use tonic::Code;
 
-use crate::fixture::{Node, cleat_ok, shell, signal, status, wait_for_state};
+use crate::fixture::{Node, cleat_ok, repeat, shell, signal, status, wait_for_state};
 use crate::trial;
 use client::Client;
 
@@ -45,10 +46,12 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("csi_many_volumes_at_once", interrupted::many_at_once),
         trial("csi_durations_of_stage_and_unstage", interrupted::durations),
         trial("csi_unused_space_is_reclaimed", addons::unused_space_is_reclaimed),
+        trial("csi_rbd_secret_names_the_client_until_unstage", secret::names_the_client),
         trial("csi_sanity_file_mount", sanity::file_mount),
         trial("csi_sanity_file_block", sanity::file_block),
         trial("csi_sanity_rbd_mount", sanity::rbd_mount),
-        trial("csi_sanity_rbd_block", sanity::rbd_block),
+        // It takes minutes under emulation, so `make soak` runs it.
+        trial("csi_sanity_rbd_block", sanity::rbd_block).with_ignored_flag(repeat().is_none()),
     ]
 }
 
@@ -149,10 +152,10 @@ impl Scene {
     }
 }
 
-/// The command of the daemon, with the limit of open files that the unit has.
+/// The command of the daemon, with the limits of open files that a shell has.
 fn daemon() -> std::process::Command {
     let mut command = std::process::Command::new("prlimit");
-    command.args(["--nofile=65536", "./cleat", "node", "--config", CONFIG]);
+    command.args(["--nofile=1024:524288", "./cleat", "node", "--config", CONFIG]);
     command
 }
 
@@ -240,8 +243,24 @@ fn block_from_stage_to_unstage() {
     assert_eq!(usage.iter().map(|entry| entry.total).collect::<Vec<_>>(), [64 << 20]);
     scene.unpublish(&id, TARGET);
     scene.unpublish(&id, &format!("{TARGET}-2"));
+    let read_only = |capability: &csi::VolumeCapability| csi::NodePublishVolumeRequest {
+        volume_id: id.clone(),
+        staging_target_path: STAGING.to_owned(),
+        target_path: TARGET.to_owned(),
+        volume_capability: Some(capability.clone()),
+        readonly: true,
+        ..Default::default()
+    };
+    let refused = scene.client.publish(read_only(&capability)).unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument, "{refused:?}");
     scene.unstage(&id);
     assert_eq!(shell(&format!("head -c 4 {VOLUMES}/raw")), "data");
+    let reader = block(Mode::SingleNodeReaderOnly);
+    scene.stage(&id, &reader).expect("stage read-only");
+    scene.client.publish(read_only(&reader)).expect("publish read-only");
+    assert_eq!(shell(&format!("blockdev --getro {TARGET}; head -c 4 {TARGET}")), "1\ndata");
+    scene.unpublish(&id, TARGET);
+    scene.unstage(&id);
     scene.nothing_is_left();
 }
 

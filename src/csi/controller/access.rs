@@ -18,10 +18,10 @@ use super::labels::Made;
 use super::parameters::Mutable;
 use super::places::{Located, Place};
 use super::refused::Answer;
-use super::secrets::Secrets;
 use super::volumes::missing;
 use crate::attributes::Attributes;
 use crate::capability::Capability;
+use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
 /// The part of the claim of an RBD image that matters here (`cleat_rbd`, claim/record.rs).

@@ -9,7 +9,7 @@ use super::Controller;
 use super::access::check_capability;
 use super::places::Place;
 use super::refused::Answer;
-use super::secrets::Secrets;
+use crate::secrets::Secrets;
 
 impl Controller {
     /// Returns the number of bytes that volumes with these parameters can still use. Without parameters, it is

@@ -9,8 +9,8 @@ use csi::volume_health::VolumeHealthEntry;
 use super::Controller;
 use super::places::Located;
 use super::refused::Answer;
-use super::secrets::Secrets;
 use super::volumes::missing;
+use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
 impl Controller {

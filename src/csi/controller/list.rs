@@ -14,9 +14,9 @@ use super::Controller;
 use super::labels::Made;
 use super::places::{Located, OpenPlace, Place};
 use super::refused::{Answer, Refused};
-use super::secrets::Secrets;
 use super::snapshot_id::SnapshotId;
 use super::snapshots::is_listed;
+use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
 /// The number of volumes that are listed at a time.

@@ -21,7 +21,6 @@ mod names;
 mod parameters;
 mod places;
 mod refused;
-mod secrets;
 mod service;
 mod size;
 mod snapshot_id;

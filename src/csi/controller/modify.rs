@@ -10,8 +10,8 @@ use super::labels::{Made, of_mutable};
 use super::parameters::Mutable;
 use super::places::Located;
 use super::refused::Answer;
-use super::secrets::Secrets;
 use super::volumes::missing;
+use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
 impl Controller {

@@ -8,7 +8,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use std::ops::ControlFlow;
 
 use super::Controller;
-use super::secrets::Secrets;
+use crate::secrets::Secrets;
 use crate::source::{cluster, clusters};
 use crate::volume_id::VolumeId;
 

@@ -15,12 +15,12 @@ use super::list::Paged;
 use super::names;
 use super::parameters::Mutable;
 use super::refused::Answer;
-use super::secrets::Secrets;
 use super::size::Range;
 use super::snapshot_id::SnapshotId;
 use super::snapshots::check_parameters;
 use super::volumes::{NewVolume, Origin, signed};
 use crate::attributes::Attributes;
+use crate::secrets::Secrets;
 use crate::volume_id::{self, VolumeId};
 use crate::{deadline, status};
 

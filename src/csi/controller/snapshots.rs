@@ -15,9 +15,9 @@ use super::labels::{of_snapshot, snapshot_key};
 use super::names;
 use super::places::{Located, OpenPlace, Place, on};
 use super::refused::Answer;
-use super::secrets::Secrets;
 use super::snapshot_id::SnapshotId;
 use super::volumes::{missing, signed};
+use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
 /// The number of volumes that are listed at a time.

@@ -22,9 +22,9 @@ use super::names;
 use super::parameters::{Parameters, attributes};
 use super::places::{Located, OpenPlace, Place, on};
 use super::refused::{Answer, Refused};
-use super::secrets::Secrets;
 use super::size::Range;
 use super::snapshot_id::SnapshotId;
+use crate::secrets::Secrets;
 use crate::volume_id::VolumeId;
 
 /// A checked CreateVolume request.

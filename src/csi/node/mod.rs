@@ -2,12 +2,13 @@
 //! a caller that disconnects does not leave a half-finished call.
 
 mod expand;
+pub(crate) mod key;
 mod publish;
 mod stage;
 mod stats;
 
-use std::collections::BTreeMap;
 use std::future::Future;
+use std::sync::Arc;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_csi_api::csi::v1 as csi;
@@ -19,6 +20,7 @@ use tonic::{Request, Response, Status};
 use crate::attributes::Attributes;
 use crate::capability::Capability;
 use crate::driver::Driver;
+use crate::secrets::Secrets;
 use crate::{deadline, health, paths, status, volume_id};
 
 /// How long after its deadline a call may take to return its own error.
@@ -41,6 +43,7 @@ pub(crate) struct Wanted {
     pub(crate) id: String,
     pub(crate) attributes: Attributes,
     pub(crate) capability: Capability,
+    pub(crate) secrets: Arc<Secrets>,
 }
 
 /// The Node service of a driver.
@@ -104,10 +107,10 @@ impl Node for NodeService {
         let id = checked(volume_id::checked(&request.volume_id))?.to_owned();
         let path = checked(paths::checked("staging target path", &request.staging_target_path))?;
         let capability = checked(Capability::parse(request.volume_capability))?;
-        checked(refuse_secrets(&request.secrets))?;
+        let secrets = Arc::new(checked(Secrets::take(request.secrets))?);
         let (context, published) = (&request.volume_context, &request.publish_context);
         let attributes = checked(Attributes::parse_published(context, published))?;
-        let wanted = Wanted { id: id.clone(), attributes, capability };
+        let wanted = Wanted { id: id.clone(), attributes, capability, secrets };
         self.exclusive("NodeStageVolume", &id, deadline, |driver| async move {
             stage::stage(&driver, &wanted, &path, deadline).await?;
             Ok(csi::NodeStageVolumeResponse {})
@@ -140,10 +143,10 @@ impl Node for NodeService {
         let staging = checked(paths::checked("staging target path", &request.staging_target_path))?;
         let target = checked(paths::checked("target path", &request.target_path))?;
         let capability = checked(Capability::parse(request.volume_capability))?;
-        checked(refuse_secrets(&request.secrets))?;
+        let secrets = Arc::new(checked(Secrets::take(request.secrets))?);
         let (context, published) = (&request.volume_context, &request.publish_context);
         let attributes = checked(Attributes::parse_published(context, published))?;
-        let wanted = Wanted { id: id.clone(), attributes, capability };
+        let wanted = Wanted { id: id.clone(), attributes, capability, secrets };
         let read_only = request.readonly;
         self.exclusive("NodePublishVolume", &id, deadline, |driver| async move {
             let target = publish::Target { staging: &staging, path: &target, read_only };
@@ -243,18 +246,6 @@ impl Node for NodeService {
             accessible_topology: Some(csi::Topology { segments }),
         }))
     }
-}
-
-/// Refuses the key of a Ceph client: the node would use another client than the caller wants.
-fn refuse_secrets(secrets: &BTreeMap<String, String>) -> Result<()> {
-    if secrets.keys().all(|key| !["userID", "userKey", "encryptionPassphrase"].contains(&&**key)) {
-        return Ok(());
-    }
-    let message = "the node does not use secrets: it has the Ceph client of the file of clusters";
-    Err(Error::new(ErrorKind::InvalidArgument, message).with_repair(
-        "set userID and keyring in that file, and remove csi.storage.k8s.io/node-stage-secret-name and \
-         -namespace from the StorageClass",
-    ))
 }
 
 /// The error of a call for a volume that this node does not have.

@@ -33,6 +33,12 @@ pub(crate) async fn publish(
     target: &Target<'_>,
     deadline: Instant,
 ) -> Result<()> {
+    let is_block = wanted.capability.access == Access::Block;
+    if is_block && target.read_only && !wanted.capability.read_only {
+        let message = format!("volume {} is writable, so its device is so at each path", wanted.id);
+        return Err(Error::new(ErrorKind::InvalidArgument, message)
+            .with_repair("use the access mode ReadOnlyMany, which makes the device read-only"));
+    }
     stage::stage(driver, wanted, target.staging, deadline).await?;
     let missing = || super::not_mapped(&wanted.id);
     let device = Device::of(&driver.mapped(&wanted.id, deadline).await?.ok_or_else(missing)?)?;

@@ -8,7 +8,7 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_filesystem::bounded;
 use tokio::time::Instant;
 
-use super::Wanted;
+use super::{Wanted, key};
 use crate::capability::Access;
 use crate::driver::{Device, Driver};
 use crate::host::{Content, Kind, NewMount};
@@ -33,11 +33,20 @@ pub(crate) async fn stage(
     let read_only = wanted.capability.read_only;
     let (this, volume) = (driver.clone(), wanted.clone());
     let find = move || {
-        let attributes = &volume.attributes;
-        source::map_spec(&this.config, &this.node, &volume.id, attributes, read_only)
+        let (id, attributes) = (&volume.id, &volume.attributes);
+        let client = if source::uses_secrets(id, attributes, &volume.secrets)? {
+            key::client(id, &volume.secrets, this.is_mapped(id))?
+        } else {
+            None
+        };
+        source::map_spec(&this.config, &this.node, id, attributes, client.as_ref(), read_only)
     };
     let spec = bounded("find", Path::new(&wanted.id), deadline, find).await?;
-    let device = driver.map(&spec, deadline).await?;
+    let device = driver.map(&spec, deadline).await.inspect_err(|_| {
+        if !driver.is_mapped(&wanted.id) {
+            key::forget(&wanted.id);
+        }
+    })?;
     match &wanted.capability.access {
         Access::Block => Ok(()),
         Access::Filesystem { kind, options, .. } => {
@@ -189,6 +198,12 @@ pub(crate) async fn unstage(
     staging: &Path,
     deadline: Instant,
 ) -> Result<()> {
+    end_use(driver, id, staging, deadline).await?;
+    key::forget(id);
+    Ok(())
+}
+
+async fn end_use(driver: &Driver, id: &str, staging: &Path, deadline: Instant) -> Result<()> {
     if driver.is_lost(id, deadline).await? {
         tracing::warn!(
             volume = id,

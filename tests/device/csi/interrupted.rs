@@ -123,6 +123,8 @@ pub(crate) fn killed_at_any_moment() {
 /// Many volumes are staged and unstaged at the same time, and none is left or confused with another one.
 pub(crate) fn many_at_once() {
     let (scene, volumes) = (Scene::new(), volumes());
+    let limits = format!("/proc/{}/limits", scene.node.pid());
+    assert_eq!(shell(&format!("awk '/open files/ {{print $4}}' {limits}")), "65536");
     let ids: Vec<String> =
         (0..volumes).map(|number| scene.volume(&format!("many-{number}"), "8M")).collect();
     let staging = |number: usize| format!("{KUBELET}/many/{number}");

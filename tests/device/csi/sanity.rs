@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use test_kit::ceph::{ID, POOL};
 
 use super::{KUBELET, Scene, VOLUMES};
@@ -45,22 +45,27 @@ pub(crate) fn file_block() {
 }
 
 pub(crate) fn rbd_mount() {
-    run(&with_cluster(), "mount", &parameters());
+    run(&with_client(), "mount", &parameters());
 }
 
 pub(crate) fn rbd_block() {
-    run(&with_cluster(), "block", &parameters());
+    run(&with_client(), "block", &parameters());
 }
 
-/// A daemon that also has a cluster.
-fn with_cluster() -> Scene {
+/// A daemon that also has a cluster, and a client for it.
+fn with_client() -> Scene {
+    with_cluster(json!({ "userID": ID, "keyring": cluster().keyring(ID) }))
+}
+
+/// A daemon that also has the cluster `test`, with the client in `entry`.
+pub(super) fn with_cluster(mut entry: Value) -> Scene {
     const CLUSTERS: &str = "/tmp/clusters.json";
-    let (conf, keyring) = (cluster().conf(), cluster().keyring(ID));
+    let conf = cluster().conf();
     let monitors = shell(&format!("sed -n 's/^ *mon[ _]host *= *//p' {}", conf.display()));
-    let entry = serde_json::json!([{
-        "clusterID": "test", "monitors": [monitors], "userID": ID, "keyring": keyring, "pools": [POOL],
-    }]);
-    std::fs::write(CLUSTERS, entry.to_string()).expect("writing the clusters");
+    entry["clusterID"] = json!("test");
+    entry["monitors"] = json!([monitors]);
+    entry["pools"] = json!([POOL]);
+    std::fs::write(CLUSTERS, json!([entry]).to_string()).expect("writing the clusters");
     Scene::with(&format!("clusters = \"{CLUSTERS}\"\ndirectories = {{ default = \"{VOLUMES}\" }}"))
 }
 

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::*;
 use crate::controller::places::Place;
-use crate::controller::secrets::Secrets;
 use crate::controller::volumes::content_source;
+use crate::secrets::Secrets;
 
 fn write(path: &Path, text: &[u8]) {
     fs::File::options().write(true).open(path).unwrap().write_all_at(text, 8192).unwrap();

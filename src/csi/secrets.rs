@@ -18,7 +18,7 @@ const CLIENTS: [(&str, &str); 2] = [("userID", "userKey"), ("adminID", "adminKey
 const MAX_LENGTH: usize = 1024;
 
 /// The client of a Ceph cluster in the secrets of a request.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Secrets(Option<(String, Credentials)>);
 
 impl Secrets {
@@ -67,6 +67,18 @@ impl Secrets {
         self.0.as_ref().map(|(user, _)| (&**user, Path::new(KEYRING)))
     }
 
+    /// Returns the client's name and its keyring.
+    pub(crate) fn keyring(&self) -> Option<(&str, &Credentials)> {
+        self.0.as_ref().map(|(user, keyring)| (&**user, keyring))
+    }
+
+    /// Returns the client's name in a keyring that this driver has made.
+    pub(crate) fn user_in(keyring: &Credentials) -> Option<String> {
+        let text = std::str::from_utf8(keyring.bytes()).ok()?;
+        let (user, _) = text.strip_prefix("[client.")?.split_once(']')?;
+        Some(user.to_owned())
+    }
+
     /// Returns the keyring for [`cleat_backend::uri::StoreUri::connect_with`].
     pub(crate) fn credentials(&self) -> CredentialSet {
         let Some((_, keyring)) = &self.0 else { return CredentialSet::default() };
@@ -90,6 +102,7 @@ mod tests {
         assert_eq!(secrets.client().unwrap().0, "csi");
         let keyring = secrets.credentials().get(Path::new(KEYRING)).unwrap();
         assert_eq!(keyring.bytes(), b"[client.csi]\n\tkey = AQ==\n");
+        assert_eq!(Secrets::user_in(&keyring).unwrap(), "csi");
         assert!(take(&[]).unwrap().client().is_none());
         assert!(take(&[("encryptionPassphrase", "x")]).unwrap().client().is_none());
     }
