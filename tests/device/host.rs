@@ -1,9 +1,9 @@
 //! The host's half of the device tests: chooses the tests, boots virtual machines, and runs the tests
 //! in them.
 //!
-//! A machine boots once and runs many tests. The tests that need no systemd are divided among
-//! [`FAST_MACHINES`] machines with a small init; those that test the systemd unit get one with systemd.
-//! [`SLOTS`] machines run at a time.
+//! A machine boots once and runs many tests. The tests of RBD share one machine and its cluster, the others that
+//! need no systemd are divided among [`FAST_MACHINES`] machines with a small init, and those that test the
+//! systemd unit get one with systemd. [`SLOTS`] machines run at a time.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read};
@@ -18,9 +18,9 @@ use crate::csi::sanity;
 /// Set in the guest: the file with the names of the tests to run, one per line.
 pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
 
-/// The number of machines for the tests that need no systemd. It is one more than [`SLOTS`], because the
-/// tests differ in length: the slot that is free first takes the remaining machine.
-const FAST_MACHINES: usize = 3;
+/// The number of machines for the tests that need neither systemd nor a cluster. The slot that is free first
+/// takes the next machine. With more machines they end at nearly the same time, but each takes time to boot.
+const FAST_MACHINES: usize = 4;
 
 /// The number of machines that run at the same time.
 const SLOTS: usize = 2;
@@ -99,21 +99,29 @@ fn machines(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> Vec<Mac
         chosen.map(|trial| trial.name().to_owned()).collect()
     };
     let (fast, systemd) = (names(fast), names(systemd));
+    let (with_cluster, fast): (Vec<String>, Vec<String>) =
+        fast.into_iter().partition(|name| name.contains("rbd"));
     let shards = FAST_MACHINES.min(fast.len());
-    let mut machines: Vec<Machine> = (0..shards)
-        .map(|shard| Machine {
-            name: format!("vm{}", shard + 1),
-            processors: if shard == 0 { 2 } else { 1 },
-            init: "fast",
-            // Adjacent tests in the list are similar, also in length, so they go to different machines.
-            trials: fast.iter().skip(shard).step_by(shards).cloned().collect(),
-        })
-        .collect();
-    if !systemd.is_empty() {
-        let name = "systemd".to_owned();
-        machines.push(Machine { name, processors: 2, init: "systemd", trials: systemd });
-    }
-    machines
+    let divided = (0..shards).map(|shard| Machine {
+        name: format!("vm{}", shard + 1),
+        processors: if shard == 0 { 2 } else { 1 },
+        init: "fast",
+        // Adjacent tests in the list are similar, also in length, so they go to different machines.
+        trials: fast.iter().skip(shard).step_by(shards).cloned().collect(),
+    });
+    let machine = |name: &str, processors, init, trials| Machine {
+        name: name.to_owned(),
+        processors,
+        init,
+        trials,
+    };
+    // The longest first.
+    [machine("rbd", 1, "fast", with_cluster)]
+        .into_iter()
+        .chain(divided)
+        .chain([machine("systemd", 2, "systemd", systemd)])
+        .filter(|machine| !machine.trials.is_empty())
+        .collect()
 }
 
 /// Returns whether libtest would run `trial`, or report it as ignored, under `arguments`.
