@@ -38,7 +38,6 @@ const REPAIR_UTF8_KEY: &str = "cleat-repair-bin";
 #[derive(Debug, Clone)]
 pub(super) struct Client {
     node: NodeClient<Channel>,
-    #[cfg(feature = "fault")]
     channel: Channel,
     socket: PathBuf,
 }
@@ -83,16 +82,10 @@ impl Client {
             .connect_with_connector(connector)
             .await
             .map_err(|error| no_grpc(socket).with_source(error))?;
-        Ok(Self {
-            node: NodeClient::new(channel.clone()),
-            #[cfg(feature = "fault")]
-            channel,
-            socket: socket.to_owned(),
-        })
+        Ok(Self { node: NodeClient::new(channel.clone()), channel, socket: socket.to_owned() })
     }
 
     /// Returns the connection, for services other than the control API.
-    #[cfg(feature = "fault")]
     pub(super) fn channel(&self) -> Channel {
         self.channel.clone()
     }

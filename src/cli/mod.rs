@@ -11,6 +11,7 @@
 
 mod client;
 mod completions;
+mod csi;
 mod doctor;
 pub mod exit;
 #[cfg(feature = "fault")]
@@ -121,6 +122,7 @@ enum Command {
     Serve(serve::Serve),
     Doctor(doctor::Doctor),
     Fence(fence::Fence),
+    Csi(csi::Csi),
     #[cfg(feature = "fault")]
     Fault(fault::Fault),
     Completions(completions::Completions),
@@ -163,6 +165,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Set(args) => set::run(globals, args),
         Command::Serve(args) => serve::run(globals, args),
         Command::Fence(args) => fence::run(globals, args),
+        Command::Csi(args) => csi::run(globals, &args),
         #[cfg(feature = "fault")]
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     let mut compiler = protox::Compiler::new(["../../proto"])?;
     compiler.include_imports(true).open_files(SOURCES)?;
-    // The test of the wire format compares the descriptors with the published ones.
+    // For callers that choose a call when they run, and for the test that compares them with the published ones.
     fs::write(out.join("descriptors.bin"), compiler.encode_file_descriptor_set())?;
 
     let files = compiler.include_source_info(true).file_descriptor_set();

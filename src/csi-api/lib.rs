@@ -13,6 +13,9 @@ pub use prost_types::Timestamp;
 
 mod secrets;
 
+/// The descriptors of all messages and services, as a `google.protobuf.FileDescriptorSet`.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
+
 /// The Container Storage Interface.
 pub mod csi {
     /// Version 1.

@@ -1,6 +1,7 @@
 //! The command line: messages, exit codes and output formats, without a daemon, with a wrong server, and
 //! with a scripted daemon.
 
+mod csi;
 mod daemon;
 mod node;
 
@@ -44,6 +45,10 @@ fn each_wrong_input_has_a_message_of_its_own() {
         ("stats --count 0", "0 is not in 1.."),
         ("ls -o xml", "invalid value 'xml'"),
         ("completions tcsh", "invalid value 'tcsh'"),
+        ("csi NodeStage", "there is no call \"NodeStage\""),
+        ("csi Probe", "several services have the call Probe"),
+        ("csi NodeGetInfo {", "the request is not a NodeGetInfoRequest"),
+        ("csi NodeGetInfo --endpoint tcp:1", "not the path of a unix socket"),
     ];
     let mut messages = Vec::new();
     for (line, cause) in cases {

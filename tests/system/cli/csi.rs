@@ -1,0 +1,118 @@
+//! Calls of CSI from the command line to a daemon with both services.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+struct Daemon {
+    child: Child,
+    root: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start() -> Self {
+        let root = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| root.path().join(name);
+        fs::create_dir(path("volumes")).expect("a directory");
+        let text = format!(
+            "runtime_dir = {:?}\nstate_dir = {:?}\nmodprobe = false\nnode_name = \"n1\"\n[csi]\n\
+             kubelet_dir = {:?}\ndirectories = {{ d = {:?} }}\n",
+            path("run"),
+            path("state"),
+            path("kubelet"),
+            path("volumes")
+        );
+        fs::write(path("cleat.toml"), text).expect("a file");
+        let child = Command::new(env!("CARGO_BIN_EXE_cleat"))
+            .args(["node", "--csi-controller", "--config"])
+            .arg(path("cleat.toml"))
+            .env_remove("CLEAT_SOCKET")
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the daemon starts");
+        let daemon = Self { child, root };
+        let until = Instant::now() + Duration::from_secs(20);
+        while !Path::new(&daemon.endpoint()).exists() {
+            assert!(Instant::now() < until, "no socket");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        daemon
+    }
+
+    fn endpoint(&self) -> String {
+        let socket = "kubelet/plugins/cleat.csi.storage/csi.sock";
+        self.root.path().join(socket).to_str().expect("UTF-8").to_owned()
+    }
+
+    /// Makes a call and returns the answer.
+    fn call(&self, name: &str, request: &Value) -> Value {
+        let output = run(&self.endpoint(), &[name, "-"], &request.to_string());
+        assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("the answer is JSON")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it ends");
+    }
+}
+
+fn run(endpoint: &str, arguments: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_cleat"))
+        .arg("csi")
+        .args(arguments)
+        .env("CSI_ENDPOINT", format!("unix://{endpoint}"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("cleat starts");
+    child.stdin.take().expect("a pipe").write_all(input.as_bytes()).expect("the input is written");
+    child.wait_with_output().expect("cleat ends")
+}
+
+#[test]
+fn a_person_can_make_each_call_of_csi() {
+    let daemon = Daemon::start();
+    assert_eq!(daemon.call("csi.v1.Identity/Probe", &json!({}))["ready"], true);
+    assert_eq!(daemon.call("NodeGetInfo", &json!({}))["nodeId"], "n1");
+    let capability = json!({ "mount": {}, "accessMode": { "mode": "SINGLE_NODE_WRITER" } });
+    let create = json!({
+        "name": "v1",
+        "capacityRange": { "requiredBytes": (8 << 20).to_string() },
+        "volumeCapabilities": [capability],
+    });
+    let volume = daemon.call("CreateVolume", &create)["volume"].clone();
+    assert_eq!(volume["capacityBytes"], (8 << 20).to_string());
+    assert_eq!(daemon.call("createvolume", &create)["volume"], volume);
+    let listed = daemon.call("ListVolumes", &json!({}));
+    assert_eq!(listed["entries"].as_array().map(Vec::len), Some(1));
+    daemon.call("DeleteVolume", &json!({ "volumeId": volume["volumeId"] }));
+
+    // The driver's error, with its kind.
+    let missing = run(
+        &daemon.endpoint(),
+        &["NodeGetVolumeStats", r#"{"volumeId": "x", "volumePath": "/x"}"#],
+        "",
+    );
+    let error = String::from_utf8_lossy(&missing.stderr).into_owned();
+    assert!(!missing.status.success() && error.starts_with("cleat: error: "), "{error}");
+    assert!(error.contains('x'), "{error}");
+}
+
+#[test]
+fn without_a_driver_the_error_names_the_repair() {
+    let none = run("/nonexistent/csi.sock", &["NodeGetInfo"], "");
+    let error = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert!(error.contains("/nonexistent/csi.sock"), "{error}");
+    assert!(error.contains("[csi]") && error.contains("--endpoint"), "{error}");
+    let listed = run("/nonexistent/csi.sock", &[], "");
+    assert!(String::from_utf8_lossy(&listed.stdout).contains("NodeStageVolume "));
+}
