@@ -146,6 +146,7 @@ impl Node {
             executor: Arc::clone(&executor),
             calls: Arc::clone(&calls),
             started_at_s: service.started_at_s(),
+            csi_socket: config.csi.enabled.then(|| config.csi.socket()),
         }));
         tasks.spawn(server::serve(service, listener, calls, stopped));
         if config.workers.upgrade_at_start {

@@ -1,7 +1,7 @@
-//! The metrics endpoint for Prometheus, over HTTP. Clients that accept the OpenMetrics text format get it;
+//! The metrics endpoint for Prometheus, and the liveness endpoint for kubelet, over HTTP. Clients that accept the OpenMetrics text format get it;
 //! others, such as curl, get Prometheus' older text format.
 //!
-//! - In: `GET /metrics` on a unix socket or a TCP port.
+//! - In: `GET /metrics` or `GET /healthz` on a unix socket or a TCP port.
 //! - Out: one text per scrape, made from the views of mappings, the statistics pages and the counts of
 //!   calls. A volume that was unmapped is not in the next text.
 //!
@@ -30,7 +30,7 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
@@ -51,6 +51,9 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The timeout of a whole connection. A slower client gets an incomplete answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The timeout for connecting to the CSI socket. kubelet gives a probe 1 s by default.
+const CSI_TIMEOUT: Duration = Duration::from_millis(800);
 
 /// The content type of the text that prometheus-client writes.
 const OPENMETRICS: HeaderValue =
@@ -80,6 +83,8 @@ pub(crate) struct Source {
     pub calls: Arc<Calls>,
     /// When the daemon started, in seconds since the epoch.
     pub started_at_s: u64,
+    /// The socket of the CSI services, if they are enabled.
+    pub csi_socket: Option<PathBuf>,
 }
 
 impl Endpoint {
@@ -190,19 +195,39 @@ async fn answer(
     source: &Source,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
-    let plain = |status, text: &'static str| {
-        let mut response = Response::new(Full::new(Bytes::from_static(text.as_bytes())));
-        *response.status_mut() = status;
-        response
-    };
-    if request.uri().path() != "/metrics" {
-        return Ok(plain(StatusCode::NOT_FOUND, "not found: the only path is /metrics\n"));
+    let path = request.uri().path();
+    if !["/metrics", "/healthz"].contains(&path) {
+        let text = "not found: the paths are /metrics and /healthz\n";
+        return Ok(plain(StatusCode::NOT_FOUND, text));
     }
     if request.method() != Method::GET {
         let mut refused = plain(StatusCode::METHOD_NOT_ALLOWED, "method not allowed: use GET\n");
         refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET"));
         return Ok(refused);
     }
+    Ok(if path == "/healthz" { health(source).await } else { metrics(source, &request).await })
+}
+
+fn plain(status: StatusCode, text: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(text.into()));
+    *response.status_mut() = status;
+    response
+}
+
+/// Answers whether the daemon works: this loop runs, and CSI, which it also runs, can be reached if it is enabled. A
+/// volume that does not work is not a reason to restart the daemon.
+async fn health(source: &Source) -> Response<Full<Bytes>> {
+    let Some(socket) = &source.csi_socket else { return plain(StatusCode::OK, "ok\n") };
+    let cause = match timeout(CSI_TIMEOUT, UnixStream::connect(socket)).await {
+        Ok(Ok(_)) => return plain(StatusCode::OK, "ok\n"),
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => "it accepts no connection".to_owned(),
+    };
+    let text = format!("the CSI socket {} does not work: {cause}\n", socket.display());
+    plain(StatusCode::SERVICE_UNAVAILABLE, text)
+}
+
+async fn metrics(source: &Source, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let scrape = Scrape::collect(source).await;
     // Formatting thousands of lines takes milliseconds, so it must not run on the event loop.
     let accepted = request.headers().get_all(ACCEPT).iter();
@@ -213,7 +238,7 @@ async fn answer(
         Ok(if modern { (text, OPENMETRICS) } else { (families::classic(&text), CLASSIC) })
     };
     let text: Result<Result<_, std::fmt::Error>, _> = tokio::task::spawn_blocking(write).await;
-    Ok(match text {
+    match text {
         Ok(Ok((text, kind))) => {
             let mut response = Response::new(Full::new(Bytes::from(text)));
             response.headers_mut().insert(CONTENT_TYPE, kind);
@@ -222,5 +247,5 @@ async fn answer(
         Ok(Err(_)) | Err(_) => {
             plain(StatusCode::INTERNAL_SERVER_ERROR, "cannot format the metrics\n")
         }
-    })
+    }
 }

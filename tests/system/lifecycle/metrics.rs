@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use cleat_api::v1::MappingState;
@@ -189,6 +189,30 @@ fn invalid_requests_are_refused_and_the_socket_is_private() {
     scrape(&machine);
     supervisor.shut_down();
     assert!(!path.exists());
+}
+
+#[test]
+fn a_liveness_probe_fails_while_csi_cannot_be_reached() {
+    let health =
+        |machine: &Machine| ask(socket(machine), "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n");
+    let machine = Machine::new();
+    let supervisor = machine.start();
+    let (status, _, text) = health(&machine);
+    assert!(status.contains("200") && text == "ok\n", "{status} {text}");
+    supervisor.shut_down();
+
+    let mut machine = Machine::new();
+    let path = machine.path("csi.sock");
+    machine.config.csi.enabled = true;
+    machine.config.csi.socket = Some(path.clone());
+    let supervisor = machine.start();
+    let (status, _, text) = health(&machine);
+    assert!(status.contains("503") && text.contains("csi.sock does not work: No such"), "{text}");
+    let listener = UnixListener::bind(&path).unwrap();
+    assert!(health(&machine).0.contains("200"));
+    drop(listener);
+    assert!(health(&machine).0.contains("503"));
+    supervisor.shut_down();
 }
 
 #[test]
