@@ -14,6 +14,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("core", &[]),
     ("api", &[]),
     ("csi-api", &[]),
+    ("object", &[]),
     ("sys", &["core"]),
     ("nbd", &["core"]),
     ("telemetry", &["core"]),
@@ -41,7 +42,8 @@ const ROOMS: &[(&str, &[&str])] = &[
 const NOT_IN_A_WORKER: &[&str] = &["tokio", "tonic", "prost", "hyper", "kube", "clap", "udev"];
 
 /// Packages that the supervisor must not link: the data path runs only in workers.
-const NOT_IN_A_SUPERVISOR: &[&str] = &["cleat-export", "cleat-nbd", "cleat-worker", "cleat-rbd"];
+const NOT_IN_A_SUPERVISOR: &[&str] =
+    &["cleat-export", "cleat-nbd", "cleat-object", "cleat-worker", "cleat-rbd"];
 
 #[test]
 fn crates_have_only_the_permitted_dependencies_on_each_other() {
