@@ -12,5 +12,7 @@
 //! checksum of the header was verified.
 #![doc = include_str!("FORMAT.md")]
 
+pub mod codec;
 #[cfg(test)]
 mod model;
+pub mod name;

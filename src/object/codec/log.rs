@@ -1,0 +1,304 @@
+//! Log objects: the records of a slot and the data of its extents.
+//!
+//! ```text
+//! confirmed    8  the slots of the epoch that were confirmed when the object was sent
+//! records      4  their count
+//! record          each: a byte that says which one, and its fields
+//! ```
+//!
+//! The data of all writes and moves follows the header, in the order of the records and without gaps. So an
+//! extent has no position of its own in the record, and no two extents can overlap.
+
+use super::checkpoint::{History, decode_position, encode_position};
+use super::reader::{Reader, Writer};
+use super::{Damage, Identity, Kind, MAX_HEADER_BYTES, open, seal};
+use crate::name::{Nonce, Position, SnapshotId};
+
+/// The maximum number of records in an object.
+pub const MAX_RECORDS: usize = 64 << 10;
+
+/// The maximum length of an extent in bytes. A read that needs a part of an extent reads all of it, because the
+/// checksum covers all of it.
+pub const MAX_EXTENT_BYTES: u32 = 64 << 10;
+
+/// The maximum length of the data behind the header in bytes.
+pub const MAX_DATA_BYTES: u64 = 16 << 20;
+
+/// The maximum length of an object, header included, in bytes.
+const MAX_OBJECT_BYTES: u64 = MAX_DATA_BYTES + MAX_HEADER_BYTES as u64;
+
+/// The maximum length of a name in a record or claim, in bytes.
+pub const MAX_NAME_BYTES: usize = u8::MAX as usize;
+
+/// The length of the shortest record in bytes: an open record of an empty volume.
+const MIN_RECORD_BYTES: usize = 6;
+
+/// A range of the volume with data in the object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// The first byte in the volume.
+    pub offset: u64,
+    /// The length in bytes, from 1 to [`MAX_EXTENT_BYTES`].
+    pub length: u32,
+    /// The CRC32C of the data.
+    pub checksum: u32,
+}
+
+impl Extent {
+    /// Describes `data` at `offset` of the volume.
+    ///
+    /// # Panics
+    /// Panics if the data is longer than 4 GiB.
+    pub fn of(offset: u64, data: &[u8]) -> Self {
+        let length = u32::try_from(data.len()).expect("an extent is short");
+        Self { offset, length, checksum: crc32c::crc32c(data) }
+    }
+
+    /// Verifies the data of the extent.
+    ///
+    /// # Errors
+    /// Returns [`Damage::Data`] if the length or the checksum differs.
+    pub fn verify(&self, data: &[u8]) -> Result<(), Damage> {
+        match data.len() == self.length as usize && crc32c::crc32c(data) == self.checksum {
+            true => Ok(()),
+            false => Err(Damage::Data),
+        }
+    }
+}
+
+/// Where the data of a relocated extent lay before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Source {
+    /// The log object.
+    pub object: Position,
+    /// The position of the first relocated byte in the object, header included.
+    pub at: u32,
+}
+
+/// One change of the volume. The records of a slot are applied in their order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Record {
+    /// The range has the data of the object.
+    Write(Extent),
+    /// The content of the range is no longer needed; it reads as zeroes.
+    Trim {
+        /// The first byte.
+        offset: u64,
+        /// The length in bytes, at least 1.
+        length: u64,
+    },
+    /// The range reads as zeroes.
+    WriteZeroes {
+        /// The first byte.
+        offset: u64,
+        /// The length in bytes, at least 1.
+        length: u64,
+    },
+    /// The collector has copied the data of the range. Applied only to the bytes that still lie at the source.
+    Move(Extent, Source),
+    /// The checkpoint is complete: what it makes superfluous may be deleted once this record is confirmed.
+    Base(Position),
+    /// The first record of an epoch: it commits the take-over. Contains what precedes the epoch.
+    Open(History),
+    /// A snapshot of all records before this one. Its history starts at the newest checkpoint that an
+    /// `Open` or `Base` before this record names.
+    Snapshot(SnapshotId, String),
+    /// The snapshot no longer exists.
+    DeleteSnapshot(SnapshotId),
+    /// The volume has the content of the snapshot.
+    RollBack(SnapshotId),
+    /// The volume has the size in bytes. Smaller ones remove the data behind it.
+    Resize(u64),
+}
+
+/// The header of a log object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogObject {
+    /// Where the object belongs.
+    pub identity: Identity,
+    /// The nonce of the writer.
+    pub nonce: Nonce,
+    /// The number of slots of the epoch, from slot 0 on and without a gap, that were durable when the object
+    /// was sent. If one of them is missing later, it was lost.
+    pub confirmed: u64,
+    /// The records.
+    pub records: Vec<Record>,
+}
+
+impl LogObject {
+    /// Returns the object's header. The data of the extents follows it.
+    pub fn encode(&self) -> Vec<u8> {
+        debug_assert!(self.records.len() <= MAX_RECORDS && self.data_bytes() <= MAX_DATA_BYTES);
+        let mut body = Writer::default();
+        body.u64(self.confirmed);
+        body.length(self.records.len());
+        self.records.iter().for_each(|record| record.encode(&mut body));
+        seal(Kind::Log, self.identity, self.nonce, body)
+    }
+
+    /// Decodes the header of the object that was read under the name of `identity`. `bytes` are the beginning
+    /// of the object, or all of it; the data is not verified.
+    ///
+    /// # Errors
+    /// Returns [`Damage::Short`] with the number of bytes that are needed if `bytes` end within the header,
+    /// and another error if they are not a log object with that name.
+    pub fn decode(identity: Identity, bytes: &[u8]) -> Result<Self, Damage> {
+        let (nonce, mut body) = open(Kind::Log, identity, bytes)?;
+        let confirmed = body.u64()?;
+        if confirmed > identity.number {
+            return Err(Damage::Field("number of confirmed slots"));
+        }
+        let count = body.count(MIN_RECORD_BYTES, MAX_RECORDS)?;
+        let mut records = Vec::with_capacity(count);
+        let mut data = 0;
+        for _ in 0..count {
+            let record = Record::decode(&mut body)?;
+            data += record.data_bytes();
+            if data > MAX_DATA_BYTES {
+                return Err(Damage::Field("length of the data"));
+            }
+            records.push(record);
+        }
+        body.end()?;
+        Ok(Self { identity, nonce, confirmed, records })
+    }
+
+    /// Returns the length of the data behind the header in bytes.
+    pub fn data_bytes(&self) -> u64 {
+        self.records.iter().map(Record::data_bytes).sum()
+    }
+
+    /// Returns the extents with their positions in the data.
+    pub fn extents(&self) -> impl Iterator<Item = (u32, Extent)> {
+        let extents = self.records.iter().filter_map(|record| match record {
+            Record::Write(extent) | Record::Move(extent, _) => Some(*extent),
+            _ => None,
+        });
+        extents.scan(0, |at, extent| {
+            let begin = *at;
+            *at += extent.length;
+            Some((begin, extent))
+        })
+    }
+}
+
+impl Record {
+    /// Returns the length of the record's data in bytes.
+    fn data_bytes(&self) -> u64 {
+        match self {
+            Self::Write(extent) | Self::Move(extent, _) => extent.length.into(),
+            _ => 0,
+        }
+    }
+
+    fn encode(&self, to: &mut Writer) {
+        match self {
+            Self::Write(extent) => {
+                to.u8(1);
+                encode_extent(to, extent);
+            }
+            Self::Trim { offset, length } => {
+                to.u8(2);
+                to.u64(*offset);
+                to.u64(*length);
+            }
+            Self::WriteZeroes { offset, length } => {
+                to.u8(3);
+                to.u64(*offset);
+                to.u64(*length);
+            }
+            Self::Move(extent, source) => {
+                to.u8(4);
+                encode_extent(to, extent);
+                encode_position(to, source.object);
+                to.u32(source.at);
+            }
+            Self::Base(position) => {
+                to.u8(5);
+                encode_position(to, *position);
+            }
+            Self::Open(history) => {
+                to.u8(6);
+                history.encode(to);
+            }
+            Self::Snapshot(id, name) => {
+                to.u8(7);
+                encode_snapshot(to, *id);
+                to.text(name);
+            }
+            Self::DeleteSnapshot(id) => {
+                to.u8(8);
+                encode_snapshot(to, *id);
+            }
+            Self::RollBack(id) => {
+                to.u8(9);
+                encode_snapshot(to, *id);
+            }
+            Self::Resize(size) => {
+                to.u8(10);
+                to.u64(*size);
+            }
+        }
+    }
+
+    fn decode(from: &mut Reader<'_>) -> Result<Self, Damage> {
+        Ok(match from.u8()? {
+            1 => Self::Write(decode_extent(from)?),
+            2 => {
+                let (offset, length) = decode_range(from)?;
+                Self::Trim { offset, length }
+            }
+            3 => {
+                let (offset, length) = decode_range(from)?;
+                Self::WriteZeroes { offset, length }
+            }
+            4 => {
+                let extent = decode_extent(from)?;
+                let source = Source { object: decode_position(from)?, at: from.u32()? };
+                if u64::from(source.at) + u64::from(extent.length) > MAX_OBJECT_BYTES {
+                    return Err(Damage::Field("source of a relocation"));
+                }
+                Self::Move(extent, source)
+            }
+            5 => Self::Base(decode_position(from)?),
+            6 => Self::Open(History::decode(from)?),
+            7 => Self::Snapshot(decode_snapshot(from)?, from.text()?),
+            8 => Self::DeleteSnapshot(decode_snapshot(from)?),
+            9 => Self::RollBack(decode_snapshot(from)?),
+            10 => Self::Resize(from.u64()?),
+            _ => return Err(Damage::Field("record")),
+        })
+    }
+}
+
+fn encode_extent(to: &mut Writer, extent: &Extent) {
+    to.u64(extent.offset);
+    to.u32(extent.length);
+    to.u32(extent.checksum);
+}
+
+fn decode_extent(from: &mut Reader<'_>) -> Result<Extent, Damage> {
+    let extent = Extent { offset: from.u64()?, length: from.u32()?, checksum: from.u32()? };
+    let ends = extent.offset.checked_add(extent.length.into()).is_some();
+    match ends && (1..=MAX_EXTENT_BYTES).contains(&extent.length) {
+        true => Ok(extent),
+        false => Err(Damage::Field("extent")),
+    }
+}
+
+fn decode_range(from: &mut Reader<'_>) -> Result<(u64, u64), Damage> {
+    let (offset, length) = (from.u64()?, from.u64()?);
+    match length > 0 && offset.checked_add(length).is_some() {
+        true => Ok((offset, length)),
+        false => Err(Damage::Field("range")),
+    }
+}
+
+pub(super) fn encode_snapshot(to: &mut Writer, id: SnapshotId) {
+    to.u64(id.epoch);
+    to.u64(id.number);
+}
+
+pub(super) fn decode_snapshot(from: &mut Reader<'_>) -> Result<SnapshotId, Damage> {
+    Ok(SnapshotId { epoch: from.u64()?, number: from.u64()? })
+}
