@@ -14,6 +14,7 @@ mod claim_record;
 mod handshake;
 mod journal_record;
 mod kernel_files;
+mod object_headers;
 mod pieces;
 mod structured_replies;
 mod transmission;
@@ -46,6 +47,7 @@ pub const TARGETS: &[Target] = &[
     ("journal_record", journal_record::check),
     ("worker_messages", worker_messages::check),
     ("claim_record", claim_record::check),
+    ("object_headers", object_headers::check),
 ];
 
 /// Runs the target `name` on `data`, and checks the memory that it allocates. Other threads must not allocate

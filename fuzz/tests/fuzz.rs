@@ -46,7 +46,8 @@ smoke!(
     volume_uri,
     journal_record,
     worker_messages,
-    claim_record
+    claim_record,
+    object_headers
 );
 
 fn smoke(target: &str) {

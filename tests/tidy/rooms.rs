@@ -35,7 +35,7 @@ const ROOMS: &[(&str, &[&str])] = &[
         &["api", "backend", "core", "kernel", "statistics", "sys", "telemetry", "worker-protocol"],
     ),
     ("csi", &["backend", "core", "csi-api", "filesystem", "kernel", "node", "statistics", "sys"]),
-    ("fuzz", &["backend", "core", "kernel", "nbd", "node", "rbd", "worker"]),
+    ("fuzz", &["backend", "core", "kernel", "nbd", "node", "object", "rbd", "worker"]),
 ];
 
 /// Packages that a worker must not link: it has no async runtime, no control API and no Kubernetes client.
