@@ -13,6 +13,7 @@
 #![doc = include_str!("FORMAT.md")]
 
 pub mod codec;
+pub mod map;
 #[cfg(test)]
 mod model;
 pub mod name;
