@@ -30,7 +30,7 @@ SHELL_SCRIPTS = .ci/run scripts/install-deps.sh scripts/demo.sh scripts/go-tool.
 
 .DEFAULT_GOAL := build
 .PHONY: help build release demo test unit tests vm-image comparison soak \
-	soak-device soak-simulation soak-fights soak-fuzz bench install \
+	soak-device soak-simulation soak-models soak-fights soak-fuzz bench install \
 	uninstall clean deps-build deps-test device $(SUITES)
 
 help: ## List the targets
@@ -103,7 +103,7 @@ SOAK_FUZZ_S ?= 3600
 
 soak: deps-test ## The same tests with larger numbers, for a night (see CONTRIBUTING.md)
 	@CLEAT_DEPS_INSTALLED=1 scripts/run-suites --jobs $(JOBS) vm-image tests / \
-		soak-device soak-simulation soak-fights soak-fuzz
+		soak-device soak-simulation soak-models soak-fights soak-fuzz
 
 soak-device:
 	CLEAT_REPEAT=$(SOAK_REPEAT) CLEAT_VERIFY_SECONDS=$(SOAK_VERIFY_S) $(CARGO_TEST) --test device
@@ -111,6 +111,9 @@ soak-device:
 soak-simulation:
 	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --test simulation
 	CLEAT_SIM_SEEDS=0..$(SOAK_SEEDS) $(CARGO_TEST) --lib -- simulation::every_seed
+
+soak-models:
+	CLEAT_MODEL_SLOTS=3,2 $(CARGO_TEST) --lib -- no_take_over_loses_acknowledged_data
 
 soak-fights:
 	CLEAT_TEST_FIGHTS=$(SOAK_FIGHTS) $(CARGO_TEST) --test system -- no_write_of_a_fenced_worker
