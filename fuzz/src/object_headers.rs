@@ -1,7 +1,9 @@
 //! The headers of the objects of a volume on an object store, which any client with access to the store may
 //! have changed.
 
-use cleat_object::codec::{Checkpoint, Claim, Identity, Index, Leaf, LogObject, Slot, Usage};
+use cleat_object::codec::{
+    Checkpoint, Claim, Description, Identity, Index, Leaf, LogObject, Slot, Usage,
+};
 use cleat_object::name::{Name, VolumeId};
 
 /// Where the identity, the length and the checksum are in a header.
@@ -27,6 +29,9 @@ fn decode(identity: Identity, bytes: &[u8]) {
     let same = |encoded: Vec<u8>| assert_eq!(encoded, bytes);
     if let Ok(claim) = Claim::decode(identity, bytes) {
         same(claim.encode());
+    }
+    if let Ok(description) = Description::decode(bytes) {
+        same(description.encode());
     }
     match Slot::decode(identity, bytes) {
         Ok(Slot::Log(object)) => check_log(&object, bytes),

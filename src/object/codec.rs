@@ -26,19 +26,20 @@
 //! what follows before memory is allocated for them, so decoding takes memory in proportion to the input.
 
 mod checkpoint;
+mod description;
+mod history;
 mod log;
 mod page;
 mod reader;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoint::{Checkpoint, History, MAX_CUTS, MAX_SNAPSHOTS, Snapshot};
-pub use log::{
-    Extent, LogObject, MAX_DATA_BYTES, MAX_EXTENT_BYTES, MAX_NAME_BYTES, MAX_RECORDS, Record,
-    Source,
-};
+pub use checkpoint::{Checkpoint, MAX_SNAPSHOTS, Snapshot};
+pub use description::{Description, PAGE_BYTES};
+pub use history::{History, MAX_CUTS};
+pub use log::{Extent, LogObject, MAX_DATA_BYTES, MAX_EXTENT_BYTES, MAX_RECORDS, Record, Source};
 pub use page::{Entry, Index, Leaf, MAX_CHILDREN, MAX_ENTRIES, PageId, Usage, Used};
-pub use reader::Damage;
+pub use reader::{Damage, MAX_NAME_BYTES};
 
 use crate::name::{Nonce, VolumeId};
 use reader::{Reader, Writer};
@@ -70,10 +71,12 @@ pub enum Kind {
     Usage,
     /// A checkpoint.
     Checkpoint,
+    /// The description of the volume.
+    Description,
 }
 
 impl Kind {
-    const ALL: [(Self, u8); 7] = [
+    const ALL: [(Self, u8); 8] = [
         (Self::Claim, 1),
         (Self::Log, 2),
         (Self::Seal, 3),
@@ -81,6 +84,7 @@ impl Kind {
         (Self::Index, 5),
         (Self::Usage, 6),
         (Self::Checkpoint, 7),
+        (Self::Description, 8),
     ];
 
     fn from_byte(byte: u8) -> Option<Self> {
@@ -96,6 +100,7 @@ impl Kind {
             Self::Index => 5,
             Self::Usage => 6,
             Self::Checkpoint => 7,
+            Self::Description => 8,
         }
     }
 }
@@ -107,7 +112,7 @@ pub struct Identity {
     pub volume: VolumeId,
     /// The epoch in the name.
     pub epoch: u64,
-    /// The slot or number in the name; 0 for a claim.
+    /// The slot or number in the name; 0 for a claim. Epoch and number are 0 for a description.
     pub number: u64,
 }
 
@@ -255,6 +260,14 @@ fn open(kind: Kind, identity: Identity, bytes: &[u8]) -> Result<(Nonce, Reader<'
     reader.zero(4)?;
     reader.take(4)?;
     Ok((nonce, reader))
+}
+
+/// Returns the volume that a header states, which is not verified yet.
+fn volume_of(bytes: &[u8]) -> Result<VolumeId, Damage> {
+    prefix(bytes)?;
+    let mut reader = Reader::new(bytes);
+    reader.take(16)?;
+    Ok(VolumeId(reader.array()?))
 }
 
 /// Checks that nothing follows the header.

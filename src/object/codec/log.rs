@@ -9,7 +9,7 @@
 //! The data of all writes and moves follows the header, in the order of the records and without gaps. So an
 //! extent has no position of its own in the record, and no two extents can overlap.
 
-use super::checkpoint::{History, decode_position, encode_position};
+use super::history::{History, decode_position, decode_snapshot, encode_position, encode_snapshot};
 use super::reader::{Reader, Writer};
 use super::{Damage, Identity, Kind, MAX_HEADER_BYTES, open, seal};
 use crate::name::{Nonce, Position, SnapshotId};
@@ -26,9 +26,6 @@ pub const MAX_DATA_BYTES: u64 = 16 << 20;
 
 /// The maximum length of an object, header included, in bytes.
 const MAX_OBJECT_BYTES: u64 = MAX_DATA_BYTES + MAX_HEADER_BYTES as u64;
-
-/// The maximum length of a name in a record or claim, in bytes.
-pub const MAX_NAME_BYTES: usize = u8::MAX as usize;
 
 /// The length of the shortest record in bytes: an open record of an empty volume.
 const MIN_RECORD_BYTES: usize = 6;
@@ -292,13 +289,4 @@ fn decode_range(from: &mut Reader<'_>) -> Result<(u64, u64), Damage> {
         true => Ok((offset, length)),
         false => Err(Damage::Field("range")),
     }
-}
-
-pub(super) fn encode_snapshot(to: &mut Writer, id: SnapshotId) {
-    to.u64(id.epoch);
-    to.u64(id.number);
-}
-
-pub(super) fn decode_snapshot(from: &mut Reader<'_>) -> Result<SnapshotId, Damage> {
-    Ok(SnapshotId { epoch: from.u64()?, number: from.u64()? })
 }

@@ -1,6 +1,9 @@
 //! Bytes to fields and back, with every length checked.
 
-use super::{Kind, log::MAX_NAME_BYTES};
+use super::Kind;
+
+/// The maximum length of a name in a record or claim, in bytes.
+pub const MAX_NAME_BYTES: usize = u8::MAX as usize;
 
 /// Why the bytes of an object are refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -14,6 +17,9 @@ pub enum Damage {
     /// The object has a version that this build does not support.
     #[error("the object has format version {0}, which this build does not support")]
     Version(u8),
+    /// The volume has features that this build does not support. The number has one bit for each.
+    #[error("the volume has features {0:#x}, which this build does not support")]
+    Features(u32),
     /// The header is intact, but that of an object of another kind.
     #[error("the object is of kind {0:?}")]
     Kind(Kind),

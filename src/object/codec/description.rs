@@ -1,0 +1,55 @@
+//! The description of a volume: what never changes.
+
+use super::reader::Writer;
+use super::{Damage, Identity, Kind, exact, open, seal, volume_of};
+use crate::name::{Nonce, VolumeId};
+
+/// The sizes that a page of the map may have in bytes of the volume: powers of two in this range.
+pub const PAGE_BYTES: std::ops::RangeInclusive<u32> = 4 << 10..=16 << 20;
+
+/// The description of a volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// The volume.
+    pub volume: VolumeId,
+    /// The nonce of the creator.
+    pub nonce: Nonce,
+    /// The size of the volume in bytes when it was created.
+    pub size: u64,
+    /// The range of the volume that a page of the map covers, in bytes: a power of two in [`PAGE_BYTES`].
+    pub page_bytes: u32,
+}
+
+impl Description {
+    /// Returns the object's bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut body = Writer::default();
+        body.u64(self.size);
+        body.u32(self.page_bytes);
+        // The features that a reader must support. None are defined yet.
+        body.u32(0);
+        let identity = Identity { volume: self.volume, epoch: 0, number: 0 };
+        seal(Kind::Description, identity, self.nonce, body)
+    }
+
+    /// Decodes the description.
+    ///
+    /// # Errors
+    /// Returns an error if the bytes are not those of a description, or if the volume has features that this
+    /// build does not support.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Damage> {
+        let volume = volume_of(bytes)?;
+        let identity = Identity { volume, epoch: 0, number: 0 };
+        let (nonce, mut body) = open(Kind::Description, identity, bytes)?;
+        let (size, page_bytes, features) = (body.u64()?, body.u32()?, body.u32()?);
+        body.end()?;
+        exact(bytes)?;
+        if features != 0 {
+            return Err(Damage::Features(features));
+        }
+        match page_bytes.is_power_of_two() && PAGE_BYTES.contains(&page_bytes) {
+            true => Ok(Self { volume, nonce, size, page_bytes }),
+            false => Err(Damage::Field("size of the map's pages")),
+        }
+    }
+}
