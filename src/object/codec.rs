@@ -270,6 +270,15 @@ fn volume_of(bytes: &[u8]) -> Result<VolumeId, Damage> {
     Ok(VolumeId(reader.array()?))
 }
 
+/// Returns the nonce in the first [`PREFIX_BYTES`] of an object, which are not verified; `None` if they are
+/// not the beginning of a header. A damaged nonce is that of no opener.
+pub(crate) fn nonce_of(bytes: &[u8]) -> Option<Nonce> {
+    prefix(bytes).ok()?;
+    let mut reader = Reader::new(bytes);
+    reader.take(48).ok()?;
+    reader.array().ok().map(Nonce)
+}
+
 /// Checks that nothing follows the header.
 fn exact(bytes: &[u8]) -> Result<(), Damage> {
     match header_length(bytes)? == bytes.len() {

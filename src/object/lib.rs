@@ -1,15 +1,16 @@
-//! Volumes on an object store: the format, its codec, and (later) the state machines of the log. The crate
-//! does no I/O, and has no threads and no clock.
+//! Volumes on an object store: the format and its codec, the log of an open volume, and a store in a local
+//! directory. The crate has no runtime and no clock; only [`store::directory`] does I/O and has threads.
 //!
-//! - Input: the bytes of objects and the names that a listing has returned.
-//! - Output: checked values; bytes to store under a name that is free.
+//! - Input: reads, writes and flushes of one volume; the objects and names that a [`store::Store`] returns.
+//! - Output: objects under names that are free.
 //!
-//! The text below defines the objects and the protocol between writers. `model` enumerates the protocol's
-//! states at small scope in a test. Nothing uses this crate yet; it becomes a backend beside `cleat-rbd`.
+//! The text below defines the objects and the protocol between writers. `model` enumerates the protocol's states
+//! at small scope in a test; `simulation` runs the code with several writers on a faulty store. Nothing uses
+//! this crate yet; it becomes a backend beside `cleat-rbd`.
 //!
 //! The following never happens here: a decision by time; memory allocated for a count or length that was not
 //! compared with the bytes that follow it; a field of an object, other than its kind and length, used before the
-//! checksum of the header was verified.
+//! checksum of the header was verified; an acknowledgement of a slot before all earlier ones.
 #![doc = include_str!("FORMAT.md")]
 
 pub mod codec;
@@ -17,3 +18,10 @@ pub mod map;
 #[cfg(test)]
 mod model;
 pub mod name;
+mod rules;
+#[cfg(test)]
+mod simulation;
+pub mod store;
+#[cfg(test)]
+mod tests;
+pub mod volume;

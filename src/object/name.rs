@@ -33,7 +33,7 @@ pub struct SnapshotId {
 }
 
 /// The name of an object, relative to the volume's prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Name {
     /// The description of the volume.
     Description,

@@ -1,0 +1,178 @@
+//! A node that opens the volume, writes, reads and flushes until it is fenced or ended.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::oracle::{Image, Oracle, SECTORS};
+use super::random::Random;
+use super::store::Client;
+use crate::name::Nonce;
+use crate::store::{Pending, Store as _};
+use crate::volume::{Config, Failure, Volume};
+
+/// The bytes of a sector.
+pub(super) const SECTOR: usize = 512;
+
+/// The sectors of a map page.
+const PAGE_SECTORS: usize = 8;
+
+/// A node.
+#[derive(Clone)]
+pub(super) struct Actor {
+    pub(super) client: Client,
+    pub(super) oracle: Arc<Mutex<Oracle>>,
+    pub(super) random: Arc<Mutex<Random>>,
+    pub(super) config: Config,
+}
+
+impl Actor {
+    fn oracle(&self) -> MutexGuard<'_, Oracle> {
+        self.oracle.lock().unwrap()
+    }
+
+    fn random(&self, end: u64) -> u64 {
+        self.random.lock().unwrap().below(end)
+    }
+
+    fn index(&self, end: usize) -> usize {
+        usize::try_from(self.random(end as u64)).unwrap()
+    }
+
+    /// Opens the volume and works until it fails.
+    pub(super) async fn live(self) {
+        let failure = match self.open().await {
+            Ok((volume, epoch)) => {
+                let parts: Vec<Pending<'_, Failure>> = vec![
+                    Box::pin(volume.run()),
+                    Box::pin(self.work(&volume, epoch)),
+                    Box::pin(self.flush(&volume, epoch)),
+                    Box::pin(self.flush(&volume, epoch)),
+                ];
+                crate::volume::race(parts).await
+            }
+            Err(failure) => failure,
+        };
+        self.judge(&failure);
+    }
+
+    /// Opens the volume and checks it, with the store in order. Returns it for further checks.
+    pub(super) async fn open(&self) -> Result<(Volume, u64), Failure> {
+        let mut nonce = [0; 16];
+        nonce[..8].copy_from_slice(&self.random(u64::MAX).to_le_bytes());
+        nonce[8..].copy_from_slice(&(self.client.actor as u64).to_le_bytes());
+        let store = Arc::new(self.client.clone());
+        let config = self.config.clone();
+        let volume = Volume::open(store, Nonce(nonce), "node", config).await?;
+        let image = read_all(&volume).await?;
+        let epoch = volume.status().epoch;
+        self.note(|| format!("open in epoch {epoch}"));
+        self.oracle().opened(epoch, image);
+        Ok((volume, epoch))
+    }
+
+    /// Reports failures that no fault of this store may cause.
+    pub(super) fn judge(&self, failure: &Failure) {
+        self.note(|| format!("ends: {failure}"));
+        if !matches!(failure, Failure::Fenced | Failure::Store { .. }) {
+            self.oracle().violate(format!("actor {}: {failure}", self.client.actor));
+        }
+    }
+
+    async fn pause(&self) {
+        for _ in 0..self.random(3) {
+            self.client.back_off(1).await;
+        }
+    }
+
+    async fn work(&self, volume: &Volume, epoch: u64) -> Failure {
+        loop {
+            let done = match self.random(12) {
+                0..6 => self.write(volume, epoch).await,
+                6 => self.zero(volume, epoch, true).await,
+                7 => self.zero(volume, epoch, false).await,
+                8 => {
+                    volume.request_checkpoint();
+                    Ok(())
+                }
+                _ => self.read(volume, epoch).await,
+            };
+            match done {
+                Ok(()) | Err(Failure::Store { .. }) => {}
+                Err(failure) => return failure,
+            }
+            self.pause().await;
+        }
+    }
+
+    async fn write(&self, volume: &Volume, epoch: u64) -> Result<(), Failure> {
+        let first = self.index(SECTORS);
+        let most = PAGE_SECTORS - first % PAGE_SECTORS;
+        let count = 1 + self.index(most);
+        let stamp = self.oracle().begin(epoch, first, first + count, false);
+        let data: Vec<u8> = (first..first + count).flat_map(|at| sector(stamp, at)).collect();
+        self.note(|| format!("writes {stamp} at {first}..{}", first + count));
+        volume.write((first * SECTOR) as u64, &data).await
+    }
+
+    async fn zero(&self, volume: &Volume, epoch: u64, is_trim: bool) -> Result<(), Failure> {
+        let first = self.index(SECTORS);
+        let count = 1 + self.index((SECTORS - first).min(20));
+        self.oracle().begin(epoch, first, first + count, true);
+        self.note(|| format!("zeroes {first}..{}", first + count));
+        let (offset, length) = ((first * SECTOR) as u64, (count * SECTOR) as u64);
+        match is_trim {
+            true => volume.trim(offset, length).await,
+            false => volume.write_zeroes(offset, length).await,
+        }
+    }
+
+    async fn read(&self, volume: &Volume, epoch: u64) -> Result<(), Failure> {
+        let first = self.index(SECTORS);
+        let count = 1 + self.index((SECTORS - first).min(20));
+        let mut data = vec![0; count * SECTOR];
+        volume.read((first * SECTOR) as u64, &mut data).await?;
+        self.oracle().read(epoch, first, &stamps(first, &data));
+        Ok(())
+    }
+
+    async fn flush(&self, volume: &Volume, epoch: u64) -> Failure {
+        loop {
+            self.pause().await;
+            self.client.back_off(1).await;
+            // The last write may be in progress; a flush covers only completed ones.
+            let count = self.oracle().written(epoch).saturating_sub(1);
+            if let Err(failure) = volume.flush().await {
+                return failure;
+            }
+            self.note(|| format!("has {count} writes acknowledged"));
+            self.oracle().acknowledged(epoch, count);
+        }
+    }
+
+    fn note(&self, text: impl FnOnce() -> String) {
+        let actor = self.client.actor;
+        self.client.cloud.lock().unwrap().note(|| format!("{actor} {}", text()));
+    }
+}
+
+/// Reads the stamps of all sectors.
+pub(super) async fn read_all(volume: &Volume) -> Result<Image, Failure> {
+    let mut data = vec![0; SECTORS * SECTOR];
+    volume.read(0, &mut data).await?;
+    Ok(stamps(0, &data).try_into().unwrap())
+}
+
+/// The content of a sector: the stamp, and the number of the sector.
+fn sector(stamp: u64, at: usize) -> Vec<u8> {
+    (stamp << 16 | at as u64).to_le_bytes().repeat(SECTOR / 8)
+}
+
+/// The stamps in the sectors of `data`; an impossible one for a sector that is torn or in a wrong place.
+fn stamps(first: usize, data: &[u8]) -> Vec<u64> {
+    let stamp = |(at, bytes): (usize, &[u8])| {
+        let word = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        let is_whole = bytes.chunks(8).all(|chunk| chunk == &bytes[..8]);
+        let is_here = word == 0 || word & 0xffff == (first + at) as u64;
+        if is_whole && is_here { word >> 16 } else { u64::MAX }
+    };
+    data.chunks(SECTOR).enumerate().map(stamp).collect()
+}

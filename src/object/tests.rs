@@ -1,0 +1,310 @@
+//! Tests of the volume on a store in memory that always works, and on a directory.
+
+use std::collections::BTreeMap;
+use std::future::{Future, ready};
+use std::ops::{Bound, Range};
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use crate::codec::Description;
+use crate::name::{Name, Nonce, Position, VolumeId};
+use crate::rules::{Rule, without};
+use crate::store::directory::Directory;
+use crate::store::{Pending, Store, StoreError};
+use crate::volume::{Config, Failure, Volume, race};
+
+/// A store in memory that counts its operations.
+#[derive(Default)]
+struct Memory {
+    objects: Mutex<BTreeMap<String, Vec<u8>>>,
+    operations: AtomicU64,
+    log_puts: AtomicU64,
+}
+
+impl Memory {
+    fn count(&self) -> u64 {
+        self.operations.load(Ordering::Relaxed)
+    }
+
+    fn start(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
+        self.operations.fetch_add(1, Ordering::Relaxed);
+        self.objects.lock().unwrap()
+    }
+}
+
+impl Store for Memory {
+    fn create<'a>(&'a self, name: &'a str, bytes: &'a [u8]) -> Pending<'a, Result<(), StoreError>> {
+        let mut objects = self.start();
+        if objects.contains_key(name) {
+            return Box::pin(ready(Err(StoreError::Exists)));
+        }
+        let is_log = name.starts_with("log/");
+        self.log_puts.fetch_add(is_log.into(), Ordering::Relaxed);
+        objects.insert(name.to_owned(), bytes.to_owned());
+        Box::pin(ready(Ok(())))
+    }
+
+    fn read<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+    ) -> Pending<'a, Result<Vec<u8>, StoreError>> {
+        let found = self.start().get(name).map(|bytes| {
+            let [begin, end] =
+                [range.start, range.end].map(|at| usize::try_from(at).unwrap().min(bytes.len()));
+            bytes[begin..end].to_vec()
+        });
+        Box::pin(ready(found.ok_or(StoreError::NotFound)))
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        after: &'a str,
+    ) -> Pending<'a, Result<Vec<String>, StoreError>> {
+        let objects = self.start();
+        let from = (Bound::Excluded(after.to_owned()), Bound::Unbounded);
+        let names = objects.range(from).map(|(name, _)| name);
+        let names = names.filter(|name| name.starts_with(prefix)).take(1000);
+        Box::pin(ready(Ok(names.cloned().collect())))
+    }
+
+    fn delete<'a>(&'a self, name: &'a str) -> Pending<'a, Result<(), StoreError>> {
+        self.start().remove(name);
+        Box::pin(ready(Ok(())))
+    }
+
+    fn back_off(&self, _attempt: u32) -> Pending<'_, ()> {
+        Box::pin(ready(()))
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Runs a future on this thread.
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(result) => return result,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+/// Runs a future beside the work of the volume.
+fn with_volume<T: Send>(
+    volume: &Volume,
+    future: impl Future<Output = Result<T, Failure>> + Send,
+) -> Result<T, Failure> {
+    let parts: Vec<Pending<'_, Result<T, Failure>>> =
+        vec![Box::pin(async { Err(volume.run().await) }), Box::pin(future)];
+    block_on(race(parts))
+}
+
+fn description(size: u64, page_bytes: u32) -> Description {
+    Description { volume: VolumeId([1; 16]), nonce: Nonce([2; 16]), size, page_bytes }
+}
+
+fn create(store: &Arc<dyn Store>, size: u64) {
+    block_on(Volume::create(Arc::clone(store), &description(size, 1 << 20))).unwrap();
+}
+
+fn open(store: &Arc<dyn Store>, nonce: u8, config: Config) -> Result<Volume, Failure> {
+    block_on(Volume::open(Arc::clone(store), Nonce([nonce; 16]), "node", config))
+}
+
+/// Writes one sector, and flushes it, in one object.
+async fn put(volume: &Volume, offset: u64, byte: u8) -> Result<(), Failure> {
+    volume.write(offset, &[byte; 512]).await?;
+    volume.flush().await
+}
+
+async fn byte_at(volume: &Volume, offset: u64) -> Result<u8, Failure> {
+    let mut data = [0xff; 512];
+    volume.read(offset, &mut data).await?;
+    assert_eq!(data, [data[0]; 512]);
+    Ok(data[0])
+}
+
+#[test]
+fn a_volume_in_a_directory_is_taken_over_with_what_was_flushed() {
+    let directory = tempfile::tempdir().unwrap();
+    let store: Arc<dyn Store> = Arc::new(Directory::open(directory.path()).unwrap());
+    create(&store, 8 << 20);
+    let first = open(&store, 10, Config::default()).unwrap();
+    with_volume(&first, async {
+        put(&first, 0, 1).await?;
+        put(&first, 4096, 2).await?;
+        first.trim(0, 512).await?;
+        first.flush().await?;
+        first.write(8192, &[3; 512]).await
+    })
+    .unwrap();
+    // Another process opens the same directory.
+    let store: Arc<dyn Store> = Arc::new(Directory::open(directory.path()).unwrap());
+    let second = open(&store, 11, Config::default()).unwrap();
+    with_volume(&second, async {
+        for (offset, byte) in [(0, 0), (4096, 2), (8192, 0), (5 << 20, 0)] {
+            assert_eq!(byte_at(&second, offset).await?, byte, "at {offset}");
+        }
+        put(&second, 0, 4).await
+    })
+    .unwrap();
+    let fenced = with_volume(&first, async { first.flush().await });
+    assert_eq!(fenced, Err(Failure::Fenced));
+    assert_eq!(block_on(first.write(0, &[5; 512])), Err(Failure::Fenced));
+}
+
+#[test]
+fn a_directory_creates_each_object_once_and_lists_in_order() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Directory::open(directory.path()).unwrap();
+    let names = ["log/1/1", "log/1/2", "log/2/1", "page/1/1"];
+    for name in names {
+        assert_eq!(block_on(store.create(name, b"0123456789")), Ok(()));
+        assert_eq!(block_on(store.create(name, b"other")), Err(StoreError::Exists));
+    }
+    assert_eq!(block_on(store.read("log/1/1", 8..20)), Ok(b"89".to_vec()));
+    assert_eq!(block_on(store.read("log/1/1", 20..30)), Ok(Vec::new()));
+    assert_eq!(block_on(store.read("log/1/3", 0..1)), Err(StoreError::NotFound));
+    let mut found: Vec<String> = Vec::new();
+    loop {
+        let after = found.last().cloned().unwrap_or_default();
+        let more = block_on(store.list("log/", &after)).unwrap();
+        if more.is_empty() {
+            break;
+        }
+        found.extend(more);
+    }
+    assert_eq!(found, names[..3]);
+    assert_eq!(block_on(store.list("log/1/", "log/1/1")), Ok(vec!["log/1/2".to_owned()]));
+    assert_eq!(block_on(store.list("ckpt/", "")), Ok(Vec::new()));
+    assert_eq!(block_on(store.delete("log/1/1")), Ok(()));
+    assert_eq!(block_on(store.delete("log/1/1")), Ok(()));
+    assert_eq!(std::fs::read_dir(directory.path().join("tmp")).unwrap().count(), 0);
+}
+
+#[test]
+fn flushes_at_the_same_time_share_a_put() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+    create(&store, 8 << 20);
+    let volume = open(&store, 10, Config::default()).unwrap();
+    let before = memory.log_puts.load(Ordering::Relaxed);
+    for number in 0..32 {
+        block_on(volume.write(number * 4096, &[7; 4096])).unwrap();
+    }
+    let flushes: Vec<Pending<'_, Result<(), Failure>>> =
+        (0..32).map(|_| Box::pin(volume.flush()) as _).collect();
+    with_volume(&volume, async { crate::volume::all(flushes, 32).await }).unwrap();
+    assert_eq!(memory.log_puts.load(Ordering::Relaxed) - before, 1);
+}
+
+#[test]
+fn a_slot_that_was_confirmed_and_lost_is_reported() {
+    let lose = |rule| {
+        without(rule, || {
+            let memory = Arc::new(Memory::default());
+            let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+            create(&store, 8 << 20);
+            let volume = open(&store, 10, Config::default()).unwrap();
+            with_volume(&volume, async {
+                for number in 0..3 {
+                    put(&volume, number * 512, 1).await?;
+                }
+                Ok(())
+            })
+            .unwrap();
+            let lost = Name::Slot(Position { epoch: 1, slot: 2 });
+            memory.objects.lock().unwrap().remove(&lost.to_string()).unwrap();
+            (open(&store, 11, Config::default()).map(|_| ()), lost)
+        })
+    };
+    let (found, lost) = lose(None);
+    assert_eq!(found, Err(Failure::Lost(lost)));
+    assert_eq!(lose(Some(Rule::Witness)).0, Ok(()), "the test does not depend on the rule");
+}
+
+#[test]
+fn damaged_data_is_reported_and_not_served() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+    create(&store, 8 << 20);
+    let volume = open(&store, 10, Config::default()).unwrap();
+    with_volume(&volume, async { put(&volume, 0, 1).await }).unwrap();
+    let name = Name::Slot(Position { epoch: 1, slot: 1 });
+    *memory.objects.lock().unwrap().get_mut(&name.to_string()).unwrap().last_mut().unwrap() ^= 1;
+    let volume = open(&store, 11, Config::default()).unwrap();
+    let found = with_volume(&volume, async { byte_at(&volume, 0).await });
+    assert!(matches!(found, Err(Failure::Damaged { name: found, .. }) if found == name));
+}
+
+#[test]
+fn the_map_of_scattered_writes_stays_within_its_memory() {
+    const TIB: u64 = 1 << 40;
+    let store: Arc<dyn Store> = Arc::new(Memory::default());
+    create(&store, TIB);
+    let map_bytes = 512 << 10;
+    let config = Config { map_bytes, object_bytes: 128 << 10, ..Config::default() };
+    let volume = open(&store, 10, config.clone()).unwrap();
+    let offset = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (TIB / 4096) * 4096;
+    let most = with_volume(&volume, async {
+        let mut most = 0;
+        for number in 1..2_000_u64 {
+            volume.write(offset(number), &number.to_le_bytes().repeat(512)).await?;
+            if number.is_multiple_of(32) {
+                volume.flush().await?;
+            }
+            most = most.max(volume.status().map_bytes);
+        }
+        volume.flush().await?;
+        Ok(most)
+    })
+    .unwrap();
+    assert!(most <= map_bytes, "{most} bytes");
+    let volume = open(&store, 11, config).unwrap();
+    with_volume(&volume, async {
+        for number in (1..2_000_u64).step_by(7) {
+            let mut data = [0; 4096];
+            volume.read(offset(number), &mut data).await?;
+            assert_eq!(data[..8], number.to_le_bytes());
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_take_over_needs_a_fixed_number_of_requests_and_one_for_each_slot() {
+    let memory = Arc::new(Memory::default());
+    let store: Arc<dyn Store> = Arc::clone(&memory) as _;
+    create(&store, 8 << 20);
+    let requests_after = |slots: u64, nonce: u8| {
+        let volume = open(&store, nonce, Config::default()).unwrap();
+        with_volume(&volume, async {
+            for number in 0..slots {
+                put(&volume, number * 512, 1).await?;
+            }
+            Ok(())
+        })
+        .unwrap();
+        let before = memory.count();
+        open(&store, nonce + 1, Config::default()).unwrap();
+        memory.count() - before
+    };
+    let (few, many) = (requests_after(1, 10), requests_after(41, 20));
+    assert!(few <= 16, "{few} requests");
+    // In tests an opener already seals slots ahead after 3 slots: up to two more requests each time.
+    assert!(many <= few + 2 * 41, "{many} requests after 41 slots, {few} after one");
+}

@@ -1,0 +1,304 @@
+//! An open volume: the log writer, the reader, checkpoints and the collector.
+//!
+//! All methods are futures without a runtime. [`Volume::run`] is the work in the background: puts of log
+//! objects, checkpoints, collection. The embedder polls it as long as the volume is open, and drops it to stop
+//! the volume at any moment: what was not flushed is lost then, as in a crash.
+//!
+//! Memory is bounded by [`Config`]: the tail of the log that is not in the map yet, the pages of the map, and
+//! about 50 bytes for each log object. Writes wait while the tail is full.
+
+mod access;
+mod apply;
+mod checkpoint;
+mod collect;
+mod opening;
+mod request;
+mod shared;
+mod table;
+mod tail;
+mod tasks;
+mod upload;
+mod usage;
+#[cfg(test)]
+mod verify;
+
+use std::sync::Arc;
+
+pub use access::Failure;
+
+use crate::codec::{Checkpoint, Description, LogObject, MAX_DATA_BYTES, Usage};
+use crate::name::{Name, Nonce, Position};
+use crate::store::Store;
+use access::{Access, Put};
+use opening::Opened;
+use request::SECTOR_BYTES;
+use shared::Shared;
+use tasks::Part;
+#[cfg(test)]
+pub(crate) use tasks::all;
+pub(crate) use tasks::race;
+
+/// The limits of an open volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// The data of a log object in bytes, at most half of what the format permits. A batch with more is sent
+    /// without a flush.
+    pub object_bytes: usize,
+    /// The records of a log object.
+    pub object_records: usize,
+    /// The maximum data in the tail of the log in bytes.
+    pub tail_bytes: usize,
+    /// The maximum number of slots in the tail of the log.
+    pub tail_slots: usize,
+    /// The log objects that are sent at the same time.
+    pub puts_in_flight: usize,
+    /// The memory for pages of the map in bytes. Half of it may have changes that are not in a checkpoint.
+    pub map_bytes: usize,
+    /// The slots after which a checkpoint is written.
+    pub checkpoint_slots: u64,
+    /// The checkpoints between two searches for objects of earlier epochs that nothing refers to.
+    pub sweep_checkpoints: u64,
+    /// The space of log objects, in percent of the data in them that is needed, from which the collector
+    /// relocates data.
+    pub max_space_percent: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            object_bytes: 8 << 20,
+            object_records: 4096,
+            tail_bytes: 64 << 20,
+            tail_slots: 256,
+            puts_in_flight: 4,
+            map_bytes: 64 << 20,
+            checkpoint_slots: 256,
+            sweep_checkpoints: 64,
+            max_space_percent: 150,
+        }
+    }
+}
+
+/// The minimum of [`Config::object_bytes`].
+const MIN_OBJECT_BYTES: usize = 4 << 10;
+
+/// The maximum of [`Config::object_bytes`]. Requests at the same time may add to a batch.
+#[allow(clippy::cast_possible_truncation, reason = "it is 8 MiB")]
+const MAX_OBJECT_BYTES: usize = MAX_DATA_BYTES as usize / 2;
+
+/// What an open volume uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// The epoch in which the volume was opened.
+    pub epoch: u64,
+    /// The log objects.
+    pub objects: usize,
+    /// The data in them that the volume needs, in bytes.
+    pub live_bytes: u64,
+    /// Their space in bytes; objects of less than 64 KiB count as this.
+    pub space_bytes: u64,
+    /// The memory of the map's pages in bytes.
+    pub map_bytes: usize,
+    /// The data in the tail of the log in bytes.
+    pub tail_bytes: usize,
+    /// The checkpoints that were written since the volume was opened.
+    pub checkpoints: u64,
+}
+
+/// A volume that this process has opened for writing. Clones are handles of the same volume.
+#[derive(Clone)]
+pub struct Volume(Arc<Shared>);
+
+impl Volume {
+    /// Creates a volume.
+    ///
+    /// # Errors
+    /// Returns an error if the place has a volume already, if the size is not a multiple of 512 bytes, or if the
+    /// store fails.
+    pub async fn create(store: Arc<dyn Store>, description: &Description) -> Result<(), Failure> {
+        if !description.size.is_multiple_of(SECTOR_BYTES) {
+            return Err(Failure::Invalid("the size is not a multiple of 512 bytes"));
+        }
+        let access = Access::new(store, description.volume, description.nonce);
+        match access.put_soon(Name::Description, &description.encode()).await? {
+            Put::Own => Ok(()),
+            Put::Foreign => Err(Failure::Invalid("a volume exists in this place already")),
+        }
+    }
+
+    /// Opens a volume for writing: fences the writer that has it, and recovers what that one has written.
+    /// `nonce` is random and was never used before. `node` names the opener for people.
+    ///
+    /// # Errors
+    /// Returns [`Failure::Fenced`] if another opener was faster, and another error if there is no volume, if it is
+    /// damaged, or if the store fails.
+    pub async fn open(
+        store: Arc<dyn Store>,
+        nonce: Nonce,
+        node: &str,
+        mut config: Config,
+    ) -> Result<Self, Failure> {
+        config.object_bytes = config.object_bytes.clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES);
+        let unknown = Access::new(Arc::clone(&store), crate::name::VolumeId([0; 16]), nonce);
+        let found = unknown.decode(Name::Description, Description::decode).await?;
+        let description = found.ok_or(Failure::Lost(Name::Description))?;
+        let access = Access::new(store, description.volume, nonce);
+        let opened = opening::take_over(&access, node).await?;
+        let epoch = opened.epoch;
+        match recover(access.clone(), config, &description, opened).await {
+            Err(failure)
+                if opening::is_missing(&failure)
+                    && opening::is_superseded(&access, epoch).await? =>
+            {
+                Err(Failure::Fenced)
+            }
+            other => other,
+        }
+    }
+
+    /// The size in bytes.
+    pub fn size(&self) -> u64 {
+        self.0.size
+    }
+
+    /// What the volume uses now.
+    pub fn status(&self) -> Status {
+        let state = self.0.lock();
+        Status {
+            epoch: self.0.epoch,
+            objects: state.usage.len(),
+            live_bytes: state.usage.live(),
+            space_bytes: state.usage.weight(),
+            map_bytes: state.map.bytes(),
+            tail_bytes: state.tail.bytes(),
+            checkpoints: state.checkpoints.count,
+        }
+    }
+
+    /// Writes data. It is durable after the next [`Volume::flush`]. Waits while the tail of the log is full.
+    ///
+    /// # Errors
+    /// Returns an error if the range is invalid or if the volume has failed, for example because it is fenced.
+    pub async fn write(&self, offset: u64, data: &[u8]) -> Result<(), Failure> {
+        self.0.write(offset, data).await
+    }
+
+    /// Makes a range read as zeroes, because its content is no longer needed.
+    ///
+    /// # Errors
+    /// As [`Volume::write`].
+    pub async fn trim(&self, offset: u64, length: u64) -> Result<(), Failure> {
+        self.0.zero(offset, length, true).await
+    }
+
+    /// Makes a range read as zeroes.
+    ///
+    /// # Errors
+    /// As [`Volume::write`].
+    pub async fn write_zeroes(&self, offset: u64, length: u64) -> Result<(), Failure> {
+        self.0.zero(offset, length, false).await
+    }
+
+    /// Reads a range. Data of writes that were not flushed is included.
+    ///
+    /// # Errors
+    /// As [`Volume::write`]; also if the store fails, or if an object is lost or damaged.
+    pub async fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), Failure> {
+        self.0.read(offset, buffer).await
+    }
+
+    /// Returns when everything that was written before the call is durable in the store. Flushes at the same
+    /// time share a put.
+    ///
+    /// # Errors
+    /// Returns an error if the volume has failed, for example because it is fenced.
+    pub async fn flush(&self) -> Result<(), Failure> {
+        self.0.flush().await
+    }
+
+    /// Asks for a checkpoint. It is written in the background.
+    pub fn request_checkpoint(&self) {
+        let mut state = self.0.lock();
+        state.checkpoints.wanted = true;
+        state.changed();
+    }
+
+    /// Compares the live bytes of every log object with the map.
+    #[cfg(test)]
+    pub(crate) async fn check_accounting(&self) -> Result<(), Failure> {
+        self.0.check_accounting().await
+    }
+
+    /// Does the work in the background until the volume fails. It must be polled for flushes to end. Puts are
+    /// repeated without a limit while the store fails, so an outage delays flushes and does not fail them.
+    pub async fn run(&self) -> Failure {
+        let shared = &self.0;
+        let mut parts: Vec<Part<'_, Failure>> = Vec::new();
+        for _ in 0..shared.config.puts_in_flight {
+            parts.push(Box::pin(shared.upload()));
+        }
+        parts.push(Box::pin(shared.apply()));
+        parts.push(Box::pin(shared.collect()));
+        race(parts).await
+    }
+}
+
+/// Loads the checkpoint from which a history starts, and replays the slots above it.
+async fn recover(
+    access: Access,
+    config: Config,
+    description: &Description,
+    mut opened: Opened,
+) -> Result<Volume, Failure> {
+    let mut usage = usage::Table::new(config.object_bytes);
+    let mut root = Vec::new();
+    if let Some(at) = opened.history.base {
+        let (name, identity) = (Name::Checkpoint(at), access.identity(at.epoch, at.slot));
+        let found = access.decode(name, |bytes| Checkpoint::decode(identity, bytes)).await?;
+        let checkpoint = found.ok_or(Failure::Lost(name))?;
+        if checkpoint.size != description.size || !checkpoint.snapshots.is_empty() {
+            return Err(Failure::Unsupported("another size or snapshots"));
+        }
+        for id in checkpoint.usage.iter().flatten() {
+            let name = Name::Page { epoch: id.epoch, number: id.number };
+            let identity = access.identity(id.epoch, id.number);
+            let page = access.decode(name, |bytes| Usage::decode(identity, bytes)).await?;
+            usage.load(*id, &page.ok_or(Failure::Lost(name))?);
+        }
+        root = checkpoint.index;
+    }
+    let page_bytes = u64::from(description.page_bytes);
+    let map = table::Table::new(root, description.size.div_ceil(page_bytes), config.map_bytes);
+    let size = (description.size, page_bytes);
+    let shared = Shared::new(access, config, opened.epoch, size, (map, usage));
+    let base = opened.history.base;
+    for cut in opened.history.cuts.clone() {
+        let from = base.filter(|base| base.epoch == cut.epoch).map_or(0, |base| base.slot + 1);
+        for slot in from..cut.slot {
+            replay(&shared, Position { epoch: cut.epoch, slot }, &mut opened).await?;
+        }
+    }
+    {
+        // The first checkpoint permits to delete what earlier writers have left.
+        let mut state = shared.lock();
+        let is_second = opened.epoch > 1;
+        (state.checkpoints.wanted, state.checkpoints.new_slots) = (is_second, is_second.into());
+        // The own first slot has nothing but the open record.
+        state.usage.add(shared.position(0), 0);
+    }
+    Ok(Volume(Arc::new(shared)))
+}
+
+async fn replay(shared: &Shared, at: Position, opened: &mut Opened) -> Result<(), Failure> {
+    let name = Name::Slot(at);
+    let identity = shared.access.identity(at.epoch, at.slot);
+    let object = match opened.kept.take(at) {
+        Some(object) => object,
+        None => {
+            let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
+            shared.access.decode(name, decode).await?.ok_or(Failure::Lost(name))?
+        }
+    };
+    let header_bytes = u32::try_from(object.encode().len()).unwrap_or(u32::MAX);
+    shared.apply_slot(at, header_bytes, &object.records).await
+}

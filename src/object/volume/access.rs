@@ -1,0 +1,214 @@
+//! Access to the objects of one volume: retries, and puts whose outcome is decided by the nonce.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::codec::{Damage, Identity, PREFIX_BYTES, nonce_of};
+use crate::name::{Name, Nonce, Position, VolumeId};
+use crate::rules::{Rule, applies};
+use crate::store::{Store, StoreError};
+
+/// The first bytes of an object that are read to decode its header.
+const HEADER_READ_BYTES: u64 = 16 << 10;
+
+/// The number of failures after which an operation with a caller that waits returns the error.
+const MAX_ATTEMPTS: u32 = 8;
+
+/// Why a volume cannot continue, or cannot serve a request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// Another node has opened the volume. This one never writes or acknowledges again.
+    #[error("the volume was opened elsewhere: this node is fenced")]
+    Fenced,
+    /// An operation of the store failed.
+    #[error("{name}: {error}")]
+    Store {
+        /// The object or prefix.
+        name: String,
+        /// The error of the store.
+        error: StoreError,
+    },
+    /// An object has other bytes than a writer has put.
+    #[error("{name}: {damage}")]
+    Damaged {
+        /// The object.
+        name: Name,
+        /// What is wrong.
+        damage: Damage,
+    },
+    /// An object that the volume needs does not exist.
+    #[error("{0} is lost: the volume needs the object, and it does not exist")]
+    Lost(Name),
+    /// The volume uses a part of the format that this build cannot serve.
+    #[error("the volume has {0}, which this build does not support")]
+    Unsupported(&'static str),
+    /// The request is invalid.
+    #[error("invalid request: {0}")]
+    Invalid(&'static str),
+}
+
+/// The result of a put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Put {
+    /// The own object is durable.
+    Own,
+    /// The name belongs to an object of another opener.
+    Foreign,
+}
+
+/// The store, and what identifies the objects of this opener.
+#[derive(Clone)]
+pub(super) struct Access {
+    store: Arc<dyn Store>,
+    pub(super) volume: VolumeId,
+    pub(super) nonce: Nonce,
+}
+
+impl Access {
+    pub(super) fn new(store: Arc<dyn Store>, volume: VolumeId, nonce: Nonce) -> Self {
+        Self { store, volume, nonce }
+    }
+
+    /// The identity of the object with this name.
+    pub(super) fn identity(&self, epoch: u64, number: u64) -> Identity {
+        Identity { volume: self.volume, epoch, number }
+    }
+
+    /// Creates the object, and finds out whether this opener has created it if the answer is not clear.
+    ///
+    /// # Errors
+    /// Returns an error if the store fails `attempts` times. The object may exist then, or be created later.
+    pub(super) async fn put(
+        &self,
+        name: Name,
+        bytes: &[u8],
+        attempts: u32,
+    ) -> Result<Put, Failure> {
+        let text = name.to_string();
+        let mut failures = 0;
+        loop {
+            let error = match self.store.create(&text, bytes).await {
+                Ok(()) => return Ok(Put::Own),
+                Err(StoreError::Exists) if !applies(Rule::Nonce) => return Ok(Put::Own),
+                Err(error) => error,
+            };
+            let error = match self.store.read(&text, 0..PREFIX_BYTES as u64).await {
+                Ok(header) => {
+                    let found = nonce_of(&header);
+                    return Ok(if found == Some(self.nonce) { Put::Own } else { Put::Foreign });
+                }
+                Err(StoreError::NotFound) => error,
+                Err(error) => error,
+            };
+            failures += 1;
+            if failures >= attempts {
+                return Err(Failure::Store { name: text, error });
+            }
+            self.store.back_off(failures).await;
+        }
+    }
+
+    /// As [`Access::put`], with a limited number of attempts.
+    pub(super) async fn put_soon(&self, name: Name, bytes: &[u8]) -> Result<Put, Failure> {
+        self.put(name, bytes, MAX_ATTEMPTS).await
+    }
+
+    /// Reads a range of an object; `None` if there is no object.
+    pub(super) async fn read(
+        &self,
+        name: Name,
+        range: Range<u64>,
+    ) -> Result<Option<Vec<u8>>, Failure> {
+        let text = name.to_string();
+        let mut failures = 0;
+        loop {
+            match self.store.read(&text, range.clone()).await {
+                Ok(bytes) => return Ok(Some(bytes)),
+                Err(StoreError::NotFound) => return Ok(None),
+                Err(error) => {
+                    failures += 1;
+                    if failures >= MAX_ATTEMPTS {
+                        return Err(Failure::Store { name: text, error });
+                    }
+                    self.store.back_off(failures).await;
+                }
+            }
+        }
+    }
+
+    /// Reads and decodes the header of an object, or all of an object that has no data; `None` if there is no
+    /// object.
+    pub(super) async fn decode<T>(
+        &self,
+        name: Name,
+        decode: impl Fn(&[u8]) -> Result<T, Damage>,
+    ) -> Result<Option<T>, Failure> {
+        let mut length = HEADER_READ_BYTES;
+        loop {
+            let Some(bytes) = self.read(name, 0..length).await? else { return Ok(None) };
+            match decode(&bytes) {
+                Ok(value) => return Ok(Some(value)),
+                Err(Damage::Short(needed)) if needed as u64 > length => length = needed as u64,
+                Err(damage) => return Err(Failure::Damaged { name, damage }),
+            }
+        }
+    }
+
+    /// Lists the names of the volume below `prefix` that follow `after`.
+    pub(super) async fn list(&self, prefix: &str, after: &str) -> Result<Vec<Name>, Failure> {
+        let mut names = Vec::new();
+        let mut after = after.to_owned();
+        loop {
+            let some = self.list_some(prefix, &after).await?;
+            let Some(last) = some.last() else { return Ok(names) };
+            after.clone_from(last);
+            names.extend(some.iter().filter_map(|text| Name::parse(text)));
+        }
+    }
+
+    /// Lists some names below `prefix` that follow `after`; none only if there are no more.
+    pub(super) async fn list_some(
+        &self,
+        prefix: &str,
+        after: &str,
+    ) -> Result<Vec<String>, Failure> {
+        let mut failures = 0;
+        loop {
+            match self.store.list(prefix, after).await {
+                Ok(names) => return Ok(names),
+                Err(error) => {
+                    failures += 1;
+                    if failures >= MAX_ATTEMPTS {
+                        return Err(Failure::Store { name: prefix.to_owned(), error });
+                    }
+                    self.store.back_off(failures).await;
+                }
+            }
+        }
+    }
+
+    /// Deletes an object. The deletion may also be executed later.
+    pub(super) async fn delete(&self, name: Name) -> Result<(), Failure> {
+        let text = name.to_string();
+        self.store.delete(&text).await.map_err(|error| Failure::Store { name: text, error })
+    }
+
+    pub(super) async fn back_off(&self, attempt: u32) {
+        self.store.back_off(attempt).await;
+    }
+}
+
+/// The prefix of the names of an epoch's slots, checkpoints or pages.
+pub(super) fn prefix_of(kind: &str, epoch: u64) -> String {
+    format!("{kind}/{epoch:016x}/")
+}
+
+/// The text that follows all names of an epoch and precedes those of the next one.
+pub(super) fn behind(kind: &str, epoch: u64) -> String {
+    format!("{kind}/{epoch:016x}/~")
+}
+
+/// The name of a slot.
+pub(super) fn slot(epoch: u64, slot: u64) -> Name {
+    Name::Slot(Position { epoch, slot })
+}

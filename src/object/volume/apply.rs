@@ -1,0 +1,126 @@
+//! Records become changes of the map.
+
+use std::ops::Range;
+
+use super::access::Failure;
+use super::shared::{Shared, State};
+use super::table::Missing;
+use crate::codec::{Entry, Extent, Record, Source};
+use crate::map::Place;
+use crate::name::Position;
+use crate::rules::{Rule, applies};
+
+impl Shared {
+    /// Applies the records of a slot to the map. `header_bytes` is the position of the data in the object.
+    pub(super) async fn apply_slot(
+        &self,
+        at: Position,
+        header_bytes: u32,
+        records: &[Record],
+    ) -> Result<(), Failure> {
+        let mut data_at = header_bytes;
+        let bytes: u32 = records.iter().map(data_bytes).sum();
+        self.lock().usage.add(at, bytes);
+        for record in records {
+            match record {
+                Record::Write(extent) => self.place(extent, at, data_at, None).await?,
+                Record::Move(extent, from) => self.place(extent, at, data_at, Some(*from)).await?,
+                Record::Trim { offset, length } | Record::WriteZeroes { offset, length } => {
+                    self.clear(*offset..(offset + length).min(self.size)).await?;
+                }
+                Record::Base(_) | Record::Open(_) => {}
+                Record::Snapshot(..) | Record::DeleteSnapshot(_) | Record::RollBack(_) => {
+                    return Err(Failure::Unsupported("snapshots"));
+                }
+                Record::Resize(_) => return Err(Failure::Unsupported("another size")),
+            }
+            data_at += data_bytes(record);
+        }
+        Ok(())
+    }
+
+    /// Splits a range into the parts of map pages: the number of the page, and the range relative to it.
+    pub(super) fn parts(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u32>)> {
+        let page = self.page_bytes;
+        let pages = range.start / page..range.end.div_ceil(page);
+        pages.map(move |number| {
+            let begin = range.start.max(number * page) - number * page;
+            let end = range.end.min((number + 1) * page) - number * page;
+            (number, short(begin)..short(end))
+        })
+    }
+
+    async fn place(
+        &self,
+        extent: &Extent,
+        at: Position,
+        data_at: u32,
+        from: Option<Source>,
+    ) -> Result<(), Failure> {
+        let end = extent.offset + u64::from(extent.length);
+        if end > self.size {
+            return Err(Failure::Unsupported("another size"));
+        }
+        for (number, part) in self.parts(extent.offset..end) {
+            let skip = short(number * self.page_bytes + u64::from(part.start) - extent.offset);
+            let entry = Entry {
+                offset: part.start,
+                length: part.end - part.start,
+                ancestor: 0,
+                object: at,
+                extent_at: data_at,
+                extent_length: extent.length,
+                checksum: extent.checksum,
+                skip,
+            };
+            let from = from
+                .map(|from| Place { ancestor: 0, object: from.object, at: from.at + skip })
+                .filter(|_| applies(Rule::Conditional));
+            self.with_map(|state| put(state, number, entry, from)).await?;
+        }
+        Ok(())
+    }
+
+    async fn clear(&self, range: Range<u64>) -> Result<(), Failure> {
+        for (number, part) in self.parts(range) {
+            self.with_map(|state| {
+                if state.map.leaf(number)?.is_none() {
+                    return Ok(());
+                }
+                let State { map, usage, .. } = state;
+                map.change(number, |page| page.zero(part.clone(), |freed| usage.lose(freed)))
+            })
+            .await?;
+        }
+        Ok(())
+    }
+}
+
+/// Puts an entry into a map page. With `from`, only where the bytes lie at that place.
+fn put(state: &mut State, number: u64, entry: Entry, from: Option<Place>) -> Result<(), Missing> {
+    let State { map, usage, .. } = state;
+    if from.is_some() && map.leaf(number)?.is_none() {
+        return Ok(());
+    }
+    let bytes = map.change(number, |page| match from {
+        Some(from) => page.relocate(entry, from, |freed| usage.lose(freed)),
+        None => {
+            page.write(entry, |freed| usage.lose(freed));
+            entry.length
+        }
+    })?;
+    usage.gain(entry.object, bytes);
+    Ok(())
+}
+
+fn data_bytes(record: &Record) -> u32 {
+    match record {
+        Record::Write(extent) | Record::Move(extent, _) => extent.length,
+        _ => 0,
+    }
+}
+
+/// A position within a page or an extent.
+fn short(position: u64) -> u32 {
+    u32::try_from(position).unwrap_or(u32::MAX)
+}

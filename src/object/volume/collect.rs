@@ -1,0 +1,288 @@
+//! The collector: it relocates what is left of sparse objects, and deletes what nothing needs.
+//!
+//! A relocation is a record of the log like any other. Deletions follow when the base record of a checkpoint
+//! that does not need the object is confirmed. Objects of earlier epochs that nothing refers to are found by
+//! listing them: the remains of writers that crashed, and puts that arrived late.
+
+use std::collections::BTreeSet;
+
+use super::access::{Failure, prefix_of};
+use super::request::SECTOR_BYTES;
+use super::shared::{Shared, State};
+use crate::codec::{Entry, Extent, LogObject, MAX_EXTENT_BYTES, PageId, Slot, Source};
+use crate::map::place_of;
+use crate::name::{Name, Position};
+use crate::rules::{Rule, applies};
+
+/// The names that one look at the map is compared with.
+const SWEPT_AT_ONCE: usize = 16 << 10;
+
+/// What the collector does next.
+enum Work {
+    Delete(Name),
+    Relocate(Vec<Position>),
+    Sweep,
+}
+
+/// What the collector remembers.
+#[derive(Default)]
+struct Memory {
+    /// Objects that were relocated, or could not be read.
+    done: BTreeSet<Position>,
+    /// The number of checkpoints at which the next sweep is due.
+    sweep_at: u64,
+}
+
+/// A part of an object that the map refers to.
+struct Live {
+    /// The first byte in the volume.
+    offset: u64,
+    entry: Entry,
+}
+
+impl Shared {
+    /// Collects until the volume fails. An error of the store only delays it.
+    pub(super) async fn collect(&self) -> Failure {
+        let mut memory = Memory { sweep_at: 1, ..Memory::default() };
+        let mut failures = 0;
+        loop {
+            let work = match self.wait(|state| self.work(state, &mut memory)).await {
+                Ok(work) => work,
+                Err(failure) => return failure,
+            };
+            let done = match work {
+                Work::Delete(name) => {
+                    let deleted = self.access.delete(name).await;
+                    if deleted.is_err() {
+                        self.lock().garbage.permitted.push_back(name);
+                    }
+                    deleted
+                }
+                Work::Relocate(victims) => self.relocate_all(&victims, &mut memory).await,
+                Work::Sweep => self.sweep().await,
+            };
+            match done {
+                Ok(()) => failures = 0,
+                Err(Failure::Fenced) => return Failure::Fenced,
+                Err(_) => {
+                    failures += 1;
+                    self.access.back_off(failures).await;
+                }
+            }
+        }
+    }
+
+    fn work(&self, state: &mut State, memory: &mut Memory) -> Option<Work> {
+        if let Some(name) = state.garbage.permitted.pop_front() {
+            return Some(Work::Delete(name));
+        }
+        if state.checkpoints.base.is_some() && state.checkpoints.count >= memory.sweep_at {
+            memory.sweep_at = state.checkpoints.count + self.config.sweep_checkpoints;
+            return Some(Work::Sweep);
+        }
+        let (weight, live) = (state.usage.weight(), state.usage.live());
+        let spare = u64::try_from(self.config.object_bytes).unwrap_or(u64::MAX);
+        let limit = (live / 100).saturating_mul(self.config.max_space_percent) + spare;
+        if weight <= limit {
+            return None;
+        }
+        memory.done.retain(|at| state.usage.contains(*at));
+        let end = self.position(state.tail.first);
+        let victims = state.usage.victims(end, spare, self.capacity(), &memory.done);
+        if victims.is_empty() {
+            // What is dead already goes with the next checkpoint.
+            let is_any_dead = !state.usage.dead(end).is_empty() && state.tail.first > 1;
+            if is_any_dead && !state.checkpoints.wanted {
+                state.checkpoints.wanted = true;
+                state.changed();
+            }
+            return None;
+        }
+        Some(Work::Relocate(victims))
+    }
+
+    /// The data that relocations put at least into an object.
+    fn capacity(&self) -> u64 {
+        let half = self.config.object_bytes as u64 / 2;
+        let extent = self.page_bytes.min(MAX_EXTENT_BYTES.into()).min(half);
+        let records = self.config.object_records as u64 * SECTOR_BYTES;
+        (self.config.object_bytes as u64 - extent).min(records).max(1)
+    }
+
+    async fn relocate_all(&self, victims: &[Position], memory: &mut Memory) -> Result<(), Failure> {
+        for victim in victims {
+            memory.done.insert(*victim);
+            match self.relocate(*victim).await {
+                // Reads of its data report the object. It stays for a repair.
+                Ok(()) | Err(Failure::Damaged { .. } | Failure::Lost(_)) => {}
+                Err(failure) => return Err(failure),
+            }
+        }
+        let mut state = self.lock();
+        state.tail.flush_wanted = state.tail.open_records() > 0;
+        state.changed();
+        Ok(())
+    }
+
+    /// Appends copies of what the map refers to in an object.
+    async fn relocate(&self, victim: Position) -> Result<(), Failure> {
+        let name = Name::Slot(victim);
+        let identity = self.access.identity(victim.epoch, victim.slot);
+        let decode = |bytes: &[u8]| LogObject::decode(identity, bytes);
+        let Some(object) = self.access.decode(name, decode).await? else {
+            return Err(self.lost_now(victim).await);
+        };
+        let header = object.encode().len() as u64;
+        let live = self.live_parts(victim, &object).await?;
+        let extent_at = |live: &Live| u64::from(live.entry.extent_at);
+        let Some(begin) = live.iter().map(extent_at).min() else { return Ok(()) };
+        let extent_end = |live: &Live| extent_at(live) + u64::from(live.entry.extent_length);
+        let end =
+            live.iter().map(extent_end).max().unwrap_or(begin).min(header + object.data_bytes());
+        let Some(bytes) = self.access.read(name, begin..end).await? else {
+            return Err(self.lost_now(victim).await);
+        };
+        for part in live {
+            let entry = part.entry;
+            let at = usize::try_from(u64::from(entry.extent_at) - begin).unwrap_or(usize::MAX);
+            let extent = bytes.get(at..at + entry.extent_length as usize).unwrap_or_default();
+            let known = Extent { offset: 0, length: entry.extent_length, checksum: entry.checksum };
+            known.verify(extent).map_err(|damage| Failure::Damaged { name, damage })?;
+            let data = &extent[entry.skip as usize..][..entry.length as usize];
+            let at = place_of(&entry, entry.offset).at;
+            let from = Source { object: victim, at };
+            self.admit(data.len()).await?;
+            self.lock().tail.relocate(part.offset, data, from);
+        }
+        Ok(())
+    }
+
+    /// Returns why a victim is missing. It may have been overwritten and deleted meanwhile.
+    async fn lost_now(&self, victim: Position) -> Failure {
+        match self.lock().usage.contains(victim) {
+            true => {}
+            false => return Failure::Lost(Name::Slot(victim)),
+        }
+        self.lost(Name::Slot(victim)).await
+    }
+
+    /// Returns the parts of an object that the map refers to.
+    async fn live_parts(&self, victim: Position, object: &LogObject) -> Result<Vec<Live>, Failure> {
+        let mut live = Vec::new();
+        for (_, extent) in object.extents() {
+            let range = extent.offset..extent.offset + u64::from(extent.length);
+            for (number, part) in self.parts(range) {
+                let entries = self
+                    .with_map(|state| {
+                        let Some(page) = state.map.leaf(number)? else { return Ok(Vec::new()) };
+                        let found = page.pieces(part.clone()).filter_map(|(piece, entry)| {
+                            let entry = entry.filter(|entry| entry.object == victim)?;
+                            let skip = entry.skip + (piece.start - entry.offset);
+                            let length = piece.end - piece.start;
+                            Some(Entry { offset: piece.start, length, skip, ..*entry })
+                        });
+                        Ok(found.collect())
+                    })
+                    .await?;
+                let base = number * self.page_bytes;
+                live.extend(
+                    entries
+                        .into_iter()
+                        .map(|entry| Live { offset: base + u64::from(entry.offset), entry }),
+                );
+            }
+        }
+        // A range that the object has twice was found twice.
+        live.sort_by_key(|part| part.offset);
+        live.dedup_by_key(|part| part.offset);
+        Ok(live)
+    }
+
+    /// Deletes the objects of earlier epochs that the newest base does not need.
+    async fn sweep(&self) -> Result<(), Failure> {
+        for kind in ["log", "page", "ckpt"] {
+            let mut after = String::new();
+            loop {
+                let mut names = Vec::new();
+                let mut is_end = false;
+                while names.len() < SWEPT_AT_ONCE && !is_end {
+                    let some = self.access.list_some(&format!("{kind}/"), &after).await?;
+                    let own = prefix_of(kind, self.epoch);
+                    is_end = some.is_empty() || some.iter().any(|name| *name >= own);
+                    let earlier = some.into_iter().take_while(|name| *name < own);
+                    names.extend(earlier.inspect(|name| after.clone_from(name)));
+                }
+                let names = names.iter().filter_map(|text| Name::parse(text)).collect();
+                self.sweep_names(names).await?;
+                if is_end {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn sweep_names(&self, names: Vec<Name>) -> Result<(), Failure> {
+        let mut pages: BTreeSet<(u64, u64)> = names
+            .iter()
+            .filter_map(|name| match name {
+                Name::Page { epoch, number } => Some((*epoch, *number)),
+                _ => None,
+            })
+            .collect();
+        if !pages.is_empty() {
+            self.remove_referenced(&mut pages).await?;
+        }
+        for name in names {
+            let is_needed = {
+                let state = self.lock();
+                state.garbage.is_held(name)
+                    || match name {
+                        Name::Slot(at) => state.usage.contains(at),
+                        Name::Page { epoch, number } => !pages.contains(&(epoch, number)),
+                        _ => false,
+                    }
+            };
+            if !is_needed && self.may_delete(name).await? {
+                self.access.delete(name).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes from `pages` those that the map or the usage refers to.
+    async fn remove_referenced(&self, pages: &mut BTreeSet<(u64, u64)>) -> Result<(), Failure> {
+        let remove = |pages: &mut BTreeSet<(u64, u64)>, id: &PageId| {
+            pages.remove(&(id.epoch, id.number));
+        };
+        let indices = {
+            let state = self.lock();
+            state.usage.pages().for_each(|id| remove(pages, &id));
+            state.map.root().iter().flatten().for_each(|id| remove(pages, id));
+            state.map.root().len() as u64
+        };
+        for number in 0..indices {
+            self.with_map(|state| {
+                let children = state.map.index(number)?.unwrap_or_default();
+                children.iter().flatten().for_each(|id| remove(pages, id));
+                Ok(())
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    /// Whether an object of an earlier epoch is not a seal. It must be read for that.
+    async fn may_delete(&self, name: Name) -> Result<bool, Failure> {
+        let Name::Slot(at) = name else { return Ok(true) };
+        if !applies(Rule::KeepSeals) {
+            return Ok(true);
+        }
+        let identity = self.access.identity(at.epoch, at.slot);
+        match self.access.decode(name, |bytes| Slot::decode(identity, bytes)).await {
+            Ok(Some(Slot::Log(_))) => Ok(true),
+            Ok(_) | Err(Failure::Damaged { .. }) => Ok(false),
+            Err(failure) => Err(failure),
+        }
+    }
+}

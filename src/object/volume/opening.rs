@@ -1,0 +1,245 @@
+//! The claim of an epoch and the take-over of the earlier ones. FORMAT.md has the rules, 1 to 7 and 10.
+
+use std::collections::BTreeMap;
+
+use super::access::{Access, Failure, Put, behind, prefix_of, slot};
+use crate::codec::{Claim, History, LogObject, MAX_CUTS, Record, Slot};
+use crate::name::{Name, Position};
+use crate::rules::{Rule, applies};
+
+/// The slots after which an opener that still finds records seals a slot ahead, and how far ahead.
+const AHEAD: u64 = if cfg!(test) { 3 } else { 64 };
+
+/// The records that an opener keeps in memory until it replays them; it reads the others again.
+const MAX_KEPT_RECORDS: usize = 256 << 10;
+
+/// A take-over that is committed.
+pub(super) struct Opened {
+    /// The own epoch.
+    pub(super) epoch: u64,
+    /// What precedes it.
+    pub(super) history: History,
+    /// Log objects that were read, for the replay.
+    pub(super) kept: Kept,
+}
+
+/// Log objects that were read.
+#[derive(Default)]
+pub(super) struct Kept {
+    objects: BTreeMap<Position, LogObject>,
+    records: usize,
+}
+
+impl Kept {
+    fn keep(&mut self, at: Position, object: LogObject) {
+        self.records += object.records.len();
+        if self.records <= MAX_KEPT_RECORDS {
+            self.objects.insert(at, object);
+        }
+    }
+
+    /// Takes the object of a slot.
+    pub(super) fn take(&mut self, at: Position) -> Option<LogObject> {
+        self.objects.remove(&at)
+    }
+}
+
+/// What an opener has found in an epoch.
+#[derive(Default)]
+struct End {
+    /// The number of slots that count.
+    cut: u64,
+    /// The newest checkpoint from which a replay may start.
+    base: Option<Position>,
+    /// What precedes the epoch, if its first record was read.
+    open: Option<History>,
+}
+
+impl End {
+    fn start_from(&mut self, base: Option<Position>) {
+        self.base = self.base.max(base);
+    }
+}
+
+/// Claims an epoch, ends all earlier ones, and commits the take-over.
+pub(super) async fn take_over(access: &Access, node: &str) -> Result<Opened, Failure> {
+    let epoch = claim(access, node).await?;
+    match commit(access, epoch).await {
+        Err(failure) if is_missing(&failure) && is_superseded(access, epoch).await? => {
+            Err(Failure::Fenced)
+        }
+        other => other,
+    }
+}
+
+/// Whether the failure may be caused by the collector of a later writer.
+pub(super) fn is_missing(failure: &Failure) -> bool {
+    matches!(failure, Failure::Lost(_))
+}
+
+/// Whether a later epoch than `epoch` is claimed.
+pub(super) async fn is_superseded(access: &Access, epoch: u64) -> Result<bool, Failure> {
+    let own = Name::Claim(epoch).to_string();
+    Ok(!access.list_some("epoch/", &own).await?.is_empty())
+}
+
+/// Creates the claim of the first epoch above all that exist.
+async fn claim(access: &Access, node: &str) -> Result<u64, Failure> {
+    loop {
+        let claims = access.list("epoch/", "").await?;
+        let mut newest = claims.iter().filter_map(epoch_of).max().unwrap_or(0);
+        loop {
+            let more = access.list_some("log/", &behind("log", newest)).await?;
+            let epochs = more.iter().filter_map(|text| epoch_of(&Name::parse(text)?));
+            let Some(found) = epochs.max() else { break };
+            newest = found;
+        }
+        let epoch = newest + 1;
+        let identity = access.identity(epoch, 0);
+        let claim = Claim { identity, nonce: access.nonce, node: node.to_owned() };
+        let put = access.put_soon(Name::Claim(epoch), &claim.encode()).await?;
+        if put == Put::Own || !applies(Rule::Claim) {
+            return Ok(epoch);
+        }
+    }
+}
+
+async fn commit(access: &Access, epoch: u64) -> Result<Opened, Failure> {
+    let mut kept = Kept::default();
+    let mut history = History { base: None, cuts: Vec::new() };
+    for earlier in (1..epoch).rev() {
+        let end = end_of(access, earlier, &mut kept).await?;
+        if end.cut > 0 {
+            history = history_of(earlier, end);
+            break;
+        }
+    }
+    if history.cuts.len() > MAX_CUTS {
+        return Err(Failure::Unsupported("too many take-overs without a checkpoint"));
+    }
+    let records = vec![Record::Open(history.clone())];
+    let identity = access.identity(epoch, 0);
+    let object = LogObject { identity, nonce: access.nonce, confirmed: 0, records };
+    if applies(Rule::Commit) {
+        match access.put_soon(slot(epoch, 0), &object.encode()).await? {
+            Put::Own => {}
+            Put::Foreign => return Err(Failure::Fenced),
+        }
+    }
+    Ok(Opened { epoch, history, kept })
+}
+
+/// The history of the volume up to the end of an epoch that was opened.
+fn history_of(epoch: u64, end: End) -> History {
+    let mut cuts = end.open.map_or_else(Vec::new, |history| history.cuts);
+    let first = end.base.filter(|base| base.epoch == epoch).map_or(1, |base| base.slot + 1);
+    cuts.retain(|cut| end.base.is_none_or(|base| base < *cut));
+    // An epoch with nothing but its open record is left out.
+    if end.cut > first {
+        cuts.push(Position { epoch, slot: end.cut });
+    }
+    History { base: end.base, cuts }
+}
+
+/// Finds the end of an epoch, and sees to it that its writer cannot go beyond.
+async fn end_of(access: &Access, epoch: u64, kept: &mut Kept) -> Result<End, Failure> {
+    let mut end = End::default();
+    let newest = newest_checkpoint(access, epoch).await?;
+    end.start_from(newest.map(|slot| Position { epoch, slot }));
+    let mut at = newest.map_or(0, |slot| slot + 1);
+    let mut found = 0;
+    loop {
+        if let Slot::Log(object) = slot_or_seal(access, epoch, at).await? {
+            note(&mut end, &object);
+            kept.keep(Position { epoch, slot: at }, object);
+            at += 1;
+            found += 1;
+            if found % AHEAD == 0 {
+                seal_ahead(access, epoch, at + AHEAD * (found / AHEAD)).await?;
+            }
+            continue;
+        }
+        let covering = newest_checkpoint(access, epoch).await?.filter(|slot| *slot >= at);
+        if let Some(slot) = covering.filter(|_| applies(Rule::Recheck)) {
+            end.start_from(Some(Position { epoch, slot }));
+            at = slot + 1;
+            continue;
+        }
+        if applies(Rule::Witness) && has_witness(access, epoch, at).await? {
+            return Err(Failure::Lost(slot(epoch, at)));
+        }
+        end.cut = at;
+        return Ok(end);
+    }
+}
+
+/// Takes from a log object what a later opener needs to know.
+fn note(end: &mut End, object: &LogObject) {
+    for record in &object.records {
+        match record {
+            Record::Open(history) => {
+                end.start_from(history.base);
+                end.open = Some(history.clone());
+            }
+            Record::Base(base) if applies(Rule::Rebase) => end.start_from(Some(*base)),
+            _ => {}
+        }
+    }
+}
+
+/// Returns the newest checkpoint of an epoch.
+async fn newest_checkpoint(access: &Access, epoch: u64) -> Result<Option<u64>, Failure> {
+    let names = access.list(&prefix_of("ckpt", epoch), "").await?;
+    let slots = names.iter().filter_map(|name| match name {
+        Name::Checkpoint(at) => Some(at.slot),
+        _ => None,
+    });
+    Ok(slots.max())
+}
+
+/// Reads a slot. Creates a seal if it is empty.
+async fn slot_or_seal(access: &Access, epoch: u64, number: u64) -> Result<Slot, Failure> {
+    let (name, identity) = (slot(epoch, number), access.identity(epoch, number));
+    loop {
+        if let Some(found) = access.decode(name, |bytes| Slot::decode(identity, bytes)).await? {
+            return Ok(found);
+        }
+        if !applies(Rule::Seal) {
+            return Ok(Slot::Seal(access.nonce));
+        }
+        let seal = Slot::encode_seal(identity, access.nonce);
+        if access.put_soon(name, &seal).await? == Put::Own {
+            return Ok(Slot::Seal(access.nonce));
+        }
+    }
+}
+
+/// Creates a seal in a slot that a fast writer has not reached yet. If it has, the next one is further ahead.
+async fn seal_ahead(access: &Access, epoch: u64, number: u64) -> Result<(), Failure> {
+    let seal = Slot::encode_seal(access.identity(epoch, number), access.nonce);
+    access.put_soon(slot(epoch, number), &seal).await.map(|_| ())
+}
+
+/// Whether an object behind slot `number` was sent after the slot was confirmed.
+async fn has_witness(access: &Access, epoch: u64, number: u64) -> Result<bool, Failure> {
+    let after = slot(epoch, number).to_string();
+    for name in access.list(&prefix_of("log", epoch), &after).await? {
+        let Name::Slot(at) = name else { continue };
+        let identity = access.identity(epoch, at.slot);
+        let found = access.decode(name, |bytes| Slot::decode(identity, bytes)).await?;
+        if let Some(Slot::Log(object)) = found
+            && object.confirmed > number
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn epoch_of(name: &Name) -> Option<u64> {
+    match name {
+        Name::Claim(epoch) => Some(*epoch),
+        Name::Slot(at) => Some(at.epoch),
+        _ => None,
+    }
+}

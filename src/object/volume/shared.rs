@@ -1,0 +1,232 @@
+//! What the parts of an open volume share.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::future::poll_fn;
+use std::sync::{Mutex, MutexGuard};
+use std::task::{Poll, Waker};
+
+use super::Config;
+use super::access::{Access, Failure};
+use super::table::{self, Missing};
+use super::tail::Tail;
+use super::usage;
+use crate::codec::{Index, Leaf};
+use crate::name::{Name, Position};
+
+/// An open volume.
+pub(super) struct Shared {
+    pub(super) access: Access,
+    pub(super) config: Config,
+    pub(super) epoch: u64,
+    pub(super) page_bytes: u64,
+    pub(super) size: u64,
+    state: Mutex<State>,
+}
+
+/// The state that changes. The lock is never held while a part waits.
+pub(super) struct State {
+    pub(super) tail: Tail,
+    pub(super) map: table::Table,
+    pub(super) usage: usage::Table,
+    pub(super) garbage: Garbage,
+    pub(super) checkpoints: Checkpoints,
+    failure: Option<Failure>,
+    wakers: Vec<Waker>,
+}
+
+/// What the next checkpoint depends on.
+#[derive(Default)]
+pub(super) struct Checkpoints {
+    /// The newest checkpoint of this epoch.
+    pub(super) newest: Option<Position>,
+    /// The newest checkpoint of this epoch with a confirmed base record.
+    pub(super) base: Option<Position>,
+    /// A checkpoint was requested. It is written when there is something new for it.
+    pub(super) wanted: bool,
+    /// The slots that were applied since the newest checkpoint, without those that have only its base record.
+    pub(super) new_slots: u64,
+    /// How many were written.
+    pub(super) count: u64,
+    /// The number of the next page.
+    pub(super) next_page: u64,
+}
+
+/// Objects that are, or will be, superfluous.
+#[derive(Default)]
+pub(super) struct Garbage {
+    /// What the next checkpoint makes superfluous, as far as it is known.
+    superseded: Vec<Name>,
+    /// What each checkpoint has made superfluous. Its base record is not confirmed.
+    pending: VecDeque<(Position, Vec<Name>)>,
+    /// All of these. The newest base may need them, although the map in memory does not.
+    held: BTreeSet<Name>,
+    /// What may be deleted.
+    pub(super) permitted: VecDeque<Name>,
+}
+
+impl Garbage {
+    /// Takes objects that the next checkpoint does not need. Must be called together with the change of the map
+    /// or the usage, so that a sweep finds each object there or here.
+    pub(super) fn supersede(&mut self, names: impl IntoIterator<Item = Name>) {
+        for name in names {
+            self.held.insert(name);
+            self.superseded.push(name);
+        }
+    }
+
+    /// The checkpoint was written.
+    pub(super) fn close(&mut self, checkpoint: Position) {
+        self.pending.push_back((checkpoint, std::mem::take(&mut self.superseded)));
+    }
+
+    /// Permits the deletion of what the checkpoint and the ones before it have made superfluous. Its base
+    /// record is confirmed.
+    pub(super) fn permit(&mut self, checkpoint: Position) {
+        while self.pending.front().is_some_and(|(at, _)| *at <= checkpoint) {
+            for name in self.pending.pop_front().map_or(Vec::new(), |(_, names)| names) {
+                self.held.remove(&name);
+                self.permitted.push_back(name);
+            }
+        }
+    }
+
+    /// Whether the object must be kept until a base record is confirmed.
+    pub(super) fn is_held(&self, name: Name) -> bool {
+        self.held.contains(&name)
+    }
+}
+
+impl State {
+    /// Wakes what waits for a change of the state.
+    pub(super) fn changed(&mut self) {
+        self.wakers.drain(..).for_each(Waker::wake);
+    }
+
+    /// Returns the reason why the volume cannot continue, if there is one.
+    pub(super) fn check(&self) -> Result<(), Failure> {
+        self.failure.clone().map_or(Ok(()), Err)
+    }
+}
+
+impl Shared {
+    pub(super) fn new(
+        access: Access,
+        config: Config,
+        epoch: u64,
+        (size, page_bytes): (u64, u64),
+        (map, usage): (table::Table, usage::Table),
+    ) -> Self {
+        let state = State {
+            tail: Tail::new(1),
+            map,
+            usage,
+            garbage: Garbage::default(),
+            checkpoints: Checkpoints::default(),
+            failure: None,
+            wakers: Vec::new(),
+        };
+        Self { access, config, epoch, page_bytes, size, state: Mutex::new(state) }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// The slot of this epoch as a position.
+    pub(super) fn position(&self, slot: u64) -> Position {
+        Position { epoch: self.epoch, slot }
+    }
+
+    /// Waits until `ready` returns a result, or the volume fails.
+    pub(super) async fn wait<R>(
+        &self,
+        mut ready: impl FnMut(&mut State) -> Option<R>,
+    ) -> Result<R, Failure> {
+        poll_fn(|context| {
+            let mut state = self.lock();
+            if let Err(failure) = state.check() {
+                return Poll::Ready(Err(failure));
+            }
+            if let Some(result) = ready(&mut state) {
+                return Poll::Ready(Ok(result));
+            }
+            if !state.wakers.iter().any(|waker| waker.will_wake(context.waker())) {
+                state.wakers.push(context.waker().clone());
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Records that the volume cannot continue. The first reason stays.
+    pub(super) fn fail(&self, failure: &Failure) {
+        let mut state = self.lock();
+        if state.failure.is_none() {
+            state.failure = Some(failure.clone());
+        }
+        state.changed();
+    }
+
+    /// Runs `access` on the state, and loads the pages of the map that it needs.
+    pub(super) async fn with_map<R>(
+        &self,
+        mut access: impl FnMut(&mut State) -> Result<R, Missing>,
+    ) -> Result<R, Failure> {
+        loop {
+            let missing = match access(&mut self.lock()) {
+                Ok(result) => return Ok(result),
+                Err(missing) => missing,
+            };
+            self.load(missing).await?;
+        }
+    }
+
+    async fn load(&self, missing: Missing) -> Result<(), Failure> {
+        let (Missing::Index(_, id) | Missing::Leaf(_, id)) = missing;
+        if id.ancestor != 0 {
+            return Err(Failure::Unsupported("a parent"));
+        }
+        let name = Name::Page { epoch: id.epoch, number: id.number };
+        let identity = self.access.identity(id.epoch, id.number);
+        let is_found = match missing {
+            Missing::Index(number, id) => {
+                let page = self.access.decode(name, |bytes| Index::decode(identity, bytes)).await?;
+                let pages = page.map(|page| page.pages);
+                pages.map(|pages| self.lock().map.supply_index(number, id, pages)).is_some()
+            }
+            Missing::Leaf(number, id) => {
+                let page = self.access.decode(name, |bytes| Leaf::decode(identity, bytes)).await?;
+                let entries = page.map(|page| page.entries);
+                entries.map(|entries| self.lock().map.supply_leaf(number, id, entries)).is_some()
+            }
+        };
+        if is_found || self.is_replaced(missing) {
+            return Ok(());
+        }
+        Err(self.lost(name).await)
+    }
+
+    /// Whether the map has a newer page in place of the one that was missing.
+    fn is_replaced(&self, missing: Missing) -> bool {
+        let map = &mut self.lock().map;
+        let now = match missing {
+            Missing::Index(number, _) => map.index(number).map(|_| ()),
+            Missing::Leaf(number, _) => map.leaf(number).map(|_| ()),
+        };
+        now != Err(missing)
+    }
+
+    /// Returns the reason why an object that the volume needs is missing: the collector of a later writer may
+    /// have deleted it.
+    pub(super) async fn lost(&self, name: Name) -> Failure {
+        let own = Name::Claim(self.epoch).to_string();
+        match self.access.list_some("epoch/", &own).await {
+            Ok(later) if later.is_empty() => Failure::Lost(name),
+            Ok(_) => {
+                self.fail(&Failure::Fenced);
+                Failure::Fenced
+            }
+            Err(failure) => failure,
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The extent map in memory: a bounded part of its pages, and the changes since the last checkpoint.
+//!
+//! The map has three levels: the root, which is in the checkpoint and always in memory; pages of the index with
+//! the names of 1024 map pages each; and map pages. The lower two are loaded when they are needed, and those
+//! without changes are evicted, the least recently used first. Changed map pages stay until a checkpoint has
+//! written them; [`Table::dirty_bytes`] tells when one is due. A page of the index changes only in a checkpoint,
+//! and is written there at once.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::codec::{Entry, MAX_CHILDREN, PageId};
+use crate::map::Page;
+
+/// The memory of a page besides its entries, in bytes.
+const OVERHEAD_BYTES: usize = 128;
+
+/// A page that must be loaded before the table can answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Missing {
+    /// The page of the index with this number.
+    Index(u64, PageId),
+    /// The map page with this number.
+    Leaf(u64, PageId),
+}
+
+/// The number of a page: its level, and its place in the level.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Key {
+    Index(u64),
+    Leaf(u64),
+}
+
+enum Content {
+    Index(Vec<Option<PageId>>),
+    Leaf(Page),
+}
+
+struct Cached {
+    content: Content,
+    is_dirty: bool,
+    bytes: usize,
+    /// When the page was used last.
+    tick: u64,
+}
+
+/// The pages of the map that are in memory.
+pub(super) struct Table {
+    root: Vec<Option<PageId>>,
+    pages: BTreeMap<Key, Cached>,
+    /// The pages without changes, by their last use.
+    evictable: BTreeMap<u64, Key>,
+    tick: u64,
+    bytes: usize,
+    dirty_bytes: usize,
+    max_bytes: usize,
+}
+
+impl Table {
+    /// Makes a table from the root in a checkpoint. `leaves` is the number of map pages of the volume.
+    pub(super) fn new(mut root: Vec<Option<PageId>>, leaves: u64, max_bytes: usize) -> Self {
+        let length = usize::try_from(leaves.div_ceil(MAX_CHILDREN as u64)).unwrap_or(usize::MAX);
+        root.resize(length, None);
+        Self {
+            root,
+            pages: BTreeMap::new(),
+            evictable: BTreeMap::new(),
+            tick: 0,
+            bytes: 0,
+            dirty_bytes: 0,
+            max_bytes,
+        }
+    }
+
+    /// The memory of all pages in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The memory of changed pages in bytes.
+    pub(super) fn dirty_bytes(&self) -> usize {
+        self.dirty_bytes
+    }
+
+    pub(super) fn root(&self) -> &[Option<PageId>] {
+        &self.root
+    }
+
+    /// Returns a map page, or `None` if its whole range reads as zeroes.
+    ///
+    /// # Errors
+    /// Returns the page that must be loaded first.
+    pub(super) fn leaf(&mut self, number: u64) -> Result<Option<&Page>, Missing> {
+        if !self.pages.contains_key(&Key::Leaf(number)) {
+            return match self.leaf_id(number)? {
+                Some(id) => Err(Missing::Leaf(number, id)),
+                None => Ok(None),
+            };
+        }
+        Ok(self.touch(Key::Leaf(number)).and_then(|page| match &page.content {
+            Content::Leaf(page) => Some(page),
+            Content::Index(_) => None,
+        }))
+    }
+
+    /// Changes a map page with `change`. The page becomes dirty.
+    ///
+    /// # Errors
+    /// Returns the page that must be loaded first; nothing was changed then.
+    pub(super) fn change<R>(
+        &mut self,
+        number: u64,
+        change: impl FnOnce(&mut Page) -> R,
+    ) -> Result<R, Missing> {
+        if self.leaf(number)?.is_none() {
+            self.insert(Key::Leaf(number), Content::Leaf(Page::default()));
+        }
+        let cached = self.pages.get_mut(&Key::Leaf(number)).expect("the page was inserted");
+        let Content::Leaf(page) = &mut cached.content else { unreachable!("the key says so") };
+        let result = change(page);
+        let before = cached.bytes;
+        cached.bytes = leaf_bytes(page);
+        self.bytes = self.bytes + cached.bytes - before;
+        if cached.is_dirty {
+            self.dirty_bytes -= before;
+        }
+        self.dirty_bytes += cached.bytes;
+        cached.is_dirty = true;
+        self.evictable.remove(&cached.tick);
+        Ok(result)
+    }
+
+    /// Returns the name of a map page, `None` if there is none.
+    pub(super) fn leaf_id(&mut self, number: u64) -> Result<Option<PageId>, Missing> {
+        let (index, child) = split(number);
+        Ok(self.index(index)?.and_then(|pages| pages.get(child).copied().flatten()))
+    }
+
+    /// Returns a page of the index, `None` if there is none.
+    pub(super) fn index(&mut self, number: u64) -> Result<Option<&[Option<PageId>]>, Missing> {
+        let at = usize::try_from(number).unwrap_or(usize::MAX);
+        if !self.pages.contains_key(&Key::Index(number)) {
+            return match self.root.get(at).copied().flatten() {
+                Some(id) => Err(Missing::Index(number, id)),
+                None => Ok(None),
+            };
+        }
+        Ok(self.touch(Key::Index(number)).and_then(|page| match &page.content {
+            Content::Index(pages) => Some(pages.as_slice()),
+            Content::Leaf(_) => None,
+        }))
+    }
+
+    /// Takes a map page that was loaded. It is ignored if it was replaced meanwhile.
+    pub(super) fn supply_leaf(&mut self, number: u64, id: PageId, entries: Vec<Entry>) {
+        let is_current = self.leaf_id(number) == Ok(Some(id));
+        if is_current && !self.pages.contains_key(&Key::Leaf(number)) {
+            self.insert(Key::Leaf(number), Content::Leaf(Page::new(entries)));
+        }
+    }
+
+    /// Takes a page of the index that was loaded. It is ignored if it was replaced meanwhile.
+    pub(super) fn supply_index(&mut self, number: u64, id: PageId, pages: Vec<Option<PageId>>) {
+        let at = usize::try_from(number).unwrap_or(usize::MAX);
+        let is_current = self.root.get(at) == Some(&Some(id));
+        if is_current && !self.pages.contains_key(&Key::Index(number)) {
+            self.insert(Key::Index(number), Content::Index(pages));
+        }
+    }
+
+    /// Returns the pages of the index below which map pages have changed.
+    pub(super) fn dirty_indices(&self) -> Vec<u64> {
+        let mut numbers: Vec<u64> =
+            self.dirty_in(0..u64::MAX).map(|(number, _)| split(number).0).collect();
+        numbers.dedup();
+        numbers
+    }
+
+    /// Returns the changed map pages below a page of the index.
+    pub(super) fn dirty_leaves(&self, index: u64) -> Vec<(u64, Vec<Entry>)> {
+        let first = index * MAX_CHILDREN as u64;
+        let below = self.dirty_in(first..first + MAX_CHILDREN as u64);
+        below.map(|(number, page)| (number, page.entries().to_vec())).collect()
+    }
+
+    /// Replaces a page of the index, after it and the map pages in `leaves` were written. `leaves` have not changed
+    /// since then.
+    pub(super) fn replace(
+        &mut self,
+        index: u64,
+        id: Option<PageId>,
+        pages: Vec<Option<PageId>>,
+        leaves: &[u64],
+    ) {
+        self.root[usize::try_from(index).unwrap_or(usize::MAX)] = id;
+        self.insert(Key::Index(index), Content::Index(pages));
+        for number in leaves {
+            let Some(cached) = self.pages.get_mut(&Key::Leaf(*number)) else { continue };
+            cached.is_dirty = false;
+            self.dirty_bytes -= cached.bytes;
+            self.touch(Key::Leaf(*number));
+        }
+        self.evict();
+    }
+
+    fn dirty_in(&self, numbers: Range<u64>) -> impl Iterator<Item = (u64, &Page)> {
+        let keys = Key::Leaf(numbers.start)..Key::Leaf(numbers.end);
+        self.pages.range(keys).filter_map(|(key, cached)| match (key, &cached.content) {
+            (Key::Leaf(number), Content::Leaf(page)) if cached.is_dirty => Some((*number, page)),
+            _ => None,
+        })
+    }
+
+    fn insert(&mut self, key: Key, content: Content) {
+        let bytes = match &content {
+            Content::Index(pages) => OVERHEAD_BYTES + size_of_val(pages.as_slice()),
+            Content::Leaf(page) => leaf_bytes(page),
+        };
+        let cached = Cached { content, is_dirty: false, bytes, tick: 0 };
+        if let Some(old) = self.pages.insert(key, cached) {
+            self.evictable.remove(&old.tick);
+            self.bytes -= old.bytes;
+        }
+        self.bytes += bytes;
+        self.touch(key);
+        self.evict();
+    }
+
+    fn touch(&mut self, key: Key) -> Option<&Cached> {
+        let cached = self.pages.get_mut(&key)?;
+        self.evictable.remove(&cached.tick);
+        self.tick += 1;
+        cached.tick = self.tick;
+        if !cached.is_dirty {
+            self.evictable.insert(self.tick, key);
+        }
+        Some(cached)
+    }
+
+    /// Evicts pages until the rest is within the bound, but not the two that were used last: a page and its index.
+    fn evict(&mut self) {
+        while self.bytes > self.max_bytes && self.evictable.len() > 2 {
+            let Some((_, key)) = self.evictable.pop_first() else { return };
+            if let Some(cached) = self.pages.remove(&key) {
+                self.bytes -= cached.bytes;
+            }
+        }
+    }
+}
+
+/// The page of the index above a map page, and the place in it.
+pub(super) fn split(leaf: u64) -> (u64, usize) {
+    let children = MAX_CHILDREN as u64;
+    (leaf / children, usize::try_from(leaf % children).unwrap_or(usize::MAX))
+}
+
+fn leaf_bytes(page: &Page) -> usize {
+    OVERHEAD_BYTES + size_of_val(page.entries())
+}
