@@ -31,6 +31,9 @@ struct Memory {
     done: BTreeSet<Position>,
     /// The number of checkpoints at which the next sweep is due.
     sweep_at: u64,
+    /// A search for sparse objects has found none. The next one is due when the space has reached the first
+    /// number, or the number of checkpoints is another one: a search looks at all objects.
+    fruitless: Option<(u64, u64)>,
 }
 
 /// A part of an object that the map refers to.
@@ -86,9 +89,14 @@ impl Shared {
         if weight <= limit {
             return None;
         }
+        let count = state.checkpoints.count;
+        if memory.fruitless.is_some_and(|(space, at)| weight < space && count == at) {
+            return None;
+        }
         memory.done.retain(|at| state.usage.contains(*at));
         let end = self.position(state.tail.first);
         let victims = state.usage.victims(end, spare, self.capacity(), &memory.done);
+        memory.fruitless = victims.is_empty().then_some((weight + spare / 4, count));
         if victims.is_empty() {
             // What is dead already goes with the next checkpoint.
             let is_any_dead = !state.usage.dead(end).is_empty() && state.tail.first > 1;
