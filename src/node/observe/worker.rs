@@ -49,7 +49,7 @@ pub(crate) async fn observe_worker(
         WorkerSlot::Predecessor => (&guard.predecessor, guard.record.predecessor),
     };
     let process = match worker {
-        Some(worker) if worker.has_ended() => return Ok(worker_ended(cx, guard, slot)),
+        Some(worker) if worker.has_ended() => return Ok(worker_ended(cx, guard, slot).await),
         Some(worker) if worker.is_fenced() => return Ok(ObservedWorker::Fenced),
         Some(worker) if !worker.is_broken() => return Ok(alive(worker)),
         Some(worker) => worker.process(),
@@ -125,7 +125,7 @@ async fn adopt_worker(
             }
             if has_ended(&process) {
                 process.handle.reap();
-                return Ok(worker_ended(cx, guard, slot));
+                return Ok(worker_ended(cx, guard, slot).await);
             }
             Ok(ObservedWorker::Unreachable { pid: process.id.pid, reason: error.report() })
         }
@@ -133,8 +133,11 @@ async fn adopt_worker(
 }
 
 /// Handles the end of a worker, which is proved.
-fn worker_ended(cx: &Context, guard: &mut Guard, slot: WorkerSlot) -> ObservedWorker {
+async fn worker_ended(cx: &Context, guard: &mut Guard, slot: WorkerSlot) -> ObservedWorker {
     let worker = slot.of(guard).take();
+    if let Some(worker) = &worker {
+        worker.last_messages().await;
+    }
     // The end of one of two workers is the normal end of a handover.
     if guard.record.predecessor.is_some() {
         return ObservedWorker::Gone;

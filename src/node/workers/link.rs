@@ -51,7 +51,15 @@ impl Link {
     pub(super) async fn receive(&self) -> io::Result<Option<(FromWorker, Vec<OwnedFd>)>> {
         let receive = |socket: &OwnedFd| {
             let mut buffer = vec![0; MAX_PACKET];
-            let (length, descriptors) = seqpacket::receive(socket.as_fd(), &mut buffer)?;
+            let received = match seqpacket::receive(socket.as_fd(), &mut buffer) {
+                // A worker that ends with a command unread: the kernel reports that once, and before what the worker
+                // has sent last (unix_release_sock in net/unix/af_unix.c).
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    seqpacket::receive(socket.as_fd(), &mut buffer)
+                }
+                received => received,
+            };
+            let (length, descriptors) = received?;
             buffer.truncate(length);
             Ok((buffer, descriptors))
         };
@@ -89,5 +97,27 @@ pub(super) fn watched(descriptor: OwnedFd, interest: Interest) -> io::Result<Asy
 impl AsRawFd for Link {
     fn as_raw_fd(&self) -> std::os::fd::RawFd {
         self.0.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_last_messages_of_a_worker_are_received_although_it_has_not_read_a_command() {
+        let (own, other) = crate::workers::sockets::seqpacket_pair().unwrap();
+        let link = Link::new(own).unwrap();
+        for message in [FromWorker::Disconnected, FromWorker::Closed] {
+            let bytes = serde_json::to_vec(&message).unwrap();
+            seqpacket::send(other.as_fd(), &bytes, &[]).unwrap();
+        }
+        link.send(&ToWorker::Stop, &[]).await.unwrap();
+        drop(other);
+        let first = link.receive().await.unwrap();
+        assert!(matches!(first, Some((FromWorker::Disconnected, _))), "{first:?}");
+        let second = link.receive().await.unwrap();
+        assert!(matches!(second, Some((FromWorker::Closed, _))), "{second:?}");
+        assert!(link.receive().await.unwrap().is_none());
     }
 }

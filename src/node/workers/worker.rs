@@ -17,6 +17,9 @@ use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_statistics::Page;
 use cleat_worker_protocol::protocol::{Failure, FromWorker, Outage, Ready, ToWorker};
 
+/// The timeout for reading what a worker that has ended sent last.
+const LAST_MESSAGES_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// A worker that serves a volume.
 pub struct Worker {
     /// The properties of the worker and its volume.
@@ -74,6 +77,14 @@ impl Worker {
     /// Returns whether the process has ended.
     pub fn has_ended(&self) -> bool {
         has_ended(&self.process)
+    }
+
+    /// Waits until the last messages of a worker that has ended are read, for at most 1 s. A process can be seen to have
+    /// ended before its report that it has closed the volume is read.
+    pub async fn last_messages(&self) {
+        let mut ended = self.ended.clone();
+        let read = ended.wait_for(|ended| *ended);
+        let _ = timeout_at(Instant::now() + LAST_MESSAGES_TIMEOUT, read).await;
     }
 
     /// Returns whether the channel can no longer be used.
