@@ -78,7 +78,7 @@ conformance: deps-test ## Every backend keeps the same contract
 
 # Its tests wait for clusters, timeouts and processes, so three at a time do not need three processors.
 system: deps-test ## Command line, workers, supervisor on a simulated kernel, a Ceph cluster
-	$(CARGO_TEST) --test system -- --test-threads 3 $(EXACT)
+	$(CARGO_TEST) --test system -- --test-threads 4 $(EXACT)
 
 simulation: deps-test ## The supervisor with everything else simulated
 	$(CARGO_TEST) --test simulation
