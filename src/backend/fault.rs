@@ -91,6 +91,7 @@ impl FaultImage {
         if plan.take_fail_sync() {
             inner.fail_next_sync();
         }
+        inner.set_drop_syncs(plan.drops_syncs());
         let shared = Shared {
             plan: Mutex::new(Arc::new(plan)),
             plan_number: AtomicU64::new(0),
@@ -240,6 +241,7 @@ impl SetFault for FaultImage {
         if plan.take_fail_sync() {
             self.inner.fail_next_sync();
         }
+        self.inner.set_drop_syncs(plan.drops_syncs());
         tracing::info!(%plan, "the injected faults were replaced");
         *lock(&self.shared.plan) = Arc::new(plan);
         self.shared.plan_number.fetch_add(1, Ordering::Release);

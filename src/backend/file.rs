@@ -270,6 +270,11 @@ impl Image for FileImage {
         self.abilities.space.failure_reason(&self.path)
     }
 
+    #[cfg(feature = "fault")]
+    fn set_drop_syncs(&self, drop: bool) {
+        self.syncer.set_drops(drop);
+    }
+
     fn size_check_interval(&self) -> Option<Duration> {
         Some(SIZE_CHECK_INTERVAL)
     }

@@ -171,6 +171,11 @@ pub trait Image: Send + Sync {
     #[cfg(feature = "fault")]
     fn fail_next_sync(&self) {}
 
+    /// Sets whether the volume leaves out every sync and reports success, as a backend with a bug would. A
+    /// backend that does not sync ignores it.
+    #[cfg(feature = "fault")]
+    fn set_drop_syncs(&self, _drop: bool) {}
+
     /// Returns why the backend cannot be reached, as text for people, if the reason is known. The worker
     /// calls it while requests wait to be repeated. Must not wait for the backend.
     fn failure_reason(&self) -> Option<String> {

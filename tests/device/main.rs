@@ -16,6 +16,7 @@
 mod campaign;
 mod crash;
 mod csi;
+mod durability;
 mod facts;
 mod filesystems;
 mod fixture;
@@ -76,6 +77,7 @@ fn trials() -> Vec<Trial> {
         verify::trials(),
         crash::trials(),
         state_directory::trials(),
+        durability::trials(),
         facts::trials(),
         campaign::trials(),
         peers::trials(),

@@ -11,6 +11,8 @@
 //! from=1G  to=2G      only requests that touch these bytes (not FLUSH, which has no range)
 //! seed=42             the seed of the random choices (default 0)
 //! fail_sync=true      the next sync of the volume fails, as for a lost page; independent of the other keys
+//! drop_syncs=true     syncs and the durable mark of writes with FUA are left out, and their requests succeed;
+//!                     independent of the other keys
 //! ```
 //!
 //! In a `fault:` URI each key has the prefix `fault.`; in a plan set at run time it may have it.
@@ -41,6 +43,7 @@ pub(super) struct Plan {
     to: Option<u64>,
     seed: u64,
     fail_sync: bool,
+    drop_syncs: bool,
 }
 
 /// The fault of one request.
@@ -55,8 +58,19 @@ pub(super) struct RequestFault {
 const MAX_DELAY: Duration = Duration::from_secs(3600);
 const MILLION: u32 = 1_000_000;
 
-const KEYS: [&str; 10] =
-    ["latency", "jitter", "hang", "error", "rate", "ops", "from", "to", "seed", "fail_sync"];
+const KEYS: [&str; 11] = [
+    "latency",
+    "jitter",
+    "hang",
+    "error",
+    "rate",
+    "ops",
+    "from",
+    "to",
+    "seed",
+    "fail_sync",
+    "drop_syncs",
+];
 
 impl Plan {
     /// Parses the options of the plan, without the prefix.
@@ -74,6 +88,7 @@ impl Plan {
                 text.parse().map_err(|_| invalid(format!("seed is a number, not {text:?}")))
             })?,
             fail_sync: options.flag("fail_sync")?.unwrap_or(false),
+            drop_syncs: options.flag("drop_syncs")?.unwrap_or(false),
         };
         options.finish("the fault plan", &KEYS)?;
         if plan.from.unwrap_or(0) >= plan.to.unwrap_or(u64::MAX) {
@@ -102,12 +117,18 @@ impl Plan {
         add("to", self.to.map(|at| Size(at).to_string()));
         add("seed", (self.seed != 0).then(|| self.seed.to_string()));
         add("fail_sync", self.fail_sync.then(|| "true".to_owned()));
+        add("drop_syncs", self.drop_syncs.then(|| "true".to_owned()));
         options
     }
 
     /// Returns whether the next sync fails, and removes this from the plan.
     pub(super) fn take_fail_sync(&mut self) -> bool {
         std::mem::take(&mut self.fail_sync)
+    }
+
+    /// Returns whether the volume makes nothing durable and reports success.
+    pub(super) fn drops_syncs(&self) -> bool {
+        self.drop_syncs
     }
 
     /// Returns whether the plan simulates a backend that cannot be reached, or is full.
@@ -284,6 +305,7 @@ mod tests {
             error in prop::option::of(0..IoError::ALL.len()), rate in prop::option::of(0..MILLION),
             ops in 0_u8..64, from in prop::option::of(0_u64..1 << 40),
             length in prop::option::of(1_u64..1 << 40), seed: u64, fail_sync: bool,
+            drop_syncs: bool,
         ) {
             let plan = Plan {
                 latency: Duration::from_micros(latency_us),
@@ -296,6 +318,7 @@ mod tests {
                 to: length.map(|length| from.unwrap_or(0) + length),
                 seed,
                 fail_sync,
+                drop_syncs,
             };
             prop_assert_eq!(plan.to_string().parse::<Plan>().ok(), Some(plan));
         }

@@ -172,6 +172,7 @@ impl FileQueue {
                     ring.read(self.file, buffer, from, offset, token)
                 } else {
                     let durable = task.request.flags.fua && self.abilities.direct;
+                    let durable = durable && !self.syncer.drops();
                     ring.write(self.file, buffer, from, offset, durable, token)
                 };
                 submitted.map_err(|buffer| returned = Some(buffer)).is_ok()

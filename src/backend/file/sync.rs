@@ -47,6 +47,9 @@ struct Shared {
     /// The errno with which the next sync fails; 0: none.
     #[cfg(feature = "fault")]
     injected: AtomicI32,
+    /// No sync is done, and each one succeeds.
+    #[cfg(feature = "fault")]
+    drops: AtomicBool,
 }
 
 #[derive(Default)]
@@ -72,6 +75,8 @@ impl Syncer {
             watcher: OnceLock::new(),
             #[cfg(feature = "fault")]
             injected: AtomicI32::new(0),
+            #[cfg(feature = "fault")]
+            drops: AtomicBool::new(false),
         };
         Self { shared: Arc::new(shared), thread: Mutex::default() }
     }
@@ -151,6 +156,17 @@ impl Syncer {
     pub(super) fn inject_failure(&self) {
         self.shared.injected.store(libc::EIO, Ordering::Release);
     }
+
+    /// Sets whether syncs are left out and succeed.
+    #[cfg(feature = "fault")]
+    pub(super) fn set_drops(&self, drops: bool) {
+        self.shared.drops.store(drops, Ordering::Release);
+    }
+
+    /// Returns whether an injected fault leaves out the syncs; always false without the feature `fault`.
+    pub(super) fn drops(&self) -> bool {
+        self.shared.drops()
+    }
 }
 
 impl Drop for Syncer {
@@ -213,7 +229,20 @@ impl Shared {
         synced
     }
 
+    #[cfg(feature = "fault")]
+    fn drops(&self) -> bool {
+        self.drops.load(Ordering::Acquire)
+    }
+
+    #[cfg(not(feature = "fault"))]
+    fn drops(&self) -> bool {
+        false
+    }
+
     fn fdatasync(&self) -> io::Result<()> {
+        if self.drops() {
+            return Ok(());
+        }
         loop {
             #[cfg(feature = "fault")]
             match self.injected.swap(0, Ordering::AcqRel) {
