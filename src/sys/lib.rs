@@ -11,6 +11,7 @@ pub mod descriptor;
 #[cfg(any(test, feature = "escape-attempts"))]
 pub mod escape_attempts;
 pub mod host;
+pub mod memory_limit;
 pub mod memory_lock;
 pub mod process;
 pub mod ring;

@@ -9,6 +9,8 @@
 //! - Code and data that are mapped at the start are locked once touched, so that the kernel cannot swap the
 //!   data path out, for example to its own device. Request buffers are not locked: they return pages to the
 //!   system when idle, which locked memory cannot.
+//! - Its private memory is limited ([`MAX_DATA`]): when the backend's library uses more, the worker ends, and a
+//!   new one takes over. Without a limit it would take the memory that other writers need.
 //! - It leaves no core dumps, which would contain users' data.
 
 use std::io;
@@ -38,7 +40,7 @@ use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_export::server::{Limits, reserve_rings};
 use cleat_statistics::{Page, SLOTS};
-use cleat_sys::{descriptor, memory_lock, process};
+use cleat_sys::{descriptor, memory_limit, memory_lock, process};
 use cleat_telemetry::Log;
 
 /// How long a new worker waits for its first message, in milliseconds.
@@ -48,6 +50,11 @@ const START_TIMEOUT_MS: u16 = 60_000;
 const CONTROL_BACKLOG: i32 = 8;
 
 const OOM_SCORE_ADJ: &str = "-999";
+
+/// The maximum private writable memory of a worker, in bytes. Request buffers take up to 1 GiB of it (64 MiB for
+/// each of 16 connections), the allocator reserves 1 GiB at a time, and the stacks of librbd's threads take some
+/// hundred MiB of address space. The content of a volume in memory is in memory files and does not count.
+const MAX_DATA: u64 = 4 << 30;
 
 /// What a worker process does after its start.
 enum Role {
@@ -342,5 +349,6 @@ fn prepare_process(name: &str) {
     attempt("forbid core dumps", setrlimit(Resource::RLIMIT_CORE, 0, 0).map_err(io::Error::from));
     attempt("lower its OOM score", std::fs::write("/proc/self/oom_score_adj", OOM_SCORE_ADJ));
     attempt("become an I/O flusher (CAP_SYS_RESOURCE)", process::set_io_flusher());
+    attempt("limit its memory", memory_limit::limit_data(MAX_DATA));
     attempt("lock its memory (CAP_IPC_LOCK or RLIMIT_MEMLOCK)", memory_lock::lock_touched_memory());
 }

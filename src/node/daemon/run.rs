@@ -28,6 +28,7 @@ use cleat_core::clock::SystemClock;
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_core::random::Random;
 use cleat_kernel::real::RealKernel;
+use cleat_sys::{memory_limit, memory_lock, process};
 
 /// The sum of the limits of all calls that block. No call waits for a thread because calls of another kind
 /// hang: the kernel's, the writes to the two directories of records, the opens of credential files, and all
@@ -47,6 +48,11 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
 /// The limit of open files that the daemon gives itself, as in its unit. A mapping has about ten.
 const OPEN_FILES: u64 = 65_536;
 
+/// The maximum private writable memory of the supervisor, in bytes. The stacks of its threads, 2 MiB each, take up
+/// to 200 MiB of it, and the allocator reserves 1 GiB at a time. Beyond it the daemon ends, and the service
+/// manager starts it again, while the workers serve.
+const MAX_DATA: u64 = 4 << 30;
+
 /// Returns the work of a service beside the control API, such as CSI, which runs until the daemon ends; `None`
 /// if the configuration does not ask for it.
 pub type Extension =
@@ -58,6 +64,8 @@ pub type Extension =
 /// Returns `InUse` if another daemon runs, and an error if a directory or a socket cannot be created.
 pub fn run(config: &Config, registry: Registry, extensions: &[Extension]) -> Result<()> {
     raise_open_files();
+    // Before the first thread, because threads inherit it.
+    prepare_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(MAX_THREADS)
@@ -83,6 +91,19 @@ fn raise_open_files() {
     if let Err(error) = raised {
         tracing::warn!(%error, "the daemon could not raise its limit of open files");
     }
+}
+
+/// Prepares the process for times when memory is short: the supervisor replaces workers that die then, and dirty
+/// pages of their devices cannot be written before. A failure makes the daemon less robust, but it can work.
+fn prepare_memory() {
+    let attempt = |what: &str, outcome: std::io::Result<()>| {
+        if let Err(error) = outcome {
+            tracing::warn!(%error, "the daemon could not {what}");
+        }
+    };
+    attempt("become an I/O flusher (CAP_SYS_RESOURCE)", process::set_io_flusher());
+    attempt("limit its memory", memory_limit::limit_data(MAX_DATA));
+    attempt("lock its memory (CAP_IPC_LOCK or RLIMIT_MEMLOCK)", memory_lock::lock_touched_memory());
 }
 
 async fn run_until_signal(
