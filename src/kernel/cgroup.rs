@@ -17,6 +17,7 @@ use nix::sys::stat::Mode;
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, fstatfs};
 
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::descriptor::set_attribute;
 
 /// The file with the processes of a group. A process moves to the group when its pid is written there.
 const MEMBERS: &str = "cgroup.procs";
@@ -52,7 +53,9 @@ pub fn move_process(group: &Path, pid: u32) -> Result<()> {
         // thread cannot change its namespace, the write may fail.
         let _ = File::open("/proc/1/ns/cgroup")
             .and_then(|initial| Ok(setns(initial, CloneFlags::CLONE_NEWCGROUP)?));
-        let mut members = members(&open_or_make(group)?)?;
+        let directory = open_or_make(group)?;
+        configure(&directory);
+        let mut members = members(&directory)?;
         members.write_all(pid.to_string().as_bytes())
     };
     let moved = std::thread::scope(|scope| scope.spawn(attempt).join());
@@ -70,6 +73,19 @@ fn open_or_make(group: &Path) -> io::Result<File> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
         _ => open(group),
     }
+}
+
+/// Sets the properties of a group of workers that the unit sets under systemd. A kernel or a systemd without
+/// support for one of them is no error.
+fn configure(group: &File) {
+    // Workers are not swapped out. The file exists if the parent group has enabled the memory controller.
+    let flags = OFlag::O_WRONLY | OFlag::O_CLOEXEC;
+    if let Ok(file) = openat(group, "memory.swap.max", flags, Mode::empty()) {
+        let _ = File::from(file).write_all(b"0");
+    }
+    // At the end of a shutdown systemd (255 and later) kills no process in a group with this attribute, so that
+    // what is left mounted can be unmounted (SurviveFinalKillSignal= in systemd.service(5)).
+    let _ = set_attribute(group, "user.survive_final_kill_signal", b"1");
 }
 
 /// Opens the directory of a group, and checks that it is one.

@@ -26,6 +26,7 @@ pub mod real;
 mod shared_scan;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
+pub mod swap;
 mod sysfs;
 pub mod udev;
 mod unmount;

@@ -1,14 +1,14 @@
 //! Descriptors of types of other crates, and properties of files that `std` does not offer.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use neli::socket::synchronous::NlSocketHandle;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, XattrFlags, fsetxattr, statx};
 
 /// A device number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -66,6 +66,14 @@ pub fn backing_device(path: &Path) -> io::Result<BackingDevice> {
             minor: found.stx_dev_minor,
         }),
     })
+}
+
+/// Sets an extended attribute of a file or directory.
+///
+/// # Errors
+/// Returns the errors of fsetxattr(2).
+pub fn set_attribute(file: impl AsFd, name: &str, value: &[u8]) -> io::Result<()> {
+    Ok(fsetxattr(file, name, value, XattrFlags::empty())?)
 }
 
 /// Takes ownership of a descriptor that this process inherited from its parent, and makes it

@@ -18,4 +18,5 @@ pub mod ring;
 pub mod send_list;
 pub mod seqpacket;
 pub mod shared;
+pub mod swap;
 pub mod volume_id;

@@ -26,6 +26,7 @@ mod host;
 mod isolation;
 mod kernel;
 mod lifecycle;
+mod memory;
 mod outage;
 mod peers;
 mod pod;
@@ -86,6 +87,7 @@ fn trials() -> Vec<Trial> {
         force::trials(),
         foreign::trials(),
         outage::trials(),
+        memory::trials(),
         upgrade::trials(),
         rbd::trials(),
         quiesce::trials(),

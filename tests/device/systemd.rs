@@ -3,7 +3,7 @@
 use libtest_mimic::Trial;
 
 use crate::fixture::{Image, cleat_ok, shell, status, wait_for_state};
-use crate::{force, trial};
+use crate::{force, memory, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("systemd_unit_starts_works_and_keeps_devices", unit)]
@@ -37,6 +37,10 @@ fn unit() {
     shell("systemctl start cleat");
     wait_for_state("unit", "mapped");
     shell("umount /mnt/unit");
+    // The unit permits swapoff, and keeps the processes of the unit out of swap.
+    memory::swap_is_refused(&device);
+    let group = shell("systemctl show cleat -p ControlGroup --value");
+    assert_eq!(shell(&format!("cat /sys/fs/cgroup{group}/memory.swap.max")), "0");
     cleat_ok(&["unmap", "unit"]);
     by_force();
     // Log entries have their own fields in the journal.

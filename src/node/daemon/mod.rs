@@ -5,6 +5,7 @@ mod events;
 mod run;
 mod server;
 mod service_manager;
+mod swap_guard;
 mod sweep;
 mod work_queue;
 

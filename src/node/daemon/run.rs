@@ -12,7 +12,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::{Instant, interval};
 
 use super::service_manager::{notify, status};
-use super::{Node, Parts};
+use super::{Node, Parts, swap_guard};
 use crate::blocking;
 use crate::config::Config;
 use crate::credentials;
@@ -66,6 +66,7 @@ pub fn run(config: &Config, registry: Registry, extensions: &[Extension]) -> Res
     raise_open_files();
     // Before the first thread, because threads inherit it.
     prepare_memory();
+    swap_guard::start();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(MAX_THREADS)

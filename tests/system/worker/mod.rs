@@ -5,6 +5,7 @@ mod credentials;
 mod fences;
 mod fight;
 mod lagging;
+mod limits;
 mod quiesce;
 mod rbd;
 #[cfg(feature = "fault")]
