@@ -129,8 +129,10 @@ bench: deps-test ## Benchmarks against peers
 install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DESTDIR, PREFIX)
 	$(INSTALL) -D -m 0755 $(RELEASE) $(DESTDIR)$(bindir)/cleat
 	$(INSTALL) -d $(DESTDIR)$(unitdir)
-	sed 's#/usr/local/bin/#$(bindir)/#' systemd/cleat.service > $(DESTDIR)$(unitdir)/cleat.service
-	chmod 0644 $(DESTDIR)$(unitdir)/cleat.service
+	for unit in $(notdir $(wildcard systemd/*.service)); do \
+		sed 's#/usr/local/bin/#$(bindir)/#' systemd/$$unit > $(DESTDIR)$(unitdir)/$$unit || exit 1; \
+		chmod 0644 $(DESTDIR)$(unitdir)/$$unit; \
+	done
 	$(INSTALL) -d $(DESTDIR)$(udevdir)
 	$(INSTALL) -m 0644 systemd/*.rules $(DESTDIR)$(udevdir)
 	$(INSTALL) -D -m 0644 systemd/cleat.toml $(DESTDIR)$(docdir)/cleat.toml
@@ -146,7 +148,8 @@ install: $(RELEASE) ## Install what was built: unit, udev rules, manual, too (DE
 		"systemctl enable --now cleat"
 
 uninstall: ## Remove what `install` put there (DESTDIR, PREFIX)
-	rm -f $(DESTDIR)$(bindir)/cleat $(DESTDIR)$(unitdir)/cleat.service \
+	rm -f $(DESTDIR)$(bindir)/cleat \
+		$(addprefix $(DESTDIR)$(unitdir)/,$(notdir $(wildcard systemd/*.service))) \
 		$(addprefix $(DESTDIR)$(udevdir)/,$(notdir $(wildcard systemd/*.rules))) \
 		$(DESTDIR)$(docdir)/cleat.toml $(DESTDIR)$(docdir)/59-cleat-no-scan.rules \
 		$(DESTDIR)$(mandir)/cleat.1 $(DESTDIR)$(mandir)/cleat-*.1 \

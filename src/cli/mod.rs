@@ -24,6 +24,7 @@ mod metrics;
 mod node;
 pub mod output;
 mod progress;
+mod release_devices;
 mod resize;
 mod serve;
 mod set;
@@ -123,6 +124,7 @@ enum Command {
     Doctor(doctor::Doctor),
     Fence(fence::Fence),
     Csi(csi::Csi),
+    ReleaseDevices(release_devices::ReleaseDevices),
     #[cfg(feature = "fault")]
     Fault(fault::Fault),
     Completions(completions::Completions),
@@ -166,6 +168,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Serve(args) => serve::run(globals, args),
         Command::Fence(args) => fence::run(globals, args),
         Command::Csi(args) => csi::run(globals, &args),
+        Command::ReleaseDevices(_) => release_devices::run(globals),
         #[cfg(feature = "fault")]
         Command::Fault(args) => fault::run(globals, args),
         Command::Completions(args) => completions::run(&args),

@@ -84,7 +84,7 @@ fn configure(group: &File) {
         let _ = File::from(file).write_all(b"0");
     }
     // At the end of a shutdown systemd (255 and later) kills no process in a group with this attribute, so that
-    // what is left mounted can be unmounted (SurviveFinalKillSignal= in systemd.service(5)).
+    // what is left mounted can be unmounted (SurviveFinalKillSignal= in systemd.unit(5)).
     let _ = set_attribute(group, "user.survive_final_kill_signal", b"1");
 }
 

@@ -24,6 +24,7 @@ mod namespaces;
 mod netlink;
 pub mod real;
 mod shared_scan;
+pub mod shutdown;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
 pub mod swap;

@@ -170,7 +170,7 @@ impl Proc {
 
     /// Returns the block devices that a process has open, and the devices of the file systems that it
     /// uses.
-    fn opens(&self, process: &str, descriptors: &mut usize) -> Result<Opens> {
+    pub(super) fn opens(&self, process: &str, descriptors: &mut usize) -> Result<Opens> {
         let directory = self.0.join(process);
         let (mut devices, mut filesystems) = (Vec::new(), Vec::new());
         let mut note = |path: &Path| {
@@ -199,13 +199,13 @@ impl Proc {
         Ok((devices, filesystems))
     }
 
-    fn command(&self, pid: u32) -> String {
+    pub(super) fn command(&self, pid: u32) -> String {
         let command = fs::read_to_string(self.0.join(pid.to_string()).join("comm"));
         command.unwrap_or_default().trim_end().to_owned()
     }
 }
 
-type Opens = (Vec<DeviceNumber>, Vec<DeviceNumber>);
+pub(super) type Opens = (Vec<DeviceNumber>, Vec<DeviceNumber>);
 type View = (PathBuf, Option<(u64, u64)>);
 
 impl Mount {
@@ -231,7 +231,7 @@ fn is_ours(path: &Path, disk: &Disk) -> bool {
         || block_device(path).ok().flatten().is_some_and(|number| disk.numbers.contains(&number))
 }
 
-fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+pub(super) fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     fs::File::open(path)?.take(limit + 1).read_to_end(&mut text)?;
     Ok(text)

@@ -3,9 +3,11 @@
 //!
 //! A machine boots once and runs many tests. The tests of RBD share one machine and its cluster, the others that
 //! need no systemd are divided among [`FAST_MACHINES`] machines with a small init, and those that test the
-//! systemd unit get one with systemd. [`SLOTS`] machines run at a time.
+//! systemd unit get one with systemd. A test of the shutdown gets a machine of its own, which it powers off, and
+//! which boots again for the checks. [`SLOTS`] machines run at a time.
 
 use std::collections::VecDeque;
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -17,6 +19,16 @@ use crate::csi::sanity;
 
 /// Set in the guest: the file with the names of the tests to run, one per line.
 pub(crate) const TRIALS: &str = "CLEAT_TEST_TRIALS";
+
+/// Set in the guest of a test of the shutdown: which of [`BOOTS`] it is.
+pub(crate) const BOOT: &str = "CLEAT_TEST_BOOT";
+
+/// The boots of a machine that a test powers off: it prepares the disks and powers off; then it checks them.
+pub(crate) const BOOTS: [&str; 2] = ["prepare", "check"];
+
+/// The number and the size of the disks that keep their content until the second boot.
+const KEPT_DISKS: usize = 4;
+const KEPT_DISK_BYTES: u64 = 512 << 20;
 
 /// The number of machines for the tests that need neither systemd nor a cluster. The slot that is free first
 /// takes the next machine. With more machines they end at nearly the same time, but each takes time to boot.
@@ -36,12 +48,19 @@ struct Machine {
     processors: u32,
     init: &'static str,
     trials: Vec<String>,
+    /// Its test powers it off.
+    powers_off: bool,
 }
 
 /// Boots the machines that the chosen tests need, and runs the tests there. Returns the exit status of
 /// the first machine that failed, or 0.
-pub(crate) fn run(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> i32 {
-    let machines = machines(arguments, fast, systemd);
+pub(crate) fn run(
+    arguments: &Arguments,
+    fast: &[Trial],
+    systemd: &[Trial],
+    shutdown: &[Trial],
+) -> i32 {
+    let machines = machines(arguments, fast, systemd, shutdown);
     if machines.is_empty() {
         println!("no test is chosen");
         // A name that no test has must not pass. Without --exact, other test programs may have such a test.
@@ -93,33 +112,42 @@ fn reported(results: &str) -> usize {
 }
 
 /// Divides the tests that `arguments` choose among machines.
-fn machines(arguments: &Arguments, fast: &[Trial], systemd: &[Trial]) -> Vec<Machine> {
+fn machines(
+    arguments: &Arguments,
+    fast: &[Trial],
+    systemd: &[Trial],
+    shutdown: &[Trial],
+) -> Vec<Machine> {
     let names = |trials: &[Trial]| -> Vec<String> {
         let chosen = trials.iter().filter(|trial| is_chosen(arguments, trial));
         chosen.map(|trial| trial.name().to_owned()).collect()
     };
-    let (fast, systemd) = (names(fast), names(systemd));
+    let (fast, systemd, shutdown) = (names(fast), names(systemd), names(shutdown));
     let (with_cluster, fast): (Vec<String>, Vec<String>) =
         fast.into_iter().partition(|name| name.contains("rbd"));
     let shards = FAST_MACHINES.min(fast.len());
-    let divided = (0..shards).map(|shard| Machine {
-        name: format!("vm{}", shard + 1),
-        processors: if shard == 0 { 2 } else { 1 },
-        init: "fast",
-        // Adjacent tests in the list are similar, also in length, so they go to different machines.
-        trials: fast.iter().skip(shard).step_by(shards).cloned().collect(),
-    });
     let machine = |name: &str, processors, init, trials| Machine {
         name: name.to_owned(),
         processors,
         init,
         trials,
+        powers_off: false,
     };
+    let divided = (0..shards).map(|shard| {
+        // Adjacent tests in the list are similar, also in length, so they go to different machines.
+        let trials = fast.iter().skip(shard).step_by(shards).cloned().collect();
+        machine(&format!("vm{}", shard + 1), if shard == 0 { 2 } else { 1 }, "fast", trials)
+    });
+    let powered_off = shutdown.into_iter().enumerate().map(|(number, name)| Machine {
+        powers_off: true,
+        ..machine(&format!("shutdown{}", number + 1), 2, "systemd", vec![name])
+    });
     // The longest first.
     [machine("rbd", 1, "fast", with_cluster)]
         .into_iter()
         .chain(divided)
         .chain([machine("systemd", 2, "systemd", systemd)])
+        .chain(powered_off)
         .filter(|machine| !machine.trials.is_empty())
         .collect()
 }
@@ -161,10 +189,36 @@ fn install(program: &Path, target: &Path) {
     assert!(status.expect("strip, of binutils").success(), "strip {}", program.display());
 }
 
-/// Boots a machine, runs its tests and prints their output as it arrives, each line after the machine's
-/// name. Returns the exit status, and the line with the results.
+/// Boots a machine, as often as its tests need. Returns the exit status, and the line with the results.
 fn boot(payload: &Path, machine: &Machine) -> (i32, String) {
-    let mut child = match command(payload, machine).spawn() {
+    if !machine.powers_off {
+        return boot_once(payload, machine, &["--disk".into(), "1G".into()], None);
+    }
+    let disks = tempfile::tempdir().expect("a temporary directory for the disks");
+    let mut arguments: Vec<OsString> = Vec::new();
+    for number in 0..KEPT_DISKS {
+        let disk = disks.path().join(format!("disk{number}"));
+        let created = std::fs::File::create(&disk).and_then(|file| file.set_len(KEPT_DISK_BYTES));
+        created.expect("creating a disk");
+        arguments.extend(["--disk".into(), disk.into()]);
+    }
+    let mut powered_off = arguments.clone();
+    powered_off.push("--power-off".into());
+    match boot_once(payload, machine, &powered_off, Some(BOOTS[0])) {
+        (0, _) => boot_once(payload, machine, &arguments, Some(BOOTS[1])),
+        failed => failed,
+    }
+}
+
+/// Boots a machine once, runs its tests and prints their output as it arrives, each line after the machine's
+/// name. Returns the exit status, and the line with the results.
+fn boot_once(
+    payload: &Path,
+    machine: &Machine,
+    options: &[OsString],
+    boot: Option<&str>,
+) -> (i32, String) {
+    let mut child = match command(payload, machine, options, boot).spawn() {
         Ok(child) => child,
         Err(error) => {
             println!(
@@ -182,12 +236,13 @@ fn boot(payload: &Path, machine: &Machine) -> (i32, String) {
     (status.code().unwrap_or(EXIT_HARNESS), results)
 }
 
-fn command(payload: &Path, machine: &Machine) -> Command {
+fn command(payload: &Path, machine: &Machine, options: &[OsString], boot: Option<&str>) -> Command {
     let mut vm = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vm/run"));
-    vm.args(["--init", machine.init, "--memory", "3G", "--disk", "1G"]);
+    vm.args(["--init", machine.init, "--memory", "3G"]).args(options);
     vm.args(["--timeout", &timeout_s(), "--cpus", &machine.processors.to_string()]);
     if let Some(out) = std::env::var_os("CLEAT_VM_OUT") {
-        vm.arg("--out").arg(Path::new(&out).join(&machine.name));
+        let name = [Some(machine.name.as_str()), boot].into_iter().flatten().collect::<Vec<_>>();
+        vm.arg("--out").arg(Path::new(&out).join(name.join("-")));
     }
     if let Some(kernel) = std::env::var_os("CLEAT_VM_KERNEL") {
         vm.arg("--kernel").arg(kernel);
@@ -198,6 +253,9 @@ fn command(payload: &Path, machine: &Machine) -> Command {
         if let Ok(value) = std::env::var(name) {
             vm.arg(format!("{name}={value}"));
         }
+    }
+    if let Some(boot) = boot {
+        vm.arg(format!("{BOOT}={boot}"));
     }
     vm.arg("./device").args(std::env::args().skip(1));
     vm.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -34,6 +34,7 @@ mod quiesce;
 mod rbd;
 mod readonly;
 mod resize;
+mod shutdown;
 mod state_directory;
 mod systemd;
 mod unit_rbd;
@@ -49,11 +50,17 @@ fn main() {
     let mut arguments = Arguments::from_args();
     let is_guest = std::env::var_os(REAL_KERNEL).is_some();
     if !is_guest && !arguments.list {
-        std::process::exit(host::run(&arguments, &trials(), &trials_with_systemd()));
+        std::process::exit(host::run(
+            &arguments,
+            &trials(),
+            &trials_with_systemd(),
+            &shutdown::trials(),
+        ));
     }
     // The tests of a machine share one kernel, and each needs the only daemon.
     arguments.test_threads = Some(1);
     let mut all: Vec<Trial> = trials().into_iter().chain(trials_with_systemd()).collect();
+    all.extend(shutdown::trials());
     if is_guest && let Some(list) = std::env::var_os(host::TRIALS) {
         let list = std::fs::read_to_string(list).expect("the list of tests is in the payload");
         all.retain(|trial| list.lines().any(|name| name == trial.name()));

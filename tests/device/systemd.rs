@@ -17,7 +17,7 @@ pub(crate) fn install() {
          for unit in *.service; do sed 's#/usr/local/bin/#/usr/bin/#' $unit > /etc/systemd/system/$unit; done
          systemd-analyze verify --man=no /etc/systemd/system/cleat.service
          mkdir -p /etc/cleat; printf '[metrics]\\nlisten = \"127.0.0.1:9599\"\\n' > /etc/cleat/cleat.toml
-         systemctl daemon-reload; systemctl start cleat || { journalctl -u cleat; exit 1; }",
+         systemctl daemon-reload; systemctl enable --quiet cleat; systemctl start cleat || { journalctl -u cleat; exit 1; }",
     );
     assert_eq!(shell("systemctl is-active cleat"), "active");
 }

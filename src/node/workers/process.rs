@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -147,6 +148,11 @@ impl Launcher for Processes {
             allow_missing: self.allow_missing.clone(),
         };
         let mut command = Command::new(&self.executable);
+        // At the end of a shutdown systemd kills no process of root whose command begins with '@'
+        // (https://systemd.io/ROOT_STORAGE_DAEMONS). For workers that run as root; others see cleat.service.
+        let mut name = OsString::from("@");
+        name.push(&self.executable);
+        command.arg0(name);
         command.arg("worker").args(isolation.arguments()).env_clear().current_dir("/");
         // Only the variables that affect backtraces and the log are passed on.
         for name in ["RUST_BACKTRACE", "JOURNAL_STREAM"] {

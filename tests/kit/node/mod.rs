@@ -264,14 +264,15 @@ impl Drop for Machine {
     }
 }
 
-/// Returns every process that was started as `executable`.
+/// Returns every worker process that was started as `executable`; its command begins with '@'.
 fn workers_of(executable: &Path) -> Vec<u32> {
     let started = executable.as_os_str().as_encoded_bytes();
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let ours = |pid: &u32| {
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        command.split(|byte| *byte == 0).next() == Some(started)
+        let name = command.split(|byte| *byte == 0).next();
+        name.and_then(|name| name.strip_prefix(b"@")) == Some(started)
     };
     pids.filter(ours).collect()
 }
