@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use cleat_core::error::{Error, ErrorKind, Result};
 use cleat_sys::descriptor::DeviceNumber;
-use cleat_sys::process::PidFd;
+use cleat_sys::process::{PidFd, make_ordinary};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use tokio::io::Interest;
@@ -108,7 +108,7 @@ impl<'a> Call<'a> {
             .stdin(Stdio::null())
             .stdout(output.stdio().map_err(failed)?)
             .stderr(errors.stdio().map_err(failed)?);
-        let child = command.spawn().map_err(failed)?;
+        let child = make_ordinary(&mut command).spawn().map_err(failed)?;
         tracing::debug!(pid = child.id(), command = ?command, "started a program");
         let process = Process::new(child).map_err(failed)?;
         if let Some(writer) = &writer {

@@ -18,6 +18,7 @@ use nix::unistd::Pid;
 
 use crate::directory::check_program;
 use cleat_core::error::{Error, ErrorKind, Result};
+use cleat_sys::process::make_ordinary;
 
 /// How many bytes of the program's output are logged.
 const MAX_OUTPUT: usize = 8192;
@@ -81,7 +82,7 @@ fn spawn(hook: &Path, arguments: [&str; 2], output: &OwnedFd) -> io::Result<Chil
         command.args(arguments).env_clear().env("PATH", PATH).current_dir("/");
         command.process_group(0).stdin(Stdio::null());
         command.stdout(output.try_clone()?).stderr(output.try_clone()?);
-        command.spawn()
+        make_ordinary(&mut command).spawn()
     };
     match start(Command::new(hook)) {
         Err(error) if error.raw_os_error() == Some(libc::ENOEXEC) => {

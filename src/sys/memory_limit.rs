@@ -20,6 +20,16 @@ pub fn limit_data(bytes: u64) -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_DATA, bytes.min(soft), bytes.min(hard))?)
 }
 
+/// As [`limit_data`], but this process and its children may raise the limit again:
+/// `process::make_ordinary` does so for a program.
+///
+/// # Errors
+/// Returns the errors of getrlimit(2) and setrlimit(2).
+pub fn limit_data_softly(bytes: u64) -> io::Result<()> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_DATA)?;
+    Ok(setrlimit(Resource::RLIMIT_DATA, bytes.min(soft), hard)?)
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::Command;

@@ -13,7 +13,8 @@ use std::time::Duration;
 use nix::sys::signal::{SigHandler, Signal, signal};
 use nix::unistd::{ForkResult, fork};
 use rustix::process::{
-    Pid, PidfdFlags, configure_io_flusher_behavior, pidfd_open, pidfd_send_signal,
+    Pid, PidfdFlags, Resource, Rlimit, configure_io_flusher_behavior, getrlimit, pidfd_open,
+    pidfd_send_signal, setrlimit,
 };
 
 /// A process, held by descriptor.
@@ -113,6 +114,25 @@ pub fn exit_now(code: u8) -> ! {
 /// Returns `EPERM` without CAP_SYS_RESOURCE; `EINVAL` before Linux 5.6.
 pub fn set_io_flusher() -> io::Result<()> {
     Ok(configure_io_flusher_behavior(true)?)
+}
+
+/// Makes the program that `command` starts an ordinary one: it does not inherit that this process is an I/O flusher
+/// ([`set_io_flusher`]), and its private memory is limited only by the hard limit (see
+/// `memory_limit::limit_data_softly`). A program that repairs a filesystem may need more memory than this process,
+/// and must wait for write-back as others do.
+///
+/// If the kernel refuses, the program has the properties of this process.
+pub fn make_ordinary(command: &mut Command) -> &mut Command {
+    let prepare = || -> io::Result<()> {
+        // Fails without CAP_SYS_RESOURCE, and then this process is no I/O flusher either.
+        let _ = configure_io_flusher_behavior(false);
+        let limit = getrlimit(Resource::Data);
+        let _ = setrlimit(Resource::Data, Rlimit { current: limit.maximum, ..limit });
+        Ok(())
+    };
+    // SAFETY: `prepare` makes only three system calls, allocates nothing and takes no lock, so it may run between
+    // fork and exec of a process with threads.
+    unsafe { command.pre_exec(prepare) }
 }
 
 /// Ignores a signal in this process and in its children.
@@ -291,5 +311,34 @@ mod tests {
         assert_eq!(descriptors_of_a_child(None), "0 1 2 3");
         let (reader, _writer) = nix::unistd::pipe().unwrap();
         assert_eq!(descriptors_of_a_child(Some(&reader)), "0 1 2 3 4");
+    }
+
+    /// Set in the process that runs only this test: it changes properties of its process.
+    const ALONE: &str = "CLEAT_TEST_ALONE";
+
+    #[test]
+    fn an_ordinary_program_inherits_neither_the_memory_limit_nor_the_io_flusher() {
+        if std::env::var_os(ALONE).is_none() {
+            let mut test = Command::new(std::env::current_exe().unwrap());
+            let name = "process::tests::an_ordinary_program_inherits_neither_the_memory_limit_nor_the_io_flusher";
+            let output = test.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+            let printed = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && printed.contains("1 passed"), "{printed}");
+            return;
+        }
+        let limit = 3 << 30;
+        crate::memory_limit::limit_data_softly(limit).unwrap();
+        let is_flusher = set_io_flusher().is_ok();
+        let started = |prepare: fn(&mut Command) -> &mut Command| {
+            let mut command = Command::new("/bin/cat");
+            command.args(["/proc/self/stat", "/proc/self/limits"]);
+            let output = prepare(&mut command).output().unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            let flags = text.split_whitespace().nth(8).unwrap().parse::<u32>().unwrap();
+            // PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE of linux/sched.h.
+            (flags & 0x0018_0000 != 0, text.contains(&format!(" {limit} ")))
+        };
+        assert_eq!(started(|command| command), (is_flusher, true));
+        assert_eq!(started(make_ordinary), (false, false));
     }
 }

@@ -7,6 +7,7 @@ use super::RealKernel;
 use crate::module_missing;
 use cleat_core::clock::{Clock, SystemClock};
 use cleat_core::error::Result;
+use cleat_sys::process::make_ordinary;
 
 /// The time limit for loading the module.
 const MODPROBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,7 +29,7 @@ impl RealKernel {
         let program = std::fs::read_to_string(self.proc.0.join("sys/kernel/modprobe"));
         let program = program.map(|program| program.trim().to_owned()).unwrap_or_default();
         let program = if program.is_empty() { "/sbin/modprobe".to_owned() } else { program };
-        let call = move || Command::new(program).arg("nbd").env_clear().output();
+        let call = move || make_ordinary(Command::new(program).arg("nbd")).env_clear().output();
         let deadline = SystemClock.now() + MODPROBE_TIMEOUT;
         let output = self.threads.run("load the module nbd", deadline, call, drop)?;
         match output {

@@ -103,7 +103,7 @@ fn prepare_memory() {
         }
     };
     attempt("become an I/O flusher (CAP_SYS_RESOURCE)", process::set_io_flusher());
-    attempt("limit its memory", memory_limit::limit_data(MAX_DATA));
+    attempt("limit its memory", memory_limit::limit_data_softly(MAX_DATA));
     attempt("lock its memory (CAP_IPC_LOCK or RLIMIT_MEMLOCK)", memory_lock::lock_touched_memory());
 }
 
