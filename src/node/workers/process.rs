@@ -84,6 +84,8 @@ pub trait Launcher: Send + Sync {
 #[derive(Debug)]
 pub struct Processes {
     executable: PathBuf,
+    /// The name of the program in the command line of a worker, without the leading '@'.
+    name: OsString,
     environment: Vec<(OsString, OsString)>,
     cgroup: Option<PathBuf>,
     users: Option<Users>,
@@ -93,12 +95,13 @@ pub struct Processes {
 impl Processes {
     /// Starts workers of the running executable, even if its file has been replaced.
     pub fn of_this_executable() -> Self {
-        Self::of(PathBuf::from("/proc/self/exe"))
+        Self { name: "cleat".into(), ..Self::of(PathBuf::from("/proc/self/exe")) }
     }
 
     /// Starts workers of the executable at a path.
     pub fn of(executable: PathBuf) -> Self {
         Self {
+            name: executable.clone().into(),
             executable,
             environment: Vec::new(),
             cgroup: None,
@@ -151,7 +154,7 @@ impl Launcher for Processes {
         // At the end of a shutdown systemd kills no process of root whose command begins with '@'
         // (https://systemd.io/ROOT_STORAGE_DAEMONS). For workers that run as root; others see cleat.service.
         let mut name = OsString::from("@");
-        name.push(&self.executable);
+        name.push(&self.name);
         command.arg0(name);
         command.arg("worker").args(isolation.arguments()).env_clear().current_dir("/");
         // Only the variables that affect backtraces and the log are passed on.
